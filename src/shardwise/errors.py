@@ -1,0 +1,115 @@
+"""The error tree. Every error says what, where, expected, got, and what to do next.
+
+::
+
+    ShardwiseError
+    ├── SourceError            a source can't be read or is damaged (names the file)
+    │   ├── FormatError        header, index or manifest is not what its format says
+    │   └── IntegrityError     bytes are there but checksum, digest or size is wrong
+    ├── LayoutError            a parallelised module whose shards we can't describe
+    ├── PlanError              a load that can't be proved complete; lists everything at once
+    │   └── UnsupportedConversionError   stored tensors need a conversion that is not supported
+    ├── ShardError             a model can't be wrapped as asked
+    ├── StateError             training state can't be expressed or matched
+    ├── CheckpointError        save, publish or resume failed
+    │   ├── NoCheckpointError  steps exist and none is valid
+    │   └── LockedError        another run holds the directory
+    └── RankError              some rank failed; raised alike on every living rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+__all__ = [
+    "CheckpointError",
+    "FormatError",
+    "IntegrityError",
+    "LayoutError",
+    "LockedError",
+    "NoCheckpointError",
+    "PlanError",
+    "RankError",
+    "ShardError",
+    "ShardwiseError",
+    "SourceError",
+    "StateError",
+    "UnsupportedConversionError",
+]
+
+
+class ShardwiseError(Exception):
+    """Base of every error that shardwise raises on purpose."""
+
+
+class SourceError(ShardwiseError):
+    """A source can't be read. ``path`` names the file."""
+
+    def __init__(self, message: str, *, path: str | None = None) -> None:
+        super().__init__(f"{path}: {message}" if path else message)
+        self.path = path
+
+
+class FormatError(SourceError):
+    """A header, index or manifest does not follow its format."""
+
+
+class IntegrityError(SourceError):
+    """Content is there, but its size, checksum or digest is not the recorded one."""
+
+
+class LayoutError(ShardwiseError):
+    """The shards of a parameter can't be described, or differ from what torch allocated."""
+
+
+class PlanError(ShardwiseError):
+    """A load can't be proved complete. ``problems`` holds one line per finding."""
+
+    def __init__(self, summary: str, problems: tuple[str, ...] = ()) -> None:
+        super().__init__("\n".join((summary, *(f"  - {p}" for p in problems))))
+        self.problems = problems
+
+
+class UnsupportedConversionError(PlanError):
+    """Stored tensors need a conversion that this version can't compile."""
+
+
+class ShardError(ShardwiseError):
+    """A model can't be wrapped as asked."""
+
+
+class StateError(ShardwiseError):
+    """Training state can't be expressed, stored or matched with what is live."""
+
+
+class CheckpointError(ShardwiseError):
+    """A save, publish or resume failed."""
+
+
+class NoCheckpointError(CheckpointError):
+    """Steps were published, but none of them is valid."""
+
+
+class LockedError(CheckpointError):
+    """Another run holds the checkpoint directory."""
+
+
+class RankError(ShardwiseError):
+    """Work failed on some rank. Raised with the same text on every living rank.
+
+    ``causes`` maps each failing rank to a one-paragraph cause; ``missing`` names ranks that made
+    no progress for the timeout.
+    """
+
+    def __init__(
+        self, label: str, causes: Mapping[int, str], missing: tuple[int, ...] = (), timeout_s: float = 0.0
+    ) -> None:
+        lines = [f"'{label}' failed"]
+        lines += [f"  rank {rank}: {cause}" for rank, cause in sorted(causes.items())]
+        if missing:
+            names = ", ".join(map(str, missing))
+            lines.append(f"  rank {names}: no progress for {timeout_s:g} s (killed, stopped or hanging)")
+        super().__init__("\n".join(lines))
+        self.label = label
+        self.causes = dict(causes)
+        self.missing = missing
