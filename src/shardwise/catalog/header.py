@@ -1,0 +1,158 @@
+"""Reading one safetensors header, trusting nothing in it.
+
+Format: 8 bytes little-endian header length, JSON header, payload.
+https://huggingface.co/docs/safetensors/index#format
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from dataclasses import dataclass
+
+from ..dtypes import itemsize
+from ..errors import FormatError, SourceError
+
+__all__ = ["MAX_HEADER_BYTES", "Entry", "Header", "read_header"]
+
+#: The limit of the reference implementation (100 MB).
+MAX_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor in a file. ``offset_bytes`` counts from the start of the file, ``saved_offsets`` is the
+    index of its first element in the global tensor (None in files without DCP_SHARDING_INFO)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset_bytes: int
+    nbytes: int
+    saved_offsets: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A file's header: its entries by name, its free-form metadata, where the payload starts, file size."""
+
+    entries: dict[str, Entry]
+    metadata: dict[str, str]
+    payload_start: int
+    file_bytes: int
+
+
+def read_header(path: str) -> Header:
+    """Read and check the header of a safetensors file; payload is not touched.
+
+    Raises :class:`SourceError` if the file can't be read, :class:`FormatError` if the header lies:
+    longer than the file, not JSON, repeated names, shapes and byte ranges that do not agree, ranges
+    that overlap, leave holes or reach outside the file.
+    """
+    try:
+        with open(path, "rb") as file:
+            file_bytes = os.fstat(file.fileno()).st_size
+            raw = _raw_header(file.read(8), file, file_bytes, path)
+    except OSError as error:
+        raise SourceError(f"can't be read: {error.strerror or error}", path=path) from error
+    start = 8 + len(raw)
+    document = _parse(raw, path)
+    metadata = document.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise FormatError("__metadata__ must map strings to strings", path=path)
+    offsets = _saved_offsets(metadata, path)
+    entries = {name: _entry(name, value, start, offsets, path) for name, value in document.items()}
+    _check_ranges(entries, start, file_bytes, path)
+    return Header(entries, metadata, start, file_bytes)
+
+
+def _raw_header(prefix: bytes, file: object, file_bytes: int, path: str) -> bytes:
+    if len(prefix) < 8:
+        raise FormatError(f"truncated: {file_bytes} bytes, a safetensors file has at least 8", path=path)
+    (length,) = struct.unpack("<Q", prefix)
+    if length > MAX_HEADER_BYTES:
+        raise FormatError(f"header claims {length} bytes, the limit is {MAX_HEADER_BYTES}", path=path)
+    if 8 + length > file_bytes:
+        raise FormatError(f"header claims {length} bytes, but the file has {file_bytes}: truncated", path=path)
+    raw: bytes = file.read(length)  # type: ignore[attr-defined]
+    return raw
+
+
+def _parse(raw: bytes, path: str) -> dict[str, object]:
+    def no_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            names = [k for k, _ in pairs]
+            repeated = sorted({n for n in names if names.count(n) > 1})[:3]
+            raise FormatError(f"header repeats {', '.join(map(repr, repeated))}", path=path)
+        return found
+
+    try:
+        document = json.loads(raw.decode("utf-8"), object_pairs_hook=no_repeats)
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise FormatError(f"header is not JSON ({error}); not a safetensors file?", path=path) from error
+    if not isinstance(document, dict):
+        raise FormatError("header is not a JSON object", path=path)
+    return document
+
+
+def _saved_offsets(metadata: dict[str, str], path: str) -> dict[str, tuple[int, ...]] | None:
+    """Per tensor, where its slice starts (torch's DCP_SHARDING_INFO), or None if the file has none."""
+    text = metadata.get("DCP_SHARDING_INFO")
+    if text is None:
+        return None
+    try:
+        info = json.loads(text)
+        found = {name: tuple(value["saved_offsets"]) for name, value in info.items()}
+    except (json.JSONDecodeError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise FormatError(f"DCP_SHARDING_INFO is not what torch writes ({error!r})", path=path) from error
+    if not all(_is_count(n) for offsets in found.values() for n in offsets):
+        raise FormatError("DCP_SHARDING_INFO holds an offset that is not a count", path=path)
+    return found
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**62
+
+
+def _entry(
+    name: str, value: object, start: int, offsets: dict[str, tuple[int, ...]] | None, path: str
+) -> Entry:
+    where = f"tensor {name!r}"
+    if not isinstance(value, dict) or not {"dtype", "shape", "data_offsets"} <= value.keys():
+        raise FormatError(f"{where}: expected dtype, shape and data_offsets", path=path)
+    dtype, shape, span = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or not isinstance(shape, list) or not all(map(_is_count, shape)):
+        raise FormatError(f"{where}: dtype {dtype!r} or shape {shape!r} is malformed", path=path)
+    if not isinstance(span, list) or len(span) != 2 or not all(map(_is_count, span)) or span[0] > span[1]:
+        raise FormatError(f"{where}: data_offsets {span!r} are malformed", path=path)
+    try:
+        expected = math.prod(shape) * itemsize(dtype)
+    except FormatError as error:
+        raise FormatError(f"{where}: {error}", path=path) from None
+    if expected != span[1] - span[0]:
+        raise FormatError(
+            f"{where}: {dtype} of shape {shape} takes {expected} bytes, but its range has {span[1] - span[0]}",
+            path=path,
+        )
+    saved = None
+    if offsets is not None:
+        saved = offsets.get(name)
+        if saved is None or len(saved) != len(shape):
+            raise FormatError(f"{where}: no saved_offsets of {len(shape)} dims, got {saved}", path=path)
+    return Entry(name, dtype, tuple(shape), start + span[0], expected, saved)
+
+
+def _check_ranges(entries: dict[str, Entry], start: int, file_bytes: int, path: str) -> None:
+    end = start
+    for entry in sorted(entries.values(), key=lambda e: (e.offset_bytes, e.nbytes)):
+        if entry.offset_bytes != end:
+            kind = "overlaps the tensor before it" if entry.offset_bytes < end else "leaves a hole before it"
+            raise FormatError(f"tensor {entry.name!r} {kind} (byte {entry.offset_bytes}, expected {end})", path=path)
+        end += entry.nbytes
+    if end > file_bytes:
+        raise FormatError(f"truncated: tensors need {end} bytes, the file has {file_bytes}", path=path)
+    if end < file_bytes:
+        raise FormatError(f"{file_bytes - end} bytes after the last tensor", path=path)

@@ -1,0 +1,26 @@
+"""From a path to a catalog: which kind of source is it?"""
+
+from __future__ import annotations
+
+import os
+
+from ..errors import SourceError
+from .records import Catalog
+from .checkpoint import catalog_of_checkpoint
+from .safetensors import catalog_of_safetensors
+
+__all__ = ["open_catalog"]
+
+
+def open_catalog(path: str | os.PathLike[str]) -> Catalog:
+    """Catalog of whatever lies at ``path``: a shardwise checkpoint, or safetensors. Headers only.
+
+    Sources describe themselves: a directory with ``manifest.json`` is a checkpoint. Raises
+    :class:`SourceError`.
+    """
+    root = os.fspath(path)
+    if "://" in root:
+        raise SourceError("URLs are not supported yet; copy the files to a local path", path=root)
+    if os.path.isfile(os.path.join(root, "manifest.json")):
+        return catalog_of_checkpoint(root)
+    return catalog_of_safetensors(root)

@@ -1,0 +1,93 @@
+"""The records that every kind of source is described with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ..dtypes import itemsize
+from ..errors import FormatError
+from ..layout.boxes import Box, find_overlap, whole
+
+__all__ = ["Catalog", "Chunk", "StoredFile", "StoredTensor", "assemble"]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of a stored tensor: row-major bytes at ``offset_bytes`` of the file at ``path``."""
+
+    box: Box
+    path: str
+    offset_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor that a source holds; its chunks cover it exactly once."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * itemsize(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file of a source: its path and size in bytes."""
+
+    path: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Catalog:
+    """Everything that planning knows of a source.
+
+    ``ignored_files`` are files that look like payload but do not belong to the source (outside its index).
+    ``digests`` are content digests by stored name, where the source records them.
+    """
+
+    kind: str
+    root: str
+    tensors: Mapping[str, StoredTensor]
+    files: tuple[StoredFile, ...]
+    ignored_files: tuple[str, ...] = ()
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    digests: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Payload bytes of all stored tensors."""
+        return sum(t.nbytes for t in self.tensors.values())
+
+
+def assemble(name: str, dtype: str, chunks: Iterable[Chunk]) -> StoredTensor:
+    """One stored tensor from its chunks. Raises :class:`FormatError` if two overlap or a part is missing."""
+    found = tuple(sorted(chunks, key=lambda c: c.box))
+    ndim = len(found[0].box.start)
+    shape = tuple(max(c.box.stop[d] for c in found) for d in range(ndim))
+    overlap = find_overlap(c.box for c in found)
+    if overlap:
+        first, second = (next(c.path for c in found if c.box == box) for box in overlap)
+        if overlap[0] == overlap[1]:
+            first, second = [c.path for c in found if c.box == overlap[0]][:2]
+        raise FormatError(
+            f"tensor {name!r} is stored twice: {_describe(overlap[0])} in {first} and {_describe(overlap[1])} "
+            f"in {second}; remove one copy (or list the right file in the index)"
+        )
+    held = sum(c.box.numel for c in found)
+    if held != whole(shape).numel:
+        raise FormatError(
+            f"tensor {name!r} is stored in part: its chunks hold {held} of {whole(shape).numel} elements of "
+            f"shape {shape}; a slice file is missing"
+        )
+    return StoredTensor(name, dtype, shape, found)
+
+
+def _describe(box: Box) -> str:
+    return "[" + ", ".join(f"{a}:{b}" for a, b in zip(box.start, box.stop, strict=True)) + "]"

@@ -1,0 +1,120 @@
+"""Catalog of a safetensors file or directory (HF layout, or slices with DCP_SHARDING_INFO)."""
+
+from __future__ import annotations
+
+import json
+import os
+
+from ..errors import FormatError, SourceError
+from ..layout.boxes import Box, whole
+from .header import Entry, Header, read_header
+from .records import Catalog, Chunk, StoredFile, StoredTensor, assemble
+
+__all__ = ["INDEX_NAME", "SINGLE_NAME", "catalog_of_safetensors"]
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+
+def catalog_of_safetensors(path: str | os.PathLike[str]) -> Catalog:
+    """Catalog of a ``.safetensors`` file or of a directory of them, from headers only.
+
+    In a directory, ``model.safetensors.index.json`` decides which files belong; without one, a single
+    ``model.safetensors``; without that, every ``*.safetensors``. Files that are left out are reported
+    in ``ignored_files``. Entries with ``saved_offsets`` are chunks of one tensor; a tensor that is
+    stored twice (chunks overlap) is refused.
+
+    Raises :class:`SourceError` (nothing there), :class:`FormatError` (a header or the index lies).
+    Rank-local; reads a few KiB per file.
+    """
+    root = os.fspath(path)
+    if os.path.isfile(root):
+        names, weight_map, root = [os.path.basename(root)], None, os.path.dirname(root) or "."
+    elif os.path.isdir(root):
+        names, weight_map = _files_of(root)
+    else:
+        raise SourceError("no such file or directory", path=root)
+    ignored = tuple(sorted(n for n in os.listdir(root) if n.endswith(".safetensors") and n not in names))
+    headers = {name: read_header(os.path.join(root, name)) for name in names}
+    if weight_map is not None:
+        _check_index(root, weight_map, headers)
+    files = tuple(StoredFile(os.path.join(root, n), h.file_bytes) for n, h in headers.items())
+    metadata = {k: v for h in headers.values() for k, v in h.metadata.items() if k != "DCP_SHARDING_INFO"}
+    return Catalog("safetensors", root, _tensors(root, headers), files, ignored, metadata)
+
+
+def _files_of(root: str) -> tuple[list[str], dict[str, str] | None]:
+    index = os.path.join(root, INDEX_NAME)
+    if os.path.exists(index):
+        weight_map = _read_index(index)
+        return sorted(set(weight_map.values())), weight_map
+    if os.path.exists(os.path.join(root, SINGLE_NAME)):
+        return [SINGLE_NAME], None
+    names = sorted(n for n in os.listdir(root) if n.endswith(".safetensors"))
+    if not names:
+        hint = ""
+        if os.path.exists(os.path.join(root, "manifest.json")):
+            hint = "; it is a shardwise checkpoint whose slices lie in model/"
+        elif any(n.endswith((".bin", ".pt", ".pth")) for n in os.listdir(root)):
+            hint = "; it has pickled weights, which are not read: convert them to safetensors first"
+        raise SourceError(f"no .safetensors file in this directory{hint}", path=root)
+    return names, None
+
+
+def _read_index(path: str) -> dict[str, str]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            document = json.load(file)
+        weight_map = document["weight_map"]
+    except OSError as error:
+        raise SourceError(f"can't be read: {error.strerror or error}", path=path) from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise FormatError(f"not an index with a weight_map ({error!r})", path=path) from error
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise FormatError("weight_map is empty or not an object", path=path)
+    for name, file_name in weight_map.items():
+        if not isinstance(file_name, str) or os.path.basename(file_name) != file_name or file_name in ("", ".", ".."):
+            raise FormatError(f"{name!r} is mapped to {file_name!r}, which is not a plain file name", path=path)
+    return weight_map
+
+
+def _check_index(root: str, weight_map: dict[str, str], headers: dict[str, Header]) -> None:
+    """Every name of the index is in its file, and no listed file holds a copy that the index denies."""
+    index = os.path.join(root, INDEX_NAME)
+    lost = [f"{n} (in {f})" for n, f in weight_map.items() if n not in headers[f].entries]
+    if lost:
+        more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""
+        raise FormatError(f"lists tensors that their files do not hold: {', '.join(lost[:5])}{more}", path=index)
+    for file_name, header in headers.items():
+        for name, entry in header.entries.items():
+            mapped = weight_map.get(name, file_name)
+            if mapped != file_name and entry.saved_offsets is None:
+                raise FormatError(
+                    f"tensor {name!r} is stored twice: the index maps it to {mapped}, and {file_name} holds "
+                    f"another copy; remove one",
+                    path=root,
+                )
+
+
+def _tensors(root: str, headers: dict[str, Header]) -> dict[str, StoredTensor]:
+    chunks: dict[str, list[Chunk]] = {}
+    first: dict[str, tuple[str, Entry]] = {}
+    for file_name, header in headers.items():
+        path = os.path.join(root, file_name)
+        for name, entry in header.entries.items():
+            known_in, known = first.setdefault(name, (path, entry))
+            if known.dtype != entry.dtype or len(known.shape) != len(entry.shape):
+                raise FormatError(
+                    f"tensor {name!r} is {known.dtype} {list(known.shape)} in {known_in} and {entry.dtype} "
+                    f"{list(entry.shape)} here",
+                    path=path,
+                )
+            chunks.setdefault(name, []).append(Chunk(_box(entry), path, entry.offset_bytes))
+    return {name: assemble(name, first[name][1].dtype, found) for name, found in chunks.items()}
+
+
+def _box(entry: Entry) -> Box:
+    if entry.saved_offsets is None:
+        return whole(entry.shape)
+    stop = tuple(o + n for o, n in zip(entry.saved_offsets, entry.shape, strict=True))
+    return Box(entry.saved_offsets, stop)

@@ -1,0 +1,215 @@
+"""``save``, ``restore``, ``Checkpointer``: training state in and out of a checkpoint directory (format: docs/format.md)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from typing import Literal
+
+from .catalog.manifest import Manifest, read_manifest
+from .dist import Ranks
+from .errors import CheckpointError, IntegrityError, NoCheckpointError, RankError, ShardwiseError, SourceError
+from .plan import IOOptions
+from .restoring import ResumeReport, restore_into
+from .state.train_state import TrainState
+from .store import publish
+from .store.lock import DirectoryLock
+from .store.save import Lineage, SaveReport, write_checkpoint
+
+__all__ = ["Checkpointer", "restore", "save"]
+
+_log = logging.getLogger(__name__)
+
+
+def save(state: TrainState, path: str | os.PathLike[str], *, step: int = 0, io: IOOptions | None = None) -> SaveReport:
+    """Write ``state`` as one checkpoint directory at ``path``: all of it or nothing.
+
+    Every rank writes its own shards; replicas are written once. Every rank of the default process group
+    must call it. Memory: ≤ 16 MiB besides the live tensors on CPU. Raises :class:`StateError` before
+    anything is written, :class:`CheckpointError` if ``path`` exists, :class:`RankError` on every rank.
+    """
+    io = io or IOOptions()
+    ranks = Ranks.current(timeout_s=io.timeout_s)
+    run_id = ranks.share("run id", secrets.token_hex(8).encode() if ranks.rank == 0 else None).decode()
+    return write_checkpoint(state, os.path.abspath(path), step, Lineage(run_id, None), ranks)
+
+
+def restore(state: TrainState, path: str | os.PathLike[str], *, io: IOOptions | None = None) -> ResumeReport:
+    """Put the checkpoint at ``path`` back into the live objects of ``state``, and prove it by digests.
+
+    Under whatever mesh and world size this run has. Every rank of the default process group must call it.
+    RNG comes last. Memory: staging only, besides what the state itself needs. Raises
+    :class:`SourceError`, :class:`IntegrityError`, :class:`PlanError`, :class:`StateError` or
+    :class:`RankError`, alike on every living rank; the state is then undefined until a restore succeeds.
+    """
+    io = io or IOOptions()
+    return restore_into(state, os.path.abspath(path), Ranks.current(timeout_s=io.timeout_s), io)
+
+
+class Checkpointer:
+    """Checkpoints of one run in one directory: saving, retention, resuming from the newest valid step.
+
+    Args:
+        root: directory of the steps; made if needed. One run at a time holds it (advisory lock).
+        keep_last: how many of the newest published steps stay; None keeps all.
+        keep_every: steps divisible by this stay for good.
+        mode: ``"sync"``. (``"async"`` is not built yet.)
+        io: staging and time limits.
+
+    Every rank of the default process group must make each call. Raises :class:`LockedError` on every rank
+    if another run holds the directory.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        mode: Literal["sync"] = "sync",
+        io: IOOptions | None = None,
+    ) -> None:
+        for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1 or None, got {value}")
+        if mode != "sync":
+            raise ValueError(f"mode must be 'sync', got {mode!r}")
+        self.root = os.path.abspath(root)
+        self._keep_last = keep_last
+        self._keep_every = keep_every
+        self._io = io or IOOptions()
+        self._lock: DirectoryLock | None = None
+        self._lineage: Lineage | None = None
+        ranks = self._ranks()
+        with ranks.agree("lock checkpoint directory"):
+            if ranks.rank == 0:
+                self._lock = DirectoryLock(self.root)
+                publish.sweep_leftovers(self.root)
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the directory back. Rank-local."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def save(self, state: TrainState, step: int) -> SaveReport:
+        """Publish ``state`` as ``step``, then apply retention. Collective; see :func:`save` for what it raises.
+
+        On failure nothing is published, on any rank, and the steps before are untouched.
+        """
+        ranks = self._ranks()
+        if self._lineage is None:
+            run_id = ranks.share("run id", secrets.token_hex(8).encode() if ranks.rank == 0 else None).decode()
+            self._lineage = Lineage(run_id, None)
+        final = os.path.join(self.root, publish.step_name(step))
+        report = write_checkpoint(state, final, step, self._lineage, ranks)
+        self._lineage = Lineage(self._lineage.run_id, step)
+        with ranks.agree("retention"):
+            if ranks.rank == 0:
+                publish.write_hint(self.root, step)
+                self._prune(step)
+        return report
+
+    def resume(self, state: TrainState, step: int | None = None) -> ResumeReport | None:
+        """Restore the newest valid step (or ``step``); None only if nothing was ever published here.
+
+        Damaged steps are skipped with a warning and set aside as ``step-N.damaged-…``; steps newer than
+        the one resumed from are set aside as ``step-N.superseded-…``, so that a run that goes on from an
+        older step and is stopped again finds its own line. Collective.
+
+        Raises :class:`NoCheckpointError` if steps exist and none is valid; :class:`PlanError` or
+        :class:`StateError` if a valid step does not fit the live objects (nothing is set aside then).
+        """
+        ranks = self._ranks()
+        damaged: dict[int, str] = {}
+        for candidate, path in self._candidates(ranks, step):
+            try:
+                with ranks.agree(f"check {publish.step_name(candidate)}"):
+                    if ranks.rank == 0:
+                        _quick_check(path)
+                report = restore_into(state, path, ranks, self._io)
+            except ShardwiseError as error:
+                if not _is_damage(error):
+                    raise
+                damaged[candidate] = str(error)
+                if ranks.rank == 0:
+                    _log.warning("skipping damaged %s: %s", path, error)
+                continue
+            self._lineage = Lineage(report.run_id, candidate)
+            superseded = self._set_aside(ranks, candidate, damaged)
+            return report.with_history(damaged, superseded)
+        self._raise_if_lost(ranks, step, damaged)
+        return None
+
+    def _ranks(self) -> Ranks:
+        return Ranks.current(timeout_s=self._io.timeout_s)
+
+    def _candidates(self, ranks: Ranks, step: int | None) -> list[tuple[int, str]]:
+        """The steps to try, newest first, as rank 0 sees them."""
+        text = ""
+        with ranks.agree("scan checkpoint directory"):
+            if ranks.rank == 0:
+                steps = publish.published_steps(self.root)
+                if step is not None and step not in steps:
+                    raise CheckpointError(f"{self.root}: no step {step}; there are {sorted(steps)}")
+                text = ",".join(str(s) for s in steps if step is None or s <= step)
+        shared = ranks.share("steps", text.encode() if ranks.rank == 0 else None).decode()
+        return [(int(s), os.path.join(self.root, publish.step_name(int(s)))) for s in shared.split(",") if s]
+
+    def _set_aside(self, ranks: Ranks, resumed: int, damaged: dict[int, str]) -> tuple[int, ...]:
+        moved: list[int] = []
+        with ranks.agree("set newer steps aside"):
+            if ranks.rank == 0:
+                for newer, path in publish.published_steps(self.root).items():
+                    if newer > resumed:
+                        publish.set_aside(path, "damaged" if newer in damaged else "superseded")
+                        moved.append(newer)
+        shared = ranks.share("steps set aside", ",".join(map(str, moved)).encode() if ranks.rank == 0 else None)
+        return tuple(int(s) for s in shared.decode().split(",") if s and int(s) not in damaged)
+
+    def _raise_if_lost(self, ranks: Ranks, step: int | None, damaged: dict[int, str]) -> None:
+        with ranks.agree("find a checkpoint"):
+            if ranks.rank == 0 and (damaged or publish.was_ever_published(self.root)):
+                found = "; ".join(f"step {s}: {why}" for s, why in damaged.items()) or "all were set aside"
+                raise NoCheckpointError(
+                    f"{self.root}: steps were published, but none {'up to ' + str(step) if step else ''} is valid "
+                    f"({found}). Move the directory away to start anew, or rename a step that was set aside"
+                )
+
+    def _prune(self, newest: int) -> None:
+        """Delete published, valid steps beyond what is kept; never the newest. For rank 0."""
+        if self._keep_last is None:
+            return
+        steps = [s for s in publish.published_steps(self.root) if s <= newest]
+        for old in steps[self._keep_last :]:
+            if self._keep_every is None or old % self._keep_every:
+                publish.discard(os.path.join(self.root, publish.step_name(old)))
+
+
+def _quick_check(path: str) -> Manifest:
+    """Manifest intact, every file there with its size. Reads no payload."""
+    manifest = read_manifest(path)
+    for name, entry in manifest.files.items():
+        file = os.path.join(path, name)
+        try:
+            size = os.stat(file).st_size
+        except OSError as error:
+            raise IntegrityError(f"lost: {error.strerror}", path=file) from error
+        if size != entry.nbytes:
+            raise IntegrityError(f"{size} bytes, expected {entry.nbytes}: truncated or overwritten", path=file)
+    return manifest
+
+
+def _is_damage(error: ShardwiseError) -> bool:
+    """Whether an error means that stored bytes are lost or wrong, on whichever rank."""
+    if isinstance(error, RankError):
+        kinds = ("IntegrityError", "FormatError", "SourceError")
+        return bool(error.causes) and all(cause.startswith(kinds) for cause in error.causes.values())
+    return isinstance(error, SourceError)

@@ -1,0 +1,235 @@
+"""From placements to boxes: where FSDP2, HSDP, TP and EP really cut a tensor.
+
+``cut_boxes`` is pure (shape, axis sizes, placements, coordinate → boxes), so that one process can plan
+for every rank. torch's ``compute_local_shape_and_global_offset`` is not used: it knows one offset per
+dim and is wrong for uneven FSDP+TP (CASES 11, https://github.com/pytorch/pytorch/issues/116101).
+
+The rule: TP (and EP) cut a dim first, FSDP cuts what is left; torch marks that with ``_StridedShard``
+on the FSDP axis, whose split factor is the number of shards made before it. A ``_StridedShard`` that no
+other axis explains (packed q/k/v or gate/up weights under TP) cuts each of its ``split_factor`` blocks.
+Every cut follows ``torch.chunk``: ceil-sized pieces first, then possibly shorter and empty ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Literal
+
+from ..errors import LayoutError
+from .boxes import Box, LocalBox, whole
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["RULE_VERSION", "Cut", "Geometry", "cut_boxes", "geometry_of", "local_boxes"]
+
+#: Names the cutting rule in manifests: a later rule must get another number.
+RULE_VERSION = 1
+
+Interval = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What one mesh axis does to a tensor.
+
+    ``replicate``: every coordinate holds the same. ``shard``: torch.chunk along ``dim``.
+    ``strided``: ``_StridedShard(dim, split_factor)``.
+    """
+
+    kind: Literal["replicate", "shard", "strided"]
+    dim: int = 0
+    split_factor: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """How a tensor is spread over a mesh: the axes' sizes and names, a cut per axis, and the ranks in order.
+
+    ``ranks`` are the global ranks of the mesh, row-major. A tensor that is not a DTensor lies whole on
+    every rank: one replicated axis.
+    """
+
+    axis_sizes: tuple[int, ...]
+    axis_names: tuple[str, ...]
+    cuts: tuple[Cut, ...]
+    ranks: tuple[int, ...]
+    fsdp_order: bool = True
+
+    def coordinate(self, rank: int) -> tuple[int, ...] | None:
+        """The mesh coordinate of a global rank, or None if the mesh leaves it out."""
+        if rank not in self.ranks:
+            return None
+        place = self.ranks.index(rank)
+        coordinate = []
+        for size in reversed(self.axis_sizes):
+            place, here = divmod(place, size)
+            coordinate.append(here)
+        return tuple(reversed(coordinate))
+
+
+def _chunk(length: int, parts: int, index: int) -> Interval:
+    """The index-th of ``parts`` pieces as torch.chunk cuts them (the last ones may be short or empty)."""
+    size = -(-length // parts)
+    return min(index * size, length), min((index + 1) * size, length)
+
+
+def _slice(intervals: Sequence[Interval], low: int, high: int) -> list[Interval]:
+    """What positions low … high-1 of the concatenated intervals are, as intervals."""
+    found: list[Interval] = []
+    base = 0
+    for a, b in intervals:
+        begin, end = max(low - base, 0), min(high - base, b - a)
+        if begin < end:
+            if found and found[-1][1] == a + begin:
+                found[-1] = (found[-1][0], a + end)
+            else:
+                found.append((a + begin, a + end))
+        base += b - a
+    return found
+
+
+def _cut_order(cuts: Sequence[tuple[int, Cut]], sizes: Sequence[int], fsdp_order: bool) -> list[tuple[int, Cut, int]]:
+    """The axes that cut one dim, in the order in which they really cut: (axis, cut, split factor left)."""
+    order: list[tuple[int, Cut, int]] = []
+    for axis, cut in reversed(cuts):
+        place, factor = 0, cut.split_factor
+        if cut.kind == "strided" and fsdp_order:
+            done = 1
+            while place < len(order) and done < factor:
+                done *= sizes[order[place][0]]
+                place += 1
+            if done == factor:  # the axes to the right explain it: they cut first
+                factor = 1
+            else:
+                place = 0
+        order.insert(place, (axis, cut, factor))
+    return order
+
+
+def _dim_intervals(
+    length: int, cuts: Sequence[tuple[int, Cut]], geometry: Geometry, coordinate: Sequence[int]
+) -> list[Interval]:
+    """The intervals of one dim that a coordinate holds, in local order."""
+    held: list[Interval] = [(0, length)] if length else []
+    for axis, _cut, factor in _cut_order(cuts, geometry.axis_sizes, geometry.fsdp_order):
+        size = sum(b - a for a, b in held)
+        parts, index = geometry.axis_sizes[axis], coordinate[axis]
+        pieces: list[Interval] = []
+        for block in range(factor):
+            low, high = _chunk(size, factor, block)
+            begin, end = _chunk(high - low, parts, index)
+            for piece in _slice(held, low + begin, low + end):
+                if pieces and pieces[-1][1] == piece[0]:
+                    pieces[-1] = (pieces[-1][0], piece[1])
+                else:
+                    pieces.append(piece)
+        held = pieces
+    return held
+
+
+def cut_boxes(shape: Sequence[int], geometry: Geometry, coordinate: Sequence[int]) -> tuple[LocalBox, ...]:
+    """The boxes of a tensor of global ``shape`` that the rank at ``coordinate`` holds.
+
+    Several boxes where an uneven cut leaves a rank with separate pieces; none if its shard is empty.
+    ``local_start`` says where each box lies in the local tensor (pieces are concatenated along their dim).
+    """
+    per_dim: list[list[tuple[Interval, int]]] = []
+    for dim, length in enumerate(shape):
+        cuts = [(a, c) for a, c in enumerate(geometry.cuts) if c.kind != "replicate" and c.dim == dim]
+        placed, base = [], 0
+        for interval in _dim_intervals(length, cuts, geometry, coordinate) if cuts else [(0, length)]:
+            placed.append((interval, base))
+            base += interval[1] - interval[0]
+        per_dim.append(placed)
+    boxes = []
+    for choice in product(*per_dim):
+        box = Box(tuple(i[0] for i, _ in choice), tuple(i[1] for i, _ in choice))
+        if box.numel:
+            boxes.append(LocalBox(box, tuple(base for _, base in choice)))
+    return tuple(boxes)
+
+
+def local_shape(shape: Sequence[int], boxes: Sequence[LocalBox]) -> tuple[int, ...] | None:
+    """The local tensor's shape that these boxes make up, or None if there are none."""
+    if not boxes:
+        return None
+    return tuple(
+        max(b.local_start[d] + b.box.stop[d] - b.box.start[d] for b in boxes) for d in range(len(shape))
+    )
+
+
+def geometry_of(tensor: torch.Tensor, *, world_size: int, fsdp_order: bool = True) -> Geometry:
+    """How a live parameter or buffer is spread. Raises :class:`LayoutError` for placements we can't describe.
+
+    ``fsdp_order=False`` reads ``_StridedShard`` as ``distribute_tensor`` applies it (left to right)
+    instead of as ``fully_shard`` does (TP first); the two differ for uneven sizes only.
+    """
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(tensor, DTensor):
+        return Geometry((world_size,), ("world",), (Cut("replicate"),), tuple(range(world_size)))
+    mesh = tensor.device_mesh
+    names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
+    cuts = tuple(_cut_of(p, tensor.ndim) for p in tensor.placements)
+    ranks = tuple(int(r) for r in mesh.mesh.flatten().tolist())
+    return Geometry(tuple(int(n) for n in mesh.mesh.shape), tuple(names), cuts, ranks, fsdp_order)
+
+
+def _cut_of(placement: object, ndim: int) -> Cut:
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    if isinstance(placement, _StridedShard):
+        return Cut("strided", placement.dim % ndim, int(placement.split_factor))
+    if isinstance(placement, Shard):
+        return Cut("shard", placement.dim % ndim)
+    if isinstance(placement, Replicate):
+        return Cut("replicate")
+    raise LayoutError(f"placement {placement!r} is not supported; expected Shard, _StridedShard or Replicate")
+
+
+def local_boxes(tensor: torch.Tensor, *, name: str = "tensor", fsdp_order: bool = True) -> tuple[LocalBox, ...]:
+    """The boxes of a live tensor that this rank holds, checked against the local tensor's real shape.
+
+    For a plain tensor: the whole of it. Local call, no communication. Raises :class:`LayoutError` if
+    what torch allocated has another shape than the cuts say.
+    """
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(tensor, DTensor):
+        box = whole(tensor.shape)
+        return (LocalBox(box, box.start),) if box.numel else ()
+    geometry = geometry_of(tensor, world_size=dist.get_world_size(), fsdp_order=fsdp_order)
+    coordinate = tensor.device_mesh.get_coordinate()
+    boxes = cut_boxes(tensor.shape, geometry, coordinate) if coordinate is not None else ()
+    check_local_shape(tuple(tensor.shape), boxes, tuple(tensor._local_tensor.shape), name, tensor.placements)
+    return boxes
+
+
+def check_local_shape(
+    shape: tuple[int, ...], boxes: Sequence[LocalBox], found: tuple[int, ...], name: str, placements: object
+) -> None:
+    """Raise :class:`LayoutError` unless boxes make up exactly a local tensor of shape ``found``."""
+    expected = local_shape(shape, boxes)
+    held = sum(b.box.numel for b in boxes)
+    numel = 1
+    for n in found:
+        numel *= n
+    if held != numel or (expected is not None and expected != found):
+        raise LayoutError(
+            f"{name}: global shape {shape} with placements {placements} should give local shape "
+            f"{expected or 'empty'}, but torch allocated {found}; please report this layout"
+        )
+
+
+def every_rank_boxes(shape: Sequence[int], geometry: Geometry) -> dict[int, tuple[LocalBox, ...]]:
+    """The boxes that each rank of the mesh holds, by global rank."""
+    coordinates = product(*(range(n) for n in geometry.axis_sizes))
+    return {
+        rank: cut_boxes(shape, geometry, coordinate)
+        for rank, coordinate in zip(geometry.ranks, coordinates, strict=True)
+    }

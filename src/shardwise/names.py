@@ -1,0 +1,123 @@
+"""Names: a tensor's module path without the parts that wrappers put into it.
+
+One name for load, save, digest and optimizer alike, whichever of ``torch.compile``, activation checkpointing,
+DDP or FSDP1 was applied, and in whatever order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from .errors import LayoutError
+
+__all__ = ["NamedTensor", "canonical_name", "named_tensors"]
+
+# torch.compile; torch's activation checkpointing; FSDP1; DDP, DataParallel and most third-party wrappers.
+_WRAPPER_PARTS = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"))
+
+
+def canonical_name(path: str) -> str:
+    """``path`` without wrapper components, wherever they stand in it.
+
+    >>> canonical_name("_orig_mod.layers.0._checkpoint_wrapped_module.mlp.weight")
+    'layers.0.mlp.weight'
+    """
+    return ".".join(part for part in path.split(".") if part not in _WRAPPER_PARTS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class NamedTensor:
+    """One distinct parameter or buffer object of a model, with every place that holds it."""
+
+    name: str
+    """Canonical name; of a shared tensor the first one in module order."""
+    aliases: tuple[str, ...]
+    """The other canonical names of a shared tensor, in module order; empty if it is not shared."""
+    kind: Literal["parameter", "buffer"]
+    """What the module that owns it (the first one) registered it as."""
+    persistent: bool
+    """Whether ``state_dict`` has it under at least one of its names; always so for a parameter."""
+    tensor: torch.Tensor
+    """The live object (a DTensor once it is sharded), not a copy."""
+    owners: tuple[tuple[nn.Module, str], ...]
+    """The distinct (module, attribute) pairs that hold it, in module order."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """``name`` and ``aliases``."""
+        return (self.name, *self.aliases)
+
+
+class _Entry:
+    """What has been collected of one tensor object so far."""
+
+    def __init__(self, tensor: torch.Tensor, kind: Literal["parameter", "buffer"]) -> None:
+        self.tensor = tensor
+        self.kind = kind
+        self.names: dict[str, None] = {}
+        self.owners: dict[tuple[int, str], tuple[nn.Module, str]] = {}
+        self.persistent = False
+
+
+def named_tensors(model: nn.Module) -> tuple[NamedTensor, ...]:
+    """Every distinct parameter and buffer of ``model``, in module order, parameters before buffers in each.
+
+    Reads structure only: no payload, no collectives, works on meta and on sharded models.
+
+    Raises:
+        LayoutError: two different tensors have one canonical name; names all such cases.
+    """
+    entries: dict[int, _Entry] = {}
+    holders: dict[str, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for attribute, tensor, kind, persistent in _direct_tensors(module):
+            entry = entries.setdefault(id(tensor), _Entry(tensor, kind))
+            full_path = f"{path}.{attribute}" if path else attribute
+            entry.names[canonical_name(full_path)] = None
+            entry.owners[(id(module), attribute)] = (module, attribute)
+            entry.persistent |= persistent
+            holders.setdefault(canonical_name(full_path), []).append(full_path)
+    _refuse_collisions(entries, holders)
+    return tuple(
+        NamedTensor(
+            name=(names := tuple(entry.names))[0],
+            aliases=names[1:],
+            kind=entry.kind,
+            persistent=entry.persistent,
+            tensor=entry.tensor,
+            owners=tuple(entry.owners.values()),
+        )
+        for entry in entries.values()
+    )
+
+
+def _direct_tensors(
+    module: nn.Module,
+) -> Iterator[tuple[str, torch.Tensor, Literal["parameter", "buffer"], bool]]:
+    for attribute, parameter in module._parameters.items():
+        if parameter is not None:
+            yield attribute, parameter, "parameter", True
+    for attribute, buffer in module._buffers.items():
+        if buffer is not None:
+            yield attribute, buffer, "buffer", attribute not in module._non_persistent_buffers_set
+
+
+def _refuse_collisions(entries: dict[int, _Entry], holders: dict[str, list[str]]) -> None:
+    count: dict[str, int] = {}
+    for entry in entries.values():
+        for name in entry.names:
+            count[name] = count.get(name, 0) + 1
+    clashes = [name for name, tensors in count.items() if tensors > 1]
+    if clashes:
+        lines = [f"  - {name}: held at {', '.join(holders[name])}" for name in clashes]
+        raise LayoutError(
+            "different tensors of the model have one name once wrapper parts "
+            f"({', '.join(sorted(_WRAPPER_PARTS))}) are left out:\n"
+            + "\n".join(lines)
+            + "\nRename one of the attributes, or unwrap the model before passing it on."
+        )

@@ -1,0 +1,170 @@
+"""Executing transfers: from files into local tensors, straight where bytes allow it, through staging where not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+
+import torch
+
+from ..dtypes import itemsize, torch_dtype
+from ..errors import IntegrityError
+from ..plan.records import IOOptions, Transfer
+from ..read.files import FileReader
+
+__all__ = ["Destination", "Staging", "compare", "execute"]
+
+
+class Staging:
+    """A reusable host buffer, allocated on first use and never larger than the limit."""
+
+    def __init__(self, io: IOOptions) -> None:
+        self.limit_bytes = io.staging_bytes
+        self.peak_bytes = 0
+        self._buffer: torch.Tensor | None = None
+
+    def take(self, nbytes: int, *, pinned: bool = False) -> torch.Tensor:
+        """The first ``nbytes`` bytes of the buffer, as uint8. Content of an earlier take is lost."""
+        assert nbytes <= self.limit_bytes, (nbytes, self.limit_bytes)
+        if self._buffer is None or self._buffer.numel() < nbytes:
+            size = min(self.limit_bytes, max(nbytes, 2 * self.peak_bytes))
+            self._buffer = None  # free before allocating the next
+            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+            self.peak_bytes = size
+        return self._buffer[:nbytes]
+
+
+class Destination:
+    """The local tensors of a load by wanted name, and raw views of their memory."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._views: dict[str, memoryview] = {}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    def view(self, name: str) -> memoryview:
+        """The whole storage under a local CPU tensor, from the tensor's own first element on, as bytes."""
+        view = self._views.get(name)
+        if view is None:
+            tensor = self._tensors[name].detach()
+            raw = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+            start = tensor.storage_offset() * tensor.element_size()
+            view = self._views[name] = raw.numpy().data[start:]
+        return view
+
+    def strided(self, transfer: Transfer) -> torch.Tensor:
+        """The elements that a transfer writes, as a view with the transfer's loops as dims."""
+        tensor = self._tensors[transfer.wanted].detach()
+        sizes = [loop.size for loop in transfer.loops]
+        strides = [loop.target_stride for loop in transfer.loops]
+        return torch.as_strided(tensor, sizes, strides, tensor.storage_offset() + transfer.target_offset)
+
+
+def execute(
+    transfers: Sequence[Transfer], reader: FileReader, destination: Destination, staging: Staging
+) -> None:
+    """Carry out transfers on this rank. Memory: at most the staging limit besides the destination."""
+    for transfer in transfers:
+        if transfer.is_direct and destination.tensor(transfer.wanted).device.type == "cpu":
+            _read_direct(transfer, reader, destination.view(transfer.wanted))
+        else:
+            for part in _parts(transfer, staging.limit_bytes):
+                destination.strided(part).copy_(_stage(part, reader, destination, staging))
+
+
+def compare(
+    transfers: Sequence[Transfer], reader: FileReader, destination: Destination, staging: Staging
+) -> None:
+    """Check that what is stored equals what was loaded. Raises :class:`IntegrityError` naming the tensor."""
+    for transfer in transfers:
+        for part in _parts(transfer, staging.limit_bytes):
+            live = destination.strided(part)
+            stored = _stage(part, reader, destination, staging).to(dtype=live.dtype, device=live.device)
+            if not torch.equal(_raw(stored), _raw(live)):
+                raise IntegrityError(
+                    f"holds a second copy of {transfer.wanted!r} that differs from the first; the model ties the "
+                    f"two. Untie them (tie_word_embeddings=False) or remove one copy",
+                    path=transfer.path,
+                )
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """Bits instead of numbers, so that NaN equals NaN and -0 differs from 0."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _read_direct(transfer: Transfer, reader: FileReader, view: memoryview) -> None:
+    size = itemsize(transfer.source_dtype)
+    inner = transfer.loops[-1].size if transfer.loops else 1
+    run_bytes = inner * size
+    for source, target in _offsets(transfer.loops[:-1]):
+        at = (transfer.target_offset + target) * size
+        reader.read_into(transfer.path, transfer.offset_bytes + source * size, view[at : at + run_bytes])
+
+
+def _offsets(loops: Sequence[object]) -> Iterator[tuple[int, int]]:
+    """(source, target) element offsets of every iteration of a loop nest, outermost first."""
+    if not loops:
+        yield 0, 0
+        return
+    for index in product(*(range(loop.size) for loop in loops)):  # type: ignore[attr-defined]
+        source = sum(i * loop.source_stride for i, loop in zip(index, loops, strict=True))  # type: ignore[attr-defined]
+        target = sum(i * loop.target_stride for i, loop in zip(index, loops, strict=True))  # type: ignore[attr-defined]
+        yield source, target
+
+
+def _parts(transfer: Transfer, limit_bytes: int) -> Iterator[Transfer]:
+    """The transfer in pieces that fit into staging, cut along its outermost loops."""
+    if transfer.bytes_to_read <= limit_bytes:
+        yield transfer
+        return
+    loop, inner = transfer.loops[0], replace(transfer, loops=transfer.loops[1:])
+    size = itemsize(transfer.source_dtype)
+    steps = max(1, _steps_that_fit(transfer, limit_bytes))
+    for begin in range(0, loop.size, steps):
+        count = min(steps, loop.size - begin)
+        loops = ((replace(loop, size=count),) if count > 1 else ()) + inner.loops
+        yield from _parts(
+            replace(
+                transfer,
+                offset_bytes=transfer.offset_bytes + begin * loop.source_stride * size,
+                target_offset=transfer.target_offset + begin * loop.target_stride,
+                loops=loops,
+            ),
+            limit_bytes,
+        )
+
+
+def _steps_that_fit(transfer: Transfer, limit_bytes: int) -> int:
+    """How many iterations of the outermost loop fit into staging."""
+    loop, inner = transfer.loops[0], replace(transfer, loops=transfer.loops[1:])
+    size = itemsize(transfer.source_dtype)
+    if transfer.reads_whole_span:
+        return (limit_bytes // size - inner.span_numel) // loop.source_stride + 1
+    return limit_bytes // (inner.numel * size)
+
+
+def _stage(
+    transfer: Transfer, reader: FileReader, destination: Destination, staging: Staging
+) -> torch.Tensor:
+    """Read a transfer that fits into staging; returns it as a view with the transfer's loops as dims."""
+    size = itemsize(transfer.source_dtype)
+    pinned = destination.tensor(transfer.wanted).device.type == "cuda"
+    buffer = staging.take(transfer.bytes_to_read, pinned=pinned)
+    view = buffer.numpy().data
+    sizes = [loop.size for loop in transfer.loops]
+    if transfer.reads_whole_span:
+        reader.read_into(transfer.path, transfer.offset_bytes, view)
+        strides = [loop.source_stride for loop in transfer.loops]
+        return torch.as_strided(buffer.view(torch_dtype(transfer.source_dtype)), sizes, strides)
+    run = transfer.run_numel
+    run_bytes, at, covered, outer = run * size, 0, 1, list(transfer.loops)
+    while outer and covered < run:
+        covered *= outer.pop().size
+    for source, _ in _offsets(outer):
+        reader.read_into(transfer.path, transfer.offset_bytes + source * size, view[at : at + run_bytes])
+        at += run_bytes
+    return buffer.view(torch_dtype(transfer.source_dtype)).view(sizes)

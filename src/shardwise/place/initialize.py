@@ -1,0 +1,280 @@
+"""Initial values by the model's own rule, the same at every world size and sharding."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from .._compat import fsdp_parameter_ids, tie_map
+from ..errors import PlanError
+from ..layout.boxes import LocalBox
+from ..layout.placements import local_boxes
+from ..names import NamedTensor, canonical_name, named_tensors
+from .meta_init import preserve_rng
+from .rules import Rule, Template, build_template, copy_template, is_transformers_model, rules_of
+
+__all__ = ["initialize"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One module's wanted parameters: where they stand in the template, and the calls that fill them."""
+
+    name: str
+    """Canonical name of the module; with the seed it decides the values."""
+    module: nn.Module
+    """In the template."""
+    wanted: tuple[tuple[str, NamedTensor], ...]
+    """(attribute, live tensor)."""
+    rules: tuple[Rule, ...]
+
+
+def initialize(
+    model: nn.Module,
+    seed: int = 0,
+    *,
+    names: Iterable[str] | None = None,
+    device: torch.device | str | None = None,
+) -> tuple[str, ...]:
+    """Fill parameters by the model's own rule: the same global values at every world size and sharding.
+
+    The rule is ``_init_weights`` of a transformers model (or of any model that has one), else
+    ``reset_parameters``. Each module draws from generators seeded by (seed, its name), so the values of one
+    module do not depend on which others are filled. Parameters that are not wanted, buffers and the global random state are
+    left as they are. If something is on meta, the whole model is first given memory on ``device`` (None: the
+    device of its mesh, else the CPU).
+
+    Rank-local: every rank that holds a part must call it with the same arguments; nothing is communicated. Host
+    memory: the full size of one module's own wanted parameters at a time, besides the destination.
+
+    Args:
+        seed: any integer.
+        names: patterns (fnmatch) of canonical names; None: every parameter.
+
+    Returns:
+        The names of the parameters that were filled, in module order.
+
+    Raises:
+        PlanError: a pattern that matches nothing, or parameters that no rule fills (all are named); before
+            anything is written.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # after a forward the root's gathered parameters stand where the shards belong
+    wanted = _wanted(model, None if names is None else tuple(names))
+    jobs = _plan(model, wanted)
+    if any(t.tensor.is_meta for t in wanted):
+        from .materialize import materialize
+
+        materialize(model, _device_for(model) if device is None else device)
+        wanted = _refreshed(model, wanted)
+    live = {t.name: t for t in wanted}
+    managed = fsdp_parameter_ids(model)
+    with preserve_rng():
+        for job in jobs:
+            _run(job, seed, live, managed)
+    return tuple(t.name for t in wanted)
+
+
+def _wanted(model: nn.Module, patterns: tuple[str, ...] | None) -> tuple[NamedTensor, ...]:
+    parameters = tuple(t for t in named_tensors(model) if t.kind == "parameter")
+    if patterns is None:
+        return parameters
+    without_match = [p for p in patterns if not any(fnmatchcase(n, p) for t in parameters for n in t.names)]
+    if without_match:
+        raise PlanError(
+            "initialize(names=…): patterns that match no parameter (names are module paths without wrapper parts)",
+            tuple(without_match),
+        )
+    return tuple(t for t in parameters if any(fnmatchcase(n, p) for p in patterns for n in t.names))
+
+
+def _refreshed(model: nn.Module, wanted: tuple[NamedTensor, ...]) -> tuple[NamedTensor, ...]:
+    """The same entries, with the tensor objects that the model holds now."""
+    keep = {t.name for t in wanted}
+    return tuple(t for t in named_tensors(model) if t.name in keep)
+
+
+def _device_for(model: nn.Module) -> torch.device:
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            kind = parameter.device_mesh.device_type
+            if kind != "cpu":
+                return torch.device(kind, torch.get_device_module(kind).current_device())
+    return torch.device("cpu")
+
+
+# ----------------------------------------------------------------------------------------------------
+# Which calls fill what
+
+
+class _Slots:
+    """A template with the rules that run on it, and its modules by canonical name in the live model."""
+
+    def __init__(self, template: Template) -> None:
+        self.prefix = canonical_name(template.path)
+        self.rules = rules_of(template)
+        self.failures = [rule for rule in self.rules if rule.failure is not None]
+        self._targets = frozenset(self._full(name) for name in tie_map(template.root))
+        self._modules: dict[str, nn.Module] = {}
+        for path, module in template.root.named_modules(remove_duplicate=False):
+            self._modules.setdefault(self._full(canonical_name(path)), module)
+
+    def _full(self, name: str) -> str:
+        return ".".join(part for part in (self.prefix, name) if part)
+
+    def find(self, tensor: NamedTensor) -> tuple[str, nn.Module, str] | None:
+        """Name, module and attribute where ``tensor`` stands; of a tied one the source of the tie, else the first."""
+        found = []
+        for name in tensor.names:
+            module_name, _, attribute = name.rpartition(".")
+            # PEFT puts a layer that it adapts one level deeper.
+            for place in (module_name, module_name.removesuffix(".base_layer")):
+                module = self._modules.get(place)
+                if module is not None and module._parameters.get(attribute) is not None:
+                    found.append((name, place, module, attribute))
+                    break
+        if not found:
+            return None
+        _, place, module, attribute = next((f for f in found if f[0] not in self._targets), found[0])
+        return place, module, attribute
+
+
+def _plan(model: nn.Module, wanted: tuple[NamedTensor, ...]) -> list[_Job]:
+    """One job per module that owns wanted parameters. Writes nothing to the model."""
+    slots = [_Slots(build_template(m, path)) for path, m in _transformers_models(model)]
+    if any(all(s.find(t) is None for s in slots) for t in wanted):
+        slots.append(_Slots(copy_template(model)))
+    adapters = _adapter_parameters(model)
+    jobs: dict[str, tuple[nn.Module, _Slots, list[tuple[str, NamedTensor]], set[int]]] = {}
+    problems: list[str] = []
+    for tensor in wanted:
+        slot = next(s for s in slots if s.find(tensor) is not None)
+        name, module, attribute = slot.find(tensor) or ("", model, "")
+        rules = _rules_for(module, attribute, slot)
+        problem = _problem(tensor, module, attribute, slot, rules)
+        if id(tensor.tensor) in adapters:
+            problem = (
+                "an adapter of PEFT, whose rule is PEFT's reset_lora_parameters(); call it before sharding"
+            )
+        if problem is not None:
+            problems.append(f"{tensor.name}: {problem}")
+            continue
+        job = jobs.setdefault(name, (module, slot, [], set()))
+        job[2].append((attribute, tensor))
+        job[3].update(rules)
+    if problems:
+        raise PlanError(
+            "parameters that can't be initialised by a rule of the model. Give the module that owns them a "
+            "reset_parameters(), or the model an _init_weights(module); or load them and leave them out of names=",
+            tuple(problems),
+        )
+    return [
+        _Job(name, module, tuple(own), tuple(slot.rules[index] for index in sorted(indices)))
+        for name, (module, slot, own, indices) in jobs.items()
+    ]
+
+
+def _transformers_models(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost ones, with their paths."""
+    inside: set[int] = set()
+    for path, module in model.named_modules():
+        if id(module) not in inside and is_transformers_model(module):
+            inside |= {id(m) for m in module.modules()}
+            yield path, module
+
+
+def _adapter_parameters(model: nn.Module) -> set[int]:
+    """Parameters by id that PEFT's layers added: those outside their ``base_layer``."""
+    found: set[int] = set()
+    for module in model.modules():
+        if hasattr(module, "reset_lora_parameters"):
+            base = module._modules.get("base_layer")
+            found |= (
+                {id(p) for p in module.parameters()} - {id(p) for p in base.parameters()} if base else set()
+            )
+    return found
+
+
+def _rules_for(module: nn.Module, attribute: str, slot: _Slots) -> list[int]:
+    """Indices of the rules that write this parameter, from the last one that starts by overwriting it all."""
+    key = id(module._parameters[attribute])
+    writing = [index for index, rule in enumerate(slot.rules) if key in rule.written]
+    starts = [place for place, index in enumerate(writing) if key in slot.rules[index].overwrites]
+    return writing[starts[-1] if starts else 0 :]
+
+
+def _problem(
+    tensor: NamedTensor, module: nn.Module, attribute: str, slot: _Slots, rules: list[int]
+) -> str | None:
+    parameter = module._parameters[attribute]
+    assert parameter is not None
+    for rule in slot.failures:
+        if any(m is module for m in rule.module.modules()):
+            return f"the rule of {type(rule.module).__name__} can't be run on meta ({rule.failure})"
+    if not rules and parameter.numel():
+        return f"no rule of {type(module).__name__}, nor of a model around it, writes it"
+    written = sum(slot.rules[index].written[id(parameter)] for index in rules)
+    if written < parameter.numel():
+        return f"rules write {written} of its {parameter.numel()} elements only"
+    return None
+
+
+# ----------------------------------------------------------------------------------------------------
+# Doing it
+
+
+def _run(job: _Job, seed: int, live: dict[str, NamedTensor], managed: set[int]) -> None:
+    """Draw one module's wanted parameters in full, and copy this rank's parts of them."""
+    targets = [(attribute, live[tensor.name]) for attribute, tensor in job.wanted]
+    boxes = {
+        t.name: local_boxes(t.tensor, name=t.name, fsdp_order=id(t.tensor) in managed) for _, t in targets
+    }
+    if not any(boxes.values()):
+        return  # other ranks hold all of it; nobody's values depend on this rank's drawing
+    on_meta = {attribute: job.module._parameters[attribute] for attribute, _ in targets}
+    try:
+        for attribute, target in targets:
+            full = torch.empty(target.tensor.shape, dtype=target.tensor.dtype, device="cpu")
+            job.module._parameters[attribute] = nn.Parameter(full, target.tensor.requires_grad)
+        _seed_generators(seed, job.name)
+        with torch.no_grad():
+            for rule in job.rules:
+                rule.call()
+            for attribute, target in targets:
+                drawn = job.module._parameters[attribute]
+                assert drawn is not None
+                for local in boxes[target.name]:
+                    _local_part(target.tensor, local).copy_(drawn[_slices(local.box.start, local.box.stop)])
+    finally:
+        job.module._parameters.update(on_meta)
+
+
+def _local_part(tensor: torch.Tensor, local: LocalBox) -> torch.Tensor:
+    storage = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    lengths = (stop - start for start, stop in zip(local.box.start, local.box.stop, strict=True))
+    stops = tuple(a + n for a, n in zip(local.local_start, lengths, strict=True))
+    return storage[_slices(local.local_start, stops)]
+
+
+def _slices(start: tuple[int, ...], stop: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(a, b) for a, b in zip(start, stop, strict=True))
+
+
+def _seed_generators(seed: int, name: str) -> None:
+    """Seed every generator that a rule could draw from on the CPU; the caller restores them."""
+    value = int.from_bytes(hashlib.sha256(f"{seed}\0{name}".encode()).digest()[:8], "little") >> 1
+    torch.default_generator.manual_seed(value)
+    random.seed(value)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(value & 0xFFFFFFFF)

@@ -1,0 +1,60 @@
+"""Giving a meta model memory, in place, before anything is read into it.
+
+Kept small and guarded, because it leans on how torch swaps parameters:
+
+* DTensors (FSDP2): one ``model._apply`` that allocates only what is on meta. FSDP's own ``_apply`` then
+  re-pads its shards and keeps its references; identity, ties and real buffers survive.
+* Plain parameters: ``torch.utils.swap_tensors``, once per object, keeps identity and ties.
+* Buffers are replaced in every module that registers them.
+
+``to_empty`` would ruin real buffers and untie; ``load_state_dict(assign=True)`` would lose identity;
+setting ``_local_tensor`` leaves a meta wrapper.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+__all__ = ["materialize"]
+
+
+def materialize(model: nn.Module, device: torch.device | str) -> None:
+    """Allocate memory on ``device`` for everything of ``model`` that is on meta; the rest is left as it is.
+
+    Memory: this rank's shards; one uneven FSDP parameter's shard may be there twice for a moment.
+    Values are undefined afterwards. Rank-local, idempotent.
+    """
+    device = torch.device(device)
+    if any(isinstance(p, DTensor) and p.is_meta for p in model.parameters()):
+
+        def allocate(tensor: torch.Tensor) -> torch.Tensor:
+            if isinstance(tensor, DTensor) and tensor.is_meta:
+                return torch.empty_like(tensor, device=device)
+            return tensor
+
+        model._apply(allocate)
+    seen: set[int] = set()
+    for parameter in model.parameters():
+        if parameter.is_meta and id(parameter) not in seen:
+            seen.add(id(parameter))
+            real = nn.Parameter(
+                torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad
+            )
+            real.__dict__.update(parameter.__dict__)
+            torch.utils.swap_tensors(parameter, real)
+            seen.add(id(real))
+    _materialize_buffers(model, device)
+
+
+def _materialize_buffers(model: nn.Module, device: torch.device) -> None:
+    """Persistent meta buffers get memory; a buffer that several modules register stays one tensor."""
+    real: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None or not buffer.is_meta or name in module._non_persistent_buffers_set:
+                continue
+            if id(buffer) not in real:
+                real[id(buffer)] = torch.empty_like(buffer, device=device)
+            module._buffers[name] = real[id(buffer)]

@@ -1,0 +1,243 @@
+"""Constructing any module with its parameters on meta and its buffers real and right.
+
+``torch.device("meta")`` would put buffers on meta too, and nothing says how to compute them afterwards;
+transformers' ``no_init_weights`` leaves out the buffers that ``_init_weights`` computes. Here construction
+runs as it always does; only each *parameter* is exchanged for one on meta when a module registers it. What is
+then done to it (initialisation, ties, dtype conversion) happens on meta and costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.nn.parameter import is_lazy
+
+from ..names import canonical_name
+
+__all__ = ["forget_meta_buffers", "meta_buffers", "meta_init", "preserve_rng"]
+
+
+@contextmanager
+def meta_init() -> Iterator[None]:
+    """Modules constructed inside have their parameters on meta, and the buffers of ordinary construction.
+
+    Works for any ``nn.Module``; no class is known by name. Kept of each parameter: shape, strides, dtype,
+    ``requires_grad``, class, Python attributes, and being shared. Scoped to the calling thread; can be nested.
+    The state of the random generators (Python, numpy, torch on the CPU and on an initialised accelerator) is
+    on exit what it was on entry, also after an error. Host memory: one parameter's unwritten allocation.
+
+    A buffer computed *from a parameter* can't be real; it is remembered, see :func:`meta_buffers`. Lazy
+    parameters (``nn.LazyLinear``) stay as they are.
+
+    Needs no process group; every rank that calls it constructs for itself.
+    """
+    with preserve_rng():
+        _enter()
+        try:
+            yield
+        finally:
+            _exit()
+
+
+def meta_buffers(model: nn.Module) -> list[str]:
+    """Canonical names of buffers whose value is not known: left on meta by :func:`meta_init`, or on meta now.
+
+    A buffer stays named after it was given memory, since memory does not make it right, until
+    :func:`forget_meta_buffers`.
+    """
+    names: dict[str, None] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        left = _left_on_meta(module)
+        for attribute, buffer in module._buffers.items():
+            if buffer is not None and (buffer.is_meta or attribute in left):
+                names[canonical_name(f"{path}.{attribute}" if path else attribute)] = None
+    return list(names)
+
+
+def forget_meta_buffers(model: nn.Module, names: Iterable[str] | None = None) -> None:
+    """Take buffers (canonical ``names``; all if None) off the list: they have been loaded or recomputed."""
+    settled = None if names is None else frozenset(names)
+    for path, module in model.named_modules(remove_duplicate=False):
+        left = _left_on_meta(module)
+        for attribute in tuple(left):
+            if settled is None or canonical_name(f"{path}.{attribute}" if path else attribute) in settled:
+                left.discard(attribute)
+
+
+@contextmanager
+def preserve_rng() -> Iterator[None]:
+    """On exit, also after an error, every global random generator has the state that it had on entry."""
+    python_state = random.getstate()
+    numpy = sys.modules.get("numpy")  # not imported: then nobody inside the model used it before either
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    cpu_state = torch.get_rng_state()
+    device_module = _initialised_accelerator()
+    device_states = device_module.get_rng_state_all() if device_module is not None else None
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+        torch.set_rng_state(cpu_state)
+        if device_module is not None:
+            device_module.set_rng_state_all(device_states)
+
+
+def _initialised_accelerator() -> Any:
+    """The device module (``torch.cuda``, …) if it was initialised; asking must not initialise it."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return None
+    module = torch.get_device_module(accelerator)
+    wanted = ("is_initialized", "get_rng_state_all", "set_rng_state_all")
+    if not all(hasattr(module, name) for name in wanted):
+        return None
+    return module if module.is_initialized() else None
+
+
+# ----------------------------------------------------------------------------------------------------
+# One pair of global hooks serves every thread that is inside; what a thread has seen is its own.
+
+
+class _Scope(threading.local):
+    def __init__(self) -> None:
+        self.depth = 0
+        # By id of the original parameter. The weak reference keeps an id that Python gave out again from
+        # being taken for the first parameter, without holding the original's memory.
+        self.replacements: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
+        self.with_buffers: dict[int, weakref.ref[nn.Module]] = {}
+
+
+_scope = _Scope()
+_lock = threading.Lock()
+_inside = 0
+_handles: list[Any] = []
+
+# Keyed by id, since a module may define __eq__ and so lose its hash.
+_remembered: dict[int, tuple[weakref.ref[nn.Module], set[str]]] = {}
+
+
+def _enter() -> None:
+    global _inside
+    _scope.depth += 1
+    if _scope.depth == 1:
+        with _lock:
+            _inside += 1
+            if _inside == 1:
+                _handles.append(register_module_parameter_registration_hook(cast(Any, _to_meta)))
+                _handles.append(register_module_buffer_registration_hook(_note_buffer))
+
+
+def _exit() -> None:
+    global _inside
+    _remember_meta_buffers()
+    _scope.depth -= 1
+    if _scope.depth:
+        return
+    _scope.replacements.clear()
+    _scope.with_buffers.clear()
+    with _lock:
+        _inside -= 1
+        if _inside == 0:
+            _wait_for_registrations_elsewhere()
+            while _handles:
+                _handles.pop().remove()
+
+
+def _to_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+    if not _scope.depth or parameter.is_meta or is_lazy(parameter):
+        return None
+    known = _scope.replacements.get(id(parameter))
+    if known is not None and known[0]() is parameter:
+        return known[1]
+    replacement = _meta_copy(parameter)
+    _scope.replacements[id(parameter)] = (weakref.ref(parameter), replacement)
+    return replacement
+
+
+def _meta_copy(parameter: nn.Parameter) -> nn.Parameter:
+    data = parameter.data
+    on_meta = data.to("meta")
+    if type(data) is torch.Tensor:
+        # A subclass of Parameter may want other arguments in __new__; this goes around it, keeps the class.
+        copy: nn.Parameter = torch.Tensor._make_subclass(type(parameter), on_meta, parameter.requires_grad)
+    else:  # a tensor subclass (DTensor, quantised) that is itself marked as a parameter
+        copy = nn.Parameter(on_meta, requires_grad=parameter.requires_grad)
+    copy.__dict__.update(parameter.__dict__)
+    return copy
+
+
+def _note_buffer(module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
+    if _scope.depth:
+        _scope.with_buffers[id(module)] = weakref.ref(module)
+
+
+def _remember_meta_buffers() -> None:
+    for key, reference in _scope.with_buffers.items():
+        module = reference()
+        if module is None or id(module) != key:
+            continue
+        left = {name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
+        if left:
+            _left_on_meta(module, create=True).update(left)
+
+
+def _left_on_meta(module: nn.Module, *, create: bool = False) -> set[str]:
+    known = _remembered.get(id(module))
+    if known is not None and known[0]() is module:
+        return known[1]
+    left: set[str] = set()
+    if create:
+        key = id(module)
+        reference = weakref.ref(module, lambda dead: _forget_module(key, dead))
+        _remembered[key] = (reference, left)
+    return left
+
+
+def _forget_module(key: int, dead: weakref.ref[nn.Module]) -> None:
+    known = _remembered.get(key)
+    if known is not None and known[0] is dead:
+        del _remembered[key]
+
+
+def _wait_for_registrations_elsewhere(timeout_s: float = 1.0) -> None:
+    """Let other threads leave ``register_parameter`` / ``register_buffer``.
+
+    torch iterates over its table of hooks there, and taking one out meanwhile would raise in that thread.
+    """
+    if threading.active_count() == 1:
+        return
+    deadline = time.monotonic() + timeout_s
+    while _registering_elsewhere() and time.monotonic() < deadline:
+        time.sleep(0)
+
+
+def _registering_elsewhere() -> bool:
+    iterating = (
+        nn.Module.register_parameter.__code__,
+        nn.Module.register_buffer.__code__,
+        nn.Module.__setattr__.__code__,
+    )
+    here = threading.get_ident()
+    for thread, top in sys._current_frames().items():
+        frame: FrameType | None = top
+        while frame is not None and thread != here:
+            if frame.f_code in iterating:
+                return True
+            frame = frame.f_back
+    return False

@@ -1,0 +1,116 @@
+"""From catalog, layout and recipes to the reads of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from ..catalog.records import Catalog, StoredTensor
+from ..dtypes import itemsize
+from ..layout.wanted import Layout, Wanted, contiguous_strides
+from ..recipe.match import Matched
+from ..recipe.tiles import Tile, bounds, cut, translate
+from .cover import prove_cover
+from .records import IOOptions, Plan, StridedLoop, Transfer
+
+__all__ = ["build_plan", "transfers_of"]
+
+
+def build_plan(catalog: Catalog, layout: Layout, matched: Matched, io: IOOptions) -> Plan:
+    """The reads that fill one rank's boxes. Pure and rank-local.
+
+    Raises :class:`PlanError` with every problem at once (missing, unused, mis-shaped, un-castable,
+    duplicated, not covered) before anything is read; the text is the same on every rank.
+    """
+    prove_cover(catalog, layout, matched)
+    transfers: list[Transfer] = []
+    checks: list[Transfer] = []
+    for wanted in layout.wanted:
+        recipe = matched.recipes.get(wanted.name)
+        if recipe is None:
+            continue
+        for tile in recipe.tiles:
+            transfers += transfers_of(tile, wanted, catalog.tensors)
+        for copy in recipe.copies:
+            checks += transfers_of(copy, wanted, catalog.tensors)
+    transfers.sort(key=lambda t: (t.path, t.offset_bytes))
+    checks.sort(key=lambda t: (t.path, t.offset_bytes))
+    return Plan(
+        wanted=layout.wanted,
+        recipes=dict(matched.recipes),
+        transfers=tuple(transfers),
+        checks=tuple(checks),
+        unused=tuple(matched.unused),
+        initialized=tuple(matched.initialized),
+        ignored_files=catalog.ignored_files,
+        staging_bytes=_staging(transfers, checks, io),
+        source_bytes=catalog.nbytes,
+    )
+
+
+def _staging(transfers: list[Transfer], checks: list[Transfer], io: IOOptions) -> int:
+    """Staging that the reads of a CPU target take: the largest that does not go straight, up to the limit."""
+    largest = max((_staged_bytes(t) for t in transfers if not t.is_direct), default=0)
+    largest = max(largest, max(map(_staged_bytes, checks), default=0))
+    return min(largest, io.staging_bytes)
+
+
+def _staged_bytes(transfer: Transfer) -> int:
+    return transfer.bytes_to_read
+
+
+def transfers_of(tile: Tile, wanted: Wanted, stored: Mapping[str, StoredTensor]) -> Iterator[Transfer]:
+    """A tile cut by this rank's boxes and by the stored chunks, as strided copies."""
+    source = stored[tile.source]
+    for local in wanted.boxes:
+        shift = tuple(a - b for a, b in zip(local.local_start, local.box.start, strict=True))
+        for piece in cut(tile, "target", local.box):
+            placed = translate(piece, "target", shift)
+            reach = bounds(placed, "source")
+            for chunk in source.chunks:
+                if reach.intersect(chunk.box) is None:
+                    continue
+                for part in cut(placed, "source", chunk.box):
+                    inside = translate(part, "source", tuple(-s for s in chunk.box.start))
+                    yield _transfer(inside, wanted, source, chunk.path, chunk.offset_bytes, chunk.box.sizes)
+
+
+def _transfer(
+    tile: Tile, wanted: Wanted, source: StoredTensor, path: str, offset_bytes: int, sizes: tuple[int, ...]
+) -> Transfer:
+    strides = contiguous_strides(sizes)
+    first = sum(i * s for i, s in zip(tile.source_start, strides, strict=True))
+    target = sum(i * s for i, s in zip(tile.target_start, wanted.local_strides, strict=True))
+    loops = [
+        StridedLoop(
+            loop.size,
+            loop.source_step * strides[loop.source_dim],
+            loop.target_step * wanted.local_strides[loop.target_dim],
+        )
+        for loop in tile.loops
+        if loop.size > 1
+    ]
+    return Transfer(
+        wanted=wanted.name,
+        path=path,
+        offset_bytes=offset_bytes + first * itemsize(source.dtype),
+        source_dtype=source.dtype,
+        target_dtype=wanted.dtype,
+        target_offset=target,
+        loops=merge_loops(loops),
+    )
+
+
+def merge_loops(loops: list[StridedLoop]) -> tuple[StridedLoop, ...]:
+    """Loops by falling source stride, with neighbours merged that are one run on both sides."""
+    merged: list[StridedLoop] = []
+    for loop in sorted(loops, key=lambda v: (-v.source_stride, -v.target_stride)):
+        outer = merged[-1] if merged else None
+        if (
+            outer
+            and outer.source_stride == loop.source_stride * loop.size
+            and outer.target_stride == loop.target_stride * loop.size
+        ):
+            merged[-1] = StridedLoop(outer.size * loop.size, loop.source_stride, loop.target_stride)
+        else:
+            merged.append(loop)
+    return tuple(merged)

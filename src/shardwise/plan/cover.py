@@ -1,0 +1,70 @@
+"""Proof of cover: every element of every wanted tensor is written exactly once, every stored tensor is used or declared.
+
+Proved on whole tensors, before they are cut by a rank's boxes: cutting a tile by boxes neither adds nor
+drops elements, so what holds globally holds on every rank, and every rank finds the same problems
+without talking to another.
+"""
+
+from __future__ import annotations
+
+import math
+
+from ..catalog.records import Catalog
+from ..errors import PlanError
+from ..layout.boxes import whole
+from ..layout.wanted import Layout, Wanted
+from ..recipe.match import Matched
+from ..recipe.tiles import Tile, bounds, is_injective, tiles_overlap
+
+__all__ = ["cover_problems", "prove_cover"]
+
+
+def prove_cover(catalog: Catalog, layout: Layout, matched: Matched) -> None:
+    """Raise :class:`PlanError` listing every problem, unless recipes cover what is wanted exactly once."""
+    problems = list(matched.problems)
+    for wanted in layout.wanted:
+        recipe = matched.recipes.get(wanted.name)
+        if recipe is not None:
+            problems += cover_problems(wanted, recipe.tiles, catalog)
+            for copy in recipe.copies:
+                problems += cover_problems(wanted, (copy,), catalog)
+    if problems:
+        raise PlanError(f"{catalog.root} can't fill this model completely: {len(problems)} problems", tuple(problems))
+
+
+def cover_problems(wanted: Wanted, tiles: tuple[Tile, ...], catalog: Catalog) -> list[str]:
+    """What keeps tiles from covering a wanted tensor exactly once, reading only elements that exist."""
+    problems = []
+    for tile in tiles:
+        stored = catalog.tensors[tile.source]
+        for side, shape in (("target", wanted.shape), ("source", stored.shape)):
+            if tile.numel and not whole(shape).contains(bounds(tile, side)):  # type: ignore[arg-type]
+                problems.append(f"not covered: {wanted.name!r}: a tile reaches outside the {side} {tile.source!r}")
+        if not is_injective(tile, "target"):
+            problems.append(f"overlapping: {wanted.name!r}: a tile of {tile.source!r} writes an element twice")
+    held = sum(tile.numel for tile in tiles)
+    expected = math.prod(wanted.shape)
+    if held != expected:
+        problems.append(f"not covered: {wanted.name!r} has {expected} elements, its tiles write {held}")
+    pair = _overlap(tiles)
+    if pair:
+        problems.append(f"overlapping: {wanted.name!r}: {pair[0].source!r} and {pair[1].source!r} write one element")
+    return problems
+
+
+def _overlap(tiles: tuple[Tile, ...]) -> tuple[Tile, Tile] | None:
+    """Two tiles that write a common element, found by a sweep along target dim 0."""
+    live = [t for t in tiles if t.numel]
+    if len(live) < 2:
+        return None
+    if not live[0].target_start:
+        return live[0], live[1]
+    spans = sorted(((bounds(t, "target"), t) for t in live), key=lambda pair: pair[0])
+    open_tiles: list[tuple[int, Tile]] = []
+    for box, tile in spans:
+        open_tiles = [(stop, t) for stop, t in open_tiles if stop > box.start[0]]
+        for _, other in open_tiles:
+            if tiles_overlap(other, tile, "target"):
+                return other, tile
+        open_tiles.append((box.stop[0], tile))
+    return None

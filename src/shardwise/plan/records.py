@@ -1,0 +1,127 @@
+"""The records of a plan."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ..dtypes import itemsize
+from ..layout.wanted import Wanted
+from ..recipe.match import Declaration, Recipe
+
+__all__ = ["MIN_RUN_BYTES", "IOOptions", "Plan", "StridedLoop", "Transfer"]
+
+#: Runs shorter than this are read together with what lies between them and picked out in staging.
+MIN_RUN_BYTES = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IOOptions:
+    """How a load or save may use the machine."""
+
+    staging_bytes: int = 32 * 1024**2
+    """Host memory for casts, strided runs and device copies, per rank."""
+
+    timeout_s: float = 300.0
+    """A rank that makes no progress for this long counts as missing."""
+
+    def __post_init__(self) -> None:
+        if self.staging_bytes < 1024**2:
+            raise ValueError(f"staging_bytes must be at least 1 MiB, got {self.staging_bytes}")
+        if self.timeout_s <= 0:
+            raise ValueError(f"timeout_s must be positive, got {self.timeout_s}")
+
+
+@dataclass(frozen=True, slots=True)
+class StridedLoop:
+    """``size`` steps, in elements, of the stored chunk and of the local tensor."""
+
+    size: int
+    source_stride: int
+    target_stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One strided copy from a file into this rank's part of a wanted tensor.
+
+    ``offset_bytes`` is where the first element lies in the file; ``target_offset`` is its place in the
+    local tensor, in elements. Loops are outermost first by source stride, contiguous ones merged.
+    """
+
+    wanted: str
+    path: str
+    offset_bytes: int
+    source_dtype: str
+    target_dtype: str
+    target_offset: int
+    loops: tuple[StridedLoop, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(loop.size for loop in self.loops)
+
+    @property
+    def run_numel(self) -> int:
+        """Elements that lie one after another in the file."""
+        run = 1
+        for loop in reversed(self.loops):
+            if loop.source_stride != run:
+                break
+            run *= loop.size
+        return run
+
+    @property
+    def span_numel(self) -> int:
+        """Elements from the first to the last one in the file, gaps included."""
+        return 1 + sum(loop.source_stride * (loop.size - 1) for loop in self.loops)
+
+    @property
+    def reads_whole_span(self) -> bool:
+        """Whether runs are too short to be read one by one."""
+        return self.run_numel < self.numel and self.run_numel * itemsize(self.source_dtype) < MIN_RUN_BYTES
+
+    @property
+    def bytes_to_read(self) -> int:
+        numel = self.span_numel if self.reads_whole_span else self.numel
+        return numel * itemsize(self.source_dtype)
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether bytes can go from the file straight into (CPU) local memory."""
+        if self.source_dtype != self.target_dtype or self.reads_whole_span:
+            return False
+        if not self.loops:
+            return True
+        inner = self.loops[-1]
+        long_enough = len(self.loops) == 1 or inner.size * itemsize(self.source_dtype) >= MIN_RUN_BYTES
+        return inner.target_stride == 1 == inner.source_stride and long_enough
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one rank will read, proved to cover all that it wants.
+
+    ``transfers`` fill the wanted tensors; ``checks`` are second stored copies of tied tensors, read
+    through staging and compared. ``recipes`` are global and the same on every rank.
+    """
+
+    wanted: tuple[Wanted, ...]
+    recipes: dict[str, Recipe]
+    transfers: tuple[Transfer, ...]
+    checks: tuple[Transfer, ...]
+    unused: tuple[Declaration, ...]
+    initialized: tuple[Declaration, ...]
+    ignored_files: tuple[str, ...]
+    staging_bytes: int
+    source_bytes: int
+
+    @property
+    def bytes_to_read(self) -> int:
+        """Bytes that this rank reads from the source."""
+        return sum(t.bytes_to_read for t in (*self.transfers, *self.checks))
+
+    @property
+    def local_nbytes(self) -> int:
+        """Bytes of this rank's shards."""
+        return sum(w.local_nbytes for w in self.wanted)

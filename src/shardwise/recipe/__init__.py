@@ -1,0 +1,1 @@
+"""Recipes: how every wanted tensor is made from stored ones."""

@@ -1,0 +1,209 @@
+"""Optimizer state by parameter name: drained and filled directly.
+
+No dummy step, no zero gradients, and no ``load_state_dict`` (which casts fp32 state of bf16 parameters to
+bf16): state is filled in place where shape and dtype match, created as stored where not, and cleared where
+nothing is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ..dtypes import code_of, torch_dtype
+from ..errors import StateError
+from ..layout.model import local_tensor
+from ..names import NamedTensor
+
+__all__ = [
+    "Drained",
+    "drain",
+    "fill_groups",
+    "parameter_names",
+    "place_scalars",
+    "place_states",
+    "place_values",
+]
+
+
+@dataclass(slots=True)
+class Drained:
+    """An optimizer's state, sorted by how it is stored.
+
+    ``tensors``: spread like their parameter. ``packed``: 0-d tensors of many parameters as one 1-D tensor,
+    with the parameters in its order. ``values``: what is not a tensor. ``opaque``: tensors of another shape
+    on a sharded parameter, which only this rank can make sense of.
+    """
+
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    packed: dict[str, torch.Tensor] = field(default_factory=dict)
+    packed_index: dict[str, dict[str, tuple[str, int]]] = field(default_factory=dict)
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    opaque: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+
+
+def parameter_names(optimizer: Optimizer, tensors: Iterable[NamedTensor]) -> dict[int, str]:
+    """id of each optimised parameter → its name. Raises :class:`StateError` for one that the model does not have."""
+    names = {id(t.tensor): t.name for t in tensors if t.kind == "parameter"}
+    strangers = [
+        f"group {g}, parameter {k} of shape {list(p.shape)}"
+        for g, group in enumerate(optimizer.param_groups)
+        for k, p in enumerate(group["params"])
+        if id(p) not in names
+    ]
+    if strangers:
+        raise StateError(
+            f"the optimizer holds {len(strangers)} parameters that the model does not have: "
+            f"{'; '.join(strangers[:5])}. Make the optimizer after sharding and loading the model"
+        )
+    return {id(p): names[id(p)] for group in optimizer.param_groups for p in group["params"]}
+
+
+def drain(optimizer: Optimizer, names: Mapping[int, str]) -> Drained:
+    """References to everything in an optimizer, by parameter name. Copies 0-d tensors only."""
+    if getattr(optimizer, "_numel_cache", None) is not None or type(optimizer).__name__ == "LBFGS":
+        raise StateError("LBFGS keeps flat history over all parameters, which has no name to be stored under")
+    found = Drained()
+    scalars: dict[str, list[tuple[str, str, torch.Tensor]]] = {}
+    for group in optimizer.param_groups:
+        options = {k: v for k, v in group.items() if k != "params"}
+        found.groups.append({"names": [names[id(p)] for p in group["params"]], "options": options})
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            for key, value in optimizer.state.get(parameter, {}).items():
+                _sort_state(found, scalars, parameter, name, key, value)
+    for key, entries in scalars.items():
+        found.packed[key] = torch.stack([t.detach().cpu().reshape(()) for _, _, t in entries])
+        for index, (name, state, _) in enumerate(entries):
+            found.packed_index.setdefault(name, {})[state] = (key, index)
+    return found
+
+
+def _sort_state(
+    found: Drained,
+    scalars: dict[str, list[tuple[str, str, torch.Tensor]]],
+    parameter: torch.Tensor,
+    name: str,
+    key: str,
+    value: Any,
+) -> None:
+    if not isinstance(value, torch.Tensor):
+        found.values.setdefault(name, {})[key] = value
+    elif value.dim() == 0:
+        scalars.setdefault(f"{key}.{code_of(value.dtype)}", []).append((name, key, local_tensor(value)))
+    elif _is_spread_like(value, parameter):
+        found.tensors.setdefault(name, {})[key] = value
+    elif isinstance(value, DTensor):
+        raise StateError(
+            f"optimizer state {name}.{key} is a DTensor of shape {list(value.shape)} with placements "
+            f"{value.placements}, its parameter has {list(parameter.shape)}: not supported"
+        )
+    else:
+        found.opaque.setdefault(name, {})[key] = value
+
+
+def _is_spread_like(value: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether a state lies on ranks exactly as its parameter does."""
+    if value.shape != parameter.shape:
+        return False
+    if isinstance(parameter, DTensor):
+        return (
+            isinstance(value, DTensor)
+            and value.placements == parameter.placements
+            and value.device_mesh == parameter.device_mesh
+        )
+    return not isinstance(value, DTensor)
+
+
+def fill_groups(optimizer: Optimizer, names: Mapping[int, str], groups: list[dict[str, Any]]) -> None:
+    """Put stored hyper-parameters (learning rate, betas, ``initial_lr``, …) into the groups with the same parameters.
+
+    Raises :class:`StateError` if the parameters are grouped otherwise than they were.
+    """
+    stored = {frozenset(g["names"]): g["options"] for g in groups}
+    live = [(frozenset(names[id(p)] for p in g["params"]), g) for g in optimizer.param_groups]
+    strange = [sorted(members)[:3] for members, _ in live if members not in stored]
+    if strange or len(stored) != len(live):
+        raise StateError(
+            f"the optimizer has {len(live)} parameter groups, the checkpoint {len(stored)}; groups without a "
+            f"counterpart begin with {strange}. Build the groups from the same parameters as the saved run"
+        )
+    for members, group in live:
+        for key, value in stored[members].items():
+            current = group.get(key)
+            if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor):
+                current.copy_(value)
+            else:
+                group[key] = value
+
+
+def place_states(
+    optimizer: Optimizer, names: Mapping[int, str], stored: Mapping[str, Mapping[str, str]]
+) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
+    """Make room for stored states: existing tensors where they fit, new ones (values undefined) where not.
+
+    ``stored`` maps parameter → state → dtype code. Clears everything else. Returns the tensors to fill, by
+    ``<parameter>.<state>``, and the 0-d tensors that were there, for :func:`place_scalars`. Raises
+    :class:`StateError` for stored state of a parameter that the optimizer does not have.
+    """
+    live = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+    strange = sorted(set(stored) - set(live))
+    if strange:
+        raise StateError(
+            f"the checkpoint holds optimizer state of {len(strange)} parameters that this optimizer does not "
+            f"optimise: {', '.join(strange[:5])}. Give it the same parameters as the saved run"
+        )
+    to_fill: dict[str, torch.Tensor] = {}
+    scalars: dict[str, dict[str, torch.Tensor]] = {}
+    for name, parameter in live.items():
+        before = optimizer.state.pop(parameter, {})
+        scalars[name] = {k: v for k, v in before.items() if isinstance(v, torch.Tensor) and v.dim() == 0}
+        for key, code in stored.get(name, {}).items():
+            dtype, old = torch_dtype(code), before.get(key)
+            if not (isinstance(old, torch.Tensor) and old.dtype == dtype and _is_spread_like(old, parameter)):
+                old = torch.empty_like(parameter, dtype=dtype, requires_grad=False).detach()
+            optimizer.state[parameter][key] = to_fill[f"{name}.{key}"] = old
+    return to_fill, scalars
+
+
+def place_scalars(
+    optimizer: Optimizer,
+    names: Mapping[int, str],
+    stored: Mapping[str, Mapping[str, torch.Tensor]],
+    before: Mapping[str, Mapping[str, torch.Tensor]],
+) -> None:
+    """Put stored 0-d states in place, into the tensors that were there ``before`` where dtypes match.
+
+    New ones lie where torch's own ``load_state_dict`` puts them: ``step`` on the CPU unless the group is
+    capturable or fused, everything else on the parameter's device.
+    """
+    for group in optimizer.param_groups:
+        on_device = bool(group.get("capturable") or group.get("fused"))
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            for key, value in stored.get(name, {}).items():
+                old = before.get(name, {}).get(key)
+                if old is not None and old.dtype == value.dtype:
+                    local_tensor(old).copy_(value)
+                    optimizer.state[parameter][key] = old
+                else:
+                    device = parameter.device if on_device or key != "step" else torch.device("cpu")
+                    optimizer.state[parameter][key] = value.clone().to(device)
+
+
+def place_values(
+    optimizer: Optimizer, names: Mapping[int, str], stored: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Put stored states that are no tensors, and rank-local tensors, into the optimizer."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for key, value in stored.get(names[id(parameter)], {}).items():
+                if isinstance(value, torch.Tensor):
+                    value = value.to(parameter.device)
+                optimizer.state[parameter][key] = value

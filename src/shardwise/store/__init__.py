@@ -1,0 +1,1 @@
+"""Storing: writing files, making them durable, publishing a directory all at once, retention."""

@@ -1,0 +1,45 @@
+"""One run per checkpoint directory: an advisory lock that the kernel drops with the process that holds it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+
+from ..errors import CheckpointError, LockedError
+
+__all__ = ["DirectoryLock"]
+
+
+class DirectoryLock:
+    """``fcntl.lockf`` on ``<root>/.lock``, taken by rank 0 for as long as a Checkpointer is open.
+
+    A POSIX record lock belongs to the process: a killed run's lock is gone with it, and forked data-loader
+    workers do not inherit it. Raises :class:`LockedError` naming who holds it.
+    """
+
+    def __init__(self, root: str) -> None:
+        path = os.path.join(root, ".lock")
+        try:
+            os.makedirs(root, exist_ok=True)
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise CheckpointError(f"{path}: can't be created: {error.strerror}") from error
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.read(self._fd, 1000).decode(errors="replace").strip()
+            os.close(self._fd)
+            raise LockedError(
+                f"{root}: another run writes checkpoints here ({holder or 'unknown'}); stop it, or give this "
+                f"run another directory"
+            ) from error
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode(), 0)
+
+    def release(self) -> None:
+        """Give the lock back. The file stays: deleting it would let two runs lock two files."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

@@ -1,0 +1,144 @@
+"""Publishing a checkpoint directory: all of it or nothing, whenever the machine stops.
+
+Everything is written and synced under a temporary name that holds a fresh nonce; the manifest comes last;
+then the directories are synced, the name is changed, and the parent is synced. A reader sees no step or
+the whole step. Leftovers of a killed save keep their nonce, so they can't mix into another.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterable, Mapping
+
+from ..catalog.manifest import MANIFEST_NAME, FileEntry, Manifest
+from ..errors import CheckpointError
+from .write import fsync_directory, write_file
+
+__all__ = [
+    "commit",
+    "discard",
+    "make_temporary",
+    "published_steps",
+    "set_aside",
+    "step_name",
+    "sweep_leftovers",
+    "was_ever_published",
+    "write_hint",
+]
+
+_STEP = re.compile(r"step-(\d{8,})")
+_TEMPORARY, _TRASH = ".tmp-", ".trash-"
+
+
+def step_name(step: int) -> str:
+    """Directory name of a step."""
+    return f"step-{step:08d}"
+
+
+def published_steps(root: str) -> dict[int, str]:
+    """Published steps and their directories, by falling step. Superseded and damaged ones do not count."""
+    try:
+        names = os.listdir(root)
+    except FileNotFoundError:
+        return {}
+    found = {int(m.group(1)): os.path.join(root, n) for n in names if (m := _STEP.fullmatch(n))}
+    return dict(sorted(found.items(), reverse=True))
+
+
+def was_ever_published(root: str) -> bool:
+    """Whether a directory holds any step, also one that was set aside."""
+    try:
+        return any(name.startswith("step-") for name in os.listdir(root))
+    except FileNotFoundError:
+        return False
+
+
+def make_temporary(final: str, folders: Iterable[str]) -> str:
+    """A fresh temporary directory beside ``final``, with these folders in it. For rank 0."""
+    parent, name = os.path.split(os.path.abspath(final))
+    path = os.path.join(parent, f"{_TEMPORARY}{name}-{secrets.token_hex(8)}")
+    try:
+        os.makedirs(parent, exist_ok=True)
+        os.mkdir(path)
+        for folder in folders:
+            os.makedirs(os.path.join(path, folder), exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{path}: can't be created: {error.strerror}") from error
+    return path
+
+
+def commit(temporary: str, final: str, manifest: Manifest) -> None:
+    """Turn a complete temporary directory into a published one. For rank 0, after every rank synced its files.
+
+    Raises :class:`CheckpointError` if the files on disk are not exactly the manifest's, or if ``final``
+    is there already (a published directory is never written again).
+    """
+    found = _files_in(temporary)
+    expected: Mapping[str, FileEntry] = manifest.files
+    wrong = [f"{n}: not ours" for n in found if n not in expected]
+    wrong += [f"{n}: lost" for n in expected if n not in found]
+    wrong += [
+        f"{n}: {found[n]} bytes, expected {e.nbytes}" for n, e in expected.items() if found.get(n, e.nbytes) != e.nbytes
+    ]
+    if wrong:
+        raise CheckpointError(f"{temporary}: files differ from what the ranks wrote: {'; '.join(wrong[:10])}")
+    write_file(os.path.join(temporary, MANIFEST_NAME), manifest.to_text().encode())
+    for folder in sorted({os.path.dirname(n) for n in expected} | {""}, reverse=True):
+        fsync_directory(os.path.join(temporary, folder))
+    if os.path.lexists(final):
+        raise CheckpointError(f"{final}: is published already and is never written again")
+    try:
+        os.rename(temporary, final)
+    except OSError as error:
+        raise CheckpointError(f"{final}: can't be published: {error.strerror}") from error
+    fsync_directory(os.path.dirname(final))
+
+
+def _files_in(root: str) -> dict[str, int]:
+    """Every file below a directory and its size."""
+    found = {}
+    for folder, _, names in os.walk(root):
+        for name in names:
+            path = os.path.join(folder, name)
+            found[os.path.relpath(path, root).replace(os.sep, "/")] = os.lstat(path).st_size
+    return found
+
+
+def write_hint(root: str, step: int) -> None:
+    """Point ``latest`` at a step, for people; nothing reads it."""
+    temporary = os.path.join(root, f"{_TEMPORARY}latest-{secrets.token_hex(8)}")
+    write_file(temporary, (step_name(step) + "\n").encode())
+    os.replace(temporary, os.path.join(root, "latest"))
+
+
+def set_aside(path: str, why: str) -> str:
+    """Rename a step to ``step-N.<why>-<nonce>``: kept, but never counted by resume or retention."""
+    moved = f"{path}.{why}-{secrets.token_hex(4)}"
+    os.rename(path, moved)
+    fsync_directory(os.path.dirname(path))
+    return moved
+
+
+def discard(path: str) -> None:
+    """Delete a directory; renamed first, so that a half-deleted step is never taken for one."""
+    parent, name = os.path.split(path)
+    trash = os.path.join(parent, f"{_TRASH}{name}-{secrets.token_hex(4)}")
+    os.rename(path, trash)
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+def sweep_leftovers(root: str) -> list[str]:
+    """Delete what killed saves and deletions left. Only while holding the directory's lock."""
+    swept = []
+    for name in os.listdir(root) if os.path.isdir(root) else ():
+        if name.startswith((_TEMPORARY, _TRASH)):
+            path = os.path.join(root, name)
+            if os.path.isdir(path) and not os.path.islink(path):
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                os.unlink(path)
+            swept.append(name)
+    return swept

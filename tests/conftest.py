@@ -1,0 +1,28 @@
+"""Fixtures and settings for all tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+# Before anything imports torch or transformers; workers get the same from the harness.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from hypothesis import settings
+
+from tests.harness.pool import RankPool
+
+# Small machines share their cores with the ranks: how long one example takes says nothing.
+settings.register_profile("shardwise", settings.default, deadline=None, print_blob=True)
+settings.load_profile("shardwise")
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    """Real gloo ranks: ``ranks.run_ranks(2, function, argument)`` gives the results by rank."""
+    pool = RankPool(tmp_path_factory.mktemp("ranks"))
+    yield pool
+    pool.close()

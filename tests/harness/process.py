@@ -1,0 +1,142 @@
+"""What the pool and the launcher share: naming a function, a worker's environment, signals and files."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import tomllib
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "ROOT",
+    "dump_stacks",
+    "exit_with_parent",
+    "install_stack_dump",
+    "kill_all",
+    "resolve",
+    "spawn",
+    "target_of",
+    "warnings_as_in_pytest",
+    "worker_env",
+]
+
+#: The repository root: the working directory of every worker, so that ``tests`` can be imported.
+ROOT = Path(__file__).resolve().parents[2]
+
+_STACK_SIGNAL = signal.SIGUSR1
+_LAUNCHER_PREFIXES = ("TORCHELASTIC_", "MASTER_", "PYTEST_")
+_LAUNCHER_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+
+
+def target_of(fn: Callable[..., Any]) -> str:
+    """``module:qualname`` of a function that a worker can import."""
+    if fn.__module__ == "__main__" or "<" in fn.__qualname__:
+        raise ValueError(f"{fn.__qualname__} must be a module-level function of an importable module")
+    return f"{fn.__module__}:{fn.__qualname__}"
+
+
+def resolve(target: str) -> Callable[..., Any]:
+    """The function that :func:`target_of` named."""
+    module, _, qualname = target.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in qualname.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def worker_env(**extra: str) -> dict[str, str]:
+    """This process's environment for a worker: one thread, no network, no launcher's variables."""
+    env = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in _LAUNCHER_NAMES and not key.startswith(_LAUNCHER_PREFIXES)
+    }
+    env |= {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH")))),
+    }
+    if sys.platform == "linux":
+        # gloo otherwise looks up the host's own name, which sandboxes often can't resolve.
+        env["GLOO_SOCKET_IFNAME"] = "lo"
+    return env | extra
+
+
+def spawn(
+    module: str, *argv: str, log: Path, env: dict[str, str], fds: Iterable[int] = ()
+) -> subprocess.Popen[bytes]:
+    """Start ``python -m module argv`` in a session of its own, with its output appended to ``log``."""
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", module, *argv],
+            cwd=ROOT,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            pass_fds=tuple(fds),
+            start_new_session=True,
+        )
+
+
+def install_stack_dump() -> None:
+    """In a worker: write all threads' stacks to stderr on crash and when the parent asks for them."""
+    faulthandler.enable()
+    faulthandler.register(_STACK_SIGNAL, all_threads=True)
+
+
+def exit_with_parent() -> None:
+    """In a worker: end this process soon after its parent is gone, whatever it is busy with."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="exit-with-parent", daemon=True).start()
+
+
+@contextlib.contextmanager
+def warnings_as_in_pytest() -> Iterator[None]:
+    """In a worker: the project's ``filterwarnings``, which pytest applies in its own process only."""
+    from _pytest.config import parse_warning_filter
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    with warnings.catch_warnings():
+        for line in project["tool"]["pytest"]["ini_options"]["filterwarnings"]:
+            warnings.filterwarnings(*parse_warning_filter(line, escape=False))
+        yield
+
+
+def dump_stacks(processes: Iterable[subprocess.Popen[bytes]], settle_s: float = 0.5) -> None:
+    """Have each living process write its stacks to its log. A stopped process is woken for it."""
+    for process in processes:
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(_STACK_SIGNAL)
+                process.send_signal(signal.SIGCONT)
+    time.sleep(settle_s)
+
+
+def kill_all(processes: Iterable[subprocess.Popen[bytes]]) -> None:
+    """Kill the processes, and whatever they started, and reap them."""
+    processes = list(processes)
+    for process in processes:
+        # A worker leads its own process group, so this also reaches children that outlived it.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+    for process in processes:
+        process.wait()

@@ -1,0 +1,199 @@
+"""Which module may import which, and what no module may do; read from the source, nothing is imported."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parents[2] / "src" / "shardwise"
+
+#: A module may import, when it is itself imported, only from its own layer or a lower one. Verify stands
+#: below state and store, which may use everything that a load is made of.
+LAYERS: dict[str, int] = {
+    **dict.fromkeys(("errors", "dtypes", "names", "_compat", "dist"), 0),
+    **dict.fromkeys(("catalog", "layout", "recipe"), 1),
+    "plan": 2,
+    "read": 3,
+    "place": 4,
+    "proof": 5,
+    **dict.fromkeys(("state", "store"), 6),
+    # The entry points, and the package itself, which gathers them. Other single files count as these.
+    **dict.fromkeys(("", "load", "pretrained", "checkpoint", "export", "resume"), 7),
+    **dict.fromkeys(("integrations", "cli", "demo", "__main__"), 8),
+}
+ENTRY_POINTS = 7
+
+#: Pure parts: planned and tested on plain integers.
+WITHOUT_TORCH = ("catalog", "layout.boxes", "recipe.tiles", "plan")
+
+PICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill"}
+ENVIRONMENT_WRITES = {
+    *(f"os.environ.{method}" for method in ("clear", "pop", "popitem", "setdefault", "update")),
+    "os.putenv",
+    "os.unsetenv",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """An absolute dotted name that a line imports, and whether that happens at module level."""
+
+    name: str
+    line: int
+    at_module_level: bool
+
+
+def _module_of(path: Path) -> str:
+    """Dotted name within the package; "" is the package itself."""
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {_module_of(path): path for path in sorted(SOURCE.rglob("*.py"))}
+every_module = pytest.mark.parametrize("module", FILES)
+
+
+def _tree(module: str) -> ast.Module:
+    return ast.parse(FILES[module].read_text(encoding="utf-8"))
+
+
+def _is_type_checking(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+
+
+def _nodes(node: ast.AST, at_module_level: bool = True) -> Iterator[tuple[ast.AST, bool]]:
+    """All nodes below, with whether importing the module executes them. Type-only blocks are left out."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt) and _is_type_checking(child):
+            for statement in child.orelse:  # type: ignore[attr-defined]
+                yield statement, at_module_level
+                yield from _nodes(statement, at_module_level)
+            continue
+        inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        yield child, at_module_level
+        yield from _nodes(child, at_module_level and not inside)
+
+
+def _imports(module: str) -> Iterator[Import]:
+    package = ["shardwise", *module.split(".")] if module else ["shardwise"]
+    if FILES[module].name != "__init__.py":
+        package.pop()
+    for node, at_module_level in _nodes(_tree(module)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            prefix = ".".join([*base, *filter(None, [node.module])])
+            names = [f"{prefix}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        yield from (Import(name, node.lineno, at_module_level) for name in names)
+
+
+def _within_package(name: str) -> str | None:
+    """The module of the package that a dotted name means (its last part may be a function); else None."""
+    root, _, rest = name.partition(".")
+    if root != "shardwise":
+        return None
+    while rest and rest not in FILES:
+        rest = rest.rpartition(".")[0]
+    return rest
+
+
+def _layer(module: str) -> int:
+    top = module.partition(".")[0]
+    if top in LAYERS:
+        return LAYERS[top]
+    assert FILES.get(top, SOURCE).name == f"{top}.py", f"package '{top}' has no layer: add it to LAYERS"
+    return ENTRY_POINTS
+
+
+def _where(module: str, line: int) -> str:
+    return f"{FILES[module].relative_to(SOURCE.parent)}:{line}"
+
+
+@every_module
+def test_imports_go_down(module: str) -> None:
+    found = []
+    for item in _imports(module):
+        target = _within_package(item.name)
+        if target is None or not item.at_module_level:
+            continue
+        if _layer(target) > _layer(module):
+            found.append(f"{_where(module, item.line)} imports {item.name} from a layer above")
+    assert not found
+
+
+@every_module
+def test_no_pickle_and_no_tests(module: str) -> None:
+    forbidden = PICKLES | {"tests"}
+    found = [
+        f"{_where(module, item.line)} imports {item.name}"
+        for item in _imports(module)
+        if item.name.partition(".")[0] in forbidden
+    ]
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "module",
+    [name for name in FILES if any(name == pure or name.startswith(f"{pure}.") for pure in WITHOUT_TORCH)],
+)
+def test_pure_parts_do_not_import_torch(module: str) -> None:
+    found = [
+        _where(module, item.line)
+        for item in _imports(module)
+        if item.at_module_level and item.name.partition(".")[0] == "torch"
+    ]
+    assert not found
+
+
+def _writes(node: ast.AST) -> Iterator[str]:
+    """What a statement does to the caller's environment or logging, as text; usually nothing."""
+    if isinstance(node, ast.Assign | ast.Delete):
+        targets = node.targets
+    elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+        targets = [node.target]
+    else:
+        targets = []
+    for target in targets:
+        holder = target.value if isinstance(target, ast.Subscript) else target
+        if ast.unparse(holder) in ("os.environ", "environ"):
+            yield f"writes {ast.unparse(target)}"
+    if isinstance(node, ast.Call):
+        called = ast.unparse(node.func)
+        if called in ENVIRONMENT_WRITES or called == "logging.basicConfig":
+            yield f"calls {called}"
+
+
+@every_module
+def test_the_callers_environment_and_logging_are_not_written(module: str) -> None:
+    found = [
+        f"{_where(module, getattr(node, 'lineno', 0))} {what}"
+        for node in ast.walk(_tree(module))
+        for what in _writes(node)
+    ]
+    assert not found
+
+
+def test_rules_find_what_they_forbid() -> None:
+    """The helpers above see offences: a guard that can't fail guards nothing."""
+    source = "import os\nos.environ['A'] = '1'\nos.environ |= {}\ndel os.environ['A']\nos.environ.pop('A')\n"
+    source += "import logging\nlogging.basicConfig()\nos.environ.get('A')\n"
+    assert len([what for node in ast.walk(ast.parse(source)) for what in _writes(node)]) == 5
+    source = "if TYPE_CHECKING:\n    import a\nelse:\n    import b\ntry:\n    import c\nfinally:\n    pass\n"
+    source += "def f():\n    import d\nclass C:\n    import e\n"
+    seen = {
+        node.names[0].name: at_module_level
+        for node, at_module_level in _nodes(ast.parse(source))
+        if isinstance(node, ast.Import)
+    }
+    assert seen == {"b": True, "c": True, "d": False, "e": True}
+    assert _within_package("shardwise.errors.PlanError") == "errors"
+    assert _within_package("shardwise.nothing") == ""
+    assert _within_package("torch.nn") is None
+    assert _layer("errors") < _layer("plan.build") < _layer("store") < _layer("") < _layer("cli")
