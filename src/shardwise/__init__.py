@@ -13,12 +13,15 @@ Package map, from the bottom up::
 """
 
 from .checkpoint import Checkpointer, restore, save
+from .export import export_hf
 from .loading import load
 from .parallelize import ShardPolicy, shard
 from .place.initialize import initialize
 from .place.meta_init import meta_init
 from .plan.records import IOOptions
 from .pretrained import load_pretrained
+from .proof.model import digest
+from .proof.stored import verify
 from .state.data import ResumableLoader
 from .state.train_state import TrainState
 
@@ -28,6 +31,8 @@ __all__ = [
     "ResumableLoader",
     "ShardPolicy",
     "TrainState",
+    "digest",
+    "export_hf",
     "initialize",
     "load",
     "load_pretrained",
@@ -35,4 +40,5 @@ __all__ = [
     "restore",
     "save",
     "shard",
+    "verify",
 ]

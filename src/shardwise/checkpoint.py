@@ -22,7 +22,9 @@ __all__ = ["Checkpointer", "restore", "save"]
 _log = logging.getLogger(__name__)
 
 
-def save(state: TrainState, path: str | os.PathLike[str], *, step: int = 0, io: IOOptions | None = None) -> SaveReport:
+def save(
+    state: TrainState, path: str | os.PathLike[str], *, step: int = 0, io: IOOptions | None = None
+) -> SaveReport:
     """Write ``state`` as one checkpoint directory at ``path``: all of it or nothing.
 
     Every rank writes its own shards; replicas are written once. Every rank of the default process group
@@ -106,7 +108,9 @@ class Checkpointer:
         """
         ranks = self._ranks()
         if self._lineage is None:
-            run_id = ranks.share("run id", secrets.token_hex(8).encode() if ranks.rank == 0 else None).decode()
+            run_id = ranks.share(
+                "run id", secrets.token_hex(8).encode() if ranks.rank == 0 else None
+            ).decode()
             self._lineage = Lineage(run_id, None)
         final = os.path.join(self.root, publish.step_name(step))
         report = write_checkpoint(state, final, step, self._lineage, ranks)
@@ -171,7 +175,9 @@ class Checkpointer:
                     if newer > resumed:
                         publish.set_aside(path, "damaged" if newer in damaged else "superseded")
                         moved.append(newer)
-        shared = ranks.share("steps set aside", ",".join(map(str, moved)).encode() if ranks.rank == 0 else None)
+        shared = ranks.share(
+            "steps set aside", ",".join(map(str, moved)).encode() if ranks.rank == 0 else None
+        )
         return tuple(int(s) for s in shared.decode().split(",") if s and int(s) not in damaged)
 
     def _raise_if_lost(self, ranks: Ranks, step: int | None, damaged: dict[int, str]) -> None:
@@ -203,7 +209,9 @@ def _quick_check(path: str) -> Manifest:
         except OSError as error:
             raise IntegrityError(f"lost: {error.strerror}", path=file) from error
         if size != entry.nbytes:
-            raise IntegrityError(f"{size} bytes, expected {entry.nbytes}: truncated or overwritten", path=file)
+            raise IntegrityError(
+                f"{size} bytes, expected {entry.nbytes}: truncated or overwritten", path=file
+            )
     return manifest
 
 

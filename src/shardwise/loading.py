@@ -21,10 +21,10 @@ from .place.copy import Destination, Staging, compare, execute
 from .place.initialize import initialize
 from .place.materialize import materialize
 from .plan import IOOptions, Plan, build_plan
+from .proof.report import LoadReport
 from .read import FileReader
 from .recipe.match import Rename, match, matches_any
 from .recipe.record import remember
-from .proof.report import LoadReport
 
 __all__ = ["fill", "load"]
 
@@ -220,4 +220,6 @@ def check_digests(model: nn.Module, catalog: Catalog, plan: Plan, ranks: Ranks) 
             and found[w.name] != catalog.digests[source]
         ]
         if wrong:
-            raise IntegrityError("content differs from what was saved: " + "; ".join(wrong[:20]), path=catalog.root)
+            raise IntegrityError(
+                "content differs from what was saved: " + "; ".join(wrong[:20]), path=catalog.root
+            )

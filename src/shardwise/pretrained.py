@@ -18,9 +18,9 @@ from .loading import fill
 from .parallelize import ShardPolicy, shard
 from .place.meta_init import meta_init
 from .plan import IOOptions
+from .proof.report import LoadReport
 from .recipe.match import matches_any
 from .recipe.transformers import HubRules, hub_rules
-from .proof.report import LoadReport
 
 __all__ = ["build_meta", "load_pretrained"]
 
@@ -79,7 +79,9 @@ def load_pretrained(
         model,
         catalog,
         rename=rules.rename if catalog.kind != "checkpoint" else (lambda stored: {n: n for n in stored}),
-        unused=lambda stored, target: "caller" if matches_any(stored, unused) else rules.unused(stored, target),
+        unused=lambda stored, target: (
+            "caller" if matches_any(stored, unused) else rules.unused(stored, target)
+        ),
         init=lambda name: "caller" if matches_any(name, declared) else rules.init(name),
         rules=declared,
         device=device or (None if mesh is not None else "cpu"),
@@ -196,6 +198,16 @@ def _recompute_buffers(model: Any) -> None:
 def _finish(model: Any, path: str | os.PathLike[str], rules: HubRules) -> None:
     """What ``from_pretrained`` does last: eval mode, generation config, the conversions that a later save inverts."""
     model.eval()
-    if model.can_generate() and hasattr(model, "adjust_generation_fn"):
-        model.adjust_generation_fn(None, False, False, os.fspath(path), trust_remote_code=False, local_files_only=True)
+    if model.can_generate():
+        model.generation_config = _generation_config(model, os.fspath(path))
     model._weight_conversions = [c for c in rules.conversions if c.was_used()]
+
+
+def _generation_config(model: Any, directory: str) -> Any:
+    """The stored generation config, or the one that follows from the model's config."""
+    from transformers import GenerationConfig
+
+    for folder in (directory, os.path.join(directory, "model")):
+        if os.path.isfile(os.path.join(folder, "generation_config.json")):
+            return GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return GenerationConfig.from_model_config(model.config)

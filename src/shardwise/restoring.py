@@ -25,6 +25,8 @@ from .loading import fill
 from .names import NamedTensor, named_tensors
 from .place.copy import Destination, Staging, execute
 from .plan import IOOptions, Plan, build_plan
+from .proof.digest import tensor_digest
+from .proof.model import live_digests
 from .read import FileReader
 from .recipe.match import match
 from .state.optimizer import fill_groups, parameter_names, place_scalars, place_states, place_values
@@ -32,8 +34,6 @@ from .state.rng import derive_rng, restore_rng
 from .state.train_state import TrainState
 from .state.typed_json import decode
 from .store.save import software_versions
-from .proof.digest import tensor_digest
-from .proof.model import live_digests
 
 __all__ = ["ResumeReport", "restore_into"]
 
@@ -178,9 +178,13 @@ def _check_wanted_documents(
                 f"{name} was stored per rank by {manifest.world_size} ranks, and this run has another number: its "
                 f"state can't be carried over. Use one whose state is equal on all ranks, or leave it out of the state"
             )
-        raise StateError(f"the checkpoint holds no {name}; leave it out of the state, or give the step that has it")
+        raise StateError(
+            f"the checkpoint holds no {name}; leave it out of the state, or give the step that has it"
+        )
     if state.optimizer is not None and "optimizer" not in documents:
-        raise StateError("the checkpoint holds no optimizer; leave it out of the state to restore the model alone")
+        raise StateError(
+            "the checkpoint holds no optimizer; leave it out of the state to restore the model alone"
+        )
 
 
 def _restore_optimizer(
@@ -201,7 +205,9 @@ def _restore_optimizer(
         fill_groups(state.optimizer, names, document["groups"])
         spread = {n: _spread_states(t) for n, t in entries.items() if t.states.get("optimizer")}
         tensors, scalars_before = place_states(state.optimizer, names, spread)
-        packed = {k: torch.empty(p.count, dtype=_dtype(p.dtype)) for k, p in manifest.packed["optimizer"].items()}
+        packed = {
+            k: torch.empty(p.count, dtype=_dtype(p.dtype)) for k, p in manifest.packed["optimizer"].items()
+        }
         geometries = geometries_of(state.model, named)
         catalog = catalog_of_slices(path, manifest, "optimizer", "optimizer", optimizer_tensors(manifest))
         plan = _plan_states(catalog, tensors, packed, geometries, io)
@@ -275,7 +281,7 @@ def _check_state_digests(
             )
 
 
-_BUILT_IN = ("step", "rng", "optimizer", "optimizer.packed", "optimizer.opaque")
+_BUILT_IN = ("step", "rng", "optimizer", "optimizer.opaque")
 
 
 def _apply_documents(

@@ -1,6 +1,6 @@
 """What the rank processes of test_dist.py run. Started as ``python -m tests.dist._dist_fns SCENARIO RANK WORLD PORT DIR``.
 
-PORT is that of a TCPStore in the test's process, or of the one that rank 0 is to host when it ends in "!".
+PORT is that of a TCPStore in the test's process, or "first" when rank 0 is to host one.
 Each rank writes what it saw to DIR/<rank>.json: per step a value, or the error's type, text and cause.
 """
 
@@ -218,11 +218,25 @@ def last_word(notes: Notes, store: Any) -> None:
         os._exit(0)
 
 
+def connect(port: str) -> Any:
+    return dist.TCPStore("127.0.0.1", int(port), is_master=False, wait_for_workers=False)
+
+
+def hosted_by_first(rank: int, address: Path) -> Any:
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        part = address.with_suffix(".part")
+        part.write_text(str(store.port))
+        part.rename(address)
+        return store
+    while not address.exists():  # the test ends us if it never does
+        time.sleep(0.02)
+    return connect(address.read_text())
+
+
 def main(scenario: str, rank: int, world_size: int, port: str, folder: Path) -> None:
     faulthandler.dump_traceback_later(75, exit=True)
-    hosts = port.endswith("!") and rank == 0
-    number = int(port.rstrip("!"))
-    store = dist.TCPStore("127.0.0.1", number, is_master=hosts, wait_for_workers=False)
+    store = hosted_by_first(rank, folder / "port") if port == "first" else connect(port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     notes = Notes(rank, folder)
     {f.__name__: f for f in (calm, slow, signalled, first_killed, last_word)}[scenario](notes, store)

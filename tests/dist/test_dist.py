@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -38,7 +37,7 @@ def launch(
 ) -> Notes:
     """Run a scenario of _dist_fns.py on real processes; returns what each rank noted (nothing if killed before it wrote)."""
     here = None if first_hosts else TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port = str(here.port) if here is not None else f"{free_port()}!"
+    port = "first" if here is None else str(here.port)
     env = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
     logs = [folder / f"{rank}.log" for rank in range(world_size)]
     processes = []
@@ -69,12 +68,6 @@ def launch(
             everything = "\n".join(f"---- {log.name}\n{log.read_text(errors='replace')}" for log in logs)
             pytest.fail(f"rank {rank} ended with {processes[rank].returncode}\n{everything}")
     return [json.loads(result.read_text()) if result.exists() else {} for result in results]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def all_raise(

@@ -39,7 +39,9 @@ def model_tensors(manifest: Manifest, model: str = "model", *, aliases: bool = T
     return found
 
 
-def optimizer_tensors(manifest: Manifest, optimizer: str = "optimizer", model: str = "model") -> list[SliceTensor]:
+def optimizer_tensors(
+    manifest: Manifest, optimizer: str = "optimizer", model: str = "model"
+) -> list[SliceTensor]:
     """What ``optimizer/`` holds: one tensor a state, named ``<parameter>.<state>``, and the packed ones."""
     found = []
     for name, t in manifest.models[model].items():
@@ -48,7 +50,9 @@ def optimizer_tensors(manifest: Manifest, optimizer: str = "optimizer", model: s
                 geometry = manifest.geometries[t.geometry]
                 found.append(SliceTensor(f"{name}.{state}", e.dtype, t.shape, geometry, e.owner))
     for key, p in manifest.packed.get(optimizer, {}).items():
-        found.append(SliceTensor(packed_name(key), p.dtype, (p.count,), replicated(manifest.world_size), p.owner))
+        found.append(
+            SliceTensor(packed_name(key), p.dtype, (p.count,), replicated(manifest.world_size), p.owner)
+        )
     return found
 
 

@@ -75,7 +75,9 @@ def _raw_header(prefix: bytes, file: object, file_bytes: int, path: str) -> byte
     if length > MAX_HEADER_BYTES:
         raise FormatError(f"header claims {length} bytes, the limit is {MAX_HEADER_BYTES}", path=path)
     if 8 + length > file_bytes:
-        raise FormatError(f"header claims {length} bytes, but the file has {file_bytes}: truncated", path=path)
+        raise FormatError(
+            f"header claims {length} bytes, but the file has {file_bytes}: truncated", path=path
+        )
     raw: bytes = file.read(length)  # type: ignore[attr-defined]
     return raw
 
@@ -150,7 +152,9 @@ def _check_ranges(entries: dict[str, Entry], start: int, file_bytes: int, path: 
     for entry in sorted(entries.values(), key=lambda e: (e.offset_bytes, e.nbytes)):
         if entry.offset_bytes != end:
             kind = "overlaps the tensor before it" if entry.offset_bytes < end else "leaves a hole before it"
-            raise FormatError(f"tensor {entry.name!r} {kind} (byte {entry.offset_bytes}, expected {end})", path=path)
+            raise FormatError(
+                f"tensor {entry.name!r} {kind} (byte {entry.offset_bytes}, expected {end})", path=path
+            )
         end += entry.nbytes
     if end > file_bytes:
         raise FormatError(f"truncated: tensors need {end} bytes, the file has {file_bytes}", path=path)

@@ -17,7 +17,15 @@ import xxhash
 from ..errors import FormatError, IntegrityError, SourceError
 from ..layout.placements import RULE_VERSION, Cut, Geometry
 
-__all__ = ["BLOCK_BYTES", "MANIFEST_NAME", "FileEntry", "Manifest", "StateEntry", "TensorEntry", "read_manifest"]
+__all__ = [
+    "BLOCK_BYTES",
+    "MANIFEST_NAME",
+    "FileEntry",
+    "Manifest",
+    "StateEntry",
+    "TensorEntry",
+    "read_manifest",
+]
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = "shardwise-checkpoint"
@@ -144,7 +152,9 @@ def _tensor_json(t: TensorEntry) -> dict[str, Any]:
 
 
 def _checksum(document: dict[str, Any]) -> str:
-    text = json.dumps({k: v for k, v in document.items() if k != "xxh3"}, separators=(",", ":"), sort_keys=True)
+    text = json.dumps(
+        {k: v for k, v in document.items() if k != "xxh3"}, separators=(",", ":"), sort_keys=True
+    )
     return xxhash.xxh3_64_hexdigest(text.encode())
 
 
@@ -170,7 +180,8 @@ def read_manifest(root: str | os.PathLike[str]) -> Manifest:
         raise FormatError(f"not a checkpoint manifest ({error!r})", path=path) from error
     if document.get("version") != VERSION:
         raise FormatError(
-            f"format version {document.get('version')!r}, this release reads {VERSION}; update shardwise", path=path
+            f"format version {document.get('version')!r}, this release reads {VERSION}; update shardwise",
+            path=path,
         )
     if _checksum(document) != document.get("xxh3"):
         raise IntegrityError("its checksum does not match its content: damaged", path=path)
@@ -190,7 +201,10 @@ def _from_document(d: dict[str, Any]) -> Manifest:
         geometries=tuple(_geometry(g) for g in d["geometries"]),
         models={m: {n: _tensor(t) for n, t in ts.items()} for m, ts in d["models"].items()},
         packed={
-            o: {n: Packed(p["dtype"], p["count"], int(p["digest"], 16), p.get("owner", 0)) for n, p in ps.items()}
+            o: {
+                n: Packed(p["dtype"], p["count"], int(p["digest"], 16), p.get("owner", 0))
+                for n, p in ps.items()
+            }
             for o, ps in d["packed"].items()
         },
         files={n: _file(n, f) for n, f in d["files"].items()},

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 from ..errors import SourceError
-from .records import Catalog
 from .checkpoint import catalog_of_checkpoint
+from .records import Catalog
 from .safetensors import catalog_of_safetensors
 
 __all__ = ["open_catalog"]

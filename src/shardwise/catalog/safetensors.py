@@ -73,8 +73,14 @@ def _read_index(path: str) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise FormatError("weight_map is empty or not an object", path=path)
     for name, file_name in weight_map.items():
-        if not isinstance(file_name, str) or os.path.basename(file_name) != file_name or file_name in ("", ".", ".."):
-            raise FormatError(f"{name!r} is mapped to {file_name!r}, which is not a plain file name", path=path)
+        if (
+            not isinstance(file_name, str)
+            or os.path.basename(file_name) != file_name
+            or file_name in ("", ".", "..")
+        ):
+            raise FormatError(
+                f"{name!r} is mapped to {file_name!r}, which is not a plain file name", path=path
+            )
     return weight_map
 
 
@@ -84,7 +90,9 @@ def _check_index(root: str, weight_map: dict[str, str], headers: dict[str, Heade
     lost = [f"{n} (in {f})" for n, f in weight_map.items() if n not in headers[f].entries]
     if lost:
         more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""
-        raise FormatError(f"lists tensors that their files do not hold: {', '.join(lost[:5])}{more}", path=index)
+        raise FormatError(
+            f"lists tensors that their files do not hold: {', '.join(lost[:5])}{more}", path=index
+        )
     for file_name, header in headers.items():
         for name, entry in header.entries.items():
             mapped = weight_map.get(name, file_name)

@@ -12,7 +12,6 @@ from .._compat import fsdp_parameter_ids
 from ..dtypes import code_of
 from ..errors import LayoutError
 from ..names import NamedTensor, named_tensors
-
 from .placements import Geometry, check_local_shape, cut_boxes, geometry_of, local_shape
 from .wanted import Kind, Layout, Wanted, contiguous_strides
 
@@ -48,9 +47,7 @@ def geometries_of(model: nn.Module, tensors: Iterable[NamedTensor]) -> dict[str,
     """How each named tensor is spread over ranks."""
     fsdp = fsdp_parameter_ids(model)
     world = world_size()
-    return {
-        t.name: geometry_of(t.tensor, world_size=world, fsdp_order=id(t.tensor) in fsdp) for t in tensors
-    }
+    return {t.name: geometry_of(t.tensor, world_size=world, fsdp_order=id(t.tensor) in fsdp) for t in tensors}
 
 
 def layout_of(model: nn.Module, *, rank: int | None = None) -> Layout:

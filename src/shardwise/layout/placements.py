@@ -91,7 +91,9 @@ def _slice(intervals: Sequence[Interval], low: int, high: int) -> list[Interval]
     return found
 
 
-def _cut_order(cuts: Sequence[tuple[int, Cut]], sizes: Sequence[int], fsdp_order: bool) -> list[tuple[int, Cut, int]]:
+def _cut_order(
+    cuts: Sequence[tuple[int, Cut]], sizes: Sequence[int], fsdp_order: bool
+) -> list[tuple[int, Cut, int]]:
     """The axes that cut one dim, in the order in which they really cut: (axis, cut, split factor left)."""
     order: list[tuple[int, Cut, int]] = []
     for axis, cut in reversed(cuts):
@@ -191,7 +193,9 @@ def _cut_of(placement: object, ndim: int) -> Cut:
     raise LayoutError(f"placement {placement!r} is not supported; expected Shard, _StridedShard or Replicate")
 
 
-def local_boxes(tensor: torch.Tensor, *, name: str = "tensor", fsdp_order: bool = True) -> tuple[LocalBox, ...]:
+def local_boxes(
+    tensor: torch.Tensor, *, name: str = "tensor", fsdp_order: bool = True
+) -> tuple[LocalBox, ...]:
     """The boxes of a live tensor that this rank holds, checked against the local tensor's real shape.
 
     For a plain tensor: the whole of it. Local call, no communication. Raises :class:`LayoutError` if

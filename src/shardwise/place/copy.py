@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
+from types import TracebackType
 
 import torch
 
 from ..dtypes import itemsize, torch_dtype
-from ..errors import IntegrityError
-from ..plan.records import IOOptions, Transfer
+from ..errors import CheckpointError, IntegrityError
+from ..plan.records import IOOptions, StridedLoop, Transfer
 from ..read.files import FileReader
 
-__all__ = ["Destination", "Staging", "compare", "execute"]
+__all__ = ["Destination", "FileFiller", "Staging", "compare", "execute", "write_back"]
 
 
 class Staging:
@@ -105,14 +107,14 @@ def _read_direct(transfer: Transfer, reader: FileReader, view: memoryview) -> No
         reader.read_into(transfer.path, transfer.offset_bytes + source * size, view[at : at + run_bytes])
 
 
-def _offsets(loops: Sequence[object]) -> Iterator[tuple[int, int]]:
+def _offsets(loops: Sequence[StridedLoop]) -> Iterator[tuple[int, int]]:
     """(source, target) element offsets of every iteration of a loop nest, outermost first."""
     if not loops:
         yield 0, 0
         return
-    for index in product(*(range(loop.size) for loop in loops)):  # type: ignore[attr-defined]
-        source = sum(i * loop.source_stride for i, loop in zip(index, loops, strict=True))  # type: ignore[attr-defined]
-        target = sum(i * loop.target_stride for i, loop in zip(index, loops, strict=True))  # type: ignore[attr-defined]
+    for index in product(*(range(loop.size) for loop in loops)):
+        source = sum(i * loop.source_stride for i, loop in zip(index, loops, strict=True))
+        target = sum(i * loop.target_stride for i, loop in zip(index, loops, strict=True))
         yield source, target
 
 
@@ -168,3 +170,88 @@ def _stage(
         reader.read_into(transfer.path, transfer.offset_bytes + source * size, view[at : at + run_bytes])
         at += run_bytes
     return buffer.view(torch_dtype(transfer.source_dtype)).view(sizes)
+
+
+class FileFiller:
+    """Writes byte ranges into existing files of a directory, and syncs them when the block is left without error.
+
+    Rank-local; several ranks may fill disjoint ranges of one file. Raises :class:`CheckpointError`.
+    """
+
+    def __init__(self, root: str, on_progress: Callable[[int], object] | None = None) -> None:
+        self.bytes_written = 0
+        self._root = root
+        self._fds: dict[str, int] = {}
+        self._on_progress = on_progress
+
+    def __enter__(self) -> FileFiller:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            for name, fd in self._fds.items():
+                if kind is None:
+                    try:
+                        os.fsync(fd)
+                    except OSError as failure:
+                        raise CheckpointError(
+                            f"{self._root}/{name}: fsync failed: {failure.strerror}"
+                        ) from failure
+        finally:
+            while self._fds:
+                os.close(self._fds.popitem()[1])
+
+    def write_at(self, name: str, offset_bytes: int, view: memoryview) -> None:
+        """Write bytes at an offset of a file."""
+        try:
+            if name not in self._fds:
+                self._fds[name] = os.open(os.path.join(self._root, name), os.O_WRONLY | os.O_CLOEXEC)
+            done = 0
+            while done < view.nbytes:
+                count = os.pwrite(self._fds[name], view[done : done + _WRITE_BYTES], offset_bytes + done)
+                done += count
+                self.bytes_written += count
+                if self._on_progress is not None:
+                    self._on_progress(count)
+        except OSError as error:
+            raise CheckpointError(f"{self._root}/{name}: writing failed: {error.strerror}") from error
+
+
+_WRITE_BYTES = 16 * 1024**2
+
+
+def write_back(
+    transfers: Iterable[Transfer], filler: FileFiller, destination: Destination, staging: Staging
+) -> None:
+    """Transfers the other way round: from local tensors into files, cast to the stored dtype where it differs.
+
+    Memory: at most half the staging limit for what is strided, cast or on a device.
+    """
+    for transfer in transfers:
+        tensor = destination.tensor(transfer.wanted)
+        size = itemsize(transfer.source_dtype)
+        if transfer.is_direct and tensor.device.type == "cpu":
+            view = destination.view(transfer.wanted)
+            run_bytes = (transfer.loops[-1].size if transfer.loops else 1) * size
+            for source, target in _offsets(transfer.loops[:-1]):
+                at = (transfer.target_offset + target) * size
+                filler.write_at(
+                    transfer.path, transfer.offset_bytes + source * size, view[at : at + run_bytes]
+                )
+        else:
+            for part in _parts(transfer, staging.limit_bytes // 2):
+                _write_part(part, filler, destination)
+
+
+def _write_part(part: Transfer, filler: FileFiller, destination: Destination) -> None:
+    size = itemsize(part.source_dtype)
+    content = destination.strided(part).to(dtype=torch_dtype(part.source_dtype), device="cpu").contiguous()
+    view = content.reshape(-1).view(torch.uint8).numpy().data
+    run, covered, outer = part.run_numel, 1, list(part.loops)
+    while outer and covered < run:
+        covered *= outer.pop().size
+    for k, (source, _) in enumerate(_offsets(outer)):
+        piece = view[k * run * size : (k + 1) * run * size]
+        filler.write_at(part.path, part.offset_bytes + source * size, piece)

@@ -123,6 +123,10 @@ class _Slots:
     def __init__(self, template: Template) -> None:
         self.prefix = canonical_name(template.path)
         self.rules = rules_of(template)
+        self.writing: dict[int, list[int]] = {}
+        for index, rule in enumerate(self.rules):
+            for key in rule.written:
+                self.writing.setdefault(key, []).append(index)
         self.failures = [rule for rule in self.rules if rule.failure is not None]
         self._targets = frozenset(self._full(name) for name in tie_map(template.root))
         self._modules: dict[str, nn.Module] = {}
@@ -208,7 +212,7 @@ def _adapter_parameters(model: nn.Module) -> set[int]:
 def _rules_for(module: nn.Module, attribute: str, slot: _Slots) -> list[int]:
     """Indices of the rules that write this parameter, from the last one that starts by overwriting it all."""
     key = id(module._parameters[attribute])
-    writing = [index for index, rule in enumerate(slot.rules) if key in rule.written]
+    writing = slot.writing.get(key, [])
     starts = [place for place, index in enumerate(writing) if key in slot.rules[index].overwrites]
     return writing[starts[-1] if starts else 0 :]
 

@@ -29,7 +29,9 @@ def prove_cover(catalog: Catalog, layout: Layout, matched: Matched) -> None:
             for copy in recipe.copies:
                 problems += cover_problems(wanted, (copy,), catalog)
     if problems:
-        raise PlanError(f"{catalog.root} can't fill this model completely: {len(problems)} problems", tuple(problems))
+        raise PlanError(
+            f"{catalog.root} can't fill this model completely: {len(problems)} problems", tuple(problems)
+        )
 
 
 def cover_problems(wanted: Wanted, tiles: tuple[Tile, ...], catalog: Catalog) -> list[str]:
@@ -39,16 +41,22 @@ def cover_problems(wanted: Wanted, tiles: tuple[Tile, ...], catalog: Catalog) ->
         stored = catalog.tensors[tile.source]
         for side, shape in (("target", wanted.shape), ("source", stored.shape)):
             if tile.numel and not whole(shape).contains(bounds(tile, side)):  # type: ignore[arg-type]
-                problems.append(f"not covered: {wanted.name!r}: a tile reaches outside the {side} {tile.source!r}")
+                problems.append(
+                    f"not covered: {wanted.name!r}: a tile reaches outside the {side} {tile.source!r}"
+                )
         if not is_injective(tile, "target"):
-            problems.append(f"overlapping: {wanted.name!r}: a tile of {tile.source!r} writes an element twice")
+            problems.append(
+                f"overlapping: {wanted.name!r}: a tile of {tile.source!r} writes an element twice"
+            )
     held = sum(tile.numel for tile in tiles)
     expected = math.prod(wanted.shape)
     if held != expected:
         problems.append(f"not covered: {wanted.name!r} has {expected} elements, its tiles write {held}")
     pair = _overlap(tiles)
     if pair:
-        problems.append(f"overlapping: {wanted.name!r}: {pair[0].source!r} and {pair[1].source!r} write one element")
+        problems.append(
+            f"overlapping: {wanted.name!r}: {pair[0].source!r} and {pair[1].source!r} write one element"
+        )
     return problems
 
 

@@ -11,11 +11,11 @@ from torch import nn
 from ..dist import Ranks
 from ..dtypes import code_of
 from ..layout.model import geometries_of, local_tensor, reshard
-from ..layout.placements import Geometry, cut_boxes
+from ..layout.placements import Geometry, cut_boxes, geometry_of
 from ..names import named_tensors
-from .digest import finish, partial_sum
+from .digest import finish, format_digest, partial_sum, tensor_digest
 
-__all__ = ["live_digests", "local_sum", "model_digests"]
+__all__ = ["digest", "live_digests", "local_sum", "model_digests"]
 
 
 def is_owner(geometry: Geometry, rank: int) -> bool:
@@ -72,3 +72,20 @@ def model_digests(model: nn.Module, ranks: Ranks) -> dict[str, int]:
     reshard(model)
     tensors = [t for t in named_tensors(model) if t.persistent]
     return live_digests({t.name: t.tensor for t in tensors}, geometries_of(model, tensors), ranks)
+
+
+def digest(model_or_tensor: nn.Module | torch.Tensor) -> dict[str, str] | str:
+    """Digest of global content, the same however it is sharded: per name for a model, one for a tensor.
+
+    16 hexadecimal digits each. For a model or a DTensor every rank of the default process group must call
+    it; 8 bytes a tensor travel. An error detector, not cryptography; defined in ``proof/digest.py``.
+    """
+    ranks = Ranks.current()
+    if isinstance(model_or_tensor, nn.Module):
+        return {name: format_digest(d) for name, d in model_digests(model_or_tensor, ranks).items()}
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(model_or_tensor, DTensor):
+        return format_digest(tensor_digest(model_or_tensor))
+    geometry = geometry_of(model_or_tensor, world_size=ranks.world_size, fsdp_order=True)
+    return format_digest(live_digests({"tensor": model_or_tensor}, {"tensor": geometry}, ranks)["tensor"])

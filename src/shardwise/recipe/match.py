@@ -101,7 +101,9 @@ def _add_recipe(result: Matched, w: Wanted, sources: list[tuple[str, StoredTenso
         stored = ", ".join(repr(s.name) for t, s in sources if t == repeated[0])
         result.problems.append(f"duplicated: {w.name!r} would be made from {stored}; rename or remove one")
         return
-    sources.sort(key=lambda pair: ((w.name, *w.aliases).index(pair[0]) if pair[0] in (w.name, *w.aliases) else 0))
+    sources.sort(
+        key=lambda pair: (w.name, *w.aliases).index(pair[0]) if pair[0] in (w.name, *w.aliases) else 0
+    )
     good = []
     for _, tensor in sources:
         if tensor.shape != w.shape:

@@ -78,7 +78,9 @@ def _rename(meta_model: Any, conversions: list[Any]) -> Rename:
         renamed, converted = rename_hub_names(stored, conversions, meta_model)
         if converted:
             kinds = {name: [type(op).__name__ for op in c.operations] for name, c in converted.items()}
-            lines = [f"{name!r} needs {' + '.join(ops)} to become {renamed[name]!r}" for name, ops in kinds.items()]
+            lines = [
+                f"{name!r} needs {' + '.join(ops)} to become {renamed[name]!r}" for name, ops in kinds.items()
+            ]
             raise UnsupportedConversionError(
                 f"{type(meta_model).__name__} converts {len(lines)} stored tensors, which is not supported yet; "
                 f"load it with from_pretrained and save it in its own names first",

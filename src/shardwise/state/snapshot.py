@@ -15,14 +15,17 @@ from ..catalog.slices import SliceTensor, assign_owners
 from ..dtypes import code_of
 from ..layout.model import geometries_of, local_tensor, reshard, world_size
 from ..names import NamedTensor, named_tensors
-from ..recipe.transformers import is_transformers_model
 from ..proof.digest import partial_sum
+from ..recipe.transformers import is_transformers_model
 from .optimizer import Drained, drain, parameter_names
 from .rng import capture_rng
 from .train_state import TrainState
 from .typed_json import Encoded, encode
 
-__all__ = ["Live", "Snapshot", "take_snapshot"]
+__all__ = ["COMPARED_ONLY", "Live", "Snapshot", "take_snapshot"]
+
+#: A document that is compared between ranks but stored elsewhere (as tensors of ``optimizer/``).
+COMPARED_ONLY = "optimizer.packed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +113,7 @@ def _pieces(state: TrainState, drained: Drained, step: int) -> dict[str, Any]:
     pieces: dict[str, Any] = {"step": step, "rng": capture_rng()}
     if state.optimizer is not None:
         pieces["optimizer"] = {"groups": drained.groups, "values": drained.values}
-        pieces["optimizer.packed"] = drained.packed
+        pieces[COMPARED_ONLY] = drained.packed
         if drained.opaque:
             pieces["optimizer.opaque"] = drained.opaque
     for name in ("scheduler", "scaler", "dataloader"):

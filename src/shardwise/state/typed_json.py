@@ -191,8 +191,8 @@ class _Encoder:
         return {_TAG: "numpy.dtype", "dtype": self.encode(descr, where)}
 
     def array_scalar(self, value: np.generic, where: str) -> Any:
-        if type(value) is np.str_:  # numpy drops trailing NULs of texts and bytes, so not as raw memory
-            return {_TAG: "numpy.str", "value": _text(str(value))}
+        if type(value) is np.str_:  # not as raw memory, nor by str(value): both drop trailing NULs
+            return {_TAG: "numpy.str", "value": _text(str.__str__(value))}
         if type(value) is np.bytes_:
             return {_TAG: "numpy.bytes", "base64": _base64(bytes(value))}
         if value.dtype.hasobject or not value.dtype.itemsize:

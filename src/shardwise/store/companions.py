@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-import shutil
+from typing import Any
 
 from torch import nn
 
@@ -13,7 +13,7 @@ from ..catalog.manifest import FileEntry
 from ..recipe.transformers import is_transformers_model
 from .write import write_file
 
-__all__ = ["companion_files", "write_companions"]
+__all__ = ["companion_files", "read_companions", "write_companions"]
 
 #: What tokenizers and processors are stored in (transformers 5; also the sentencepiece and BPE originals).
 _TOKENIZER_FILES = (
@@ -35,24 +35,21 @@ _TOKENIZER_FILES = (
 )
 
 
-def companion_files(model: nn.Module) -> dict[str, bytes]:
+def companion_files(model: Any) -> dict[str, bytes]:
     """Config, generation config and, if the model came from a local directory, its tokenizer: name → content."""
     if not is_transformers_model(model):
         return {}
     config = copy.deepcopy(model.config)
-    config.architectures = [original_class(model).__name__]  # type: ignore[union-attr]
+    config.architectures = [original_class(model).__name__]
     floats = [p.dtype for p in model.parameters() if p.is_floating_point()]
-    config.dtype = str(floats[0]).removeprefix("torch.") if floats else None  # type: ignore[union-attr, assignment]
-    found = {"config.json": config.to_json_string(use_diff=True).encode()}  # type: ignore[operator]
+    config.dtype = str(floats[0]).removeprefix("torch.") if floats else None
+    found = {"config.json": config.to_json_string(use_diff=True).encode()}
     generation = getattr(model, "generation_config", None)
-    if generation is not None and model.can_generate():  # type: ignore[operator]
+    if generation is not None and model.can_generate():
         found["generation_config.json"] = generation.to_json_string(use_diff=True).encode()
     home = getattr(model.config, "name_or_path", "") or ""
-    for name in _TOKENIZER_FILES:
-        file = os.path.join(home, name)
-        if os.path.isdir(home) and os.path.isfile(file):
-            with open(file, "rb") as stream:
-                found[name] = stream.read()
+    if os.path.isdir(home):
+        found = {**read_companions(home), **found}
     return found
 
 
@@ -62,11 +59,12 @@ def write_companions(folder: str, model: nn.Module, files: dict[str, FileEntry])
         files[f"model/{name}"] = write_file(os.path.join(folder, name), content)
 
 
-def copy_companions(source: str, target: str) -> list[str]:
-    """Copy config and tokenizer files from one directory into another. Returns their names."""
-    copied = []
+def read_companions(folder: str) -> dict[str, bytes]:
+    """Config, generation config and tokenizer files of a directory: name → content."""
+    found = {}
     for name in ("config.json", "generation_config.json", *_TOKENIZER_FILES):
-        if os.path.isfile(os.path.join(source, name)):
-            shutil.copyfile(os.path.join(source, name), os.path.join(target, name))
-            copied.append(name)
-    return copied
+        file = os.path.join(folder, name)
+        if os.path.isfile(file):
+            with open(file, "rb") as stream:
+                found[name] = stream.read()
+    return found

@@ -81,7 +81,9 @@ def commit(temporary: str, final: str, manifest: Manifest) -> None:
     wrong = [f"{n}: not ours" for n in found if n not in expected]
     wrong += [f"{n}: lost" for n in expected if n not in found]
     wrong += [
-        f"{n}: {found[n]} bytes, expected {e.nbytes}" for n, e in expected.items() if found.get(n, e.nbytes) != e.nbytes
+        f"{n}: {found[n]} bytes, expected {e.nbytes}"
+        for n, e in expected.items()
+        if found.get(n, e.nbytes) != e.nbytes
     ]
     if wrong:
         raise CheckpointError(f"{temporary}: files differ from what the ranks wrote: {'; '.join(wrong[:10])}")

@@ -21,11 +21,11 @@ from ..dist import Ranks
 from ..errors import StateError
 from ..layout.model import local_tensor
 from ..layout.placements import Geometry
+from ..proof.digest import finish, partial_sum
 from ..recipe.record import recall
-from ..state.snapshot import Live, Snapshot, piece_hash, plain_sums, take_snapshot
+from ..state.snapshot import COMPARED_ONLY, Live, Snapshot, piece_hash, plain_sums, take_snapshot
 from ..state.train_state import TrainState
 from ..state.typed_json import Encoded, encode
-from ..proof.digest import finish, partial_sum
 from .companions import write_companions
 from .publish import commit, make_temporary
 from .write import write_file, write_slices
@@ -100,7 +100,8 @@ def _split_pieces(snapshot: Snapshot, ranks: Ranks) -> tuple[dict[str, Encoded],
         local = {n: p for n, p in snapshot.pieces.items() if n in local_names}
         if buffers:
             local["buffers"] = encode(buffers, where="buffers")
-    return {n: p for n, p in snapshot.pieces.items() if n not in local_names}, local
+    shared = {n: p for n, p in snapshot.pieces.items() if n not in local_names and n != COMPARED_ONLY}
+    return shared, local
 
 
 def _differing(gathered: Sequence[bytes]) -> bytes:
@@ -114,7 +115,7 @@ def _differing(gathered: Sequence[bytes]) -> bytes:
 def _refuse_differing(snapshot: Snapshot, differing: Iterable[str]) -> None:
     parameters = {t.name for t in snapshot.named if t.kind == "parameter"}
     bad = [n for n in differing if n in parameters]
-    bad += [n for n in differing if n in ("step", "optimizer", "optimizer.packed")]
+    bad += [n for n in differing if n in ("step", "optimizer", COMPARED_ONLY)]
     if bad:
         raise StateError(
             f"ranks hold different values of {', '.join(bad[:10])}, which must be equal on all: were the gradients "
@@ -199,12 +200,20 @@ def _pack(files: dict[str, FileEntry], sums: list[int]) -> bytes:
 
 def _unpack(payload: bytes) -> tuple[dict[str, FileEntry], Any]:
     length = int.from_bytes(payload[:8], "little")
-    files = {n: FileEntry(**{**e, "blocks": tuple(e["blocks"])}) for n, e in json.loads(payload[8 : 8 + length]).items()}
+    files = {
+        n: FileEntry(**{**e, "blocks": tuple(e["blocks"])})
+        for n, e in json.loads(payload[8 : 8 + length]).items()
+    }
     return files, np.frombuffer(payload[8 + length :], dtype=np.uint64)
 
 
 def _manifest(
-    state: TrainState, snapshot: Snapshot, step: int, lineage: Lineage, ranks: Ranks, gathered: Sequence[bytes]
+    state: TrainState,
+    snapshot: Snapshot,
+    step: int,
+    lineage: Lineage,
+    ranks: Ranks,
+    gathered: Sequence[bytes],
 ) -> Manifest:
     parts = [_unpack(g) for g in gathered]
     files = {name: entry for found, _ in parts for name, entry in found.items()}
@@ -288,6 +297,8 @@ def software_versions(state: TrainState) -> dict[str, str]:
         except PackageNotFoundError:
             found[package] = "not installed"
     device = next((p.device.type for p in state.model.parameters()), "cpu")
-    found["device"] = torch.get_device_module(device).get_device_name() if device not in ("cpu", "meta") else device
+    found["device"] = (
+        torch.get_device_module(device).get_device_name() if device not in ("cpu", "meta") else device
+    )
     found["threads"] = str(torch.get_num_threads())
     return found

@@ -1,0 +1,198 @@
+"""The commands. Each parses, calls what does the work, and renders. Heavy imports wait until they are needed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..errors import NoCheckpointError, ShardwiseError, SourceError
+from ..store.publish import published_steps
+from .contents import CheckpointContents, Contents, RootContents, contents_of, is_root, to_json
+from .options import DTYPES, byte_count, common, source_path
+from .program import FINE, WRONG_DATA, Program, print_json, rank_of_launcher
+from .render import console, progress, show_contents, show_export, show_plan, show_problems, show_verify
+
+__all__ = ["main"]
+
+
+@click.group(cls=Program, no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="shardwise")
+@click.option("--debug", is_flag=True, expose_value=False, help="Show tracebacks.")
+def main() -> None:
+    """Pretrained weights and training state, in and out of sharded PyTorch models.
+
+    Exit status: 0 fine, 1 something is wrong with your data, 2 wrong usage.
+    """
+
+
+@main.command()
+@source_path
+@common
+def inspect(path: str, as_json: bool) -> int:
+    """Show what a source, a checkpoint or a directory of checkpoints holds.
+
+    Reads headers and manifests only. Status 1 if a published step is damaged, as far as these tell.
+    """
+    contents = contents_of(path)
+    if as_json:
+        print_json({**to_json(contents), "ok": _is_sound(contents)})
+    else:
+        show_contents(console(), contents)
+    return FINE if _is_sound(contents) else WRONG_DATA
+
+
+def _is_sound(contents: Contents) -> bool:
+    if isinstance(contents, RootContents):
+        return bool(contents.steps) and all(step.ok for step in contents.steps)
+    return not (isinstance(contents, CheckpointContents) and contents.problems)
+
+
+@main.command()
+@source_path
+@click.option("--ranks", type=click.IntRange(1, 16_384), required=True, metavar="N", help="Ranks of the run.")
+@click.option(
+    "--replicas",
+    type=click.IntRange(1),
+    default=1,
+    metavar="R",
+    help="Copies of the model (HSDP); R divides N.",
+)
+@click.option(
+    "--dtype", type=click.Choice(("auto", *DTYPES)), default="auto", help="Default: as the config says."
+)
+@common
+def plan(path: str, ranks: int, replicas: int, dtype: str, as_json: bool) -> None:
+    """Show what loading a transformers model over N ranks will take, without loading it.
+
+    Makes the plan that load_pretrained would run on each rank, and proves that it is complete.
+    """
+    if ranks % replicas:
+        raise click.BadParameter(
+            f"{replicas} replicas do not divide {ranks} ranks", param_hint="'--replicas'"
+        )
+    from ..planner import plan_pretrained
+
+    report = plan_pretrained(path, ranks=ranks, replicas=replicas, dtype=dtype)
+    if as_json:
+        print_json(report.to_json())
+    else:
+        show_plan(console(), report)
+
+
+@main.command()
+@source_path
+@common
+def verify(path: str, as_json: bool) -> int:
+    """Check every byte of a checkpoint, or of every step of a directory of checkpoints."""
+    if not is_root(path):
+        report = _verify_one(path, as_json)
+        if as_json:
+            print_json(report.to_json())
+        else:
+            show_verify(console(), report)
+        return FINE if report.ok else WRONG_DATA
+    return _verify_steps(path, as_json)
+
+
+def _verify_steps(root: str, as_json: bool) -> int:
+    steps = published_steps(root)
+    if not steps:
+        raise NoCheckpointError(
+            f"{root}: steps were published, but all were set aside; name one to verify it"
+        )
+    documents: list[dict[str, Any]] = []
+    for step, path in steps.items():
+        try:
+            report = _verify_one(path, as_json)
+            documents.append(report.to_json())
+            if not as_json:
+                show_verify(console(), report)
+        except ShardwiseError as error:
+            documents.append({"path": path, "step": step, "ok": False, "problems": [str(error)]})
+            if not as_json:
+                show_problems(console(), [str(error)])
+    ok = all(document["ok"] for document in documents)
+    if as_json:
+        print_json({"path": root, "ok": ok, "steps": documents})
+    return FINE if ok else WRONG_DATA
+
+
+def _verify_one(path: str, as_json: bool) -> Any:
+    from ..proof import stored
+
+    with progress(os.path.basename(os.path.abspath(path)), enabled=not as_json) as on_progress:
+        return stored.verify(path, on_progress=on_progress)
+
+
+@main.command()
+@source_path
+@click.argument("out", type=click.Path(path_type=str))
+@click.option("--dtype", type=click.Choice(DTYPES), default=None, help="Default: as stored.")
+@click.option(
+    "--max-shard-size",
+    callback=byte_count,
+    default="5GB",
+    show_default=True,
+    metavar="SIZE",
+    help="Per file.",
+)
+@common
+def export(path: str, out: str, dtype: str | None, max_shard_size: int, as_json: bool) -> None:
+    """Write the model at PATH (a checkpoint or safetensors) as a Hugging Face directory OUT.
+
+    Runs in one process, or under torchrun, where all ranks share the work.
+    """
+    from ..export import export_hf
+
+    with _ranks_of_launcher() as rank:
+        report = export_hf(path, out, dtype=dtype, max_shard_bytes=max_shard_size)
+        if rank != 0:
+            return
+        if as_json:
+            print_json(report.to_json())
+        else:
+            show_export(console(), report)
+
+
+@contextmanager
+def _ranks_of_launcher() -> Iterator[int]:
+    """Under torchrun, a gloo group for as long as this lasts. Gives this process's rank."""
+    rank, world_size = rank_of_launcher()
+    if world_size == 1:
+        yield rank
+        return
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    try:
+        yield rank
+    finally:
+        dist.destroy_process_group()
+
+
+@main.command()
+@click.option(
+    "--out", type=click.Path(path_type=Path), default="shardwise-demo", show_default=True, metavar="DIR"
+)
+@click.option(
+    "--model", type=click.Path(path_type=Path), default=None, metavar="PATH", help="Default: a tiny model."
+)
+@click.option(
+    "--nproc", type=click.IntRange(1, 64), default=2, show_default=True, metavar="N", help="Ranks to start."
+)
+@common
+def demo(out: Path, model: Path | None, nproc: int, as_json: bool) -> int:
+    """Show it all on this machine: load, train, get killed, resume, reshard, export."""
+    if model is not None and not model.is_dir():
+        raise SourceError("no such directory; give a local model directory", path=str(model))
+    from ..demo.run import run_demo
+
+    result = run_demo(out, model=model, nproc=nproc, console=console(err=as_json))
+    if as_json:
+        print_json(result)
+    return FINE if result.get("ok", True) else WRONG_DATA

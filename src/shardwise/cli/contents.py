@@ -1,0 +1,260 @@
+"""What lies at a path, as records: a source, a checkpoint, or a directory of steps. Headers and manifests only."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..catalog.manifest import MANIFEST_NAME, Manifest, read_manifest
+from ..catalog.open import open_catalog
+from ..catalog.records import Catalog, StoredTensor
+from ..dtypes import itemsize
+from ..errors import ShardwiseError, SourceError
+from ..layout.placements import Geometry
+from ..store.publish import published_steps, was_ever_published
+from .tree import Node, tree_of
+
+__all__ = [
+    "CheckpointContents",
+    "Contents",
+    "RootContents",
+    "SourceContents",
+    "StepSummary",
+    "contents_of",
+    "is_root",
+    "to_json",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceContents:
+    """What a source holds."""
+
+    kind: str
+    path: str
+    files: int
+    file_bytes: int
+    ignored_files: tuple[str, ...]
+    tensors: int
+    tensor_bytes: int
+    dtypes: Mapping[str, int]
+    """Bytes by stored dtype, falling."""
+    tree: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeometryUse:
+    """A way of spreading tensors over ranks, and how many tensors are spread so."""
+
+    axis_sizes: tuple[int, ...]
+    axis_names: tuple[str, ...]
+    cuts: tuple[str, ...]
+    ranks: int
+    tensors: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerState:
+    """A kind of optimizer state over all parameters."""
+
+    optimizer: str
+    name: str
+    dtypes: tuple[str, ...]
+    parameters: int
+    state_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointContents:
+    """What a checkpoint holds besides what every source does."""
+
+    source: SourceContents
+    step: int
+    run_id: str
+    parent_step: int | None
+    world_size: int
+    geometries: tuple[GeometryUse, ...]
+    optimizer_states: tuple[OptimizerState, ...]
+    software: Mapping[str, str]
+    problems: tuple[str, ...]
+    """Files that are lost or have another size than the manifest says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSummary:
+    """A step of a checkpoints directory, as far as its manifest and the sizes of its files tell."""
+
+    step: int
+    path: str
+    ok: bool
+    problem: str | None = None
+    run_id: str | None = None
+    parent_step: int | None = None
+    world_size: int | None = None
+    file_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RootContents:
+    """The steps of a checkpoints directory, newest first, and what else lies there."""
+
+    kind: str = "checkpoints"
+    path: str
+    steps: tuple[StepSummary, ...]
+    set_aside: tuple[str, ...]
+    leftovers: tuple[str, ...]
+
+
+Contents = SourceContents | CheckpointContents | RootContents
+
+
+def contents_of(path: str) -> Contents:
+    """What lies at ``path``. Raises :class:`SourceError` if it can't be read or is none of these."""
+    if is_root(path):
+        return _root(path)
+    if os.path.isfile(os.path.join(path, MANIFEST_NAME)):
+        return _checkpoint(path)
+    catalog = open_catalog(path)
+    return _source(catalog, path, len(catalog.files), sum(f.nbytes for f in catalog.files))
+
+
+def is_root(path: str) -> bool:
+    """Whether a path is a directory of checkpoints rather than one of them."""
+    is_directory = os.path.isdir(path) and not os.path.isfile(os.path.join(path, MANIFEST_NAME))
+    return is_directory and was_ever_published(path)
+
+
+def to_json(contents: Contents) -> dict[str, Any]:
+    """The contents as plain JSON values; a checkpoint's source fields and its own side by side."""
+    document = asdict(contents)
+    return {**document.pop("source", {}), **document}
+
+
+def _source(catalog: Catalog, path: str, files: int, file_bytes: int) -> SourceContents:
+    return SourceContents(
+        kind=catalog.kind,
+        path=path,
+        files=files,
+        file_bytes=file_bytes,
+        ignored_files=catalog.ignored_files,
+        tensors=len(catalog.tensors),
+        tensor_bytes=catalog.nbytes,
+        dtypes=_bytes_by_dtype(catalog.tensors.values()),
+        tree=tree_of(catalog.tensors.values()),
+    )
+
+
+def _bytes_by_dtype(tensors: Iterable[StoredTensor]) -> dict[str, int]:
+    held: dict[str, int] = {}
+    for tensor in tensors:
+        held[tensor.dtype] = held.get(tensor.dtype, 0) + tensor.nbytes
+    return dict(sorted(held.items(), key=lambda pair: -pair[1]))
+
+
+# ----------------------------------------------------------------------------------------------------
+# Checkpoints
+
+
+def _checkpoint(path: str) -> CheckpointContents:
+    manifest = read_manifest(path)
+    file_bytes = sum(f.nbytes for f in manifest.files.values())
+    return CheckpointContents(
+        source=_source(open_catalog(path), path, len(manifest.files), file_bytes),
+        step=manifest.step,
+        run_id=manifest.run_id,
+        parent_step=manifest.parent_step,
+        world_size=manifest.world_size,
+        geometries=tuple(_geometries(manifest)),
+        optimizer_states=tuple(_optimizer_states(manifest)),
+        software=dict(manifest.software),
+        problems=tuple(_wrong_files(path, manifest)),
+    )
+
+
+def _geometries(manifest: Manifest) -> Iterable[GeometryUse]:
+    uses = [t.geometry for tensors in manifest.models.values() for t in tensors.values()]
+    for index, geometry in enumerate(manifest.geometries):
+        yield GeometryUse(
+            axis_sizes=geometry.axis_sizes,
+            axis_names=geometry.axis_names,
+            cuts=_cuts(geometry),
+            ranks=len(geometry.ranks),
+            tensors=uses.count(index),
+        )
+
+
+def _cuts(geometry: Geometry) -> tuple[str, ...]:
+    words = {
+        "replicate": "replicate",
+        "shard": "shard dim {0.dim}",
+        "strided": "shard dim {0.dim} in {0.split_factor}",
+    }
+    return tuple(words[cut.kind].format(cut) for cut in geometry.cuts)
+
+
+def _optimizer_states(manifest: Manifest) -> Iterable[OptimizerState]:
+    found: dict[tuple[str, str], list[tuple[str, int]]] = {}
+    for tensors in manifest.models.values():
+        for t in tensors.values():
+            for optimizer, states in t.states.items():
+                for name, state in states.items():
+                    shape = t.shape if state.packed is None else ()
+                    one = StoredTensor(name, state.dtype, shape, ()).nbytes
+                    found.setdefault((optimizer, name), []).append((state.dtype, one))
+    for (optimizer, name), held in sorted(found.items()):
+        yield OptimizerState(
+            optimizer=optimizer,
+            name=name,
+            dtypes=tuple(sorted({dtype for dtype, _ in held}, key=lambda d: (-itemsize(d), d))),
+            parameters=len(held),
+            state_bytes=sum(nbytes for _, nbytes in held),
+        )
+
+
+def _wrong_files(path: str, manifest: Manifest) -> Iterable[str]:
+    for name, entry in manifest.files.items():
+        try:
+            size = os.stat(os.path.join(path, name)).st_size
+        except OSError as error:
+            yield f"{name}: lost ({error.strerror})"
+            continue
+        if size != entry.nbytes:
+            yield f"{name}: {size} bytes, expected {entry.nbytes}: truncated or overwritten"
+
+
+# ----------------------------------------------------------------------------------------------------
+# Directories of steps
+
+
+def _root(path: str) -> RootContents:
+    names = sorted(os.listdir(path))
+    steps = published_steps(path)
+    published = {os.path.basename(directory) for directory in steps.values()}
+    return RootContents(
+        path=path,
+        steps=tuple(_step(step, directory) for step, directory in steps.items()),
+        set_aside=tuple(n for n in names if n.startswith("step-") and n not in published),
+        leftovers=tuple(n for n in names if n.startswith((".tmp-", ".trash-"))),
+    )
+
+
+def _step(step: int, path: str) -> StepSummary:
+    try:
+        manifest = read_manifest(path)
+        if manifest.step != step:
+            raise SourceError(f"its manifest is that of step {manifest.step}", path=path)
+        wrong = list(_wrong_files(path, manifest))
+    except ShardwiseError as error:
+        return StepSummary(step=step, path=path, ok=False, problem=str(error))
+    return StepSummary(
+        step=step,
+        path=path,
+        ok=not wrong,
+        problem="; ".join(wrong[:5]) + (f"; and {len(wrong) - 5} more" if len(wrong) > 5 else "") or None,
+        run_id=manifest.run_id,
+        parent_step=manifest.parent_step,
+        world_size=manifest.world_size,
+        file_bytes=sum(f.nbytes for f in manifest.files.values()),
+    )

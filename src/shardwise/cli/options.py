@@ -1,0 +1,42 @@
+"""Options that several commands share, and the types of their values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+__all__ = ["DTYPES", "byte_count", "common", "source_path"]
+
+#: What a model can be built or exported in.
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}
+_UNITS |= {f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", 1)}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def byte_count(context: click.Context, parameter: click.Parameter, value: str) -> int:
+    """A number of bytes from ``500MB`` (powers of 1000), ``5GiB`` (powers of 1024), or a plain number."""
+    found = _SIZE.fullmatch(value)
+    unit = _UNITS.get(found[2].upper()) if found else None
+    nbytes = int(float(found[1]) * unit) if found and unit and len(found[1]) < 16 else 0
+    if nbytes < 1:
+        raise click.BadParameter(
+            f"{value!r} is not a size; write for example 5GB, 500MiB or a number of bytes", context, parameter
+        )
+    return nbytes
+
+
+def common(command: Callable[..., Any]) -> Callable[..., Any]:
+    """``--json`` and ``--debug``. The program looks at both itself, also when parsing fails."""
+    command = click.option("--debug", is_flag=True, expose_value=False, help="Show tracebacks.")(command)
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")(command)
+
+
+def source_path(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The argument PATH. What is wrong with it is for the readers to say, who know more."""
+    return click.argument("path", type=click.Path(path_type=str))(command)

@@ -1,0 +1,174 @@
+"""How a command ends: its exit status, and one paragraph for what went wrong instead of a traceback."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import click
+
+from ..errors import PlanError, RankError, ShardwiseError
+
+__all__ = ["FINE", "INTERRUPTED", "WRONG_DATA", "WRONG_USAGE", "Program", "print_json", "rank_of_launcher"]
+
+FINE, WRONG_DATA, WRONG_USAGE = 0, 1, 2
+INTERRUPTED = 130  # what shells expect after Ctrl-C
+
+#: Findings of one error that people get to see; ``--json`` gives all.
+_SHOWN_PROBLEMS = 20
+
+
+class Program(click.Group):
+    """A group of commands that never ends in a traceback (but with ``--debug``, for what nobody foresaw).
+
+    Commands return their exit status, or None for 0.
+    """
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> NoReturn:
+        """Run the command line ``args`` (default: the process's own) and exit with its status."""
+        given = list(sys.argv[1:] if args is None else args)
+        options = given[: given.index("--")] if "--" in given else given
+        _take_any_text()
+        with _logging(debug="--debug" in options):
+            try:
+                status = super().main(given, prog_name, complete_var, standalone_mode=False, **extra)
+                sys.stdout.flush()
+            except BaseException as error:
+                if isinstance(error, SystemExit) or _is_broken_pipe(error):
+                    status = _stop_writing(error)
+                else:
+                    status = _report(error, as_json="--json" in options, debug="--debug" in options)
+        sys.exit(status or FINE)
+
+
+def print_json(document: Any) -> None:
+    """The one JSON document of a command, on stdout."""
+    click.echo(json.dumps(document, indent=2, allow_nan=False))
+
+
+def rank_of_launcher() -> tuple[int, int]:
+    """(rank, world size) that torchrun or another launcher gave this process; (0, 1) without one."""
+    try:
+        rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    except ValueError:
+        raise click.UsageError("RANK and WORLD_SIZE in the environment must be numbers") from None
+    if not 0 <= rank < world_size:
+        raise click.UsageError(
+            f"RANK={rank} and WORLD_SIZE={world_size} in the environment do not fit together"
+        )
+    return rank, world_size
+
+
+# ----------------------------------------------------------------------------------------------------
+# What went wrong
+
+
+def _report(error: BaseException, *, as_json: bool, debug: bool) -> int:
+    """Tell people on stderr and, if JSON was asked for, programs on stdout. Returns the exit status."""
+    status, message, document = _explain(error)
+    rank = _own_rank()
+    if debug and not isinstance(error, click.ClickException):
+        traceback.print_exception(error)
+    if rank == 0 and as_json:
+        print_json({"error": document})
+    if rank == 0 or not isinstance(error, RankError | click.ClickException):
+        click.echo(f"{f'rank {rank}: ' if rank else ''}error: {message}", err=True)
+    return status
+
+
+def _explain(error: BaseException) -> tuple[int, str, dict[str, Any]]:
+    """Exit status, paragraph, and the facts as JSON values."""
+    document: dict[str, Any] = {"type": type(error).__name__, "message": str(error)}
+    if isinstance(error, click.ClickException):
+        document["message"] = message = error.format_message()
+        context = getattr(error, "ctx", None)
+        if context is not None:
+            message += f" (see '{context.command_path} --help')"
+        return WRONG_USAGE, message, document
+    if isinstance(error, KeyboardInterrupt | click.Abort):
+        return INTERRUPTED, "interrupted", {**document, "message": "interrupted"}
+    if isinstance(error, ShardwiseError):
+        facts = {
+            name: value for name in ("path", "problems", "causes") if (value := getattr(error, name, None))
+        }
+        return WRONG_DATA, _shortened(error), {**document, **facts}
+    if isinstance(error, MemoryError):
+        message = "out of memory"
+    elif isinstance(error, OSError):
+        message = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+    else:
+        summary = " ".join(str(error).split())
+        message = f"unexpected {type(error).__name__}: {summary}; this is a bug, run again with --debug"
+    return WRONG_DATA, message, {**document, "message": message}
+
+
+def _shortened(error: ShardwiseError) -> str:
+    """The error's text without empty lines, and with no more findings than people read."""
+    text = str(error)
+    if isinstance(error, PlanError) and len(error.problems) > _SHOWN_PROBLEMS:
+        summary = text.partition("\n")[0]
+        more = f"  - and {len(error.problems) - _SHOWN_PROBLEMS} more (--json lists all)"
+        text = "\n".join([summary, *(f"  - {p}" for p in error.problems[:_SHOWN_PROBLEMS]), more])
+    return "\n".join(line for line in text.splitlines() if line.strip())
+
+
+def _own_rank() -> int:
+    try:
+        return rank_of_launcher()[0]
+    except click.UsageError:
+        return 0
+
+
+# ----------------------------------------------------------------------------------------------------
+# The process's streams
+
+
+def _take_any_text() -> None:
+    """Names of files and tensors may hold what a terminal can't show; that is no reason to fail."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+@contextmanager
+def _logging(*, debug: bool) -> Iterator[None]:
+    """What the package logs, on stderr while a command runs."""
+    logger, handler = logging.getLogger("shardwise"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG if debug else logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def _is_broken_pipe(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno == errno.EPIPE
+
+
+def _stop_writing(error: BaseException) -> int:
+    """Whoever read our output is gone (``| head``): end without a word, also when the interpreter flushes."""
+    if isinstance(error, SystemExit) and not isinstance(error.code, int):
+        return FINE if error.code is None else WRONG_DATA
+    if isinstance(error, SystemExit):
+        return int(error.code or FINE)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return WRONG_DATA

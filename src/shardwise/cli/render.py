@@ -1,0 +1,273 @@
+"""What people see: tables and trees. Everything that comes from files is shown as plain text, never as markup."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+from .contents import CheckpointContents, Contents, RootContents
+from .tree import Node
+
+if TYPE_CHECKING:
+    from ..planner import PlanReport
+
+__all__ = ["console", "progress", "show_contents", "show_export", "show_plan", "show_verify", "size"]
+
+#: Wide enough for tensor names where there is no terminal to ask.
+_WIDTH_WITHOUT_TERMINAL = 140
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_GREEN, _RED = "green", "bold red"
+
+
+def size(nbytes: int) -> str:
+    """Bytes for people: ``512 B``, ``1.50 MiB``, ``13.5 GiB``."""
+    power = min(max(nbytes.bit_length() - 1, 0) // 10, len(_UNITS) - 1)
+    if power == 0:
+        return f"{nbytes} B"
+    value = nbytes / 1024**power
+    digits = 2 if value < 10 else 1 if value < 100 else 0
+    return f"{value:.{digits}f} {_UNITS[power]}"
+
+
+def console(*, err: bool = False) -> Console:
+    """Where a command talks to people: stdout, or stderr."""
+    stream = sys.stderr if err else sys.stdout
+    width = None if stream.isatty() else _WIDTH_WITHOUT_TERMINAL
+    return Console(file=stream, width=width, markup=False, highlight=False, emoji=False)
+
+
+@contextmanager
+def progress(label: str, *, enabled: bool) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr while a terminal watches; gives the function to call with (bytes done, bytes in all)."""
+    out = console(err=True)
+    if not enabled or not out.is_terminal:
+        yield lambda done, total: None
+        return
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(binary_units=True))
+    with Progress(*columns, TimeRemainingColumn(), console=out, transient=True) as bar:
+        task = bar.add_task(label, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+# ----------------------------------------------------------------------------------------------------
+# inspect
+
+
+def show_contents(out: Console, contents: Contents) -> None:
+    """What ``inspect`` says about a path."""
+    if isinstance(contents, RootContents):
+        _show_root(out, contents)
+        return
+    source = contents.source if isinstance(contents, CheckpointContents) else contents
+    facts = {
+        "kind": source.kind,
+        "files": f"{source.files}, {size(source.file_bytes)}",
+        "tensors": f"{source.tensors}, {size(source.tensor_bytes)}",
+        "dtypes": ", ".join(f"{dtype} {size(nbytes)}" for dtype, nbytes in source.dtypes.items()) or "-",
+    }
+    if source.ignored_files:
+        facts["ignored files"] = _some(source.ignored_files)
+    if isinstance(contents, CheckpointContents):
+        facts |= _checkpoint_facts(contents)
+    _facts(out, source.path, facts)
+    tree = Tree(_line("tensors", size(source.tensor_bytes)))
+    _grow(tree, source.tree)
+    out.print(tree)
+    if isinstance(contents, CheckpointContents):
+        show_problems(out, contents.problems)
+
+
+def _grow(tree: Tree, nodes: Iterable[Node]) -> None:
+    for node in nodes:
+        while node.dtype is None and len(node.children) == 1 and node.copies == 1:
+            (child,) = node.children
+            node = Node(
+                f"{node.name}.{_folded(child)}",
+                1,
+                node.tensors,
+                node.nbytes,
+                child.dtype,
+                child.shape,
+                child.children,
+            )
+        detail = size(node.nbytes)
+        if node.dtype is not None:
+            detail = f"{node.dtype} {list(node.shape or ())}  {detail}"
+        branch = tree.add(_line(_folded(node), detail))
+        _grow(branch, node.children)
+
+
+def _folded(node: Node) -> str:
+    return f"[{node.name}] x {node.copies}" if node.copies > 1 else node.name
+
+
+def _line(name: str, detail: str) -> Text:
+    return Text.assemble((_plain(name), "bold"), "  ", (_plain(detail), "dim"))
+
+
+def _checkpoint_facts(c: CheckpointContents) -> dict[str, str]:
+    facts = {
+        "step": str(c.step),
+        "after step": "-" if c.parent_step is None else str(c.parent_step),
+        "run": c.run_id,
+        "ranks": str(c.world_size),
+        "software": ", ".join(f"{name} {version}" for name, version in c.software.items()),
+    }
+    for number, g in enumerate(c.geometries):
+        axes = zip(g.axis_names, g.axis_sizes, g.cuts, strict=True)
+        cuts = ", ".join(f"{name} {n}: {cut}" for name, n, cut in axes)
+        facts[f"geometry {number}"] = f"{g.tensors} tensors, {cuts}"
+    for s in c.optimizer_states:
+        facts[f"{s.optimizer}.{s.name}"] = (
+            f"{', '.join(s.dtypes)}, {s.parameters} parameters, {size(s.state_bytes)}"
+        )
+    return facts
+
+
+def _show_root(out: Console, root: RootContents) -> None:
+    _facts(out, root.path, {"kind": "directory of checkpoints", "steps": str(len(root.steps))})
+    if root.steps:
+        table = _table("step", "valid", ">size", ">ranks", ">parent", "run")
+        for s in root.steps:
+            parent = "-" if s.parent_step is None else str(s.parent_step)
+            row = [
+                "-" if s.file_bytes is None else size(s.file_bytes),
+                str(s.world_size or "-"),
+                parent,
+                s.run_id or "-",
+            ]
+            table.add_row(str(s.step), _verdict(s.ok), *(Text(_plain(cell)) for cell in row))
+        out.print(table)
+    for s in root.steps:
+        if s.problem:
+            out.print(Text(_plain(f"step {s.step}: {s.problem}"), _RED), soft_wrap=True)
+    for label, names in (("set aside", root.set_aside), ("leftovers of stopped saves", root.leftovers)):
+        if names:
+            out.print(Text(_plain(f"{label}: {', '.join(names)}")), soft_wrap=True)
+    if not root.steps:
+        out.print(Text("no published step", _RED))
+
+
+# ----------------------------------------------------------------------------------------------------
+# plan
+
+
+def show_plan(out: Console, report: PlanReport) -> None:
+    """What ``plan`` says: the model, the ranks, and what each of them holds and reads."""
+    largest = report.largest_group
+    shape = f"{report.ranks}"
+    if report.replicas > 1:
+        shape += f" ({report.replicas} replicas x {report.ranks // report.replicas} shards)"
+    total_read = "not counted" if report.total_bytes_read is None else size(report.total_bytes_read)
+    facts = {
+        "model": f"{report.model_class}, {', '.join(report.dtypes)}",
+        "tensors": f"{report.tensors}, {size(report.model_bytes)} ({size(report.source_bytes)} stored)",
+        "ranks": shape,
+        "all ranks hold": size(report.total_shard_bytes),
+        "all ranks read": total_read,
+        "groups": f"{report.groups}, at most {size(largest.gathered_bytes)} gathered at a time "
+        f"({largest.name or 'root'}, {largest.kind})",
+    }
+    for label, declared in (("left unused", report.unused), ("initialized", report.initialized)):
+        if declared:
+            facts[label] = _some([f"{d.name} (says {d.declared_by})" for d in declared])
+    if report.ignored_files:
+        facts["ignored files"] = _some(report.ignored_files)
+    _facts(out, report.path, facts)
+    table = _table(">rank", ">holds", ">reads", ">staging", ">copies")
+    for cost in report.per_rank:
+        table.add_row(
+            str(cost.rank),
+            size(cost.shard_bytes),
+            size(cost.bytes_read),
+            size(cost.staging_bytes),
+            str(cost.reads),
+        )
+    out.print(table)
+    if not report.is_every_rank:
+        out.print(Text("of all ranks, the first holds most and the last least"))
+    left = "nothing stored is left over"
+    if report.unused:
+        left += " but what is declared unused"
+    out.print(Text(f"proved: every element that a rank holds is read exactly once, {left}", _GREEN))
+
+
+# ----------------------------------------------------------------------------------------------------
+# verify, export
+
+
+def show_verify(out: Console, report: Any) -> None:
+    """What ``verify`` says about one checkpoint (a ``VerifyReport``)."""
+    facts = {
+        "step": str(report.step),
+        "checked": f"{report.files} files, {report.tensors} tensors, {size(report.bytes_read)} "
+        f"in {report.seconds:.1f} s",
+    }
+    _facts(out, str(report.path), facts)
+    show_problems(out, report.problems)
+    out.print(_verdict(report.ok))
+
+
+def show_problems(out: Console, problems: Iterable[str]) -> None:
+    """A line for each finding."""
+    for problem in problems:
+        out.print(Text(_plain(f"problem: {problem}"), _RED), soft_wrap=True)
+
+
+def show_export(out: Console, report: Any) -> None:
+    """What ``export`` says (an ``ExportReport``)."""
+    facts = {
+        "wrote": f"{report.tensors} tensors, {size(report.total_bytes)} in {report.seconds:.1f} s",
+        "files": _some(report.files),
+    }
+    _facts(out, str(report.path), facts)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Pieces
+
+
+def _facts(out: Console, title: str | None, facts: Mapping[str, str]) -> None:
+    """A title and labelled lines under it."""
+    if title is not None:
+        out.print(Text(_plain(title), "bold"), soft_wrap=True)
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for label, value in facts.items():
+        grid.add_row(Text(_plain(label)), Text(_plain(value)))
+    out.print(grid)
+
+
+def _table(*columns: str) -> Table:
+    """A table; columns whose title starts with ``>`` are numbers."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(
+            column.lstrip(">"), justify="right" if column.startswith(">") else "left", overflow="fold"
+        )
+    return table
+
+
+def _verdict(ok: bool) -> RenderableType:
+    return Text("ok", _GREEN) if ok else Text("damaged", _RED)
+
+
+def _some(lines: Iterable[str], shown: int = 8) -> str:
+    found = list(lines)
+    more = f", and {len(found) - shown} more" if len(found) > shown else ""
+    return ", ".join(found[:shown]) + more
+
+
+def _plain(text: str) -> str:
+    """Text without control characters: what a file says can't move the cursor."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

