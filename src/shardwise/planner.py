@@ -183,13 +183,13 @@ def _floating_dtype(dtype: torch.dtype | str) -> torch.dtype | str:
 
 
 def _build(path: str, catalog: Catalog, dtype: torch.dtype | str, auto_class: Any) -> Any:
-    config = read_config(path)
     try:
+        config = read_config(path)
         return build_meta(path, catalog, dtype=dtype, auto_class=auto_class, config=config)
     except (ShardwiseError, MemoryError):
         raise
     except Exception as error:
-        # Model classes fail with whatever comes up when sizes in a config are wrong.
+        # Config and model classes fail with whatever comes up when a config holds the wrong values.
         raise FormatError(
             f"transformers can't build a model from this config: {type(error).__name__}: {error}",
             path=os.path.join(path, "config.json"),

@@ -80,9 +80,7 @@ def load_and_tell(path: str, replicas: int, dtype: str) -> tuple[dict[str, int],
     return report.to_json(), repr(plans[0])
 
 
-@pytest.mark.parametrize(
-    ("ranks_", "replicas", "dtype"), [(2, 1, "auto"), (3, 1, "float32"), (4, 2, "auto")]
-)
+@pytest.mark.parametrize(("ranks_", "replicas", "dtype"), [(2, 1, "auto"), (3, 1, "float32"), (4, 2, "auto")])
 def test_real_ranks_run_these_plans(
     ranks: RankPool, model: Path, monkeypatch: pytest.MonkeyPatch, ranks_: int, replicas: int, dtype: str
 ) -> None:
