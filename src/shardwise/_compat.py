@@ -5,11 +5,9 @@ Nothing here is needed for plain torch modules; transformers is imported only in
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 __all__ = [
@@ -108,12 +106,3 @@ def rename_hub_names(
 def tie_map(model: Any) -> dict[str, str]:
     """Names that a transformers model ties, target to source; empty for other modules."""
     return dict(getattr(model, "all_tied_weights_keys", None) or {})
-
-
-@contextmanager
-def construction_dtype(dtype: torch.dtype, class_name: str) -> Iterator[None]:
-    """The default dtype under which transformers builds a model of this dtype; restored afterwards."""
-    from transformers.modeling_utils import local_torch_dtype
-
-    with local_torch_dtype(dtype, class_name):
-        yield

@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+from collections.abc import Callable
 from typing import Literal
+
+import xxhash
 
 from .catalog.manifest import Manifest, read_manifest
 from .dist import Ranks
 from .errors import CheckpointError, IntegrityError, NoCheckpointError, RankError, ShardwiseError, SourceError
 from .plan import IOOptions
+from .read import FileReader
 from .restoring import ResumeReport, restore_into
 from .state.train_state import TrainState
 from .store import publish
@@ -83,17 +87,18 @@ class Checkpointer:
         self._io = io or IOOptions()
         self._lock: DirectoryLock | None = None
         self._lineage: Lineage | None = None
-        ranks = self._ranks()
-        with ranks.agree("lock checkpoint directory"):
-            if ranks.rank == 0:
-                self._lock = DirectoryLock(self.root)
-                publish.sweep_leftovers(self.root)
+        self._ranks().on_first("lock checkpoint directory", self._take_lock)
 
     def __enter__(self) -> Checkpointer:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _take_lock(self) -> bytes:
+        self._lock = DirectoryLock(self.root)
+        publish.sweep_leftovers(self.root)
+        return b""
 
     def close(self) -> None:
         """Give the directory back. Rank-local."""
@@ -117,7 +122,7 @@ class Checkpointer:
         self._lineage = Lineage(self._lineage.run_id, step)
         with ranks.agree("retention"):
             if ranks.rank == 0:
-                publish.write_hint(self.root, step)
+                self._write_hint(step)
                 self._prune(step)
         return report
 
@@ -137,7 +142,7 @@ class Checkpointer:
             try:
                 with ranks.agree(f"check {publish.step_name(candidate)}"):
                     if ranks.rank == 0:
-                        _quick_check(path)
+                        _quick_check(path, ranks.tick)
                 report = restore_into(state, path, ranks, self._io)
             except ShardwiseError as error:
                 if not _is_damage(error):
@@ -157,37 +162,45 @@ class Checkpointer:
 
     def _candidates(self, ranks: Ranks, step: int | None) -> list[tuple[int, str]]:
         """The steps to try, newest first, as rank 0 sees them."""
-        text = ""
-        with ranks.agree("scan checkpoint directory"):
-            if ranks.rank == 0:
-                steps = publish.published_steps(self.root)
-                if step is not None and step not in steps:
-                    raise CheckpointError(f"{self.root}: no step {step}; there are {sorted(steps)}")
-                text = ",".join(str(s) for s in steps if step is None or s <= step)
-        shared = ranks.share("steps", text.encode() if ranks.rank == 0 else None).decode()
+
+        def scan() -> bytes:
+            steps = publish.published_steps(self.root)
+            if step is not None and step not in steps:
+                raise CheckpointError(f"{self.root}: no step {step}; there are {sorted(steps)}")
+            return ",".join(str(s) for s in steps if step is None or s <= step).encode()
+
+        shared = ranks.on_first("scan checkpoint directory", scan).decode()
         return [(int(s), os.path.join(self.root, publish.step_name(int(s)))) for s in shared.split(",") if s]
 
     def _set_aside(self, ranks: Ranks, resumed: int, damaged: dict[int, str]) -> tuple[int, ...]:
-        moved: list[int] = []
-        with ranks.agree("set newer steps aside"):
-            if ranks.rank == 0:
-                for newer, path in publish.published_steps(self.root).items():
-                    if newer > resumed:
-                        publish.set_aside(path, "damaged" if newer in damaged else "superseded")
-                        moved.append(newer)
-        shared = ranks.share(
-            "steps set aside", ",".join(map(str, moved)).encode() if ranks.rank == 0 else None
-        )
-        return tuple(int(s) for s in shared.decode().split(",") if s and int(s) not in damaged)
+        def move() -> bytes:
+            newer = {s: path for s, path in publish.published_steps(self.root).items() if s > resumed}
+            for s, path in newer.items():
+                publish.set_aside(path, "damaged" if s in damaged else "superseded")
+            return ",".join(map(str, newer)).encode()
+
+        shared = ranks.on_first("set newer steps aside", move).decode()
+        return tuple(int(s) for s in shared.split(",") if s and int(s) not in damaged)
 
     def _raise_if_lost(self, ranks: Ranks, step: int | None, damaged: dict[int, str]) -> None:
-        with ranks.agree("find a checkpoint"):
-            if ranks.rank == 0 and (damaged or publish.was_ever_published(self.root)):
+        def check() -> bytes:
+            if damaged or publish.was_ever_published(self.root):
                 found = "; ".join(f"step {s}: {why}" for s, why in damaged.items()) or "all were set aside"
+                which = "none" if step is None else f"none up to {step}"
                 raise NoCheckpointError(
-                    f"{self.root}: steps were published, but none {'up to ' + str(step) if step else ''} is valid "
-                    f"({found}). Move the directory away to start anew, or rename a step that was set aside"
+                    f"{self.root}: steps were published, but {which} is valid ({found}). Move the directory away "
+                    f"to start anew, or rename a step that was set aside"
                 )
+            return b""
+
+        ranks.on_first("find a checkpoint", check)
+
+    def _write_hint(self, step: int) -> None:
+        """Nothing reads the hint: a save whose step is published does not fail because of it."""
+        try:
+            publish.write_hint(self.root, step)
+        except CheckpointError as error:
+            _log.warning("%s", error)
 
     def _prune(self, newest: int) -> None:
         """Delete published, valid steps beyond what is kept; never the newest. For rank 0."""
@@ -199,8 +212,12 @@ class Checkpointer:
                 publish.discard(os.path.join(self.root, publish.step_name(old)))
 
 
-def _quick_check(path: str) -> Manifest:
-    """Manifest intact, every file there with its size. Reads no payload."""
+def _quick_check(path: str, on_progress: Callable[[], object]) -> Manifest:
+    """Manifest intact; every file there with its size; headers and small files as their checksums say.
+
+    Resuming reads no headers, and at another world size not the files of the old ranks: what it takes for
+    valid must nevertheless be what ``verify`` does. Reads no payload.
+    """
     manifest = read_manifest(path)
     for name, entry in manifest.files.items():
         file = os.path.join(path, name)
@@ -212,6 +229,16 @@ def _quick_check(path: str) -> Manifest:
             raise IntegrityError(
                 f"{size} bytes, expected {entry.nbytes}: truncated or overwritten", path=file
             )
+    with FileReader() as reader:
+        for name, entry in manifest.files.items():
+            head = bytearray(entry.header_bytes)
+            reader.read_into(os.path.join(path, name), 0, memoryview(head))
+            if xxhash.xxh3_64_hexdigest(head) != entry.header_xxh3:
+                what = "content" if entry.header_bytes == entry.nbytes else "header"
+                raise IntegrityError(
+                    f"{what} differs from its checksum: damaged", path=os.path.join(path, name)
+                )
+            on_progress()
     return manifest
 
 

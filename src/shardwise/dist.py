@@ -25,7 +25,8 @@ from typing import NoReturn, Protocol, cast
 
 import torch.distributed as dist
 
-from shardwise.errors import RankError
+from shardwise import errors
+from shardwise.errors import CheckpointError, RankError
 
 __all__ = ["Ranks"]
 
@@ -118,6 +119,25 @@ class Ranks:
         own = missing if self.rank == 0 and payload is None else None
         call = _Call("share", label, self.timeout_s)
         return self._link().agree(call, own=own, decide=lambda _: payload or b"")
+
+    def on_first(self, label: str, work: Callable[[], bytes]) -> bytes:
+        """Run ``work`` on rank 0 and bring what it returns to every rank; every rank must call it.
+
+        A `CheckpointError` of ``work`` is raised with its own type and text on every rank, because what it
+        says is so for all; anything else becomes a `RankError`, as in `agree`.
+        """
+        payload, refusal = b"", None
+        with self.agree(label):
+            if self.rank == 0:
+                try:
+                    payload = b"\n" + work()
+                except CheckpointError as error:
+                    refusal = error
+                    payload = f"{type(error).__name__}\n{_text(error)}".encode(errors="replace")
+        kind, content = self.share(label, payload).split(b"\n", 1)
+        if kind:
+            raise refusal or getattr(errors, kind.decode())(content.decode())
+        return content
 
     def all_equal(self, label: str, payload: bytes, describe: Callable[[bytes], str] | None = None) -> None:
         """Check that every rank holds the same bytes; only hashes travel.

@@ -28,7 +28,7 @@ __all__ = [
     "largest_group",
 ]
 
-GroupKind = Literal["block", "experts", "embedding", "head", "root"]
+GroupKind = Literal["block", "experts", "embedding", "head", "dtype", "root"]
 
 _EXPERTS_CLASS = re.compile(r"Experts$")
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -129,13 +129,10 @@ def find_wrapping(model: nn.Module, policy: ShardPolicy) -> Wrapping:
             f"parameters without a shape yet: {', '.join(lazy)}. Run the model once before this."
         )
     ignored = frozenset(parameter_of(t) for t in tensors if t.tensor.ndim == 0) | named_by(tensors, policy)
-    candidates = _candidates(model, policy)
-    while True:
-        owners, depth = _owners(model, candidates)
-        dropped = _conflicting(owners, depth)
-        if not dropped:
-            break
-        candidates = {key: c for key, c in candidates.items() if key not in dropped}
+    candidates, owners, depth = _without_conflicts(model, _candidates(model, policy))
+    odd = _of_another_dtype(model, [t for t in tensors if parameter_of(t) not in ignored], owners)
+    if odd:
+        candidates, owners, depth = _without_conflicts(model, odd | candidates)
     own: dict[int, list[nn.Parameter]] = {key: [] for key in candidates}
     for tensor in tensors:
         parameter = parameter_of(tensor)
@@ -145,6 +142,18 @@ def find_wrapping(model: nn.Module, policy: ShardPolicy) -> Wrapping:
     kept = [key for key in candidates if own[key] or key == id(model)]
     kept.sort(key=lambda key: -depth[key])  # stable: module order among modules of one depth
     return Wrapping(tuple((candidates[key], tuple(own[key])) for key in kept), ignored)
+
+
+def _without_conflicts(
+    model: nn.Module, candidates: dict[int, Candidate]
+) -> tuple[dict[int, Candidate], dict[int, set[int]], dict[int, int]]:
+    """The candidates that leave every parameter one owner; with the owners, and each candidate's depth."""
+    while True:
+        owners, depth = _owners(model, candidates)
+        dropped = _conflicting(owners, depth)
+        if not dropped:
+            return candidates, owners, depth
+        candidates = {key: c for key, c in candidates.items() if key not in dropped}
 
 
 def parameter_of(tensor: NamedTensor) -> nn.Parameter:
@@ -297,6 +306,44 @@ def _ask(module: nn.Module, method: str) -> object:
         return getattr(module, method)()
     except Exception:
         return None
+
+
+def _of_another_dtype(
+    model: nn.Module, tensors: list[NamedTensor], owners: dict[int, set[int]]
+) -> dict[int, Candidate]:
+    """Modules whose trainable parameters have another dtype than most of the group around them.
+
+    FSDP2 refuses, at the first forward, a group whose trainable parameters have several dtypes (torch 2.13);
+    models have them where a class keeps some layers in fp32, as T5 its ``wo``.
+    """
+    groups: dict[int, dict[torch.dtype, list[NamedTensor]]] = {}
+    for tensor in tensors:
+        if tensor.tensor.requires_grad:
+            (owner,) = owners[id(tensor.tensor)]
+            groups.setdefault(owner, {}).setdefault(tensor.tensor.dtype, []).append(tensor)
+    taken = {id(t.tensor) for t in tensors}
+    paths = {id(m): path for path, m in model.named_modules()}
+    never = {id(model)} | _listed_experts(model)
+    found: dict[int, Candidate] = {}
+    for by_dtype in groups.values():
+        usual = max(by_dtype, key=lambda dtype: sum(t.tensor.numel() for t in by_dtype[dtype]))
+        for module, _ in (o for d, odd in by_dtype.items() if d != usual for t in odd for o in t.owners):
+            own = {p.dtype for p in module.parameters() if p.requires_grad and id(p) in taken}
+            if len(own) == 1 and id(module) not in never and can_be_group(module):
+                found[id(module)] = Candidate(module, paths[id(module)], "dtype")
+    return found
+
+
+def _listed_experts(model: nn.Module) -> set[int]:
+    """Everything inside lists of experts, by id: it does not run on every rank."""
+    return {
+        id(m)
+        for module in model.modules()
+        for name, child in module._modules.items()
+        if child is not None and _holds_experts(child, name)
+        for m in child.modules()
+        if m is not child
+    }
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
@@ -20,6 +21,7 @@ from .names import named_tensors
 from .place.copy import Destination, Staging, compare, execute
 from .place.initialize import initialize
 from .place.materialize import materialize
+from .place.meta_init import forget_meta_buffers
 from .plan import IOOptions, Plan, build_plan
 from .proof.report import LoadReport
 from .read import FileReader
@@ -103,16 +105,17 @@ def fill(
     reshard(model)
     with ranks.agree("plan the load"):
         plan = plan_load(model, catalog, rename=rename, unused=unused, init=init, io=io)
-    ranks.all_equal("plan the load", _fingerprint(plan), None)
+    ranks.all_equal("plan the load", _fingerprint(plan), lambda _: _describe(plan))
     planned = time.perf_counter()
     with ranks.agree("read"), FileReader(ranks.tick) as reader:
         materialize(model, device or _device_of(model))
         destination = Destination(_local_tensors(model))
-        staging = Staging(io)
+        staging = Staging(io, plan.staging_bytes)
         execute(plan.transfers, reader, destination, staging)
         compare(plan.checks, reader, destination, staging)
         if plan.initialized:
             initialize(model, seed, names=[d.name for d in plan.initialized])
+    forget_meta_buffers(model)
     if verify == "digest":
         check_digests(model, catalog, plan, ranks)
     if catalog.kind != "checkpoint":
@@ -200,6 +203,14 @@ def _fingerprint(plan: Plan) -> bytes:
     for w in plan.wanted:
         digest.update(repr((w.name, w.aliases, w.shape, w.dtype, plan.recipes.get(w.name))).encode())
     return digest.digest()
+
+
+def _describe(plan: Plan) -> str:
+    """A plan in words for ranks that disagree: how many tensors and bytes, and of which dtypes."""
+    counts = Counter(w.dtype for w in plan.wanted)
+    kinds = ", ".join(f"{count} {dtype}" for dtype, count in sorted(counts.items()))
+    nbytes = sum(w.nbytes for w in plan.wanted)
+    return f"a model of {len(plan.wanted)} tensors ({kinds}; {nbytes} bytes)"
 
 
 def check_digests(model: nn.Module, catalog: Catalog, plan: Plan, ranks: Ranks) -> None:

@@ -30,7 +30,7 @@ from .groups import (
     named_by,
     parameter_of,
 )
-from .names import named_tensors
+from .names import canonical_name, named_tensors
 
 __all__ = ["Group", "ShardPolicy", "describe_groups", "largest_group", "shard"]
 
@@ -107,6 +107,23 @@ def _check_wrappable(model: nn.Module, wrapping: Wrapping, policy: ShardPolicy) 
         raise ShardError(
             f"FSDP2 takes contiguous parameters only; not contiguous: {', '.join(strided)}. "
             "Make them contiguous, or name them in ShardPolicy(ignored=…)."
+        )
+
+    mixed = []
+    for candidate, parameters in wrapping.groups:
+        by_dtype: dict[torch.dtype, list[str]] = {}
+        for parameter in parameters:
+            if parameter.requires_grad:
+                by_dtype.setdefault(parameter.dtype, []).append(tensors[parameter])
+        if len(by_dtype) > 1:
+            kinds = "; ".join(f"{dtype}: {', '.join(names[:8])}" for dtype, names in by_dtype.items())
+            mixed.append(f"{canonical_name(candidate.path) or '(root)'} ({kinds})")
+    if mixed:
+        raise ShardError(
+            "FSDP2 takes groups whose trainable parameters have one dtype; several in: "
+            + "; ".join(mixed)
+            + ". Convert them to one dtype, put those of each dtype into a module of their own, freeze them, or "
+            "name them in ShardPolicy(ignored=…)."
         )
 
 

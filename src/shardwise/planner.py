@@ -15,14 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .catalog import Catalog
 from .catalog.open import open_catalog
-from .errors import FormatError, ShardError, ShardwiseError
+from .errors import ShardError
 from .groups import Group, ShardPolicy, describe_groups, largest_group
 from .layout.model import local_tensor
 from .loading import plan_load
 from .names import named_tensors
 from .parallelize import shard
 from .plan import IOOptions, Plan
-from .pretrained import build_meta, read_config
+from .pretrained import build_meta
 from .recipe.match import Declaration
 from .recipe.transformers import HubRules, hub_rules
 
@@ -131,7 +131,7 @@ def plan_pretrained(
     _check_counts(ranks, replicas)
     chosen, policy = _floating_dtype(dtype), policy or ShardPolicy()
     catalog = open_catalog(path)
-    model = _build(os.fspath(path), catalog, chosen, auto_class)
+    model = build_meta(path, catalog, dtype=chosen, auto_class=auto_class)
     model_class, rules = type(model).__name__, hub_rules(model)
     groups = describe_groups(model, policy)
     with _fake_ranks(ranks):
@@ -180,20 +180,6 @@ def _floating_dtype(dtype: torch.dtype | str) -> torch.dtype | str:
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ValueError(f"dtype must be 'auto', a floating torch dtype or its name, got {dtype!r}")
     return found
-
-
-def _build(path: str, catalog: Catalog, dtype: torch.dtype | str, auto_class: Any) -> Any:
-    try:
-        config = read_config(path)
-        return build_meta(path, catalog, dtype=dtype, auto_class=auto_class, config=config)
-    except (ShardwiseError, MemoryError):
-        raise
-    except Exception as error:
-        # Config and model classes fail with whatever comes up when a config holds the wrong values.
-        raise FormatError(
-            f"transformers can't build a model from this config: {type(error).__name__}: {error}",
-            path=os.path.join(path, "config.json"),
-        ) from error
 
 
 # ----------------------------------------------------------------------------------------------------

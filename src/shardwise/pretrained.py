@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ._compat import construction_dtype
 from .catalog import Catalog
 from .catalog.open import open_catalog
 from .dist import Ranks
-from .errors import FormatError, SourceError
+from .errors import FormatError, ShardwiseError, SourceError
 from .loading import fill
 from .parallelize import ShardPolicy, shard
 from .place.meta_init import meta_init
@@ -112,16 +111,21 @@ def build_meta(
     if auto_class is None:
         auto_class = _class_of(config, directory)
     chosen = _dtype_of(dtype, config, catalog)
-    with meta_init():
-        if hasattr(auto_class, "from_config"):
-            model = auto_class.from_config(config, dtype=chosen)
-        else:
-            model = auto_class._from_config(config, dtype=chosen)
+    try:
+        with meta_init():
+            build = auto_class.from_config if hasattr(auto_class, "from_config") else auto_class._from_config
+            model = build(config, dtype=chosen)
+    except (ShardwiseError, MemoryError):
+        raise
+    except Exception as error:
+        # Model classes fail with whatever comes up when a config holds the wrong values.
+        raise FormatError(
+            f"transformers can't build a model from this config: {type(error).__name__}: {error}",
+            path=os.path.join(directory, "config.json"),
+        ) from error
     model.config.name_or_path = directory
     model.name_or_path = directory
     _keep_in_fp32(model, chosen)
-    with construction_dtype(torch.float32, type(model).__name__):
-        _recompute_buffers(model)
     return model
 
 
@@ -139,7 +143,8 @@ def read_config(directory: str) -> Any:
         raise SourceError("no config.json; a transformers model directory has one", path=directory)
     try:
         return AutoConfig.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except Exception as error:
+        # Config classes check their fields with errors of many kinds, some not derived from ValueError.
         raise FormatError(f"not a config that transformers can read: {error}", path=file) from error
 
 
@@ -189,10 +194,6 @@ def _keep_in_fp32(model: Any, dtype: torch.dtype) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_floating_point() and pattern.search(name):
             tensor.data = tensor.data.to(torch.float32)
-
-
-def _recompute_buffers(model: Any) -> None:
-    """Non-persistent buffers as ``from_pretrained`` leaves them: computed by the class's own rule in fp32."""
 
 
 def _finish(model: Any, path: str | os.PathLike[str], rules: HubRules) -> None:

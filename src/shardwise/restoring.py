@@ -59,6 +59,8 @@ class ResumeReport:
     """What else was restored."""
     not_restored: tuple[str, ...]
     """What the checkpoint holds and this run did not take, with the rule."""
+    caveats: tuple[str, ...]
+    """What the data loader can't promise to repeat exactly."""
     rng: str
     """The rule by which random generators were set."""
     bytes_read: int
@@ -120,6 +122,7 @@ def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> R
         optimizer_tensors=states,
         documents=restored,
         not_restored=left,
+        caveats=tuple(getattr(state.dataloader, "caveats", ())),
         rng=rng,
         bytes_read=bytes_read,
         seconds=time.perf_counter() - started,
@@ -215,7 +218,7 @@ def _restore_optimizer(
         destination = Destination(
             {n: local_tensor(t) for n, t in tensors.items()} | {packed_name(k): t for k, t in packed.items()}
         )
-        execute(plan.transfers, reader, destination, Staging(io))
+        execute(plan.transfers, reader, destination, Staging(io, plan.staging_bytes))
     _check_state_digests(manifest, tensors, packed, geometries, path, ranks)
     with ranks.agree("place optimizer state"):
         scalars: dict[str, dict[str, torch.Tensor]] = {}
@@ -337,7 +340,7 @@ def _differences(
             found.append(f"{t.name}: saved {entries[t.name].dtype}, now {code_of(t.tensor.dtype)}")
     live = geometries_of(state.model, [t for t in named if t.persistent])
     if manifest.world_size == ranks.world_size and any(
-        manifest.geometries[entries[n].geometry] != g for n, g in live.items()
+        replace(manifest.geometries[entries[n].geometry], axis_names=g.axis_names) != g for n, g in live.items()
     ):
         found.append("mesh or placements: tensors are spread over ranks otherwise than they were")
     return tuple(found)

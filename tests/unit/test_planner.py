@@ -155,7 +155,7 @@ def test_report_is_plain_json(model: Path) -> None:
     report = plan_pretrained(model, ranks=2)
     document = json.loads(json.dumps(report.to_json(), allow_nan=False))
     assert document["per_rank"][1]["shard_bytes"] == report.min_shard_bytes == document["min_shard_bytes"]
-    assert {f for f in PlanReport.__dataclass_fields__} <= document.keys()
+    assert set(PlanReport.__dataclass_fields__) <= document.keys()
 
 
 def test_process_state_is_as_before(model: Path) -> None:
@@ -242,5 +242,5 @@ def test_unreadable_configs_are_named(model: Path, tmp_path: Path, content: str)
 def test_nothing_there(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="no such file or directory"):
         plan_pretrained(tmp_path / "nowhere", ranks=2)
-    with pytest.raises(SourceError, match="no .safetensors file"):
+    with pytest.raises(SourceError, match=r"no \.safetensors file"):
         plan_pretrained(tmp_path, ranks=2)

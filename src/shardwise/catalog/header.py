@@ -10,7 +10,9 @@ import json
 import math
 import os
 import struct
+from collections import Counter
 from dataclasses import dataclass
+from reprlib import repr as brief
 
 from ..dtypes import itemsize
 from ..errors import FormatError, SourceError
@@ -19,6 +21,8 @@ __all__ = ["MAX_HEADER_BYTES", "Entry", "Header", "read_header"]
 
 #: The limit of the reference implementation (100 MB).
 MAX_HEADER_BYTES = 100_000_000
+#: torch's own limit; also keeps products of sizes small enough to be multiplied and printed.
+_MAX_DIMS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +90,13 @@ def _parse(raw: bytes, path: str) -> dict[str, object]:
     def no_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
         found = dict(pairs)
         if len(found) != len(pairs):
-            names = [k for k, _ in pairs]
-            repeated = sorted({n for n in names if names.count(n) > 1})[:3]
+            repeated = sorted(n for n, times in Counter(k for k, _ in pairs).items() if times > 1)[:3]
             raise FormatError(f"header repeats {', '.join(map(repr, repeated))}", path=path)
         return found
 
     try:
         document = json.loads(raw.decode("utf-8"), object_pairs_hook=no_repeats)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, endless digits
         raise FormatError(f"header is not JSON ({error}); not a safetensors file?", path=path) from error
     if not isinstance(document, dict):
         raise FormatError("header is not a JSON object", path=path)
@@ -108,7 +111,7 @@ def _saved_offsets(metadata: dict[str, str], path: str) -> dict[str, tuple[int, 
     try:
         info = json.loads(text)
         found = {name: tuple(value["saved_offsets"]) for name, value in info.items()}
-    except (json.JSONDecodeError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise FormatError(f"DCP_SHARDING_INFO is not what torch writes ({error!r})", path=path) from error
     if not all(_is_count(n) for offsets in found.values() for n in offsets):
         raise FormatError("DCP_SHARDING_INFO holds an offset that is not a count", path=path)
@@ -127,9 +130,11 @@ def _entry(
         raise FormatError(f"{where}: expected dtype, shape and data_offsets", path=path)
     dtype, shape, span = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or not isinstance(shape, list) or not all(map(_is_count, shape)):
-        raise FormatError(f"{where}: dtype {dtype!r} or shape {shape!r} is malformed", path=path)
+        raise FormatError(f"{where}: dtype {brief(dtype)} or shape {brief(shape)} is malformed", path=path)
+    if len(shape) > _MAX_DIMS:
+        raise FormatError(f"{where}: shape has {len(shape)} dims, the limit is {_MAX_DIMS}", path=path)
     if not isinstance(span, list) or len(span) != 2 or not all(map(_is_count, span)) or span[0] > span[1]:
-        raise FormatError(f"{where}: data_offsets {span!r} are malformed", path=path)
+        raise FormatError(f"{where}: data_offsets {brief(span)} are malformed", path=path)
     try:
         expected = math.prod(shape) * itemsize(dtype)
     except FormatError as error:
@@ -143,7 +148,7 @@ def _entry(
     if offsets is not None:
         saved = offsets.get(name)
         if saved is None or len(saved) != len(shape):
-            raise FormatError(f"{where}: no saved_offsets of {len(shape)} dims, got {saved}", path=path)
+            raise FormatError(f"{where}: no saved_offsets of {len(shape)} dims, got {brief(saved)}", path=path)
     return Entry(name, dtype, tuple(shape), start + span[0], expected, saved)
 
 

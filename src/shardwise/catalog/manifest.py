@@ -145,10 +145,16 @@ def _tensor_json(t: TensorEntry) -> dict[str, Any]:
     if t.kind != "parameter":
         one["kind"] = t.kind
     one["states"] = {
-        o: {s: _sparse({**asdict(e), "digest": f"{e.digest:016x}"}) for s, e in states.items()}
+        o: {s: _state_json(e) for s, e in states.items()}
         for o, states in t.states.items()
     }
     return _sparse(one)
+
+
+def _state_json(e: StateEntry) -> dict[str, Any]:
+    if e.packed is not None:
+        return {"dtype": e.dtype, "packed": e.packed, "index": e.index}
+    return _sparse({"dtype": e.dtype, "digest": f"{e.digest:016x}", "owner": e.owner})
 
 
 def _checksum(document: dict[str, Any]) -> str:
@@ -170,7 +176,8 @@ def read_manifest(root: str | os.PathLike[str]) -> Manifest:
             raw = file.read()
     except OSError as error:
         if isinstance(error, (FileNotFoundError, NotADirectoryError)):
-            raise SourceError("not a checkpoint: no manifest.json", path=os.fspath(root)) from error
+            what = "not a checkpoint: no manifest.json" if os.path.isdir(root) else "no such directory"
+            raise SourceError(what, path=os.fspath(root)) from error
         raise SourceError(f"can't be read: {error.strerror or error}", path=path) from error
     try:
         document = json.loads(raw)
@@ -235,7 +242,7 @@ def _tensor(t: dict[str, Any]) -> TensorEntry:
 
 
 def _state(e: dict[str, Any]) -> StateEntry:
-    return StateEntry(e["dtype"], int(e["digest"], 16), e.get("owner", 0), e.get("packed"), e.get("index", 0))
+    return StateEntry(e["dtype"], int(e.get("digest", "0"), 16), e.get("owner", 0), e.get("packed"), e.get("index", 0))
 
 
 def _file(name: str, f: dict[str, Any]) -> FileEntry:

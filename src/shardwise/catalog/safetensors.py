@@ -73,15 +73,21 @@ def _read_index(path: str) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise FormatError("weight_map is empty or not an object", path=path)
     for name, file_name in weight_map.items():
-        if (
-            not isinstance(file_name, str)
-            or os.path.basename(file_name) != file_name
-            or file_name in ("", ".", "..")
-        ):
+        if not _is_file_name(file_name):
             raise FormatError(
                 f"{name!r} is mapped to {file_name!r}, which is not a plain file name", path=path
             )
     return weight_map
+
+
+def _is_file_name(value: object) -> bool:
+    """Whether a value names a file of the directory itself, in a way that the system can take."""
+    if not isinstance(value, str) or os.path.basename(value) != value or value in ("", ".", ".."):
+        return False
+    try:
+        return b"\0" not in os.fsencode(value)
+    except UnicodeEncodeError:  # half a surrogate pair
+        return False
 
 
 def _check_index(root: str, weight_map: dict[str, str], headers: dict[str, Header]) -> None:

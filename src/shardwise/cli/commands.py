@@ -180,7 +180,11 @@ def _ranks_of_launcher() -> Iterator[int]:
     "--out", type=click.Path(path_type=Path), default="shardwise-demo", show_default=True, metavar="DIR"
 )
 @click.option(
-    "--model", type=click.Path(path_type=Path), default=None, metavar="PATH", help="Default: a tiny model."
+    "--model",
+    type=click.Path(path_type=Path),
+    default=None,
+    metavar="PATH",
+    help="Default: a small sentence encoder.",
 )
 @click.option(
     "--nproc", type=click.IntRange(1, 64), default=2, show_default=True, metavar="N", help="Ranks to start."

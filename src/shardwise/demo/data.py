@@ -19,7 +19,7 @@ Pair = tuple[str, str]
 _SKIPPED = frozenset({"__pycache__", "dist-packages", "idlelib", "lib2to3", "site-packages", "test", "tests"})
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _FIRST_CHARS, _REST_CHARS = 20, 40  # shorter ones say too little to be found again
-_CUT_CHARS = 300
+_CUT_CHARS = 150
 
 
 def docstring_pairs(count: int, *, seed: int = 0) -> list[Pair]:

@@ -19,7 +19,7 @@ from transformers import AutoModel, AutoTokenizer
 __all__ = ["TEMPERATURE", "embed", "load_tokenizer", "retrieval"]
 
 TEMPERATURE = 0.05
-MAX_TOKENS = 64
+MAX_TOKENS = 32
 _BATCH = 32
 
 

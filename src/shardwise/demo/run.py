@@ -20,8 +20,9 @@ from .summary import draw_loss, print_resume, print_table, read_losses, records
 
 __all__ = ["run_demo"]
 
-_PAIRS, _HELD_OUT = 2_000, 250
+_HELD_OUT = 250
 _MIN_BATCH = 24
+_MAX_RANKS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,11 @@ class _Course:
         return unit * -(-_MIN_BATCH // unit)
 
     @property
+    def pairs(self) -> int:
+        """Pairs to train on: the run sees each of them twice, so that its loss falls from one pass to the next."""
+        return self.batch_size * -(-self.steps // 2)
+
+    @property
     def held_out(self) -> Path:
         return self.out / "held-out.json"
 
@@ -62,7 +68,7 @@ def run_demo(
     *,
     model: Path | None = None,
     nproc: int = 2,
-    steps: int = 40,
+    steps: int = 32,
     console: Console | None = None,
 ) -> dict[str, Any]:
     """Fine-tune a model on ``nproc`` ranks, kill one in a save, go on with ``nproc + 1``, export and use it.
@@ -78,10 +84,10 @@ def run_demo(
         steps: how long to train; at least 8.
 
     Raises :class:`ShardwiseError` saying what is missing or went otherwise than it should, and
-    ``ValueError`` for ``nproc`` below 1 or ``steps`` below 8.
+    ``ValueError`` for ``nproc`` outside 1 to 16 or ``steps`` below 8.
     """
-    if nproc < 1:
-        raise ValueError(f"nproc must be at least 1, got {nproc}")
+    if not 1 <= nproc <= _MAX_RANKS:
+        raise ValueError(f"nproc must be 1 to {_MAX_RANKS}, got {nproc}")
     if steps < 8:
         raise ValueError(f"steps must be at least 8, got {steps}")
     started = time.perf_counter()
@@ -140,7 +146,7 @@ def run_demo(
 
 
 def _write_pairs(course: _Course) -> None:
-    train, held_out = split(docstring_pairs(_PAIRS), _HELD_OUT)
+    train, held_out = split(docstring_pairs(course.pairs + _HELD_OUT), _HELD_OUT)
     for path, pairs in ((course.out / "pairs.json", train), (course.held_out, held_out)):
         path.write_text(json.dumps(pairs), encoding="utf-8")
 
@@ -148,7 +154,8 @@ def _write_pairs(course: _Course) -> None:
 def _introduce(course: _Course, console: Console) -> None:
     console.print(f"{course.model.kind} from {course.model.directory}", highlight=False, markup=False)
     console.print(
-        f"{_PAIRS} docstrings of the standard library, {_HELD_OUT} of them held out: find the rest by the first line",
+        f"docstrings of the standard library, {course.pairs} to train on and {_HELD_OUT} held out: find the rest by the "
+        f"first line",
         highlight=False,
     )
     for what, names in (("left out, a head's", course.model.unused), ("made new", course.model.init)):
@@ -184,17 +191,20 @@ def _train_and_crash(course: _Course, console: Console) -> dict[str, Any]:
         raise ShardwiseError(
             f"the kill missed the save: {checkpoints} holds {', '.join(published)}; please run it again"
         )
+    unpublished = sum(f.stat().st_size for d in leftovers for f in d.rglob("*") if f.is_file())
     crash = {
         "rank": killed,
         "signal": "SIGKILL",
         "step": course.kill_step,
         "torchrun_status": status,
         "published": published,
-        "unpublished_bytes": sum(f.stat().st_size for d in leftovers for f in d.rglob("*") if f.is_file()),
+        "unpublished_bytes": unpublished,
     }
     console.print(
-        f"    torchrun ended with status {status}: rank {killed} was killed by SIGKILL; "
-        f"{crash['unpublished_bytes'] / 1e6:.1f} MB lie half written, {published[-1]} is the newest step",
+        f"    torchrun ended with status {status}: rank {killed} was killed by SIGKILL", highlight=False
+    )
+    console.print(
+        f"    {unpublished / 1e6:.1f} MB lie half written; {published[-1]} is the newest step",
         highlight=False,
     )
     return crash

@@ -37,6 +37,9 @@ def train(options: argparse.Namespace) -> None:
     record = Record(options.out / options.name, rank)
     pairs = [(first, rest) for first, rest in json.loads(options.pairs.read_text(encoding="utf-8"))]
     tokenizer = load_tokenizer(str(options.model))
+    # transformers imports the code of a model with the first of its kind: some 50 MB that no load causes.
+    with sw.meta_init():
+        transformers.AutoModel.from_config(transformers.AutoConfig.from_pretrained(options.model))
 
     # Dropout stays off (the model comes in eval mode): steps that are trained twice can be compared.
     with AnonymousPeak() as memory:
@@ -89,8 +92,8 @@ def train(options: argparse.Namespace) -> None:
 
 def contrastive_loss(model: Any, tokenizer: Any, pairs: list[tuple[str, str]]) -> torch.Tensor:
     """InfoNCE over the global batch: each first line against the rests of all ranks. Equal on every rank."""
-    firsts = everyones(embed(model, tokenizer, [first for first, _ in pairs]))
-    rests = everyones(embed(model, tokenizer, [rest for _, rest in pairs]))
+    vectors = embed(model, tokenizer, [first for first, _ in pairs] + [rest for _, rest in pairs])
+    firsts, rests = map(everyones, vectors.chunk(2))
     return cross_entropy(firsts @ rests.T / TEMPERATURE, torch.arange(len(firsts)))
 
 
@@ -140,9 +143,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--pairs", type=Path, required=True)
     parser.add_argument("--name", default="run", help="folder below OUT for the records of this start")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--batch-size", type=int, default=24)
-    parser.add_argument("--save-every", type=int, default=5)
+    parser.add_argument("--save-every", type=int, default=4)
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--unused", action="append", default=[], help="stored tensor that may be left over")
     parser.add_argument("--init", action="append", default=[], help="tensor that may be missing")

@@ -47,7 +47,17 @@ def geometries_of(model: nn.Module, tensors: Iterable[NamedTensor]) -> dict[str,
     """How each named tensor is spread over ranks."""
     fsdp = fsdp_parameter_ids(model)
     world = world_size()
-    return {t.name: geometry_of(t.tensor, world_size=world, fsdp_order=id(t.tensor) in fsdp) for t in tensors}
+    # Reading a mesh costs more than everything else here, and most tensors share mesh and placements.
+    known: dict[object, Geometry] = {}
+    found = {}
+    for t in tensors:
+        managed = id(t.tensor) in fsdp
+        mesh = getattr(t.tensor, "device_mesh", None)
+        key = (id(mesh), getattr(t.tensor, "placements", None), t.tensor.dim(), managed)
+        if key not in known:
+            known[key] = geometry_of(t.tensor, world_size=world, fsdp_order=managed)
+        found[t.name] = known[key]
+    return found
 
 
 def layout_of(model: nn.Module, *, rank: int | None = None) -> Layout:

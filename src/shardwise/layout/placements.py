@@ -173,11 +173,10 @@ def geometry_of(tensor: torch.Tensor, *, world_size: int, fsdp_order: bool = Tru
 
     if not isinstance(tensor, DTensor):
         return Geometry((world_size,), ("world",), (Cut("replicate"),), tuple(range(world_size)))
-    mesh = tensor.device_mesh
+    mesh, ranks = tensor.device_mesh, tensor.device_mesh.mesh
     names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
     cuts = tuple(_cut_of(p, tensor.ndim) for p in tensor.placements)
-    ranks = tuple(int(r) for r in mesh.mesh.flatten().tolist())
-    return Geometry(tuple(int(n) for n in mesh.mesh.shape), tuple(names), cuts, ranks, fsdp_order)
+    return Geometry(tuple(ranks.shape), tuple(names), cuts, tuple(ranks.flatten().tolist()), fsdp_order)
 
 
 def _cut_of(placement: object, ndim: int) -> Cut:

@@ -21,8 +21,9 @@ __all__ = ["Destination", "FileFiller", "Staging", "compare", "execute", "write_
 class Staging:
     """A reusable host buffer, allocated on first use and never larger than the limit."""
 
-    def __init__(self, io: IOOptions) -> None:
+    def __init__(self, io: IOOptions, expected_bytes: int = 0) -> None:
         self.limit_bytes = io.staging_bytes
+        self._expected_bytes = expected_bytes
         self.peak_bytes = 0
         self._buffer: torch.Tensor | None = None
 
@@ -30,7 +31,7 @@ class Staging:
         """The first ``nbytes`` bytes of the buffer, as uint8. Content of an earlier take is lost."""
         assert nbytes <= self.limit_bytes, (nbytes, self.limit_bytes)
         if self._buffer is None or self._buffer.numel() < nbytes:
-            size = min(self.limit_bytes, max(nbytes, 2 * self.peak_bytes))
+            size = max(nbytes, min(self.limit_bytes, self._expected_bytes))
             self._buffer = None  # free before allocating the next
             self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
             self.peak_bytes = size
@@ -87,8 +88,8 @@ def compare(
             stored = _stage(part, reader, destination, staging).to(dtype=live.dtype, device=live.device)
             if not torch.equal(_raw(stored), _raw(live)):
                 raise IntegrityError(
-                    f"holds a second copy of {transfer.wanted!r} that differs from the first; the model ties the "
-                    f"two. Untie them (tie_word_embeddings=False) or remove one copy",
+                    f"holds {transfer.stored!r}, a second copy of {transfer.wanted!r} that differs from the first; the "
+                    f"model ties the two. Untie them (tie_word_embeddings=False) or remove one copy",
                     path=transfer.path,
                 )
 

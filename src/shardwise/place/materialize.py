@@ -35,6 +35,9 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
             return tensor
 
         model._apply(allocate)
+    rnns = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
+    for rnn in rnns:
+        rnn._flat_weight_refs = []  # weak references to its weights, which swap_tensors refuses
     seen: set[int] = set()
     for parameter in model.parameters():
         if parameter.is_meta and id(parameter) not in seen:
@@ -45,6 +48,8 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
             real.__dict__.update(parameter.__dict__)
             torch.utils.swap_tensors(parameter, real)
             seen.add(id(real))
+    for rnn in rnns:
+        rnn._init_flat_weights()
     _materialize_buffers(model, device)
 
 

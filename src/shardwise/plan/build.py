@@ -91,6 +91,7 @@ def _transfer(
     ]
     return Transfer(
         wanted=wanted.name,
+        stored=source.name,
         path=path,
         offset_bytes=offset_bytes + first * itemsize(source.dtype),
         source_dtype=source.dtype,

@@ -69,11 +69,12 @@ def match(
     stored_for: dict[str, list[tuple[str, StoredTensor]]] = {}
     leftover: list[tuple[str, str]] = []
     for stored, target in rename(sorted(catalog.tensors)).items():
-        found = by_name.get(target) or by_name.get(canonical_name(target))
+        name = target if target in by_name else canonical_name(target)
+        found = by_name.get(name)
         if found is None:
             leftover.append((stored, target))
         else:
-            stored_for.setdefault(found.name, []).append((target, catalog.tensors[stored]))
+            stored_for.setdefault(found.name, []).append((name, catalog.tensors[stored]))
     missing = []
     for w in wanted:
         sources = stored_for.get(w.name, [])
@@ -98,7 +99,7 @@ def _add_recipe(result: Matched, w: Wanted, sources: list[tuple[str, StoredTenso
     names = [target for target, _ in sources]
     repeated = sorted({n for n in names if names.count(n) > 1})
     if repeated:
-        stored = ", ".join(repr(s.name) for t, s in sources if t == repeated[0])
+        stored = ", ".join(f"{s.name!r} in {_file_of(s)}" for t, s in sources if t == repeated[0])
         result.problems.append(f"duplicated: {w.name!r} would be made from {stored}; rename or remove one")
         return
     sources.sort(
@@ -107,20 +108,24 @@ def _add_recipe(result: Matched, w: Wanted, sources: list[tuple[str, StoredTenso
     good = []
     for _, tensor in sources:
         if tensor.shape != w.shape:
-            where = tensor.chunks[0].path if tensor.chunks else "?"
             result.problems.append(
-                f"mis-shaped: {w.name!r} expects shape {list(w.shape)}, but {tensor.name!r} in {where} "
+                f"mis-shaped: {w.name!r} expects shape {list(w.shape)}, but {tensor.name!r} in {_file_of(tensor)} "
                 f"has {list(tensor.shape)}"
             )
         elif not castable(tensor.dtype, w.dtype):
             result.problems.append(
-                f"un-castable: {w.name!r} expects {w.dtype}, but {tensor.name!r} is {tensor.dtype}; "
-                f"convert it first or load with that dtype"
+                f"un-castable: {w.name!r} expects {w.dtype}, but {tensor.name!r} in {_file_of(tensor)} is "
+                f"{tensor.dtype}; convert it first or load with that dtype"
             )
         else:
             good.append(identity(tensor.name, w.shape))
     if len(good) == len(sources):
         result.recipes[w.name] = Recipe(w.name, (good[0],), tuple(good[1:]))
+
+
+def _file_of(stored: StoredTensor) -> str:
+    """Where a tensor (or its first chunk) is stored."""
+    return stored.chunks[0].path if stored.chunks else "?"
 
 
 _FLOATS = frozenset({"F16", "BF16", "F32", "F64"})

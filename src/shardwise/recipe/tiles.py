@@ -21,7 +21,7 @@ from typing import Literal
 
 from ..layout.boxes import Box
 
-__all__ = ["Loop", "Tile", "bounds", "cut", "identity", "is_injective", "tiles_overlap", "translate"]
+__all__ = ["Loop", "Tile", "bounds", "cut", "identity", "is_injective", "iterations", "tiles_overlap", "translate"]
 
 Side = Literal["source", "target"]
 
@@ -78,8 +78,8 @@ def bounds(tile: Tile, side: Side) -> Box:
 
 
 def is_dense(tile: Tile, side: Side) -> bool:
-    """Whether a tile's elements fill its bounds on one side."""
-    return bounds(tile, side).numel == tile.numel
+    """Whether a tile's elements fill its bounds on one side, each named once."""
+    return bounds(tile, side).numel == tile.numel and is_injective(tile, side)
 
 
 def translate(tile: Tile, side: Side, offset: Sequence[int]) -> Tile:
@@ -121,14 +121,14 @@ def _cut_dim(tile: Tile, side: Side, dim: int, low: int, high: int) -> Iterator[
     if full_begin >= full_end:
         full_begin = full_end = end
     for i in range(begin, full_begin):
-        yield from _cut_dim(_iterations(tile, k, i, i + 1), side, dim, low, high)
+        yield from _cut_dim(iterations(tile, k, i, i + 1), side, dim, low, high)
     if full_begin < full_end:
-        yield _iterations(tile, k, full_begin, full_end)
+        yield iterations(tile, k, full_begin, full_end)
     for i in range(full_end, end):
-        yield from _cut_dim(_iterations(tile, k, i, i + 1), side, dim, low, high)
+        yield from _cut_dim(iterations(tile, k, i, i + 1), side, dim, low, high)
 
 
-def _iterations(tile: Tile, k: int, begin: int, end: int) -> Tile:
+def iterations(tile: Tile, k: int, begin: int, end: int) -> Tile:
     """The tile with loop k restricted to iterations begin … end-1."""
     loop = tile.loops[k]
     source_start = list(tile.source_start)

@@ -93,9 +93,11 @@ def _rename(meta_model: Any, conversions: list[Any]) -> Rename:
 
 def meta_instance(model: Any) -> Any:
     """An unsharded instance on meta of the class that a (possibly wrapped) transformers model has."""
-    from ..place.meta_init import meta_init
+    import torch
+    from transformers.initialization import no_init_weights
 
-    with meta_init():
+    # Only names and classes are looked at: everything may stay on meta and without values.
+    with torch.device("meta"), no_init_weights():
         return original_class(model)(model.config)
 
 

@@ -7,6 +7,7 @@ the whole step. Leftovers of a killed save keep their nonce, so they can't mix i
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -110,10 +111,16 @@ def _files_in(root: str) -> dict[str, int]:
 
 
 def write_hint(root: str, step: int) -> None:
-    """Point ``latest`` at a step, for people; nothing reads it."""
+    """Point ``latest`` at a step, for people; nothing reads it. Raises :class:`CheckpointError`, leaving nothing."""
     temporary = os.path.join(root, f"{_TEMPORARY}latest-{secrets.token_hex(8)}")
-    write_file(temporary, (step_name(step) + "\n").encode())
-    os.replace(temporary, os.path.join(root, "latest"))
+    hint = os.path.join(root, "latest")
+    try:
+        write_file(temporary, (step_name(step) + "\n").encode())
+        os.replace(temporary, hint)
+    except (OSError, CheckpointError) as error:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise CheckpointError(f"{hint}: can't be written: {error}") from error
 
 
 def set_aside(path: str, why: str) -> str:

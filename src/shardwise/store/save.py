@@ -18,7 +18,7 @@ from ..catalog.checkpoint import directory
 from ..catalog.manifest import FileEntry, Manifest, Packed, StateEntry, TensorEntry
 from ..catalog.slices import Slice, file_name, rank_files
 from ..dist import Ranks
-from ..errors import StateError
+from ..errors import CheckpointError, StateError
 from ..layout.model import local_tensor
 from ..layout.placements import Geometry
 from ..proof.digest import finish, partial_sum
@@ -124,13 +124,12 @@ def _refuse_differing(snapshot: Snapshot, differing: Iterable[str]) -> None:
 
 
 def _make_temporary(final: str, ranks: Ranks) -> str:
-    path = ""
-    with ranks.agree("make temporary directory"):
-        if ranks.rank == 0:
-            if os.path.lexists(final):
-                raise StateError(f"{final}: is there already; a published checkpoint is never written again")
-            path = make_temporary(final, ("model", "optimizer", "rank"))
-    return ranks.share("temporary directory", path.encode() if ranks.rank == 0 else None).decode()
+    def make() -> bytes:
+        if os.path.lexists(final):
+            raise CheckpointError(f"{final}: is there already; a published checkpoint is never written again")
+        return make_temporary(final, ("model", "optimizer", "rank")).encode()
+
+    return ranks.on_first("make temporary directory", make).decode()
 
 
 def _write_rank(

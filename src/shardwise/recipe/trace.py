@@ -1,0 +1,186 @@
+"""Tracing: run a conversion once on tensors that carry tiles and no data, and read the map off the result.
+
+``Traced`` is a wrapper subclass on meta. An operation on the allow-list rewrites tiles; anything else raises
+:class:`Untraceable` and is not guessed. All of transformers' own conversions (5.17-5.23) use only what is
+on the list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .tiles import Tile, identity
+from .views import Untraceable, join, narrow, permute, reshape, select, squeeze, unsqueeze
+
+__all__ = ["Traced", "Untraceable", "stored_tensor"]
+
+
+class Traced(torch.Tensor):
+    """A tensor that knows, instead of its values, which stored elements they are."""
+
+    tiles: tuple[Tile, ...]
+
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, tiles: tuple[Tile, ...]) -> Traced:
+        made = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device="meta")
+        made.tiles = tiles
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        handler = _HANDLERS.get(func.overloadpacket)
+        if handler is None:
+            raise Untraceable(f"operation {func} has no map")
+        return handler(*args, **(kwargs or {}))
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"Traced(shape={tuple(self.shape)}, dtype={self.dtype}, tiles={len(self.tiles)})"
+
+
+def stored_tensor(name: str, shape: Sequence[int], dtype: torch.dtype) -> Traced:
+    """The stored tensor ``name`` as a symbol."""
+    tile = identity(name, shape)
+    return Traced(shape, dtype, (tile,) if tile.numel else ())
+
+
+def _dim(tensor: torch.Tensor, dim: int, extra: int = 0) -> int:
+    return dim % (tensor.dim() + extra) if tensor.dim() + extra else 0
+
+
+def _same(x: Traced, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> Traced:
+    if dtype is not None and dtype != x.dtype:
+        raise Untraceable(f"a cast from {x.dtype} to {dtype} inside a conversion")
+    return Traced(x.shape, x.dtype, x.tiles)
+
+
+def _permute(x: Traced, dims: Sequence[int]) -> Traced:
+    order = [_dim(x, d) for d in dims]
+    return Traced([x.shape[d] for d in order], x.dtype, permute(x.tiles, order))
+
+
+def _transpose(x: Traced, dim0: int, dim1: int) -> Traced:
+    order = list(range(x.dim()))
+    a, b = _dim(x, dim0), _dim(x, dim1)
+    if order:
+        order[a], order[b] = order[b], order[a]
+    return _permute(x, order)
+
+
+def _t(x: Traced) -> Traced:
+    return _transpose(x, 0, 1) if x.dim() == 2 else _same(x)
+
+
+def _view(x: Traced, shape: Sequence[int], *_: Any) -> Traced:
+    wanted = [int(n) for n in shape]
+    if -1 in wanted:
+        known = 1
+        for n in wanted:
+            known *= n if n != -1 else 1
+        wanted[wanted.index(-1)] = x.numel() // known if known else 0
+    return Traced(wanted, x.dtype, reshape(x.tiles, tuple(x.shape), wanted))
+
+
+def _slice(x: Traced, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Traced:
+    d = _dim(x, dim)
+    size = x.shape[d]
+    begin, stop, _ = slice(start, end).indices(size)
+    stop = max(begin, stop)
+    if step == 1:
+        shape = [stop - begin if k == d else n for k, n in enumerate(x.shape)]
+        return Traced(shape, x.dtype, narrow(x.tiles, x.shape, d, begin, stop))
+    # Every step-th element: pad-free views only, [rows, step] with one column taken.
+    if stop != size or size % step or begin >= step:
+        raise Untraceable(f"a slice {start}:{end}:{step} of {size} elements")
+    rows = _view(x, [*x.shape[:d], size // step, step, *x.shape[d + 1 :]])
+    return _select(rows, d + 1, begin)
+
+
+def _select(x: Traced, dim: int, index: int) -> Traced:
+    d = _dim(x, dim)
+    shape = [n for k, n in enumerate(x.shape) if k != d]
+    return Traced(shape, x.dtype, select(x.tiles, x.shape, d, index % x.shape[d]))
+
+
+def _unsqueeze(x: Traced, dim: int) -> Traced:
+    d = _dim(x, dim, 1)
+    return Traced([*x.shape[:d], 1, *x.shape[d:]], x.dtype, unsqueeze(x.tiles, d))
+
+
+def _squeeze(x: Traced, dim: int | Sequence[int] | None = None) -> Traced:
+    dims = range(x.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
+    gone = {_dim(x, d) for d in dims if x.dim() and x.shape[_dim(x, d)] == 1}
+    tiles = x.tiles
+    for d in sorted(gone, reverse=True):
+        tiles = squeeze(tiles, d)
+    return Traced([n for d, n in enumerate(x.shape) if d not in gone], x.dtype, tiles)
+
+
+def _split(x: Traced, size: int, dim: int = 0) -> list[Traced]:
+    length = x.shape[_dim(x, dim)]
+    sizes = [min(size, length - a) for a in range(0, length, size)] if length else [0]
+    return _split_with_sizes(x, sizes, dim)
+
+
+def _split_with_sizes(x: Traced, sizes: Sequence[int], dim: int = 0) -> list[Traced]:
+    parts, base = [], 0
+    for size in sizes:
+        parts.append(_slice(x, dim, base, base + size))
+        base += size
+    return parts
+
+
+def _unbind(x: Traced, dim: int = 0) -> list[Traced]:
+    return [_select(x, dim, k) for k in range(x.shape[_dim(x, dim)])]
+
+
+def _cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> Traced:
+    parts = [_traced(t) for t in tensors if t.shape != (0,)] or [_traced(tensors[0])]
+    first = parts[0]
+    d = _dim(first, dim)
+    if len({p.dtype for p in parts}) > 1:
+        raise Untraceable(f"a concatenation of dtypes {sorted({str(p.dtype) for p in parts})}")
+    shape = [sum(p.shape[d] for p in parts) if k == d else n for k, n in enumerate(first.shape)]
+    return Traced(shape, first.dtype, join([(p.tiles, p.shape[d]) for p in parts], first.dim(), d))
+
+
+def _stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> Traced:
+    d = _dim(tensors[0], dim, 1)
+    return _cat([_unsqueeze(_traced(t), d) for t in tensors], d)
+
+
+def _traced(tensor: torch.Tensor) -> Traced:
+    if not isinstance(tensor, Traced):
+        raise Untraceable("a tensor that is not stored takes part")
+    return tensor
+
+
+_aten = torch.ops.aten
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    _aten.alias: _same,
+    _aten.detach: _same,
+    _aten.clone: _same,
+    _aten.contiguous: _same,
+    _aten.lift_fresh: _same,
+    _aten._to_copy: _same,
+    _aten.permute: _permute,
+    _aten.transpose: _transpose,
+    _aten.t: _t,
+    _aten.view: _view,
+    _aten._unsafe_view: _view,
+    _aten.reshape: _view,
+    _aten._reshape_alias: _view,
+    _aten.slice: _slice,
+    _aten.select: _select,
+    _aten.unsqueeze: _unsqueeze,
+    _aten.squeeze: _squeeze,
+    _aten.split: _split,
+    _aten.split_with_sizes: _split_with_sizes,
+    _aten.unbind: _unbind,
+    _aten.cat: _cat,
+    _aten.stack: _stack,
+}

@@ -1,0 +1,175 @@
+"""The demo from its first to its last line, on a small model with a head."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from shardwise.demo.data import PairBatches, docstring_pairs, split
+from shardwise.demo.prepare import clear_output, prepare_model
+from shardwise.demo.run import run_demo
+from shardwise.errors import ShardwiseError, SourceError, StateError
+
+
+@pytest.fixture(scope="module")
+def masked_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny BertForMaskedLM: its base model is stored under a prefix, with a head and without a pooler."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    directory = tmp_path_factory.mktemp("masked")
+    words = save_tokenizer(directory)
+    config = BertConfig(
+        vocab_size=words,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=128,
+        max_position_embeddings=64,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        BertForMaskedLM(config).save_pretrained(directory)
+    return directory
+
+
+def save_tokenizer(directory: Path) -> int:
+    """One token per frequent word. Returns the number of tokens."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Counter(
+        w for pair in docstring_pairs(400) for text in pair for w in re.findall(r"\w+", text.lower())
+    )
+    vocabulary = {
+        word: i for i, word in enumerate(["[PAD]", "[UNK]", *(w for w, _ in words.most_common(1000))])
+    }
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    # No pad token, as many causal models: the demo has to take another.
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(directory)
+    return len(vocabulary)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(170)
+def test_the_whole_demo(masked_model: Path, tmp_path: Path) -> None:
+    text = StringIO()
+    out = tmp_path / "out"
+
+    report = run_demo(out, model=masked_model, nproc=2, steps=8, console=Console(file=text, width=150))
+
+    assert json.loads((out / "report.json").read_text()) == json.loads(json.dumps(report))
+    assert report["model"]["class"] == "BertModel"
+    assert all(name.startswith("cls.") for name in report["model"]["unused"])
+    assert sorted(report["model"]["init"]) == ["pooler.dense.bias", "pooler.dense.weight"]
+    crash = report["crash"]
+    assert (crash["rank"], crash["signal"], crash["step"]) == (1, "SIGKILL", 4)
+    assert crash["torchrun_status"] != 0
+    assert crash["published"] == ["step-00000001", "step-00000002", "step-00000003"]
+    resume = report["resume"]
+    assert (resume["step"], resume["saved_world_size"], resume["world_size"]) == (3, 2, 3)
+    assert {"scheduler", "dataloader"} <= set(resume["documents"])
+    assert report["digests"]["resume_equal"]
+    assert report["digests"]["export_equal"]
+    assert report["trained_twice"]["steps"] == [4]
+    assert report["trained_twice"]["largest_difference"] < 1e-4
+    assert [rank["rank"] for rank in report["load"]["ranks"]] == [0, 1]
+    assert 0.9 <= report["load"]["bytes_read_ratio"] <= 1.02  # the pooler is not stored
+    assert not report["after"]["missing_keys"]
+    assert not report["before"]["shardwise_imported"]
+    assert not report["after"]["shardwise_imported"]
+    assert sorted(p.name for p in (out / "checkpoints").glob("*step-*")) == [
+        f"step-0000000{k}" for k in (6, 7, 8)
+    ]
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    for said in ("Resume report", "killed by SIGKILL", "retrieval accuracy", "DIFFERENT"):
+        assert (said in text.getvalue()) == (said != "DIFFERENT")
+
+
+def test_causal_models_need_no_declaration_but_their_head(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=save_tokenizer(tmp_path),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+
+    prepared = prepare_model(tmp_path)
+
+    assert (prepared.kind, prepared.unused, prepared.init) == ("LlamaModel", ("lm_head.weight",), ())
+
+
+def test_wrong_models_are_told_before_anything_starts(tmp_path: Path, masked_model: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(SourceError, match="no such directory"):
+        run_demo(out, model=tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SourceError, match=r"config\.json"):
+        run_demo(out, model=tmp_path / "empty")
+    (tmp_path / "empty/config.json").write_text((masked_model / "config.json").read_text())
+    with pytest.raises(SourceError, match="safetensors"):
+        run_demo(out, model=tmp_path / "empty")
+    with pytest.raises(ValueError, match="nproc"):
+        run_demo(out, nproc=0)
+    assert not out.exists()
+
+
+def test_only_a_former_demos_directory_is_cleared(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(ShardwiseError, match=r"thesis\.txt"):
+        clear_output(tmp_path)
+    out = tmp_path / "out"
+    clear_output(out)
+    (out / "run-1").mkdir()
+    (out / "run-1/loss.jsonl").write_text("")
+    (out / "notes.txt").write_text("mine")
+    clear_output(out)
+    assert not (out / "run-1").exists()
+    assert (out / "notes.txt").exists()
+
+
+def test_batches_go_on_under_another_number_of_ranks() -> None:
+    pairs = [(f"first {k}", f"rest {k}") for k in range(50)]
+
+    def global_batches(
+        world_size: int, count: int, position: dict[str, object] | None = None
+    ) -> list[object]:
+        ranks = [PairBatches(pairs, 12, rank=r, world_size=world_size) for r in range(world_size)]
+        for batches in ranks:
+            if position is not None:
+                batches.load_state_dict(position)
+        taken = [[pair for batches in ranks for pair in batches.take()] for _ in range(count)]
+        assert all(batches.state_dict() == ranks[0].state_dict() for batches in ranks)
+        return [*taken, ranks[0].state_dict()]
+
+    *expected, end = global_batches(1, 9)
+    *begun, position = global_batches(2, 3)
+    assert isinstance(position, dict)
+    *rest, again = global_batches(3, 6, position)
+    assert begun + rest == expected
+    assert again == end
+
+    with pytest.raises(StateError, match="batch_size"):
+        PairBatches(pairs, 10, rank=0, world_size=1).load_state_dict(position)
+
+
+def test_pairs_are_the_same_each_time_and_held_out_ones_are_not_trained_on() -> None:
+    pairs = docstring_pairs(200)
+    assert pairs == docstring_pairs(200)
+    train, held_out = split(pairs, 50)
+    assert len(held_out) == 50
+    assert not set(train) & set(held_out)
+    assert sorted(train + held_out) == sorted(pairs)
