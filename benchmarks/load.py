@@ -37,6 +37,7 @@ from shardwise.dist import Ranks
 from shardwise.dtypes import itemsize
 from shardwise.loading import fill, plan_load
 from shardwise.plan import IOOptions
+from shardwise.pretrained import with_callers
 from shardwise.recipe.transformers import hub_rules
 
 
@@ -105,14 +106,12 @@ def worker(kind: str, rank: int, world_size: int, port: int, directory: str, out
     config = AutoConfig.from_pretrained(directory)
     with sw.meta_init():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    rules = hub_rules(model)
+    rules = with_callers(hub_rules(model), catalog_of_safetensors(directory))
     sw.shard(model, mesh)
     plan = None
     if kind == "floor":
         catalog = catalog_of_safetensors(directory)
-        plan = plan_load(
-            model, catalog, rename=rules.rename, unused=rules.unused, init=rules.init, io=IOOptions()
-        )
+        plan = plan_load(model, catalog, rules, io=IOOptions())
     dist.barrier()
     gc.collect()
     before, io_before = anonymous_bytes(), storage_bytes()
@@ -125,11 +124,7 @@ def worker(kind: str, rank: int, world_size: int, port: int, directory: str, out
             report = fill(
                 model,
                 catalog_of_safetensors(directory),
-                rename=rules.rename,
-                unused=rules.unused,
-                init=rules.init,
-                rules={},
-                device=None,
+                rules,
                 io=IOOptions(),
                 ranks=Ranks.current(),
             )

@@ -199,9 +199,9 @@ class Plain(nn.Module):
 class Mixed(nn.Module):
     """Blocks beside parameters that a user keeps out of sharding (ignored, frozen)."""
 
-    def __init__(self, width: int = 8) -> None:
+    def __init__(self, width: int = 8, blocks: int = 2) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
         self.gate = nn.Parameter(torch.ones(width))
         self.head = nn.Linear(width, 3)
         self.register_buffer("steps", torch.tensor(5))

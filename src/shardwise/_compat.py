@@ -5,16 +5,19 @@ Nothing here is needed for plain torch modules; transformers is imported only in
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 __all__ = [
+    "convert_hub_tensors",
     "default_store",
     "fsdp_parameter_ids",
     "original_class",
-    "rename_hub_names",
+    "revert_to_hub",
     "tie_map",
     "transformers_conversions",
 ]
@@ -71,12 +74,15 @@ def transformers_conversions(meta_model: Any, key_mapping: Mapping[str, str] | N
     return list(get_model_conversion_mapping(meta_model, dict(key_mapping) if key_mapping else None))
 
 
-def rename_hub_names(
-    names: Sequence[str], conversions: Sequence[Any], meta_model: Any
-) -> tuple[dict[str, str], dict[str, Any]]:
-    """Module name of every stored name, as ``from_pretrained`` finds it, and the converter it falls under.
+def convert_hub_tensors(
+    stored: Mapping[str, Any], conversions: Sequence[Any], meta_model: Any
+) -> tuple[list[tuple[str, Any, tuple[str, ...]]], list[str]]:
+    """Run a model's renames and converters over stored tensors (or symbols of them), as ``from_pretrained`` does.
 
-    A function of the whole list: some renames only start once another key was seen, in natural order.
+    A function of the whole list of names: some renames only start once another key was seen, in natural
+    order. Returns (module name, tensor, stored names) for each tensor that is made, names that the model
+    does not have included, and a line for each conversion that failed.
+
     transformers 5.17-5.23: follows ``core_model_loading.convert_and_load_state_dict_in_model``.
     """
     from transformers.core_model_loading import (
@@ -91,16 +97,47 @@ def rename_hub_names(
     by_pattern = {p: c for c in converters for p in c.source_patterns}
     wanted = meta_model.state_dict()
     prefix = meta_model.base_model_prefix
-    renamed: dict[str, str] = {}
-    converted: dict[str, Any] = {}
-    for name in sorted(names, key=dot_natural_key):
+    made: list[tuple[str, Any, tuple[str, ...]]] = []
+    pending: dict[str, Any] = {}
+    sources: dict[str, list[str]] = {}
+    for name in sorted(stored, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, wanted)
         if target not in wanted and name in wanted:
             target, pattern = rename_source_key(name, [], [], prefix, wanted)
-        renamed[name] = target
-        if pattern is not None:
-            converted[name] = by_pattern[pattern]
-    return renamed, converted
+        if pattern is None or target not in wanted:
+            made.append((target, stored[name], (name,)))
+            continue
+        if target not in pending:
+            pending[target] = copy.deepcopy(by_pattern[pattern])
+        pending[target].add_tensor(target, name, pattern, stored[name])
+        sources.setdefault(target, []).append(name)
+    problems = []
+    with torch.no_grad():
+        for target, converter in pending.items():
+            names = tuple(sources[target])
+            try:
+                values = converter.convert(target, model=meta_model, config=meta_model.config)
+            except Exception as error:  # whatever an operation raises on what is stored
+                kinds = " + ".join(type(op).__name__ for op in converter.operations)
+                shown = ", ".join(map(repr, names[:3])) + (
+                    f" and {len(names) - 3} more" if len(names) > 3 else ""
+                )
+                problems.append(f"{kinds} of {shown} to {target!r}: {error}")
+                continue
+            for final, value in values.items():
+                made.append((final, value[0] if isinstance(value, list) else value, names))
+    return made, problems
+
+
+def revert_to_hub(meta_model: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Module tensors (or symbols of them) under hub names, as ``save_pretrained`` reverts them.
+
+    transformers 5.17-5.23: ``core_model_loading.revert_weight_conversion``.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    with torch.no_grad():
+        return dict(revert_weight_conversion(meta_model, dict(tensors)))
 
 
 def tie_map(model: Any) -> dict[str, str]:

@@ -36,9 +36,10 @@ from .plan import IOOptions
 from .plan.build import transfers_of
 from .proof.stored import pieces
 from .read import FileReader
+from .recipe.match import Recipe
 from .recipe.record import recall
-from .recipe.tiles import identity
-from .recipe.transformers import is_transformers_model, meta_instance, reverse_names
+from .recipe.tiles import Tile, identity, invert
+from .recipe.transformers import hub_rules, is_transformers_model, meta_instance, reverse_tiles
 from .store.companions import companion_files, read_companions
 from .store.write import fsync_directory, write_file
 
@@ -66,8 +67,19 @@ class ExportReport:
 
 
 @dataclass(frozen=True, slots=True)
+class _Contents:
+    """What to export: hub tensors by name with dtype and shape, and which tiles of them each module tensor holds.
+
+    A tile's source is a hub tensor, its target a module tensor: the load's tiles, run the other way.
+    """
+
+    hub: dict[str, tuple[str, tuple[int, ...]]]
+    tiles: dict[str, tuple[Tile, ...]]
+
+
+@dataclass(frozen=True, slots=True)
 class _Output:
-    """The files to write: where each tensor lies, by module name; hub names; headers by file."""
+    """The files to write: where each hub tensor lies, headers and sizes by file, the index if there are several."""
 
     tensors: dict[str, StoredTensor]
     headers: dict[str, bytes]
@@ -107,11 +119,12 @@ def export_hf(
         if max_shard_bytes < 1:
             raise ValueError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
         job = _LiveJob(model_or_path) if isinstance(model_or_path, nn.Module) else _StoredJob(model_or_path)
-        output = _lay_out(job.tensors(), job.hub_names(), _dtype_code(dtype), max_shard_bytes)
+        contents = job.contents()
+        output = _lay_out(contents.hub, _dtype_code(dtype), max_shard_bytes)
     temporary = _prepare(final, output, ranks)
     try:
         with ranks.agree("write export"), FileFiller(temporary, ranks.tick) as filler:
-            job.write(output, filler, Staging(io), ranks)
+            job.write(contents, output, filler, Staging(io), ranks)
         written = filler.bytes_written
         totals = ranks.gather("bytes exported", str(written).encode())
         with ranks.agree("publish export"):
@@ -143,13 +156,11 @@ def _dtype_code(dtype: torch.dtype | str | None) -> str | None:
 _FLOATS = ("F16", "BF16", "F32", "F64")
 
 
-def _lay_out(
-    tensors: Mapping[str, tuple[str, tuple[int, ...]]], hub: Mapping[str, str], dtype: str | None, limit: int
-) -> _Output:
+def _lay_out(hub: Mapping[str, tuple[str, tuple[int, ...]]], dtype: str | None, limit: int) -> _Output:
     """Which tensor goes into which file at which offset. Files are filled in the tensors' order."""
+    kinds = {n: (dtype if dtype and code in _FLOATS else code, shape) for n, (code, shape) in hub.items()}
     groups: list[list[str]] = [[]]
     used = 0
-    kinds = {n: (dtype if dtype and code in _FLOATS else code, shape) for n, (code, shape) in tensors.items()}
     for name, (code, shape) in kinds.items():
         nbytes = math.prod(shape) * itemsize(code)
         if groups[-1] and used + nbytes > limit:
@@ -157,21 +168,18 @@ def _lay_out(
             used = 0
         groups[-1].append(name)
         used += nbytes
-    repeated = sorted(h for h, n in Counter(hub.values()).items() if n > 1)[:5]
-    if repeated:
-        raise FormatError(f"several tensors would be exported under one hub name: {', '.join(repeated)}")
     stored, headers, sizes, weight_map = {}, {}, {}, {}
     for k, group in enumerate(groups):
         file = (
             "model.safetensors" if len(groups) == 1 else f"model-{k + 1:05d}-of-{len(groups):05d}.safetensors"
         )
-        header, offsets, end = _header({hub[n]: kinds[n] for n in group})
+        header, offsets, end = _header({n: kinds[n] for n in group})
         headers[file], sizes[file] = header, len(header) + end
         for name in group:
             code, shape = kinds[name]
-            chunk = Chunk(whole(shape), file, len(header) + offsets[hub[name]])
+            chunk = Chunk(whole(shape), file, len(header) + offsets[name])
             stored[name] = StoredTensor(name, code, shape, (chunk,))
-            weight_map[hub[name]] = file
+            weight_map[name] = file
     total = sum(t.nbytes for t in stored.values())
     index = None
     if len(groups) > 1:
@@ -242,27 +250,29 @@ class _LiveJob:
         ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
         self._named = {t.name: t for t in named_tensors(model) if t.persistent and t.name not in ignored}
 
-    def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+    def _kinds(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         return {n: (code_of(t.tensor.dtype), tuple(t.tensor.shape)) for n, t in self._named.items()}
 
-    def hub_names(self) -> dict[str, str]:
-        recipes = recall(self._model)
-        if recipes is not None:
-            return {n: recipes[n].tiles[0].source if n in recipes else n for n in self._named}
+    def contents(self) -> _Contents:
+        origin = recall(self._model)
+        if origin is not None:
+            return _inverted(self._kinds(), origin.recipes, origin.shapes)
         if is_transformers_model(self._model):
-            return reverse_names(meta_instance(self._model), list(self._named))
-        return {n: n for n in self._named}
+            return _reverted(meta_instance(self._model), self._kinds())
+        return _as_named(self._kinds())
 
-    def write(self, output: _Output, filler: FileFiller, staging: Staging, ranks: Ranks) -> None:
+    def write(
+        self, contents: _Contents, output: _Output, filler: FileFiller, staging: Staging, ranks: Ranks
+    ) -> None:
         geometries = geometries_of(self._model, self._named.values())
-        owned = assign_owners([SliceTensor(n, c, s, geometries[n]) for n, (c, s) in self.tensors().items()])
+        owned = assign_owners([SliceTensor(n, c, s, geometries[n]) for n, (c, s) in self._kinds().items()])
         destination = Destination({n: local_tensor(t.tensor) for n, t in self._named.items()})
         for t in owned:
             if ranks.rank not in owner_ranks(t.geometry, t.owner):
                 continue
             wanted = wanted_of(t.name, self._named[t.name].tensor, t.geometry)
-            tile = identity(t.name, t.shape)
-            write_back(transfers_of(tile, wanted, output.tensors), filler, destination, staging)
+            for tile in contents.tiles.get(t.name, ()):
+                write_back(transfers_of(tile, wanted, output.tensors), filler, destination, staging)
 
     def companions(self, dtype: str | None) -> dict[str, bytes]:
         return _with_dtype(companion_files(self._model), dtype)
@@ -275,50 +285,115 @@ class _StoredJob:
         self._path = os.fspath(path)
         self._catalog: Catalog = open_catalog(self._path)
 
-    def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        return {n: (t.dtype, t.shape) for n, t in self._catalog.tensors.items()}
+    def contents(self) -> _Contents:
+        kinds = {n: (t.dtype, t.shape) for n, t in self._catalog.tensors.items()}
+        config = os.path.join(self._path, "model", "config.json")
+        if self._catalog.kind != "checkpoint" or not os.path.isfile(config):
+            return _as_named(kinds)
+        from .pretrained import build_meta
 
-    def hub_names(self) -> dict[str, str]:
-        names = list(self._catalog.tensors)
-        if self._catalog.kind != "checkpoint":
-            return {n: n for n in names}
-        recorded = read_manifest(self._path).hub_names.get("model")
-        if recorded is not None:
-            return {n: recorded.get(n, n) for n in names}
-        if os.path.isfile(os.path.join(self._path, "model", "config.json")):
-            from .pretrained import build_meta
+        manifest = read_manifest(self._path)
+        shapes = manifest.hub_tensors.get("model")
+        if shapes is None:
+            return _reverted(build_meta(self._path, self._catalog), kinds)
+        # The tensors that it was loaded from, run through the class's conversions once more.
+        stored = {n: StoredTensor(n, _any_dtype(kinds), s, ()) for n, s in shapes.items()}
+        by_name = {alias: n for n, t in manifest.models["model"].items() for alias in (n, *t.aliases)}
+        recipes = {
+            by_name[made.target]: Recipe(by_name[made.target], made.tiles)
+            for made in reversed(hub_rules(build_meta(self._path, self._catalog)).resolve(stored))
+            if made.target in by_name
+        }
+        return _inverted(kinds, recipes, shapes)
 
-            return reverse_names(build_meta(self._path), names)
-        return {n: n for n in names}
-
-    def write(self, output: _Output, filler: FileFiller, staging: Staging, ranks: Ranks) -> None:
+    def write(
+        self, contents: _Contents, output: _Output, filler: FileFiller, staging: Staging, ranks: Ranks
+    ) -> None:
         with FileReader() as reader:
             for name, box in _share_of(self._catalog, staging.limit_bytes // 2, ranks):
-                self._write_piece(name, box, output, filler, reader, staging)
+                tiles = contents.tiles.get(name, ())
+                self._write_piece(name, box, tiles, output, filler, reader, staging)
 
     def _write_piece(
-        self, name: str, box: Box, output: _Output, filler: FileFiller, reader: FileReader, staging: Staging
+        self,
+        name: str,
+        box: Box,
+        tiles: Sequence[Tile],
+        output: _Output,
+        filler: FileFiller,
+        reader: FileReader,
+        staging: Staging,
     ) -> None:
         stored = self._catalog.tensors[name]
         piece = torch.empty(box.sizes, dtype=torch_dtype(stored.dtype))
-        wanted = Wanted(
-            name,
-            stored.dtype,
-            stored.shape,
-            (LocalBox(box, (0,) * len(box.start)),),
-            box.sizes,
-            contiguous_strides(box.sizes),
-        )
-        tile = identity(name, stored.shape)
+        held = (LocalBox(box, (0,) * len(box.start)),)
+        strides = contiguous_strides(box.sizes)
+        wanted = Wanted(name, stored.dtype, stored.shape, held, box.sizes, strides)
         destination = Destination({name: piece})
-        execute(list(transfers_of(tile, wanted, self._catalog.tensors)), reader, destination, staging)
-        write_back(transfers_of(tile, wanted, output.tensors), filler, destination, staging)
+        here = identity(name, stored.shape)
+        execute(list(transfers_of(here, wanted, self._catalog.tensors)), reader, destination, staging)
+        for tile in tiles:
+            write_back(transfers_of(tile, wanted, output.tensors), filler, destination, staging)
 
     def companions(self, dtype: str | None) -> dict[str, bytes]:
         folder = (
             os.path.join(self._path, "model") if self._catalog.kind == "checkpoint" else self._catalog.root
         )
         return _with_dtype(read_companions(folder), dtype)
+
+
+def _any_dtype(kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
+    return next((code for code, _ in kinds.values()), "F32")
+
+
+def _as_named(kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> _Contents:
+    """Module tensors under their own names."""
+    return _Contents(dict(kinds), {n: (identity(n, shape),) for n, (_, shape) in kinds.items()})
+
+
+def _reverted(meta_model: Any, kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> _Contents:
+    """Module tensors as the library's own reverse transforms name and shape them for the hub."""
+    hub, tiles = {}, {n: [] for n in kinds}  # type: ignore[var-annotated]
+    for made in reverse_tiles(meta_model, kinds):
+        hub[made.target] = (made.dtype, made.shape)
+        for tile in made.tiles:
+            tiles[tile.source].append(invert(tile, made.target))
+    return _checked(_Contents(hub, {n: tuple(found) for n, found in tiles.items()}))
+
+
+def _inverted(
+    kinds: Mapping[str, tuple[str, tuple[int, ...]]],
+    recipes: Mapping[str, Recipe],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> _Contents:
+    """Module tensors as the tensors that they were loaded from; what was initialised keeps its own name."""
+    hub: dict[str, tuple[str, tuple[int, ...]]] = {}
+    tiles = {}
+    for name, (code, shape) in kinds.items():
+        recipe = recipes.get(name)
+        tiles[name] = recipe.tiles if recipe is not None else (identity(name, shape),)
+        for tile in tiles[name]:
+            known = hub.setdefault(tile.source, (code, tuple(shapes.get(tile.source, shape))))
+            if known[0] != code:
+                raise FormatError(
+                    f"{tile.source!r} would be written from tensors of dtypes {known[0]} and {code}"
+                )
+    return _checked(_Contents(hub, tiles))
+
+
+def _checked(contents: _Contents) -> _Contents:
+    """Every element of every hub tensor is written once. Raises :class:`FormatError` naming those that are not."""
+    held: Counter[str] = Counter()
+    for found in contents.tiles.values():
+        for tile in found:
+            held[tile.source] += tile.numel
+    wrong = [n for n, (_, shape) in contents.hub.items() if held[n] != math.prod(shape)]
+    if wrong:
+        raise FormatError(
+            f"{len(wrong)} tensors can't be given back whole, because the model holds only parts of them: "
+            f"{', '.join(wrong[:5])}"
+        )
+    return contents
 
 
 def _share_of(catalog: Catalog, limit_bytes: int, ranks: Ranks) -> Sequence[tuple[str, Box]]:

@@ -25,7 +25,7 @@ from .place.meta_init import forget_meta_buffers
 from .plan import IOOptions, Plan, build_plan
 from .proof.report import LoadReport
 from .read import FileReader
-from .recipe.match import Rename, match, matches_any
+from .recipe.match import Resolve, Rules, match_rules, matches_any, renamed, same_names
 from .recipe.record import remember
 
 __all__ = ["fill", "load"]
@@ -70,31 +70,21 @@ def load(
     ranks = Ranks.current(timeout_s=io.timeout_s)
     with ranks.agree("open source"):
         catalog = source if isinstance(source, Catalog) else open_catalog(source)
-        rename = _rename(model, catalog, names)
-        rules = dict(init or {})
-    return fill(
-        model,
-        catalog,
-        rename=rename,
-        unused=lambda stored, _: "caller" if matches_any(stored, unused) else None,
-        init=lambda name: "caller" if matches_any(name, rules) else None,
-        rules=rules,
-        device=device,
-        io=io,
-        ranks=ranks,
-        verify=verify,
-    )
+        declared = _init_rules(init)
+        rules = Rules(
+            _resolve(model, catalog, names),
+            unused=lambda stored, _: "caller" if matches_any(stored, unused) else None,
+            init=lambda name: "caller" if matches_any(name, declared) else None,
+        )
+    return fill(model, catalog, rules, device=device, io=io, ranks=ranks, verify=verify)
 
 
 def fill(
     model: nn.Module,
     catalog: Catalog,
+    rules: Rules,
     *,
-    rename: Rename,
-    unused: Callable[[str, str], str | None],
-    init: Callable[[str], str | None],
-    rules: Mapping[str, str],
-    device: torch.device | str | None,
+    device: torch.device | str | None = None,
     io: IOOptions,
     ranks: Ranks,
     verify: Literal["cover", "digest"] = "cover",
@@ -104,7 +94,7 @@ def fill(
     started = time.perf_counter()
     reshard(model)
     with ranks.agree("plan the load"):
-        plan = plan_load(model, catalog, rename=rename, unused=unused, init=init, io=io)
+        plan = plan_load(model, catalog, rules, io=io)
     ranks.all_equal("plan the load", _fingerprint(plan), lambda _: _describe(plan))
     planned = time.perf_counter()
     with ranks.agree("read"), FileReader(ranks.tick) as reader:
@@ -119,7 +109,7 @@ def fill(
     if verify == "digest":
         check_digests(model, catalog, plan, ranks)
     if catalog.kind != "checkpoint":
-        remember(model, plan.recipes)
+        remember(model, plan.recipes, catalog.tensors)
     return LoadReport(
         source=catalog.root,
         tensors=len(plan.recipes),
@@ -137,18 +127,11 @@ def fill(
 
 
 def plan_load(
-    model: nn.Module,
-    catalog: Catalog,
-    *,
-    rename: Rename,
-    unused: Callable[[str, str], str | None],
-    init: Callable[[str], str | None],
-    io: IOOptions,
-    rank: int | None = None,
+    model: nn.Module, catalog: Catalog, rules: Rules, *, io: IOOptions, rank: int | None = None
 ) -> Plan:
     """The plan that a load would run, for this rank or any other. Pure: nothing is read or allocated."""
     layout = layout_of(model, rank=rank)
-    matched = match(catalog, layout.wanted, rename, unused=unused, init=init)
+    matched = match_rules(catalog, layout.wanted, rules)
     matched.problems += _unfilled_buffers(model)
     return build_plan(catalog, layout, matched, io)
 
@@ -163,21 +146,31 @@ def _unfilled_buffers(model: nn.Module) -> list[str]:
     ]
 
 
-def _rename(model: nn.Module, catalog: Catalog, names: Names | None) -> Rename:
-    """Stored name → module name, as the caller says, or as the model's class does."""
+def _init_rules(init: Mapping[str, str] | None) -> dict[str, str]:
+    """The patterns that may be initialised; ``"model"`` is the only rule so far."""
+    rules = dict(init or {})
+    for pattern, rule in rules.items():
+        if rule != "model":
+            raise ValueError(f"init={{{pattern!r}: {rule!r}}}: the rule must be 'model' (the model's own)")
+    return rules
+
+
+def _resolve(model: nn.Module, catalog: Catalog, names: Names | None) -> Resolve:
+    """From stored tensors to module names, as the caller says, or as the model's class does."""
     if callable(names):
-        return lambda stored: {n: names(n) for n in stored}
+        return renamed(lambda stored: {n: names(n) for n in stored})
     if names is not None:
         given = dict(names)
         lost = sorted(set(given) - set(catalog.tensors))
         if lost:
             raise PlanError(f"names= maps stored tensors that {catalog.root} does not hold", tuple(lost))
-        return lambda stored: {n: given.get(n, n) for n in stored}
+        return renamed(lambda stored: {n: given.get(n, n) for n in stored})
     if catalog.kind == "checkpoint":
-        return lambda stored: {n: n for n in stored}
-    from .recipe.transformers import automatic_rename
+        return same_names
+    from .recipe.transformers import automatic_rules
 
-    return automatic_rename(model) or (lambda stored: {n: n for n in stored})
+    rules = automatic_rules(model)
+    return rules.resolve if rules else same_names
 
 
 def _device_of(model: nn.Module) -> torch.device:

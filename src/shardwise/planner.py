@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -22,9 +22,9 @@ from .loading import plan_load
 from .names import named_tensors
 from .parallelize import shard
 from .plan import IOOptions, Plan
-from .pretrained import build_meta
-from .recipe.match import Declaration
-from .recipe.transformers import HubRules, hub_rules
+from .pretrained import build_meta, with_callers
+from .recipe.match import Declaration, Rules
+from .recipe.transformers import hub_rules
 
 __all__ = ["EVERY_RANK_UP_TO", "MAX_RANKS", "PlanReport", "RankCost", "plan_pretrained"]
 
@@ -132,7 +132,7 @@ def plan_pretrained(
     chosen, policy = _floating_dtype(dtype), policy or ShardPolicy()
     catalog = open_catalog(path)
     model = build_meta(path, catalog, dtype=chosen, auto_class=auto_class)
-    model_class, rules = type(model).__name__, hub_rules(model)
+    model_class, rules = type(model).__name__, with_callers(hub_rules(model), catalog)
     groups = describe_groups(model, policy)
     with _fake_ranks(ranks):
         shard(model, _mesh(ranks, replicas), policy)
@@ -220,25 +220,10 @@ def _ranks_to_plan(ranks: int) -> list[int]:
 # Plans and what they cost
 
 
-def _plan_of(model: nn.Module, catalog: Catalog, rules: HubRules, rank: int) -> Plan:
+def _plan_of(model: nn.Module, catalog: Catalog, rules: Rules, rank: int) -> Plan:
     """The plan that ``load_pretrained`` makes on a rank, by the same rules."""
-    rename: Callable[..., Any] = rules.rename
-    if catalog.kind == "checkpoint":
-        rename = _as_it_is
     # None for the rank that this process plays: its boxes are also checked against what torch allocated.
-    return plan_load(
-        model,
-        catalog,
-        rename=rename,
-        unused=rules.unused,
-        init=rules.init,
-        io=IOOptions(),
-        rank=rank or None,
-    )
-
-
-def _as_it_is(stored: list[str]) -> dict[str, str]:
-    return {name: name for name in stored}
+    return plan_load(model, catalog, rules, io=IOOptions(), rank=rank or None)
 
 
 def _costs(plans: Iterator[tuple[int, Plan]]) -> tuple[tuple[RankCost, ...], Plan]:

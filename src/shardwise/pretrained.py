@@ -13,12 +13,12 @@ from .catalog import Catalog
 from .catalog.open import open_catalog
 from .dist import Ranks
 from .errors import FormatError, ShardwiseError, SourceError
-from .loading import fill
+from .loading import _init_rules, fill
 from .parallelize import ShardPolicy, shard
 from .place.meta_init import meta_init
 from .plan import IOOptions
 from .proof.report import LoadReport
-from .recipe.match import matches_any
+from .recipe.match import Rules, matches_any, same_names
 from .recipe.transformers import HubRules, hub_rules
 
 __all__ = ["build_meta", "load_pretrained"]
@@ -68,29 +68,30 @@ def load_pretrained(
     with ranks.agree("build model"):
         catalog = open_catalog(path)
         model = build_meta(path, catalog, dtype=dtype, auto_class=auto_class, config=config)
-        rules = hub_rules(model, key_mapping)
+        declared = _init_rules(init)
+        hub = hub_rules(model, key_mapping)
+        rules = with_callers(hub, catalog, unused, tuple(declared))
         if mesh is not None:
             shard(model, mesh, policy)
-    declared = dict(init or {})
-    if device is None and policy.cpu_offload:
+    if device is None and (policy.cpu_offload or mesh is None):
         device = "cpu"
-    report = fill(
-        model,
-        catalog,
-        rename=rules.rename if catalog.kind != "checkpoint" else (lambda stored: {n: n for n in stored}),
-        unused=lambda stored, target: (
-            "caller" if matches_any(stored, unused) else rules.unused(stored, target)
-        ),
-        init=lambda name: "caller" if matches_any(name, declared) else rules.init(name),
-        rules=declared,
-        device=device or (None if mesh is not None else "cpu"),
-        io=io,
-        ranks=ranks,
-        seed=seed,
-    )
+    report = fill(model, catalog, rules, device=device, io=io, ranks=ranks, seed=seed)
     with ranks.agree("finish model"):
-        _finish(model, path, rules)
+        _finish(model, path, hub)
     return model, report
+
+
+def with_callers(
+    hub: HubRules, catalog: Catalog, unused: Sequence[str] = (), init: Sequence[str] = ()
+) -> Rules:
+    """The rules of a model's class, with what the caller declares added. A checkpoint has module names already."""
+    # Resolved at once, while the model that the rules hold is still unsharded.
+    made = (same_names if catalog.kind == "checkpoint" else hub.resolve)(catalog.tensors)
+    return Rules(
+        resolve=lambda _: made,
+        unused=lambda stored, target: "caller" if matches_any(stored, unused) else hub.unused(stored, target),
+        init=lambda name: "caller" if matches_any(name, init) else hub.init(name),
+    )
 
 
 def build_meta(

@@ -28,7 +28,7 @@ from .plan import IOOptions, Plan, build_plan
 from .proof.digest import tensor_digest
 from .proof.model import live_digests
 from .read import FileReader
-from .recipe.match import match
+from .recipe.match import Rules, match_rules
 from .state.optimizer import fill_groups, parameter_names, place_scalars, place_states, place_values
 from .state.rng import derive_rng, restore_rng
 from .state.train_state import TrainState
@@ -89,18 +89,7 @@ def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> R
         local = manifest.world_size == ranks.world_size
         documents = _read_documents(path, manifest, ranks.rank if local else None)
         _check_wanted_documents(state, documents, manifest, local)
-    loaded = fill(
-        state.model,
-        catalog,
-        rename=lambda stored: {n: n for n in stored},
-        unused=lambda stored, target: None,
-        init=lambda name: None,
-        rules={},
-        device=None,
-        io=io,
-        ranks=ranks,
-        verify="digest",
-    )
+    loaded = fill(state.model, catalog, Rules(), io=io, ranks=ranks, verify="digest")
     named = named_tensors(state.model)
     bytes_read, states = loaded.bytes_read, 0
     if state.optimizer is not None:
@@ -252,13 +241,7 @@ def _plan_states(
 ) -> Plan:
     wanted: list[Wanted] = [wanted_of(n, t, geometries[n.rsplit(".", 1)[0]]) for n, t in tensors.items()]
     wanted += [whole_tensor(packed_name(k), code_of(t.dtype), tuple(t.shape)) for k, t in packed.items()]
-    matched = match(
-        catalog,
-        wanted,
-        lambda stored: {n: n for n in stored},
-        unused=lambda stored, target: None,
-        init=lambda name: None,
-    )
+    matched = match_rules(catalog, wanted, Rules())
     return build_plan(catalog, Layout(tuple(wanted)), matched, io)
 
 
@@ -340,7 +323,8 @@ def _differences(
             found.append(f"{t.name}: saved {entries[t.name].dtype}, now {code_of(t.tensor.dtype)}")
     live = geometries_of(state.model, [t for t in named if t.persistent])
     if manifest.world_size == ranks.world_size and any(
-        replace(manifest.geometries[entries[n].geometry], axis_names=g.axis_names) != g for n, g in live.items()
+        replace(manifest.geometries[entries[n].geometry], axis_names=g.axis_names) != g
+        for n, g in live.items()
     ):
         found.append("mesh or placements: tensors are spread over ranks otherwise than they were")
     return tuple(found)

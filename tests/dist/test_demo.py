@@ -71,15 +71,15 @@ def test_the_whole_demo(masked_model: Path, tmp_path: Path) -> None:
     assert all(name.startswith("cls.") for name in report["model"]["unused"])
     assert sorted(report["model"]["init"]) == ["pooler.dense.bias", "pooler.dense.weight"]
     crash = report["crash"]
-    assert (crash["rank"], crash["signal"], crash["step"]) == (1, "SIGKILL", 4)
+    assert (crash["rank"], crash["signal"], crash["step"]) == (1, "SIGKILL", 6)
     assert crash["torchrun_status"] != 0
-    assert crash["published"] == ["step-00000001", "step-00000002", "step-00000003"]
+    assert crash["published"] == ["step-00000003", "step-00000004", "step-00000005"]
     resume = report["resume"]
-    assert (resume["step"], resume["saved_world_size"], resume["world_size"]) == (3, 2, 3)
+    assert (resume["step"], resume["saved_world_size"], resume["world_size"]) == (5, 2, 3)
     assert {"scheduler", "dataloader"} <= set(resume["documents"])
     assert report["digests"]["resume_equal"]
     assert report["digests"]["export_equal"]
-    assert report["trained_twice"]["steps"] == [4]
+    assert report["trained_twice"]["steps"] == [6]
     assert report["trained_twice"]["largest_difference"] < 1e-4
     assert [rank["rank"] for rank in report["load"]["ranks"]] == [0, 1]
     assert 0.9 <= report["load"]["bytes_read_ratio"] <= 1.02  # the pooler is not stored
@@ -105,7 +105,8 @@ def test_causal_models_need_no_declaration_but_their_head(tmp_path: Path) -> Non
         num_attention_heads=2,
         num_key_value_heads=2,
     )
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    with torch.random.fork_rng():
+        LlamaForCausalLM(config).save_pretrained(tmp_path)
 
     prepared = prepare_model(tmp_path)
 
@@ -122,6 +123,11 @@ def test_wrong_models_are_told_before_anything_starts(tmp_path: Path, masked_mod
     (tmp_path / "empty/config.json").write_text((masked_model / "config.json").read_text())
     with pytest.raises(SourceError, match="safetensors"):
         run_demo(out, model=tmp_path / "empty")
+    (tmp_path / "mute").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "mute" / name).write_bytes((masked_model / name).read_bytes())
+    with pytest.raises(SourceError, match="tokenizer"):
+        run_demo(out, model=tmp_path / "mute")
     with pytest.raises(ValueError, match="nproc"):
         run_demo(out, nproc=0)
     assert not out.exists()

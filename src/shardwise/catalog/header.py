@@ -141,14 +141,17 @@ def _entry(
         raise FormatError(f"{where}: {error}", path=path) from None
     if expected != span[1] - span[0]:
         raise FormatError(
-            f"{where}: {dtype} of shape {shape} takes {expected} bytes, but its range has {span[1] - span[0]}",
+            f"{where}: {dtype} of shape {brief(shape)} takes {brief(expected)} bytes, but its range has "
+            f"{span[1] - span[0]}",
             path=path,
         )
     saved = None
     if offsets is not None:
         saved = offsets.get(name)
         if saved is None or len(saved) != len(shape):
-            raise FormatError(f"{where}: no saved_offsets of {len(shape)} dims, got {brief(saved)}", path=path)
+            raise FormatError(
+                f"{where}: no saved_offsets of {len(shape)} dims, got {brief(saved)}", path=path
+            )
     return Entry(name, dtype, tuple(shape), start + span[0], expected, saved)
 
 

@@ -98,7 +98,7 @@ class Manifest:
     packed: Mapping[str, Mapping[str, Packed]]
     files: Mapping[str, FileEntry]
     software: Mapping[str, str]
-    hub_names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    hub_tensors: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
 
     def to_text(self) -> str:
         """The manifest's JSON text, its own checksum included."""
@@ -128,7 +128,7 @@ class Manifest:
                 o: {n: {**asdict(p), "digest": f"{p.digest:016x}"} for n, p in ps.items()}
                 for o, ps in self.packed.items()
             },
-            "hub_names": {m: dict(names) for m, names in self.hub_names.items()},
+            "hub_tensors": {m: dict(shapes) for m, shapes in self.hub_tensors.items()},
             "files": {n: _sparse(asdict(f)) for n, f in self.files.items()},
         }
 
@@ -144,10 +144,7 @@ def _tensor_json(t: TensorEntry) -> dict[str, Any]:
     one["digest"] = f"{t.digest:016x}"
     if t.kind != "parameter":
         one["kind"] = t.kind
-    one["states"] = {
-        o: {s: _state_json(e) for s, e in states.items()}
-        for o, states in t.states.items()
-    }
+    one["states"] = {o: {s: _state_json(e) for s, e in states.items()} for o, states in t.states.items()}
     return _sparse(one)
 
 
@@ -216,7 +213,7 @@ def _from_document(d: dict[str, Any]) -> Manifest:
         },
         files={n: _file(n, f) for n, f in d["files"].items()},
         software=d["software"],
-        hub_names=d["hub_names"],
+        hub_tensors={m: {n: tuple(s) for n, s in ts.items()} for m, ts in d["hub_tensors"].items()},
     )
 
 
@@ -242,7 +239,9 @@ def _tensor(t: dict[str, Any]) -> TensorEntry:
 
 
 def _state(e: dict[str, Any]) -> StateEntry:
-    return StateEntry(e["dtype"], int(e.get("digest", "0"), 16), e.get("owner", 0), e.get("packed"), e.get("index", 0))
+    return StateEntry(
+        e["dtype"], int(e.get("digest", "0"), 16), e.get("owner", 0), e.get("packed"), e.get("index", 0)
+    )
 
 
 def _file(name: str, f: dict[str, Any]) -> FileEntry:

@@ -84,7 +84,8 @@ def assemble(name: str, dtype: str, chunks: Iterable[Chunk]) -> StoredTensor:
     if held != whole(shape).numel:
         raise FormatError(
             f"tensor {name!r} is stored in part: its chunks hold {held} of {whole(shape).numel} elements of "
-            f"shape {shape}; a slice file is missing"
+            f"shape {shape}; a slice file is missing",
+            path=found[0].path,
         )
     return StoredTensor(name, dtype, shape, found)
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..catalog import StoredTensor
 from ..catalog.open import open_catalog
-from ..errors import ShardwiseError, SourceError
+from ..errors import FormatError, ShardwiseError, SourceError
 from ..names import named_tensors
 from ..pretrained import build_meta, read_config
 from ..recipe.transformers import HubRules, hub_rules
@@ -65,14 +67,16 @@ def prepare_model(directory: Path) -> Prepared:
         )
     catalog = open_catalog(directory)
     try:
-        load_tokenizer(str(directory))
+        tokens = load_tokenizer(str(directory))("First line of a docstring")["input_ids"]
     except Exception as error:  # tokenizers raise whatever their parts do
         raise SourceError(f"no tokenizer that transformers can load: {error}", path=str(directory)) from error
+    if not tokens:  # without its files, transformers makes one that knows no word
+        raise SourceError("no tokenizer files, or none that fit the config's model type", path=str(directory))
     try:
         base = build_meta(directory, catalog, dtype=torch.float32, auto_class=transformers.AutoModel)
-    except ValueError as error:  # the config's class has no base model
+    except (ValueError, FormatError) as error:  # the config's class has no base model
         raise ShardwiseError(f"{directory}: {error}") from error
-    unused, init = _declarations(base, sorted(catalog.tensors), _whole_class(config))
+    unused, init = _declarations(base, catalog.tensors, _whole_class(config))
     return Prepared(directory, type(base).__name__, unused, init)
 
 
@@ -84,7 +88,9 @@ def _whole_class(config: Any) -> Any:
     return next((c for c in found if c is not None), None)
 
 
-def _declarations(base: Any, stored: list[str], whole_class: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _declarations(
+    base: Any, stored: Mapping[str, StoredTensor], whole_class: Any
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Leftovers that belong to a head, and tensors that only the bare base model has.
 
     Anything else stays undeclared, so that the load reports it.
@@ -96,9 +102,9 @@ def _declarations(base: Any, stored: list[str], whole_class: Any) -> tuple[tuple
     with meta_init():
         whole = whole_class._from_config(base.config, dtype=torch.float32)
     whole_names = {name for t in named_tensors(whole) for name in t.names}
-    whole_targets = hub_rules(whole).rename(stored)
+    whole_targets = hub_rules(whole).targets(stored)
     rules: HubRules = hub_rules(base)
-    targets = rules.rename(stored)
+    targets = rules.targets(stored)
     wanted = [t for t in named_tensors(base) if t.persistent]
     wanted_names = {name for t in wanted for name in t.names}
     unused = [

@@ -30,7 +30,7 @@ def read_losses(directory: Path) -> dict[int, float]:
 def print_resume(report: Mapping[str, Any], console: Console) -> None:
     """The resume report as the ranks gave it."""
     rows = {
-        "resumed from": f"{Path(report['path']).name}, saved by {report['saved_world_size']} ranks, "
+        "resumed from": f"{Path(report['path']).name}, saved by {_ranks(report['saved_world_size'])}, "
         f"now {report['world_size']}",
         "digests compared": f"{report['tensors']} tensors of the model, {report['optimizer_tensors']} of the optimizer",
         "restored": ", ".join(report["documents"]),
@@ -61,7 +61,7 @@ def _load_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     load = report["load"]
     rows = [
         ("model", f"{report['model']['class']}, {load['model_bytes'] / _MB:.1f} MB in fp32"),
-        ("load", f"{load['seconds']:.2f} s on {report['nproc']} ranks"),
+        ("load", f"{load['seconds']:.2f} s on {_ranks(report['nproc'])}"),
         (
             "bytes read, all ranks",
             f"{load['bytes_read'] / _MB:.1f} MB = {load['bytes_read_ratio']:.3f} × the model",
@@ -119,7 +119,13 @@ def _equal(equal: bool) -> str:
 
 
 def _span(steps: Sequence[int]) -> str:
-    return f"{steps[0]} to {steps[-1]}" if steps else "none"
+    if len(steps) < 2:
+        return str(steps[0]) if steps else "none"
+    return f"{steps[0]} to {steps[-1]}"
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
 
 
 def draw_loss(
@@ -139,7 +145,7 @@ def draw_loss(
         "o-",
         markersize=5,
         color="tab:blue",
-        label=f"{report['nproc']} ranks",
+        label=_ranks(report["nproc"]),
     )
     axes.plot(
         list(after),
@@ -147,13 +153,16 @@ def draw_loss(
         "x-",
         markersize=6,
         color="tab:orange",
-        label=f"{resume['world_size']} ranks",
+        label=_ranks(resume["world_size"]),
     )
     axes.axvline(
         crash["step"], color="tab:red", linestyle="--", label=f"rank {crash['rank']} killed in a save"
     )
     axes.axvline(
         resume["step"], color="tab:green", linestyle=":", label=f"resumed from step {resume['step']}"
+    )
+    axes.axvline(
+        report["pass_steps"] + 0.5, color="lightgray", zorder=0, label="second pass over the pairs begins"
     )
     axes.set_xlabel("step")
     axes.set_ylabel("contrastive loss")

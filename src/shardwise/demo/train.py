@@ -34,6 +34,7 @@ def train(options: argparse.Namespace) -> None:
     """The whole run of one rank."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world_size,))
+    torch.manual_seed(0)
     record = Record(options.out / options.name, rank)
     pairs = [(first, rest) for first, rest in json.loads(options.pairs.read_text(encoding="utf-8"))]
     tokenizer = load_tokenizer(str(options.model))

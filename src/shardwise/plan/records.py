@@ -45,8 +45,8 @@ class StridedLoop:
 class Transfer:
     """One strided copy from a file into this rank's part of a wanted tensor.
 
-    ``stored`` names the tensor in the file. ``offset_bytes`` is where the first element lies in the file; ``target_offset`` is its place in the
-    local tensor, in elements. Loops are outermost first by source stride, contiguous ones merged.
+    ``stored`` names the tensor in the file. ``offset_bytes`` is where the first element lies there;
+    ``target_offset`` is its place in the local tensor, in elements. Loops are outermost first by source stride, contiguous ones merged.
     """
 
     wanted: str

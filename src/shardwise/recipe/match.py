@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from ..catalog.records import Catalog, StoredTensor
@@ -12,7 +13,22 @@ from ..layout.wanted import Wanted
 from ..names import canonical_name
 from .tiles import Tile, identity
 
-__all__ = ["Declaration", "Matched", "Recipe", "Rename", "match", "matches_any"]
+__all__ = [
+    "Declaration",
+    "Made",
+    "Matched",
+    "Recipe",
+    "Rename",
+    "Resolve",
+    "Rules",
+    "as_stored",
+    "match",
+    "match_rules",
+    "matches_any",
+    "nobody",
+    "renamed",
+    "same_names",
+]
 
 #: From the sorted stored names to the wanted name of each (a function of the whole list: some renames are stateful).
 Rename = Callable[[Sequence[str]], Mapping[str, str]]
@@ -50,43 +66,100 @@ def matches_any(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, p) for p in patterns)
 
 
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A tensor under a module name, as stored tensors make it: as stored, renamed, or converted by tiles."""
+
+    target: str
+    dtype: str
+    shape: tuple[int, ...]
+    tiles: tuple[Tile, ...]
+    sources: tuple[str, ...]
+
+
+#: From what is stored to the tensors that it makes under module names. May raise UnsupportedConversionError.
+Resolve = Callable[[Mapping[str, StoredTensor]], Sequence[Made]]
+
+
+def renamed(rename: Rename) -> Resolve:
+    """Stored tensors as they are, under other names."""
+
+    def resolve(stored: Mapping[str, StoredTensor]) -> list[Made]:
+        return [as_stored(stored[name], target) for name, target in rename(sorted(stored)).items()]
+
+    return resolve
+
+
+def as_stored(tensor: StoredTensor, target: str) -> Made:
+    """A stored tensor under a module name, unchanged."""
+    return Made(target, tensor.dtype, tensor.shape, (identity(tensor.name, tensor.shape),), (tensor.name,))
+
+
+def same_names(stored: Mapping[str, StoredTensor]) -> list[Made]:
+    """Stored tensors under their own names."""
+    return [as_stored(t, t.name) for t in stored.values()]
+
+
+def nobody(*_: str) -> None:
+    """No declaration."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How stored tensors become wanted ones, and who declares what may be left over or be initialised.
+
+    ``unused(stored name, module name)`` and ``init(module name)`` give the words for who declared it, or
+    None: then it is a problem.
+    """
+
+    resolve: Resolve = same_names
+    unused: Callable[[str, str], str | None] = nobody
+    init: Callable[[str], str | None] = nobody
+
+
 def match(
     catalog: Catalog,
     wanted: Sequence[Wanted],
     rename: Rename,
     *,
-    unused: Callable[[str, str], str | None],
-    init: Callable[[str], str | None],
+    unused: Callable[[str, str], str | None] = nobody,
+    init: Callable[[str], str | None] = nobody,
 ) -> Matched:
+    """Match a catalog against what is wanted, by names; see :func:`match_rules`."""
+    return match_rules(catalog, wanted, Rules(renamed(rename), unused, init))
+
+
+def match_rules(catalog: Catalog, wanted: Sequence[Wanted], rules: Rules) -> Matched:
     """Match a catalog against what is wanted.
 
-    ``unused(stored name, wanted name)`` and ``init(wanted name)`` tell who declared that a tensor may be
-    left over or be initialised instead of loaded (None: nobody, so it is a problem). Pure; the same on
-    every rank, because only global names and shapes are looked at.
+    Pure; the same on every rank, because only global names and shapes are looked at. Problems are collected,
+    not raised.
     """
     result = Matched()
     by_name = {name: w for w in wanted for name in (w.name, *w.aliases)}
-    stored_for: dict[str, list[tuple[str, StoredTensor]]] = {}
+    made_for: dict[str, list[Made]] = {}
     leftover: list[tuple[str, str]] = []
-    for stored, target in rename(sorted(catalog.tensors)).items():
-        name = target if target in by_name else canonical_name(target)
+    for made in rules.resolve(catalog.tensors):
+        name = made.target if made.target in by_name else canonical_name(made.target)
         found = by_name.get(name)
         if found is None:
-            leftover.append((stored, target))
+            leftover += [(source, made.target) for source in made.sources]
         else:
-            stored_for.setdefault(found.name, []).append((name, catalog.tensors[stored]))
+            made_for.setdefault(found.name, []).append(replace(made, target=name))
     missing = []
     for w in wanted:
-        sources = stored_for.get(w.name, [])
-        if sources:
-            _add_recipe(result, w, sources)
-        elif who := init(w.name):
+        if w.name in made_for:
+            _add_recipe(result, w, made_for[w.name], catalog)
+        elif who := rules.init(w.name):
             result.initialized.append(Declaration(w.name, who))
         else:
             missing.append(w)
+    used = {source for found in made_for.values() for made in found for source in made.sources}
     spare = []
-    for stored, target in leftover:
-        if who := unused(stored, target):
+    for stored, target in dict(leftover).items():
+        if stored in used:
+            continue
+        if who := rules.unused(stored, target):
             result.unused.append(Declaration(stored, who))
         else:
             spare.append(stored)
@@ -94,33 +167,71 @@ def match(
     return result
 
 
-def _add_recipe(result: Matched, w: Wanted, sources: list[tuple[str, StoredTensor]]) -> None:
-    """One tile from the stored tensor; further stored copies must be names of the same (tied) tensor."""
-    names = [target for target, _ in sources]
+def _add_recipe(result: Matched, w: Wanted, found: list[Made], catalog: Catalog) -> None:
+    """Tiles from what is stored; further copies must be names of the same (tied) tensor."""
+    names = [made.target for made in found]
     repeated = sorted({n for n in names if names.count(n) > 1})
     if repeated:
-        stored = ", ".join(f"{s.name!r} in {_file_of(s)}" for t, s in sources if t == repeated[0])
+        stored = ", ".join(_origin(m, catalog) for m in found if m.target == repeated[0])
         result.problems.append(f"duplicated: {w.name!r} would be made from {stored}; rename or remove one")
         return
-    sources.sort(
-        key=lambda pair: (w.name, *w.aliases).index(pair[0]) if pair[0] in (w.name, *w.aliases) else 0
-    )
-    good = []
-    for _, tensor in sources:
-        if tensor.shape != w.shape:
-            result.problems.append(
-                f"mis-shaped: {w.name!r} expects shape {list(w.shape)}, but {tensor.name!r} in {_file_of(tensor)} "
-                f"has {list(tensor.shape)}"
-            )
-        elif not castable(tensor.dtype, w.dtype):
-            result.problems.append(
-                f"un-castable: {w.name!r} expects {w.dtype}, but {tensor.name!r} in {_file_of(tensor)} is "
-                f"{tensor.dtype}; convert it first or load with that dtype"
-            )
-        else:
-            good.append(identity(tensor.name, w.shape))
-    if len(good) == len(sources):
-        result.recipes[w.name] = Recipe(w.name, (good[0],), tuple(good[1:]))
+    order = (w.name, *w.aliases)
+    found.sort(key=lambda made: order.index(made.target))
+    problems = [problem for made in found if (problem := _misfit(w, made, catalog))]
+    result.problems += problems
+    if not problems:
+        result.recipes[w.name] = Recipe(
+            w.name, found[0].tiles, tuple(t for made in found[1:] for t in made.tiles)
+        )
+
+
+def _misfit(w: Wanted, made: Made, catalog: Catalog) -> str | None:
+    if made.shape != w.shape:
+        return (
+            f"mis-shaped: {w.name!r} expects shape {list(w.shape)}, but {_origin(made, catalog)} "
+            f"has {list(made.shape)}{_missing_parts(made, catalog)}"
+        )
+    if not castable(made.dtype, w.dtype):
+        return (
+            f"un-castable: {w.name!r} expects {w.dtype}, but {_origin(made, catalog)} is "
+            f"{made.dtype}; convert it first or load with that dtype"
+        )
+    return None
+
+
+def _origin(made: Made, catalog: Catalog) -> str:
+    """The stored tensor behind a made one, and its file; of several, how many and the first."""
+    first = catalog.tensors[made.sources[0]]
+    if len(made.sources) == 1:
+        return f"{first.name!r} in {_file_of(first)}"
+    return f"what {len(made.sources)} stored tensors ({first.name!r} in {_file_of(first)}, …) make"
+
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+def _missing_parts(made: Made, catalog: Catalog) -> str:
+    """Which stored tensors a numbered series lacks (``experts.37.up_proj``), if that is what is wrong."""
+    series: dict[tuple[str, int], set[int]] = {}
+    for name in made.sources:
+        for found in _NUMBER.finditer(name):
+            key = (name[: found.start()] + "{}" + name[found.end() :], found.start())
+            series.setdefault(key, set()).add(int(found.group()))
+    longest = max((len(numbers) for numbers in series.values()), default=0)
+    if longest < 2:
+        return ""
+    most = max(max(numbers) for numbers in series.values() if len(numbers) > longest // 2) + 1
+    lost = [
+        template.format(k)
+        for (template, _), numbers in series.items()
+        if len(numbers) > 1
+        for k in range(most)
+        if k not in numbers and template.format(k) not in catalog.tensors
+    ]
+    if not lost:
+        return ""
+    more = f" and {len(lost) - 20} more" if len(lost) > 20 else ""
+    return f"; not stored: {', '.join(map(repr, lost[:20]))}{more}"
 
 
 def _file_of(stored: StoredTensor) -> str:

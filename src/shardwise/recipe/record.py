@@ -1,26 +1,44 @@
-"""Remembering how a live model was made, so that export can give the stored names back."""
+"""Remembering how a live model was made, so that export can give the stored names and shapes back."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..catalog.records import StoredTensor
 from .match import Recipe
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["recall", "remember"]
+__all__ = ["Origin", "recall", "remember"]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The recipes of a load by wanted name, and the shapes of the stored tensors that they use."""
+
+    recipes: Mapping[str, Recipe]
+    shapes: Mapping[str, tuple[int, ...]]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every tensor was stored whole under its own name."""
+        return all(len(r.tiles) == 1 and r.tiles[0].source == name for name, r in self.recipes.items())
+
 
 # Keyed by the model object, not stored on it: a model's attributes are its owner's.
-_RECIPES: weakref.WeakKeyDictionary[nn.Module, dict[str, Recipe]] = weakref.WeakKeyDictionary()
+_ORIGINS: weakref.WeakKeyDictionary[nn.Module, Origin] = weakref.WeakKeyDictionary()
 
 
-def remember(model: nn.Module, recipes: dict[str, Recipe]) -> None:
+def remember(model: nn.Module, recipes: Mapping[str, Recipe], stored: Mapping[str, StoredTensor]) -> None:
     """Keep the recipes with which ``model`` was filled, for as long as it lives."""
-    _RECIPES[model] = recipes
+    shapes = {t.source: stored[t.source].shape for r in recipes.values() for t in r.tiles}
+    _ORIGINS[model] = Origin(dict(recipes), shapes)
 
 
-def recall(model: nn.Module) -> dict[str, Recipe] | None:
-    """The recipes of the last load into ``model``, by wanted name; None if it was never loaded."""
-    return _RECIPES.get(model)
+def recall(model: nn.Module) -> Origin | None:
+    """How a model was last filled from a source with other names; None if it was not."""
+    return _ORIGINS.get(model)

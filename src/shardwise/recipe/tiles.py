@@ -21,7 +21,18 @@ from typing import Literal
 
 from ..layout.boxes import Box
 
-__all__ = ["Loop", "Tile", "bounds", "cut", "identity", "is_injective", "iterations", "tiles_overlap", "translate"]
+__all__ = [
+    "Loop",
+    "Tile",
+    "bounds",
+    "cut",
+    "identity",
+    "invert",
+    "is_injective",
+    "iterations",
+    "tiles_overlap",
+    "translate",
+]
 
 Side = Literal["source", "target"]
 
@@ -65,6 +76,12 @@ def identity(source: str, shape: Sequence[int]) -> Tile:
     loops = tuple(Loop(n, d, 1, d, 1) for d, n in enumerate(shape) if n != 1)
     zero = (0,) * len(shape)
     return Tile(source, loops, zero, zero)
+
+
+def invert(tile: Tile, target: str) -> Tile:
+    """The same pairs of elements, seen from the other side: ``target`` names what was the target."""
+    loops = tuple(Loop(v.size, v.target_dim, v.target_step, v.source_dim, v.source_step) for v in tile.loops)
+    return Tile(target, loops, tile.target_start, tile.source_start)
 
 
 def bounds(tile: Tile, side: Side) -> Box:

@@ -25,20 +25,22 @@ class Traced(torch.Tensor):
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, tiles: tuple[Tile, ...]) -> Traced:
-        made = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device="meta")
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, tuple(shape), dtype=dtype, device=torch.device("meta")
+        )
         made.tiles = tiles
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         handler = _HANDLERS.get(func.overloadpacket)
         if handler is None:
             raise Untraceable(f"operation {func} has no map")
         return handler(*args, **(kwargs or {}))
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Traced(shape={tuple(self.shape)}, dtype={self.dtype}, tiles={len(self.tiles)})"
 
 
@@ -85,7 +87,9 @@ def _view(x: Traced, shape: Sequence[int], *_: Any) -> Traced:
     return Traced(wanted, x.dtype, reshape(x.tiles, tuple(x.shape), wanted))
 
 
-def _slice(x: Traced, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Traced:
+def _slice(
+    x: Traced, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Traced:
     d = _dim(x, dim)
     size = x.shape[d]
     begin, stop, _ = slice(start, end).indices(size)

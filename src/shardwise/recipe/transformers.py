@@ -7,17 +7,27 @@ class, and the mapping of a wrapped model comes back empty without a word.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from .._compat import original_class, rename_hub_names, transformers_conversions
+from .._compat import convert_hub_tensors, original_class, revert_to_hub, transformers_conversions
+from ..catalog.records import StoredTensor
+from ..dtypes import code_of, torch_dtype
 from ..errors import UnsupportedConversionError
-from .match import Rename
+from .match import Made, Resolve
+from .trace import Untraceable, stored_tensor
 
-__all__ = ["HubRules", "automatic_rename", "hub_rules", "is_transformers_model", "reverse_names"]
+__all__ = [
+    "HubRules",
+    "automatic_rules",
+    "hub_rules",
+    "is_transformers_model",
+    "meta_instance",
+    "reverse_names",
+]
 
 
 def is_transformers_model(model: nn.Module) -> bool:
@@ -32,11 +42,19 @@ def is_transformers_model(model: nn.Module) -> bool:
 class HubRules:
     """What the model's class says about stored tensors."""
 
-    rename: Rename
+    resolve: Resolve
     conversions: list[Any]
     unexpected: tuple[str, ...]
     missing: tuple[str, ...]
     non_persistent: frozenset[str]
+
+    def targets(self, stored: Mapping[str, StoredTensor]) -> dict[str, str]:
+        """Stored name → module name of the (first) tensor that it takes part in."""
+        found: dict[str, str] = {}
+        for made in self.resolve(stored):
+            for source in made.sources:
+                found.setdefault(source, made.target)
+        return found
 
     def unused(self, stored: str, target: str) -> str | None:
         """Who declares that a stored tensor may be left over."""
@@ -54,7 +72,7 @@ class HubRules:
 
 
 def hub_rules(meta_model: Any, key_mapping: Mapping[str, str] | None = None) -> HubRules:
-    """The rules of a class, from an unsharded meta instance of it."""
+    """The rules of a class, from an unsharded instance of it with its parameters on meta."""
     conversions = transformers_conversions(meta_model, key_mapping)
     buffers = dict(meta_model.named_buffers())
     unexpected = set(meta_model._keys_to_ignore_on_load_unexpected or ())
@@ -65,7 +83,7 @@ def hub_rules(meta_model: Any, key_mapping: Mapping[str, str] | None = None) -> 
         unexpected.add(r"(^|\.)position_ids$")
     persistent = set(meta_model.state_dict())
     return HubRules(
-        rename=_rename(meta_model, conversions),
+        resolve=_resolver(meta_model, conversions),
         conversions=conversions,
         unexpected=tuple(sorted(unexpected)),
         missing=tuple(sorted(meta_model._keys_to_ignore_on_load_missing or ())),
@@ -73,22 +91,23 @@ def hub_rules(meta_model: Any, key_mapping: Mapping[str, str] | None = None) -> 
     )
 
 
-def _rename(meta_model: Any, conversions: list[Any]) -> Rename:
-    def rename(stored: Sequence[str]) -> Mapping[str, str]:
-        renamed, converted = rename_hub_names(stored, conversions, meta_model)
-        if converted:
-            kinds = {name: [type(op).__name__ for op in c.operations] for name, c in converted.items()}
-            lines = [
-                f"{name!r} needs {' + '.join(ops)} to become {renamed[name]!r}" for name, ops in kinds.items()
-            ]
-            raise UnsupportedConversionError(
-                f"{type(meta_model).__name__} converts {len(lines)} stored tensors, which is not supported yet; "
-                f"load it with from_pretrained and save it in its own names first",
-                tuple(lines[:50]) + ((f"and {len(lines) - 50} more",) if len(lines) > 50 else ()),
-            )
-        return renamed
+def _resolver(meta_model: Any, conversions: list[Any]) -> Resolve:
+    """Runs the class's renames and conversions once, on symbols, over everything that is stored."""
 
-    return rename
+    def resolve(stored: Mapping[str, StoredTensor]) -> list[Made]:
+        symbols = {t.name: stored_tensor(t.name, t.shape, torch_dtype(t.dtype)) for t in stored.values()}
+        converted, problems = convert_hub_tensors(symbols, conversions, meta_model)
+        if problems:
+            raise UnsupportedConversionError(
+                f"{type(meta_model).__name__}: {len(problems)} conversions of stored tensors can't be compiled",
+                tuple(problems[:50]) + ((f"and {len(problems) - 50} more",) if len(problems) > 50 else ()),
+            )
+        return [
+            Made(target, code_of(value.dtype), tuple(value.shape), value.tiles, sources)
+            for target, value, sources in converted
+        ]
+
+    return resolve
 
 
 def meta_instance(model: Any) -> Any:
@@ -96,31 +115,31 @@ def meta_instance(model: Any) -> Any:
     import torch
     from transformers.initialization import no_init_weights
 
-    # Only names and classes are looked at: everything may stay on meta and without values.
+    # Only names, shapes and classes are looked at: everything may stay on meta and without values.
     with torch.device("meta"), no_init_weights():
         return original_class(model)(model.config)
 
 
-def automatic_rename(model: nn.Module) -> Rename | None:
-    """The renames of a live transformers model; None for any other module."""
+def automatic_rules(model: nn.Module) -> HubRules | None:
+    """The rules of a live transformers model, sharded or not; None for any other module."""
     if not is_transformers_model(model):
         return None
-    return hub_rules(meta_instance(model)).rename
+    return hub_rules(meta_instance(model))
 
 
-def reverse_names(meta_model: Any, names: Sequence[str]) -> dict[str, str]:
-    """Module name → hub name for a model that was never loaded, by the library's reverse renames."""
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+def reverse_tiles(meta_model: Any, module: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[Made]:
+    """Hub tensors of a model that was never loaded, by the library's reverse transforms.
 
-    conversions = [c.reverse_transform() for c in transformers_conversions(meta_model, None)[::-1]]
-    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
-    converters = [c for c in conversions if isinstance(c, WeightConverter)]
-    found = {}
-    for name in names:
-        hub, pattern = rename_source_key(name, renamings, converters, reverse=True)
-        if pattern is not None:
-            raise UnsupportedConversionError(
-                f"{type(meta_model).__name__} converts {name!r} for the hub, which is not supported yet"
-            )
-        found[name] = hub
-    return found
+    ``module`` gives dtype and shape by module name. The tiles' sources are module tensors.
+    """
+    symbols = {name: stored_tensor(name, shape, torch_dtype(code)) for name, (code, shape) in module.items()}
+    try:
+        reverted = revert_to_hub(meta_model, symbols)
+    except Untraceable as error:
+        raise UnsupportedConversionError(
+            f"{type(meta_model).__name__}: its reverse conversion to hub tensors can't be compiled: {error}"
+        ) from error
+    return [
+        Made(name, code_of(t.dtype), tuple(t.shape), t.tiles, tuple(dict.fromkeys(v.source for v in t.tiles)))
+        for name, t in reverted.items()
+    ]

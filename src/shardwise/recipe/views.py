@@ -148,7 +148,9 @@ def _merge(tile: Tile, dims: Sequence[int], sizes: Sequence[int]) -> Tile:
     loops = []
     for loop in tile.loops:
         if loop.target_dim in strides:
-            loops.append(replace(loop, target_dim=first, target_step=loop.target_step * strides[loop.target_dim]))
+            loops.append(
+                replace(loop, target_dim=first, target_step=loop.target_step * strides[loop.target_dim])
+            )
         else:
             loops.append(_moved(loop, dims[-1], -gone))
     target_start = (*tile.target_start[:first], start, *tile.target_start[dims[-1] + 1 :])
@@ -210,6 +212,8 @@ def _two_loops(tile: Tile, k: int | None, per_row: int) -> Tile:
         return tile
     loop = tile.loops[k]
     rows = loop.size // per_row
-    outer = Loop(rows, loop.source_dim, loop.source_step * per_row, loop.target_dim, loop.target_step * per_row)
+    outer = Loop(
+        rows, loop.source_dim, loop.source_step * per_row, loop.target_dim, loop.target_step * per_row
+    )
     pair = tuple(v for v in (outer, replace(loop, size=per_row)) if v.size > 1)
     return replace(tile, loops=(*tile.loops[:k], *pair, *tile.loops[k + 1 :]))

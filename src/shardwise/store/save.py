@@ -249,7 +249,7 @@ def _manifest(
         packed={"optimizer": _packed_entries(snapshot, digests)} if state.optimizer is not None else {},
         files=dict(sorted(files.items())),
         software=software_versions(state),
-        hub_names=_hub_names(state),
+        hub_tensors=_hub_tensors(state),
     )
 
 
@@ -278,11 +278,10 @@ def _packed_entries(snapshot: Snapshot, digests: dict[str, int]) -> dict[str, Pa
     return found
 
 
-def _hub_names(state: TrainState) -> dict[str, dict[str, str]]:
-    """Stored names of tensors that were loaded under another one, so that an export can give them back."""
-    recipes = recall(state.model) or {}
-    names = {n: r.tiles[0].source for n, r in recipes.items() if len(r.tiles) == 1 and r.tiles[0].source != n}
-    return {"model": names} if names else {}
+def _hub_tensors(state: TrainState) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Names and shapes of the tensors that the model was loaded from, where they differ from its own."""
+    origin = recall(state.model)
+    return {} if origin is None or origin.is_plain else {"model": dict(origin.shapes)}
 
 
 def software_versions(state: TrainState) -> dict[str, str]:

@@ -1,0 +1,56 @@
+"""Case 2: every rank reads and holds its own part only, and initialises nothing that is then overwritten."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardwise as sw
+from tests import models
+from tests.cases import _fns as fns
+from tests.cases._fns import MIB
+from tests.harness.pool import RankPool
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Qwen3-like model of about a quarter GiB in fp32."""
+    import transformers
+
+    config = transformers.Qwen3Config(
+        vocab_size=32_001,
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        tie_word_embeddings=False,
+        architectures=["Qwen3ForCausalLM"],
+        dtype="float32",
+    )
+    directory = tmp_path_factory.mktemp("large")
+    config.save_pretrained(directory)
+    with sw.meta_init():
+        model = transformers.Qwen3ForCausalLM(config)
+    models.write_state({n: torch.rand(t.shape) for n, t in model.state_dict().items()}, directory)
+    return str(directory)
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+def test_what_a_load_costs(ranks: RankPool, tmp_path: Path, large: str, shape: tuple[int, ...]) -> None:
+    models.write_hub_directory("qwen3", tmp_path, torch.float32)
+    costs = ranks.run_ranks(4, fns.cost_of_a_load, str(tmp_path), large, shape)
+    (total,) = {c["model"] for c in costs}
+    assert 200 * MIB < total < 300 * MIB
+    replicas = 4 // shape[-1]
+    assert sum(c["shard"] for c in costs) == replicas * total
+    for cost in costs:
+        assert cost["peak"] <= cost["shard"] + 128 * MIB, cost
+        assert cost["after"] <= cost["shard"] + 32 * MIB, cost
+        assert cost["staging"] <= 128 * MIB
+        assert cost["drawn"] == 0, "values were drawn only to be overwritten"
+    assert sum(c["reported"] for c in costs) <= 1.02 * replicas * total, costs
+    assert sum(c["read"] for c in costs) <= 1.02 * replicas * total, costs

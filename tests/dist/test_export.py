@@ -1,0 +1,147 @@
+"""export_hf: what from_pretrained reads back is bitwise what was trained, under the source's own names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import shardwise as sw
+from shardwise.demo.prepare import default_model
+from shardwise.errors import CheckpointError
+from tests.dist import _export_fns as fns
+from tests.harness.pool import RankPool
+
+AUTO: dict[str, Any] = {
+    "llama-tied": transformers.LlamaForCausalLM,
+    "llama-bf16": transformers.LlamaForCausalLM,
+    "gpt2": transformers.GPT2LMHeadModel,
+    "bert": transformers.BertForMaskedLM,
+}
+
+
+def _check_readable(directory: Path, source: Path, kind: str, values: dict[str, torch.Tensor]) -> None:
+    stored, original = fns.stored_tensors(directory), fns.stored_tensors(source)
+    assert stored.keys() == original.keys(), "hub names, ties left out as in the source"
+    for name, tensor in stored.items():
+        assert (tensor.dtype, tensor.shape) == (original[name].dtype, original[name].shape), name
+    model = AUTO[kind].from_pretrained(directory, dtype="auto")
+    found = dict(model.state_dict())
+    assert found.keys() == values.keys()
+    for name, value in values.items():
+        assert fns.same(found[name], value), name
+    for name in ("tokenizer_config.json", "vocab.txt"):
+        assert (directory / name).read_bytes() == (source / name).read_bytes()
+    config, before = (json.loads((d / "config.json").read_text()) for d in (directory, source))
+    assert config["architectures"] == before["architectures"]
+    assert config["dtype"] == before["dtype"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size"), [("llama-tied", 2), ("llama-bf16", 3), ("gpt2", 3), ("bert", 2)]
+)
+def test_from_pretrained_reads_exports(
+    ranks: RankPool, tmp_path: Path, kind: str, world_size: int
+) -> None:
+    source = tmp_path / "source"
+    fns.save_source(str(source), kind)
+    found = ranks.run_ranks(world_size, fns.export_both_ways, str(source), str(tmp_path), {})
+    for name in ("live", "stored"):
+        _check_readable(tmp_path / name, source, kind, found[0]["values"])
+        reports = [f[name] for f in found]
+        assert sum(r["bytes_written"] for r in reports) == reports[0]["total_bytes"]
+        assert fns.index_of(tmp_path / name) is None
+    for one in found:
+        assert one["again"][0] == "CheckpointError"
+        assert "is there already" in one["again"][1]
+    assert not list(tmp_path.glob(".tmp*"))
+    # Also by one process without a group.
+    sw.export_hf(tmp_path / "checkpoint", tmp_path / "alone")
+    _check_readable(tmp_path / "alone", source, kind, found[0]["values"])
+
+
+def test_several_files_and_dtype(ranks: RankPool, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    fns.save_source(str(source), "llama-tied")
+    options = {"max_shard_bytes": 2000, "dtype": "bfloat16"}
+    found = ranks.run_ranks(2, fns.export_both_ways, str(source), str(tmp_path), options)
+    values = found[0]["values"]
+    for name in ("live", "stored"):
+        directory = tmp_path / name
+        files = sorted(p.name for p in directory.glob("*.safetensors"))
+        count = len(files)
+        assert count > 3
+        assert files == [f"model-{k + 1:05d}-of-{count:05d}.safetensors" for k in range(count)]
+        index = fns.index_of(directory)
+        stored = fns.stored_tensors(directory)
+        assert index is not None
+        assert index["weight_map"].keys() == stored.keys()
+        assert index["metadata"]["total_size"] == sum(t.nbytes for t in stored.values())
+        for tensor_name, file in index["weight_map"].items():
+            assert tensor_name in _names_in(directory / file)
+        model = transformers.LlamaForCausalLM.from_pretrained(directory, dtype="auto")
+        for key, tensor in model.state_dict().items():
+            assert fns.same(tensor, values[key].bfloat16()), key
+        assert json.loads((directory / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def _names_in(file: Path) -> set[str]:
+    from safetensors import safe_open
+
+    with safe_open(file, "pt") as opened:
+        assert opened.metadata() == {"format": "pt"}
+        return set(opened.keys())
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_failed_export_leaves_nothing(ranks: RankPool, tmp_path: Path, failing_rank: int) -> None:
+    fns.save_source(str(tmp_path / "source"), "gpt2")
+    (tmp_path / "out").mkdir()
+    found = ranks.run_ranks(
+        2, fns.export_fails, str(tmp_path / "source"), str(tmp_path / "out" / "x"), failing_rank
+    )
+    assert found[0] == found[1]
+    assert f"rank {failing_rank}: OSError" in found[0][1]
+
+
+def test_only_new_or_empty_directories(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    sw.export_hf(model, taken)  # empty: fine
+    before = (taken / "model.safetensors").read_bytes()
+    with pytest.raises(CheckpointError, match="is there already"):
+        sw.export_hf(model, taken)
+    assert (taken / "model.safetensors").read_bytes() == before
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match="is there already"):
+        sw.export_hf(model, tmp_path / "file")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "taken"]
+    with pytest.raises(ValueError, match="max_shard_bytes"):
+        sw.export_hf(model, tmp_path / "new", max_shard_bytes=0)
+    with pytest.raises(ValueError, match="dtype"):
+        sw.export_hf(model, tmp_path / "new", dtype="int8")
+
+
+def test_integers_bools_scalars_and_empty(ranks: RankPool, tmp_path: Path) -> None:
+    values = ranks.run_ranks(2, fns.export_plain_module, str(tmp_path / "out"))[0]
+    stored = fns.stored_tensors(tmp_path / "out")
+    assert stored.keys() == values.keys()
+    for name, value in values.items():
+        assert fns.same(stored[name], value), name
+
+
+def test_real_weights_come_out_as_they_went_in(ranks: RankPool, tmp_path: Path) -> None:
+    source = default_model()
+    ranks.run_ranks(2, fns.export_into, str(source), str(tmp_path / "out"))
+    stored, original = fns.stored_tensors(tmp_path / "out"), fns.stored_tensors(source)
+    unused = {name for name in original if name.endswith("position_ids")}
+    assert stored.keys() == original.keys() - unused
+    assert len(stored) > 90
+    for name, tensor in stored.items():
+        assert fns.same(tensor, original[name]), name
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
