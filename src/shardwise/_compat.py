@@ -18,6 +18,7 @@ __all__ = [
     "fsdp_parameter_ids",
     "original_class",
     "revert_to_hub",
+    "sibling_meshes",
     "tie_map",
     "transformers_conversions",
 ]
@@ -28,6 +29,16 @@ def default_store() -> Any:
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
+
+
+def sibling_meshes(mesh: Any) -> torch.Tensor:
+    """Ranks of a device mesh and of its siblings: all meshes that the same slicing of the root mesh gives.
+
+    Shape: number of siblings, then the mesh's own. torch 2.11-2.13: ``DeviceMesh.mesh`` picks this rank's
+    from the same tensor.
+    """
+    ranks: torch.Tensor = mesh._layout.remap_to_tensor(mesh._rank_map)
+    return ranks
 
 
 def fsdp_parameter_ids(model: nn.Module) -> set[int]:

@@ -205,21 +205,24 @@ def _header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, 
 
 def _prepare(final: str, output: _Output, ranks: Ranks) -> str:
     """Rank 0 makes the temporary directory and the files in their final size. Returns its path on all ranks."""
-    path = ""
-    with ranks.agree("make export directory"):
-        if ranks.rank == 0:
-            if os.path.lexists(final) and not (os.path.isdir(final) and not os.listdir(final)):
-                raise CheckpointError(f"{final}: is there already; export into a new or empty directory")
-            parent, name = os.path.split(final)
-            path = os.path.join(parent, f".tmp-{name}-{secrets.token_hex(8)}")
-            try:
-                os.makedirs(path)
-                for file, header in output.headers.items():
-                    write_file(os.path.join(path, file), header)
-                    os.truncate(os.path.join(path, file), output.sizes[file])
-            except OSError as error:
-                raise CheckpointError(f"{path}: can't be created: {error.strerror}") from error
-    return ranks.share("export directory", path.encode() if ranks.rank == 0 else None).decode()
+
+    def make() -> bytes:
+        if os.path.lexists(final) and not (os.path.isdir(final) and not os.listdir(final)):
+            raise CheckpointError(f"{final}: is there already; export into a new or empty directory")
+        parent, name = os.path.split(final)
+        path = os.path.join(parent, f".tmp-{name}-{secrets.token_hex(8)}")
+        try:
+            os.makedirs(path)
+            for file, header in output.headers.items():
+                write_file(os.path.join(path, file), header)
+                os.truncate(os.path.join(path, file), output.sizes[file])
+        except (OSError, CheckpointError) as error:
+            shutil.rmtree(path, ignore_errors=True)
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise CheckpointError(f"{path}: can't be created: {reason}") from error
+        return path.encode()
+
+    return ranks.on_first("make export directory", make).decode()
 
 
 def _publish(

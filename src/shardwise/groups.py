@@ -128,7 +128,9 @@ def find_wrapping(model: nn.Module, policy: ShardPolicy) -> Wrapping:
         raise ShardError(
             f"parameters without a shape yet: {', '.join(lazy)}. Run the model once before this."
         )
-    ignored = frozenset(parameter_of(t) for t in tensors if t.tensor.ndim == 0) | named_by(tensors, policy)
+    # torch 2.13 shards neither: of 0-d ones it says so, of empty ones only in the first backward.
+    unfit = frozenset(parameter_of(t) for t in tensors if t.tensor.ndim == 0 or not t.tensor.numel())
+    ignored = unfit | named_by(tensors, policy)
     candidates, owners, depth = _without_conflicts(model, _candidates(model, policy))
     odd = _of_another_dtype(model, [t for t in tensors if parameter_of(t) not in ignored], owners)
     if odd:

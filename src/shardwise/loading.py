@@ -25,7 +25,7 @@ from .place.meta_init import forget_meta_buffers
 from .plan import IOOptions, Plan, build_plan
 from .proof.report import LoadReport
 from .read import FileReader
-from .recipe.match import Resolve, Rules, match_rules, matches_any, renamed, same_names
+from .recipe.match import Declaration, Resolve, Rules, match_rules, matches_any, renamed, same_names
 from .recipe.record import remember
 
 __all__ = ["fill", "load"]
@@ -103,8 +103,9 @@ def fill(
         staging = Staging(io, plan.staging_bytes)
         execute(plan.transfers, reader, destination, staging)
         compare(plan.checks, reader, destination, staging)
-        if plan.initialized:
-            initialize(model, seed, names=[d.name for d in plan.initialized])
+        new = _parameters_of(plan.initialized, plan)
+        if new:
+            initialize(model, seed, names=new)
     forget_meta_buffers(model)
     if verify == "digest":
         check_digests(model, catalog, plan, ranks)
@@ -132,18 +133,24 @@ def plan_load(
     """The plan that a load would run, for this rank or any other. Pure: nothing is read or allocated."""
     layout = layout_of(model, rank=rank)
     matched = match_rules(catalog, layout.wanted, rules)
-    matched.problems += _unfilled_buffers(model)
+    matched.problems += _unfilled_buffers(model, {d.name for d in matched.initialized})
     return build_plan(catalog, layout, matched, io)
 
 
-def _unfilled_buffers(model: nn.Module) -> list[str]:
-    """Non-persistent buffers without content: nothing stored could fill them."""
+def _unfilled_buffers(model: nn.Module, initialized: set[str]) -> list[str]:
+    """Buffers without content that nothing stored fills: construction alone gives their values."""
     return [
-        f"no value: non-persistent buffer {t.name!r} of shape {list(t.tensor.shape)} is on meta, and no source "
-        f"holds it; build the model in shardwise.meta_init() or compute it before the load"
+        f"no value: {'' if t.persistent else 'non-persistent '}buffer {t.name!r} of shape {list(t.tensor.shape)} "
+        f"is on meta, and no source holds it; build the model in shardwise.meta_init() or compute it before the load"
         for t in named_tensors(model)
-        if not t.persistent and t.tensor.is_meta
+        if t.kind == "buffer" and t.tensor.is_meta and (t.name in initialized or not t.persistent)
     ]
+
+
+def _parameters_of(initialized: Sequence[Declaration], plan: Plan) -> list[str]:
+    """Names of the parameters that need initial values; buffers have theirs from construction."""
+    kinds = {w.name: w.kind for w in plan.wanted}
+    return [d.name for d in initialized if kinds[d.name] == "parameter"]
 
 
 def _init_rules(init: Mapping[str, str] | None) -> dict[str, str]:

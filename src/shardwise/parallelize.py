@@ -40,7 +40,8 @@ def shard(model: nn.Module, mesh: DeviceMesh, policy: ShardPolicy = ShardPolicy(
 
     Groups: repeated blocks, the experts inside them, embeddings, head, and the rest as the root's
     (:func:`describe_groups` lists them). A parameter that two groups would share is left to a group around
-    both. 0-d parameters and those named by ``policy.ignored`` stay plain tensors, moved to the mesh's device.
+    both. Parameters without dims or elements and those named by ``policy.ignored`` stay plain tensors, moved to
+    the mesh's device.
     Works on meta (nothing is allocated) and on real models (each rank keeps its shard of what it has).
 
     Args:
@@ -94,7 +95,9 @@ def _check_wrappable(model: nn.Module, wrapping: Wrapping, policy: ShardPolicy) 
     tensors = {parameter_of(t): t.name for t in entries}
     named = named_by(entries, policy)
     left_over = [
-        n for p, n in tensors.items() if p in wrapping.ignored and p not in named and p.requires_grad
+        n
+        for p, n in tensors.items()
+        if p in wrapping.ignored and p not in named and p.requires_grad and p.numel()
     ]
     if left_over:
         raise ShardError(

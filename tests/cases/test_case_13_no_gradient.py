@@ -40,7 +40,9 @@ def no_gradient(root: str, optimizer: str) -> dict[str, list[str]]:
     return {"with state": with_state}
 
 
-@pytest.mark.parametrize(("world_size", "optimizer"), [(2, "adamw"), (1, "adamw"), (2, "sgd"), (2, "adagrad")])
+@pytest.mark.parametrize(
+    ("world_size", "optimizer"), [(2, "adamw"), (1, "adamw"), (2, "sgd"), (2, "adagrad")]
+)
 def test_resumes(ranks: RankPool, tmp_path: Path, world_size: int, optimizer: str) -> None:
     for found in ranks.run_ranks(world_size, no_gradient, str(tmp_path), optimizer):
         towers = [name for name in found["with state"] if name.startswith("vision")]

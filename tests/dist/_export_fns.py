@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -102,10 +102,12 @@ def export_fails(source: str, out: str, failing_rank: int) -> tuple[str, str]:
     return error
 
 
-def export_into(source: str, out: str) -> dict[str, Any]:
-    """Load sharded as stored, and export unchanged."""
+def export_into(source: str, out: str) -> None:
+    """Load sharded as stored, and export unchanged: live, and from a checkpoint."""
     model, _ = sw.load_pretrained(source, _mesh())
-    return sw.export_hf(model, out).to_json()
+    sw.export_hf(model, f"{out}/live")
+    sw.save(sw.TrainState(model=model), f"{out}/checkpoint")
+    sw.export_hf(f"{out}/checkpoint", f"{out}/stored")
 
 
 def export_plain_module(out: str) -> dict[str, torch.Tensor]:
@@ -123,7 +125,7 @@ class Odd(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.lin = nn.Linear(7, 5)
-        self.half = nn.Parameter(torch.randn(3, 2).half(), requires_grad=False)
+        self.halves = nn.Parameter(torch.randn(3, 2).half(), requires_grad=False)
         self.codes = nn.Parameter(torch.arange(5), requires_grad=False)
         self.register_buffer("steps", torch.tensor(12))
         self.register_buffer("mask", torch.tensor([True, False, True]))
@@ -139,7 +141,8 @@ class Odd(nn.Module):
 
 
 class Packed(nn.Module):
-    """Linear layers of 38 rows for TP, and a gate/up weight whose two halves are cut each."""
+    """Linear layers of 38 rows for TP, a norm that TP leaves alone (so that it lies on ``mesh["dp"]`` only),
+    and a gate/up weight whose two halves are cut each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +162,8 @@ def packed_model(shape: tuple[int, int]) -> Packed:
     model = Packed()
     with torch.no_grad():
         model.gate_up.copy_(torch.arange(110).reshape(22, 5))
-    packed = distribute_tensor(model.gate_up.detach(), mesh["tp"], [_StridedShard(0, split_factor=2)])
+    placements = [Replicate(), _StridedShard(0, split_factor=2)]
+    packed = distribute_tensor(model.gate_up.detach(), mesh, placements, src_data_rank=None)
     model.gate_up = nn.Parameter(packed, requires_grad=False)
     parallelize_module(model, mesh["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
     fully_shard(model, mesh=mesh["dp"], ignored_params={model.gate_up})
@@ -187,6 +191,19 @@ def save_packed(path: str, shape: tuple[int, int]) -> dict[str, Any]:
         assert torch.equal(parameter._local_tensor, before[name]), name
     assert sw.digest(model) == digests
     return {"digests": digests, "boxes": _boxes(model)}
+
+
+def save_with_sliced_mesh(path: str) -> tuple[str, str]:
+    """A tensor that lies on other ranks for each rank: one manifest can't describe it."""
+    model = packed_model((2, 2))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    ranks = mesh["tp"].mesh.tolist()  # a mesh made by hand: nobody can tell that it has siblings
+    own = DeviceMesh("cpu", ranks, mesh_dim_names=("tp",), _init_backend=False)
+    sliced = DTensor.from_local(torch.zeros(11, 5), own, [Shard(0)], run_check=False)
+    model.gate_up = nn.Parameter(sliced, requires_grad=False)
+    error = failure(lambda: sw.save(sw.TrainState(model=model), path))
+    assert os.listdir(os.path.dirname(path)) == []
+    return error
 
 
 def restore_packed(path: str, shape: tuple[int, int] | None) -> dict[str, Any]:
@@ -264,5 +281,3 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
         return False
     as_bytes = [t.contiguous().reshape(-1).view(torch.uint8) for t in (found, expected)]
     return torch.equal(*as_bytes)
-
-

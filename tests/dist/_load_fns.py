@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardwise as sw
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardError, ShardwiseError
 from shardwise.layout.model import reshard
 from shardwise.proof.report import LoadReport
 from tests.models import Mixed, Plain, fill_with_noise, hub_model
@@ -236,14 +236,74 @@ def pretrained_on_every_rank_alone(directory: str) -> None:
     assert type(model) is type(ordinary)
 
 
-def moe_outcome(directory: str) -> tuple[str, str]:
-    """How loading a mixture of experts ends: ("loaded", "") or (error class, text)."""
+def pretrained_under_policies(directory: str) -> None:
+    """Whatever the policy says of wrapping, the values are those of the ordinary model."""
+    mesh = mesh_of((dist.get_world_size(),))
     ordinary = ordinary_model(directory)
+    for policy in (
+        sw.ShardPolicy(cpu_offload=True),
+        sw.ShardPolicy(reshard_after_forward=False),
+        sw.ShardPolicy(mixed_precision=MixedPrecisionPolicy(param_dtype=torch.float32)),
+        sw.ShardPolicy(placement=lambda p: Shard(1) if p.ndim == 2 and p.shape[1] % 2 == 0 else None),
+        sw.ShardPolicy(ignored=("*norm.weight", "lm_head.*")),
+        sw.ShardPolicy(block_classes=("Qwen3MLP",)),
+    ):
+        with nothing_else_changes():
+            model, _ = sw.load_pretrained(directory, mesh, policy=policy)
+        assert_same_whole(model, ordinary)
+        assert_same_shards(model, sw.shard(copy.deepcopy(ordinary), mesh, policy))
+        before = pointers(model)
+        torch.testing.assert_close(forward(model), forward(ordinary))
+        assert pointers(model) == before
+
+
+class TwoDtypes(nn.Module):
+    """One module with trainable parameters of two dtypes, beside a part that has one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.bfloat16)
+        self.scale = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.narrow(self.wide(x).to(torch.bfloat16)) * self.scale
+
+
+def several_dtypes() -> tuple[str, list[str]]:
+    """The refusal while one group would hold both; the groups once the odd one is left out."""
+    mesh = mesh_of((dist.get_world_size(),))
+    refusal = ""
     try:
-        check_pretrained(directory, ordinary, mesh_of((dist.get_world_size(),)))
-    except ShardwiseError as error:
-        return type(error).__name__, str(error)
-    return "loaded", ""
+        sw.shard(TwoDtypes(), mesh)
+    except ShardError as error:
+        refusal = str(error)
+    model = sw.shard(TwoDtypes(), mesh, sw.ShardPolicy(ignored=("scale",)))
+    model(torch.ones(2, 4)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    return refusal, [n for n, m in model.named_modules() if isinstance(m, FSDPModule)]
+
+
+def declared_by_class_and_caller(root: str) -> dict[str, Any]:
+    """What may be left over or missing in load_pretrained, and who says so; values of what is initialised."""
+    mesh = mesh_of((dist.get_world_size(),))
+    found: dict[str, Any] = {}
+    for kind in ("qwen3", "bert"):
+        model, report = sw.load_pretrained(f"{root}/{kind}-old", mesh)
+        assert_same_whole(model, ordinary_model(f"{root}/{kind}"))
+        found[kind] = [(d.name, d.declared_by) for d in report.unused]
+    model, report = sw.load_pretrained(
+        f"{root}/qwen3-other", mesh, key_mapping={"^renamed": "model.layers"}, unused=("score.*",)
+    )
+    assert_same_whole(model, ordinary_model(f"{root}/qwen3"))
+    found["caller"] = [(d.name, d.declared_by) for d in report.unused]
+    for seed in (0, 1):
+        with nothing_else_changes():
+            model, report = sw.load_pretrained(
+                f"{root}/qwen3-headless", mesh, init={"lm_head.*": "model"}, seed=seed
+            )
+        found[f"seed {seed}"] = whole(model.lm_head.weight).detach()
+        found["initialized"] = [(d.name, d.declared_by) for d in report.initialized]
+    return found
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -303,6 +363,42 @@ def plain_on_all_ranks(file: str) -> None:
         model = Plain()
     for target in (model, Plain()):
         check_in_place(target, file, ordinary)
+
+
+class Strided(nn.Module):
+    """Parameters and a buffer whose elements do not lie in order, one with gaps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = nn.Parameter(torch.arange(15.0).reshape(3, 5).t())
+        self.channels_last = nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last))
+        self.sliced = nn.Parameter(torch.randn(4, 10)[:, 1:4])
+        self.register_buffer("buffer", torch.arange(24).reshape(2, 3, 4).permute(2, 0, 1))
+
+
+def strides_stay(file: str) -> None:
+    """Memory that is not contiguous is filled where it lies."""
+    ordinary = strided_reference()
+    around = [torch.zeros(4, 10), torch.zeros(4, 10)]
+    target = Strided()
+    target.sliced.data = around[0][:, 1:4]
+    check_in_place(target, file, ordinary)
+    around[1][:, 1:4] = ordinary.sliced.detach()
+    assert torch.equal(*around), "what lies between the elements was written"
+    with sw.meta_init():
+        target = Strided()
+    sw.load(target, file)
+    for name, tensor in tensors_of(ordinary).items():
+        assert torch.equal(tensors_of(target)[name], tensor), name
+
+
+def strided_reference() -> nn.Module:
+    torch.manual_seed(2)
+    model = Strided()
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.mul_(-1)
+    return model
 
 
 def in_place_again(file: str) -> None:
@@ -511,6 +607,11 @@ def declared(directory: str) -> dict[str, Any]:
         report = sw.load(model, f"{directory}/less", init={"head.*": "model"})
     found["initialized"] = [(d.name, d.declared_by) for d in report.initialized]
     found["head"] = value(model, "head.weight")
+    assert model.steps.item() == reference.steps.item()
+    again = fresh()
+    report = sw.load(again, f"{directory}/no-buffer", init={"steps": "model"})
+    assert [(d.name, d.declared_by) for d in report.initialized] == [("steps", "caller")]
+    assert again.steps.item() == 5, "a buffer that is not stored has its value from construction"
     for name, parameter in reference.named_parameters():
         if not name.startswith("head."):
             assert torch.equal(bits(value(model, name)), bits(parameter)), name
@@ -586,6 +687,9 @@ def refused(directory: str) -> dict[str, dict[str, Any]]:
         for path in sorted(Path(directory).iterdir())
         if not path.name.startswith("ties")
     }
+    good = f"{directory}/ties-equal"
+    found["names-lost"] = outcome_of(build_plain, good, names={"no.such": "embed.weight"})
+    found["names-twice"] = outcome_of(build_plain, good, names=lambda n: n.replace("blocks.1.", "blocks.0."))
     found["ties-differ"] = outcome_of(build_plain, f"{directory}/ties-differ", payload=True)
     dist.barrier()
     return found

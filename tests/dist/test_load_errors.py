@@ -88,6 +88,16 @@ EXPECTED = {
         ["4 problems", "'blocks.0.down.weight'", "'head.bias'", "'left.over'", "[3, 8]", "[4, 4]"],
     ),
     "truncated": ("FormatError", ["truncated", "model.safetensors", "bytes"]),
+    "names-lost": ("PlanError", ["names=", "no.such", "ties-equal"]),
+    "names-twice": (
+        "PlanError",
+        [
+            "duplicated",
+            "'blocks.0.up.weight'",
+            "'blocks.1.up.weight'",
+            "missing: parameter 'blocks.1.up.weight'",
+        ],
+    ),
     "ties-differ": ("IntegrityError", ["'embed.weight'", "'head.weight'", "model.safetensors"]),
 }
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests import models
 from tests.dist import _load_fns as fns
@@ -56,23 +58,53 @@ def test_without_a_mesh(ranks: RankPool, directories: list[str]) -> None:
     ranks.run_ranks(2, fns.pretrained_on_every_rank_alone, directories[0])
 
 
+def test_under_every_policy(ranks: RankPool, directories: list[str]) -> None:
+    ranks.run_ranks(2, fns.pretrained_under_policies, directories[0])
+
+
 def test_renames_of_a_model_that_is_already_sharded(ranks: RankPool, directories: list[str]) -> None:
     (llava,) = [d for d in directories if Path(d).name.startswith("llava")]
     ranks.run_ranks(2, fns.renames_of_a_sharded_class, llava)
 
 
-# Turn over when the conversions of stored experts are supported: then it loads like the rest.
-MOE_OUTCOME = "UnsupportedConversionError"
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_experts_stored_one_by_one(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
+    """Three experts, stacked and concatenated from one stored tensor each; with 4 ranks one gets none."""
+    directories = []
+    for kind, dtype in (("mixtral", torch.float32), ("qwen3-moe", torch.bfloat16)):
+        directories.append(str(tmp_path / kind))
+        models.write_hub_directory(kind, tmp_path / kind, dtype)
+        assert len(load_file(tmp_path / kind / "model.safetensors")) > 30
+    ranks.run_ranks(world_size, fns.pretrained_equals_ordinary, directories)
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3-moe"])
-def test_experts_stored_one_by_one(ranks: RankPool, tmp_path: Path, kind: str) -> None:
-    models.write_hub_directory(kind, tmp_path, torch.float32)
-    outcomes = ranks.run_ranks(2, fns.moe_outcome, str(tmp_path))
-    assert [kind for kind, _ in outcomes] == [MOE_OUTCOME] * 2
-    assert len(set(outcomes)) == 1
-    if MOE_OUTCOME != "loaded":
-        text = outcomes[0][1]
-        for expert in range(3):
-            assert f".experts.{expert}." in text, text
-        assert "mlp.experts.gate_up_proj" in text
+def test_what_class_and_caller_declare(ranks: RankPool, tmp_path: Path) -> None:
+    stored = {}
+    for kind in ("qwen3", "bert"):
+        models.write_hub_directory(kind, tmp_path / kind, torch.float32)
+        stored[kind] = load_file(tmp_path / kind / "model.safetensors")
+
+    def variant(name: str, state: dict[str, torch.Tensor]) -> None:
+        shutil.copytree(tmp_path / name.partition("-")[0], tmp_path / name)
+        models.write_state(state, tmp_path / name)
+
+    frequencies, positions = "model.layers.0.self_attn.rotary_emb.inv_freq", "embeddings.position_ids"
+    variant("qwen3-old", stored["qwen3"] | {frequencies: torch.ones(3)})
+    variant("bert-old", stored["bert"] | {positions: torch.arange(33)[None] * 0})
+    renamed = {n.replace("model.layers.", "renamed."): t for n, t in stored["qwen3"].items()}
+    variant("qwen3-other", renamed | {"score.weight": torch.ones(2)})
+    variant("qwen3-headless", {n: t for n, t in stored["qwen3"].items() if n != "lm_head.weight"})
+    heads: dict[int, list[torch.Tensor]] = {0: [], 1: []}
+    for world_size in (2, 3):
+        for found in ranks.run_ranks(world_size, fns.declared_by_class_and_caller, str(tmp_path)):
+            assert [n for n, _ in found["qwen3"]] == [frequencies]
+            assert [n for n, _ in found["bert"]] == [positions]
+            assert all(who.startswith("model (") for _, who in (*found["qwen3"], *found["bert"])), found
+            assert found["caller"] == [("score.weight", "caller")]
+            assert found["initialized"] == [("lm_head.weight", "caller")]
+            for seed, values in heads.items():
+                values.append(found[f"seed {seed}"])
+    for values in heads.values():
+        assert all(torch.equal(v, values[0]) for v in values), "depends on the number of ranks"
+    assert not torch.equal(heads[0][0], heads[1][0])
+    assert 0.01 < heads[0][0].std() < 0.03, "not the model's own rule"

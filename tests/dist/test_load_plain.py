@@ -41,12 +41,25 @@ def test_not_sharded(ranks: RankPool, plain: tuple[str, str]) -> None:
     fns.plain_on_all_ranks(plain[0])  # without a process group too
 
 
+def test_strides_stay(ranks: RankPool, tmp_path: Path) -> None:
+    file = models.write_state(models.state_of(fns.strided_reference()), tmp_path)
+    ranks.run_ranks(2, fns.strides_stay, str(file))
+
+
 def test_a_real_model_twice_and_after_a_forward(ranks: RankPool, finite: str) -> None:
     ranks.run_ranks(2, fns.in_place_again, finite)
 
 
 def test_into_another_dtype(ranks: RankPool, finite: str) -> None:
     ranks.run_ranks(2, fns.cast_while_loading, finite)
+
+
+def test_parameters_of_several_dtypes(ranks: RankPool) -> None:
+    """FSDP2 runs no group of two dtypes: parts of another dtype get their own, and what can't is refused."""
+    for refusal, groups in ranks.run_ranks(2, fns.several_dtypes):
+        assert groups == ["", "narrow"]
+        for part in ("(root)", "torch.float32: wide.weight", "torch.bfloat16: scale", "ShardPolicy(ignored="):
+            assert part in refusal, refusal
 
 
 def test_sharded_on_dim_1(ranks: RankPool, plain: tuple[str, str]) -> None:
@@ -77,6 +90,7 @@ def test_what_the_caller_declares(ranks: RankPool, tmp_path: Path) -> None:
     extra = {"extra.a": torch.ones(2), "extra.b": torch.ones(3), "lonely": torch.tensor(1)}
     models.write_state(state | extra, tmp_path / "more")
     models.write_state({n: t for n, t in state.items() if not n.startswith("head.")}, tmp_path / "less")
+    models.write_state({n: t for n, t in state.items() if n != "steps"}, tmp_path / "no-buffer")
     outcomes = {world: ranks.run_ranks(world, fns.declared, str(tmp_path)) for world in (2, 3)}
     values = []
     for found in (found for outcome in outcomes.values() for found in outcome):

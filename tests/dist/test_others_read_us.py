@@ -6,7 +6,6 @@ The readers run in this process, which has no process group.
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,15 @@ import shardwise as sw
 from tests.dist import _export_fns as fns
 from tests.harness.pool import RankPool
 
+# torch's DCP reader announces that it works without a group, also below from_pretrained.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
 AUTO: dict[str, Any] = {"llama": transformers.LlamaForCausalLM, "gpt2": transformers.GPT2LMHeadModel}
 
 
 def _read_by_dcp(folder: Path, expected: dict[str, torch.Tensor]) -> None:
     state = {name: torch.full_like(value, -1) for name, value in expected.items()}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # what no_dist=True announces
-        dcp.load(state, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+    dcp.load(state, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     for name, value in expected.items():
         assert fns.same(state[name], value), name
 
@@ -82,3 +82,9 @@ def test_fsdp_and_tp_on_one_dim(ranks: RankPool, tmp_path: Path) -> None:
             assert found["digests"] == saved[0]["digests"], (world_size, shape)
     _read_files(path / "model", expected)
     _read_by_dcp(path / "model", expected)
+
+
+def test_mesh_that_differs_between_ranks_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+    for kind, text in ranks.run_ranks(4, fns.save_with_sliced_mesh, str(tmp_path / "checkpoint")):
+        assert kind == "StateError"
+        assert "gate_up" in text

@@ -73,10 +73,10 @@ def _value(step: int, line: int, k: int) -> float:
 def train(directory: Path, options: dict[str, Any]) -> None:
     """Resume, check, then save step after step until killed (or ``saves`` times). Writes events."""
     root = directory / "checkpoints"
-    events = (directory / f"events-{dist.get_rank()}").open("a", buffering=1)
 
     def event(kind: str, **facts: Any) -> None:
-        events.write(json.dumps({"kind": kind, "time": time.monotonic(), **facts}) + "\n")
+        with (directory / f"events-{dist.get_rank()}").open("a") as events:
+            events.write(json.dumps({"kind": kind, "time": time.monotonic(), **facts}) + "\n")
 
     io = sw.IOOptions(timeout_s=options.get("timeout_s", 60.0))
     run = Run(options.get("line", 0))
@@ -103,8 +103,8 @@ def train(directory: Path, options: dict[str, Any]) -> None:
     for k in range(options.get("saves", 10**6)):
         step += 1
         run.set_values(step)
-        if options.get("stop_together"):
-            dist.barrier()
+        if k == 0:
+            dist.barrier()  # so that an instant means about the same on every rank
         event("saving", step=step)
         try:
             if options.get("plain"):

@@ -6,4 +6,6 @@ import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "faults: kills processes at random instants; SHARDWISE_KILLS says how often")
+    config.addinivalue_line(
+        "markers", "faults: kills processes at random instants; SHARDWISE_KILLS says how often"
+    )

@@ -168,7 +168,7 @@ def test_killed_at_random_instants(victims: Victims, tmp_path: Path, who: str) -
         # Stratified: one instant in each of KILLS equal parts of a save and a little beyond.
         instant = (number + random_instants.random()) / KILLS * 1.1 * seconds
         killed = (0, 1) if who == "all ranks" else (number % 2,)
-        with victims.run(tmp_path, stop_together=True, **options) as ranks:
+        with victims.run(tmp_path, **options) as ranks:
             resumed = ranks.wait_for("resumed")
             check_resumed(resumed, expected)
             begun = ranks.wait_for("saving", killed[0])["time"]

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count, product
+from itertools import count, pairwise, product
 from pathlib import Path
 
 import pytest
@@ -59,7 +59,7 @@ def box_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 def grid(edges: Sequence[Sequence[int]]) -> list[Box]:
-    spans = [list(zip(e[:-1], e[1:], strict=True)) for e in edges]
+    spans = [list(pairwise(e)) for e in edges]
     boxes = [Box(tuple(a for a, _ in c), tuple(b for _, b in c)) for c in product(*spans)]
     return [b for b in boxes if b.numel]
 
@@ -97,7 +97,6 @@ class Held:
 
 def allocate(shape: Sequence[int], dtype: torch.dtype, how: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Memory full of ones bits, and a view of it: contiguous, transposed, or within padding on every side."""
-    ndim = len(shape)
     outer = (
         [n + 3 for n in shape] if how == "padded" else list(reversed(shape)) if how == "transposed" else shape
     )
@@ -105,7 +104,7 @@ def allocate(shape: Sequence[int], dtype: torch.dtype, how: str) -> tuple[torch.
     memory = torch.full((math.prod(outer) * size,), 1, dtype=torch.uint8)
     view = memory.view(dtype).reshape(tuple(outer))
     if how == "transposed":
-        return memory, view.permute(*reversed(range(ndim)))
+        return memory, view.permute(tuple(reversed(range(len(shape)))))
     if how == "padded":
         for dim, n in enumerate(shape):
             view = view.narrow(dim, 2, n)
@@ -141,11 +140,12 @@ def carry_out(plan: Plan, held: Held, limit_bytes: int | None) -> None:
     assert torch.equal(held.memory, held.expected)
     assert staging.peak_bytes <= staging.limit_bytes
     assert sum(progress) == reader.bytes_read
-    if plan.staging_bytes <= staging.limit_bytes:
+    spans = [t for t in plan.transfers if t.reads_whole_span and t.bytes_to_read > staging.limit_bytes]
+    if not spans:
         assert reader.bytes_read == plan.bytes_to_read
-    else:  # a span that is cut into parts is read without the gaps between them
-        assert held.wanted.local_nbytes <= reader.bytes_read or held.wanted.dtype != "F64"
-        assert reader.bytes_read <= plan.bytes_to_read
+    else:  # a span that staging can't hold is read in parts, without the gaps between them
+        gaps = sum(t.bytes_to_read - t.numel * itemsize(t.source_dtype) for t in spans)
+        assert plan.bytes_to_read - gaps <= reader.bytes_read <= plan.bytes_to_read
 
 
 sizes = st.lists(st.integers(0, 9), min_size=0, max_size=3).map(tuple)
@@ -405,8 +405,6 @@ def test_a_file_that_ends_too_early(tmp_path: Path) -> None:
             reader.read_into(str(path), 800, memoryview(buffer))
         with pytest.raises(SourceError, match=r"gone: can't be opened: No such file"):
             reader.read_into(str(tmp_path / "gone"), 0, memoryview(buffer))
-        with pytest.raises(SourceError, match="Invalid argument"):
-            reader.read_into(str(path), -1, memoryview(buffer))
 
 
 def test_files_are_opened_once_and_closed(tmp_path: Path) -> None:

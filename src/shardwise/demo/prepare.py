@@ -67,10 +67,11 @@ def prepare_model(directory: Path) -> Prepared:
         )
     catalog = open_catalog(directory)
     try:
-        tokens = load_tokenizer(str(directory))("First line of a docstring")["input_ids"]
+        tokenizer = load_tokenizer(str(directory))
+        tokens = set(tokenizer("First line of a docstring")["input_ids"])
     except Exception as error:  # tokenizers raise whatever their parts do
         raise SourceError(f"no tokenizer that transformers can load: {error}", path=str(directory)) from error
-    if not tokens:  # without its files, transformers makes one that knows no word
+    if tokens <= set(tokenizer.all_special_ids):  # without files, transformers makes one that knows no word
         raise SourceError("no tokenizer files, or none that fit the config's model type", path=str(directory))
     try:
         base = build_meta(directory, catalog, dtype=torch.float32, auto_class=transformers.AutoModel)

@@ -79,7 +79,7 @@ def run_demo(
     """Fine-tune a model on ``nproc`` ranks, kill one in a save, go on with ``nproc + 1``, export and use it.
 
     Returns the report, which ``out/report.json`` holds too; ``out/loss.png`` shows the loss across the crash,
-    if matplotlib is installed. About two minutes on two cores.
+    if matplotlib is installed. One to two minutes on two cores.
 
     Args:
         out: a new directory, or one of a former demo, which is cleared first.

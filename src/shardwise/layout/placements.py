@@ -168,14 +168,23 @@ def geometry_of(tensor: torch.Tensor, *, world_size: int, fsdp_order: bool = Tru
 
     ``fsdp_order=False`` reads ``_StridedShard`` as ``distribute_tensor`` applies it (left to right)
     instead of as ``fully_shard`` does (TP first); the two differ for uneven sizes only.
+
+    A mesh that was sliced from a larger one (``mesh["dp"]`` of ``("dp", "tp")``) is another one on each rank.
+    The geometry holds all of these, as replicas on a leading axis, so that it is the same on every rank.
     """
     from torch.distributed.tensor import DTensor
 
+    from .._compat import sibling_meshes
+
     if not isinstance(tensor, DTensor):
         return Geometry((world_size,), ("world",), (Cut("replicate"),), tuple(range(world_size)))
-    mesh, ranks = tensor.device_mesh, tensor.device_mesh.mesh
+    mesh, ranks = tensor.device_mesh, sibling_meshes(tensor.device_mesh)
     names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
     cuts = tuple(_cut_of(p, tensor.ndim) for p in tensor.placements)
+    if ranks.shape[0] == 1:
+        ranks = ranks[0]
+    else:
+        names, cuts = ("siblings", *names), (Cut("replicate"), *cuts)
     return Geometry(tuple(ranks.shape), tuple(names), cuts, tuple(ranks.flatten().tolist()), fsdp_order)
 
 
@@ -207,7 +216,7 @@ def local_boxes(
         box = whole(tensor.shape)
         return (LocalBox(box, box.start),) if box.numel else ()
     geometry = geometry_of(tensor, world_size=dist.get_world_size(), fsdp_order=fsdp_order)
-    coordinate = tensor.device_mesh.get_coordinate()
+    coordinate = geometry.coordinate(dist.get_rank())
     boxes = cut_boxes(tensor.shape, geometry, coordinate) if coordinate is not None else ()
     check_local_shape(tuple(tensor.shape), boxes, tuple(tensor._local_tensor.shape), name, tensor.placements)
     return boxes

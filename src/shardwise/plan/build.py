@@ -30,8 +30,8 @@ def build_plan(catalog: Catalog, layout: Layout, matched: Matched, io: IOOptions
             continue
         for tile in recipe.tiles:
             transfers += transfers_of(tile, wanted, catalog.tensors)
-        for copy in recipe.copies:
-            checks += transfers_of(copy, wanted, catalog.tensors)
+        for tile in (t for copy in recipe.copies for t in copy):
+            checks += transfers_of(tile, wanted, catalog.tensors)
     transfers.sort(key=lambda t: (t.path, t.offset_bytes))
     checks.sort(key=lambda t: (t.path, t.offset_bytes))
     return Plan(

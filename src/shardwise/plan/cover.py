@@ -27,7 +27,7 @@ def prove_cover(catalog: Catalog, layout: Layout, matched: Matched) -> None:
         if recipe is not None:
             problems += cover_problems(wanted, recipe.tiles, catalog)
             for copy in recipe.copies:
-                problems += cover_problems(wanted, (copy,), catalog)
+                problems += cover_problems(wanted, copy, catalog)
     if problems:
         raise PlanError(
             f"{catalog.root} can't fill this model completely: {len(problems)} problems", tuple(problems)

@@ -26,7 +26,7 @@ __all__ = [
     "hub_rules",
     "is_transformers_model",
     "meta_instance",
-    "reverse_names",
+    "reverse_tiles",
 ]
 
 

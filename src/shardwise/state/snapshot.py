@@ -14,6 +14,7 @@ from ..catalog.checkpoint import packed_name, replicated
 from ..catalog.slices import SliceTensor, assign_owners
 from ..dtypes import code_of
 from ..layout.model import geometries_of, local_tensor, reshard, world_size
+from ..layout.placements import Geometry
 from ..names import NamedTensor, named_tensors
 from ..proof.digest import partial_sum
 from ..recipe.transformers import is_transformers_model
@@ -143,6 +144,18 @@ def piece_hash(piece: Encoded) -> str:
         tensor = piece.tensors[key].detach().cpu().contiguous()
         total.update(f"{key}{tensor.dtype}{tuple(tensor.shape)}".encode())
         total.update(tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b"")
+    return total.hexdigest()
+
+
+def layout_hash(snapshot: Snapshot) -> str:
+    """Hash of which tensors are stored and how they lie on ranks; one manifest can only describe one layout."""
+    geometries: dict[Geometry, int] = {}
+    total = xxhash.xxh3_64()
+    for live in (*snapshot.model, *snapshot.optimizer):
+        t = live.stored
+        index = geometries.setdefault(t.geometry, len(geometries))
+        total.update(repr((t.name, t.dtype, t.shape, index)).encode())
+    total.update(repr(list(geometries)).encode())
     return total.hexdigest()
 
 

@@ -23,7 +23,15 @@ from ..layout.model import local_tensor
 from ..layout.placements import Geometry
 from ..proof.digest import finish, partial_sum
 from ..recipe.record import recall
-from ..state.snapshot import COMPARED_ONLY, Live, Snapshot, piece_hash, plain_sums, take_snapshot
+from ..state.snapshot import (
+    COMPARED_ONLY,
+    Live,
+    Snapshot,
+    layout_hash,
+    piece_hash,
+    plain_sums,
+    take_snapshot,
+)
 from ..state.train_state import TrainState
 from ..state.typed_json import Encoded, encode
 from .companions import write_companions
@@ -31,6 +39,10 @@ from .publish import commit, make_temporary
 from .write import write_file, write_slices
 
 __all__ = ["Lineage", "SaveReport", "software_versions", "write_checkpoint"]
+
+
+#: Compared between ranks beside the documents: how the tensors lie on ranks.
+_LAYOUT = "layout"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +101,7 @@ def _split_pieces(snapshot: Snapshot, ranks: Ranks) -> tuple[dict[str, Encoded],
     """
     with ranks.agree("compare state"):
         hashes = {name: piece_hash(piece) for name, piece in snapshot.pieces.items()}
+        hashes[_LAYOUT] = layout_hash(snapshot)
         sums = plain_sums(snapshot) if ranks.world_size > 1 else {}
     gathered = ranks.gather("state hashes", json.dumps([hashes, sums]).encode())
     verdict = ranks.share("state that differs", _differing(gathered) if gathered is not None else None)
@@ -113,6 +126,16 @@ def _differing(gathered: Sequence[bytes]) -> bytes:
 
 
 def _refuse_differing(snapshot: Snapshot, differing: Iterable[str]) -> None:
+    if _LAYOUT in differing:
+        every = max(len(v.stored.geometry.ranks) for v in snapshot.model)
+        parts = [v.stored.name for v in snapshot.model if len(v.stored.geometry.ranks) < every]
+        raise StateError(
+            "ranks do not describe the same tensors: their names, shapes, dtypes, meshes or optimizer states "
+            "differ between ranks"
+            + (f"; on meshes of some of the ranks lie {', '.join(parts[:10])}" if parts else "")
+            + ". Every rank must hold the same model, and a tensor's mesh must be the same one on every rank "
+            "(say Replicate() on its further axes instead of slicing the mesh)"
+        )
     parameters = {t.name for t in snapshot.named if t.kind == "parameter"}
     bad = [n for n in differing if n in parameters]
     bad += [n for n in differing if n in ("step", "optimizer", COMPARED_ONLY)]
