@@ -232,7 +232,7 @@ def _set(value: Any, path: Path_, new: int) -> None:
 _LAYERS = re.compile(
     r"^(num_hidden_layers|n_layers?|num_layers|layers|depth|(.*_)?(encoder|decoder)_layers|(.*_)?num_layers"
     r"|num_(encoder|decoder|hidden|coarse|fine|local|text|temporal|spatial|feature|conv|mamba)_(hidden_)?layers"
-    r"|num_.*_layers|.*_num_layers|.*_depth|num_blocks|num_hidden_blocks)$"
+    r"|num_.*_layers|.*_num_layers|num_layers_.*|.*_depth|num_blocks|num_hidden_blocks)$"
 )
 _NOT_LAYERS = re.compile(
     r"feat_extract|kv_shared|nextn|num_mtp|num_lstm|adapter_layers|residual_layers|upsampl|downsampl|max_depth"
@@ -292,6 +292,8 @@ def _number(name: str, value: int, factor: int | None, layers: bool) -> int:
         return value
     if _TOKEN.search(name):
         return value if value < 90 else 40 + zlib.crc32(name.encode()) % 50
+    if name == "codebook_size" or name == "num_embeddings":
+        return min(value, 64)
     if _VOCAB.search(name):
         return min(value, 101)
     if _LAYERS.search(name) and not _NOT_LAYERS.search(name):

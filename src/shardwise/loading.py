@@ -19,7 +19,7 @@ from .errors import IntegrityError, PlanError
 from .layout.model import layout_of, local_tensor, reshard
 from .names import named_tensors
 from .place.copy import Destination, Staging, compare, execute
-from .place.initialize import initialize
+from .place.initialize import check_rules, initialize
 from .place.materialize import materialize
 from .place.meta_init import forget_meta_buffers
 from .plan import IOOptions, Plan, build_plan
@@ -95,6 +95,9 @@ def fill(
     reshard(model)
     with ranks.agree("plan the load"):
         plan = plan_load(model, catalog, rules, io=io)
+        new = _parameters_of(plan.initialized, plan)
+        if new:
+            check_rules(model, new)
     ranks.all_equal("plan the load", _fingerprint(plan), lambda _: _describe(plan))
     planned = time.perf_counter()
     with ranks.agree("read"), FileReader(ranks.tick) as reader:
@@ -103,7 +106,6 @@ def fill(
         staging = Staging(io, plan.staging_bytes)
         execute(plan.transfers, reader, destination, staging)
         compare(plan.checks, reader, destination, staging)
-        new = _parameters_of(plan.initialized, plan)
         if new:
             initialize(model, seed, names=new)
     forget_meta_buffers(model)

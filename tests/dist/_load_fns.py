@@ -264,9 +264,10 @@ class TwoDtypes(nn.Module):
         super().__init__()
         self.wide, self.narrow = nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.bfloat16)
         self.scale = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+        self.shift = nn.Parameter(torch.ones(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.narrow(self.wide(x).to(torch.bfloat16)) * self.scale
+        return self.narrow((self.wide(x) + self.shift).to(torch.bfloat16)) * self.scale
 
 
 def several_dtypes() -> tuple[str, list[str]]:

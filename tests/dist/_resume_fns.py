@@ -343,7 +343,9 @@ def resumed_in_mid_epoch(root: str, workers: int) -> list[list[int]]:
     assert_same_bits(bits(second), last)
     assert draws() == drawn
     ids = [row[2] for row in begun + expected]
-    assert sorted(i for batch in ids[:9] for i in batch) == list(range(34)), "a sample was repeated or skipped"
+    assert sorted(i for batch in ids[:9] for i in batch) == list(range(34)), (
+        "a sample was repeated or skipped"
+    )
     return ids
 
 

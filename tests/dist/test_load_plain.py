@@ -58,7 +58,7 @@ def test_parameters_of_several_dtypes(ranks: RankPool) -> None:
     """FSDP2 runs no group of two dtypes: parts of another dtype get their own, and what can't is refused."""
     for refusal, groups in ranks.run_ranks(2, fns.several_dtypes):
         assert groups == ["", "narrow"]
-        for part in ("(root)", "torch.float32: wide.weight", "torch.bfloat16: scale", "ShardPolicy(ignored="):
+        for part in ("(root)", "torch.float32: shift", "torch.bfloat16: scale", "ShardPolicy(ignored="):
             assert part in refusal, refusal
 
 

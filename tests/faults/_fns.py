@@ -103,9 +103,9 @@ def train(directory: Path, options: dict[str, Any]) -> None:
     for k in range(options.get("saves", 10**6)):
         step += 1
         run.set_values(step)
-        if k == 0:
+        if k < 2:
             dist.barrier()  # so that an instant means about the same on every rank
-        event("saving", step=step)
+        event("saving", step=step, number=k)
         try:
             if options.get("plain"):
                 sw.save(run.state, root / f"step-{step:08d}", step=step, io=io)

@@ -437,14 +437,13 @@ def check_damaged(path: Path, good: bytes, damaged: bytes) -> None:
     """Refused as a bad source; or, where damage hit only names or free text, each byte still has one owner."""
     path.write_bytes(damaged)
     try:
-        header = read_header(str(path))
-        catalog = catalog_of_safetensors(path)
-    except SourceError as refusal:
-        text = str(refusal)
+        header, catalog = read_header(str(path)), catalog_of_safetensors(path)
+    except SourceError as error:
+        refusal = str(error)
     else:
-        text = ""
-    assert not text or str(path.parent) in text
-    if text:
+        refusal = ""
+    if refusal:
+        assert str(path.parent) in refusal
         return
     spans = sorted((e.offset_bytes, e.offset_bytes + e.nbytes) for e in header.entries.values())
     ends = [header.payload_start, *(stop for _, stop in spans)]

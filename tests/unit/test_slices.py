@@ -48,6 +48,7 @@ from shardwise.store.write import write_slices
 PLAIN = Geometry((4,), ("world",), (Cut("replicate"),), (0, 1, 2, 3))
 FSDP = Geometry((4,), ("dp",), (Cut("shard", 0),), (0, 1, 2, 3))
 HSDP = Geometry((2, 2), ("rep", "dp"), (Cut("replicate"), Cut("shard", 0)), (0, 1, 2, 3))
+PACKED = Geometry((2,), ("tp",), (Cut("strided", 0, 2),), (0, 1))
 STRIDED = Geometry((2, 2), ("dp", "tp"), (Cut("strided", 0, 2), Cut("shard", 0)), (0, 1, 2, 3), False)
 
 
@@ -160,10 +161,10 @@ def test_files_of_all_ranks_hold_everything_once(tensors: list[SliceTensor]) -> 
 
 
 def test_several_boxes_go_to_several_files() -> None:
-    tensor = SliceTensor("w", "F32", (10, 3), STRIDED)
-    boxes = cut_boxes(tensor.shape, STRIDED, (1, 0))
-    assert len(boxes) == 2
-    files = rank_files([tensor, SliceTensor("v", "F64", (4,), FSDP)], 2)
+    tensor = SliceTensor("w", "F32", (10, 3), PACKED)
+    boxes = cut_boxes(tensor.shape, PACKED, (1,))
+    assert [b.box.start for b in boxes] == [(3, 0), (8, 0)]
+    files = rank_files([tensor, SliceTensor("v", "F64", (4,), FSDP)], 1)
     assert [[s.tensor.name for s in f] for f in files] == [["v", "w"], ["w"]]
     assert [f[-1].held for f in files] == list(boxes)
     assert [s.offset_bytes for s in files[0]] == [0, 8]
@@ -238,13 +239,13 @@ def test_the_reader_of_torch_takes_the_offsets() -> None:
 def manifest() -> Manifest:
     entries = {
         "embed": TensorEntry(
-            "BF16", (10, 4), 0, 2**64 - 1, aliases=("head", "nämlich"), stored_aliases=("head",)
+            "BF16", (10, 4), 2, 2**64 - 1, aliases=("head", "nämlich"), stored_aliases=("head",)
         ),
         "step": TensorEntry("I64", (), 1, 0, owner=3, kind="buffer"),
         "norm": TensorEntry(
             "F32",
             (10,),
-            2,
+            3,
             77,
             states={
                 "optimizer": {
@@ -264,7 +265,7 @@ def manifest() -> Manifest:
         parent_step=None,
         world_size=4,
         seed=2**63 - 1,
-        geometries=(FSDP, PLAIN, STRIDED),
+        geometries=(FSDP, PLAIN, STRIDED, HSDP),
         models={"model": entries},
         packed={"optimizer": {"step.F32": Packed("F32", 5, 99, 2)}},
         files=files,
@@ -318,7 +319,7 @@ def test_no_flipped_byte_goes_unseen(folder: Path, place: int, flip: int) -> Non
 
 def test_each_truncation_is_seen(folder: Path) -> None:
     good = manifest().to_text().encode()
-    for length in range(len(good)):
+    for length in range(0, len(good), 5):
         with pytest.raises(FormatError):
             read_manifest(write_manifest(folder, good[:length]))
 
@@ -348,6 +349,15 @@ def test_another_version_is_said_to_be_one(tmp_path: Path, change: dict[str, Any
 def test_what_is_no_manifest(tmp_path: Path, text: str) -> None:
     with pytest.raises(FormatError, match=r"manifest.json: (not a checkpoint manifest|format is)"):
         read_manifest(write_manifest(tmp_path, text))
+
+
+def test_deep_nesting(folder: Path) -> None:
+    """Also at the depths at which reading just succeeds and writing the canonical text would not."""
+    for depth in (*range(900, 1010), 100_000):
+        nested = "[" * depth + "]" * depth
+        text = f'{{"format":"shardwise-checkpoint","version":1,"xxh3":"0","x":{nested}}}'
+        with pytest.raises((FormatError, IntegrityError), match=r"manifest\.json"):
+            read_manifest(write_manifest(folder, text))
 
 
 def test_no_manifest_at_all(tmp_path: Path) -> None:

@@ -7,13 +7,16 @@ of everything else in it.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from reprlib import repr as brief
 from typing import Any
 
 import xxhash
 
+from ..dtypes import ITEMSIZE
 from ..errors import FormatError, IntegrityError, SourceError
 from ..layout.placements import RULE_VERSION, Cut, Geometry
 
@@ -179,15 +182,16 @@ def read_manifest(root: str | os.PathLike[str]) -> Manifest:
     try:
         document = json.loads(raw)
         if document["format"] != FORMAT:
-            raise FormatError(f"format is {document['format']!r}, expected {FORMAT!r}", path=path)
+            raise FormatError(f"format is {brief(document['format'])}, expected {FORMAT!r}", path=path)
+        checksum = _checksum(document)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FormatError(f"not a checkpoint manifest ({error!r})", path=path) from error
     if document.get("version") != VERSION:
         raise FormatError(
-            f"format version {document.get('version')!r}, this release reads {VERSION}; update shardwise",
+            f"format version {brief(document.get('version'))}, this release reads {VERSION}; update shardwise",
             path=path,
         )
-    if _checksum(document) != document.get("xxh3"):
+    if checksum != document.get("xxh3"):
         raise IntegrityError("its checksum does not match its content: damaged", path=path)
     try:
         return _from_document(document)
@@ -195,57 +199,130 @@ def read_manifest(root: str | os.PathLike[str]) -> Manifest:
         raise FormatError(f"malformed manifest ({error!r})", path=path) from error
 
 
+# What follows trusts no value: a right checksum only says that nobody changed the text by accident.
+
+
 def _from_document(d: dict[str, Any]) -> Manifest:
+    world_size = _count(d["world_size"], 1, _MAX_RANKS)
+    geometries = tuple(_geometry(g, world_size) for g in d["geometries"])
+    packed = {o: {n: _packed(p, world_size) for n, p in ps.items()} for o, ps in d["packed"].items()}
     return Manifest(
-        step=int(d["step"]),
-        run_id=str(d["run_id"]),
-        parent_step=d["parent_step"],
-        world_size=int(d["world_size"]),
-        seed=int(d["seed"]),
-        geometries=tuple(_geometry(g) for g in d["geometries"]),
-        models={m: {n: _tensor(t) for n, t in ts.items()} for m, ts in d["models"].items()},
-        packed={
-            o: {
-                n: Packed(p["dtype"], p["count"], int(p["digest"], 16), p.get("owner", 0))
-                for n, p in ps.items()
-            }
-            for o, ps in d["packed"].items()
+        step=_count(d["step"]),
+        run_id=_text(d["run_id"]),
+        parent_step=None if d["parent_step"] is None else _count(d["parent_step"]),
+        world_size=world_size,
+        seed=_count(d["seed"], 0, 2**64),
+        geometries=geometries,
+        models={
+            m: {n: _tensor(t, geometries, packed) for n, t in ts.items()} for m, ts in d["models"].items()
         },
+        packed=packed,
         files={n: _file(n, f) for n, f in d["files"].items()},
-        software=d["software"],
-        hub_tensors={m: {n: tuple(s) for n, s in ts.items()} for m, ts in d["hub_tensors"].items()},
+        software={_text(k): _text(v) for k, v in d["software"].items()},
+        hub_tensors={m: {n: _counts(s) for n, s in ts.items()} for m, ts in d["hub_tensors"].items()},
     )
 
 
-def _geometry(g: dict[str, Any]) -> Geometry:
+_MAX_RANKS = 2**20
+_MAX_DIMS = 64
+_MAX_SPLIT_FACTOR = 2**16
+
+
+def _count(value: Any, low: int = 0, high: int = 2**62) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ValueError(f"{brief(value)} is not a number from {low} to {high}")
+    return value
+
+
+def _counts(value: Any, low: int = 0) -> tuple[int, ...]:
+    if not isinstance(value, list) or len(value) > _MAX_RANKS:
+        raise ValueError(f"{brief(value)} is not a list of numbers")
+    return tuple(_count(n, low) for n in value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{brief(value)} is not text")
+    return value
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list):
+        raise ValueError(f"{brief(value)} is not a list of text")
+    return tuple(map(_text, value))
+
+
+def _digest(value: Any) -> int:
+    return _count(int(_text(value), 16), 0, 2**64 - 1)
+
+
+def _dtype(value: Any) -> str:
+    if _text(value) not in ITEMSIZE:
+        raise ValueError(f"unknown stored dtype {brief(value)}")
+    return str(value)
+
+
+def _geometry(g: dict[str, Any], world_size: int) -> Geometry:
     if g["rule"] != RULE_VERSION:
-        raise ValueError(f"cutting rule {g['rule']}, this release knows {RULE_VERSION}")
-    cuts = tuple(Cut(kind, dim, factor) for kind, dim, factor in g["cuts"])
-    return Geometry(tuple(g["axis_sizes"]), tuple(g["axis_names"]), cuts, tuple(g["ranks"]), g["fsdp_order"])
+        raise ValueError(f"cutting rule {brief(g['rule'])}, this release knows {RULE_VERSION}")
+    sizes, names, ranks = _counts(g["axis_sizes"], 1), _texts(g["axis_names"]), _counts(g["ranks"])
+    cuts = tuple(_cut(kind, dim, factor) for kind, dim, factor in g["cuts"])
+    if not len(sizes) == len(names) == len(cuts) <= _MAX_DIMS:
+        raise ValueError(f"a geometry of {len(sizes)} sizes, {len(names)} names and {len(cuts)} cuts")
+    if math.prod(sizes) != len(ranks) or len(set(ranks)) != len(ranks) or max(ranks) >= world_size:
+        raise ValueError(f"axes of {brief(sizes)} do not hold ranks {brief(ranks)} of {world_size}")
+    if not isinstance(g["fsdp_order"], bool):
+        raise ValueError(f"fsdp_order is {brief(g['fsdp_order'])}")
+    return Geometry(sizes, names, cuts, ranks, g["fsdp_order"])
 
 
-def _tensor(t: dict[str, Any]) -> TensorEntry:
+def _cut(kind: Any, dim: Any, factor: Any) -> Cut:
+    if kind not in ("replicate", "shard", "strided"):
+        raise ValueError(f"unknown kind of cut {brief(kind)}")
+    return Cut(kind, _count(dim, 0, _MAX_DIMS), _count(factor, 1, _MAX_SPLIT_FACTOR))
+
+
+def _tensor(
+    t: dict[str, Any], geometries: tuple[Geometry, ...], packed: Mapping[str, Mapping[str, Packed]]
+) -> TensorEntry:
+    shape, index = _counts(t["shape"]), _count(t["geometry"], 0, len(geometries) - 1)
+    cuts = geometries[index].cuts
+    if len(shape) > _MAX_DIMS or any(c.kind != "replicate" and c.dim >= len(shape) for c in cuts):
+        raise ValueError(f"shape {brief(shape)} has not the dims that {brief(cuts)} cut")
+    axes = zip(geometries[index].axis_sizes, cuts, strict=True)
+    replicas = math.prod(n for n, c in axes if c.kind == "replicate")
     return TensorEntry(
-        dtype=t["dtype"],
-        shape=tuple(t["shape"]),
-        geometry=t["geometry"],
-        digest=int(t["digest"], 16),
-        owner=t.get("owner", 0),
-        kind=t.get("kind", "parameter"),
-        aliases=tuple(t.get("aliases", ())),
-        stored_aliases=tuple(t.get("stored_aliases", ())),
-        states={o: {s: _state(e) for s, e in states.items()} for o, states in t.get("states", {}).items()},
+        dtype=_dtype(t["dtype"]),
+        shape=shape,
+        geometry=index,
+        digest=_digest(t["digest"]),
+        owner=_count(t.get("owner", 0), 0, replicas - 1),
+        kind=_text(t.get("kind", "parameter")),
+        aliases=_texts(t.get("aliases", [])),
+        stored_aliases=_texts(t.get("stored_aliases", [])),
+        states={
+            o: {s: _state(e, replicas, packed.get(o, {})) for s, e in states.items()}
+            for o, states in t.get("states", {}).items()
+        },
     )
 
 
-def _state(e: dict[str, Any]) -> StateEntry:
-    return StateEntry(
-        e["dtype"], int(e.get("digest", "0"), 16), e.get("owner", 0), e.get("packed"), e.get("index", 0)
-    )
+def _state(e: dict[str, Any], replicas: int, packed: Mapping[str, Packed]) -> StateEntry:
+    dtype = _dtype(e["dtype"])
+    if e.get("packed") is not None:
+        index = _count(e["index"], 0, packed[_text(e["packed"])].count - 1)
+        return StateEntry(dtype, packed=e["packed"], index=index)
+    return StateEntry(dtype, _digest(e["digest"]), _count(e.get("owner", 0), 0, replicas - 1))
+
+
+def _packed(p: dict[str, Any], world_size: int) -> Packed:
+    owner = _count(p.get("owner", 0), 0, world_size - 1)
+    return Packed(_dtype(p["dtype"]), _count(p["count"]), _digest(p["digest"]), owner)
 
 
 def _file(name: str, f: dict[str, Any]) -> FileEntry:
-    parts = name.split("/")
-    if name.startswith("/") or ".." in parts or "" in parts or "\\" in name:
+    if {"", ".", ".."} & set(name.split("/")) or "\\" in name or b"\0" in os.fsencode(name):
         raise ValueError(f"file name {name!r} leaves the checkpoint directory")
-    return FileEntry(f["nbytes"], f["header_bytes"], f["header_xxh3"], tuple(f.get("blocks", ())))
+    nbytes = _count(f["nbytes"])
+    header = _count(f["header_bytes"], 0, nbytes)
+    return FileEntry(nbytes, header, _text(f["header_xxh3"]), _texts(f.get("blocks", [])))

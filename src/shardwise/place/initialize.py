@@ -22,7 +22,7 @@ from ..names import NamedTensor, canonical_name, named_tensors
 from .meta_init import preserve_rng
 from .rules import Rule, Template, build_template, copy_template, is_transformers_model, rules_of
 
-__all__ = ["initialize"]
+__all__ = ["check_rules", "initialize"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,11 @@ def initialize(
         for job in jobs:
             _run(job, seed, live, managed)
     return tuple(t.name for t in wanted)
+
+
+def check_rules(model: nn.Module, names: Iterable[str]) -> None:
+    """Raise the :class:`PlanError` that :func:`initialize` would raise for these names. Writes nothing."""
+    _plan(model, _wanted(model, tuple(names)))
 
 
 def _wanted(model: nn.Module, patterns: tuple[str, ...] | None) -> tuple[NamedTensor, ...]:

@@ -123,6 +123,17 @@ class Plan:
         return sum(t.bytes_to_read for t in (*self.transfers, *self.checks))
 
     @property
+    def init_staging_bytes(self) -> int:
+        """Host memory that initialising takes: the largest module's own new tensors, whole, one module at a time."""
+        new = {d.name for d in self.initialized}
+        by_module: dict[str, int] = {}
+        for w in self.wanted:
+            if w.name in new:
+                module = w.name.rpartition(".")[0]
+                by_module[module] = by_module.get(module, 0) + w.nbytes
+        return max(by_module.values(), default=0)
+
+    @property
     def local_nbytes(self) -> int:
         """Bytes of this rank's shards."""
         return sum(w.local_nbytes for w in self.wanted)
