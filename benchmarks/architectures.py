@@ -28,15 +28,15 @@ import shardwise as sw
 
 __all__ = ["Architecture", "Tiny", "architectures", "fill_distinct", "tiny", "write_checkpoint"]
 
-#: Auto mappings, best class first: heads and generation before the bare model.
+#: Auto mappings, best class first: whole models before their text part, heads before the bare model.
 _TASKS = (
-    "CAUSAL_LM",
     "IMAGE_TEXT_TO_TEXT",
     "MULTIMODAL_LM",
+    "TEXT_TO_WAVEFORM",
+    "CAUSAL_LM",
     "SPEECH_SEQ_2_SEQ",
     "SEQ_TO_SEQ_CAUSAL_LM",
     "MASKED_LM",
-    "TEXT_TO_WAVEFORM",
     "TEXT_TO_SPECTROGRAM",
     "CTC",
     "RNNT",
@@ -77,7 +77,7 @@ _TASKS = (
 )
 
 #: A model of more parameters is not tiny; above this the architecture counts as one that can't be built small.
-LIMIT = 6_000_000
+LIMIT = 6_500_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,8 @@ def tiny(architecture: Architecture) -> Tiny:
 def _config_class(architecture: Architecture) -> Any:
     from transformers import CONFIG_MAPPING
 
-    return CONFIG_MAPPING[architecture.model_type]
+    # A class for a part of a model takes that part's config.
+    return architecture.model_class.config_class or CONFIG_MAPPING[architecture.model_type]
 
 
 def _default(config_class: Any, model_type: str) -> dict[str, Any]:
@@ -254,7 +255,7 @@ _NOT_DIM = re.compile(
 _VOCAB = re.compile(r"vocab_size|^vocab|_vocab$|codebook_size|num_embeddings|ngram_vocab|num_codevectors")
 _TOKEN = re.compile(r"(_id|_ids|_token|token_index|_tokens?_idx|_index)$")
 _EXPERTS = re.compile(r"^(moe_)?(n|num)_(routed_|local_)?experts$|num_experts$|^n_routed|num_local_experts")
-_CHOSEN = re.compile(r"experts?_per_tok|top_?k$|moe_topk|topk_experts|router_top|_top_k_experts|moe_k$")
+_CHOSEN = re.compile(r"experts?_per_tok|^top_?k$|moe_top_?k|topk_experts|router_top|_top_k_experts|moe_k$|expert_top_?k")
 _RANK = re.compile(r"(_|^)rank$|lora_(rank|r|dim)|_lora$|low_rank_dim|_rank_")
 _POSITIONS = re.compile(r"max_.*position|n_positions|n_ctx|max_sequence_length|max_seq_len|max_pos|context_length|num_position_embeddings|^block_size$|max_relative")
 
@@ -270,7 +271,7 @@ def _shrunk(fields: Mapping[str, Any], way: str) -> dict[str, Any]:
     layers = _cut_layers(fields)
     for name, value in fields.items():
         if isinstance(value, dict):
-            if name not in ("id2label", "label2id", "rope_parameters", "rope_scaling"):
+            if name not in _LEFT and all(isinstance(key, str) for key in value):
                 fields[name] = _shrunk(value, way)
         elif isinstance(value, bool) or value is None:
             continue
@@ -300,6 +301,10 @@ def _number(name: str, value: int, factor: int | None, layers: bool) -> int:
         return value if layers and name in _COUNTS else min(value, 2)
     if name == "first_k_dense_replace":
         return 1
+    if name == "num_kv_shared_layers":
+        return 0
+    if name == "context_size":
+        return min(value, 32)
     if _EXPERTS.search(name):
         return min(value, 4)
     if _CHOSEN.search(name):
@@ -312,6 +317,8 @@ def _number(name: str, value: int, factor: int | None, layers: bool) -> int:
         return min(value, 64)
     if _RANK.search(name):
         return min(value, 8)
+    if name == "upsample_groups":  # a group for each channel
+        return _number("hidden_size", value, factor, layers)
     if factor is not None:
         return _scaled(name, value, factor)
     if _KV_HEADS.search(name):
@@ -345,6 +352,8 @@ def _listed(name: str, value: int, factor: int | None) -> int:
     return value
 
 
+_LEFT = ("id2label", "label2id", "rope_parameters", "rope_scaling", "per_layer_config", "vocabulary_map")
+
 #: Fields that count the layers of a config's own stack, to which its per-layer lists belong.
 _COUNTS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers", "decoder_layers", "encoder_layers", "depth")
 
@@ -369,6 +378,9 @@ def _cut_layers(fields: dict[str, Any]) -> bool:
             fields[name] = list(range(len(kept))) if is_index else [value[i] for i in kept]
         for name in ("stage_names", "out_features", "out_indices"):
             fields.pop(name, None)
+        if fields.get("per_layer_config"):
+            by_layer = {int(k): v for k, v in fields["per_layer_config"].items()}
+            fields["per_layer_config"] = {kept.index(i): v for i, v in by_layer.items() if i in kept}
         fields[count] = len(kept)
         for name in _INDEXES:
             indexes = fields.get(name)
@@ -433,12 +445,81 @@ _COMPOSED: dict[str, Any] = {
     )
 }
 
-#: Arguments without which a default config can't be made.
-_ARGUMENTS: dict[str, dict[str, Any]] = {}
+_RESNET = {
+    "use_timm_backbone": False,
+    "use_pretrained_backbone": False,
+    "backbone": None,
+    "backbone_config": {
+        "model_type": "resnet",
+        "embedding_size": 16,
+        "hidden_sizes": [16, 16, 24, 32],
+        "depths": [1, 1, 1, 1],
+        "layer_type": "basic",
+        "out_features": ["stage2", "stage3", "stage4"],
+    },
+}
+
+#: Arguments that the default config needs, by model type.
+_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "autoformer": {"prediction_length": 4},
+    "conditional_detr": _RESNET,
+    "dab-detr": _RESNET,
+    "deformable_detr": _RESNET,
+    "detr": _RESNET,
+    "gemma4_assistant": {"hidden_size_per_layer_input": 0},
+    "informer": {"prediction_length": 4},
+    "omdet-turbo": _RESNET,
+    "reformer": {"is_decoder": True},
+    "table-transformer": _RESNET,
+    "time_series_transformer": {"prediction_length": 4},
+}
+
+_MAMBA_HEADS = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16}
+_BY_LAYER_TYPE = {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+_GEMMA_EXPERTS = {
+    "text_config.num_experts": 4,
+    "text_config.top_k_experts": 2,
+    "text_config.moe_intermediate_size": 24,
+}
+_HEAD_DIM_8 = {"head_dim": 8}
 
 #: Fields to set after shrinking, by model type; ``a.b`` is a field of a sub-config.
 _OVERRIDES: dict[str, dict[str, Any]] = {
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+    "bamba": _MAMBA_HEADS,
+    "beit": {"num_hidden_layers": 4, "out_indices": [0, 1, 2, 3]},
+    "cohere_compass": {"text_config.rope_parameters": _BY_LAYER_TYPE},
+    "cohere_compass_text": {"rope_parameters": _BY_LAYER_TYPE},
+    "chameleon": {"vocabulary_map": {"<image>": 5, "IMGIMGAZ": 7}},
+    "dbrx": {"attn_config.rope_theta": 10000.0},
+    "diffusion_gemma": _GEMMA_EXPERTS,
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": 24},
+    "emu3": {"vocabulary_map": {"<image>": 5, "<|extra_200|>": 6, "<|visual token 000001|>": 7}},
+    "ernie4_5_vl_moe": {"text_config.rope_parameters.mrope_section": [1, 1, 2]},
+    "esm": {"vocab_size": 33, "pad_token_id": 1},
+    "granitemoehybrid": _MAMBA_HEADS,
+    "hunyuan_v1_dense": _HEAD_DIM_8,
+    "hunyuan_v1_moe": _HEAD_DIM_8,
+    "hunyuan_vl": {"text_config.head_dim": 8},
+    "hunyuan_vl_text": _HEAD_DIM_8,
+    "jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+    },
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "ministral": _HEAD_DIM_8,
+    "molmo2": {"adapter_config.vision_feature_layer": [1, 0]},
+    "moonshine_streaming": {"num_key_value_heads": 4},
+    "nemotron": {"num_key_value_heads": 2},
+    "qwen3_omni_moe": {"talker_config.text_config.shared_expert_intermediate_size": 24},
+    "qwen4_exp": {"text_config.indexer_compress_ratio": 4, "text_config.indexer_token_budget": 8},
+    "wav2vec2-bert": {"vocab_size": 32},
+    "wav2vec2-conformer": {"vocab_size": 32},
+    "zamba": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+    },
 }
 
 

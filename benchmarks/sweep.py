@@ -50,7 +50,8 @@ from shardwise.dist import Ranks
 from shardwise.parallelize import describe_groups
 from shardwise.pretrained import build_meta
 
-#: Bytes read over all ranks, as a multiple of the model's, above which a load doesn't keep to its own bytes.
+#: Bytes read, as a multiple of those that the ranks hold (buffers and 0-d parameters are held by each), above
+#: which a load doesn't keep to its own bytes.
 MOST_BYTES = 1.05
 
 #: Chosen for their conversions; see tests/dist/test_sweep.py.
@@ -112,6 +113,13 @@ def make_reference(architecture: Architecture, directory: Path, dtype: torch.dty
     row.parameters = small.parameters
     reference = ordinary_load(architecture, directory)
     row.conversions = reference.conversions
+    # from_pretrained makes every loaded parameter trainable, also those that the class freezes (5.23). Those
+    # of construction are right, as in the library's own distributed load.
+    built = kinds_of(model)
+    thawed = [n for n, kind in built.items() if reference.kinds.get(n) != kind]
+    if thawed:
+        row.notes.append(f"frozen by the class, which from_pretrained undoes: {len(thawed)} parameters")
+    reference.kinds = built
     if reference.missing:
         row.notes.append(f"not saved by the library: {', '.join(reference.missing[:3])}")
     if reference.unexpected:
@@ -299,12 +307,14 @@ def _short(error: BaseException) -> str:
     return " | ".join(lines[:4])[:400]
 
 
-def _load(job: Job, policy: sw.ShardPolicy | None = None) -> tuple[Any, list[str], float]:
+def _load(job: Job, placement: Callable[[nn.Parameter], Shard | None] | None = None) -> tuple[Any, list[str], float]:
     mesh = init_device_mesh("cpu", (job.world_size,))
+    # Nobody can shard a trainable parameter without dims (CLIP's logit_scale): the caller has to name it.
+    scalars = tuple(n for n, t in job.reference.tensors.items() if t.ndim == 0 and job.reference.kinds[n][1])
     model, report = sw.load_pretrained(
         job.directory,
         mesh,
-        policy=policy,
+        policy=sw.ShardPolicy(placement=placement, ignored=scalars),
         auto_class=job.architecture.model_class,
         unused=tuple(job.reference.unexpected),
         init={name: "model" for name in job.reference.missing},
@@ -312,8 +322,8 @@ def _load(job: Job, policy: sw.ShardPolicy | None = None) -> tuple[Any, list[str
     problems = differences(model, job.reference)
     if model.can_generate() and model.generation_config.to_dict() != job.reference.generation:
         problems.append("generation config")
-    read = sum_over_ranks(report.bytes_read)
-    return model, problems, read / max(1, report.model_bytes)
+    own = sum_over_ranks(report.local_bytes)
+    return model, problems, sum_over_ranks(report.bytes_read) / max(1, own)
 
 
 def sum_over_ranks(value: int) -> int:
@@ -326,7 +336,7 @@ def default_shards(job: Job) -> tuple[list[str], float]:
     """One axis, dim 0 of everything."""
     job.model, problems, ratio = _load(job)
     if ratio > MOST_BYTES:
-        problems.append(f"{ratio:.2f} × the model's bytes are read")
+        problems.append(f"{ratio:.2f} × the ranks' own bytes are read")
     return problems, ratio
 
 
@@ -349,22 +359,19 @@ def dim_1_shards(job: Job) -> tuple[list[str], float]:
         return Shard(1) if fits else None
 
     # Rows of a tiny matrix are shorter than the gaps that are worth reading over: bytes say nothing here.
-    _, problems, ratio = _load(job, sw.ShardPolicy(placement=placement))
+    _, problems, ratio = _load(job, placement)
     return problems, ratio
 
 
 def fsdp_and_tp(job: Job) -> tuple[list[str], float]:
     """FSDP 2 × TP 2, by the class's own plan; filled by the primitive ``load``."""
-    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
-
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = build_meta(job.directory, auto_class=job.architecture.model_class)
-    apply_tensor_parallelism(model, mesh["tp"], model._expand_parallel_plan(model.tp_plan))
-    model.tie_weights()
-    for group in describe_groups(model):
-        if group.name:
-            fully_shard(model.get_submodule(group.name), mesh=mesh["dp"])
-    fully_shard(model, mesh=mesh["dp"])
+    apply_plan(model, mesh["tp"])
+    scalars = {p for p in model.parameters() if p.ndim == 0 or not p.numel()}
+    for group in describe_groups(model, sw.ShardPolicy(ignored=_named(model, scalars))):
+        module = model.get_submodule(group.name) if group.name else model
+        fully_shard(module, mesh=mesh["dp"], ignored_params=scalars or None)
     report = sw.load(
         model,
         job.directory,
@@ -374,6 +381,33 @@ def fsdp_and_tp(job: Job) -> tuple[list[str], float]:
     model.eval()
     problems = differences(model, job.reference)
     return problems, sum_over_ranks(report.bytes_read) / max(1, report.model_bytes)
+
+
+def _named(model: nn.Module, chosen: set[nn.Parameter]) -> tuple[str, ...]:
+    return tuple(n for n, p in model.named_parameters() if p in chosen)
+
+
+def apply_plan(model: Any, mesh: Any) -> None:
+    """The parameters of a model on meta, cut by its class's plan for tensor parallelism.
+
+    As ``apply_tensor_parallelism`` does, but for tied parameters too, and without its hooks in ``forward``.
+    """
+    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+
+    done: dict[int, nn.Parameter] = {}
+    kept = []  # so that no id is given out again
+    for name, style in model._expand_parallel_plan(model.tp_plan).items():
+        path, _, attribute = name.rpartition(".")
+        module = model.get_submodule(path)
+        parameter = module._parameters.get(attribute)
+        if parameter is None:  # the plan of a module, not of a parameter
+            continue
+        if id(parameter) not in done:
+            ALL_PARALLEL_STYLES[style].shard_param(module, attribute, mesh)
+            done[id(parameter)] = module._parameters[attribute]
+            kept.append(parameter)
+        module._parameters[attribute] = done[id(parameter)]
+    model.tie_weights()
 
 
 STEPS: dict[str, Callable[[Job], tuple[list[str], float]]] = {
@@ -536,8 +570,10 @@ def lane(
     chosen: Sequence[Architecture], counter: Any, lock: Any, queue: Any, root: Path, options: argparse.Namespace
 ) -> None:
     """Takes one architecture after the other until none is left."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     quiet()
-    while True:
+    parent = os.getppid()
+    while os.getppid() == parent:
         with lock:
             index = counter.value
             counter.value += 1
@@ -642,6 +678,7 @@ def main() -> int:
     parser.add_argument("--table", help="write a table in Markdown to this file")
     parser.add_argument("--keep", help="work in this directory and leave everything there")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     chosen = architectures(",".join(SUBSET) if options.subset else options.only)[: options.limit]
     started = time.monotonic()
     rows = sweep(chosen, options)

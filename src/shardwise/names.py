@@ -27,6 +27,8 @@ def canonical_name(path: str) -> str:
     >>> canonical_name("_orig_mod.layers.0._checkpoint_wrapped_module.mlp.weight")
     'layers.0.mlp.weight'
     """
+    if not any(part in path for part in _WRAPPER_PARTS):
+        return path
     return ".".join(part for part in path.split(".") if part not in _WRAPPER_PARTS)
 
 

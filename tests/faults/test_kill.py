@@ -176,10 +176,11 @@ def test_killed_at_random_instants(victims: Victims, tmp_path: Path, who: str) -
             check_resumed(resumed, expected)
             # In the second save of these processes: the first takes longer than the measured ones.
             begun = ranks.wait_for("saving", killed[0], number=1)["time"]
-            expected += 1
             time.sleep(max(0.0, begun + instant - time.monotonic()))
             ranks.kill(killed)
-            phases[phase(tmp_path, expected + 1)] += 1  # now: a rank that is left cleans up
+            # On a busy machine the instant may come late, and hit a later save.
+            hit = [e["step"] for e in ranks.events(killed[0]) if e["kind"] == "saving"][-1]
+            phases[phase(tmp_path, hit)] += 1  # now: a rank that is left cleans up
             statuses = ranks.wait()
             if who == "one rank":
                 (left,) = {0, 1} - set(killed)
@@ -188,8 +189,8 @@ def test_killed_at_random_instants(victims: Victims, tmp_path: Path, who: str) -
                 assert failed["missing"] == list(killed), failed["text"]
         assert all(statuses[rank] == -signal.SIGKILL for rank in killed)
         newest = max(published(tmp_path))
-        assert newest in (expected, expected + 1), "the step before or the one that was being saved"
-        outcomes["new step" if newest > expected else "step before"] += 1
+        assert newest in (hit - 1, hit), "the step before or the one that was being saved"
+        outcomes["new step" if newest == hit else "step before"] += 1
         expected = newest
     with victims.run(tmp_path, saves=1) as ranks:
         assert ranks.wait() == [0, 0]

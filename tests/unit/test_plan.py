@@ -215,6 +215,25 @@ def test_a_second_copy_may_be_made_of_several_parts() -> None:
         plan_with(0, 1)
 
 
+def mis_made(*sources: str) -> str:
+    """The one problem of a tensor that a conversion makes of these, with another shape than is wanted."""
+    catalog = catalog_of(dict.fromkeys(sources, ("F32", (2,))))
+    rules = Rules(lambda _: [Made("w", "F32", (len(sources), 2), (), sources)])
+    wanted = [whole_tensor("w", "F32", (8, 2))]
+    with pytest.raises(PlanError) as caught:
+        build_plan(catalog, Layout(tuple(wanted)), match_rules(catalog, wanted, rules), IOOptions())
+    (problem,) = caught.value.problems
+    return problem
+
+
+@pytest.mark.timeout(20)
+def test_what_a_series_lacks_is_named_whatever_its_names_are() -> None:
+    assert "not stored: 'experts.2.up'" in mis_made("experts.0.up", "experts.1.up", "experts.3.up")
+    assert "not stored: 'a{x}{0}.1.up'" in mis_made("a{x}{0}.0.up", "a{x}{0}.2.up")
+    assert "mis-shaped" in mis_made("e.0.up", f"e.{10**15}.up")
+    assert "mis-shaped" in mis_made("e.0.up", f"e.{'9' * 5000}.up")
+
+
 @pytest.mark.timeout(60)
 def test_thousands_of_wrong_names_are_said_quickly() -> None:
     catalog = catalog_of({f"model.layers.{k}.mlp.weight": ("F32", (1,)) for k in range(4000)})

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from .._compat import empty_dtensor
+
 __all__ = ["materialize"]
 
 
@@ -31,7 +33,7 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
 
         def allocate(tensor: torch.Tensor) -> torch.Tensor:
             if isinstance(tensor, DTensor) and tensor.is_meta:
-                return torch.empty_like(tensor, device=device)
+                return empty_dtensor(tensor, device)
             return tensor
 
         model._apply(allocate)

@@ -207,26 +207,27 @@ def _origin(made: Made, catalog: Catalog) -> str:
     return f"what {len(made.sources)} stored tensors ({first.name!r} in {_file_of(first)}, …) make"
 
 
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+# Numbers come from stored names: no series is longer than five digits count.
+_NUMBER = re.compile(r"(?<=\.)\d{1,5}(?=\.)")
 
 
 def _missing_parts(made: Made, catalog: Catalog) -> str:
     """Which stored tensors a numbered series lacks (``experts.37.up_proj``), if that is what is wrong."""
-    series: dict[tuple[str, int], set[int]] = {}
+    series: dict[tuple[str, str], set[int]] = {}
     for name in made.sources:
         for found in _NUMBER.finditer(name):
-            key = (name[: found.start()] + "{}" + name[found.end() :], found.start())
+            key = (name[: found.start()], name[found.end() :])
             series.setdefault(key, set()).add(int(found.group()))
     longest = max((len(numbers) for numbers in series.values()), default=0)
     if longest < 2:
         return ""
     most = max(max(numbers) for numbers in series.values() if len(numbers) > longest // 2) + 1
     lost = [
-        template.format(k)
-        for (template, _), numbers in series.items()
+        f"{begin}{k}{end}"
+        for (begin, end), numbers in series.items()
         if len(numbers) > 1
         for k in range(most)
-        if k not in numbers and template.format(k) not in catalog.tensors
+        if k not in numbers and f"{begin}{k}{end}" not in catalog.tensors
     ]
     if not lost:
         return ""
