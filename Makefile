@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint con
 # Ranks share the cores; one thread each, here and in everything that is started.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help install demo test check bench clean
+.PHONY: help install demo test check bench faults sweep clean
 .DEFAULT_GOAL := help
 
 help:
@@ -16,7 +16,9 @@ help:
 	@echo "make demo     the whole way on this machine, into demo-out/"
 	@echo "make test     all tests"
 	@echo "make check    lint, format, types, and the tests of the package's shape"
-	@echo "make bench    benchmarks/load.py"
+	@echo "make bench    load against the floor of this machine, digest speed (minutes)"
+	@echo "make faults   the long form of tests/faults: 20 kills of each kind (minutes)"
+	@echo "make sweep    sharded against ordinary load for every architecture (an hour)"
 	@echo "make clean    remove caches and products, keep $(VENV)"
 
 install: $(STAMP)
@@ -46,7 +48,14 @@ check: install
 	$(BIN)/python -m pytest tests/unit/test_imports.py tests/unit/test_exports.py
 
 bench: install
+	$(BIN)/python benchmarks/digest.py
 	$(BIN)/python benchmarks/load.py
+
+faults: install
+	SHARDWISE_KILLS=20 $(BIN)/python -m pytest tests/faults --timeout 1800
+
+sweep: install
+	$(BIN)/python benchmarks/sweep.py --table docs/architectures.md
 
 clean:
 	rm -rf demo-out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -105,20 +105,27 @@ class Tiny:
     """Which of the ways to shrink it was."""
 
 
-def architectures(pattern: str = "*") -> list[Architecture]:
-    """All model types that an Auto class knows, each with its best class, in the order of their names."""
+def architectures(pattern: str = "*", *, bare: bool = False) -> list[Architecture]:
+    """All model types that an Auto class knows, with their best class, and with ``bare`` the one without a head too.
+
+    ``pattern``: of model types or class names, several separated by commas. In the order of the names.
+    """
     from transformers.models.auto import modeling_auto
 
-    found: dict[str, str] = {}
+    found: dict[str, list[str]] = {}
     for task in _TASKS:
         name = f"MODEL_FOR_{task}_MAPPING_NAMES" if task else "MODEL_MAPPING_NAMES"
         for model_type, classes in getattr(modeling_auto, name, {}).items():
-            found.setdefault(model_type, classes if isinstance(classes, str) else classes[0])
+            names = found.setdefault(model_type, [])
+            class_name = classes if isinstance(classes, str) else classes[0]
+            if not names or (bare and not task and class_name not in names):
+                names.append(class_name)
     patterns = pattern.split(",")
     return [
-        Architecture(model_type, name)
-        for model_type, name in sorted(found.items())
-        if any(fnmatch.fnmatchcase(model_type, p) for p in patterns)
+        Architecture(model_type, class_name)
+        for model_type, names in sorted(found.items())
+        for class_name in names
+        if any(fnmatch.fnmatchcase(n, p) for p in patterns for n in (model_type, class_name))
     ]
 
 
@@ -148,14 +155,16 @@ def tiny(architecture: Architecture) -> Tiny:
         except Exception as problem:  # whatever a config or a constructor raises on sizes that don't fit
             error = problem
             continue
-        if size <= LIMIT:
-            return Tiny(config, size, way)
         if best is None or size < best[0]:
             best = size, fields, way
+        if size <= LIMIT // 4:
+            break
     if best is None:
         assert error is not None
         raise error
     size, fields, way = best
+    if size <= LIMIT:
+        return Tiny(config_class.from_dict(fields), size, way)
     return _greedy(config_class, model_class, size, fields, way)
 
 
@@ -239,10 +248,16 @@ _NOT_LAYERS = re.compile(
     r"feat_extract|kv_shared|nextn|num_mtp|num_lstm|adapter_layers|residual_layers|upsampl|downsampl|max_depth"
     r"|num_dense|iou_head|num_conv_layers|conv_pos"
 )
-_HEADS = re.compile(r"(^|_)(num_)?(attention_|attn_)?(n_)?heads?($|_per)|^n_head|^num_.*_heads$|_n_heads?$|_num_heads$")
-_KV_HEADS = re.compile(r"(key_value|kv|num_key|key).*heads|^n_head_kv|kv_heads|num_key_heads|multi_query_group")
+_HEADS = re.compile(
+    r"(^|_)(num_)?(attention_|attn_)?(n_)?heads?($|_per)|^n_head|^num_.*_heads$|_n_heads?$|_num_heads$"
+)
+_KV_HEADS = re.compile(
+    r"(key_value|kv|num_key|key).*heads|^n_head_kv|kv_heads|num_key_heads|multi_query_group"
+)
 _HEAD_DIM = re.compile(r"head_dim|head_size|^d_kv$|^dim_head$|^attention_head_dim$|^kv_channels$")
-_INTERMEDIATE = re.compile(r"intermediate|ffn_(hidden_size|dim|hidden)|mlp_dim|^d_ff|^d_inner|mlp_hidden|^n_inner|feedforward|dim_ff$")
+_INTERMEDIATE = re.compile(
+    r"intermediate|ffn_(hidden_size|dim|hidden)|mlp_dim|^d_ff|^d_inner|mlp_hidden|^n_inner|feedforward|dim_ff$"
+)
 _DIM = re.compile(
     r"hidden_(size|dim|features)|^d_model|^n_embd|embd_dim|embed(ding)?_?(dim|size)|_dim$|^dim$|width|_size$|"
     r"channels?$|_channels_|num_features|_features$|num_filters|^d_|_dims?$|channel_size|out_dimension"
@@ -255,9 +270,13 @@ _NOT_DIM = re.compile(
 _VOCAB = re.compile(r"vocab_size|^vocab|_vocab$|codebook_size|num_embeddings|ngram_vocab|num_codevectors")
 _TOKEN = re.compile(r"(_id|_ids|_token|token_index|_tokens?_idx|_index)$")
 _EXPERTS = re.compile(r"^(moe_)?(n|num)_(routed_|local_)?experts$|num_experts$|^n_routed|num_local_experts")
-_CHOSEN = re.compile(r"experts?_per_tok|^top_?k$|moe_top_?k|topk_experts|router_top|_top_k_experts|moe_k$|expert_top_?k")
+_CHOSEN = re.compile(
+    r"experts?_per_tok|^top_?k$|moe_top_?k|topk_experts|router_top|_top_k_experts|moe_k$|expert_top_?k"
+)
 _RANK = re.compile(r"(_|^)rank$|lora_(rank|r|dim)|_lora$|low_rank_dim|_rank_")
-_POSITIONS = re.compile(r"max_.*position|n_positions|n_ctx|max_sequence_length|max_seq_len|max_pos|context_length|num_position_embeddings|^block_size$|max_relative")
+_POSITIONS = re.compile(
+    r"max_.*position|n_positions|n_ctx|max_sequence_length|max_seq_len|max_pos|context_length|num_position_embeddings|^block_size$|max_relative"
+)
 
 
 def _shrunk(fields: Mapping[str, Any], way: str) -> dict[str, Any]:
@@ -344,7 +363,14 @@ def _scaled(name: str, value: int, factor: int) -> int:
 def _listed(name: str, value: int, factor: int | None) -> int:
     if _TOKEN.search(name):
         return value if value < 90 else 40 + value % 50
-    if name in ("depths", "layers", "num_blocks", "stage_num_blocks", "blocks_per_stage", "num_block_repeats"):
+    if name in (
+        "depths",
+        "layers",
+        "num_blocks",
+        "stage_num_blocks",
+        "blocks_per_stage",
+        "num_block_repeats",
+    ):
         return min(value, 2)
     if value >= 64 and not _NOT_DIM.search(name):
         divisor = factor or 4
@@ -355,7 +381,15 @@ def _listed(name: str, value: int, factor: int | None) -> int:
 _LEFT = ("id2label", "label2id", "rope_parameters", "rope_scaling", "per_layer_config", "vocabulary_map")
 
 #: Fields that count the layers of a config's own stack, to which its per-layer lists belong.
-_COUNTS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers", "decoder_layers", "encoder_layers", "depth")
+_COUNTS = (
+    "num_hidden_layers",
+    "n_layers",
+    "n_layer",
+    "num_layers",
+    "decoder_layers",
+    "encoder_layers",
+    "depth",
+)
 
 
 def _cut_layers(fields: dict[str, Any]) -> bool:
@@ -364,9 +398,7 @@ def _cut_layers(fields: dict[str, Any]) -> bool:
         number = fields.get(count)
         if type(number) is not int or number < 2:
             continue
-        lists = {
-            k: list(v) for k, v in fields.items() if isinstance(v, (list, tuple)) and len(v) == number
-        }
+        lists = {k: list(v) for k, v in fields.items() if isinstance(v, (list, tuple)) and len(v) == number}
         kinds = [tuple(repr(v[i]) for v in lists.values() if _is_kind(v)) for i in range(number)]
         kept = sorted({kind: i for i, kind in reversed(list(enumerate(kinds)))}.values())[:4]
         if not lists or kinds[0] == ():
@@ -425,10 +457,14 @@ def _text_pair(composed: str) -> Any:
     if composed == "encoder-decoder":
         return t.EncoderDecoderConfig.from_encoder_decoder_configs(t.BertConfig(**text), t.BertConfig(**text))
     if composed == "vision-encoder-decoder":
-        vision = t.ViTConfig(**{k: v for k, v in text.items() if "vocab" not in k and "max" not in k}, image_size=64)
+        vision = t.ViTConfig(
+            **{k: v for k, v in text.items() if "vocab" not in k and "max" not in k}, image_size=64
+        )
         return t.VisionEncoderDecoderConfig.from_encoder_decoder_configs(vision, t.BertConfig(**text))
     if composed == "vision-text-dual-encoder":
-        vision = t.ViTConfig(**{k: v for k, v in text.items() if "vocab" not in k and "max" not in k}, image_size=64)
+        vision = t.ViTConfig(
+            **{k: v for k, v in text.items() if "vocab" not in k and "max" not in k}, image_size=64
+        )
         return t.VisionTextDualEncoderConfig.from_vision_text_configs(vision, t.BertConfig(**text))
     audio = {k: v for k, v in text.items() if "max" not in k} | {"conv_dim": (32, 32), "conv_stride": (5, 2)}
     speech = t.Wav2Vec2Config(**audio, conv_kernel=(10, 3), num_conv_pos_embeddings=8)
@@ -476,6 +512,13 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
 
 _MAMBA_HEADS = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16}
 _BY_LAYER_TYPE = {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+_INDEXER = {
+    "indexer_compress_ratio": 4,
+    "indexer_budget": 8,
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+}
 _GEMMA_EXPERTS = {
     "text_config.num_experts": 4,
     "text_config.top_k_experts": 2,
@@ -483,7 +526,8 @@ _GEMMA_EXPERTS = {
 }
 _HEAD_DIM_8 = {"head_dim": 8}
 
-#: Fields to set after shrinking, by model type; ``a.b`` is a field of a sub-config.
+#: Fields to set after shrinking, by model type; ``a.b`` is a field of a
+#: sub-config, ``**.b`` that field wherever it is.
 _OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": _MAMBA_HEADS,
     "beit": {"num_hidden_layers": 4, "out_indices": [0, 1, 2, 3]},
@@ -497,6 +541,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "ernie4_5_vl_moe": {"text_config.rope_parameters.mrope_section": [1, 1, 2]},
     "esm": {"vocab_size": 33, "pad_token_id": 1},
     "granitemoehybrid": _MAMBA_HEADS,
+    "gradium_phonon_tts": {"**.num_key_value_heads": 4},
     "hunyuan_v1_dense": _HEAD_DIM_8,
     "hunyuan_v1_moe": _HEAD_DIM_8,
     "hunyuan_vl": {"text_config.head_dim": 8},
@@ -511,9 +556,14 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "ministral": _HEAD_DIM_8,
     "molmo2": {"adapter_config.vision_feature_layer": [1, 0]},
     "moonshine_streaming": {"num_key_value_heads": 4},
+    "nemo_speechlm": {"**.num_key_value_heads": 4},
     "nemotron": {"num_key_value_heads": 2},
-    "qwen3_omni_moe": {"talker_config.text_config.shared_expert_intermediate_size": 24},
-    "qwen4_exp": {"text_config.indexer_compress_ratio": 4, "text_config.indexer_token_budget": 8},
+    "qwen3_omni_moe": {
+        "talker_config.text_config.shared_expert_intermediate_size": 24,
+        "talker_config.spatial_merge_size": 2,
+    },
+    "qwen4_exp": {f"text_config.{name}": value for name, value in _INDEXER.items()},
+    "qwen4_exp_text": _INDEXER,
     "wav2vec2-bert": {"vocab_size": 32},
     "wav2vec2-conformer": {"vocab_size": 32},
     "zamba": {
@@ -527,9 +577,20 @@ def _override(fields: dict[str, Any], model_type: str) -> None:
     for path, value in _OVERRIDES.get(model_type, {}).items():
         place = fields
         *outer, last = path.split(".")
+        if outer == ["**"]:
+            _everywhere(fields, last, value)
+            continue
         for key in outer:
             place = place[key]
         place[last] = value
+
+
+def _everywhere(fields: dict[str, Any], name: str, value: Any) -> None:
+    if name in fields:
+        fields[name] = value
+    for inner in fields.values():
+        if isinstance(inner, dict):
+            _everywhere(inner, name, value)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -562,7 +623,7 @@ def write_checkpoint(
     found = tiny(architecture)
     assert math.isfinite(found.parameters)
     model = architecture.model_class._from_config(copy.deepcopy(found.config), dtype=dtype)
-    fill_distinct(model, zlib.crc32(architecture.model_type.encode()))
+    fill_distinct(model, zlib.crc32(architecture.class_name.encode()))
     model.eval()
     model.save_pretrained(directory)
     return model, found

@@ -303,7 +303,9 @@ class _StoredJob:
         stored = {n: StoredTensor(n, _any_dtype(kinds), s, ()) for n, s in shapes.items()}
         by_name = {alias: n for n, t in manifest.models["model"].items() for alias in (n, *t.aliases)}
         recipes = {
-            by_name[made.target]: Recipe(by_name[made.target], made.tiles)
+            by_name[made.target]: Recipe(
+                by_name[made.target], made.tiles, empty=() if made.tiles else made.sources
+            )
             for made in reversed(hub_rules(build_meta(self._path, self._catalog)).resolve(stored))
             if made.target in by_name
         }
@@ -375,6 +377,8 @@ def _inverted(
     for name, (code, shape) in kinds.items():
         recipe = recipes.get(name)
         tiles[name] = recipe.tiles if recipe is not None else (identity(name, shape),)
+        for source in recipe.empty if recipe is not None else ():
+            hub[source] = (code, tuple(shapes[source]))
         for tile in tiles[name]:
             known = hub.setdefault(tile.source, (code, tuple(shapes.get(tile.source, shape))))
             if known[0] != code:

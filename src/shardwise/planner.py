@@ -232,7 +232,15 @@ def _costs(plans: Iterator[tuple[int, Plan]]) -> tuple[tuple[RankCost, ...], Pla
     for rank, plan in plans:
         first = first or plan
         reads = len(plan.transfers) + len(plan.checks)
-        costs.append(RankCost(rank, plan.local_nbytes, plan.bytes_to_read, max(plan.staging_bytes, plan.init_staging_bytes), reads))
+        costs.append(
+            RankCost(
+                rank,
+                plan.local_nbytes,
+                plan.bytes_to_read,
+                max(plan.staging_bytes, plan.init_staging_bytes),
+                reads,
+            )
+        )
     assert first is not None
     return tuple(costs), first
 

@@ -153,8 +153,8 @@ def _class_of(config: Any, directory: str) -> Any:
     import transformers
 
     names = getattr(config, "architectures", None) or []
-    for name in names:
-        found = getattr(transformers, name, None)
+    for name in names if isinstance(names, (list, tuple)) else ():
+        found = getattr(transformers, name, None) if isinstance(name, str) else None
         if found is not None:
             return found
     raise FormatError(

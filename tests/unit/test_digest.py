@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from shardwise.dtypes import ITEMSIZE, code_of, torch_dtype
 from shardwise.errors import FormatError
-from shardwise.verify import digest as module
+from shardwise.proof import digest as module
 from shardwise.proof.digest import (
     finish,
     format_digest,

@@ -43,6 +43,8 @@ class Recipe:
     wanted: str
     tiles: tuple[Tile, ...]
     copies: tuple[tuple[Tile, ...], ...] = ()
+    empty: tuple[str, ...] = ()
+    """The stored names of a tensor without elements, which has no tiles to name them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +184,8 @@ def _add_recipe(result: Matched, w: Wanted, found: list[Made], catalog: Catalog)
     problems = [problem for made in found if (problem := _misfit(w, made, catalog))]
     result.problems += problems
     if not problems:
-        result.recipes[w.name] = Recipe(w.name, found[0].tiles, tuple(made.tiles for made in found[1:]))
+        tiles, empty = found[0].tiles, () if found[0].tiles else found[0].sources
+        result.recipes[w.name] = Recipe(w.name, tiles, tuple(made.tiles for made in found[1:]), empty)
 
 
 def _misfit(w: Wanted, made: Made, catalog: Catalog) -> str | None:

@@ -26,7 +26,10 @@ class Origin:
     @property
     def is_plain(self) -> bool:
         """Whether every tensor was stored whole under its own name."""
-        return all(len(r.tiles) == 1 and r.tiles[0].source == name for name, r in self.recipes.items())
+        return all(
+            r.empty == (name,) or (len(r.tiles) == 1 and r.tiles[0].source == name)
+            for name, r in self.recipes.items()
+        )
 
 
 # Keyed by the model object, not stored on it: a model's attributes are its owner's.
@@ -35,7 +38,8 @@ _ORIGINS: weakref.WeakKeyDictionary[nn.Module, Origin] = weakref.WeakKeyDictiona
 
 def remember(model: nn.Module, recipes: Mapping[str, Recipe], stored: Mapping[str, StoredTensor]) -> None:
     """Keep the recipes with which ``model`` was filled, for as long as it lives."""
-    shapes = {t.source: stored[t.source].shape for r in recipes.values() for t in r.tiles}
+    sources = (s for r in recipes.values() for s in (*(t.source for t in r.tiles), *r.empty))
+    shapes = {source: stored[source].shape for source in sources}
     _ORIGINS[model] = Origin(dict(recipes), shapes)
 
 
