@@ -33,10 +33,10 @@ _TASKS = (
     "IMAGE_TEXT_TO_TEXT",
     "MULTIMODAL_LM",
     "TEXT_TO_WAVEFORM",
-    "CAUSAL_LM",
     "SPEECH_SEQ_2_SEQ",
     "SEQ_TO_SEQ_CAUSAL_LM",
     "MASKED_LM",
+    "CAUSAL_LM",
     "TEXT_TO_SPECTROGRAM",
     "CTC",
     "RNNT",
@@ -86,6 +86,8 @@ class Architecture:
 
     model_type: str
     class_name: str
+    saved_as: str = ""
+    """The class whose checkpoint it is, if that is another one: a bare model, from that of a model with a head."""
 
     @property
     def model_class(self) -> Any:
@@ -118,13 +120,14 @@ def architectures(pattern: str = "*", *, bare: bool = False) -> list[Architectur
         for model_type, classes in getattr(modeling_auto, name, {}).items():
             names = found.setdefault(model_type, [])
             class_name = classes if isinstance(classes, str) else classes[0]
+            class_name = _CLASSES.get(model_type, class_name)
             if not names or (bare and not task and class_name not in names):
                 names.append(class_name)
     patterns = pattern.split(",")
     return [
-        Architecture(model_type, class_name)
+        Architecture(model_type, class_name, names[0] if k else "")
         for model_type, names in sorted(found.items())
-        for class_name in names
+        for k, class_name in enumerate(names)
         if any(fnmatch.fnmatchcase(n, p) for p in patterns for n in (model_type, class_name))
     ]
 
@@ -136,23 +139,34 @@ def architectures(pattern: str = "*", *, bare: bool = False) -> list[Architectur
 def tiny(architecture: Architecture) -> Tiny:
     """A small config for it: the first way to shrink that builds a model below the limit.
 
-    Raises the error of the last way that was tried, or ValueError if every model is too large.
+    Raises the error of the last way that was tried for it, or ValueError if every model is too large.
     """
     model_class = architecture.model_class
     if architecture.model_type in _COMPOSED:
         config = _COMPOSED[architecture.model_type]()
         return Tiny(config, _size(model_class, config), "composed")
-    config_class = _config_class(architecture)
+    error: Exception | None = None
+    for config_class in _config_classes(architecture):
+        try:
+            return _shrink(architecture, config_class)
+        except Exception as problem:  # whatever a config or a constructor raises on sizes that don't fit
+            error = error or problem
+    assert error is not None
+    raise error
+
+
+def _shrink(architecture: Architecture, config_class: Any) -> Tiny:
+    model_class = architecture.model_class
     base = _default(config_class, architecture.model_type)
     error: Exception | None = None
     best: tuple[int, dict[str, Any], str] | None = None
     for way in ("fixed", "scaled 16", "scaled 8", "scaled 4", "scaled 2", "scaled 1"):
         fields = _shrunk(base, way)
-        _override(fields, architecture.model_type)
         try:
+            _override(fields, architecture.model_type)
             config = config_class.from_dict(copy.deepcopy(fields))
             size = _size(model_class, config)
-        except Exception as problem:  # whatever a config or a constructor raises on sizes that don't fit
+        except Exception as problem:  # as above
             error = problem
             continue
         if best is None or size < best[0]:
@@ -168,11 +182,12 @@ def tiny(architecture: Architecture) -> Tiny:
     return _greedy(config_class, model_class, size, fields, way)
 
 
-def _config_class(architecture: Architecture) -> Any:
+def _config_classes(architecture: Architecture) -> list[Any]:
+    """The model type's config, and that of the class, which may be for a part of the model only."""
     from transformers import CONFIG_MAPPING
 
-    # A class for a part of a model takes that part's config.
-    return architecture.model_class.config_class or CONFIG_MAPPING[architecture.model_type]
+    whole, own = CONFIG_MAPPING[architecture.model_type], architecture.model_class.config_class
+    return [whole] if own in (None, whole) else [whole, own]
 
 
 def _default(config_class: Any, model_type: str) -> dict[str, Any]:
@@ -481,6 +496,9 @@ _COMPOSED: dict[str, Any] = {
     )
 }
 
+#: Classes that no Auto class, or only a wrong one, knows the model type for.
+_CLASSES = {"shieldgemma2": "ShieldGemma2ForImageClassification"}
+
 _RESNET = {
     "use_timm_backbone": False,
     "use_pretrained_backbone": False,
@@ -558,6 +576,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "moonshine_streaming": {"num_key_value_heads": 4},
     "nemo_speechlm": {"**.num_key_value_heads": 4},
     "nemotron": {"num_key_value_heads": 2},
+    "qwen2_5_omni": {"enable_audio_output": False},
     "qwen3_omni_moe": {
         "talker_config.text_config.shared_expert_intermediate_size": 24,
         "talker_config.spatial_merge_size": 2,
@@ -620,6 +639,8 @@ def write_checkpoint(
     architecture: Architecture, directory: Path, dtype: torch.dtype = torch.float32
 ) -> tuple[Any, Tiny]:
     """An ordinary model of it, filled and saved to ``directory`` by the library itself. Returns both."""
+    if architecture.saved_as:
+        architecture = Architecture(architecture.model_type, architecture.saved_as)
     found = tiny(architecture)
     assert math.isfinite(found.parameters)
     model = architecture.model_class._from_config(copy.deepcopy(found.config), dtype=dtype)

@@ -21,6 +21,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import re
 import shutil
 import signal
 import socket
@@ -54,8 +55,58 @@ from shardwise.pretrained import build_meta
 #: which a load doesn't keep to its own bytes.
 MOST_BYTES = 1.05
 
+#: Conversions that cut, join or permute dim 0, as sharding does.
+ON_DIM_0 = re.compile(r"(Chunk|Split|Concatenate|Interleave)\(0|Transpose\(0|PermuteForRope")
+
 #: Chosen for their conversions; see tests/dist/test_sweep.py.
-SUBSET: tuple[str, ...] = ()
+SUBSET = (
+    "afmoe",
+    "altclip",
+    "audio-spectrogram-transformer",
+    "bert",
+    "clip",
+    "deepseek_v3",
+    "deepseek_v4",
+    "dinov3_vit",
+    "ernie4_5_vl_moe",
+    "esm",
+    "glm4_moe",
+    "gpt2",
+    "gpt_oss",
+    "granitemoe",
+    "gte",
+    "hrm_text",
+    "inkling2_text",
+    "inkling_mm_model",
+    "jamba",
+    "kimi_k25",
+    "kimi_linear",
+    "laguna",
+    "llava",
+    "mamba",
+    "minimax_m3_vl",
+    "mistral_large4",
+    "mixtral",
+    "molmo2_text",
+    "nemotron_h",
+    "nomic_bert",
+    "olmo_hybrid",
+    "phimoe",
+    "qwen2_5_vl",
+    "qwen2_vl",
+    "qwen3_moe",
+    "qwen3_vl_moe",
+    "radio",
+    "segformer",
+    "swin",
+    "t5",
+    "timesfm2_5",
+    "vit",
+    "whisper",
+)
+
+
+Ratios = tuple[float, float]
 
 
 @dataclass(slots=True)
@@ -71,6 +122,9 @@ class Row:
     results: dict[str, str] = field(default_factory=dict)
     """By setting: ``right``, ``wrong: …``, ``failed: …`` or ``-`` where there is nothing to do."""
     bytes_ratio: float = 0.0
+    """Bytes that all ranks read, as a multiple of those that they hold."""
+    model_bytes_ratio: float = 0.0
+    """The same, as a multiple of the model's bytes: more where each rank holds large buffers."""
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -91,6 +145,7 @@ class Row:
 class Reference:
     """What ``from_pretrained`` gives, and what it says about the checkpoint."""
 
+    directory: Path
     tensors: dict[str, torch.Tensor]
     kinds: dict[str, tuple[str, bool]]
     """Parameter or buffer, and ``requires_grad``, by name."""
@@ -112,6 +167,8 @@ def make_reference(architecture: Architecture, directory: Path, dtype: torch.dty
     row.parameters = small.parameters
     reference = ordinary_load(architecture, directory)
     row.conversions = reference.conversions
+    if architecture.saved_as:
+        return row, bare_reference(architecture, row, reference)
     # from_pretrained makes every loaded parameter trainable, also those that the class freezes (5.23). Those
     # of construction are right, as in the library's own distributed load.
     built = kinds_of(model)
@@ -131,7 +188,24 @@ def make_reference(architecture: Architecture, directory: Path, dtype: torch.dty
     if reference.changed:
         names = ", ".join(list(reference.changed)[:3])
         row.ordinary = f"not handled: from_pretrained changes {len(reference.changed)} tensors: {names}"
+    lost = [n for n in reference.missing if n in model.state_dict()]
+    if lost and reference.unexpected:
+        # What it doesn't find it makes up: nothing is left to compare with.
+        raise ValueError(
+            f"from_pretrained does not find {len(lost)} tensors that were saved: {', '.join(lost[:3])}"
+        )
     return row, reference
+
+
+def bare_reference(architecture: Architecture, row: Row, reference: Reference) -> Reference:
+    """Of a bare model, from the checkpoint of one with a head: what belongs to the head is left over."""
+    row.notes.append(f"from the checkpoint of {architecture.saved_as}")
+    if reference.missing:
+        raise ValueError(f"{architecture.saved_as} has no {', '.join(reference.missing[:3])}")
+    model = build_meta(reference.directory, auto_class=architecture.model_class)
+    reference.kinds = kinds_of(model)
+    reference.unexpected = ["*"]
+    return reference
 
 
 def ordinary_load(architecture: Architecture, directory: Path) -> Reference:
@@ -147,6 +221,7 @@ def ordinary_load(architecture: Architecture, directory: Path) -> Reference:
         raise ValueError(f"from_pretrained finds shapes that don't fit: {report['mismatched_keys']}")
     tensors = tensors_of(model)
     return Reference(
+        directory=directory,
         tensors={n: t.detach() for n, t in tensors.items()},
         kinds=kinds_of(model),
         ties=ties_of(tensors),
@@ -165,7 +240,8 @@ def conversions_of(model: Any) -> tuple[str, ...]:
     for used in getattr(model, "_weight_conversions", None) or ():
         operations = getattr(used, "operations", None)
         if operations is None:
-            found["prefix" if type(used).__name__ == "PrefixChange" else "rename"] += 1
+            kind = type(used).__name__
+            found["rename" if kind == "WeightRenaming" else kind] += 1
         else:
             found[" + ".join(_operation(o) for o in operations)] += 1
     return tuple(sorted(found))
@@ -258,7 +334,10 @@ def differences(model: Any, reference: Reference) -> list[str]:
 def export_differences(directory: Path, reference: Reference, architecture: Architecture) -> list[str]:
     """What of exported files is not as in the checkpoint that was loaded, by bytes and by an ordinary load."""
     stored = stored_tensors(directory)
-    odd = sorted(set(stored) ^ (set(reference.stored) - _left_over(reference)))
+    if architecture.saved_as:
+        odd = sorted(set(stored) - set(reference.stored))
+    else:
+        odd = sorted(set(stored) ^ (set(reference.stored) - set(reference.unexpected)))
     problems = [f"names: {odd[:4]}"] if odd else []
     bad = [n for n, t in stored.items() if n in reference.stored and not same_bits(t, reference.stored[n])]
     if bad:
@@ -273,10 +352,6 @@ def export_differences(directory: Path, reference: Reference, architecture: Arch
     if unlike or again.ties != reference.ties:
         problems.append(f"another model after an ordinary load: {unlike[:3]}")
     return problems
-
-
-def _left_over(reference: Reference) -> set[str]:
-    return set(reference.unexpected) & set(reference.stored)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -297,19 +372,19 @@ class Job:
     """What the step ``load`` left for the next one."""
 
 
-def run_steps(job: Job) -> dict[str, tuple[str, float]]:
+def run_steps(job: Job) -> dict[str, tuple[str, Ratios]]:
     """Outcome and bytes ratio by step, on one rank."""
-    outcomes: dict[str, tuple[str, float]] = {}
+    outcomes: dict[str, tuple[str, Ratios]] = {}
     for step in job.steps:
         try:
-            problems, ratio = STEPS[step](job)
+            problems, ratios = STEPS[step](job)
         except Exception as error:  # whatever goes wrong is the finding
-            outcomes[step] = f"failed: {type(error).__name__}: {_short(error)}", 0.0
+            outcomes[step] = f"failed: {type(error).__name__}: {_short(error)}", (0.0, 0.0)
             if os.environ.get("SWEEP_TRACE"):
                 traceback.print_exc()
             # Other ranks may be inside a collective that this one has left.
             break
-        outcomes[step] = f"wrong: {'; '.join(problems)}" if problems else "right", ratio
+        outcomes[step] = f"wrong: {'; '.join(problems)}" if problems else "right", ratios
     return outcomes
 
 
@@ -320,7 +395,7 @@ def _short(error: BaseException) -> str:
 
 def _load(
     job: Job, placement: Callable[[nn.Parameter], Shard | None] | None = None
-) -> tuple[Any, list[str], float]:
+) -> tuple[Any, list[str], Ratios]:
     mesh = init_device_mesh("cpu", (job.world_size,))
     # Nobody can shard a trainable parameter without dims (CLIP's logit_scale): the caller has to name it.
     scalars = tuple(n for n, t in job.reference.tensors.items() if t.ndim == 0 and job.reference.kinds[n][1])
@@ -335,8 +410,13 @@ def _load(
     problems = differences(model, job.reference)
     if model.can_generate() and model.generation_config.to_dict() != job.reference.generation:
         problems.append("generation config")
-    own = sum_over_ranks(report.local_bytes)
-    return model, problems, sum_over_ranks(report.bytes_read) / max(1, own)
+    return model, problems, ratios_of(report)
+
+
+def ratios_of(report: Any) -> Ratios:
+    """Bytes read by all ranks, as a multiple of what they hold and of the model."""
+    read, held = sum_over_ranks(report.bytes_read), sum_over_ranks(report.local_bytes)
+    return read / max(1, held), read / max(1, report.model_bytes)
 
 
 def sum_over_ranks(value: int) -> int:
@@ -345,15 +425,15 @@ def sum_over_ranks(value: int) -> int:
     return int(total)
 
 
-def default_shards(job: Job) -> tuple[list[str], float]:
+def default_shards(job: Job) -> tuple[list[str], Ratios]:
     """One axis, dim 0 of everything."""
-    job.model, problems, ratio = _load(job)
-    if ratio > MOST_BYTES:
-        problems.append(f"{ratio:.2f} × the ranks' own bytes are read")
-    return problems, ratio
+    job.model, problems, ratios = _load(job)
+    if ratios[0] > MOST_BYTES:
+        problems.append(f"{ratios[0]:.2f} × the ranks' own bytes are read")
+    return problems, ratios
 
 
-def exported(job: Job) -> tuple[list[str], float]:
+def exported(job: Job) -> tuple[list[str], Ratios]:
     """Export the loaded model, compare the files and what the ordinary load makes of them."""
     model = job.model if job.model is not None else _load(job)[0]
     job.model = None
@@ -361,10 +441,10 @@ def exported(job: Job) -> tuple[list[str], float]:
     out = Path(Ranks.current().share("export", str(out).encode()).decode())
     sw.export_hf(model, out)
     problems = export_differences(out, job.reference, job.architecture) if dist.get_rank() == 0 else []
-    return problems, 0.0
+    return problems, (0.0, 0.0)
 
 
-def dim_1_shards(job: Job) -> tuple[list[str], float]:
+def dim_1_shards(job: Job) -> tuple[list[str], Ratios]:
     """Dim 1 of every parameter that has one that divides."""
 
     def placement(parameter: nn.Parameter) -> Shard | None:
@@ -372,11 +452,11 @@ def dim_1_shards(job: Job) -> tuple[list[str], float]:
         return Shard(1) if fits else None
 
     # Rows of a tiny matrix are shorter than the gaps that are worth reading over: bytes say nothing here.
-    _, problems, ratio = _load(job, placement)
-    return problems, ratio
+    _, problems, ratios = _load(job, placement)
+    return problems, ratios
 
 
-def fsdp_and_tp(job: Job) -> tuple[list[str], float]:
+def fsdp_and_tp(job: Job) -> tuple[list[str], Ratios]:
     """FSDP 2 × TP 2, by the class's own plan; filled by the primitive ``load``."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = build_meta(job.directory, auto_class=job.architecture.model_class)
@@ -393,7 +473,7 @@ def fsdp_and_tp(job: Job) -> tuple[list[str], float]:
     )
     model.eval()
     problems = differences(model, job.reference)
-    return problems, sum_over_ranks(report.bytes_read) / max(1, report.model_bytes)
+    return problems, ratios_of(report)
 
 
 def _named(model: nn.Module, chosen: set[nn.Parameter]) -> tuple[str, ...]:
@@ -423,7 +503,7 @@ def apply_plan(model: Any, mesh: Any) -> None:
     model.tie_weights()
 
 
-STEPS: dict[str, Callable[[Job], tuple[list[str], float]]] = {
+STEPS: dict[str, Callable[[Job], tuple[list[str], Ratios]]] = {
     "load": default_shards,
     "export": exported,
     "dim 1": dim_1_shards,
@@ -490,22 +570,22 @@ def _child(work: Path, rank: int, function: Callable[[int], Any]) -> None:
         os._exit(code)
 
 
-def on_ranks(job: Job, timeout_s: float) -> dict[str, tuple[str, float]]:
+def on_ranks(job: Job, timeout_s: float) -> dict[str, tuple[str, Ratios]]:
     """The steps of a job on its ranks: the first rank that is not right decides."""
     port = _free_port()
 
-    def run(rank: int) -> dict[str, tuple[str, float]]:
+    def run(rank: int) -> dict[str, tuple[str, Ratios]]:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
         dist.init_process_group("gloo", rank=rank, world_size=job.world_size)
         return run_steps(job)
 
     results = in_children(job.world_size, job.work / f"ranks-{job.world_size}-{port}", timeout_s, run)
-    outcomes: dict[str, tuple[str, float]] = {}
+    outcomes: dict[str, tuple[str, Ratios]] = {}
     for step in job.steps:
         found = []
         for result in results:
             if isinstance(result, str):
-                found.append((f"failed: {result}", 0.0))
+                found.append((f"failed: {result}", (0.0, 0.0)))
             elif step in result:
                 found.append(result[step])
         if not found:
@@ -555,10 +635,11 @@ def examine(architecture: Architecture, work: Path, options: argparse.Namespace)
             while pending:  # a step that failed took its processes with it: the next ones get new ones
                 job.steps = tuple(pending)
                 outcomes = on_ranks(job, options.timeout_s)
-                for step, (outcome, ratio) in outcomes.items():
+                for step, (outcome, ratios) in outcomes.items():
                     row.results[f"{step} {world_size}"] = outcome
                     if step == "load":
-                        row.bytes_ratio = max(row.bytes_ratio, ratio)
+                        row.bytes_ratio = max(row.bytes_ratio, ratios[0])
+                        row.model_bytes_ratio = max(row.model_bytes_ratio, ratios[1])
                     pending.remove(step)
                 if not outcomes:
                     break
@@ -597,7 +678,7 @@ def lane(
             counter.value += 1
         if index >= len(chosen):
             return
-        work = root / chosen[index].class_name
+        work = root / f"{chosen[index].model_type}-{chosen[index].class_name}"
         try:
             row = examine(chosen[index], work, options)
         except Exception as error:
@@ -629,9 +710,9 @@ def sweep(chosen: Sequence[Architecture], options: argparse.Namespace) -> list[R
     counter, lock, queue = context.Value("i", 0), context.Lock(), context.SimpleQueue()
     root = Path(options.keep or tempfile.mkdtemp(prefix="sweep-"))
     rows: list[Row] = []
-    again = {a.class_name for a in chosen}
+    again = {(a.model_type, a.class_name) for a in chosen}
     earlier = read_json(Path(options.json)) if options.json and options.add else []
-    earlier = [row for row in earlier if row.class_name not in again]
+    earlier = [row for row in earlier if (row.model_type, row.class_name) not in again]
     lanes = [
         context.Process(target=lane, args=(chosen, counter, lock, queue, root, options))
         for _ in range(max(1, options.jobs))
@@ -738,6 +819,8 @@ def table(rows: Sequence[Row]) -> str:
     done = [row for row in rows if row.results]
     rest = [row for row in rows if not row.results]
     widest = max((row.bytes_ratio for row in done), default=0.0)
+    on_dim_0 = [row for row in done if any(ON_DIM_0.search(c) for c in row.conversions)]
+    converted = [row for row in done if any("(" in c for c in row.conversions)]
     lines = [
         "# Architectures",
         "",
@@ -748,7 +831,9 @@ def table(rows: Sequence[Row]) -> str:
         "bit for bit, that of `from_pretrained` on the same files. *export*: the files that `export_hf` writes hold the",
         "checkpoint's tensors under its names, bit for bit, and `from_pretrained` makes the same model of them. A dash:",
         f"nothing to do there (no plan for tensor parallelism). Bytes read over all ranks are at most {widest:.3f} × those",
-        "that the ranks hold.",
+        f"that the ranks hold. {len(converted)} have conversions other than renames; of {len(on_dim_0)} these act on dim 0 by",
+        "chunk, split, concatenate, interleave, transpose or permute: bytes read are at most "
+        f"{max((row.model_bytes_ratio for row in on_dim_0), default=0.0):.3f} × the model's there.",
         "",
         "| architecture | class | conversions | 2 ranks | 3 ranks | dim 1, 2 ranks | FSDP 2 × TP 2 | export | notes |",
         "|---|---|---|---|---|---|---|---|---|",

@@ -8,8 +8,9 @@ Package map, from the bottom up::
     read/      positioned reads               place/    memory and copies into live tensors
     proof/     digests, stored checkpoints    state/    optimizer, RNG, data ↔ named tensors, typed JSON
     store/     write, publish, retain
-    load, pretrained, parallelize, checkpoint, restore, export    one story per entry point
-    cli/, demo/, integrations/                on top
+    groups, planner                           which modules become FSDP2 groups; plans for absent ranks
+    loading, pretrained, parallelize, checkpoint, restoring, export    one story per entry point
+    cli/, demo/                               on top
 """
 
 from .checkpoint import Checkpointer, restore, save

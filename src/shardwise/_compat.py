@@ -6,6 +6,7 @@ Nothing here is needed for plain torch modules; transformers is imported only in
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ __all__ = [
     "default_store",
     "empty_dtensor",
     "fsdp_parameter_ids",
+    "is_transformers_model",
     "original_class",
     "revert_to_hub",
     "sibling_meshes",
@@ -85,6 +87,12 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     return kind
 
 
+def is_transformers_model(module: nn.Module) -> bool:
+    """Whether a module is a transformers model; does not import transformers if nobody else did."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    return modeling is not None and isinstance(module, modeling.PreTrainedModel)
+
+
 def transformers_conversions(meta_model: Any, key_mapping: Mapping[str, str] | None) -> list[Any]:
     """The renames and converters that ``from_pretrained`` would apply, in its order.
 
@@ -94,7 +102,8 @@ def transformers_conversions(meta_model: Any, key_mapping: Mapping[str, str] | N
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     model_class: Any = type(meta_model)
-    assert original_class(meta_model) is model_class, "conversions of a wrapped model would be empty"
+    if original_class(meta_model) is not model_class:
+        raise TypeError(f"{model_class.__name__} is wrapped: its conversions would come back empty")
     return list(get_model_conversion_mapping(meta_model, dict(key_mapping) if key_mapping else None))
 
 

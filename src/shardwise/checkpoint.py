@@ -10,9 +10,17 @@ from typing import Literal
 
 import xxhash
 
-from .catalog.manifest import Manifest, read_manifest
+from .catalog.manifest import MANIFEST_NAME, Manifest, read_manifest
 from .dist import Ranks
-from .errors import CheckpointError, IntegrityError, NoCheckpointError, RankError, ShardwiseError, SourceError
+from .errors import (
+    CheckpointError,
+    FormatError,
+    IntegrityError,
+    NoCheckpointError,
+    RankError,
+    ShardwiseError,
+    SourceError,
+)
 from .plan import IOOptions
 from .read import FileReader
 from .restoring import ResumeReport, restore_into
@@ -86,6 +94,7 @@ class Checkpointer:
         self._keep_every = keep_every
         self._io = io or IOOptions()
         self._lock: DirectoryLock | None = None
+        self._closed = False
         self._lineage: Lineage | None = None
         self._ranks().on_first("lock checkpoint directory", self._take_lock)
 
@@ -102,6 +111,7 @@ class Checkpointer:
 
     def close(self) -> None:
         """Give the directory back. Rank-local."""
+        self._closed = True
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -109,9 +119,12 @@ class Checkpointer:
     def save(self, state: TrainState, step: int) -> SaveReport:
         """Publish ``state`` as ``step``, then apply retention. Collective; see :func:`save` for what it raises.
 
-        On failure nothing is published, on any rank, and the steps before are untouched.
+        On failure the steps before are untouched, and ``step`` is not published unless the failure came after
+        the rename (then it is whole). Refused: a step that is not newer than all published ones, and a first
+        save into a directory that holds steps of a run that this one did not resume.
         """
         ranks = self._ranks()
+        ranks.on_first("check checkpoint directory", lambda: self._check_line(step))
         if self._lineage is None:
             run_id = ranks.share(
                 "run id", secrets.token_hex(8).encode() if ranks.rank == 0 else None
@@ -127,7 +140,7 @@ class Checkpointer:
         return report
 
     def resume(self, state: TrainState, step: int | None = None) -> ResumeReport | None:
-        """Restore the newest valid step (or ``step``); None only if nothing was ever published here.
+        """Restore the newest valid step (or exactly ``step``); None only if nothing was ever published here.
 
         Damaged steps are skipped with a warning and set aside as ``step-N.damaged-…``; steps newer than
         the one resumed from are set aside as ``step-N.superseded-…``, so that a run that goes on from an
@@ -137,12 +150,13 @@ class Checkpointer:
         :class:`StateError` if a valid step does not fit the live objects (nothing is set aside then).
         """
         ranks = self._ranks()
+        self._check_open()
         damaged: dict[int, str] = {}
         for candidate, path in self._candidates(ranks, step):
             try:
                 with ranks.agree(f"check {publish.step_name(candidate)}"):
                     if ranks.rank == 0:
-                        _quick_check(path, ranks.tick)
+                        _quick_check(path, candidate, ranks.tick)
                 report = restore_into(state, path, ranks, self._io)
             except ShardwiseError as error:
                 if not _is_damage(error):
@@ -157,6 +171,25 @@ class Checkpointer:
         self._raise_if_lost(ranks, step, damaged)
         return None
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CheckpointError(f"{self.root}: this Checkpointer is closed; make a new one")
+
+    def _check_line(self, step: int) -> bytes:
+        """Refuse to mix runs: what a resume would find must be this run's own line. For rank 0."""
+        self._check_open()
+        steps = publish.published_steps(self.root)
+        if steps and self._lineage is None:
+            raise CheckpointError(
+                f"{self.root}: holds steps {sorted(steps)[-3:]} that this run did not resume from; call resume() first, "
+                f"or give this run another directory"
+            )
+        if steps and step <= max(steps):
+            raise CheckpointError(
+                f"{self.root}: step {step} is not newer than the published step {max(steps)}"
+            )
+        return b""
+
     def _ranks(self) -> Ranks:
         return Ranks.current(timeout_s=self._io.timeout_s)
 
@@ -167,7 +200,7 @@ class Checkpointer:
             steps = publish.published_steps(self.root)
             if step is not None and step not in steps:
                 raise CheckpointError(f"{self.root}: no step {step}; there are {sorted(steps)}")
-            return ",".join(str(s) for s in steps if step is None or s <= step).encode()
+            return ",".join(str(s) for s in steps if step in (None, s)).encode()
 
         shared = ranks.on_first("scan checkpoint directory", scan).decode()
         return [(int(s), os.path.join(self.root, publish.step_name(int(s)))) for s in shared.split(",") if s]
@@ -186,9 +219,9 @@ class Checkpointer:
         def check() -> bytes:
             if damaged or publish.was_ever_published(self.root):
                 found = "; ".join(f"step {s}: {why}" for s, why in damaged.items()) or "all were set aside"
-                which = "none" if step is None else f"none up to {step}"
+                which = "none is valid" if step is None else f"step {step} is not valid"
                 raise NoCheckpointError(
-                    f"{self.root}: steps were published, but {which} is valid ({found}). Move the directory away "
+                    f"{self.root}: steps were published, but {which} ({found}). Move the directory away "
                     f"to start anew, or rename a step that was set aside"
                 )
             return b""
@@ -209,22 +242,33 @@ class Checkpointer:
         steps = [s for s in publish.published_steps(self.root) if s <= newest]
         for old in steps[self._keep_last :]:
             if self._keep_every is None or old % self._keep_every:
-                publish.discard(os.path.join(self.root, publish.step_name(old)))
+                try:
+                    publish.discard(os.path.join(self.root, publish.step_name(old)))
+                except OSError as error:  # the save is published; an old step that stays harms nobody
+                    _log.warning("can't delete step %d: %s", old, error)
 
 
-def _quick_check(path: str, on_progress: Callable[[], object]) -> Manifest:
+def _quick_check(path: str, step: int, on_progress: Callable[[], object]) -> Manifest:
     """Manifest intact; every file there with its size; headers and small files as their checksums say.
 
     Resuming reads no headers, and at another world size not the files of the old ranks: what it takes for
     valid must nevertheless be what ``verify`` does. Reads no payload.
     """
+    if not os.path.exists(os.path.join(path, MANIFEST_NAME)):
+        raise IntegrityError("lost: no manifest.json", path=path)
     manifest = read_manifest(path)
+    if manifest.step != step:
+        raise CheckpointError(
+            f"{path}: holds step {manifest.step}; rename it to {publish.step_name(manifest.step)}"
+        )
     for name, entry in manifest.files.items():
         file = os.path.join(path, name)
         try:
             size = os.stat(file).st_size
+        except FileNotFoundError as error:
+            raise IntegrityError("lost: no such file", path=file) from error
         except OSError as error:
-            raise IntegrityError(f"lost: {error.strerror}", path=file) from error
+            raise SourceError(f"can't be read: {error.strerror}", path=file) from error
         if size != entry.nbytes:
             raise IntegrityError(
                 f"{size} bytes, expected {entry.nbytes}: truncated or overwritten", path=file
@@ -243,8 +287,12 @@ def _quick_check(path: str, on_progress: Callable[[], object]) -> Manifest:
 
 
 def _is_damage(error: ShardwiseError) -> bool:
-    """Whether an error means that stored bytes are lost or wrong, on whichever rank."""
+    """Whether an error means that stored bytes are lost or wrong, on whichever rank.
+
+    A file that can't be opened or read for another reason (too many open files, permissions, a server that is
+    away), or a later format version, is no damage: nothing may be set aside for it.
+    """
     if isinstance(error, RankError):
-        kinds = ("IntegrityError", "FormatError", "SourceError")
+        kinds = ("IntegrityError", "FormatError")
         return bool(error.causes) and all(cause.startswith(kinds) for cause in error.causes.values())
-    return isinstance(error, SourceError)
+    return isinstance(error, (IntegrityError, FormatError))

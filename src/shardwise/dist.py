@@ -26,6 +26,7 @@ from typing import NoReturn, Protocol, cast
 import torch.distributed as dist
 
 from shardwise import errors
+from shardwise._compat import default_store
 from shardwise.errors import CheckpointError, RankError
 
 __all__ = ["Ranks"]
@@ -266,7 +267,7 @@ _links: weakref.WeakKeyDictionary[dist.ProcessGroup, _Link] = weakref.WeakKeyDic
 
 def _open_link(rank: int, world_size: int) -> _Link:
     try:
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         # Under torchrun the store outlives the group: a group made anew must not read old verdicts.
         generation = store.add(f"shardwise/generation/{rank}", 1)
         prefixed = dist.distributed_c10d.PrefixStore(f"shardwise/{generation}", store)

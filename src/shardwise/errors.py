@@ -4,6 +4,7 @@
 
     ShardwiseError
     ├── SourceError            a source can't be read or is damaged (names the file)
+    │   ├── VersionError       a checkpoint of a format version that this release does not read
     │   ├── FormatError        header, index or manifest is not what its format says
     │   └── IntegrityError     bytes are there but checksum, digest or size is wrong
     ├── LayoutError            a parallelised module whose shards we can't describe
@@ -35,6 +36,7 @@ __all__ = [
     "SourceError",
     "StateError",
     "UnsupportedConversionError",
+    "VersionError",
 ]
 
 
@@ -48,6 +50,10 @@ class SourceError(ShardwiseError):
     def __init__(self, message: str, *, path: str | None = None) -> None:
         super().__init__(f"{path}: {message}" if path else message)
         self.path = path
+
+
+class VersionError(SourceError):
+    """A checkpoint has a format version that this release does not read. It is not damaged."""
 
 
 class FormatError(SourceError):

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -26,14 +27,15 @@ from .catalog.open import open_catalog
 from .catalog.slices import SliceTensor, assign_owners, owner_ranks
 from .dist import Ranks
 from .dtypes import code_of, itemsize, torch_dtype
-from .errors import CheckpointError, FormatError, SourceError
+from .errors import CheckpointError, FormatError, IntegrityError
 from .layout.boxes import Box, LocalBox, whole
 from .layout.model import geometries_of, local_tensor, reshard, wanted_of
 from .layout.wanted import Wanted, contiguous_strides
-from .names import named_tensors
+from .names import named_tensors, unwrap
 from .place.copy import Destination, FileFiller, Staging, execute, write_back
 from .plan import IOOptions
 from .plan.build import transfers_of
+from .proof.digest import finish, partial_sum
 from .proof.stored import pieces
 from .read import FileReader
 from .recipe.match import Recipe
@@ -108,8 +110,9 @@ def export_hf(
         max_shard_bytes: payload per file, unless one tensor is larger.
 
     Every rank of the default process group must call it; each writes its own bytes at precomputed
-    offsets of the final files. Memory: staging only. Raises :class:`CheckpointError`,
-    :class:`SourceError`, :class:`RankError` alike on every rank.
+    offsets of the final files. What is read of a checkpoint is compared with its recorded digests before
+    anything appears. Memory: staging only. Raises :class:`CheckpointError`, :class:`SourceError`
+    (:class:`IntegrityError` for content that differs), :class:`RankError` alike on every rank.
     """
     started = time.perf_counter()
     io = io or IOOptions()
@@ -121,15 +124,19 @@ def export_hf(
         job = _LiveJob(model_or_path) if isinstance(model_or_path, nn.Module) else _StoredJob(model_or_path)
         contents = job.contents()
         output = _lay_out(contents.hub, _dtype_code(dtype), max_shard_bytes)
+        companions = job.companions(_dtype_code(dtype)) if ranks.rank == 0 else {}
     temporary = _prepare(final, output, ranks)
     try:
         with ranks.agree("write export"), FileFiller(temporary, ranks.tick) as filler:
-            job.write(contents, output, filler, Staging(io), ranks)
+            sums = job.write(contents, output, filler, Staging(io), ranks)
         written = filler.bytes_written
-        totals = ranks.gather("bytes exported", str(written).encode())
+        gathered = ranks.gather("bytes exported", np.array([written, *sums], dtype=np.uint64).tobytes())
         with ranks.agree("publish export"):
-            if totals is not None:
-                _publish(temporary, final, output, job.companions(_dtype_code(dtype)), sum(map(int, totals)))
+            if gathered is not None:
+                stacked = np.stack([np.frombuffer(g, dtype=np.uint64) for g in gathered])
+                total, *sums = map(int, stacked.sum(axis=0, dtype=np.uint64))
+                job.check(sums)
+                _publish(temporary, final, output, companions, total)
     except BaseException:
         if ranks.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -207,8 +214,7 @@ def _prepare(final: str, output: _Output, ranks: Ranks) -> str:
     """Rank 0 makes the temporary directory and the files in their final size. Returns its path on all ranks."""
 
     def make() -> bytes:
-        if os.path.lexists(final) and not (os.path.isdir(final) and not os.listdir(final)):
-            raise CheckpointError(f"{final}: is there already; export into a new or empty directory")
+        _refuse_taken(final)
         parent, name = os.path.split(final)
         path = os.path.join(parent, f".tmp-{name}-{secrets.token_hex(8)}")
         try:
@@ -223,6 +229,20 @@ def _prepare(final: str, output: _Output, ranks: Ranks) -> str:
         return path.encode()
 
     return ranks.on_first("make export directory", make).decode()
+
+
+def _refuse_taken(final: str) -> None:
+    if os.path.islink(final):
+        raise CheckpointError(
+            f"{final}: is a symbolic link, which can't be exchanged for the finished export; give the directory "
+            f"that it stands for, or a new one"
+        )
+    try:
+        taken = os.path.lexists(final) and not (os.path.isdir(final) and not os.listdir(final))
+    except OSError as error:
+        raise CheckpointError(f"{final}: can't be looked at: {error.strerror}") from error
+    if taken:
+        raise CheckpointError(f"{final}: is there already; export into a new or empty directory")
 
 
 def _publish(
@@ -250,7 +270,7 @@ class _LiveJob:
     def __init__(self, model: nn.Module) -> None:
         reshard(model)
         self._model = model
-        ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+        ignored = set(getattr(unwrap(model), "_keys_to_ignore_on_save", None) or ())
         self._named = {t.name: t for t in named_tensors(model) if t.persistent and t.name not in ignored}
 
     def _kinds(self) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -260,13 +280,13 @@ class _LiveJob:
         origin = recall(self._model)
         if origin is not None:
             return _inverted(self._kinds(), origin.recipes, origin.shapes)
-        if is_transformers_model(self._model):
+        if is_transformers_model(unwrap(self._model)):
             return _reverted(meta_instance(self._model), self._kinds())
         return _as_named(self._kinds())
 
     def write(
         self, contents: _Contents, output: _Output, filler: FileFiller, staging: Staging, ranks: Ranks
-    ) -> None:
+    ) -> list[int]:
         geometries = geometries_of(self._model, self._named.values())
         owned = assign_owners([SliceTensor(n, c, s, geometries[n]) for n, (c, s) in self._kinds().items()])
         destination = Destination({n: local_tensor(t.tensor) for n, t in self._named.items()})
@@ -276,6 +296,10 @@ class _LiveJob:
             wanted = wanted_of(t.name, self._named[t.name].tensor, t.geometry)
             for tile in contents.tiles.get(t.name, ()):
                 write_back(transfers_of(tile, wanted, output.tensors), filler, destination, staging)
+        return []
+
+    def check(self, sums: Sequence[int]) -> None:
+        """Nothing was read."""
 
     def companions(self, dtype: str | None) -> dict[str, bytes]:
         return _with_dtype(companion_files(self._model), dtype)
@@ -313,11 +337,35 @@ class _StoredJob:
 
     def write(
         self, contents: _Contents, output: _Output, filler: FileFiller, staging: Staging, ranks: Ranks
-    ) -> None:
-        with FileReader() as reader:
+    ) -> list[int]:
+        """Returns this rank's share of the digest sum of each tensor that has a recorded digest."""
+        sums = dict.fromkeys(self._recorded(), 0)
+        with FileReader(ranks.tick) as reader:
             for name, box in _share_of(self._catalog, staging.limit_bytes // 2, ranks):
                 tiles = contents.tiles.get(name, ())
-                self._write_piece(name, box, tiles, output, filler, reader, staging)
+                piece = self._write_piece(name, box, tiles, output, filler, reader, staging)
+                if name in sums:
+                    sums[name] = (sums[name] + partial_sum(piece, box.start)) % 2**64
+        return list(sums.values())
+
+    def check(self, sums: Sequence[int]) -> None:
+        """Compare what all ranks read with the recorded digests. Raises :class:`IntegrityError`."""
+        wrong = []
+        for name, total in zip(self._recorded(), sums, strict=True):
+            stored = self._catalog.tensors[name]
+            if finish(total, stored.dtype, stored.shape) != self._catalog.digests[name]:
+                wrong.append(name)
+        if wrong:
+            more = f" and {len(wrong) - 20} more" if len(wrong) > 20 else ""
+            raise IntegrityError(
+                f"content of {len(wrong)} tensors differs from what was saved: {', '.join(wrong[:20])}{more}; nothing "
+                f"was exported. Take another step, or see what 'shardwise verify' says of this one",
+                path=self._path,
+            )
+
+    def _recorded(self) -> list[str]:
+        """Tensors with a digest, in one order on all ranks."""
+        return [name for name in self._catalog.tensors if name in self._catalog.digests]
 
     def _write_piece(
         self,
@@ -328,7 +376,8 @@ class _StoredJob:
         filler: FileFiller,
         reader: FileReader,
         staging: Staging,
-    ) -> None:
+    ) -> torch.Tensor:
+        """Returns the piece as it was read."""
         stored = self._catalog.tensors[name]
         piece = torch.empty(box.sizes, dtype=torch_dtype(stored.dtype))
         held = (LocalBox(box, (0,) * len(box.start)),)
@@ -339,6 +388,7 @@ class _StoredJob:
         execute(list(transfers_of(here, wanted, self._catalog.tensors)), reader, destination, staging)
         for tile in tiles:
             write_back(transfers_of(tile, wanted, output.tensors), filler, destination, staging)
+        return piece
 
     def companions(self, dtype: str | None) -> dict[str, bytes]:
         folder = (
@@ -418,13 +468,10 @@ def _share_of(catalog: Catalog, limit_bytes: int, ranks: Ranks) -> Sequence[tupl
 
 
 def _with_dtype(files: Mapping[str, bytes], dtype: str | None) -> dict[str, bytes]:
-    """The files with config.json's dtype set to what is written."""
+    """The files with the dtype of config.json, a JSON object, set to what is written."""
     found = dict(files)
     if dtype is not None and "config.json" in found:
-        try:
-            config = json.loads(found["config.json"])
-        except ValueError as error:
-            raise SourceError(f"config.json is not JSON ({error})") from error
+        config = json.loads(found["config.json"])
         config.pop("torch_dtype", None)
         config["dtype"] = str(torch_dtype(dtype)).removeprefix("torch.")
         found["config.json"] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()

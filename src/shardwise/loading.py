@@ -11,21 +11,22 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from .catalog import Catalog
 from .catalog.open import open_catalog
 from .dist import Ranks
-from .errors import IntegrityError, PlanError
+from .errors import IntegrityError, PlanError, ShardError
 from .layout.model import layout_of, local_tensor, reshard
 from .names import named_tensors
 from .place.copy import Destination, Staging, compare, execute
 from .place.initialize import check_rules, initialize
-from .place.materialize import materialize
-from .place.meta_init import forget_meta_buffers
+from .place.materialize import default_device, materialize
+from .place.meta_init import forget_meta_buffers, meta_buffers
 from .plan import IOOptions, Plan, build_plan
 from .proof.report import LoadReport
 from .read import FileReader
-from .recipe.match import Declaration, Resolve, Rules, match_rules, matches_any, renamed, same_names
+from .recipe.match import Declaration, Recipe, Resolve, Rules, match_rules, matches_any, renamed, same_names
 from .recipe.record import remember
 
 __all__ = ["fill", "load"]
@@ -42,7 +43,8 @@ def load(
     init: Mapping[str, str] | None = None,
     device: torch.device | str | None = None,
     io: IOOptions | None = None,
-    verify: Literal["cover", "digest"] = "cover",
+    verify: Literal["cover", "digest"] | None = None,
+    ignored: Sequence[str] = (),
 ) -> LoadReport:
     """Fill ``model`` in place from ``source``; complete and proved, or one error that lists all of it.
 
@@ -59,12 +61,16 @@ def load(
         init: pattern of module names that may be missing → rule; ``"model"`` is the model's own rule.
         device: where meta tensors get memory. Default: the mesh's device, else CPU.
         io: staging and time limits.
-        verify: ``"cover"`` proves the plan; ``"digest"`` also compares content digests, where the
-            source records them.
+        verify: ``"cover"`` proves the plan; ``"digest"`` also compares the content with digests, of every
+            tensor for which the source records one and whose dtype is not changed by the load. None:
+            ``"digest"`` where the source records digests (a checkpoint does), else ``"cover"``.
+        ignored: ``fnmatch`` patterns of trainable parameters that are plain tensors beside sharded ones.
+            Nobody shards them, and FSDP2 does not reduce their gradients: reduce them yourself.
 
     Every rank of the default process group must call it. Memory: this rank's shards plus
     ``io.staging_bytes``. Raises :class:`PlanError` before payload is read, :class:`SourceError`,
-    :class:`LayoutError`, or :class:`RankError` alike on every living rank.
+    :class:`LayoutError`, :class:`ShardError` (trainable plain parameters that are not ``ignored``), or
+    :class:`RankError` alike on every living rank.
     """
     io = io or IOOptions()
     ranks = Ranks.current(timeout_s=io.timeout_s)
@@ -76,7 +82,9 @@ def load(
             unused=lambda stored, _: "caller" if matches_any(stored, unused) else None,
             init=lambda name: "caller" if matches_any(name, declared) else None,
         )
-    return fill(model, catalog, rules, device=device, io=io, ranks=ranks, verify=verify)
+    return fill(
+        model, catalog, rules, device=device, io=io, ranks=ranks, verify=verify, ignored=tuple(ignored)
+    )
 
 
 def fill(
@@ -87,13 +95,19 @@ def fill(
     device: torch.device | str | None = None,
     io: IOOptions,
     ranks: Ranks,
-    verify: Literal["cover", "digest"] = "cover",
+    verify: Literal["cover", "digest"] | None = None,
     seed: int = 0,
+    ignored: Sequence[str] | None = None,
 ) -> LoadReport:
-    """The pipeline behind :func:`load` and ``load_pretrained``: plan, prove, read, place, verify."""
+    """The pipeline behind :func:`load` and ``load_pretrained``: plan, prove, read, place, verify.
+
+    ``ignored=None`` lets any parameter be plain.
+    """
     started = time.perf_counter()
     reshard(model)
     with ranks.agree("plan the load"):
+        if ignored is not None:
+            _refuse_unsharded(model, ignored)
         plan = plan_load(model, catalog, rules, io=io)
         new = _parameters_of(plan.initialized, plan)
         if new:
@@ -101,7 +115,7 @@ def fill(
     ranks.all_equal("plan the load", _fingerprint(plan), lambda _: _describe(plan))
     planned = time.perf_counter()
     with ranks.agree("read"), FileReader(ranks.tick) as reader:
-        materialize(model, device or _device_of(model))
+        materialize(model, device or default_device(model))
         destination = Destination(_local_tensors(model))
         staging = Staging(io, plan.staging_bytes)
         execute(plan.transfers, reader, destination, staging)
@@ -109,8 +123,9 @@ def fill(
         if new:
             initialize(model, seed, names=new)
     forget_meta_buffers(model)
-    if verify == "digest":
-        check_digests(model, catalog, plan, ranks)
+    compared = 0
+    if verify != "cover" and catalog.digests:
+        compared = check_digests(model, catalog, plan, ranks)
     if catalog.kind != "checkpoint":
         remember(model, plan.recipes, catalog.tensors)
     return LoadReport(
@@ -125,7 +140,8 @@ def fill(
         unused=plan.unused,
         initialized=plan.initialized,
         ignored_files=plan.ignored_files,
-        verified=verify,
+        verified="digest" if compared and compared == len(plan.recipes) else "cover",
+        digests_compared=compared,
     )
 
 
@@ -140,13 +156,45 @@ def plan_load(
 
 
 def _unfilled_buffers(model: nn.Module, initialized: set[str]) -> list[str]:
-    """Buffers without content that nothing stored fills: construction alone gives their values."""
-    return [
-        f"no value: {'' if t.persistent else 'non-persistent '}buffer {t.name!r} of shape {list(t.tensor.shape)} "
-        f"is on meta, and no source holds it; build the model in shardwise.meta_init() or compute it before the load"
-        for t in named_tensors(model)
-        if t.kind == "buffer" and t.tensor.is_meta and (t.name in initialized or not t.persistent)
+    """Buffers without content that nothing stored fills: construction alone gives their values.
+
+    One that construction left on meta, and that was given memory but never written since, holds garbage.
+    """
+    unknown = set(meta_buffers(model))
+    problems = []
+    for t in named_tensors(model):
+        if t.kind != "buffer" or unknown.isdisjoint(t.names) or (t.persistent and t.name not in initialized):
+            continue
+        if not t.tensor.is_meta and not t.tensor.is_inference() and t.tensor._version:
+            continue
+        state = "is on meta" if t.tensor.is_meta else "was left on meta by construction and only given memory"
+        problems.append(
+            f"no value: {'' if t.persistent else 'non-persistent '}buffer {t.name!r} of shape "
+            f"{list(t.tensor.shape)} {state}, and no source holds it; build the model in shardwise.meta_init(), "
+            f"or give the buffer memory and fill it in place before the load"
+        )
+    return problems
+
+
+def _refuse_unsharded(model: nn.Module, ignored: Sequence[str]) -> None:
+    """Trainable plain parameters beside sharded ones drift apart, unless somebody reduces their gradients."""
+    parameters = [t for t in named_tensors(model) if t.kind == "parameter"]
+    if not any(isinstance(t.tensor, DTensor) for t in parameters):
+        return
+    plain = [
+        t.name
+        for t in parameters
+        if not isinstance(t.tensor, DTensor)
+        and t.tensor.requires_grad
+        and t.tensor.numel()
+        and not any(matches_any(name, ignored) for name in t.names)
     ]
+    if plain:
+        raise ShardError(
+            f"{len(plain)} trainable parameters are plain tensors beside sharded ones, so that nobody reduces their "
+            f"gradients: {', '.join(plain)}. Shard them too (a module that is not wrapped itself leaves its "
+            f"parameters plain), freeze them, or name them in ignored=(…) and reduce their gradients yourself"
+        )
 
 
 def _parameters_of(initialized: Sequence[Declaration], plan: Plan) -> list[str]:
@@ -182,19 +230,6 @@ def _resolve(model: nn.Module, catalog: Catalog, names: Names | None) -> Resolve
     return rules.resolve if rules else same_names
 
 
-def _device_of(model: nn.Module) -> torch.device:
-    """Where meta tensors get memory by default: the mesh's device type, else CPU."""
-    from torch.distributed.tensor import DTensor
-
-    for parameter in model.parameters():
-        if isinstance(parameter, DTensor):
-            kind = parameter.device_mesh.device_type
-            if kind == "cpu":
-                return torch.device("cpu")
-            return torch.device(kind, torch.get_device_module(kind).current_device())
-    return torch.device("cpu")
-
-
 def _local_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {t.name: local_tensor(t.tensor) for t in named_tensors(model) if t.persistent}
 
@@ -215,24 +250,44 @@ def _describe(plan: Plan) -> str:
     return f"a model of {len(plan.wanted)} tensors ({kinds}; {nbytes} bytes)"
 
 
-def check_digests(model: nn.Module, catalog: Catalog, plan: Plan, ranks: Ranks) -> None:
+def check_digests(model: nn.Module, catalog: Catalog, plan: Plan, ranks: Ranks) -> int:
     """Compare the digests of what was loaded with those that the source records. Every rank must call it.
+
+    A tensor counts that was stored whole in its own dtype. Returns how many were compared.
 
     Raises :class:`RankError`/:class:`IntegrityError` naming every tensor that differs.
     """
     from .proof.model import model_digests
 
+    recorded = {}
+    for w in plan.wanted:
+        source = _stored_whole(plan.recipes.get(w.name))
+        if source is not None and source in catalog.digests:
+            stored = catalog.tensors[source]
+            if (stored.dtype, stored.shape) == (w.dtype, w.shape):
+                recorded[w.name] = catalog.digests[source]
+    if not recorded:
+        return 0
     found = model_digests(model, ranks)
     with ranks.agree("compare digests"):
         wrong = [
-            f"{w.name}: loaded {found[w.name]:016x}, recorded {catalog.digests[source]:016x}"
-            for w in plan.wanted
-            if (recipe := plan.recipes.get(w.name)) is not None
-            and (source := recipe.tiles[0].source) in catalog.digests
-            and catalog.tensors[source].dtype == w.dtype
-            and found[w.name] != catalog.digests[source]
+            f"{name}: loaded {found[name]:016x}, recorded {digest:016x}"
+            for name, digest in recorded.items()
+            if found[name] != digest
         ]
         if wrong:
             raise IntegrityError(
                 "content differs from what was saved: " + "; ".join(wrong[:20]), path=catalog.root
             )
+    return len(recorded)
+
+
+def _stored_whole(recipe: Recipe | None) -> str | None:
+    """The stored tensor that a wanted one is, element by element in order; None if it is made otherwise."""
+    if recipe is None:
+        return None
+    if not recipe.tiles:
+        return recipe.empty[0] if len(recipe.empty) == 1 else None
+    (tile, *more) = recipe.tiles
+    straight = all((v.source_dim, v.source_step) == (v.target_dim, v.target_step) for v in tile.loops)
+    return tile.source if straight and not more and tile.source_start == tile.target_start else None

@@ -15,7 +15,7 @@ from torch import nn
 
 from .errors import LayoutError
 
-__all__ = ["NamedTensor", "canonical_name", "named_tensors"]
+__all__ = ["NamedTensor", "canonical_name", "named_tensors", "unwrap"]
 
 # torch.compile; torch's activation checkpointing; FSDP1; DDP, DataParallel and most third-party wrappers.
 _WRAPPER_PARTS = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"))
@@ -30,6 +30,20 @@ def canonical_name(path: str) -> str:
     if not any(part in path for part in _WRAPPER_PARTS):
         return path
     return ".".join(part for part in path.split(".") if part not in _WRAPPER_PARTS)
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module inside wrappers around the root (``torch.compile``, DDP, …): its class, config and origin count.
+
+    A wrapper holds one module under a wrapper's name, and no tensor of its own. Names and tensors are the
+    same either way; shards are to be looked for in what was given, which FSDP2 may have been applied to.
+    """
+    while len(model._modules) == 1 and not model._parameters and not model._buffers:
+        ((part, inner),) = model._modules.items()
+        if part not in _WRAPPER_PARTS or inner is None:
+            break
+        model = inner
+    return model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

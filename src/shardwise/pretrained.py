@@ -19,6 +19,7 @@ from .place.meta_init import meta_init
 from .plan import IOOptions
 from .proof.report import LoadReport
 from .recipe.match import Rules, matches_any, same_names
+from .recipe.record import remember_home
 from .recipe.transformers import HubRules, hub_rules
 
 __all__ = ["build_meta", "load_pretrained"]
@@ -75,7 +76,7 @@ def load_pretrained(
             shard(model, mesh, policy)
     if device is None and (policy.cpu_offload or mesh is None):
         device = "cpu"
-    report = fill(model, catalog, rules, device=device, io=io, ranks=ranks, seed=seed)
+    report = fill(model, catalog, rules, device=device, io=io, ranks=ranks, seed=seed, ignored=policy.ignored)
     with ranks.agree("finish model"):
         _finish(model, path, hub)
     return model, report
@@ -126,8 +127,16 @@ def build_meta(
         ) from error
     model.config.name_or_path = directory
     model.name_or_path = directory
+    remember_home(model, _home_of(directory))
     _keep_in_fp32(model, chosen)
     return model
+
+
+def _home_of(directory: str) -> str:
+    """Where config and tokenizer lie: the directory itself, or the model's of a checkpoint."""
+    nested = os.path.join(directory, "model")
+    has_own = os.path.isfile(os.path.join(directory, "config.json"))
+    return nested if not has_own and os.path.isfile(os.path.join(nested, "config.json")) else directory
 
 
 def read_config(directory: str) -> Any:
@@ -209,7 +218,13 @@ def _generation_config(model: Any, directory: str) -> Any:
     """The stored generation config, or the one that follows from the model's config."""
     from transformers import GenerationConfig
 
+    kind = getattr(
+        model, "generation_config_class", GenerationConfig
+    )  # a class of its own for diffusion models
     for folder in (directory, os.path.join(directory, "model")):
         if os.path.isfile(os.path.join(folder, "generation_config.json")):
-            return GenerationConfig.from_pretrained(folder, local_files_only=True)
-    return GenerationConfig.from_model_config(model.config)
+            return kind.from_pretrained(folder, local_files_only=True)
+    try:
+        return kind.from_model_config(model.config)
+    except NotImplementedError:
+        return kind()

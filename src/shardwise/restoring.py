@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -28,9 +28,10 @@ from .plan import IOOptions, Plan, build_plan
 from .proof.digest import tensor_digest
 from .proof.model import live_digests
 from .read import FileReader
-from .recipe.match import Rules, match_rules
+from .recipe.match import Rules, match_rules, renamed
 from .state.optimizer import fill_groups, parameter_names, place_scalars, place_states, place_values
 from .state.rng import derive_rng, restore_rng
+from .state.snapshot import modules_with_state
 from .state.train_state import TrainState
 from .state.typed_json import decode
 from .store.save import software_versions
@@ -52,7 +53,7 @@ class ResumeReport:
     differences: tuple[str, ...]
     """Why not, where they are not: other world size, versions, threads, devices, dtypes."""
     tensors: int
-    """Model tensors restored; every one's digest was compared."""
+    """Model tensors restored; digests compared of all but those whose dtype differs (see ``differences``)."""
     optimizer_tensors: int
     """Optimizer tensors restored; every one's digest was compared."""
     documents: tuple[str, ...]
@@ -82,36 +83,40 @@ class ResumeReport:
 def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> ResumeReport:
     """The pipeline behind ``restore`` and ``Checkpointer.resume``. Collective."""
     started = time.perf_counter()
-    reshard(state.model)
     with ranks.agree("read manifest"):
+        reshard(state.model)
         manifest = read_manifest(path)
         catalog = catalog_of_checkpoint(path)
-        local = manifest.world_size == ranks.world_size
-        documents = _read_documents(path, manifest, ranks.rank if local else None)
-        _check_wanted_documents(state, documents, manifest, local)
+        own_files = ranks.rank if manifest.world_size == ranks.world_size else None
+        documents = _read_documents(path, manifest, own_files)
+        _check_wanted_documents(state, documents, manifest)
     loaded = fill(state.model, catalog, Rules(), io=io, ranks=ranks, verify="digest")
-    named = named_tensors(state.model)
+    with ranks.agree("match names"):
+        named = named_tensors(state.model)
+        stored = manifest
+        manifest, documents = _under_live_names(stored, documents, named)
     bytes_read, states = loaded.bytes_read, 0
     if state.optimizer is not None:
-        more, states = _restore_optimizer(state, manifest, path, documents, named, ranks, io)
+        more, states = _restore_optimizer(state, manifest, stored, path, documents, named, ranks, io)
         bytes_read += more
     with ranks.agree("restore documents"):
-        restored, left = _apply_documents(state, documents, named)
+        restored, left = _apply_documents(state, documents, named, manifest)
+        caveats = tuple(getattr(state.dataloader, "caveats", ()))
+        differences = _differences(state, manifest, ranks, named)
         rng = _restore_rng(documents, manifest, ranks)
-    differences = _differences(state, manifest, ranks, named)
     return ResumeReport(
         path=path,
         step=manifest.step,
         run_id=manifest.run_id,
         saved_world_size=manifest.world_size,
         world_size=ranks.world_size,
-        exact=not differences,
+        exact=not (differences or left or caveats),
         differences=differences,
         tensors=loaded.tensors,
         optimizer_tensors=states,
         documents=restored,
         not_restored=left,
-        caveats=tuple(getattr(state.dataloader, "caveats", ())),
+        caveats=caveats,
         rng=rng,
         bytes_read=bytes_read,
         seconds=time.perf_counter() - started,
@@ -151,6 +156,8 @@ def read_checked(path: str, manifest: Manifest, name: str) -> bytes:
     try:
         with open(file, "rb") as stream:
             content = stream.read(entry.nbytes + 1)
+    except FileNotFoundError as error:
+        raise IntegrityError("lost: no such file", path=file) from error
     except OSError as error:
         raise SourceError(f"can't be read: {error.strerror}", path=file) from error
     if len(content) != entry.nbytes or xxhash.xxh3_64_hexdigest(content) != entry.header_xxh3:
@@ -158,14 +165,19 @@ def read_checked(path: str, manifest: Manifest, name: str) -> bytes:
     return content
 
 
-def _check_wanted_documents(
-    state: TrainState, documents: dict[str, Any], manifest: Manifest, local: bool
-) -> None:
+def _check_wanted_documents(state: TrainState, documents: dict[str, Any], manifest: Manifest) -> None:
     """Refuse, before anything is changed, to go on without state that the caller asks for."""
-    for name in ("scheduler", "scaler", "dataloader"):
-        if getattr(state, name) is None or name in documents:
+    wanted = [n for n in ("scheduler", "scaler", "dataloader") if getattr(state, n) is not None]
+    wanted += [f"extra.{n}" for n in state.extra if f"extra.{n}" in manifest.local_documents]
+    if state.optimizer is not None:
+        wanted.append("optimizer")
+        wanted += [n for n in ("optimizer.opaque",) if n in manifest.local_documents]
+    if any(True for _ in modules_with_state(state.model)):
+        wanted.append("modules")
+    for name in wanted:
+        if name in documents:
             continue
-        if not local:
+        if name in manifest.local_documents:
             raise StateError(
                 f"{name} was stored per rank by {manifest.world_size} ranks, and this run has another number: its "
                 f"state can't be carried over. Use one whose state is equal on all ranks, or leave it out of the state"
@@ -173,22 +185,46 @@ def _check_wanted_documents(
         raise StateError(
             f"the checkpoint holds no {name}; leave it out of the state, or give the step that has it"
         )
-    if state.optimizer is not None and "optimizer" not in documents:
-        raise StateError(
-            "the checkpoint holds no optimizer; leave it out of the state to restore the model alone"
-        )
+    if state.optimizer is not None:
+        saved, now = documents["optimizer"]["class"], type(state.optimizer).__qualname__
+        if saved != now:
+            raise StateError(
+                f"the checkpoint holds state of {saved}, the optimizer is {now}; use the same one"
+            )
+
+
+def _under_live_names(
+    manifest: Manifest, documents: dict[str, Any], named: tuple[NamedTensor, ...]
+) -> tuple[Manifest, dict[str, Any]]:
+    """The checkpoint as seen by this model: a tied tensor may come first under another of its names."""
+    live = {alias: t.name for t in named for alias in t.names}
+    entries = {live.get(n, n): t for n, t in manifest.models["model"].items()}
+    if list(entries) == list(manifest.models["model"]):
+        return manifest, documents
+    found = dict(documents)
+    if "optimizer" in found:
+        groups = [{**g, "names": [live.get(n, n) for n in g["names"]]} for g in found["optimizer"]["groups"]]
+        values = {live.get(n, n): v for n, v in found["optimizer"]["values"].items()}
+        found["optimizer"] = {**found["optimizer"], "groups": groups, "values": values}
+    if "optimizer.opaque" in found:
+        found["optimizer.opaque"] = {live.get(n, n): v for n, v in found["optimizer.opaque"].items()}
+    return replace(manifest, models={**manifest.models, "model": entries}), found
 
 
 def _restore_optimizer(
     state: TrainState,
     manifest: Manifest,
+    stored: Manifest,
     path: str,
     documents: dict[str, Any],
     named: tuple[NamedTensor, ...],
     ranks: Ranks,
     io: IOOptions,
 ) -> tuple[int, int]:
-    """Fill the optimizer. Returns bytes read by this rank and the number of tensors filled."""
+    """Fill the optimizer. Returns bytes read by this rank and the number of tensors filled.
+
+    ``manifest`` has the model's names, ``stored`` those by which slice files are ordered.
+    """
     assert state.optimizer is not None
     entries = manifest.models["model"]
     with ranks.agree("plan optimizer state"):
@@ -201,8 +237,10 @@ def _restore_optimizer(
             k: torch.empty(p.count, dtype=_dtype(p.dtype)) for k, p in manifest.packed["optimizer"].items()
         }
         geometries = geometries_of(state.model, named)
-        catalog = catalog_of_slices(path, manifest, "optimizer", "optimizer", optimizer_tensors(manifest))
-        plan = _plan_states(catalog, tensors, packed, geometries, io)
+        _check_opaque(documents, manifest, geometries)
+        catalog = catalog_of_slices(path, stored, "optimizer", "optimizer", optimizer_tensors(stored))
+        live = {alias: t.name for t in named for alias in t.names}
+        plan = _plan_states(catalog, tensors, packed, geometries, live, io)
     with ranks.agree("read optimizer state"), FileReader(ranks.tick) as reader:
         destination = Destination(
             {n: local_tensor(t) for n, t in tensors.items()} | {packed_name(k): t for k, t in packed.items()}
@@ -222,6 +260,26 @@ def _restore_optimizer(
     return reader.bytes_read, len(tensors) + len(packed)
 
 
+def _check_opaque(documents: dict[str, Any], manifest: Manifest, geometries: Mapping[str, Geometry]) -> None:
+    """Rank-local state fits the same cut of its parameter only."""
+    entries = manifest.models["model"]
+    moved = [
+        n
+        for n in documents.get("optimizer.opaque", {})
+        if not _same_place(manifest.geometries[entries[n].geometry], geometries[n])
+    ]
+    if moved:
+        raise StateError(
+            f"optimizer state of {', '.join(moved[:5])} has another shape than its parameter and was stored per rank; "
+            f"the parameter is now spread over ranks otherwise, so it can't be carried over"
+        )
+
+
+def _same_place(a: Geometry, b: Geometry) -> bool:
+    """Whether two geometries put the same elements on the same ranks; names of axes do not matter."""
+    return replace(a, axis_names=b.axis_names) == b
+
+
 def _spread_states(entry: TensorEntry) -> dict[str, str]:
     return {key: e.dtype for key, e in entry.states["optimizer"].items() if e.packed is None}
 
@@ -237,11 +295,17 @@ def _plan_states(
     tensors: Mapping[str, torch.Tensor],
     packed: Mapping[str, torch.Tensor],
     geometries: Mapping[str, Geometry],
+    live: Mapping[str, str],
     io: IOOptions,
 ) -> Plan:
     wanted: list[Wanted] = [wanted_of(n, t, geometries[n.rsplit(".", 1)[0]]) for n, t in tensors.items()]
     wanted += [whole_tensor(packed_name(k), code_of(t.dtype), tuple(t.shape)) for k, t in packed.items()]
-    matched = match_rules(catalog, wanted, Rules())
+
+    def rename(stored: Sequence[str]) -> dict[str, str]:
+        parts = {n: n.rsplit(".", 1) for n in stored}
+        return {n: f"{live[p[0]]}.{p[1]}" if p[0] in live else n for n, p in parts.items()}
+
+    matched = match_rules(catalog, wanted, Rules(renamed(rename)))
     return build_plan(catalog, Layout(tuple(wanted)), matched, io)
 
 
@@ -271,14 +335,28 @@ _BUILT_IN = ("step", "rng", "optimizer", "optimizer.opaque")
 
 
 def _apply_documents(
-    state: TrainState, documents: dict[str, Any], named: tuple[NamedTensor, ...]
+    state: TrainState, documents: dict[str, Any], named: tuple[NamedTensor, ...], manifest: Manifest
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Give scheduler, scaler, data position, extras and rank-local buffers their state back."""
-    restored, left = [], []
+    """Give scheduler, scaler, data position, extras, modules and rank-local buffers their state back.
+
+    Returns what was restored, and what was not, with the rule.
+    """
+    restored: list[str] = []
+    left = [f"{n}: not in the checkpoint" for n in map("extra.{}".format, state.extra) if n not in documents]
+    for name in manifest.local_documents:
+        if name not in documents and name not in _BUILT_IN and name != "buffers":
+            left.append(f"{name}: stored per rank, and this run has another number of ranks")
+    if "buffers" in manifest.local_documents and "buffers" not in documents:
+        left.append("buffers that differed between ranks: every rank has those of one rank now")
+    if "optimizer" in documents and state.optimizer is None:
+        left.append("optimizer: not given to this run")
     for name, value in documents.items():
         if name in _BUILT_IN:
             continue
-        if name == "buffers":
+        if name == "modules":
+            for path, module in modules_with_state(state.model):
+                module.set_extra_state(value[path])
+        elif name == "buffers":
             by_name = {t.name: t.tensor for t in named}
             for buffer, content in value.items():
                 by_name[buffer].detach().copy_(content)
@@ -323,8 +401,7 @@ def _differences(
             found.append(f"{t.name}: saved {entries[t.name].dtype}, now {code_of(t.tensor.dtype)}")
     live = geometries_of(state.model, [t for t in named if t.persistent])
     if manifest.world_size == ranks.world_size and any(
-        replace(manifest.geometries[entries[n].geometry], axis_names=g.axis_names) != g
-        for n, g in live.items()
+        not _same_place(manifest.geometries[entries[n].geometry], g) for n, g in live.items()
     ):
         found.append("mesh or placements: tensors are spread over ranks otherwise than they were")
     return tuple(found)

@@ -105,7 +105,7 @@ def loads_however_wrapped(file: str, run: tuple[str, ...]) -> dict[str, list[str
         with sw.meta_init():
             model = wrapped(Mixed(blocks=3), how)
         sw.shard(model, mesh_of(), sw.ShardPolicy(ignored=("gate",)))
-        report = sw.load(model, file)
+        report = sw.load(model, file, ignored=("gate",))
         ordinary = mixed_reference()
         kinds = {canonical_name(n): isinstance(p, DTensor) for n, p in model.named_parameters()}
         assert not kinds.pop("gate")
@@ -353,16 +353,28 @@ class Derived(nn.Module):
         return self.lin(x) / self.norm
 
 
-def buffer_without_value(file: str) -> str:
+def buffer_without_value(file: str, memory: bool) -> str:
     with sw.meta_init():
         model = Derived()
     sw.shard(model, mesh_of())
+    if memory:
+        model.to_empty(device="cpu")  # the buffer is no longer on meta, and no better for it
     try:
         with no_payload():
             sw.load(model, file)
     except ShardwiseError as error:
         return str(error)
     raise AssertionError("a buffer without a value went unnoticed")
+
+
+def buffer_filled_by_hand(file: str) -> float:
+    with sw.meta_init():
+        model = Derived()
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        model.norm.fill_(2.5)
+    sw.load(sw.shard(model, mesh_of()), file)
+    return float(model.norm)
 
 
 # ----------------------------------------------------------------------------------------------------

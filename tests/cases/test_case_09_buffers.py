@@ -23,9 +23,15 @@ def test_computed_buffers(ranks: RankPool, tmp_path: Path) -> None:
     assert all(names.values()), names
 
 
-def test_a_buffer_that_only_values_give_is_named(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_buffer_filled_by_hand_is_left(ranks: RankPool, tmp_path: Path) -> None:
     file = models.write_state(models.state_of(fns.Derived()), tmp_path)
-    texts = ranks.run_ranks(2, fns.buffer_without_value, str(file))
+    assert ranks.run_ranks(2, fns.buffer_filled_by_hand, str(file)) == [2.5, 2.5]
+
+
+@pytest.mark.parametrize("memory", [False, True], ids=["on meta", "given memory"])
+def test_a_buffer_that_only_values_give_is_named(ranks: RankPool, tmp_path: Path, memory: bool) -> None:
+    file = models.write_state(models.state_of(fns.Derived()), tmp_path)
+    texts = ranks.run_ranks(2, fns.buffer_without_value, str(file), memory)
     assert len(set(texts)) == 1
     assert "'norm'" in texts[0]
     assert "non-persistent" in texts[0]

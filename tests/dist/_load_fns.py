@@ -141,6 +141,10 @@ def pointers(model: nn.Module) -> dict[str, int]:
 LAYOUTS = {2: ((2,),), 3: ((3,),), 4: ((4,), (2, 2))}
 
 
+#: Trainable parameters that the tests leave plain beside sharded ones, and so have to name.
+LEFT_PLAIN = ("batch_norm.weight", "gate")
+
+
 def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
 
@@ -349,7 +353,7 @@ def check_in_place(model: nn.Module, source: str, sharded: nn.Module, **options:
     wrapping = [type(m) for m in model.modules()]
     buffers = {n: id(b) for n, b in model.named_buffers() if not b.is_meta}
     with nothing_else_changes():
-        report = sw.load(model, source, **options)
+        report = sw.load(model, source, ignored=LEFT_PLAIN, **options)
     assert frozen_state(model) == before
     assert [type(m) for m in model.modules()] == wrapping
     assert {n: id(b) for n, b in model.named_buffers() if n in buffers} == buffers
@@ -419,7 +423,7 @@ def in_place_again(file: str) -> None:
         torch.testing.assert_close(model(ids), ordinary(ids))
     gathered = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
     assert len(gathered) > 3, "the root is expected to stay gathered after a forward"
-    sw.load(model, file)
+    sw.load(model, file, ignored=LEFT_PLAIN)
     assert_same_shards(model, sharded)
     assert pointers(model) == before
     with torch.no_grad():
@@ -427,7 +431,7 @@ def in_place_again(file: str) -> None:
             if parameter.is_floating_point():
                 local(parameter).fill_(3)
         model.steps.fill_(0)
-    sw.load(model, file)
+    sw.load(model, file, ignored=LEFT_PLAIN)
     assert_same_shards(model, sharded)
     with torch.no_grad():
         torch.testing.assert_close(model(ids), ordinary(ids))
@@ -448,7 +452,7 @@ def cast_while_loading(file: str) -> None:
         with sw.meta_init():
             model = Plain().convert(dtype)
         shard_plain(model, mesh)
-        sw.load(model, file)
+        sw.load(model, file, ignored=LEFT_PLAIN)
         loaded, expected = tensors_of(model), tensors_of(finite_reference().convert(dtype))
         for name, tensor in expected.items():
             if name != "frequencies":
@@ -592,25 +596,25 @@ def declared(directory: str) -> dict[str, Any]:
 
     reference = mixed_reference()
     model = fresh()
-    sw.load(model, f"{directory}/prefixed", names=lambda n: n.removeprefix("wrapped."))
+    left: dict[str, Any] = {"ignored": LEFT_PLAIN}
+    sw.load(model, f"{directory}/prefixed", names=lambda n: n.removeprefix("wrapped."), **left)
     assert_same_whole(model, reference)
     model = fresh()
-    sw.load(
-        model, f"{directory}/renamed", names={"old_head.weight": "head.weight", "old_head.bias": "head.bias"}
-    )
+    renames = {"old_head.weight": "head.weight", "old_head.bias": "head.bias"}
+    sw.load(model, f"{directory}/renamed", names=renames, **left)
     assert_same_whole(model, reference)
     model = fresh()
-    report = sw.load(model, f"{directory}/more", unused=("extra.*", "lonely"))
+    report = sw.load(model, f"{directory}/more", unused=("extra.*", "lonely"), **left)
     assert_same_whole(model, reference)
     found["unused"] = [(d.name, d.declared_by) for d in report.unused]
     model = fresh()
     with nothing_else_changes():
-        report = sw.load(model, f"{directory}/less", init={"head.*": "model"})
+        report = sw.load(model, f"{directory}/less", init={"head.*": "model"}, **left)
     found["initialized"] = [(d.name, d.declared_by) for d in report.initialized]
     found["head"] = value(model, "head.weight")
     assert model.steps.item() == reference.steps.item()
     again = fresh()
-    report = sw.load(again, f"{directory}/no-buffer", init={"steps": "model"})
+    report = sw.load(again, f"{directory}/no-buffer", init={"steps": "model"}, **left)
     assert [(d.name, d.declared_by) for d in report.initialized] == [("steps", "caller")]
     assert again.steps.item() == 5, "a buffer that is not stored has its value from construction"
     for name, parameter in reference.named_parameters():
@@ -658,7 +662,7 @@ def outcome_of(
     started = time.monotonic()
     try:
         with nullcontext() if payload else no_payload():
-            sw.load(model, source, **options)
+            sw.load(model, source, ignored=LEFT_PLAIN, **options)
     except ShardwiseError as error:
         seconds = time.monotonic() - started
         if not payload:
@@ -698,7 +702,7 @@ def refused(directory: str) -> dict[str, dict[str, Any]]:
 
 def both_copies_of_a_tie(directory: str) -> None:
     model = build_plain()
-    sw.load(model, directory)
+    sw.load(model, directory, ignored=LEFT_PLAIN)
     assert_same_whole(model, plain_reference())
 
 
@@ -716,9 +720,57 @@ def different_structure(directory: str, change: str) -> dict[str, Any]:
 
     found = outcome_of(build, directory)
     model = build_plain()
-    sw.load(model, directory)  # the group works as before
+    sw.load(model, directory, ignored=LEFT_PLAIN)  # the group works as before
     assert_same_whole(model, plain_reference())
     return found
+
+
+def left_plain_unnamed(directory: str) -> dict[str, dict[str, Any]]:
+    """Trainable parameters that nobody sharded and nobody names; a root that was forgotten is the usual way."""
+    mesh = mesh_of((dist.get_world_size(),))
+
+    def without_root() -> nn.Module:
+        with sw.meta_init():
+            model = Mixed()
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        return model
+
+    def attempt(build: Callable[[], nn.Module], **options: Any) -> str:
+        model = build()
+        try:
+            sw.load(model, directory, **options)
+        except ShardError as error:
+            assert all(p.is_meta for p in model.parameters()), "memory was allocated for nothing"
+            return str(error)
+        assert_same_whole(model, mixed_reference())
+        return ""
+
+    def frozen() -> nn.Module:
+        model = build_mixed()
+        model.gate.requires_grad_(False)
+        return model
+
+    return {
+        "gate": attempt(build_mixed),
+        "root": attempt(without_root),
+        "named": attempt(build_mixed, ignored=("ga*",)) + attempt(without_root, ignored=("gate", "head.*")),
+        "frozen": attempt(frozen),
+    }
+
+
+def wrapped_transformers(directory: str, out: str) -> None:
+    """A compiled model has the config, the renames, the ties and the tokenizer of the model inside."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(directory)
+    with sw.meta_init():
+        inner = getattr(transformers, config.architectures[0])._from_config(config, dtype=torch.float32)
+    model: Any = sw.shard(inner, mesh_of((dist.get_world_size(),)))
+    report = sw.load(torch.compile(model, backend="eager"), directory)
+    assert report.tensors == len(list(model.parameters()))
+    assert_same_whole(model, ordinary_model(directory))
+    sw.export_hf(torch.compile(model, backend="eager"), out)
 
 
 def pretrained_refused(directory: str) -> dict[str, Any]:

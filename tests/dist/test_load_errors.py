@@ -98,7 +98,7 @@ EXPECTED = {
             "missing: parameter 'blocks.1.up.weight'",
         ],
     ),
-    "ties-differ": ("IntegrityError", ["'embed.weight'", "'head.weight'", "model.safetensors"]),
+    "ties-differ": ("PlanError", ["'embed.weight'", "'head.weight'", "model.safetensors"]),
 }
 
 
@@ -152,3 +152,14 @@ def test_load_pretrained_refuses_alike(ranks: RankPool, tmp_path: Path) -> None:
     ):
         assert part in outcomes[0]["text"], outcomes[0]["text"]
     assert max(o["seconds"] for o in outcomes) < 10
+
+
+def test_trainable_parameters_that_nobody_shards(ranks: RankPool, tmp_path: Path) -> None:
+    models.write_state(models.state_of(fns.mixed_reference()), tmp_path)
+    outcomes = ranks.run_ranks(2, fns.left_plain_unnamed, str(tmp_path))
+    assert outcomes[0] == outcomes[1]
+    assert "1 trainable parameters" in outcomes[0]["gate"]
+    assert "gate. " in outcomes[0]["gate"]
+    assert "gate, head.weight, head.bias" in outcomes[0]["root"]
+    assert "ignored=" in outcomes[0]["root"]
+    assert outcomes[0]["named"] == outcomes[0]["frozen"] == ""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -410,8 +412,22 @@ def test_things_that_are_no_files(tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").rmdir()
     (tmp_path / "a.safetensors").symlink_to(tmp_path / "gone")
     refused(tmp_path, "a.safetensors", "No such file", kind=SourceError)
+    (tmp_path / "a.safetensors").unlink()
+    os.mkfifo(tmp_path / "a.safetensors")  # must not be waited on
+    refused(tmp_path, "a.safetensors", "not a regular file")
+    refused(tmp_path / "a.safetensors", "a.safetensors", "not a regular file")
+    os.mkfifo(tmp_path / "model.safetensors.index.json")
+    refused(tmp_path, "index.json", "not a regular file")
     with pytest.raises(SourceError, match="URLs"):
         open_catalog("s3://bucket/model")
+
+
+def test_a_directory_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def listdir(path: str) -> list[str]:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    refused(tmp_path, "can't be read: Permission denied", kind=SourceError)
 
 
 # --- damage at random ------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from shardwise.catalog import Catalog, Chunk, StoredFile, StoredTensor
 from shardwise.dtypes import itemsize, torch_dtype
-from shardwise.errors import CheckpointError, IntegrityError, SourceError
+from shardwise.errors import CheckpointError, IntegrityError, PlanError, SourceError
 from shardwise.layout.boxes import Box, LocalBox, whole
 from shardwise.layout.placements import Cut, Geometry, cut_boxes, local_shape
 from shardwise.layout.wanted import Layout, Wanted, whole_tensor
@@ -383,10 +383,9 @@ def test_copies_are_compared_bit_by_bit(folder: Path) -> None:
     for place, value in (((0, 2), 0.0), ((1, 2), 5.0000005), ((0, 1), 1.0)):
         other = good.clone()
         other[place] = value
-        with pytest.raises(IntegrityError, match="second copy of 'w' that differs") as caught:
+        with pytest.raises(PlanError, match="second copy of 'w' that differs") as caught:
             compare_copy(folder, good, other, "F32", "F32")
-        assert caught.value.path is not None
-        assert caught.value.path.startswith(str(folder))
+        assert str(folder) in str(caught.value)
 
 
 # --- reading and staging ---------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import transformers
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from shardwise.place.materialize import materialize
 from shardwise.place.meta_init import forget_meta_buffers, meta_buffers, meta_init
 
 TINY = {
@@ -247,6 +248,18 @@ def test_kept_of_a_parameter() -> None:
     assert model.flagged._is_hf_initialized is True
     assert nn.parameter.is_lazy(model.lazy.weight)
     assert type(model.flagged) is nn.Parameter
+
+
+def test_materialize_keeps_class_and_attributes() -> None:
+    with meta_init():
+        model = nn.Module()
+        model.marked = Marked(torch.ones(2, 2, dtype=torch.float16), note="mine")
+        model.again = model.marked
+    before = model.marked
+    materialize(model, "cpu")
+    assert model.marked is model.again is before
+    assert (type(before), before.note, before.requires_grad) == (Marked, "mine", False)
+    assert (before.device.type, before.dtype, before.shape) == ("cpu", torch.float16, (2, 2))
 
 
 def test_ties_stay_ties() -> None:

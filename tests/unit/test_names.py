@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from shardwise.errors import LayoutError
-from shardwise.names import canonical_name, named_tensors
+from shardwise.names import canonical_name, named_tensors, unwrap
 
 
 @pytest.mark.parametrize(
@@ -65,3 +65,12 @@ def test_two_parameters_with_one_name_are_refused() -> None:
     model.module.weight = nn.Parameter(torch.zeros(1))
     with pytest.raises(LayoutError, match=r"weight: held at weight, module\.weight"):
         named_tensors(model)
+
+
+def test_unwrap_takes_off_what_is_around_the_root() -> None:
+    inner = nn.Sequential(nn.Linear(2, 2))
+    assert unwrap(inner) is inner, "a child's name decides, not that there is only one"
+    assert unwrap(torch.compile(nn.DataParallel(inner), backend="eager")) is inner
+    own = nn.Module()
+    own.module, own.scale = inner, nn.Parameter(torch.ones(1))
+    assert unwrap(own) is own, "it has a tensor of its own"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 import struct
 from collections import Counter
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from reprlib import repr as brief
 from ..dtypes import itemsize
 from ..errors import FormatError, SourceError
 
-__all__ = ["MAX_HEADER_BYTES", "Entry", "Header", "read_header"]
+__all__ = ["MAX_HEADER_BYTES", "Entry", "Header", "check_regular", "read_header"]
 
 #: The limit of the reference implementation (100 MB).
 MAX_HEADER_BYTES = 100_000_000
@@ -56,6 +57,7 @@ def read_header(path: str) -> Header:
     that overlap, leave holes or reach outside the file.
     """
     try:
+        check_regular(path)
         with open(path, "rb") as file:
             file_bytes = os.fstat(file.fileno()).st_size
             raw = _raw_header(file.read(8), file, file_bytes, path)
@@ -70,6 +72,16 @@ def read_header(path: str) -> Header:
     entries = {name: _entry(name, value, start, offsets, path) for name, value in document.items()}
     _check_ranges(entries, start, file_bytes, path)
     return Header(entries, metadata, start, file_bytes)
+
+
+def check_regular(path: str) -> None:
+    """Refuse what opening would block on or read without end: pipes, sockets, devices.
+
+    Raises :class:`FormatError`, or ``OSError`` if there is nothing.
+    """
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # of a directory open() says so itself
+        raise FormatError("can't be read: not a regular file", path=path)
 
 
 def _raw_header(prefix: bytes, file: object, file_bytes: int, path: str) -> bytes:

@@ -17,8 +17,9 @@ from typing import Any
 import xxhash
 
 from ..dtypes import ITEMSIZE
-from ..errors import FormatError, IntegrityError, SourceError
+from ..errors import FormatError, IntegrityError, SourceError, VersionError
 from ..layout.placements import RULE_VERSION, Cut, Geometry
+from .header import check_regular
 
 __all__ = [
     "BLOCK_BYTES",
@@ -102,6 +103,7 @@ class Manifest:
     files: Mapping[str, FileEntry]
     software: Mapping[str, str]
     hub_tensors: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
+    local_documents: tuple[str, ...] = ()
 
     def to_text(self) -> str:
         """The manifest's JSON text, its own checksum included."""
@@ -131,6 +133,7 @@ class Manifest:
                 o: {n: {**asdict(p), "digest": f"{p.digest:016x}"} for n, p in ps.items()}
                 for o, ps in self.packed.items()
             },
+            "local_documents": list(self.local_documents),
             "hub_tensors": {m: dict(shapes) for m, shapes in self.hub_tensors.items()},
             "files": {n: _sparse(asdict(f)) for n, f in self.files.items()},
         }
@@ -172,6 +175,7 @@ def read_manifest(root: str | os.PathLike[str]) -> Manifest:
     """
     path = os.path.join(os.fspath(root), MANIFEST_NAME)
     try:
+        check_regular(path)
         with open(path, "rb") as file:
             raw = file.read()
     except OSError as error:
@@ -187,7 +191,7 @@ def read_manifest(root: str | os.PathLike[str]) -> Manifest:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FormatError(f"not a checkpoint manifest ({error!r})", path=path) from error
     if document.get("version") != VERSION:
-        raise FormatError(
+        raise VersionError(
             f"format version {brief(document.get('version'))}, this release reads {VERSION}; update shardwise",
             path=path,
         )
@@ -219,6 +223,7 @@ def _from_document(d: dict[str, Any]) -> Manifest:
         packed=packed,
         files={n: _file(n, f) for n, f in d["files"].items()},
         software={_text(k): _text(v) for k, v in d["software"].items()},
+        local_documents=_texts(d["local_documents"]),
         hub_tensors={m: {n: _counts(s) for n, s in ts.items()} for m, ts in d["hub_tensors"].items()},
     )
 

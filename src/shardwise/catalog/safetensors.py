@@ -7,7 +7,7 @@ import os
 
 from ..errors import FormatError, SourceError
 from ..layout.boxes import Box, whole
-from .header import Entry, Header, read_header
+from .header import Entry, Header, check_regular, read_header
 from .records import Catalog, Chunk, StoredFile, StoredTensor, assemble
 
 __all__ = ["INDEX_NAME", "SINGLE_NAME", "catalog_of_safetensors"]
@@ -32,9 +32,11 @@ def catalog_of_safetensors(path: str | os.PathLike[str]) -> Catalog:
         names, weight_map, root = [os.path.basename(root)], None, os.path.dirname(root) or "."
     elif os.path.isdir(root):
         names, weight_map = _files_of(root)
+    elif os.path.exists(root):
+        raise FormatError("can't be read: not a regular file", path=root)
     else:
         raise SourceError("no such file or directory", path=root)
-    ignored = tuple(sorted(n for n in os.listdir(root) if n.endswith(".safetensors") and n not in names))
+    ignored = tuple(sorted(n for n in _listed(root) if n.endswith(".safetensors") and n not in names))
     headers = {name: read_header(os.path.join(root, name)) for name in names}
     if weight_map is not None:
         _check_index(root, weight_map, headers)
@@ -50,19 +52,28 @@ def _files_of(root: str) -> tuple[list[str], dict[str, str] | None]:
         return sorted(set(weight_map.values())), weight_map
     if os.path.exists(os.path.join(root, SINGLE_NAME)):
         return [SINGLE_NAME], None
-    names = sorted(n for n in os.listdir(root) if n.endswith(".safetensors"))
+    listed = _listed(root)
+    names = sorted(n for n in listed if n.endswith(".safetensors"))
     if not names:
         hint = ""
         if os.path.exists(os.path.join(root, "manifest.json")):
             hint = "; it is a shardwise checkpoint whose slices lie in model/"
-        elif any(n.endswith((".bin", ".pt", ".pth")) for n in os.listdir(root)):
+        elif any(n.endswith((".bin", ".pt", ".pth")) for n in listed):
             hint = "; it has pickled weights, which are not read: convert them to safetensors first"
         raise SourceError(f"no .safetensors file in this directory{hint}", path=root)
     return names, None
 
 
+def _listed(root: str) -> list[str]:
+    try:
+        return os.listdir(root)
+    except OSError as error:
+        raise SourceError(f"can't be read: {error.strerror or error}", path=root) from error
+
+
 def _read_index(path: str) -> dict[str, str]:
     try:
+        check_regular(path)
         with open(path, encoding="utf-8") as file:
             document = json.load(file)
         weight_map = document["weight_map"]

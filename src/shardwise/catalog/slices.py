@@ -16,7 +16,7 @@ from ..dtypes import itemsize
 from ..layout.boxes import Box, LocalBox
 from ..layout.placements import Geometry, cut_boxes
 
-__all__ = ["Slice", "SliceTensor", "assign_owners", "file_name", "header_bytes", "owner_ranks", "rank_files"]
+__all__ = ["Slice", "SliceTensor", "assign_owners", "file_name", "header_bytes", "owner_ranks", "rank_files", "replicas"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,12 @@ def owner_ranks(geometry: Geometry, owner: int) -> dict[int, tuple[int, ...]]:
     return found
 
 
+def replicas(geometry: Geometry) -> list[list[int]]:
+    """The ranks of each replica of a tensor: every inner list holds the whole tensor once."""
+    count = math.prod(geometry.axis_sizes[a] for a in _replicated_axes(geometry))
+    return [list(owner_ranks(geometry, k)) for k in range(count)]
+
+
 def assign_owners(tensors: Sequence[SliceTensor]) -> list[SliceTensor]:
     """The tensors with an owner each, so that replicas share the writing, balanced by bytes.
 
@@ -74,8 +80,7 @@ def assign_owners(tensors: Sequence[SliceTensor]) -> list[SliceTensor]:
     for tensor in order:
         geometry = tensor.geometry
         if geometry not in members:
-            replicas = math.prod(geometry.axis_sizes[a] for a in _replicated_axes(geometry))
-            members[geometry] = [list(owner_ranks(geometry, k)) for k in range(replicas)]
+            members[geometry] = replicas(geometry)
         groups = members[geometry]
         owner = min(range(len(groups)), key=lambda k: (max(loads.get(r, 0) for r in groups[k]), k))
         owners[tensor.name] = owner

@@ -123,7 +123,10 @@ def contents_of(path: str) -> Contents:
 def is_root(path: str) -> bool:
     """Whether a path is a directory of checkpoints rather than one of them."""
     is_directory = os.path.isdir(path) and not os.path.isfile(os.path.join(path, MANIFEST_NAME))
-    return is_directory and was_ever_published(path)
+    try:
+        return is_directory and was_ever_published(path)
+    except OSError as error:
+        raise SourceError(f"can't be read: {error.strerror or error}", path=path) from error
 
 
 def to_json(contents: Contents) -> dict[str, Any]:
@@ -229,7 +232,10 @@ def _wrong_files(path: str, manifest: Manifest) -> Iterable[str]:
 
 
 def _root(path: str) -> RootContents:
-    names = sorted(os.listdir(path))
+    try:
+        names = sorted(os.listdir(path))
+    except OSError as error:
+        raise SourceError(f"can't be read: {error.strerror or error}", path=path) from error
     steps = published_steps(path)
     published = {os.path.basename(directory) for directory in steps.values()}
     return RootContents(

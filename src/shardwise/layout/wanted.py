@@ -20,7 +20,7 @@ class Wanted:
     """A tensor to be filled on this rank.
 
     ``aliases`` are its other names (ties). ``local_shape`` and ``local_strides`` (in elements) describe
-    the storage that the boxes lie in. ``persistent=False`` marks a buffer that a load leaves as it is.
+    the storage that the boxes lie in.
     """
 
     name: str

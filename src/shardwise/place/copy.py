@@ -11,7 +11,7 @@ from types import TracebackType
 import torch
 
 from ..dtypes import itemsize, torch_dtype
-from ..errors import CheckpointError, IntegrityError
+from ..errors import CheckpointError, PlanError
 from ..plan.records import IOOptions, StridedLoop, Transfer
 from ..read.files import FileReader
 
@@ -81,16 +81,16 @@ def execute(
 def compare(
     transfers: Sequence[Transfer], reader: FileReader, destination: Destination, staging: Staging
 ) -> None:
-    """Check that what is stored equals what was loaded. Raises :class:`IntegrityError` naming the tensor."""
+    """Check that what is stored equals what was loaded. Raises :class:`PlanError` naming both: the bytes are
+    whole, but they do not fit a model that ties the two."""
     for transfer in transfers:
         for part in _parts(transfer, staging.limit_bytes):
             live = destination.strided(part)
             stored = _stage(part, reader, destination, staging).to(dtype=live.dtype, device=live.device)
             if not torch.equal(_raw(stored), _raw(live)):
-                raise IntegrityError(
-                    f"holds {transfer.stored!r}, a second copy of {transfer.wanted!r} that differs from the first; the "
-                    f"model ties the two. Untie them (tie_word_embeddings=False) or remove one copy",
-                    path=transfer.path,
+                raise PlanError(
+                    f"{transfer.path}: holds {transfer.stored!r}, a second copy of {transfer.wanted!r} that differs from "
+                    f"the first; the model ties the two. Untie them (tie_word_embeddings=False) or remove one copy"
                 )
 
 

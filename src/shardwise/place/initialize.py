@@ -14,13 +14,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from .._compat import fsdp_parameter_ids, tie_map
+from .._compat import fsdp_parameter_ids, is_transformers_model, tie_map
 from ..errors import PlanError
 from ..layout.boxes import LocalBox
 from ..layout.placements import local_boxes
 from ..names import NamedTensor, canonical_name, named_tensors
+from .materialize import default_device, materialize
 from .meta_init import preserve_rng
-from .rules import Rule, Template, build_template, copy_template, is_transformers_model, rules_of
+from .rules import Rule, Template, build_template, copy_template, rules_of
 
 __all__ = ["check_rules", "initialize"]
 
@@ -73,9 +74,7 @@ def initialize(
     wanted = _wanted(model, None if names is None else tuple(names))
     jobs = _plan(model, wanted)
     if any(t.tensor.is_meta for t in wanted):
-        from .materialize import materialize
-
-        materialize(model, _device_for(model) if device is None else device)
+        materialize(model, default_device(model) if device is None else device)
         wanted = _refreshed(model, wanted)
     live = {t.name: t for t in wanted}
     managed = fsdp_parameter_ids(model)
@@ -107,15 +106,6 @@ def _refreshed(model: nn.Module, wanted: tuple[NamedTensor, ...]) -> tuple[Named
     """The same entries, with the tensor objects that the model holds now."""
     keep = {t.name for t in wanted}
     return tuple(t for t in named_tensors(model) if t.name in keep)
-
-
-def _device_for(model: nn.Module) -> torch.device:
-    for parameter in model.parameters():
-        if isinstance(parameter, DTensor):
-            kind = parameter.device_mesh.device_type
-            if kind != "cpu":
-                return torch.device(kind, torch.get_device_module(kind).current_device())
-    return torch.device("cpu")
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -170,7 +160,7 @@ def _plan(model: nn.Module, wanted: tuple[NamedTensor, ...]) -> list[_Job]:
         slot = next(s for s in slots if s.find(tensor) is not None)
         name, module, attribute = slot.find(tensor) or ("", model, "")
         rules = _rules_for(module, attribute, slot)
-        problem = _problem(tensor, module, attribute, slot, rules)
+        problem = _problem(module, attribute, slot, rules)
         if id(tensor.tensor) in adapters:
             problem = (
                 "an adapter of PEFT, whose rule is PEFT's reset_lora_parameters(); call it before sharding"
@@ -222,9 +212,7 @@ def _rules_for(module: nn.Module, attribute: str, slot: _Slots) -> list[int]:
     return writing[starts[-1] if starts else 0 :]
 
 
-def _problem(
-    tensor: NamedTensor, module: nn.Module, attribute: str, slot: _Slots, rules: list[int]
-) -> str | None:
+def _problem(module: nn.Module, attribute: str, slot: _Slots, rules: list[int]) -> str | None:
     parameter = module._parameters[attribute]
     assert parameter is not None
     for rule in slot.failures:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from .._compat import empty_dtensor
 
-__all__ = ["materialize"]
+__all__ = ["default_device", "materialize"]
 
 
 def materialize(model: nn.Module, device: torch.device | str) -> None:
@@ -44,15 +44,34 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
     for parameter in model.parameters():
         if parameter.is_meta and id(parameter) not in seen:
             seen.add(id(parameter))
-            real = nn.Parameter(
-                torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad
-            )
-            real.__dict__.update(parameter.__dict__)
+            real = _real_parameter(parameter, device)
             torch.utils.swap_tensors(parameter, real)
             seen.add(id(real))
     for rnn in rnns:
         rnn._init_flat_weights()
     _materialize_buffers(model, device)
+
+
+def default_device(model: nn.Module) -> torch.device:
+    """Where meta tensors get memory if nobody says: the device of the model's mesh, else the CPU."""
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            kind = parameter.device_mesh.device_type
+            if kind != "cpu":
+                return torch.device(kind, torch.get_device_module(kind).current_device())
+    return torch.device("cpu")
+
+
+def _real_parameter(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """A parameter with uninitialised memory, of the same class and with the same attributes."""
+    empty = torch.empty_like(parameter.data, device=device)
+    if type(empty) is torch.Tensor:
+        # A subclass of Parameter may want other arguments in __new__; this goes around it, keeps the class.
+        real: nn.Parameter = torch.Tensor._make_subclass(type(parameter), empty, parameter.requires_grad)
+    else:  # a tensor subclass that is itself marked as a parameter
+        real = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    real.__dict__.update(parameter.__dict__)
+    return real
 
 
 def _materialize_buffers(model: nn.Module, device: torch.device) -> None:

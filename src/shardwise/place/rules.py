@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .._compat import original_class
 from .meta_init import meta_init
 
-__all__ = ["Rule", "Template", "is_transformers_model", "build_template", "copy_template", "rules_of"]
+__all__ = ["Rule", "Template", "build_template", "copy_template", "rules_of"]
 
 # Operations that set every element without reading it: what earlier calls wrote no longer matters.
 _OVERWRITES = frozenset(
@@ -76,14 +76,6 @@ def copy_template(live: nn.Module) -> Template:
     root = _meta_tree(live, {}, {})
     _untie(root)
     return Template(root, "")
-
-
-def is_transformers_model(module: nn.Module) -> bool:
-    """Whether ``module`` is a ``PreTrainedModel``; transformers is not imported for the answer."""
-    return any(
-        c.__name__ == "PreTrainedModel" and c.__module__ == "transformers.modeling_utils"
-        for c in type(module).__mro__
-    )
 
 
 def _untie(root: nn.Module) -> None:

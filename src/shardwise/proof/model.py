@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from ..catalog.slices import replicas
 from ..dist import Ranks
 from ..dtypes import code_of
+from ..errors import IntegrityError
 from ..layout.model import geometries_of, local_tensor, reshard
 from ..layout.placements import Geometry, cut_boxes, geometry_of
 from ..names import named_tensors
 from .digest import finish, format_digest, partial_sum, tensor_digest
 
-__all__ = ["digest", "live_digests", "local_sum", "model_digests"]
-
-
-def is_owner(geometry: Geometry, rank: int) -> bool:
-    """Whether a rank's copy counts: the first of every set of replicas (coordinate 0 on replicated axes)."""
-    coordinate = geometry.coordinate(rank)
-    if coordinate is None:
-        return False
-    return all(i == 0 for i, cut in zip(coordinate, geometry.cuts, strict=True) if cut.kind == "replicate")
+__all__ = ["digest", "live_digests", "local_sum", "model_digests", "replica_totals"]
 
 
 def local_sum(tensor: torch.Tensor, shape: tuple[int, ...], geometry: Geometry, rank: int) -> int:
-    """This rank's share of a tensor's digest sum; 0 on all but one of a set of replicas."""
+    """A rank's share of the digest sum of its own copy of a tensor."""
     coordinate = geometry.coordinate(rank)
-    if coordinate is None or not is_owner(geometry, rank):
+    if coordinate is None:
         return 0
     local = local_tensor(tensor).detach()
     total = 0
@@ -41,37 +37,66 @@ def local_sum(tensor: torch.Tensor, shape: tuple[int, ...], geometry: Geometry, 
     return total % 2**64
 
 
+def replica_totals(sums: Any, geometries: Sequence[Geometry]) -> list[list[int]]:
+    """Per tensor, the digest sum of each of its replicas. ``sums`` is [rank, tensor] of uint64."""
+    known: dict[Geometry, list[list[int]]] = {}
+    found = []
+    for index, geometry in enumerate(geometries):
+        if geometry not in known:
+            known[geometry] = replicas(geometry)
+        found.append([int(sums[ranks, index].sum(dtype=np.uint64)) for ranks in known[geometry]])
+    return found
+
+
 def live_digests(
-    tensors: Mapping[str, torch.Tensor], geometries: Mapping[str, Geometry], ranks: Ranks
+    tensors: Mapping[str, torch.Tensor],
+    geometries: Mapping[str, Geometry],
+    ranks: Ranks,
+    *,
+    may_differ: Collection[str] = (),
 ) -> dict[str, int]:
-    """Digest of the global content of each live tensor. Every rank must call it; 8 bytes a tensor travel."""
+    """Digest of the global content of each live tensor. Every rank must call it; 8 bytes a tensor travel.
+
+    Every replica is summed and compared; a replica set counts once. Raises :class:`IntegrityError` on every
+    rank, naming tensors whose replicas differ, unless they are in ``may_differ`` (then the first counts).
+    """
     with ranks.agree("digest"):
-        sums = []
+        own = []
         for name, tensor in tensors.items():
-            sums.append(local_sum(tensor, tuple(tensor.shape), geometries[name], ranks.rank))
+            own.append(local_sum(tensor, tuple(tensor.shape), geometries[name], ranks.rank))
             ranks.tick()
-    return add_up(sums, {n: (code_of(t.dtype), tuple(t.shape)) for n, t in tensors.items()}, ranks)
-
-
-def add_up(sums: list[int], kinds: Mapping[str, tuple[str, tuple[int, ...]]], ranks: Ranks) -> dict[str, int]:
-    """Finished digests from every rank's partial sums, in the order of ``kinds``."""
-    gathered = ranks.gather("digest sums", np.array(sums, dtype=np.uint64).tobytes())
-    total = b""
-    if gathered is not None:
-        stacked = np.stack([np.frombuffer(g, dtype=np.uint64) for g in gathered])
-        total = stacked.sum(axis=0, dtype=np.uint64).tobytes()
-    totals = np.frombuffer(ranks.share("digests", total if ranks.rank == 0 else None), dtype=np.uint64)
+    gathered = ranks.gather("digest sums", np.array(own, dtype=np.uint64).tobytes())
+    summed = b""
+    with ranks.agree("add digests up"):
+        if gathered is not None:
+            matrix = np.stack([np.frombuffer(g, dtype=np.uint64) for g in gathered])
+            totals = replica_totals(matrix, [geometries[n] for n in tensors])
+            unequal = [
+                n for n, t in zip(tensors, totals, strict=True) if len(set(t)) > 1 and n not in may_differ
+            ]
+            summed = json.dumps([unequal, [t[0] for t in totals]]).encode()
+    unequal, firsts = json.loads(ranks.share("digests", summed if ranks.rank == 0 else None))
+    with ranks.agree("compare replicas"):
+        if unequal:
+            raise IntegrityError(f"replicas of {', '.join(unequal[:10])} differ between ranks")
     return {
-        name: finish(int(total), dtype, shape)
-        for total, (name, (dtype, shape)) in zip(totals, kinds.items(), strict=True)
+        name: finish(first, code_of(tensor.dtype), tuple(tensor.shape))
+        for first, (name, tensor) in zip(firsts, tensors.items(), strict=True)
     }
 
 
 def model_digests(model: nn.Module, ranks: Ranks) -> dict[str, int]:
-    """Digest of every parameter and persistent buffer by canonical name. Every rank must call it."""
-    reshard(model)
-    tensors = [t for t in named_tensors(model) if t.persistent]
-    return live_digests({t.name: t.tensor for t in tensors}, geometries_of(model, tensors), ranks)
+    """Digest of every parameter and persistent buffer by canonical name. Every rank must call it.
+
+    Plain buffers may differ between ranks (BatchNorm statistics): rank 0's counts. Raises
+    :class:`IntegrityError` if replicas of anything else differ.
+    """
+    with ranks.agree("describe model"):
+        reshard(model)
+        tensors = [t for t in named_tensors(model) if t.persistent]
+        geometries = geometries_of(model, tensors)
+    plain = {t.name for t in tensors if t.kind == "buffer" and local_tensor(t.tensor) is t.tensor}
+    return live_digests({t.name: t.tensor for t in tensors}, geometries, ranks, may_differ=plain)
 
 
 def digest(model_or_tensor: nn.Module | torch.Tensor) -> dict[str, str] | str:

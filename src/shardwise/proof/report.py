@@ -33,7 +33,9 @@ class LoadReport:
     """Wanted tensors that were made by the model's own rule, with who declared that they may be."""
     ignored_files: tuple[str, ...]
     verified: str
-    """How the load was proved: "cover" or "digest"."""
+    """How the load was proved: "digest" if every tensor's content was compared, else "cover"."""
+    digests_compared: int
+    """Tensors filled whose content digest was compared with the one that the source records."""
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values."""

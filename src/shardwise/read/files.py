@@ -12,10 +12,12 @@ __all__ = ["FileReader"]
 
 # Linux returns at most 0x7ffff000 bytes a call; smaller pieces let progress be seen.
 _PIECE_BYTES = 64 * 1024**2
+# A step of a large run has thousands of files, a process often may open 1,024.
+_MOST_OPEN = 64
 
 
 class FileReader:
-    """Opens each file once and reads byte ranges into given memory. Not thread-safe; rank-local.
+    """Keeps the files last opened open, and reads byte ranges into given memory. Not thread-safe; rank-local.
 
     ``bytes_read`` counts what was asked for. ``on_progress(n)`` is called after each piece.
     """
@@ -65,8 +67,12 @@ class FileReader:
 
     def _open(self, path: str) -> int:
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except FileNotFoundError as error:
+            raise IntegrityError("lost: no such file", path=path) from error
         except OSError as error:
             raise SourceError(f"can't be opened: {error.strerror}", path=path) from error
+        while len(self._fds) >= _MOST_OPEN:  # the one opened first is the least likely to be read again
+            os.close(self._fds.pop(next(iter(self._fds))))
         self._fds[path] = fd
         return fd

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..catalog.records import StoredTensor
+from ..names import unwrap
 from .match import Recipe
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Origin", "recall", "remember"]
+__all__ = ["Origin", "home_of", "recall", "remember", "remember_home"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +36,26 @@ class Origin:
 
 # Keyed by the model object, not stored on it: a model's attributes are its owner's.
 _ORIGINS: weakref.WeakKeyDictionary[nn.Module, Origin] = weakref.WeakKeyDictionary()
+_HOMES: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 
 def remember(model: nn.Module, recipes: Mapping[str, Recipe], stored: Mapping[str, StoredTensor]) -> None:
     """Keep the recipes with which ``model`` was filled, for as long as it lives."""
     sources = (s for r in recipes.values() for s in (*(t.source for t in r.tiles), *r.empty))
     shapes = {source: stored[source].shape for source in sources}
-    _ORIGINS[model] = Origin(dict(recipes), shapes)
+    _ORIGINS[unwrap(model)] = Origin(dict(recipes), shapes)
 
 
 def recall(model: nn.Module) -> Origin | None:
     """How a model was last filled from a source with other names; None if it was not."""
-    return _ORIGINS.get(model)
+    return _ORIGINS.get(unwrap(model))
+
+
+def remember_home(model: nn.Module, directory: str) -> None:
+    """Keep the absolute path of the directory that a model's config came from, whatever is done to the cwd."""
+    _HOMES[unwrap(model)] = os.path.abspath(directory)
+
+
+def home_of(model: nn.Module) -> str | None:
+    """The directory of a model's config and tokenizer; None if it was not built from one."""
+    return _HOMES.get(unwrap(model))

@@ -13,10 +13,17 @@ from typing import Any
 
 from torch import nn
 
-from .._compat import convert_hub_tensors, original_class, revert_to_hub, transformers_conversions
+from .._compat import (
+    convert_hub_tensors,
+    is_transformers_model,
+    original_class,
+    revert_to_hub,
+    transformers_conversions,
+)
 from ..catalog.records import StoredTensor
 from ..dtypes import code_of, torch_dtype
 from ..errors import UnsupportedConversionError
+from ..names import unwrap
 from .match import Made, Resolve
 from .trace import Untraceable, stored_tensor
 
@@ -28,14 +35,6 @@ __all__ = [
     "meta_instance",
     "reverse_tiles",
 ]
-
-
-def is_transformers_model(model: nn.Module) -> bool:
-    """Whether a module is a transformers model; does not import transformers if nobody else did."""
-    import sys
-
-    modeling = sys.modules.get("transformers.modeling_utils")
-    return modeling is not None and isinstance(model, modeling.PreTrainedModel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +114,15 @@ def meta_instance(model: Any) -> Any:
     import torch
     from transformers.initialization import no_init_weights
 
+    model = unwrap(model)
     # Only names, shapes and classes are looked at: everything may stay on meta and without values.
     with torch.device("meta"), no_init_weights():
         return original_class(model)(model.config)
 
 
 def automatic_rules(model: nn.Module) -> HubRules | None:
-    """The rules of a live transformers model, sharded or not; None for any other module."""
+    """The rules of a live transformers model, sharded or not, compiled or not; None for any other module."""
+    model = unwrap(model)
     if not is_transformers_model(model):
         return None
     return hub_rules(meta_instance(model))

@@ -69,6 +69,13 @@ def drain(optimizer: Optimizer, names: Mapping[int, str]) -> Drained:
     """References to everything in an optimizer, by parameter name. Copies 0-d tensors only."""
     if getattr(optimizer, "_numel_cache", None) is not None or type(optimizer).__name__ == "LBFGS":
         raise StateError("LBFGS keeps flat history over all parameters, which has no name to be stored under")
+    live = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    strange = [k for k in optimizer.state if id(k) not in live]
+    if strange:
+        raise StateError(
+            f"the optimizer keeps state under {len(strange)} keys that are none of its parameters "
+            f"({', '.join(type(k).__name__ for k in strange[:3])}); such state has no name to be stored under"
+        )
     found = Drained()
     scalars: dict[str, list[tuple[str, str, torch.Tensor]]] = {}
     for group in optimizer.param_groups:
@@ -124,18 +131,21 @@ def _is_spread_like(value: torch.Tensor, parameter: torch.Tensor) -> bool:
 def fill_groups(optimizer: Optimizer, names: Mapping[int, str], groups: list[dict[str, Any]]) -> None:
     """Put stored hyper-parameters (learning rate, betas, ``initial_lr``, …) into the groups with the same parameters.
 
-    Raises :class:`StateError` if the parameters are grouped otherwise than they were.
+    Raises :class:`StateError` if the parameters are grouped otherwise, or in another order, than they were
+    (schedulers address groups by their place).
     """
-    stored = {frozenset(g["names"]): g["options"] for g in groups}
-    live = [(frozenset(names[id(p)] for p in g["params"]), g) for g in optimizer.param_groups]
-    strange = [sorted(members)[:3] for members, _ in live if members not in stored]
-    if strange or len(stored) != len(live):
-        raise StateError(
-            f"the optimizer has {len(live)} parameter groups, the checkpoint {len(stored)}; groups without a "
-            f"counterpart begin with {strange}. Build the groups from the same parameters as the saved run"
+    live = [[names[id(p)] for p in g["params"]] for g in optimizer.param_groups]
+    if [set(members) for members in live] != [set(g["names"]) for g in groups]:
+        unknown = [m[:3] for m in live if set(m) not in [set(g["names"]) for g in groups]]
+        what = (
+            f"groups without a counterpart begin with {unknown}" if unknown else "the same in another order"
         )
-    for members, group in live:
-        for key, value in stored[members].items():
+        raise StateError(
+            f"the optimizer has {len(live)} parameter groups, the checkpoint {len(groups)}: {what}. Build the "
+            f"groups from the same parameters in the same order as the saved run"
+        )
+    for group, stored in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in stored["options"].items():
             current = group.get(key)
             if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor):
                 current.copy_(value)

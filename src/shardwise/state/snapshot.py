@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import operator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import xxhash
+from torch import nn
 
 from ..catalog.checkpoint import packed_name, replicated
 from ..catalog.slices import SliceTensor, assign_owners
 from ..dtypes import code_of
+from ..errors import StateError
 from ..layout.model import geometries_of, local_tensor, reshard, world_size
 from ..layout.placements import Geometry
-from ..names import NamedTensor, named_tensors
+from ..names import NamedTensor, canonical_name, named_tensors
 from ..proof.digest import partial_sum
 from ..recipe.transformers import is_transformers_model
 from .optimizer import Drained, drain, parameter_names
@@ -61,6 +64,9 @@ def take_snapshot(state: TrainState, step: int) -> Snapshot:
 
     Raises :class:`StateError` naming what can't be expressed, before anything is written.
     """
+    step = operator.index(step)
+    if step < 0:
+        raise StateError(f"step must not be negative, got {step}")
     reshard(state.model)
     named = tuple(named_tensors(state.model))
     persistent = [t for t in named if t.persistent]
@@ -113,7 +119,11 @@ def _optimizer_live(drained: Drained, model: list[SliceTensor]) -> list[Live]:
 def _pieces(state: TrainState, drained: Drained, step: int) -> dict[str, Any]:
     pieces: dict[str, Any] = {"step": step, "rng": capture_rng()}
     if state.optimizer is not None:
-        pieces["optimizer"] = {"groups": drained.groups, "values": drained.values}
+        pieces["optimizer"] = {
+            "class": type(state.optimizer).__qualname__,
+            "groups": drained.groups,
+            "values": drained.values,
+        }
         pieces[COMPARED_ONLY] = drained.packed
         if drained.opaque:
             pieces["optimizer.opaque"] = drained.opaque
@@ -122,13 +132,22 @@ def _pieces(state: TrainState, drained: Drained, step: int) -> dict[str, Any]:
         if value is not None:
             pieces[name] = _state_of(value, name)
     for name, value in state.extra.items():
-        pieces[f"extra.{name}"] = value.state_dict() if hasattr(value, "state_dict") else value
+        has_state = hasattr(value, "state_dict") or hasattr(value, "load_state_dict")
+        pieces[f"extra.{name}"] = _state_of(value, f"extra.{name}") if has_state else value
+    modules = {path: m.get_extra_state() for path, m in modules_with_state(state.model)}
+    if modules:
+        pieces["modules"] = modules
     return pieces
 
 
-def _state_of(value: Any, name: str) -> Any:
-    from ..errors import StateError
+def modules_with_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that keep state beside tensors (``get_extra_state``), by canonical name, once each."""
+    for path, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield canonical_name(path), module
 
+
+def _state_of(value: Any, name: str) -> Any:
     if not hasattr(value, "state_dict") or not hasattr(value, "load_state_dict"):
         hint = ""
         if name == "dataloader":

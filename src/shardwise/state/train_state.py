@@ -16,7 +16,8 @@ class TrainState:
     """The live objects of a training run. Holds references only; nothing is copied or called here."""
 
     model: nn.Module
-    """Any module: sharded or plain."""
+    """Any module: sharded or plain. Parameters, persistent buffers and ``get_extra_state`` of modules are stored;
+    non-persistent buffers are what construction makes of them, also if training changed them."""
     optimizer: Optimizer | None = None
     """An optimizer over parameters of ``model``. Its state is stored by parameter name."""
     scheduler: Any = None

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
-from .._compat import original_class
+from .._compat import is_transformers_model, original_class
 from ..catalog.manifest import FileEntry
-from ..recipe.transformers import is_transformers_model
+from ..errors import FormatError, SourceError
+from ..names import unwrap
+from ..recipe.record import home_of
 from .write import write_file
 
 __all__ = ["companion_files", "read_companions", "write_companions"]
@@ -37,6 +41,7 @@ _TOKENIZER_FILES = (
 
 def companion_files(model: Any) -> dict[str, bytes]:
     """Config, generation config and, if the model came from a local directory, its tokenizer: name → content."""
+    model = unwrap(model)
     if not is_transformers_model(model):
         return {}
     config = copy.deepcopy(model.config)
@@ -47,9 +52,9 @@ def companion_files(model: Any) -> dict[str, bytes]:
     generation = getattr(model, "generation_config", None)
     if generation is not None and model.can_generate():
         found["generation_config.json"] = generation.to_json_string(use_diff=True).encode()
-    home = getattr(model.config, "name_or_path", "") or ""
+    home = home_of(model) or getattr(model.config, "name_or_path", "") or ""
     if os.path.isdir(home):
-        found = {**read_companions(home), **found}
+        found = {**_read_files(home, ("generation_config.json", *_TOKENIZER_FILES)), **found}
     return found
 
 
@@ -60,11 +65,31 @@ def write_companions(folder: str, model: nn.Module, files: dict[str, FileEntry])
 
 
 def read_companions(folder: str) -> dict[str, bytes]:
-    """Config, generation config and tokenizer files of a directory: name → content."""
+    """Config, generation config and tokenizer files of a directory: name → content.
+
+    Raises :class:`SourceError` if one can't be read, :class:`FormatError` if the config is not a JSON object.
+    """
+    found = _read_files(folder, ("config.json", "generation_config.json", *_TOKENIZER_FILES))
+    if "config.json" in found:
+        file = os.path.join(folder, "config.json")
+        try:
+            config = json.loads(found["config.json"])
+        except (ValueError, RecursionError) as error:
+            raise FormatError(f"not JSON ({error})", path=file) from error
+        if not isinstance(config, dict):
+            raise FormatError("not a JSON object, which a config is", path=file)
+    return found
+
+
+def _read_files(folder: str, names: Iterable[str]) -> dict[str, bytes]:
+    """Those of the named files that are there: name → content."""
     found = {}
-    for name in ("config.json", "generation_config.json", *_TOKENIZER_FILES):
+    for name in names:
         file = os.path.join(folder, name)
         if os.path.isfile(file):
-            with open(file, "rb") as stream:
-                found[name] = stream.read()
+            try:
+                with open(file, "rb") as stream:
+                    found[name] = stream.read()
+            except OSError as error:
+                raise SourceError(f"can't be read: {error.strerror or error}", path=file) from error
     return found

@@ -12,6 +12,9 @@ from ..errors import CheckpointError, LockedError
 __all__ = ["DirectoryLock"]
 
 
+_HELD: set[str] = set()
+
+
 class DirectoryLock:
     """``fcntl.lockf`` on ``<root>/.lock``, taken by rank 0 for as long as a Checkpointer is open.
 
@@ -21,6 +24,11 @@ class DirectoryLock:
 
     def __init__(self, root: str) -> None:
         path = os.path.join(root, ".lock")
+        self._root = os.path.realpath(root)
+        if self._root in _HELD:  # a record lock does not exclude its own process, and closing would drop it
+            raise LockedError(
+                f"{root}: this process holds it already, by another Checkpointer; close that one"
+            )
         try:
             os.makedirs(root, exist_ok=True)
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -35,6 +43,7 @@ class DirectoryLock:
                 f"{root}: another run writes checkpoints here ({holder or 'unknown'}); stop it, or give this "
                 f"run another directory"
             ) from error
+        _HELD.add(self._root)
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode(), 0)
 
@@ -43,3 +52,4 @@ class DirectoryLock:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+            _HELD.discard(self._root)

@@ -7,7 +7,7 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,12 +16,13 @@ import torch
 
 from ..catalog.checkpoint import directory
 from ..catalog.manifest import FileEntry, Manifest, Packed, StateEntry, TensorEntry
-from ..catalog.slices import Slice, file_name, rank_files
+from ..catalog.slices import Slice, file_name, owner_ranks, rank_files
 from ..dist import Ranks
 from ..errors import CheckpointError, StateError
 from ..layout.model import local_tensor
 from ..layout.placements import Geometry
 from ..proof.digest import finish, partial_sum
+from ..proof.model import local_sum, replica_totals
 from ..recipe.record import recall
 from ..state.snapshot import (
     COMPARED_ONLY,
@@ -73,8 +74,6 @@ class SaveReport:
 def write_checkpoint(state: TrainState, final: str, step: int, lineage: Lineage, ranks: Ranks) -> SaveReport:
     """Publish ``state`` as the directory ``final``. Collective; on failure nothing is published on any rank."""
     started = time.perf_counter()
-    if step < 0:
-        raise ValueError(f"step must not be negative, got {step}")
     with ranks.agree("collect state"):
         snapshot = take_snapshot(state, step)
     shared, local = _split_pieces(snapshot, ranks)
@@ -85,7 +84,8 @@ def write_checkpoint(state: TrainState, final: str, step: int, lineage: Lineage,
         gathered = ranks.gather("file records", _pack(files, sums))
         with ranks.agree("publish checkpoint"):
             if gathered is not None:
-                commit(temporary, final, _manifest(state, snapshot, step, lineage, ranks, gathered))
+                manifest = _manifest(state, snapshot, step, lineage, ranks, gathered, tuple(sorted(local)))
+                commit(temporary, final, manifest)
     except BaseException:
         if ranks.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -105,11 +105,11 @@ def _split_pieces(snapshot: Snapshot, ranks: Ranks) -> tuple[dict[str, Encoded],
         sums = plain_sums(snapshot) if ranks.world_size > 1 else {}
     gathered = ranks.gather("state hashes", json.dumps([hashes, sums]).encode())
     verdict = ranks.share("state that differs", _differing(gathered) if gathered is not None else None)
-    differing: list[str] = json.loads(verdict)
-    local_names = snapshot.always_local | {n for n in differing if n in snapshot.pieces}
-    buffers = {t.name: t.tensor for t in snapshot.named if t.name in differing and t.kind == "buffer"}
+    documents, tensors = (set(names) for names in json.loads(verdict))
+    local_names = snapshot.always_local | (documents & set(snapshot.pieces))
+    buffers = {t.name: t.tensor for t in snapshot.named if t.name in tensors and t.kind == "buffer"}
     with ranks.agree("compare state"):
-        _refuse_differing(snapshot, differing)
+        _refuse_differing(snapshot, documents, tensors)
         local = {n: p for n, p in snapshot.pieces.items() if n in local_names}
         if buffers:
             local["buffers"] = encode(buffers, where="buffers")
@@ -118,15 +118,16 @@ def _split_pieces(snapshot: Snapshot, ranks: Ranks) -> tuple[dict[str, Encoded],
 
 
 def _differing(gathered: Sequence[bytes]) -> bytes:
-    """Names of documents and plain tensors that are not the same on every rank."""
-    pairs = [json.loads(g) for g in gathered]
-    names = {name for hashes, sums in pairs for name in (*hashes, *sums)}
-    merged = [{**hashes, **sums} for hashes, sums in pairs]
-    return json.dumps(sorted(n for n in names if len({m.get(n) for m in merged}) > 1)).encode()
+    """Names of the documents, and of the plain tensors, that are not the same on every rank."""
+    found = []
+    for per_rank in zip(*(json.loads(g) for g in gathered), strict=True):
+        names = {name for values in per_rank for name in values}
+        found.append(sorted(n for n in names if len({values.get(n) for values in per_rank}) > 1))
+    return json.dumps(found).encode()
 
 
-def _refuse_differing(snapshot: Snapshot, differing: Iterable[str]) -> None:
-    if _LAYOUT in differing:
+def _refuse_differing(snapshot: Snapshot, documents: set[str], tensors: set[str]) -> None:
+    if _LAYOUT in documents:
         every = max(len(v.stored.geometry.ranks) for v in snapshot.model)
         parts = [v.stored.name for v in snapshot.model if len(v.stored.geometry.ranks) < every]
         raise StateError(
@@ -137,8 +138,7 @@ def _refuse_differing(snapshot: Snapshot, differing: Iterable[str]) -> None:
             "(say Replicate() on its further axes instead of slicing the mesh)"
         )
     parameters = {t.name for t in snapshot.named if t.kind == "parameter"}
-    bad = [n for n in differing if n in parameters]
-    bad += [n for n in differing if n in ("step", "optimizer", COMPARED_ONLY)]
+    bad = sorted(tensors & parameters) + sorted(documents & {"step", "optimizer", COMPARED_ONLY})
     if bad:
         raise StateError(
             f"ranks hold different values of {', '.join(bad[:10])}, which must be equal on all: were the gradients "
@@ -163,7 +163,7 @@ def _write_rank(
     local: dict[str, Encoded],
     ranks: Ranks,
 ) -> tuple[dict[str, FileEntry], list[int]]:
-    """Write and sync this rank's files. Returns their entries and its share of every tensor's digest sum."""
+    """Write and sync this rank's files. Returns their entries and the digest sums of its copies of all tensors."""
     files: dict[str, FileEntry] = {}
     sums: list[int] = []
     for kind, live in (("model", snapshot.model), ("optimizer", snapshot.optimizer)):
@@ -195,6 +195,11 @@ def _write_tensors(
     for k, slices in enumerate(rank_files(stored, ranks.rank)):
         name = f"{directory(kind, kind)}/{file_name(kind, ranks.rank, k, count)}"
         files[name] = write_slices(os.path.join(root, name), slices, piece_of, ranks.tick)
+    for v in live:
+        t = v.stored
+        if v.counted and ranks.rank not in owner_ranks(t.geometry, t.owner):  # another replica writes it
+            sums[t.name] = local_sum(v.tensor, t.shape, t.geometry, ranks.rank)
+            ranks.tick()
     return [total % 2**64 for total in sums.values()]
 
 
@@ -236,12 +241,11 @@ def _manifest(
     lineage: Lineage,
     ranks: Ranks,
     gathered: Sequence[bytes],
+    local_documents: tuple[str, ...],
 ) -> Manifest:
     parts = [_unpack(g) for g in gathered]
     files = {name: entry for found, _ in parts for name, entry in found.items()}
-    totals = np.stack([sums for _, sums in parts]).sum(axis=0, dtype=np.uint64)
-    counted = [v.stored for v in (*snapshot.model, *snapshot.optimizer) if v.counted]
-    digests = {t.name: finish(int(total), t.dtype, t.shape) for t, total in zip(counted, totals, strict=True)}
+    digests = _digests(snapshot, np.stack([sums for _, sums in parts]))
     geometries: dict[Geometry, int] = {}
     entries: dict[str, TensorEntry] = {}
     named = {t.name: t for t in snapshot.named}
@@ -273,7 +277,32 @@ def _manifest(
         files=dict(sorted(files.items())),
         software=software_versions(state),
         hub_tensors=_hub_tensors(state),
+        local_documents=local_documents,
     )
+
+
+def _digests(snapshot: Snapshot, sums: Any) -> dict[str, int]:
+    """Digest of every tensor from all ranks' sums, [rank, tensor]. Replicas must be equal, but for plain buffers.
+
+    Raises :class:`StateError` naming tensors whose replicas differ.
+    """
+    counted = [v for v in (*snapshot.model, *snapshot.optimizer) if v.counted]
+    totals = replica_totals(sums, [v.stored.geometry for v in counted])
+    buffers = {t.name for t in snapshot.named if t.kind == "buffer" and local_tensor(t.tensor) is t.tensor}
+    unequal = [
+        v.stored.name
+        for v, found in zip(counted, totals, strict=True)
+        if len(set(found)) > 1 and v.stored.name not in buffers
+    ]
+    if unequal:
+        raise StateError(
+            f"replicas of {len(unequal)} tensors differ between ranks: {', '.join(unequal[:10])}; they have drifted "
+            f"apart, and a checkpoint can hold only one of them"
+        )
+    return {
+        v.stored.name: finish(found[v.stored.owner], v.stored.dtype, v.stored.shape)
+        for v, found in zip(counted, totals, strict=True)
+    }
 
 
 def _state_entries(snapshot: Snapshot, digests: dict[str, int]) -> dict[str, dict[str, StateEntry]]:
