@@ -316,7 +316,9 @@ def _of_another_dtype(
     """Modules whose trainable parameters have another dtype than most of the group around them.
 
     FSDP2 refuses, at the first forward, a group whose trainable parameters have several dtypes (torch 2.13);
-    models have them where a class keeps some layers in fp32, as T5 its ``wo``.
+    models have them where a class keeps some layers in fp32, as T5 its ``wo``. A module that holds such a
+    parameter itself, beside layers of the usual dtype (DeepSeek-V4's ``sinks``), keeps only that one: the
+    layers become groups too.
     """
     groups: dict[int, dict[torch.dtype, list[NamedTensor]]] = {}
     for tensor in tensors:
@@ -330,10 +332,23 @@ def _of_another_dtype(
     for by_dtype in groups.values():
         usual = max(by_dtype, key=lambda dtype: sum(t.tensor.numel() for t in by_dtype[dtype]))
         for module, _ in (o for d, odd in by_dtype.items() if d != usual for t in odd for o in t.owners):
+            if id(module) in never or not can_be_group(module):
+                continue
             own = {p.dtype for p in module.parameters() if p.requires_grad and id(p) in taken}
-            if len(own) == 1 and id(module) not in never and can_be_group(module):
-                found[id(module)] = Candidate(module, paths[id(module)], "dtype")
+            direct = {p.dtype for p in module.parameters(recurse=False) if p.requires_grad and id(p) in taken}
+            inside = () if len(own) == 1 else tuple(_groups_inside(module))
+            if len(direct) == 1 and not any(id(m) in never for m in inside):
+                found |= {id(m): Candidate(m, paths[id(m)], "dtype") for m in (module, *inside)}
     return found
+
+
+def _groups_inside(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules inside ``module`` that can be groups and hold all that is not its own."""
+    for child in module.children():
+        if can_be_group(child):
+            yield child
+        else:
+            yield from _groups_inside(child)
 
 
 def _listed_experts(model: nn.Module) -> set[int]:

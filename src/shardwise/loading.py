@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from .catalog import Catalog
@@ -177,7 +178,12 @@ def _unfilled_buffers(model: nn.Module, initialized: set[str]) -> list[str]:
 
 
 def _refuse_unsharded(model: nn.Module, ignored: Sequence[str]) -> None:
-    """Trainable plain parameters beside sharded ones drift apart, unless somebody reduces their gradients."""
+    """Trainable plain parameters beside FSDP's drift apart, unless somebody reduces their gradients.
+
+    Under tensor parallelism alone every rank computes the same gradients for them, so there they are fine.
+    """
+    if not any(isinstance(m, FSDPModule) for m in model.modules()):
+        return
     parameters = [t for t in named_tensors(model) if t.kind == "parameter"]
     if not any(isinstance(t.tensor, DTensor) for t in parameters):
         return

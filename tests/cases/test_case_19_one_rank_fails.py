@@ -16,7 +16,7 @@ from tests.harness.pool import RankPool
     ("how", "parts"),
     [
         ("truncated", ["IntegrityError", "model.safetensors", "truncated"]),
-        ("unlinked", ["SourceError", "model.safetensors", "can't be opened"]),
+        ("unlinked", ["IntegrityError", "model.safetensors", "lost: no such file"]),
         ("unreadable", ["SourceError", "model.safetensors", "Input/output error"]),
         ("no directory", ["SourceError", "private-elsewhere"]),
     ],

@@ -17,13 +17,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 from safetensors.torch import save_file
 from torch import nn
 
 import shardwise as sw
 from shardwise.catalog.manifest import MANIFEST_NAME
 from shardwise.catalog.open import open_catalog
-from shardwise.errors import FormatError, IntegrityError, SourceError
+from shardwise.errors import FormatError, IntegrityError, SourceError, VersionError
 from shardwise.read import FileReader
 
 SINGLE = "model.safetensors"
@@ -106,7 +107,10 @@ def manifest_that_is_none(folder: Path) -> None:
 
 
 def manifest_of_a_later_version(folder: Path) -> None:
-    (folder / MANIFEST_NAME).write_text(json.dumps({"format": "shardwise-checkpoint", "version": 7}))
+    document = {"format": "shardwise-checkpoint", "version": 7}
+    text = json.dumps(document, separators=(",", ":"), sort_keys=True)
+    document["xxh3"] = xxhash.xxh3_64_hexdigest(text.encode())
+    (folder / MANIFEST_NAME).write_text(json.dumps(document))
 
 
 DAMAGE: dict[Callable[[Path], None], tuple[type[SourceError], str, str]] = {
@@ -121,7 +125,7 @@ DAMAGE: dict[Callable[[Path], None], tuple[type[SourceError], str, str]] = {
     outside_the_file: (FormatError, SINGLE, "truncated: tensors need"),
     stored_in_two_files: (FormatError, "a.safetensors", "'weight' is stored twice"),
     manifest_that_is_none: (IntegrityError, MANIFEST_NAME, "damaged"),
-    manifest_of_a_later_version: (FormatError, MANIFEST_NAME, "update shardwise"),
+    manifest_of_a_later_version: (VersionError, MANIFEST_NAME, "update shardwise"),
 }
 
 
@@ -175,5 +179,5 @@ def test_payload_that_is_cut_after_the_plan(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"model\.safetensors: ends at byte .*truncated"):
         sw.load(nn.Linear(3, 4), catalog)
     path.unlink()
-    with pytest.raises(SourceError, match=r"model\.safetensors: can't be opened"):
+    with pytest.raises(IntegrityError, match=r"model\.safetensors: lost"):
         sw.load(nn.Linear(3, 4), catalog)

@@ -102,6 +102,28 @@ def export_fails(source: str, out: str, failing_rank: int) -> tuple[str, str]:
     return error
 
 
+def small_module() -> nn.Sequential:
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 6))
+
+
+def export_damaged(path: str, out: str) -> list[tuple[str, str]]:
+    """A checkpoint with one flipped bit: export and load of it, on all ranks."""
+    model = small_module()
+    fully_shard(model, mesh=_mesh())
+    sw.save(sw.TrainState(model=model), path)
+    sw.export_hf(path, f"{path}-sound")
+    if dist.get_rank() == 0:
+        file = sorted(Path(path, "model").glob("*.safetensors"))[-1]
+        content = bytearray(file.read_bytes())
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        end = header["0.bias"]["data_offsets"][1]
+        content[8 + int.from_bytes(content[:8], "little") + end - 1] ^= 1
+        file.write_bytes(content)
+    dist.barrier()
+    return [failure(lambda: sw.export_hf(path, out)), failure(lambda: sw.load(model, path))]
+
+
 def export_into(source: str, out: str) -> None:
     """Load sharded as stored, and export unchanged: live, and from a checkpoint."""
     model, _ = sw.load_pretrained(source, _mesh())

@@ -743,6 +743,7 @@ def left_plain_unnamed(directory: str) -> dict[str, dict[str, Any]]:
         except ShardError as error:
             assert all(p.is_meta for p in model.parameters()), "memory was allocated for nothing"
             return str(error)
+        model.gate.requires_grad_()
         assert_same_whole(model, mixed_reference())
         return ""
 

@@ -12,7 +12,7 @@ import transformers
 
 import shardwise as sw
 from shardwise.demo.prepare import default_model
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, IntegrityError
 from tests.dist import _export_fns as fns
 from tests.harness.pool import RankPool
 
@@ -119,10 +119,64 @@ def test_only_new_or_empty_directories(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is there already"):
         sw.export_hf(model, tmp_path / "file")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "taken"]
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    with pytest.raises(CheckpointError, match="link: is a symbolic link"):
+        sw.export_hf(model, tmp_path / "link")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "file", "link", "taken"]
     with pytest.raises(ValueError, match="max_shard_bytes"):
         sw.export_hf(model, tmp_path / "new", max_shard_bytes=0)
     with pytest.raises(ValueError, match="dtype"):
         sw.export_hf(model, tmp_path / "new", dtype="int8")
+
+
+def test_a_damaged_checkpoint_is_not_exported(ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    found = ranks.run_ranks(2, fns.export_damaged, str(tmp_path / "step"), str(tmp_path / "out" / "x"))
+    assert found[0] == found[1]
+    (export_kind, exported), (load_kind, loaded) = found[0]
+    assert (export_kind, load_kind) == ("RankError", "IntegrityError"), (
+        "rank 0 compares exports, all ranks loads"
+    )
+    assert "content of 1 tensors differs from what was saved: 0.bias;" in exported
+    assert "0.bias: loaded" in loaded
+    assert list((tmp_path / "out").iterdir()) == []
+    with pytest.raises(IntegrityError, match=r"0\.bias"):
+        sw.export_hf(tmp_path / "step", tmp_path / "out" / "x", dtype="bfloat16")
+    with pytest.raises(IntegrityError, match=r"0\.bias"):
+        sw.load(fns.small_module(), tmp_path / "step")
+    assert sw.load(fns.small_module(), tmp_path / "step", verify="cover").digests_compared == 0
+    cast = sw.load(fns.small_module().bfloat16(), tmp_path / "step")
+    assert (cast.verified, cast.digests_compared) == ("cover", 0)
+
+
+def test_a_load_from_a_checkpoint_compares_digests(tmp_path: Path) -> None:
+    sw.save(sw.TrainState(model=fns.small_module()), tmp_path / "step")
+    report = sw.load(fns.small_module(), tmp_path / "step")
+    assert (report.verified, report.digests_compared) == ("digest", 4)
+    half = fns.small_module()
+    half[1].half()
+    report = sw.load(half, tmp_path / "step")
+    assert (report.verified, report.digests_compared) == ("cover", 2)
+    sw.export_hf(tmp_path / "step", tmp_path / "hub")
+    report = sw.load(fns.small_module(), tmp_path / "hub", verify="digest")
+    assert (report.verified, report.digests_compared) == ("cover", 0)
+
+
+def test_the_tokenizer_is_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fns.save_source(str(tmp_path / "source"), "gpt2")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    model, _ = sw.load_pretrained("source")
+    assert model.config.name_or_path == "source"
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    sw.save(sw.TrainState(model=model), tmp_path / "step")
+    monkeypatch.chdir(tmp_path)
+    again, _ = sw.load_pretrained("step")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    sw.export_hf(again, tmp_path / "out")
+    for directory in (tmp_path / "step" / "model", tmp_path / "out"):
+        assert (directory / "vocab.txt").read_text() == "a\nb\n"
 
 
 def test_integers_bools_scalars_and_empty(ranks: RankPool, tmp_path: Path) -> None:

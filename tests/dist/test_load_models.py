@@ -67,6 +67,16 @@ def test_renames_of_a_model_that_is_already_sharded(ranks: RankPool, directories
     ranks.run_ranks(2, fns.renames_of_a_sharded_class, llava)
 
 
+def test_a_compiled_model_is_the_model_inside(
+    ranks: RankPool, directories: list[str], tmp_path: Path
+) -> None:
+    (llava,) = [d for d in directories if Path(d).name.startswith("llava")]
+    ranks.run_ranks(2, fns.wrapped_transformers, llava, str(tmp_path / "out"))
+    assert (tmp_path / "out" / "config.json").is_file()
+    stored = [set(load_file(f)) for d in (Path(llava), tmp_path / "out") for f in d.glob("*.safetensors")]
+    assert stored[0] == stored[1], "exported under hub names"
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_experts_stored_one_by_one(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
     """Three experts, stacked and concatenated from one stored tensor each; with 4 ranks one gets none."""

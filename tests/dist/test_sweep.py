@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,28 +39,47 @@ def test_the_subset_is_large_enough() -> None:
     assert len(SUBSET) >= 40
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_conversions_load_and_export_alike(tmp_path: Path) -> None:
-    """In processes of its own: it forks, which a test process with threads must not."""
-    file = tmp_path / "rows.json"
+def sweep(file: Path, *options: str) -> list[dict[str, Any]]:
+    """Rows of a run of the command: in processes of its own, since it forks, which one with threads must not."""
     command = [
         sys.executable,
         str(ROOT / "benchmarks" / "sweep.py"),
-        "--subset",
         "--no-tp",
         "--json",
         str(file),
+        *options,
     ]
     done = subprocess.run(
-        command, env=worker_env(), cwd=ROOT, capture_output=True, text=True, timeout=580, check=False
+        command, env=worker_env(), cwd=ROOT, capture_output=True, text=True, timeout=500, check=False
     )
-    rows = json.loads(file.read_text())
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
-    assert {row["model_type"] for row in rows} == set(SUBSET)
+    rows: list[dict[str, Any]] = json.loads(file.read_text())
+    return rows
+
+
+def assert_right(rows: list[dict[str, Any]]) -> None:
+    """Loads at 2 and 3 ranks, shards on dim 1, the export; and no rank reads what is not its own."""
     for row in rows:
         right = dict.fromkeys(("load 2", "export 2", "dim 1 2", "load 3"), "right")
         assert (row["verdict"], row["results"]) == ("right", right), row
         assert row["bytes_ratio"] <= MOST_BYTES, row
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_kind_of_conversion(tmp_path: Path) -> None:
+    rows = sweep(tmp_path / "rows.json", "--subset")
+    assert {row["model_type"] for row in rows} == set(SUBSET)
+    assert_right(rows)
     used = " ".join(kind for row in rows for kind in row["conversions"])
     assert [kind for kind in OPERATIONS if kind not in used] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_parameters_that_stay_in_fp32(tmp_path: Path) -> None:
+    """In bf16 these keep some layers, parameters beside layers, and parameters beside others of a module in fp32."""
+    names = ("t5", "deepseek_v4", "olmo_hybrid")
+    rows = sweep(tmp_path / "rows.json", "--only", ",".join(names), "--dtype", "bfloat16")
+    assert {row["model_type"] for row in rows} == set(names)
+    assert_right(rows)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
 import struct
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 from typing import Any
@@ -419,6 +421,19 @@ def test_an_unreadable_config(model: Path, tmp_path: Path, content: str) -> None
     check_both("plan", path, tmp_path / "out", "config.json", status=1)
 
 
+@pytest.mark.parametrize("options", [(), ("--dtype", "bfloat16")])
+@pytest.mark.parametrize("content", ["", "[]", "7", "[" * 100_000])
+def test_export_with_a_config_that_is_none(
+    model: Path, tmp_path: Path, content: str, options: tuple[str, ...]
+) -> None:
+    path, out = tmp_path / "model", tmp_path / "out"
+    path.mkdir()
+    (path / "config.json").write_text(content)
+    (path / "model.safetensors").symlink_to(model / "model-00001-of-00002.safetensors")
+    check_paragraph(run("export", path, out, *options), "config.json", "JSON", status=(1,))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
+
+
 @pytest.mark.parametrize(
     "args",
     [
@@ -564,17 +579,13 @@ def test_a_reader_that_leaves_is_no_news(model: Path) -> None:
 
 
 def test_interrupt(tmp_path: Path) -> None:
-    fifo = tmp_path / "model.safetensors"
-    os.mkfifo(fifo)
-    process = start("inspect", tmp_path)
-    deadline, writer = time.monotonic() + 60, None
-    while writer is None and time.monotonic() < deadline:
-        try:
-            writer = os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)  # works as soon as the command reads
-        except OSError:
-            time.sleep(0.05)
-    assert writer is not None
+    save_file({f"{'x' * 50}{i}.{i}": torch.zeros(1) for i in range(2000)}, tmp_path / "model.safetensors")
+    process = start("inspect", tmp_path, "--json")  # more than a pipe takes, and nobody reads
+    assert process.stdout is not None
+    deadline, waiting = time.monotonic() + 60, 0
+    while waiting < 2**16 and time.monotonic() < deadline:
+        time.sleep(0.05)
+        waiting = int.from_bytes(fcntl.ioctl(process.stdout, termios.FIONREAD, bytes(4)), sys.byteorder)
     process.send_signal(signal.SIGINT)
     status, _, err = finish(process)
-    os.close(writer)
     assert (status, err.strip()) == (130, "error: interrupted")

@@ -40,7 +40,7 @@ from shardwise.catalog.slices import (
     rank_files,
 )
 from shardwise.dtypes import itemsize, torch_dtype
-from shardwise.errors import FormatError, IntegrityError, SourceError
+from shardwise.errors import FormatError, IntegrityError, SourceError, VersionError
 from shardwise.layout.boxes import find_overlap
 from shardwise.layout.placements import Cut, Geometry, cut_boxes
 from shardwise.store.write import write_slices
@@ -327,7 +327,7 @@ def test_each_truncation_is_seen(folder: Path) -> None:
 @pytest.mark.parametrize("change", [{"version": 2}, {"version": 0}, {"version": None}, {"version": "1"}])
 def test_another_version_is_said_to_be_one(tmp_path: Path, change: dict[str, Any]) -> None:
     document = json.loads(manifest().to_text()) | change
-    with pytest.raises(FormatError, match=r"format version .*, this release reads 1; update shardwise"):
+    with pytest.raises(VersionError, match=r"format version .*, this release reads 1; update shardwise"):
         read_manifest(write_manifest(tmp_path, signed(document)))
 
 
@@ -366,7 +366,7 @@ def test_no_manifest_at_all(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="no such"):
         read_manifest(tmp_path / "gone")
     (tmp_path / MANIFEST_NAME).mkdir()
-    with pytest.raises(SourceError, match="can't be read"):
+    with pytest.raises(FormatError, match="is a directory, not a file"):
         read_manifest(tmp_path)
 
 

@@ -170,14 +170,16 @@ def _checksum(document: dict[str, Any]) -> str:
 def read_manifest(root: str | os.PathLike[str]) -> Manifest:
     """Read and check the manifest of a checkpoint directory.
 
-    Raises :class:`SourceError` (not there), :class:`FormatError` (not a manifest, or of a later
-    version), :class:`IntegrityError` (its own checksum does not match).
+    Raises :class:`SourceError` (not there), :class:`FormatError` (not a manifest), :class:`VersionError` (of
+    another format version), :class:`IntegrityError` (its own checksum does not match).
     """
     path = os.path.join(os.fspath(root), MANIFEST_NAME)
     try:
         check_regular(path)
         with open(path, "rb") as file:
             raw = file.read()
+    except IsADirectoryError as error:
+        raise FormatError("is a directory, not a file", path=path) from error
     except OSError as error:
         if isinstance(error, (FileNotFoundError, NotADirectoryError)):
             what = "not a checkpoint: no manifest.json" if os.path.isdir(root) else "no such directory"
@@ -190,13 +192,13 @@ def read_manifest(root: str | os.PathLike[str]) -> Manifest:
         checksum = _checksum(document)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FormatError(f"not a checkpoint manifest ({error!r})", path=path) from error
+    if checksum != document.get("xxh3"):
+        raise IntegrityError("its checksum does not match its content: damaged", path=path)
     if document.get("version") != VERSION:
         raise VersionError(
             f"format version {brief(document.get('version'))}, this release reads {VERSION}; update shardwise",
             path=path,
         )
-    if checksum != document.get("xxh3"):
-        raise IntegrityError("its checksum does not match its content: damaged", path=path)
     try:
         return _from_document(document)
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -16,7 +16,16 @@ from ..dtypes import itemsize
 from ..layout.boxes import Box, LocalBox
 from ..layout.placements import Geometry, cut_boxes
 
-__all__ = ["Slice", "SliceTensor", "assign_owners", "file_name", "header_bytes", "owner_ranks", "rank_files", "replicas"]
+__all__ = [
+    "Slice",
+    "SliceTensor",
+    "assign_owners",
+    "file_name",
+    "header_bytes",
+    "owner_ranks",
+    "rank_files",
+    "replicas",
+]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from ..dtypes import code_of
 from ..errors import StateError
 from ..layout.model import geometries_of, local_tensor, reshard, world_size
 from ..layout.placements import Geometry
-from ..names import NamedTensor, canonical_name, named_tensors
+from ..names import NamedTensor, canonical_name, named_tensors, unwrap
 from ..proof.digest import partial_sum
 from ..recipe.transformers import is_transformers_model
 from .optimizer import Drained, drain, parameter_names
@@ -71,7 +71,9 @@ def take_snapshot(state: TrainState, step: int) -> Snapshot:
     named = tuple(named_tensors(state.model))
     persistent = [t for t in named if t.persistent]
     geometries = geometries_of(state.model, persistent)
-    aliases = {t.name: t.aliases for t in persistent if t.aliases and is_transformers_model(state.model)}
+    aliases = {
+        t.name: t.aliases for t in persistent if t.aliases and is_transformers_model(unwrap(state.model))
+    }
     model = assign_owners(
         [
             SliceTensor(t.name, code_of(t.tensor.dtype), tuple(t.tensor.shape), geometries[t.name])
