@@ -19,6 +19,7 @@ DIRECTORIES = (
     ("qwen3", torch.bfloat16),
     ("qwen3", torch.float16),
     ("qwen3-tied", torch.bfloat16),
+    ("qwen3-tied", torch.float16),
     ("gemma", torch.bfloat16),
     ("t5", torch.float16),
 )
@@ -49,7 +50,7 @@ def test_in_another_dtype(ranks: RankPool, directories: list[str], dtype: torch.
     ranks.run_ranks(3, fns.pretrained_equals_ordinary, chosen, dtype=dtype)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_the_real_minilm(ranks: RankPool, world_size: int) -> None:
     ranks.run_ranks(world_size, fns.pretrained_equals_ordinary, [str(models.minilm_directory())])
 

@@ -8,7 +8,7 @@ from ..catalog.records import Catalog, StoredTensor
 from ..dtypes import itemsize
 from ..layout.wanted import Layout, Wanted, contiguous_strides
 from ..recipe.match import Matched
-from ..recipe.tiles import Tile, bounds, cut, translate
+from ..recipe.tiles import Tile, bounds, cut, identity, translate
 from .cover import prove_cover
 from .records import IOOptions, Plan, StridedLoop, Transfer
 
@@ -61,6 +61,9 @@ def _staged_bytes(transfer: Transfer) -> int:
 def transfers_of(tile: Tile, wanted: Wanted, stored: Mapping[str, StoredTensor]) -> Iterator[Transfer]:
     """A tile cut by this rank's boxes and by the stored chunks, as strided copies."""
     source = stored[tile.source]
+    if tile == identity(tile.source, wanted.shape) and source.shape == wanted.shape:
+        yield from _identical(wanted, source)
+        return
     for local in wanted.boxes:
         shift = tuple(a - b for a, b in zip(local.local_start, local.box.start, strict=True))
         for piece in cut(tile, "target", local.box):
@@ -72,6 +75,34 @@ def transfers_of(tile: Tile, wanted: Wanted, stored: Mapping[str, StoredTensor])
                 for part in cut(placed, "source", chunk.box):
                     inside = translate(part, "source", tuple(-s for s in chunk.box.start))
                     yield _transfer(inside, wanted, source, chunk.path, chunk.offset_bytes, chunk.box.sizes)
+
+
+def _identical(wanted: Wanted, source: StoredTensor) -> Iterator[Transfer]:
+    """What cutting an identity tile comes to, without the tiles: most tensors are stored as they are wanted."""
+    size = itemsize(source.dtype)
+    for local in wanted.boxes:
+        for chunk in source.chunks:
+            common = local.box.intersect(chunk.box)
+            if common is None:
+                continue
+            strides = contiguous_strides(chunk.box.sizes)
+            first = target = 0
+            loops = []
+            for d, (a, b) in enumerate(zip(common.start, common.stop, strict=True)):
+                first += (a - chunk.box.start[d]) * strides[d]
+                target += (a - local.box.start[d] + local.local_start[d]) * wanted.local_strides[d]
+                if b - a > 1:
+                    loops.append(StridedLoop(b - a, strides[d], wanted.local_strides[d]))
+            yield Transfer(
+                wanted=wanted.name,
+                stored=source.name,
+                path=chunk.path,
+                offset_bytes=chunk.offset_bytes + first * size,
+                source_dtype=source.dtype,
+                target_dtype=wanted.dtype,
+                target_offset=target,
+                loops=merge_loops(loops),
+            )
 
 
 def _transfer(
