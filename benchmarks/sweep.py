@@ -251,7 +251,9 @@ def main() -> int:
     started = time.monotonic()
     rows = sweep(chosen, options)
     if options.table:
-        Path(options.table).write_text(table(rows))
+        swept = {row.model_type for row in rows}
+        pending = [a.model_type for a in architectures() if a.model_type not in swept]
+        Path(options.table).write_text(table(rows, pending))
     print(f"{len(rows)} architectures in {time.monotonic() - started:.0f} s: {summary(rows)}")
     complete = len(rows) >= len(chosen)
     return int(not complete or any(row.verdict in ("wrong", "failed") for row in rows))

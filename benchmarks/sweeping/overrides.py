@@ -66,7 +66,6 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "gemma4_assistant": {"hidden_size_per_layer_input": 0},
     "informer": {"prediction_length": 4},
     "omdet-turbo": _RESNET,
-    "reformer": {"is_decoder": True},
     "table-transformer": _RESNET,
     "time_series_transformer": {"prediction_length": 4},
 }
