@@ -112,8 +112,8 @@ def worker(kind: str, rank: int, world_size: int, port: int, directory: str, out
     if kind == "floor":
         catalog = catalog_of_safetensors(directory)
         plan = plan_load(model, catalog, rules, io=IOOptions())
-    dist.barrier()
     gc.collect()
+    dist.barrier()
     before, io_before = anonymous_bytes(), storage_bytes()
     started = time.perf_counter()
     staging = 0

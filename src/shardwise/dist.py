@@ -80,22 +80,31 @@ class Ranks:
         return cls(rank=dist.get_rank(), world_size=dist.get_world_size(), timeout_s=timeout_s, _group=group)
 
     @contextmanager
-    def agree(self, label: str) -> Iterator[None]:
+    def agree(self, label: str) -> Iterator[Claim]:
         """Run rank-local work; every rank must enter. If it fails anywhere, all living ranks raise.
+
+        What the work finds that all ranks must find alike it gives to ``claim`` of the yielded object.
 
         Raises `RankError` naming the failing ranks and their causes, chained from the rank's own exception
         where it has one. When all ranks fail with the same type and text, each raises its own exception
         instead. KeyboardInterrupt and SystemExit are reported to the others and go on as themselves.
         """
         own: BaseException | None = None
+        claim = Claim()
         try:
-            yield
+            yield claim
         except BaseException as error:
             if self.world_size == 1 or self._link().is_agreed(error):
                 raise
             own = error
-        if self.world_size > 1:
-            self._link().agree(_Call("agree", label, self.timeout_s), own=own)
+        if self.world_size == 1:
+            return
+        call = _Call("agree", label, self.timeout_s)
+        different = self._link().agree(call, own=own, payload=claim.digest(), decide=_ranks_unlike_first)
+        if different:
+            ranks: list[int] = json.loads(different)
+            words = claim.words().encode(errors="backslashreplace")
+            self._link().agree(call, payload=words, decide=partial(_raise_different, label, ranks))
 
     def gather(self, label: str, payload: bytes) -> list[bytes] | None:
         """Bring every rank's payload to rank 0, in rank order; the other ranks get None."""
@@ -140,22 +149,6 @@ class Ranks:
             raise refusal or getattr(errors, kind.decode())(content.decode())
         return content
 
-    def all_equal(self, label: str, payload: bytes, describe: Callable[[bytes], str] | None = None) -> None:
-        """Check that every rank holds the same bytes; only hashes travel.
-
-        Raises `RankError` naming the ranks that differ from rank 0. ``describe`` turns a rank's own payload
-        into the words for that error; it is called on all ranks, only if they differ.
-        """
-        if self.world_size == 1:
-            return
-        call = _Call("all_equal", label, self.timeout_s)
-        digest = hashlib.blake2b(payload, digest_size=32).digest()
-        different = self._link().agree(call, payload=digest, decide=_ranks_unlike_first)
-        if different:
-            ranks: list[int] = json.loads(different)
-            words = _describe(payload, describe).encode(errors="backslashreplace")
-            self._link().agree(call, payload=words, decide=partial(_raise_different, label, ranks))
-
     def tick(self, amount: int = 1) -> None:
         """Tell the others that this rank makes progress. Call it for each block read or written.
 
@@ -173,6 +166,30 @@ class Ranks:
         if link is None:
             link = _links[group] = _open_link(self.rank, self.world_size)
         return link
+
+
+class Claim:
+    """What a rank says that every rank of an agreement must say alike; see `Ranks.agree`."""
+
+    def __init__(self) -> None:
+        self._payload = b""
+        self._describe: Callable[[bytes], str] | None = None
+
+    def alike(self, payload: bytes, describe: Callable[[bytes], str] | None = None) -> None:
+        """Every rank must give the same bytes, else all raise `RankError` naming those unlike rank 0.
+
+        Only hashes travel. ``describe`` turns a rank's own payload into the words for that error; it is
+        called on all ranks, only if they differ.
+        """
+        self._payload, self._describe = payload, describe
+
+    def digest(self) -> bytes:
+        """What travels; nothing where nothing was claimed."""
+        return hashlib.blake2b(self._payload, digest_size=32).digest() if self._payload else b""
+
+    def words(self) -> str:
+        """What the error says of this rank's payload."""
+        return _describe(self._payload, self._describe)
 
 
 class _Store(Protocol):

@@ -106,14 +106,14 @@ def fill(
     """
     started = time.perf_counter()
     reshard(model)
-    with ranks.agree("plan the load"):
+    with ranks.agree("plan the load") as claim:
         if ignored is not None:
             _refuse_unsharded(model, ignored)
         plan = plan_load(model, catalog, rules, io=io)
         new = _parameters_of(plan.initialized, plan)
         if new:
             check_rules(model, new)
-    ranks.all_equal("plan the load", _fingerprint(plan), lambda _: _describe(plan))
+        claim.alike(_fingerprint(plan), lambda _: _describe(plan))
     planned = time.perf_counter()
     with ranks.agree("read"), FileReader(ranks.tick) as reader:
         materialize(model, device or default_device(model))

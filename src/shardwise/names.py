@@ -90,14 +90,15 @@ def named_tensors(model: nn.Module) -> tuple[NamedTensor, ...]:
     """
     entries: dict[int, _Entry] = {}
     holders: dict[str, list[str]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
+    for path, module in _modules_by_path(model):
         for attribute, tensor, kind, persistent in _direct_tensors(module):
             entry = entries.setdefault(id(tensor), _Entry(tensor, kind))
             full_path = f"{path}.{attribute}" if path else attribute
-            entry.names[canonical_name(full_path)] = None
+            name = canonical_name(full_path)
+            entry.names[name] = None
             entry.owners[(id(module), attribute)] = (module, attribute)
             entry.persistent |= persistent
-            holders.setdefault(canonical_name(full_path), []).append(full_path)
+            holders.setdefault(name, []).append(full_path)
     _refuse_collisions(entries, holders)
     return tuple(
         NamedTensor(
@@ -110,6 +111,18 @@ def named_tensors(model: nn.Module) -> tuple[NamedTensor, ...]:
         )
         for entry in entries.values()
     )
+
+
+def _modules_by_path(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """``model.named_modules(remove_duplicate=False)`` without its generator for each level of depth."""
+    stack = [("", model)]
+    while stack:
+        path, module = stack.pop()
+        yield path, module
+        children = [
+            (f"{path}.{n}" if path else n, child) for n, child in module._modules.items() if child is not None
+        ]
+        stack += reversed(children)
 
 
 def _direct_tensors(

@@ -55,6 +55,11 @@ class Notes:
         temporary.rename(self.folder / f"{self.rank}.json")
 
 
+def all_equal(ranks: Ranks, label: str, payload: bytes, describe: Callable[[bytes], str] | None) -> None:
+    with ranks.agree(label) as claim:
+        claim.alike(payload, describe)
+
+
 def agree(ranks: Ranks, label: str, work: Callable[[], object]) -> str:
     with ranks.agree(label):
         work()
@@ -130,11 +135,11 @@ def calm(notes: Notes, store: Any) -> None:
     step("share-empty", lambda: ranks.share("share", b"").hex())
     step("share-none", lambda: ranks.share("share", None))
     text = b"adam" if rank != last else b"sgd"
-    step("equal", lambda: ranks.all_equal("optimizer", b"adam", bytes.decode))
-    step("equal-large", lambda: ranks.all_equal("optimizer", bytes(LARGE), None))
-    step("different", lambda: ranks.all_equal("optimizer", text, bytes.decode))
-    step("different-hash", lambda: ranks.all_equal("optimizer", text, None))
-    step("different-mute", lambda: ranks.all_equal("optimizer", text, lambda _: str(1 / 0)))
+    step("equal", lambda: all_equal(ranks, "optimizer", b"adam", bytes.decode))
+    step("equal-large", lambda: all_equal(ranks, "optimizer", bytes(LARGE), None))
+    step("different", lambda: all_equal(ranks, "optimizer", text, bytes.decode))
+    step("different-hash", lambda: all_equal(ranks, "optimizer", text, None))
+    step("different-mute", lambda: all_equal(ranks, "optimizer", text, lambda _: str(1 / 0)))
 
     step("labels", lambda: agree(ranks, "x" if rank == last else "y", lambda: None))
     step("kinds", lambda: ranks.gather("z", b"") if rank == last else agree(ranks, "z", lambda: None))

@@ -204,7 +204,8 @@ def test_one_rank_costs_nothing_and_changes_nothing() -> None:
     assert ranks.share("share", b"a") == b"a"
     with pytest.raises(ValueError, match="needs a payload on rank 0"):
         ranks.share("share", None)
-    ranks.all_equal("equal", b"a", None)
+    with ranks.agree("equal") as claim:
+        claim.alike(b"a")
     ranks.tick()
 
 
