@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,12 +16,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 __all__ = [
-    "convert_hub_tensors",
+    "HubGroup",
     "default_store",
     "empty_dtensor",
     "fsdp_parameter_ids",
+    "hub_groups",
     "is_transformers_model",
+    "modules_cache",
     "original_class",
+    "remote_class",
     "revert_to_hub",
     "sibling_meshes",
     "tie_map",
@@ -107,14 +111,57 @@ def transformers_conversions(meta_model: Any, key_mapping: Mapping[str, str] | N
     return list(get_model_conversion_mapping(meta_model, dict(key_mapping) if key_mapping else None))
 
 
-def convert_hub_tensors(
-    stored: Mapping[str, Any], conversions: Sequence[Any], meta_model: Any
-) -> tuple[list[tuple[str, Any, tuple[str, ...]]], list[str]]:
-    """Run a model's renames and converters over stored tensors (or symbols of them), as ``from_pretrained`` does.
+@dataclass(frozen=True, slots=True)
+class HubGroup:
+    """Stored tensors that one converter takes together: a layer's experts, the parts of a fused weight.
+
+    The smallest set that the conversion can be run on.
+    """
+
+    target: str
+    """Module name of the (first) tensor that it makes."""
+    parts: tuple[tuple[str, str], ...]
+    """(stored name, source pattern that it matched), in the order in which the converter takes them."""
+    converter: Any
+    meta_model: Any
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Stored names."""
+        return tuple(name for name, _ in self.parts)
+
+    @property
+    def kinds(self) -> str:
+        """The operations, in words."""
+        return " + ".join(type(op).__name__ for op in self.converter.operations)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Module names of all tensors that it makes, as far as the converter's patterns tell."""
+        patterns: list[str] = list(self.converter.target_patterns)
+        found = next((p for p in patterns if p in self.target), None)
+        if found is None:
+            return (self.target,)
+        prefix, _, suffix = self.target.partition(found)
+        return tuple(prefix + p + suffix for p in patterns)
+
+    def run(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Convert ``tensors`` (by stored name; real ones or symbols). Returns what is made, by module name."""
+        converter = copy.deepcopy(self.converter)
+        for name, pattern in self.parts:
+            converter.add_tensor(self.target, name, pattern, tensors[name])
+        with torch.no_grad():
+            made = converter.convert(self.target, model=self.meta_model, config=self.meta_model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def hub_groups(
+    stored: Iterable[str], conversions: Sequence[Any], meta_model: Any
+) -> tuple[list[tuple[str, str]], list[HubGroup]]:
+    """Sort stored names into those that are only renamed and those that a converter takes, as ``from_pretrained``.
 
     A function of the whole list of names: some renames only start once another key was seen, in natural
-    order. Returns (module name, tensor, stored names) for each tensor that is made, names that the model
-    does not have included, and a line for each conversion that failed.
+    order. Returns (module name, stored name) for the first kind, names that the model does not have included.
 
     transformers 5.17-5.23: follows ``core_model_loading.convert_and_load_state_dict_in_model``.
     """
@@ -130,36 +177,21 @@ def convert_hub_tensors(
     by_pattern = {p: c for c in converters for p in c.source_patterns}
     wanted = meta_model.state_dict()
     prefix = meta_model.base_model_prefix
-    made: list[tuple[str, Any, tuple[str, ...]]] = []
-    pending: dict[str, Any] = {}
-    sources: dict[str, list[str]] = {}
-    for name in sorted(stored, key=dot_natural_key):
+    names = set(stored)
+    plain: list[tuple[str, str]] = []
+    parts: dict[str, list[tuple[str, str]]] = {}
+    for name in sorted(names, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, wanted)
         if target not in wanted and name in wanted:
             target, pattern = rename_source_key(name, [], [], prefix, wanted)
         if pattern is None or target not in wanted:
-            made.append((target, stored[name], (name,)))
-            continue
-        if target not in pending:
-            pending[target] = copy.deepcopy(by_pattern[pattern])
-        pending[target].add_tensor(target, name, pattern, stored[name])
-        sources.setdefault(target, []).append(name)
-    problems = []
-    with torch.no_grad():
-        for target, converter in pending.items():
-            names = tuple(sources[target])
-            try:
-                values = converter.convert(target, model=meta_model, config=meta_model.config)
-            except Exception as error:  # whatever an operation raises on what is stored
-                kinds = " + ".join(type(op).__name__ for op in converter.operations)
-                shown = ", ".join(map(repr, names[:3])) + (
-                    f" and {len(names) - 3} more" if len(names) > 3 else ""
-                )
-                problems.append(f"{kinds} of {shown} to {target!r}: {error}")
-                continue
-            for final, value in values.items():
-                made.append((final, value[0] if isinstance(value, list) else value, names))
-    return made, problems
+            plain.append((target, name))
+        else:
+            parts.setdefault(target, []).append((name, pattern))
+    groups = [
+        HubGroup(target, tuple(found), by_pattern[found[0][1]], meta_model) for target, found in parts.items()
+    ]
+    return plain, groups
 
 
 def revert_to_hub(meta_model: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,3 +208,24 @@ def revert_to_hub(meta_model: Any, tensors: Mapping[str, Any]) -> dict[str, Any]
 def tie_map(model: Any) -> dict[str, str]:
     """Names that a transformers model ties, target to source; empty for other modules."""
     return dict(getattr(model, "all_tied_weights_keys", None) or {})
+
+
+def modules_cache() -> str:
+    """The directory into which transformers copies the Python files of models. 5.17-5.23."""
+    from transformers.utils.hub import HF_MODULES_CACHE
+
+    return str(HF_MODULES_CACHE)
+
+
+def remote_class(reference: str, directory: str, auto_class: str) -> Any:
+    """The model class that a directory's own code defines, as ``from_pretrained(trust_remote_code=True)`` takes it.
+
+    Runs that code. ``reference`` is ``[repository--]module.Class``; another repository's is taken from the local
+    cache of the hub only. transformers 5.17-5.23: as in ``_BaseAutoModelClass.from_config``.
+    """
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+    from transformers.models.auto.auto_factory import add_generation_mixin_to_remote_model
+
+    found: Any = get_class_from_dynamic_module(reference, directory, local_files_only=True)
+    found.register_for_auto_class(auto_class)  # so that a later save_pretrained carries the files along
+    return add_generation_mixin_to_remote_model(found)

@@ -7,6 +7,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -27,6 +28,8 @@ from .place.meta_init import forget_meta_buffers, meta_buffers
 from .plan import IOOptions, Plan, build_plan
 from .proof.report import LoadReport
 from .read import FileReader
+from .read.converted import ConvertingReader
+from .recipe.host import HostConversion
 from .recipe.match import Declaration, Recipe, Resolve, Rules, match_rules, matches_any, renamed, same_names
 from .recipe.record import remember
 
@@ -115,10 +118,11 @@ def fill(
             check_rules(model, new)
         claim.alike(_fingerprint(plan), lambda _: _describe(plan))
     planned = time.perf_counter()
-    with ranks.agree("read"), FileReader(ranks.tick) as reader:
+    with ranks.agree("read"), FileReader(ranks.tick) as files:
+        reader = ConvertingReader(files, plan.conversions, catalog.tensors)
         materialize(model, device or default_device(model))
         destination = Destination(_local_tensors(model))
-        staging = Staging(io, plan.staging_bytes)
+        staging = Staging(_beside(plan.conversions, io), plan.staging_bytes)
         execute(plan.transfers, reader, destination, staging)
         compare(plan.checks, reader, destination, staging)
         if new:
@@ -134,16 +138,23 @@ def fill(
         tensors=len(plan.recipes),
         model_bytes=sum(w.nbytes for w in plan.wanted),
         local_bytes=plan.local_nbytes,
-        bytes_read=reader.bytes_read,
-        staging_peak_bytes=staging.peak_bytes,
+        bytes_read=files.bytes_read,
+        staging_peak_bytes=staging.peak_bytes + reader.peak_bytes,
         seconds_plan=planned - started,
         seconds_read=time.perf_counter() - planned,
         unused=plan.unused,
         initialized=plan.initialized,
+        converted=tuple(host.describe() for host in dict.fromkeys(plan.conversions.values())),
         ignored_files=plan.ignored_files,
         verified="digest" if compared and compared == len(plan.recipes) else "cover",
         digests_compared=compared,
     )
+
+
+def _beside(conversions: Mapping[str, HostConversion], io: IOOptions) -> IOOptions:
+    """What the largest host conversion leaves of the staging budget."""
+    largest = max((host.staging_bytes for host in conversions.values()), default=0)
+    return replace(io, staging_bytes=io.staging_bytes - largest)
 
 
 def plan_load(

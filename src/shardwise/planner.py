@@ -23,6 +23,7 @@ from .names import named_tensors
 from .parallelize import shard
 from .plan import IOOptions, Plan
 from .pretrained import build_meta, with_callers
+from .recipe.host import Converted
 from .recipe.match import Declaration, Rules
 from .recipe.transformers import hub_rules
 
@@ -76,6 +77,8 @@ class PlanReport:
     """The group that takes the most memory while it is gathered."""
     unused: tuple[Declaration, ...]
     initialized: tuple[Declaration, ...]
+    converted: tuple[Converted, ...]
+    """What can't be compiled to byte ranges and is converted whole, by every rank that holds a part of it."""
     ignored_files: tuple[str, ...]
 
     @property
@@ -110,6 +113,7 @@ def plan_pretrained(
     dtype: torch.dtype | str = "auto",
     policy: ShardPolicy | None = None,
     auto_class: Any = None,
+    trust_remote_code: bool = False,
 ) -> PlanReport:
     """Plan ``load_pretrained`` of the model at ``path`` for every one of ``ranks`` ranks; loads nothing.
 
@@ -123,7 +127,7 @@ def plan_pretrained(
         replicas: how many of them hold the same shard; divides ``ranks``.
         dtype: as for ``load_pretrained``.
         policy: how to wrap.
-        auto_class: as for ``load_pretrained``.
+        auto_class, trust_remote_code: as for ``load_pretrained``.
 
     Raises :class:`ValueError` for counts or a dtype that make no sense, :class:`PlanError` if the load can't be
     proved complete, :class:`SourceError`, :class:`ShardError` or :class:`LayoutError`.
@@ -131,7 +135,9 @@ def plan_pretrained(
     _check_counts(ranks, replicas)
     chosen, policy = _floating_dtype(dtype), policy or ShardPolicy()
     catalog = open_catalog(path)
-    model = build_meta(path, catalog, dtype=chosen, auto_class=auto_class)
+    model = build_meta(
+        path, catalog, dtype=chosen, auto_class=auto_class, trust_remote_code=trust_remote_code
+    )
     model_class, rules = type(model).__name__, with_callers(hub_rules(model), catalog)
     groups = describe_groups(model, policy)
     with _fake_ranks(ranks):
@@ -157,6 +163,7 @@ def plan_pretrained(
         largest_group=largest_group(groups),
         unused=first.unused,
         initialized=first.initialized,
+        converted=tuple(host.describe() for host in dict.fromkeys(first.conversions.values())),
         ignored_files=first.ignored_files,
     )
 

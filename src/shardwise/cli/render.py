@@ -180,6 +180,8 @@ def show_plan(out: Console, report: PlanReport) -> None:
     for label, declared in (("left unused", report.unused), ("initialized", report.initialized)):
         if declared:
             facts[label] = _some([f"{d.name} (says {d.declared_by})" for d in declared])
+    if report.converted:
+        facts["converted whole"] = _some([f"{c.name} ({c.reason})" for c in report.converted])
     if report.ignored_files:
         facts["ignored files"] = _some(report.ignored_files)
     _facts(out, report.path, facts)

@@ -13,7 +13,7 @@ import torch
 from ..dtypes import itemsize, torch_dtype
 from ..errors import CheckpointError, PlanError
 from ..plan.records import IOOptions, StridedLoop, Transfer
-from ..read.files import FileReader
+from ..read.converted import Reader
 
 __all__ = ["Destination", "FileFiller", "Staging", "compare", "execute", "write_back"]
 
@@ -67,7 +67,7 @@ class Destination:
 
 
 def execute(
-    transfers: Sequence[Transfer], reader: FileReader, destination: Destination, staging: Staging
+    transfers: Sequence[Transfer], reader: Reader, destination: Destination, staging: Staging
 ) -> None:
     """Carry out transfers on this rank. Memory: at most the staging limit besides the destination."""
     for transfer in transfers:
@@ -79,7 +79,7 @@ def execute(
 
 
 def compare(
-    transfers: Sequence[Transfer], reader: FileReader, destination: Destination, staging: Staging
+    transfers: Sequence[Transfer], reader: Reader, destination: Destination, staging: Staging
 ) -> None:
     """Check that what is stored equals what was loaded. Raises :class:`PlanError` naming both: the bytes are
     whole, but they do not fit a model that ties the two."""
@@ -99,7 +99,7 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _read_direct(transfer: Transfer, reader: FileReader, view: memoryview) -> None:
+def _read_direct(transfer: Transfer, reader: Reader, view: memoryview) -> None:
     size = itemsize(transfer.source_dtype)
     inner = transfer.loops[-1].size if transfer.loops else 1
     run_bytes = inner * size
@@ -150,9 +150,7 @@ def _steps_that_fit(transfer: Transfer, limit_bytes: int) -> int:
     return limit_bytes // (inner.numel * size)
 
 
-def _stage(
-    transfer: Transfer, reader: FileReader, destination: Destination, staging: Staging
-) -> torch.Tensor:
+def _stage(transfer: Transfer, reader: Reader, destination: Destination, staging: Staging) -> torch.Tensor:
     """Read a transfer that fits into staging; returns it as a view with the transfer's loops as dims."""
     size = itemsize(transfer.source_dtype)
     pinned = destination.tensor(transfer.wanted).device.type == "cuda"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from ..catalog.records import Catalog, StoredTensor
 from ..dtypes import itemsize
@@ -10,7 +11,7 @@ from ..layout.wanted import Layout, Wanted, contiguous_strides
 from ..recipe.match import Matched
 from ..recipe.tiles import Tile, bounds, cut, identity, translate
 from .cover import prove_cover
-from .records import IOOptions, Plan, StridedLoop, Transfer
+from .records import LEAST_STAGING_BYTES, IOOptions, Plan, StridedLoop, Transfer
 
 __all__ = ["build_plan", "transfers_of"]
 
@@ -21,6 +22,8 @@ def build_plan(catalog: Catalog, layout: Layout, matched: Matched, io: IOOptions
     Raises :class:`PlanError` with every problem at once (missing, unused, mis-shaped, un-castable,
     duplicated, not covered) before anything is read; the text is the same on every rank.
     """
+    catalog, source_bytes = _with_results(catalog, matched), catalog.nbytes
+    matched.problems += _oversized(matched, io)
     prove_cover(catalog, layout, matched)
     transfers: list[Transfer] = []
     checks: list[Transfer] = []
@@ -42,16 +45,39 @@ def build_plan(catalog: Catalog, layout: Layout, matched: Matched, io: IOOptions
         unused=tuple(matched.unused),
         initialized=tuple(matched.initialized),
         ignored_files=catalog.ignored_files,
-        staging_bytes=_staging(transfers, checks, io),
-        source_bytes=catalog.nbytes,
+        staging_bytes=_staging(transfers, checks, matched, io),
+        source_bytes=source_bytes,
+        conversions=dict(matched.conversions),
     )
 
 
-def _staging(transfers: list[Transfer], checks: list[Transfer], io: IOOptions) -> int:
-    """Staging that the reads of a CPU target take: the largest that does not go straight, up to the limit."""
+def _with_results(catalog: Catalog, matched: Matched) -> Catalog:
+    """The catalog with the results of host conversions as if they were stored."""
+    if not matched.conversions:
+        return catalog
+    results = {t.name: t for host in matched.conversions.values() for t in host.outputs.values()}
+    return replace(catalog, tensors={**catalog.tensors, **results})
+
+
+def _oversized(matched: Matched, io: IOOptions) -> Iterator[str]:
+    """Host conversions that don't fit into the staging budget beside the least that copying takes."""
+    room = io.staging_bytes - LEAST_STAGING_BYTES
+    for host in dict.fromkeys(matched.conversions.values()):
+        if host.staging_bytes > room:
+            yield (
+                f"too large: {host.name} can't be compiled to byte ranges ({host.reason}) and must be converted whole, "
+                f"which takes {host.staging_bytes} bytes of staging; {room} are left of io.staging_bytes. "
+                f"Give io=IOOptions(staging_bytes={host.staging_bytes + LEAST_STAGING_BYTES}) or more"
+            )
+
+
+def _staging(transfers: list[Transfer], checks: list[Transfer], matched: Matched, io: IOOptions) -> int:
+    """Staging that the reads of a CPU target take: the largest that does not go straight, up to the limit, and
+    the largest host conversion beside it."""
     largest = max((_staged_bytes(t) for t in transfers if not t.is_direct), default=0)
     largest = max(largest, max(map(_staged_bytes, checks), default=0))
-    return min(largest, io.staging_bytes)
+    converted = max((host.staging_bytes for host in matched.conversions.values()), default=0)
+    return min(largest + converted, io.staging_bytes)
 
 
 def _staged_bytes(transfer: Transfer) -> int:

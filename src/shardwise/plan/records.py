@@ -7,12 +7,16 @@ from dataclasses import dataclass
 
 from ..dtypes import itemsize
 from ..layout.wanted import Wanted
+from ..recipe.host import HostConversion
 from ..recipe.match import Declaration, Recipe
 
-__all__ = ["MIN_RUN_BYTES", "IOOptions", "Plan", "StridedLoop", "Transfer"]
+__all__ = ["LEAST_STAGING_BYTES", "MIN_RUN_BYTES", "IOOptions", "Plan", "StridedLoop", "Transfer"]
 
 #: Runs shorter than this are read together with what lies between them and picked out in staging.
 MIN_RUN_BYTES = 512
+
+#: With less staging than this nothing is planned.
+LEAST_STAGING_BYTES = 1024**2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +30,7 @@ class IOOptions:
     """A rank that makes no progress for this long counts as missing."""
 
     def __post_init__(self) -> None:
-        if self.staging_bytes < 1024**2:
+        if self.staging_bytes < LEAST_STAGING_BYTES:
             raise ValueError(f"staging_bytes must be at least 1 MiB, got {self.staging_bytes}")
         if self.timeout_s <= 0:
             raise ValueError(f"timeout_s must be positive, got {self.timeout_s}")
@@ -116,11 +120,16 @@ class Plan:
     ignored_files: tuple[str, ...]
     staging_bytes: int
     source_bytes: int
+    conversions: dict[str, HostConversion]
+    """What is converted whole, by the path that transfers of its results name. The same on every rank."""
 
     @property
     def bytes_to_read(self) -> int:
         """Bytes that this rank reads from the source."""
-        return sum(t.bytes_to_read for t in (*self.transfers, *self.checks))
+        reads = (*self.transfers, *self.checks)
+        hosts = {self.conversions[t.path] for t in reads if t.path in self.conversions}
+        stored = sum(t.bytes_to_read for t in reads if t.path not in self.conversions)
+        return stored + sum(host.source_bytes for host in hosts)
 
     @property
     def init_staging_bytes(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..recipe.host import Converted
 from ..recipe.match import Declaration
 
 __all__ = ["LoadReport"]
@@ -31,6 +32,8 @@ class LoadReport:
     """Stored tensors that were left, with who declared that they may be."""
     initialized: tuple[Declaration, ...]
     """Wanted tensors that were made by the model's own rule, with who declared that they may be."""
+    converted: tuple[Converted, ...]
+    """What could not be compiled to byte ranges and was converted whole, by every rank that holds a part of it."""
     ignored_files: tuple[str, ...]
     verified: str
     """How the load was proved: "digest" if every tensor's content was compared, else "cover"."""

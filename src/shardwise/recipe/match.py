@@ -13,6 +13,7 @@ from os.path import commonprefix
 from ..catalog.records import Catalog, StoredTensor
 from ..layout.wanted import Wanted
 from ..names import canonical_name
+from .host import HostConversion
 from .tiles import Tile, identity
 
 __all__ = [
@@ -63,6 +64,8 @@ class Matched:
     unused: list[Declaration] = field(default_factory=list)
     initialized: list[Declaration] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    conversions: dict[str, HostConversion] = field(default_factory=dict)
+    """By the name of each result that a recipe's tiles take: what is converted whole."""
 
 
 def matches_any(name: str, patterns: Iterable[str]) -> bool:
@@ -79,6 +82,8 @@ class Made:
     shape: tuple[int, ...]
     tiles: tuple[Tile, ...]
     sources: tuple[str, ...]
+    host: HostConversion | None = None
+    """What makes the tiles' source, where that is not stored."""
 
 
 #: From what is stored to the tensors that it makes under module names. May raise UnsupportedConversionError.
@@ -186,6 +191,7 @@ def _add_recipe(result: Matched, w: Wanted, found: list[Made], catalog: Catalog)
     if not problems:
         tiles, empty = found[0].tiles, () if found[0].tiles else found[0].sources
         result.recipes[w.name] = Recipe(w.name, tiles, tuple(made.tiles for made in found[1:]), empty)
+        result.conversions |= {m.tiles[0].source: m.host for m in found if m.host}
 
 
 def _misfit(w: Wanted, made: Made, catalog: Catalog) -> str | None:

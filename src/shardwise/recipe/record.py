@@ -40,8 +40,14 @@ _HOMES: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 
 def remember(model: nn.Module, recipes: Mapping[str, Recipe], stored: Mapping[str, StoredTensor]) -> None:
-    """Keep the recipes with which ``model`` was filled, for as long as it lives."""
-    sources = (s for r in recipes.values() for s in (*(t.source for t in r.tiles), *r.empty))
+    """Keep the recipes with which ``model`` was filled, for as long as it lives.
+
+    Of a model with tensors that were converted whole nothing is kept: such a recipe can't be turned round.
+    """
+    sources = [s for r in recipes.values() for s in (*(t.source for t in r.tiles), *r.empty)]
+    if not stored.keys() >= set(sources):
+        _ORIGINS.pop(unwrap(model), None)
+        return
     shapes = {source: stored[source].shape for source in sources}
     _ORIGINS[unwrap(model)] = Origin(dict(recipes), shapes)
 

@@ -7,6 +7,7 @@ on the list.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from .tiles import Tile, identity
 from .views import Untraceable, join, narrow, permute, reshape, select, squeeze, unsqueeze
 
-__all__ = ["Traced", "Untraceable", "stored_tensor"]
+__all__ = ["Traced", "Untraceable", "is_untraceable", "stored_tensor"]
 
 
 class Traced(torch.Tensor):
@@ -50,8 +51,18 @@ def stored_tensor(name: str, shape: Sequence[int], dtype: torch.dtype) -> Traced
     return Traced(shape, dtype, (tile,) if tile.numel else ())
 
 
+def is_untraceable(error: Exception) -> bool:
+    """Whether an operation failed on symbols because it has no map, and not because of the shapes that it got."""
+    # torch 2.11-2.13 raises this itself for numpy() and tolist().
+    return isinstance(error, Untraceable) or "not supported for tensor subclasses" in str(error)
+
+
 def _dim(tensor: torch.Tensor, dim: int, extra: int = 0) -> int:
-    return dim % (tensor.dim() + extra) if tensor.dim() + extra else 0
+    """A dim counted from the front. Symbols get arguments that torch has not looked at yet."""
+    ndim = max(tensor.dim() + extra, 1)  # a tensor without dims takes 0 and -1
+    if not -ndim <= dim < ndim:
+        raise IndexError(f"dim {dim} of a tensor with {tensor.dim()} dims")
+    return dim % ndim
 
 
 def _same(x: Traced, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> Traced:
@@ -62,6 +73,8 @@ def _same(x: Traced, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> Tr
 
 def _permute(x: Traced, dims: Sequence[int]) -> Traced:
     order = [_dim(x, d) for d in dims]
+    if sorted(order) != list(range(x.dim())):
+        raise ValueError(f"dims {list(dims)} are no permutation of {x.dim()}")
     return Traced([x.shape[d] for d in order], x.dtype, permute(x.tiles, order))
 
 
@@ -74,16 +87,22 @@ def _transpose(x: Traced, dim0: int, dim1: int) -> Traced:
 
 
 def _t(x: Traced) -> Traced:
+    if x.dim() > 2:
+        raise ValueError(f"t() of a tensor with {x.dim()} dims")
     return _transpose(x, 0, 1) if x.dim() == 2 else _same(x)
 
 
 def _view(x: Traced, shape: Sequence[int], *_: Any) -> Traced:
+    if isinstance(shape, torch.dtype):
+        raise Untraceable(f"bits of {x.dtype} taken as {shape}")
     wanted = [int(n) for n in shape]
     if -1 in wanted:
         known = 1
         for n in wanted:
             known *= n if n != -1 else 1
         wanted[wanted.index(-1)] = x.numel() // known if known else 0
+    if math.prod(wanted) != x.numel():
+        raise ValueError(f"shape {list(shape)} is invalid for {x.numel()} elements")
     return Traced(wanted, x.dtype, reshape(x.tiles, tuple(x.shape), wanted))
 
 
@@ -106,6 +125,8 @@ def _slice(
 
 def _select(x: Traced, dim: int, index: int) -> Traced:
     d = _dim(x, dim)
+    if not -x.shape[d] <= index < x.shape[d]:
+        raise IndexError(f"index {index} of {x.shape[d]}")
     shape = [n for k, n in enumerate(x.shape) if k != d]
     return Traced(shape, x.dtype, select(x.tiles, x.shape, d, index % x.shape[d]))
 
@@ -131,6 +152,8 @@ def _split(x: Traced, size: int, dim: int = 0) -> list[Traced]:
 
 
 def _split_with_sizes(x: Traced, sizes: Sequence[int], dim: int = 0) -> list[Traced]:
+    if sum(sizes) != x.shape[_dim(x, dim)] or min(sizes, default=0) < 0:
+        raise ValueError(f"parts of {list(sizes)} don't make up {x.shape[_dim(x, dim)]}")
     parts, base = [], 0
     for size in sizes:
         parts.append(_slice(x, dim, base, base + size))
@@ -146,8 +169,10 @@ def _cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> Traced:
     parts = [_traced(t) for t in tensors if t.shape != (0,)] or [_traced(tensors[0])]
     first = parts[0]
     d = _dim(first, dim)
-    if len({p.dtype for p in parts}) > 1:
-        raise Untraceable(f"a concatenation of dtypes {sorted({str(p.dtype) for p in parts})}")
+    if len({t.dtype for t in tensors}) > 1:
+        raise Untraceable(f"a concatenation of dtypes {sorted({str(t.dtype) for t in tensors})}")
+    if len({(*p.shape[:d], *p.shape[d + 1 :]) for p in parts}) > 1:
+        raise ValueError(f"shapes {[list(p.shape) for p in parts]} can't be concatenated along dim {d}")
     shape = [sum(p.shape[d] for p in parts) if k == d else n for k, n in enumerate(first.shape)]
     return Traced(shape, first.dtype, join([(p.tiles, p.shape[d]) for p in parts], first.dim(), d))
 

@@ -6,15 +6,18 @@ class, and the mapping of a wrapped model comes back empty without a word.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from .._compat import (
-    convert_hub_tensors,
+    HubGroup,
+    hub_groups,
     is_transformers_model,
     original_class,
     revert_to_hub,
@@ -25,7 +28,9 @@ from ..dtypes import code_of, torch_dtype
 from ..errors import UnsupportedConversionError
 from ..names import unwrap
 from .match import Made, Resolve
-from .trace import Untraceable, stored_tensor
+from .tiles import identity
+from .trace import Traced, is_untraceable, stored_tensor
+from .whole import host_conversion
 
 __all__ = [
     "HubRules",
@@ -94,30 +99,95 @@ def _resolver(meta_model: Any, conversions: list[Any]) -> Resolve:
     """Runs the class's renames and conversions once, on symbols, over everything that is stored."""
 
     def resolve(stored: Mapping[str, StoredTensor]) -> list[Made]:
-        symbols = {t.name: stored_tensor(t.name, t.shape, torch_dtype(t.dtype)) for t in stored.values()}
-        converted, problems = convert_hub_tensors(symbols, conversions, meta_model)
+        plain, groups = hub_groups(stored, conversions, meta_model)
+        made = [_made(target, _symbol(stored[name]), (name,)) for target, name in plain]
+        problems = []
+        for group in groups:
+            try:
+                made += _convert(group, stored, meta_model)
+            except Exception as error:  # whatever an operation raises on what is stored
+                names = group.sources
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                problems.append(
+                    f"{group.kinds} of {', '.join(map(repr, names[:3]))}{more} to {group.target!r}: {error}"
+                )
         if problems:
             raise UnsupportedConversionError(
                 f"{type(meta_model).__name__}: {len(problems)} conversions of stored tensors can't be compiled",
                 tuple(problems[:50]) + ((f"and {len(problems) - 50} more",) if len(problems) > 50 else ()),
             )
-        return [
-            Made(target, code_of(value.dtype), tuple(value.shape), value.tiles, sources)
-            for target, value, sources in converted
-        ]
+        return made
 
     return resolve
 
 
+def _convert(group: HubGroup, stored: Mapping[str, StoredTensor], meta_model: Any) -> list[Made]:
+    """What a converter makes: by tiles where its operations have a map, else by running it whole."""
+    try:
+        values = group.run({name: _symbol(stored[name]) for name in group.sources})
+    except Exception as error:
+        if not is_untraceable(error):
+            raise
+        return _convert_whole(group, stored, meta_model, str(error))
+    return [_made(target, value, group.sources) for target, value in values.items()]
+
+
+def _convert_whole(
+    group: HubGroup, stored: Mapping[str, StoredTensor], meta_model: Any, reason: str
+) -> list[Made]:
+    wanted = meta_model.state_dict()
+    dtype = wanted[group.target].dtype
+
+    def run(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        # from_pretrained casts what is stored before it converts.
+        return group.run({name: t.to(dtype) for name, t in tensors.items()})
+
+    names = group.sources
+    host = host_conversion(
+        f"{group.kinds} of {names[0]!r}" + (f" and {len(names) - 1} more" if len(names) > 1 else ""),
+        [stored[name] for name in names],
+        {t: (wanted[t].dtype, tuple(wanted[t].shape)) for t in group.targets if t in wanted},
+        run,
+        reason,
+    )
+    return [
+        Made(target, t.dtype, t.shape, (identity(t.name, t.shape),), names, host)
+        for target, t in host.outputs.items()
+    ]
+
+
+def _symbol(tensor: StoredTensor) -> Traced:
+    return stored_tensor(tensor.name, tensor.shape, torch_dtype(tensor.dtype))
+
+
+def _made(target: str, value: Traced, sources: tuple[str, ...]) -> Made:
+    return Made(target, code_of(value.dtype), tuple(value.shape), value.tiles, sources)
+
+
 def meta_instance(model: Any) -> Any:
-    """An unsharded instance on meta of the class that a (possibly wrapped) transformers model has."""
-    import torch
+    """An unsharded instance of the class that a (possibly wrapped) transformers model has, parameters on meta.
+
+    Raises :class:`UnsupportedConversionError` for a class that can't be built from a config alone.
+    """
     from transformers.initialization import no_init_weights
 
+    from ..place.meta_init import meta_init  # lies higher; only used, not needed to define anything here
+
     model = unwrap(model)
-    # Only names, shapes and classes are looked at: everything may stay on meta and without values.
-    with torch.device("meta"), no_init_weights():
-        return original_class(model)(model.config)
+    kind = original_class(model)
+    try:
+        # Only names, shapes and classes are looked at: no values. Not on torch's meta device altogether, because
+        # people's classes take numbers out of tensors (.item()) while they are built.
+        with meta_init(), no_init_weights():
+            return kind(copy.deepcopy(model.config))
+    except MemoryError:
+        raise
+    except Exception as error:  # whatever a class does that expects more than a config
+        raise UnsupportedConversionError(
+            f"how the hub names the tensors of {kind.__name__} can't be found out, because {kind.__name__}(config) "
+            f"fails ({type(error).__name__}: {error}); to load, give names= (stored name → module name; {{}} if "
+            f"they are the same)"
+        ) from error
 
 
 def automatic_rules(model: nn.Module) -> HubRules | None:
@@ -136,9 +206,10 @@ def reverse_tiles(meta_model: Any, module: Mapping[str, tuple[str, tuple[int, ..
     symbols = {name: stored_tensor(name, shape, torch_dtype(code)) for name, (code, shape) in module.items()}
     try:
         reverted = revert_to_hub(meta_model, symbols)
-    except Untraceable as error:
+    except Exception as error:  # Untraceable, or whatever an operation without a reverse raises
         raise UnsupportedConversionError(
-            f"{type(meta_model).__name__}: its reverse conversion to hub tensors can't be compiled: {error}"
+            f"{type(meta_model).__name__}: its reverse conversion to hub tensors can't be compiled: "
+            f"{type(error).__name__}: {error}"
         ) from error
     return [
         Made(name, code_of(t.dtype), tuple(t.shape), t.tiles, tuple(dict.fromkeys(v.source for v in t.tiles)))

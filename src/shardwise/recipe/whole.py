@@ -1,0 +1,91 @@
+"""Planning what has no map: run the operation on meta tensors, to learn what it makes and how much it allocates.
+
+Where it looks at values (and can't run on meta), the model's own shapes are expected; the real results are held
+against the plan before anything of them is placed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..catalog.records import Chunk, StoredTensor
+from ..dtypes import code_of, itemsize, torch_dtype
+from ..errors import UnsupportedConversionError
+from ..layout.boxes import whole
+from .host import HostConversion
+
+__all__ = ["host_conversion"]
+
+
+def host_conversion(
+    name: str,
+    stored: Sequence[StoredTensor],
+    expected: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    run: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]],
+    reason: str,
+) -> HostConversion:
+    """The host conversion of ``stored`` by ``run``, planned without payload.
+
+    ``expected`` gives dtype and shape, by module name, of the model's own tensors; it is what is planned with
+    where ``run`` looks at values. Raises :class:`UnsupportedConversionError` if ``run`` can't take these shapes.
+    """
+    with _Allocations() as allocations:
+        symbols = {t.name: torch.empty(t.shape, dtype=torch_dtype(t.dtype), device="meta") for t in stored}
+        try:
+            made = {n: (t.dtype, tuple(t.shape)) for n, t in run(symbols).items()}
+            staging_bytes = allocations.nbytes
+        except Exception as error:
+            if not _looks_at_values(error):
+                raise UnsupportedConversionError(f"{name}: {error}") from error
+            made = dict(expected)
+            # What lies between sources and results is unknown: a copy of either.
+            staging_bytes = 2 * (sum(t.nbytes for t in stored) + sum(map(_nbytes, made.values())))
+    group = next(iter(made), "")
+    return HostConversion(
+        name,
+        tuple(t.name for t in stored),
+        {target: _virtual(group, target, code_of(dtype), shape) for target, (dtype, shape) in made.items()},
+        reason,
+        sum(t.nbytes for t in stored),
+        staging_bytes,
+        run,
+    )
+
+
+def _virtual(group: str, target: str, code: str, shape: tuple[int, ...]) -> StoredTensor:
+    """A result as if it were stored. Sorted by path, the results of one conversion come one after another."""
+    name = f"<converted>/{group}/{target}"
+    return StoredTensor(name, code, shape, (Chunk(whole(shape), name, 0),))
+
+
+def _nbytes(kind: tuple[torch.dtype, tuple[int, ...]]) -> int:
+    return math.prod(kind[1]) * itemsize(code_of(kind[0]))
+
+
+def _looks_at_values(error: Exception) -> bool:
+    """Whether an operation failed because meta tensors have no values, and not for what it was given."""
+    return isinstance(error, NotImplementedError) or "meta" in str(error).lower()
+
+
+class _Allocations(TorchDispatchMode):
+    """Adds up the bytes of all storages that are made inside; none is taken as freed."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.nbytes = 0
+        self._seen: dict[int, torch.UntypedStorage] = {}  # kept, so that no address comes back
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(value, torch.Tensor):
+                storage = value.untyped_storage()
+                if storage._cdata not in self._seen:
+                    self._seen[storage._cdata] = storage
+                    self.nbytes += storage.nbytes()
+        return result
