@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from shardwise import dist as shardwise_dist
+from shardwise import rounds
 from shardwise.dist import Ranks
 from shardwise.errors import RankError
 
@@ -216,8 +216,8 @@ def test_timeout_must_be_positive() -> None:
 
 def test_watch_blames_nobody_for_its_own_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(shardwise_dist.time, "monotonic", lambda: now)
-    watch = shardwise_dist._Watch(10.0)
+    monkeypatch.setattr(rounds.time, "monotonic", lambda: now)
+    watch = rounds.Watch(10.0)
     now = 1.0
     assert watch.due()
     assert watch.look({1: b"0"}) == ()
@@ -231,9 +231,9 @@ def test_watch_blames_nobody_for_its_own_sleep(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_error_of_very_many_ranks_fits_into_one_value() -> None:
-    call = shardwise_dist._Call("agree", "read", 1.0)
-    verdict = shardwise_dist._failure(call, dict.fromkeys(range(5_000), "x" * 4_000))
-    assert len(shardwise_dist._pack(verdict)) < 4 * 1024**2
+    call = rounds.Call("agree", "read", 1.0)
+    verdict = rounds.failure(call, dict.fromkeys(range(5_000), "x" * 4_000))
+    assert len(rounds.pack(verdict)) < 4 * 1024**2
     assert isinstance(verdict.error(), RankError)
     with contextlib.suppress(RankError):
         raise verdict.error()

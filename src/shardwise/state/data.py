@@ -24,7 +24,8 @@ from torch.utils.data.sampler import (
 )
 
 from ..errors import StateError
-from .rng import capture_host_rng, preserve_rng, restore_rng
+from ..place.meta_init import preserve_rng
+from .rng import capture_host_rng, restore_rng
 
 __all__ = ["ResumableLoader"]
 

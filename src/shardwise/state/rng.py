@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -17,7 +15,7 @@ import torch
 
 from ..errors import StateError
 
-__all__ = ["capture_host_rng", "capture_rng", "derive_rng", "preserve_rng", "restore_rng"]
+__all__ = ["capture_host_rng", "capture_rng", "derive_rng", "restore_rng"]
 
 
 def capture_rng() -> dict[str, Any]:
@@ -93,19 +91,6 @@ def derive_rng(*, seed: int, step: int, rank: int) -> str:
     np.random.seed(numpy_seed)
     torch.manual_seed(int.from_bytes(_derive(seed, step, rank, "torch")[:8], "little") >> 1)
     return f"random generators derived by blake2b from (seed {seed}, step {step}, rank {rank})"
-
-
-@contextmanager
-def preserve_rng() -> Iterator[None]:
-    """Give every generator back, on exit, the state that it had on entry. Also when the body raises.
-
-    A device whose accelerator is first used inside keeps what the body left.
-    """
-    state = capture_rng()
-    try:
-        yield
-    finally:
-        restore_rng(state)
 
 
 def _derive(seed: int, step: int, rank: int, generator: str) -> bytes:
