@@ -26,8 +26,11 @@ from .read import FileReader
 from .restoring import ResumeReport, restore_into
 from .state.train_state import TrainState
 from .store import publish
+from .store.behind import SaveBehind, reserve_for
+from .store.collect import Lineage, collect
 from .store.lock import DirectoryLock
-from .store.save import Lineage, SaveReport, write_checkpoint
+from .store.save import SaveReport, write_checkpoint
+from .store.stage import StagingBuffer
 
 __all__ = ["Checkpointer", "restore", "save"]
 
@@ -68,8 +71,13 @@ class Checkpointer:
         root: directory of the steps; made if needed. One run at a time holds it (advisory lock).
         keep_last: how many of the newest published steps stay; None keeps all.
         keep_every: steps divisible by this stay for good.
-        mode: ``"sync"``. (``"async"`` is not built yet.)
-        io: staging and time limits.
+        mode: ``"sync"``: ``save`` returns when the step is published. ``"async"``: when the state is copied;
+            hashing, writing and publishing go on in a thread.
+        max_staging_bytes: of ``"async"``, host memory for the copy, per rank. None: as much as the rank's state
+            takes. With less, ``save`` waits in waves until the last part of the state is copied.
+        when_busy: of ``"async"``, what ``save`` does while the one before still runs: ``"wait"`` for it, or
+            ``"refuse"`` with :class:`CheckpointError` on every rank.
+        io: staging of a resume, and time limits.
 
     Every rank of the default process group must make each call. Raises :class:`LockedError` on every rank
     if another run holds the directory.
@@ -81,18 +89,28 @@ class Checkpointer:
         *,
         keep_last: int | None = None,
         keep_every: int | None = None,
-        mode: Literal["sync"] = "sync",
+        mode: Literal["sync", "async"] = "sync",
+        max_staging_bytes: int | None = None,
+        when_busy: Literal["wait", "refuse"] = "wait",
         io: IOOptions | None = None,
     ) -> None:
         for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1 or None, got {value}")
-        if mode != "sync":
-            raise ValueError(f"mode must be 'sync', got {mode!r}")
+        for option, given, allowed in (
+            ("mode", mode, ("sync", "async")),
+            ("when_busy", when_busy, ("wait", "refuse")),
+        ):
+            if given not in allowed:
+                raise ValueError(f"{option} must be one of {allowed}, got {given!r}")
         self.root = os.path.abspath(root)
         self._keep_last = keep_last
         self._keep_every = keep_every
         self._io = io or IOOptions()
+        self._buffer = StagingBuffer() if mode == "async" else None
+        self._max_staging_bytes = max_staging_bytes
+        self._refuses_when_busy = when_busy == "refuse"
+        self._behind: SaveBehind | None = None
         self._lock: DirectoryLock | None = None
         self._closed = False
         self._lineage: Lineage | None = None
@@ -101,8 +119,13 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.close()
+        except ShardwiseError as error:
+            if kind is None:
+                raise
+            _log.warning("the save behind failed, too: %s", error)  # what the body raised comes first
 
     def _take_lock(self) -> bytes:
         self._lock = DirectoryLock(self.root)
@@ -110,20 +133,59 @@ class Checkpointer:
         return b""
 
     def close(self) -> None:
-        """Give the directory back. Rank-local."""
-        self._closed = True
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
+        """Finish a save that goes on behind, and give the directory back. Raises what that save raises."""
+        try:
+            self.wait()
+        finally:
+            self._closed = True
+            if self._lock is not None:
+                self._lock.release()
+                self._lock = None
+
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory that copies of the state take between saves on this rank; 0 for ``"sync"``."""
+        return self._buffer.nbytes if self._buffer is not None else 0
+
+    def prepare(self, state: TrainState) -> int:
+        """Allocate and touch the staging for ``state`` as it is now, so that the first save does not; its bytes.
+
+        Collective. Optimizer state that does not exist yet is added by the save that first meets it. Nothing to
+        do for ``"sync"``.
+        """
+        if self._buffer is not None:
+            self.wait()
+            ranks = self._ranks()
+            collected = collect(state, 0, Lineage("", None), ranks)
+            reserve_for(collected, self._buffer, ranks, self._max_staging_bytes)
+        return self.staging_bytes
+
+    def wait(self) -> SaveReport | None:
+        """Block until the save that goes on behind, if there is one, is published; its report.
+
+        Raises what went wrong with it, once, alike on every rank; the steps before are untouched.
+        """
+        behind, self._behind = self._behind, None
+        if behind is None:
+            return None
+        report = behind.wait()
+        assert self._lineage is not None
+        self._lineage = Lineage(self._lineage.run_id, behind.step)
+        return report
 
     def save(self, state: TrainState, step: int) -> SaveReport:
         """Publish ``state`` as ``step``, then apply retention. Collective; see :func:`save` for what it raises.
+
+        ``"async"``: returns when the state is copied; what fails behind is raised by the next call.
 
         On failure the steps before are untouched, and ``step`` is not published unless the failure came after
         the rename (then it is whole). Refused: a step that is not newer than all published ones, and a first
         save into a directory that holds steps of a run that this one did not resume.
         """
         ranks = self._ranks()
+        if self._refuses_when_busy:
+            self._refuse_if_busy(ranks)
+        self.wait()
         ranks.on_first("check checkpoint directory", lambda: self._check_line(step))
         if self._lineage is None:
             run_id = ranks.share(
@@ -131,13 +193,41 @@ class Checkpointer:
             ).decode()
             self._lineage = Lineage(run_id, None)
         final = os.path.join(self.root, publish.step_name(step))
+        if self._buffer is not None:
+            return self._save_behind(state, final, step, self._lineage, self._buffer)
         report = write_checkpoint(state, final, step, self._lineage, ranks)
         self._lineage = Lineage(self._lineage.run_id, step)
+        self._retain(step, ranks)
+        return report
+
+    def _save_behind(
+        self, state: TrainState, final: str, step: int, lineage: Lineage, buffer: StagingBuffer
+    ) -> SaveReport:
+        ranks = self._ranks()
+        collected = collect(state, step, lineage, ranks)
+        reserve_for(collected, buffer, ranks, self._max_staging_bytes)
+        others = Ranks.current(timeout_s=self._io.timeout_s, channel="behind")
+        self._behind = SaveBehind(collected, final, buffer, others, lambda: self._retain(step, others))
+        return self._behind.copy()
+
+    def _refuse_if_busy(self, ranks: Ranks) -> None:
+        is_running = self._behind is not None and self._behind.is_running
+        running = ranks.gather("ask for a save behind", b"1" if is_running else b"")
+
+        def check() -> bytes:
+            if any(running or ()):
+                raise CheckpointError(
+                    f"{self.root}: the save before still runs; call wait(), save less often, or give when_busy='wait'"
+                )
+            return b""
+
+        ranks.on_first("ask for a save behind", check)
+
+    def _retain(self, step: int, ranks: Ranks) -> None:
         with ranks.agree("retention"):
             if ranks.rank == 0:
                 self._write_hint(step)
                 self._prune(step)
-        return report
 
     def resume(self, state: TrainState, step: int | None = None) -> ResumeReport | None:
         """Restore the newest valid step (or exactly ``step``); None only if nothing was ever published here.
@@ -151,6 +241,7 @@ class Checkpointer:
         """
         ranks = self._ranks()
         self._check_open()
+        self.wait()
         damaged: dict[int, str] = {}
         for candidate, path in self._candidates(ranks, step):
             try:

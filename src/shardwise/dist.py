@@ -38,6 +38,8 @@ class Ranks:
     rank: int = 0
     world_size: int = 1
     timeout_s: float = 300.0
+    channel: str = ""
+    """Agreements of another thread need a channel of their own, because each channel counts its rounds."""
     _group: weakref.ref[dist.ProcessGroup] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -45,15 +47,21 @@ class Ranks:
             raise ValueError(f"timeout_s must be positive, got {self.timeout_s}")
 
     @classmethod
-    def current(cls, *, timeout_s: float = 300.0) -> Ranks:
+    def current(cls, *, timeout_s: float = 300.0, channel: str = "") -> Ranks:
         """The ranks of the default process group (any backend), or one rank if there is none.
 
         Keeps no reference to the group or its store: after the group is destroyed, ask again.
         """
         if not (dist.is_available() and dist.is_initialized()):
-            return cls(timeout_s=timeout_s)
+            return cls(timeout_s=timeout_s, channel=channel)
         group = weakref.ref(cast(dist.ProcessGroup, dist.group.WORLD))
-        return cls(rank=dist.get_rank(), world_size=dist.get_world_size(), timeout_s=timeout_s, _group=group)
+        return cls(
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            timeout_s=timeout_s,
+            channel=channel,
+            _group=group,
+        )
 
     @contextmanager
     def agree(self, label: str) -> Iterator[Claim]:
@@ -138,7 +146,7 @@ class Ranks:
         group = self._group() if self._group is not None else None
         if group is None or group is not dist.group.WORLD:
             raise ValueError("the process group of this Ranks was destroyed; call Ranks.current() again")
-        return link_of(group, self.rank, self.world_size)
+        return link_of(group, self.rank, self.world_size, self.channel)
 
 
 class Claim:

@@ -34,7 +34,7 @@ from .state.rng import derive_rng, restore_rng
 from .state.snapshot import modules_with_state
 from .state.train_state import TrainState
 from .state.typed_json import decode
-from .store.save import software_versions
+from .store.collect import software_versions
 
 __all__ = ["ResumeReport", "restore_into"]
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -130,23 +131,31 @@ class Watch:
 
 # One link per process group, shared by all Ranks of it so that their rounds stay in step. Weak, because a
 # reference to the store would keep its port taken after destroy_process_group().
-_links: weakref.WeakKeyDictionary[dist.ProcessGroup, Link] = weakref.WeakKeyDictionary()
+_opening = threading.Lock()
+_links: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Link]] = weakref.WeakKeyDictionary()
 
 
-def link_of(group: dist.ProcessGroup, rank: int, world_size: int) -> Link:
-    """This process's link of a group; made at the first call."""
-    link = _links.get(group)
-    if link is None:
-        link = _links[group] = _open_link(rank, world_size)
-    return link
+def link_of(group: dist.ProcessGroup, rank: int, world_size: int, channel: str = "") -> Link:
+    """This process's link of a group; made at the first call.
+
+    A channel has rounds of its own, and a connection of its own to the store: what one thread agrees on there
+    does not come between the rounds of another.
+    """
+    with _opening:
+        links = _links.setdefault(group, {})
+        if channel not in links:
+            links[channel] = _open_link(rank, world_size, channel)
+        return links[channel]
 
 
-def _open_link(rank: int, world_size: int) -> Link:
+def _open_link(rank: int, world_size: int, channel: str) -> Link:
     try:
         store = default_store()
+        if channel:
+            store = store.clone()
         # Under torchrun the store outlives the group: a group made anew must not read old verdicts.
-        generation = store.add(f"shardwise/generation/{rank}", 1)
-        prefixed = dist.distributed_c10d.PrefixStore(f"shardwise/{generation}", store)
+        generation = store.add(f"shardwise/{channel}generation/{rank}", 1)
+        prefixed = dist.distributed_c10d.PrefixStore(f"shardwise/{channel}{generation}", store)
     except RuntimeError as error:
         raise RankError("open the process group's store", {0: _UNREACHABLE}) from error
     return Link(cast(_Store, prefixed), rank, world_size, generation)

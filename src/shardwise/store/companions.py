@@ -1,23 +1,21 @@
-"""The small files beside a model's tensors: config, generation config, tokenizer."""
+"""The small files beside a model's tensors: config, generation config, tokenizer, the Python files of its classes."""
 
 from __future__ import annotations
 
 import copy
 import json
 import os
-from collections.abc import Iterable
+import re
+import sys
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import nn
-
 from .._compat import is_transformers_model, original_class
-from ..catalog.manifest import FileEntry
 from ..errors import FormatError, SourceError
 from ..names import unwrap
 from ..recipe.record import home_of
-from .write import write_file
 
-__all__ = ["companion_files", "read_companions", "write_companions"]
+__all__ = ["companion_files", "read_companions"]
 
 #: What tokenizers and processors are stored in (transformers 5; also the sentencepiece and BPE originals).
 _TOKENIZER_FILES = (
@@ -40,7 +38,7 @@ _TOKENIZER_FILES = (
 
 
 def companion_files(model: Any) -> dict[str, bytes]:
-    """Config, generation config and, if the model came from a local directory, its tokenizer: name → content."""
+    """Config, generation config, own code and, if it came from a local directory, the tokenizer: name → content."""
     model = unwrap(model)
     if not is_transformers_model(model):
         return {}
@@ -48,24 +46,20 @@ def companion_files(model: Any) -> dict[str, bytes]:
     config.architectures = [original_class(model).__name__]
     floats = [p.dtype for p in model.parameters() if p.is_floating_point()]
     config.dtype = str(floats[0]).removeprefix("torch.") if floats else None
-    found = {"config.json": config.to_json_string(use_diff=True).encode()}
+    code = _code_of(model, config)
+    found = {**code, "config.json": config.to_json_string(use_diff=True).encode()}
     generation = getattr(model, "generation_config", None)
     if generation is not None and model.can_generate():
         found["generation_config.json"] = generation.to_json_string(use_diff=True).encode()
     home = home_of(model) or getattr(model.config, "name_or_path", "") or ""
     if os.path.isdir(home):
-        found = {**_read_files(home, ("generation_config.json", *_TOKENIZER_FILES)), **found}
+        stored = _read_files(home, ("generation_config.json", *_TOKENIZER_FILES))
+        found = {**_code_beside(home, {**stored, **found}), **stored, **found}
     return found
 
 
-def write_companions(folder: str, model: nn.Module, files: dict[str, FileEntry]) -> None:
-    """Write them into ``model/`` of a checkpoint and add their entries."""
-    for name, content in companion_files(model).items():
-        files[f"model/{name}"] = write_file(os.path.join(folder, name), content)
-
-
 def read_companions(folder: str) -> dict[str, bytes]:
-    """Config, generation config and tokenizer files of a directory: name → content.
+    """Config, generation config, tokenizer files and own code of a directory: name → content.
 
     Raises :class:`SourceError` if one can't be read, :class:`FormatError` if the config is not a JSON object.
     """
@@ -78,6 +72,65 @@ def read_companions(folder: str) -> dict[str, bytes]:
             raise FormatError(f"not JSON ({error})", path=file) from error
         if not isinstance(config, dict):
             raise FormatError("not a JSON object, which a config is", path=file)
+    return {**_code_beside(folder, found), **found}
+
+
+def _code_of(model: Any, config: Any) -> dict[str, bytes]:
+    """The Python files that define a model's class and its config's, if somebody's own; notes them in ``config``.
+
+    As ``save_pretrained`` does, which looks at the class that ``fully_shard`` made, and so copies the wrong file.
+    """
+    found: dict[str, bytes] = {}
+    for kind in (original_class(model), type(model.config)):
+        auto_class = getattr(kind, "_auto_class", None)
+        file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+        if auto_class is None or file is None:
+            continue
+        reference = f"{os.path.basename(file).removesuffix('.py')}.{kind.__name__}"
+        config.auto_map = {**(getattr(config, "auto_map", None) or {}), auto_class: reference}
+        found |= _with_imports(file)
+    return found
+
+
+def _code_beside(folder: str, documents: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The Python files of a directory that ``auto_map`` in one of its documents names, and what they import there."""
+    found: dict[str, bytes] = {}
+    for content in documents.values():
+        for module in _modules_of(content):
+            file = os.path.join(folder, f"{module}.py")
+            if os.path.isfile(file):
+                found |= _with_imports(file)
+    return found
+
+
+def _modules_of(document: bytes) -> list[str]:
+    """The modules that ``auto_map`` of a JSON document names, without those of other repositories (``repo--…``)."""
+    try:
+        auto_map = json.loads(document)["auto_map"]
+        references = [
+            r for value in auto_map.values() for r in (value if isinstance(value, list) else [value])
+        ]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return []
+    modules = (r.partition(".")[0] for r in references if isinstance(r, str))
+    return [m for m in modules if re.fullmatch(r"\w+", m)]
+
+
+_RELATIVE_IMPORT = re.compile(rb"^\s*from\s+\.(\w+)\s+import", re.MULTILINE)
+
+
+def _with_imports(file: str) -> dict[str, bytes]:
+    """A Python file and those beside it that it imports, directly or not: name → content. Nothing is run."""
+    folder, first = os.path.split(file)
+    found: dict[str, bytes] = {}
+    pending = {first}
+    while pending:
+        read = _read_files(folder, pending)
+        found |= read
+        imported = {
+            f"{m.decode()}.py" for content in read.values() for m in _RELATIVE_IMPORT.findall(content)
+        }
+        pending = imported - found.keys()
     return found
 
 

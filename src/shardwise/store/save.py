@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,42 +15,32 @@ import torch
 
 from ..catalog.checkpoint import directory
 from ..catalog.manifest import FileEntry, Manifest, Packed, StateEntry, TensorEntry
-from ..catalog.slices import Slice, file_name, owner_ranks, rank_files
+from ..catalog.slices import Slice, SliceTensor, file_name, owner_ranks, rank_files
 from ..dist import Ranks
 from ..errors import CheckpointError, StateError
+from ..layout.boxes import LocalBox
 from ..layout.model import local_tensor
-from ..layout.placements import Geometry
+from ..layout.placements import Geometry, cut_boxes
 from ..proof.digest import finish, partial_sum
-from ..proof.model import local_sum, replica_totals
-from ..recipe.record import recall
+from ..proof.model import replica_totals
 from ..state.snapshot import (
-    COMPARED_ONLY,
     Live,
     Snapshot,
-    layout_hash,
-    piece_hash,
-    plain_sums,
-    take_snapshot,
 )
 from ..state.train_state import TrainState
-from ..state.typed_json import Encoded, encode
-from .companions import write_companions
+from ..state.typed_json import Encoded
+from .collect import Collected, Lineage, collect
 from .publish import commit, make_temporary
 from .write import write_file, write_slices
 
-__all__ = ["Lineage", "SaveReport", "software_versions", "write_checkpoint"]
-
-
-#: Compared between ranks beside the documents: how the tensors lie on ranks.
-_LAYOUT = "layout"
-
-
-@dataclass(frozen=True, slots=True)
-class Lineage:
-    """Which run writes, and the step that it last saved or resumed from."""
-
-    run_id: str
-    parent_step: int | None
+__all__ = [
+    "Piece",
+    "SaveReport",
+    "live_piece",
+    "pieces_of",
+    "publish_collected",
+    "write_checkpoint",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +52,13 @@ class SaveReport:
     bytes_written: int
     """Payload and headers that this rank wrote."""
     seconds: float
+    """From the call to the published step; of a save that goes on behind, to the return of ``save``."""
     not_stored: tuple[str, ...]
     """Functions in the state, by path, which can't be stored."""
+    staging_bytes: int = 0
+    """Host memory that holds copies of the state; kept for the next save."""
+    is_published: bool = True
+    """Whether the step is there. A save that goes on behind is published when ``Checkpointer.wait`` returns."""
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values."""
@@ -74,76 +68,57 @@ class SaveReport:
 def write_checkpoint(state: TrainState, final: str, step: int, lineage: Lineage, ranks: Ranks) -> SaveReport:
     """Publish ``state`` as the directory ``final``. Collective; on failure nothing is published on any rank."""
     started = time.perf_counter()
-    with ranks.agree("collect state"):
-        snapshot = take_snapshot(state, step)
-    shared, local = _split_pieces(snapshot, ranks)
+    collected = collect(state, step, lineage, ranks)
+    written = publish_collected(collected, final, ranks)
+    return SaveReport(final, step, written, time.perf_counter() - started, collected.snapshot.not_stored)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One box of a tensor on this rank."""
+
+    live: Live
+    held: LocalBox
+
+
+def live_piece(piece: Piece) -> torch.Tensor:
+    """The live tensor's elements in the box: a view."""
+    found = local_tensor(piece.live.tensor).detach()
+    for dim, (start, size) in enumerate(zip(piece.held.local_start, piece.held.box.sizes, strict=True)):
+        found = found.narrow(dim, start, size)
+    return found
+
+
+def boxes_on(stored: SliceTensor, rank: int) -> tuple[LocalBox, ...]:
+    """The boxes of a tensor that a rank holds."""
+    coordinate = stored.geometry.coordinate(rank)
+    return () if coordinate is None else cut_boxes(stored.shape, stored.geometry, coordinate)
+
+
+#: Gives the tensor of a :class:`Piece`: the live one, or a copy of it.
+TensorOf = Callable[[Piece], torch.Tensor]
+
+
+def publish_collected(
+    collected: Collected, final: str, ranks: Ranks, tensor_of: TensorOf = live_piece
+) -> int:
+    """Write, agree, commit. Collective; on failure nothing is published. Returns the bytes that this rank wrote.
+
+    ``tensor_of`` is called once for each of :func:`pieces_of`, in that order.
+    """
     temporary = _make_temporary(final, ranks)
     try:
         with ranks.agree("write checkpoint"):
-            files, sums = _write_rank(temporary, state, snapshot, shared, local, ranks)
+            files, sums = _write_rank(temporary, collected, ranks, tensor_of)
         gathered = ranks.gather("file records", _pack(files, sums))
         with ranks.agree("publish checkpoint"):
             if gathered is not None:
-                manifest = _manifest(state, snapshot, step, lineage, ranks, gathered, tuple(sorted(local)))
-                commit(temporary, final, manifest)
+                commit(temporary, final, _manifest(collected, ranks, gathered))
     except BaseException:
         if ranks.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
-    written = sum(f.nbytes for f in files.values())
-    return SaveReport(final, step, written, time.perf_counter() - started, snapshot.not_stored)
-
-
-def _split_pieces(snapshot: Snapshot, ranks: Ranks) -> tuple[dict[str, Encoded], dict[str, Encoded]]:
-    """Documents that are equal on all ranks, and those that differ. Plain buffers that differ become a document.
-
-    Raises :class:`StateError` if a plain *parameter* differs between ranks: its gradients were not reduced.
-    """
-    with ranks.agree("compare state"):
-        hashes = {name: piece_hash(piece) for name, piece in snapshot.pieces.items()}
-        hashes[_LAYOUT] = layout_hash(snapshot)
-        sums = plain_sums(snapshot) if ranks.world_size > 1 else {}
-    gathered = ranks.gather("state hashes", json.dumps([hashes, sums]).encode())
-    verdict = ranks.share("state that differs", _differing(gathered) if gathered is not None else None)
-    documents, tensors = (set(names) for names in json.loads(verdict))
-    local_names = snapshot.always_local | (documents & set(snapshot.pieces))
-    buffers = {t.name: t.tensor for t in snapshot.named if t.name in tensors and t.kind == "buffer"}
-    with ranks.agree("compare state"):
-        _refuse_differing(snapshot, documents, tensors)
-        local = {n: p for n, p in snapshot.pieces.items() if n in local_names}
-        if buffers:
-            local["buffers"] = encode(buffers, where="buffers")
-    shared = {n: p for n, p in snapshot.pieces.items() if n not in local_names and n != COMPARED_ONLY}
-    return shared, local
-
-
-def _differing(gathered: Sequence[bytes]) -> bytes:
-    """Names of the documents, and of the plain tensors, that are not the same on every rank."""
-    found = []
-    for per_rank in zip(*(json.loads(g) for g in gathered), strict=True):
-        names = {name for values in per_rank for name in values}
-        found.append(sorted(n for n in names if len({values.get(n) for values in per_rank}) > 1))
-    return json.dumps(found).encode()
-
-
-def _refuse_differing(snapshot: Snapshot, documents: set[str], tensors: set[str]) -> None:
-    if _LAYOUT in documents:
-        every = max(len(v.stored.geometry.ranks) for v in snapshot.model)
-        parts = [v.stored.name for v in snapshot.model if len(v.stored.geometry.ranks) < every]
-        raise StateError(
-            "ranks do not describe the same tensors: their names, shapes, dtypes, meshes or optimizer states "
-            "differ between ranks"
-            + (f"; on meshes of some of the ranks lie {', '.join(parts[:10])}" if parts else "")
-            + ". Every rank must hold the same model, and a tensor's mesh must be the same one on every rank "
-            "(say Replicate() on its further axes instead of slicing the mesh)"
-        )
-    parameters = {t.name for t in snapshot.named if t.kind == "parameter"}
-    bad = sorted(tensors & parameters) + sorted(documents & {"step", "optimizer", COMPARED_ONLY})
-    if bad:
-        raise StateError(
-            f"ranks hold different values of {', '.join(bad[:10])}, which must be equal on all: were the gradients "
-            f"of unsharded parameters reduced, and does every rank save the same step?"
-        )
+    return sum(f.nbytes for f in files.values())
 
 
 def _make_temporary(final: str, ranks: Ranks) -> str:
@@ -156,27 +131,32 @@ def _make_temporary(final: str, ranks: Ranks) -> str:
 
 
 def _write_rank(
-    root: str,
-    state: TrainState,
-    snapshot: Snapshot,
-    shared: dict[str, Encoded],
-    local: dict[str, Encoded],
-    ranks: Ranks,
+    root: str, collected: Collected, ranks: Ranks, tensor_of: TensorOf
 ) -> tuple[dict[str, FileEntry], list[int]]:
     """Write and sync this rank's files. Returns their entries and the digest sums of its copies of all tensors."""
     files: dict[str, FileEntry] = {}
     sums: list[int] = []
-    for kind, live in (("model", snapshot.model), ("optimizer", snapshot.optimizer)):
-        sums += _write_tensors(root, kind, live, files, ranks)
-    _write_pieces(root, f"rank/{ranks.rank:05d}", local, files)
+    for kind, live in _kinds(collected):
+        sums += _write_tensors(root, kind, live, files, ranks, tensor_of)
+    _write_pieces(root, f"rank/{ranks.rank:05d}", collected.local, files)
     if ranks.rank == 0:
-        _write_pieces(root, "state", shared, files)
-        write_companions(os.path.join(root, "model"), state.model, files)
+        _write_pieces(root, "state", collected.shared, files)
+        for name, content in collected.companions.items():
+            files[f"model/{name}"] = write_file(os.path.join(root, "model", name), content)
     return files, sums
 
 
+def _kinds(collected: Collected) -> tuple[tuple[str, Sequence[Live]], ...]:
+    return (("model", collected.snapshot.model), ("optimizer", collected.snapshot.optimizer))
+
+
 def _write_tensors(
-    root: str, kind: str, live: Sequence[Live], files: dict[str, FileEntry], ranks: Ranks
+    root: str,
+    kind: str,
+    live: Sequence[Live],
+    files: dict[str, FileEntry],
+    ranks: Ranks,
+    tensor_of: TensorOf,
 ) -> list[int]:
     by_name = {v.stored.name: v for v in live}
     sums = dict.fromkeys((v.stored.name for v in live if v.counted), 0)
@@ -185,9 +165,7 @@ def _write_tensors(
 
     def piece_of(one: Slice) -> torch.Tensor:
         held = by_name[one.tensor.name]
-        piece = local_tensor(held.tensor).detach()
-        for dim, (start, size) in enumerate(zip(one.held.local_start, one.held.box.sizes, strict=True)):
-            piece = piece.narrow(dim, start, size)
+        piece = tensor_of(Piece(held, one.held))
         if held.counted:
             sums[one.tensor.name] += partial_sum(piece, one.held.box.start)
         return piece
@@ -195,19 +173,37 @@ def _write_tensors(
     for k, slices in enumerate(rank_files(stored, ranks.rank)):
         name = f"{directory(kind, kind)}/{file_name(kind, ranks.rank, k, count)}"
         files[name] = write_slices(os.path.join(root, name), slices, piece_of, ranks.tick)
-    for v in live:
-        t = v.stored
-        if v.counted and ranks.rank not in owner_ranks(t.geometry, t.owner):  # another replica writes it
-            sums[t.name] = local_sum(v.tensor, t.shape, t.geometry, ranks.rank)
-            ranks.tick()
+    for v in _replicas_of_others(live, ranks.rank):
+        for held in boxes_on(v.stored, ranks.rank):
+            sums[v.stored.name] += partial_sum(tensor_of(Piece(v, held)), held.box.start)
+        ranks.tick()
     return [total % 2**64 for total in sums.values()]
+
+
+def pieces_of(collected: Collected, rank: int) -> Iterator[Piece]:
+    """What a rank hands to the writer, in the order in which it is written or, a replica, only summed."""
+    for _, live in _kinds(collected):
+        by_name = {v.stored.name: v for v in live}
+        for slices in rank_files([v.stored for v in live], rank):
+            for one in slices:
+                yield Piece(by_name[one.tensor.name], one.held)
+        for v in _replicas_of_others(live, rank):
+            for held in boxes_on(v.stored, rank):
+                yield Piece(v, held)
+
+
+def _replicas_of_others(live: Sequence[Live], rank: int) -> Iterator[Live]:
+    """Tensors of which this rank holds a copy (or nothing) that another rank writes."""
+    for v in live:
+        if v.counted and rank not in owner_ranks(v.stored.geometry, v.stored.owner):
+            yield v
 
 
 def _shape_ranks(stored: Sequence[Any]) -> list[int]:
     return sorted({r for t in stored for r in t.geometry.ranks})
 
 
-def _write_pieces(root: str, stem: str, pieces: dict[str, Encoded], files: dict[str, FileEntry]) -> None:
+def _write_pieces(root: str, stem: str, pieces: Mapping[str, Encoded], files: dict[str, FileEntry]) -> None:
     """``<stem>.json`` with the documents and, if they refer to tensors, ``<stem>.safetensors`` with those."""
     from safetensors.torch import save
 
@@ -234,15 +230,8 @@ def _unpack(payload: bytes) -> tuple[dict[str, FileEntry], Any]:
     return files, np.frombuffer(payload[8 + length :], dtype=np.uint64)
 
 
-def _manifest(
-    state: TrainState,
-    snapshot: Snapshot,
-    step: int,
-    lineage: Lineage,
-    ranks: Ranks,
-    gathered: Sequence[bytes],
-    local_documents: tuple[str, ...],
-) -> Manifest:
+def _manifest(collected: Collected, ranks: Ranks, gathered: Sequence[bytes]) -> Manifest:
+    snapshot = collected.snapshot
     parts = [_unpack(g) for g in gathered]
     files = {name: entry for found, _ in parts for name, entry in found.items()}
     digests = _digests(snapshot, np.stack([sums for _, sums in parts]))
@@ -266,18 +255,18 @@ def _manifest(
             states={"optimizer": states[t.name]} if t.name in states else {},
         )
     return Manifest(
-        step=step,
-        run_id=lineage.run_id,
-        parent_step=lineage.parent_step,
+        step=collected.step,
+        run_id=collected.lineage.run_id,
+        parent_step=collected.lineage.parent_step,
         world_size=ranks.world_size,
-        seed=torch.initial_seed() % 2**63,
+        seed=collected.seed,
         geometries=tuple(geometries),
         models={"model": entries},
-        packed={"optimizer": _packed_entries(snapshot, digests)} if state.optimizer is not None else {},
+        packed={"optimizer": _packed_entries(snapshot, digests)} if "optimizer" in snapshot.pieces else {},
         files=dict(sorted(files.items())),
-        software=software_versions(state),
-        hub_tensors=_hub_tensors(state),
-        local_documents=local_documents,
+        software=collected.software,
+        hub_tensors=collected.hub_tensors,
+        local_documents=tuple(sorted(collected.local)),
     )
 
 
@@ -327,28 +316,4 @@ def _packed_entries(snapshot: Snapshot, digests: dict[str, int]) -> dict[str, Pa
     for key, tensor in snapshot.drained.packed.items():
         t = stored[packed_name(key)]
         found[key] = Packed(t.dtype, tensor.numel(), digests[t.name], t.owner)
-    return found
-
-
-def _hub_tensors(state: TrainState) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Names and shapes of the tensors that the model was loaded from, where they differ from its own."""
-    origin = recall(state.model)
-    return {} if origin is None or origin.is_plain else {"model": dict(origin.shapes)}
-
-
-def software_versions(state: TrainState) -> dict[str, str]:
-    """What must be the same for a resume to be exact: versions, threads, devices."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {"python": platform.python_version(), "torch": torch.__version__, "machine": platform.machine()}
-    for package in ("shardwise", "transformers", "numpy"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    device = next((p.device.type for p in state.model.parameters()), "cpu")
-    found["device"] = (
-        torch.get_device_module(device).get_device_name() if device not in ("cpu", "meta") else device
-    )
-    found["threads"] = str(torch.get_num_threads())
     return found

@@ -1,0 +1,131 @@
+"""Saving behind the training: the state is copied, the training goes on, a thread hashes, writes and publishes.
+
+The thread agrees with the other ranks' threads through the store, on a channel of its own; it starts no
+collective. It runs at a lower priority than the training, where the system lets threads have one of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from ..dist import Ranks
+from ..errors import StateError
+from .collect import Collected
+from .save import SaveReport, live_piece, pieces_of, publish_collected
+from .stage import StagingBuffer, detached_documents, room_for
+
+__all__ = ["SaveBehind", "reserve_for"]
+
+_LOWER_PRIORITY = 10
+
+
+def reserve_for(collected: Collected, buffer: StagingBuffer, ranks: Ranks, most_bytes: int | None) -> None:
+    """Size the buffer for a state: all of it, or as much as the budget lets be. Collective.
+
+    Raises :class:`StateError` on every rank if a rank's largest piece is larger than the budget.
+    """
+    with ranks.agree("reserve staging"):
+        sizes = [(room_for(live_piece(p)), p.live.stored.name) for p in pieces_of(collected, ranks.rank)]
+        needed = sum(nbytes for nbytes, _ in sizes)
+        if most_bytes is not None and needed > most_bytes:
+            largest, name = max(sizes)
+            if largest > most_bytes:
+                raise StateError(
+                    f"{name} takes {largest} bytes on rank {ranks.rank}, the staging budget is {most_bytes}; give "
+                    f"max_staging_bytes={largest} or more"
+                )
+            needed = most_bytes
+        buffer.reserve(needed)
+
+
+class SaveBehind:
+    """One save that goes on in a thread. Started by :meth:`copy`, ended by :meth:`wait`."""
+
+    def __init__(
+        self,
+        collected: Collected,
+        final: str,
+        buffer: StagingBuffer,
+        ranks: Ranks,
+        after: Callable[[], None],
+    ) -> None:
+        self.step = collected.step
+        self._pieces = [live_piece(p) for p in pieces_of(collected, ranks.rank)]
+        self._collected = detached_documents(collected)
+        self._final = final
+        self._buffer = buffer
+        self._ranks = ranks
+        self._after = after
+        self._report: SaveReport | None = None
+        self._error: BaseException | None = None
+        self._started = time.perf_counter()
+        # Not a daemon: a process that ends waits for it, so that an unfinished save is finished, or given up
+        # when the others are gone for ``timeout_s``.
+        self._thread = threading.Thread(target=self._run, name=f"shardwise-save-{self.step}")
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread has not ended."""
+        return self._thread.is_alive()
+
+    def copy(self) -> SaveReport:
+        """Start the thread and copy the state; returns when training may change it. Raises what copying raises."""
+        self._thread.start()
+        nbytes = 0
+        try:
+            for piece in self._pieces:
+                self._buffer.put(piece)
+                nbytes += piece.numel() * piece.element_size()
+        except BaseException as error:
+            self._buffer.fail(error)
+            raise
+        finally:
+            self._pieces = []
+        return SaveReport(
+            path=self._final,
+            step=self.step,
+            bytes_written=nbytes,
+            seconds=time.perf_counter() - self._started,
+            not_stored=self._collected.snapshot.not_stored,
+            staging_bytes=self._buffer.nbytes,
+            is_published=False,
+        )
+
+    def wait(self) -> SaveReport:
+        """Block until it is published. Raises what went wrong, on every rank alike."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        assert self._report is not None
+        return self._report
+
+    def _run(self) -> None:
+        try:
+            _lower_priority()
+            written = publish_collected(
+                self._collected, self._final, self._ranks, lambda _: self._buffer.take()
+            )
+            self._report = SaveReport(
+                path=self._final,
+                step=self.step,
+                bytes_written=written,
+                seconds=time.perf_counter() - self._started,
+                not_stored=self._collected.snapshot.not_stored,
+                staging_bytes=self._buffer.nbytes,
+            )
+            self._after()
+        except BaseException as error:
+            self._error = error
+            self._buffer.fail(error)
+
+
+def _lower_priority() -> None:
+    """Of this thread only. Linux has priorities per thread; elsewhere it would be the process's."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWER_PRIORITY)

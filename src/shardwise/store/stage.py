@@ -1,0 +1,125 @@
+"""Staging: copies of a training state that are written behind the training, through one reusable buffer.
+
+The training thread puts pieces in, in the order in which the writing thread takes them out. A buffer that holds
+the whole state lets the training go on as soon as all is copied; a smaller one makes it wait, in waves, for the
+writer to free room.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from ..errors import CheckpointError
+from ..state.typed_json import Encoded
+from .collect import Collected
+
+__all__ = ["StagingBuffer", "detached_documents", "room_for"]
+
+_ALIGNMENT = 64
+
+
+class StagingBuffer:
+    """A ring of host memory (pinned if there is an accelerator) between the training thread and the writing thread.
+
+    ``nbytes`` is its size. It is allocated, and touched, by :meth:`reserve`, and kept for the next save.
+    """
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._changed = threading.Condition()
+        self._reset()
+
+    @property
+    def nbytes(self) -> int:
+        return self._memory.numel()
+
+    def reserve(self, nbytes: int) -> None:
+        """Make room for ``nbytes``; memory that is there already is used again. Not while a save runs."""
+        if nbytes > self.nbytes:
+            self._memory = torch.empty(0, dtype=torch.uint8)  # freed before the next is allocated
+            self._memory = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=torch.accelerator.is_available())
+        self._reset()
+
+    def _reset(self) -> None:
+        self._ready: deque[tuple[int, int, torch.Tensor]] = deque()  # (begin, end, copy), oldest first
+        self._taken: tuple[int, int] | None = None
+        self._head = 0
+        self._error: BaseException | None = None
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Copy a piece in; waits for the writer where there is no room. Called by the training thread.
+
+        Does nothing once the writer has failed: all ranks hear of that alike, when they ask for the outcome.
+        """
+        nbytes = room_for(tensor)
+        with self._changed:
+            begin = self._room(nbytes)
+            while begin is None and self._error is None:
+                self._changed.wait()
+                begin = self._room(nbytes)
+            if begin is None or self._error is not None:
+                return
+        end = begin + nbytes
+        size = tensor.numel() * tensor.element_size()
+        copy = self._memory[begin : begin + size].view(tensor.dtype).view(tensor.shape)
+        copy.copy_(tensor)
+        with self._changed:
+            self._ready.append((begin, end, copy))
+            self._head = end
+            self._changed.notify_all()
+
+    def take(self) -> torch.Tensor:
+        """The next piece; the one taken before is free from now on. Called by the writing thread."""
+        with self._changed:
+            self._taken = None
+            self._changed.notify_all()
+            while not self._ready:
+                if self._error is not None:
+                    raise CheckpointError(f"copying the state failed: {self._error}") from self._error
+                self._changed.wait()
+            begin, end, copy = self._ready.popleft()
+            self._taken = (begin, end)
+            return copy
+
+    def fail(self, error: BaseException) -> None:
+        """Let the thread on the other side raise instead of waiting for ever."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def _room(self, nbytes: int) -> int | None:
+        """Where the next piece may lie; None while the writer still needs what is there."""
+        assert nbytes <= self.nbytes, (nbytes, self.nbytes)
+        held = [self._taken] if self._taken else []
+        held += [(begin, end) for begin, end, _ in self._ready]
+        if not held:
+            return 0
+        oldest = held[0][0]
+        if self._head > oldest:
+            if self._head + nbytes <= self.nbytes:
+                return self._head
+            return 0 if nbytes <= oldest else None
+        return self._head if self._head + nbytes <= oldest else None
+
+
+def room_for(tensor: torch.Tensor) -> int:
+    """Bytes that a piece takes in the buffer."""
+    nbytes = max(1, tensor.numel() * tensor.element_size())  # an empty piece has a place in the order, too
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def detached_documents(collected: Collected) -> Collected:
+    """With copies of the (small) tensors that documents refer to, so that training may go on."""
+
+    def copies(pieces: Mapping[str, Encoded]) -> dict[str, Encoded]:
+        return {
+            name: replace(piece, tensors={k: t.detach().clone() for k, t in piece.tensors.items()})
+            for name, piece in pieces.items()
+        }
+
+    return replace(collected, shared=copies(collected.shared), local=copies(collected.local))
