@@ -147,6 +147,11 @@ class Checkpointer:
         """Host memory that copies of the state take between saves on this rank; 0 for ``"sync"``."""
         return self._buffer.nbytes if self._buffer is not None else 0
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save goes on behind, on this rank."""
+        return self._behind is not None and self._behind.is_running
+
     def prepare(self, state: TrainState) -> int:
         """Allocate and touch the staging for ``state`` as it is now, so that the first save does not; its bytes.
 
@@ -211,8 +216,7 @@ class Checkpointer:
         return self._behind.copy()
 
     def _refuse_if_busy(self, ranks: Ranks) -> None:
-        is_running = self._behind is not None and self._behind.is_running
-        running = ranks.gather("ask for a save behind", b"1" if is_running else b"")
+        running = ranks.gather("ask for a save behind", b"1" if self.is_saving else b"")
 
         def check() -> bytes:
             if any(running or ()):

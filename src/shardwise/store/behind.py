@@ -74,8 +74,10 @@ class SaveBehind:
         return self._thread.is_alive()
 
     def copy(self) -> SaveReport:
-        """Start the thread and copy the state; returns when training may change it. Raises what copying raises."""
-        self._thread.start()
+        """Copy the state and start the thread; returns when training may change it. Raises what copying raises."""
+        in_waves = sum(map(room_for, self._pieces)) > self._buffer.nbytes
+        if in_waves:
+            self._thread.start()  # it makes the room; else it would only take time from the copying
         nbytes = 0
         try:
             for piece in self._pieces:
@@ -86,6 +88,8 @@ class SaveBehind:
             raise
         finally:
             self._pieces = []
+            if not in_waves:
+                self._thread.start()
         return SaveReport(
             path=self._final,
             step=self.step,
