@@ -6,6 +6,7 @@ import os
 
 from ..errors import SourceError
 from .checkpoint import catalog_of_checkpoint
+from .dcp import METADATA_NAME, catalog_of_dcp
 from .records import Catalog
 from .safetensors import catalog_of_safetensors
 
@@ -13,14 +14,16 @@ __all__ = ["open_catalog"]
 
 
 def open_catalog(path: str | os.PathLike[str]) -> Catalog:
-    """Catalog of whatever lies at ``path``: a shardwise checkpoint, or safetensors. Headers only.
+    """Catalog of whatever lies at ``path``: a shardwise checkpoint, a DCP checkpoint, or safetensors. Headers only.
 
-    Sources describe themselves: a directory with ``manifest.json`` is a checkpoint. Raises
-    :class:`SourceError`.
+    Sources describe themselves: a directory with ``manifest.json`` is a checkpoint, one with ``.metadata`` torch's
+    (DCP). Raises :class:`SourceError`.
     """
     root = os.fspath(path)
     if "://" in root:
         raise SourceError("URLs are not supported yet; copy the files to a local path", path=root)
     if os.path.isfile(os.path.join(root, "manifest.json")):
         return catalog_of_checkpoint(root)
+    if os.path.isfile(os.path.join(root, METADATA_NAME)):
+        return catalog_of_dcp(root)
     return catalog_of_safetensors(root)

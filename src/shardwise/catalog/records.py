@@ -61,6 +61,11 @@ class Catalog:
     digests: Mapping[str, int] = field(default_factory=dict)
 
     @property
+    def has_module_names(self) -> bool:
+        """Whether names are those of a model's modules (a training checkpoint's), not of a hub."""
+        return self.kind in ("checkpoint", "dcp")
+
+    @property
     def nbytes(self) -> int:
         """Payload bytes of all stored tensors."""
         return sum(t.nbytes for t in self.tensors.values())

@@ -1,0 +1,179 @@
+"""Checkpoints that torch.distributed.checkpoint wrote: read by byte ranges, and by nobody's unpickler."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from shardwise.catalog.dcp import read_dcp
+from shardwise.errors import FormatError, IntegrityError, SourceError
+from tests.dist import _dcp_fns as fns
+from tests.harness.pool import RankPool
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Model, optimizer and more, saved by two ranks."""
+    folder = tmp_path_factory.mktemp("dcp") / "checkpoint"
+    ranks.run_ranks(2, fns.save_with_torch, str(folder), "nested", "float32")
+    return folder
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype is tensor.dtype
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["nested", "app", "flat"])
+@pytest.mark.parametrize(("before", "now"), [(2, 3), (3, 1)])
+def test_torch_saves_and_we_load(
+    ranks: RankPool, tmp_path: Path, kind: str, dtype: str, before: int, now: int
+) -> None:
+    folder = str(tmp_path / "checkpoint")
+    (expected, *_) = ranks.run_ranks(before, fns.save_with_torch, folder, kind, dtype)
+    loaded = ranks.run_ranks(now, fns.load_with_us, folder, dtype)
+    for found, _ in loaded:
+        assert_same(found, expected)
+    nbytes = sum(t.numel() * t.element_size() for t in expected.values())
+    # What is plain is read by every rank; the rest once.
+    plain = sum(
+        t.numel() * t.element_size()
+        for n, t in expected.items()
+        if n in ("gate", "steps") or n.endswith(".seen")
+    )
+    assert sum(read for _, read in loaded) <= nbytes + (now - 1) * plain
+
+
+def test_other_items_are_listed_and_not_opened(saved: Path) -> None:
+    found = read_dcp(saved)
+    assert "step" in found.objects
+    assert any(name.startswith("optim.param_groups") for name in found.objects)
+    assert found.catalog.tensors["optim.state.head.weight.exp_avg"].shape == (3, 8)
+    assert found.paths["model.head.weight"] == ("model", "head.weight")
+    where = found.objects["step"]
+    with open(where.path, "rb") as stream:
+        stream.seek(where.offset_bytes)
+        content = stream.read(where.nbytes)
+    (saved / "step.pt").write_bytes(content)
+    assert torch.load(saved / "step.pt", weights_only=True) == 7
+    (saved / "step.pt").unlink()
+
+
+class Evil:
+    """Calls something when it is unpickled."""
+
+    def __init__(self, called: Any, *args: Any) -> None:
+        self.called, self.args = called, args
+
+    def __reduce__(self) -> Any:
+        return self.called, self.args
+
+
+def copy_of(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "copy"))
+
+
+def metadata_of(folder: Path) -> Metadata:
+    return pickle.loads((folder / ".metadata").read_bytes())  # what torch wrote a moment ago
+
+
+def write_metadata(folder: Path, metadata: Any) -> None:
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize("where", ["top", "planner_data", "storage_data"])
+def test_a_malicious_pickle_is_refused_and_not_run(saved: Path, tmp_path: Path, where: str) -> None:
+    folder, mark = copy_of(saved, tmp_path), tmp_path / "was-run"
+    evil = Evil(Path.touch, mark)
+    if where == "top":
+        write_metadata(folder, evil)
+    else:
+        metadata = metadata_of(folder)
+        setattr(metadata, where, {"x": evil})
+        write_metadata(folder, metadata)
+    with pytest.raises(FormatError, match="refused: its pickle asks for"):
+        read_dcp(folder)
+    assert not mark.exists()
+
+
+def test_a_malicious_chunk_is_refused_and_not_run(saved: Path, tmp_path: Path) -> None:
+    folder, mark = copy_of(saved, tmp_path), tmp_path / "was-run"
+    metadata = metadata_of(folder)
+    index, info = next((i, s) for i, s in metadata.storage_data.items() if i.fqn == "model.head.weight")
+    torch.save(Evil(Path.touch, mark), folder / "evil.distcp")
+    info.relative_path, info.offset = "evil.distcp", 0
+    info.length = (folder / "evil.distcp").stat().st_size
+    metadata.storage_data[index] = info
+    write_metadata(folder, metadata)
+    with pytest.raises(FormatError, match="asks for"):
+        read_dcp(folder)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("path", ["../stolen", "/etc/passwd", "a/../../stolen"])
+def test_paths_outside_the_directory_are_refused(saved: Path, tmp_path: Path, path: str) -> None:
+    folder = copy_of(saved, tmp_path)
+    metadata = metadata_of(folder)
+    next(iter(metadata.storage_data.values())).relative_path = path
+    write_metadata(folder, metadata)
+    with pytest.raises(FormatError, match="outside its directory"):
+        read_dcp(folder)
+
+
+def test_damage_is_named(ranks: RankPool, saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="no such file or directory"):
+        fns_catalog(tmp_path / "nowhere")
+    folder = copy_of(saved, tmp_path)
+    (folder / "__1_0.distcp").write_bytes((saved / "__1_0.distcp").read_bytes()[:-600])
+    with pytest.raises(IntegrityError, match="truncated"):
+        read_dcp(folder)
+    for kind, text in ranks.run_ranks(2, fns.error_of, str(folder)):
+        assert kind == "IntegrityError"
+        assert "__1_0.distcp" in text
+    (folder / "__1_0.distcp").unlink()
+    with pytest.raises(IntegrityError, match="lost"):
+        read_dcp(folder)
+    (folder / ".metadata").write_bytes((saved / ".metadata").read_bytes()[:-40])
+    with pytest.raises(FormatError, match="damaged"):
+        read_dcp(folder)
+
+
+def test_a_chunk_of_other_bytes_is_refused(saved: Path, tmp_path: Path) -> None:
+    """The elements of a transposed tensor don't lie row by row, and torch.save keeps its strides."""
+    folder = copy_of(saved, tmp_path)
+    metadata = metadata_of(folder)
+    index, info = next((i, s) for i, s in metadata.storage_data.items() if i.fqn == "model.head.weight")
+    sizes = next(
+        c.sizes for c in metadata.state_dict_metadata["model.head.weight"].chunks if c.offsets == index.offset
+    )
+    torch.save(torch.randn(tuple(reversed(sizes))).t(), folder / "strided.distcp")
+    info.relative_path, info.offset = "strided.distcp", 0
+    info.length = (folder / "strided.distcp").stat().st_size
+    write_metadata(folder, metadata)
+    with pytest.raises(FormatError, match="does not lie row by row"):
+        read_dcp(folder)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_chunk_that_is_missing_is_named(saved: Path, tmp_path: Path, at: int) -> None:
+    folder = copy_of(saved, tmp_path)
+    metadata = metadata_of(folder)
+    del metadata.state_dict_metadata["model.blocks.0.up.weight"].chunks[at]
+    write_metadata(folder, metadata)
+    with pytest.raises(FormatError, match=r"blocks\.0\.up\.weight' (is stored in part|make shape)"):
+        read_dcp(folder)
+
+
+def fns_catalog(path: Path) -> None:
+    from shardwise.catalog.open import open_catalog
+
+    open_catalog(path)
