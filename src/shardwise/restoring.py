@@ -5,34 +5,27 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 import xxhash
 
-from .catalog import Catalog
-from .catalog.checkpoint import catalog_of_checkpoint, catalog_of_slices, optimizer_tensors, packed_name
-from .catalog.manifest import Manifest, TensorEntry, read_manifest
+from .catalog.checkpoint import catalog_of_checkpoint
+from .catalog.manifest import Manifest, read_manifest
 from .dist import Ranks
 from .dtypes import code_of
 from .errors import IntegrityError, SourceError, StateError
-from .layout.model import geometries_of, local_tensor, reshard, wanted_of
-from .layout.placements import Geometry
-from .layout.wanted import Layout, Wanted, whole_tensor
+from .layout.model import geometries_of, reshard
 from .loading import fill
 from .names import NamedTensor, named_tensors
-from .place.copy import Destination, Staging, execute
-from .plan import IOOptions, Plan, build_plan
-from .proof.digest import tensor_digest
-from .proof.model import live_digests
-from .read import FileReader
-from .recipe.match import Rules, match_rules, renamed
-from .state.optimizer import fill_groups, parameter_names, place_scalars, place_states, place_values
+from .plan import IOOptions
+from .recipe.match import Rules
+from .restoring_optimizer import TrainedBy, restore_optimizer, same_place
 from .state.rng import derive_rng, restore_rng
-from .state.snapshot import modules_with_state
-from .state.train_state import TrainState
+from .state.snapshot import modules_with_state, trained_model
+from .state.train_state import TrainState, document_of
 from .state.typed_json import decode
 from .store.collect import software_versions
 
@@ -84,21 +77,29 @@ def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> R
     """The pipeline behind ``restore`` and ``Checkpointer.resume``. Collective."""
     started = time.perf_counter()
     with ranks.agree("read manifest"):
-        reshard(state.model)
+        for model in state.models.values():
+            reshard(model)
         manifest = read_manifest(path)
-        catalog = catalog_of_checkpoint(path)
+        _check_models(state, manifest, path)
+        catalogs = {name: catalog_of_checkpoint(path, name) for name in state.models}
         own_files = ranks.rank if manifest.world_size == ranks.world_size else None
         documents = _read_documents(path, manifest, own_files)
         _check_wanted_documents(state, documents, manifest)
-    loaded = fill(state.model, catalog, Rules(), io=io, ranks=ranks, verify="digest")
+    loaded = [
+        fill(model, catalogs[name], Rules(), io=io, ranks=ranks, verify="digest")
+        for name, model in state.models.items()
+    ]
     with ranks.agree("match names"):
-        named = named_tensors(state.model)
+        named = {name: named_tensors(model) for name, model in state.models.items()}
         stored = manifest
-        manifest, documents = _under_live_names(stored, documents, named)
-    bytes_read, states = loaded.bytes_read, 0
-    if state.optimizer is not None:
-        more, states = _restore_optimizer(state, manifest, stored, path, documents, named, ranks, io)
-        bytes_read += more
+        for name in named:
+            manifest, documents = _under_live_names(manifest, documents, name, named[name])
+    bytes_read, states = sum(report.bytes_read for report in loaded), 0
+    for name, optimizer in state.optimizers.items():
+        trained = trained_model(optimizer, named)
+        part = TrainedBy(name, optimizer, trained, state.models[trained], named[trained])
+        more, filled = restore_optimizer(part, manifest, stored, path, documents, ranks, io)
+        bytes_read, states = bytes_read + more, states + filled
     with ranks.agree("restore documents"):
         restored, left = _apply_documents(state, documents, named, manifest)
         caveats = tuple(getattr(state.dataloader, "caveats", ()))
@@ -112,7 +113,7 @@ def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> R
         world_size=ranks.world_size,
         exact=not (differences or left or caveats),
         differences=differences,
-        tensors=loaded.tensors,
+        tensors=sum(report.tensors for report in loaded),
         optimizer_tensors=states,
         documents=restored,
         not_restored=left,
@@ -123,6 +124,15 @@ def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> R
         damaged={},
         superseded=(),
     )
+
+
+def _check_models(state: TrainState, manifest: Manifest, path: str) -> None:
+    """A checkpoint may hold more models than this run asks for, not fewer."""
+    lost = [name for name in state.models if name not in manifest.models]
+    if lost:
+        raise StateError(
+            f"{path}: holds models {sorted(manifest.models)}, this run has {', '.join(lost)}, too"
+        )
 
 
 def _read_documents(path: str, manifest: Manifest, rank: int | None) -> dict[str, Any]:
@@ -169,13 +179,18 @@ def _check_wanted_documents(state: TrainState, documents: dict[str, Any], manife
     """Refuse, before anything is changed, to go on without state that the caller asks for."""
     wanted = [n for n in ("scheduler", "scaler", "dataloader") if getattr(state, n) is not None]
     wanted += [f"extra.{n}" for n in state.extra if f"extra.{n}" in manifest.local_documents]
-    if state.optimizer is not None:
-        wanted.append("optimizer")
-        wanted += [n for n in ("optimizer.opaque",) if n in manifest.local_documents]
-    if any(True for _ in modules_with_state(state.model)):
-        wanted.append("modules")
+    for name in state.optimizers:
+        wanted.append(document_of("optimizer", name))
+        wanted += [n for n in (document_of("optimizer", name, "opaque"),) if n in manifest.local_documents]
+    for name, model in state.models.items():
+        if any(True for _ in modules_with_state(model)):
+            wanted.append(document_of("model", name, "modules"))
     for name in wanted:
         if name in documents:
+            several: Any = getattr(state, name) if name in ("scheduler", "scaler", "dataloader") else None
+            lost = sorted(several.keys() - documents[name].keys()) if _is_several(several) else []
+            if lost:
+                raise StateError(f"the checkpoint holds no {name} of {lost}; leave it out of the state")
             continue
         if name in manifest.local_documents:
             raise StateError(
@@ -185,8 +200,9 @@ def _check_wanted_documents(state: TrainState, documents: dict[str, Any], manife
         raise StateError(
             f"the checkpoint holds no {name}; leave it out of the state, or give the step that has it"
         )
-    if state.optimizer is not None:
-        saved, now = documents["optimizer"]["class"], type(state.optimizer).__qualname__
+    for name, optimizer in state.optimizers.items():
+        saved = documents[document_of("optimizer", name)]["class"]
+        now = type(optimizer).__qualname__
         if saved != now:
             raise StateError(
                 f"the checkpoint holds state of {saved}, the optimizer is {now}; use the same one"
@@ -194,170 +210,60 @@ def _check_wanted_documents(state: TrainState, documents: dict[str, Any], manife
 
 
 def _under_live_names(
-    manifest: Manifest, documents: dict[str, Any], named: tuple[NamedTensor, ...]
+    manifest: Manifest, documents: dict[str, Any], model: str, named: tuple[NamedTensor, ...]
 ) -> tuple[Manifest, dict[str, Any]]:
     """The checkpoint as seen by this model: a tied tensor may come first under another of its names."""
     live = {alias: t.name for t in named for alias in t.names}
-    entries = {live.get(n, n): t for n, t in manifest.models["model"].items()}
-    if list(entries) == list(manifest.models["model"]):
+    entries = {live.get(n, n): t for n, t in manifest.models[model].items()}
+    if list(entries) == list(manifest.models[model]):
         return manifest, documents
     found = dict(documents)
-    if "optimizer" in found:
-        groups = [{**g, "names": [live.get(n, n) for n in g["names"]]} for g in found["optimizer"]["groups"]]
-        values = {live.get(n, n): v for n, v in found["optimizer"]["values"].items()}
-        found["optimizer"] = {**found["optimizer"], "groups": groups, "values": values}
-    if "optimizer.opaque" in found:
-        found["optimizer.opaque"] = {live.get(n, n): v for n, v in found["optimizer.opaque"].items()}
-    return replace(manifest, models={**manifest.models, "model": entries}), found
-
-
-def _restore_optimizer(
-    state: TrainState,
-    manifest: Manifest,
-    stored: Manifest,
-    path: str,
-    documents: dict[str, Any],
-    named: tuple[NamedTensor, ...],
-    ranks: Ranks,
-    io: IOOptions,
-) -> tuple[int, int]:
-    """Fill the optimizer. Returns bytes read by this rank and the number of tensors filled.
-
-    ``manifest`` has the model's names, ``stored`` those by which slice files are ordered.
-    """
-    assert state.optimizer is not None
-    entries = manifest.models["model"]
-    with ranks.agree("plan optimizer state"):
-        names = parameter_names(state.optimizer, named)
-        document = documents["optimizer"]
-        fill_groups(state.optimizer, names, document["groups"])
-        spread = {n: _spread_states(t) for n, t in entries.items() if t.states.get("optimizer")}
-        tensors, scalars_before = place_states(state.optimizer, names, spread)
-        packed = {
-            k: torch.empty(p.count, dtype=_dtype(p.dtype)) for k, p in manifest.packed["optimizer"].items()
-        }
-        geometries = geometries_of(state.model, named)
-        _check_opaque(documents, manifest, geometries)
-        catalog = catalog_of_slices(path, stored, "optimizer", "optimizer", optimizer_tensors(stored))
-        live = {alias: t.name for t in named for alias in t.names}
-        plan = _plan_states(catalog, tensors, packed, geometries, live, io)
-    with ranks.agree("read optimizer state"), FileReader(ranks.tick) as reader:
-        destination = Destination(
-            {n: local_tensor(t) for n, t in tensors.items()} | {packed_name(k): t for k, t in packed.items()}
-        )
-        execute(plan.transfers, reader, destination, Staging(io, plan.staging_bytes))
-    _check_state_digests(manifest, tensors, packed, geometries, path, ranks)
-    with ranks.agree("place optimizer state"):
-        scalars: dict[str, dict[str, torch.Tensor]] = {}
-        for name, entry in entries.items():
-            for key, e in entry.states.get("optimizer", {}).items():
-                if e.packed is not None:
-                    scalars.setdefault(name, {})[key] = packed[e.packed][e.index]
-        place_scalars(state.optimizer, names, scalars, scalars_before)
-        place_values(state.optimizer, names, document["values"])
-        if "optimizer.opaque" in documents:
-            place_values(state.optimizer, names, documents["optimizer.opaque"])
-    return reader.bytes_read, len(tensors) + len(packed)
-
-
-def _check_opaque(documents: dict[str, Any], manifest: Manifest, geometries: Mapping[str, Geometry]) -> None:
-    """Rank-local state fits the same cut of its parameter only."""
-    entries = manifest.models["model"]
-    moved = [
-        n
-        for n in documents.get("optimizer.opaque", {})
-        if not _same_place(manifest.geometries[entries[n].geometry], geometries[n])
-    ]
-    if moved:
-        raise StateError(
-            f"optimizer state of {', '.join(moved[:5])} has another shape than its parameter and was stored per rank; "
-            f"the parameter is now spread over ranks otherwise, so it can't be carried over"
-        )
-
-
-def _same_place(a: Geometry, b: Geometry) -> bool:
-    """Whether two geometries put the same elements on the same ranks; names of axes do not matter."""
-    return replace(a, axis_names=b.axis_names) == b
-
-
-def _spread_states(entry: TensorEntry) -> dict[str, str]:
-    return {key: e.dtype for key, e in entry.states["optimizer"].items() if e.packed is None}
-
-
-def _dtype(code: str) -> torch.dtype:
-    from .dtypes import torch_dtype
-
-    return torch_dtype(code)
-
-
-def _plan_states(
-    catalog: Catalog,
-    tensors: Mapping[str, torch.Tensor],
-    packed: Mapping[str, torch.Tensor],
-    geometries: Mapping[str, Geometry],
-    live: Mapping[str, str],
-    io: IOOptions,
-) -> Plan:
-    wanted: list[Wanted] = [wanted_of(n, t, geometries[n.rsplit(".", 1)[0]]) for n, t in tensors.items()]
-    wanted += [whole_tensor(packed_name(k), code_of(t.dtype), tuple(t.shape)) for k, t in packed.items()]
-
-    def rename(stored: Sequence[str]) -> dict[str, str]:
-        parts = {n: n.rsplit(".", 1) for n in stored}
-        return {n: f"{live[p[0]]}.{p[1]}" if p[0] in live else n for n, p in parts.items()}
-
-    matched = match_rules(catalog, wanted, Rules(renamed(rename)))
-    return build_plan(catalog, Layout(tuple(wanted)), matched, io)
-
-
-def _check_state_digests(
-    manifest: Manifest,
-    tensors: Mapping[str, torch.Tensor],
-    packed: Mapping[str, torch.Tensor],
-    geometries: Mapping[str, Geometry],
-    path: str,
-    ranks: Ranks,
-) -> None:
-    found = live_digests(tensors, {n: geometries[n.rsplit(".", 1)[0]] for n in tensors}, ranks)
-    with ranks.agree("compare optimizer digests"):
-        wrong = []
-        for name, digest in found.items():
-            parameter, key = name.rsplit(".", 1)
-            if digest != manifest.models["model"][parameter].states["optimizer"][key].digest:
-                wrong.append(name)
-        wrong += [k for k, t in packed.items() if tensor_digest(t) != manifest.packed["optimizer"][k].digest]
-        if wrong:
-            raise IntegrityError(
-                f"optimizer state differs from what was saved: {', '.join(wrong[:20])}", path=path
-            )
-
-
-_BUILT_IN = ("step", "rng", "optimizer", "optimizer.opaque")
+    for optimizer in manifest.packed:
+        name, opaque = document_of("optimizer", optimizer), document_of("optimizer", optimizer, "opaque")
+        if name not in found or found[name].get("model", "model") != model:
+            continue
+        groups = [{**g, "names": [live.get(n, n) for n in g["names"]]} for g in found[name]["groups"]]
+        values = {live.get(n, n): v for n, v in found[name]["values"].items()}
+        found[name] = {**found[name], "groups": groups, "values": values}
+        if opaque in found:
+            found[opaque] = {live.get(n, n): v for n, v in found[opaque].items()}
+    return replace(manifest, models={**manifest.models, model: entries}), found
 
 
 def _apply_documents(
-    state: TrainState, documents: dict[str, Any], named: tuple[NamedTensor, ...], manifest: Manifest
+    state: TrainState,
+    documents: dict[str, Any],
+    named: Mapping[str, tuple[NamedTensor, ...]],
+    manifest: Manifest,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Give scheduler, scaler, data position, extras, modules and rank-local buffers their state back.
 
     Returns what was restored, and what was not, with the rule.
     """
+    optimizers = {document_of("optimizer", n): n for n in manifest.packed}
+    applied = {"step", "rng", *optimizers, *(document_of("optimizer", n, "opaque") for n in manifest.packed)}
+    buffers = {document_of("model", n, "buffers"): n for n in manifest.models}
+    modules = {document_of("model", n, "modules"): n for n in manifest.models}
     restored: list[str] = []
     left = [f"{n}: not in the checkpoint" for n in map("extra.{}".format, state.extra) if n not in documents]
     for name in manifest.local_documents:
-        if name not in documents and name not in _BUILT_IN and name != "buffers":
+        if name in buffers and name not in documents:
+            left.append(f"{name} that differed between ranks: every rank has those of one rank now")
+        elif name not in documents and name not in applied:
             left.append(f"{name}: stored per rank, and this run has another number of ranks")
-    if "buffers" in manifest.local_documents and "buffers" not in documents:
-        left.append("buffers that differed between ranks: every rank has those of one rank now")
-    if "optimizer" in documents and state.optimizer is None:
-        left.append("optimizer: not given to this run")
+    given = state.optimizers
+    left += [
+        f"{d}: not given to this run" for d, n in optimizers.items() if d in documents and n not in given
+    ]
+    left += [f"model {n}: not given to this run" for n in manifest.models if n not in state.models]
     for name, value in documents.items():
-        if name in _BUILT_IN:
+        if name in applied or {**buffers, **modules}.get(name, next(iter(state.models))) not in state.models:
             continue
-        if name == "modules":
-            for path, module in modules_with_state(state.model):
+        if name in modules:
+            for path, module in modules_with_state(state.models[modules[name]]):
                 module.set_extra_state(value[path])
-        elif name == "buffers":
-            by_name = {t.name: t.tensor for t in named}
+        elif name in buffers:
+            by_name = {t.name: t.tensor for t in named[buffers[name]]}
             for buffer, content in value.items():
                 by_name[buffer].detach().copy_(content)
         elif name.startswith("extra."):
@@ -374,9 +280,25 @@ def _apply_documents(
             left.append(f"{name}: not given to this run")
             continue
         else:
-            target.load_state_dict(value)
+            left += _give(target, value, name)
         restored.append(name)
     return tuple(restored), tuple(left)
+
+
+def _give(target: Any, value: Any, name: str) -> Iterator[str]:
+    """State to an object, or to several by name. Yields what is stored and was not asked for."""
+    if not _is_several(target):
+        target.load_state_dict(value)
+        return
+    for key, one in value.items():
+        if key in target:
+            yield from _give(target[key], one, f"{name}.{key}")
+        else:
+            yield f"{name}.{key}: not given to this run"
+
+
+def _is_several(target: Any) -> bool:
+    return isinstance(target, Mapping) and not hasattr(target, "load_state_dict")
 
 
 def _restore_rng(documents: dict[str, Any], manifest: Manifest, ranks: Ranks) -> str:
@@ -387,7 +309,7 @@ def _restore_rng(documents: dict[str, Any], manifest: Manifest, ranks: Ranks) ->
 
 
 def _differences(
-    state: TrainState, manifest: Manifest, ranks: Ranks, named: tuple[NamedTensor, ...]
+    state: TrainState, manifest: Manifest, ranks: Ranks, named: Mapping[str, tuple[NamedTensor, ...]]
 ) -> tuple[str, ...]:
     """What withdraws the promise of an exact resume. The same on every rank but for per-rank machines."""
     found = []
@@ -395,13 +317,15 @@ def _differences(
         found.append(f"world size: saved {manifest.world_size}, now {ranks.world_size}")
     now = software_versions(state)
     found += [f"{k}: saved {v}, now {now.get(k)}" for k, v in manifest.software.items() if now.get(k) != v]
-    entries = manifest.models["model"]
-    for t in named:
-        if t.persistent and code_of(t.tensor.dtype) != entries[t.name].dtype:
-            found.append(f"{t.name}: saved {entries[t.name].dtype}, now {code_of(t.tensor.dtype)}")
-    live = geometries_of(state.model, [t for t in named if t.persistent])
-    if manifest.world_size == ranks.world_size and any(
-        not _same_place(manifest.geometries[entries[n].geometry], g) for n, g in live.items()
-    ):
+    moved = False
+    for name, model in state.models.items():
+        entries = manifest.models[name]
+        persistent = [t for t in named[name] if t.persistent]
+        for t in persistent:
+            if code_of(t.tensor.dtype) != entries[t.name].dtype:
+                found.append(f"{t.name}: saved {entries[t.name].dtype}, now {code_of(t.tensor.dtype)}")
+        live = geometries_of(model, persistent)
+        moved |= any(not same_place(manifest.geometries[entries[n].geometry], g) for n, g in live.items())
+    if manifest.world_size == ranks.world_size and moved:
         found.append("mesh or placements: tensors are spread over ranks otherwise than they were")
     return tuple(found)

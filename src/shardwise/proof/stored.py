@@ -75,9 +75,9 @@ def verify(path: str | os.PathLike[str], on_progress: Progress | None = None) ->
             if not any(p.startswith(f"{name}:") for p in problems):
                 problems += _checksum_problems(reader, root, name, entry)
         tensors = 0
-        for kind, stored, digests in _slice_sets(manifest):
+        for kind, part, stored, digests in _slice_sets(manifest):
             tensors += len(digests)
-            problems += _slice_problems(reader, root, manifest, kind, stored, digests)
+            problems += _slice_problems(reader, root, manifest, kind, part, stored, digests)
         return VerifyReport(
             path=root,
             step=manifest.step,
@@ -132,20 +132,29 @@ def _checksum_problems(reader: FileReader, root: str, name: str, entry: FileEntr
         return [f"{name}: {error}"]
 
 
-def _slice_sets(manifest: Manifest) -> Iterator[tuple[str, list[SliceTensor], dict[str, int]]]:
-    """(kind, stored tensors, recorded digest by stored name) of ``model/`` and ``optimizer/``."""
-    entries = manifest.models["model"]
-    digests = {alias: t.digest for n, t in entries.items() for alias in (n, *t.stored_aliases)}
-    yield "model", model_tensors(manifest), digests
-    if "optimizer" in manifest.packed:
+def _slice_sets(manifest: Manifest) -> Iterator[tuple[str, str, list[SliceTensor], dict[str, int]]]:
+    """(kind, name, stored tensors, recorded digest by stored name) of every model and optimizer."""
+    for model, entries in manifest.models.items():
+        digests = {alias: t.digest for n, t in entries.items() for alias in (n, *t.stored_aliases)}
+        yield "model", model, model_tensors(manifest, model), digests
+    for optimizer, packed in manifest.packed.items():
+        model = _model_of(manifest, optimizer)
         states = {
             f"{n}.{s}": e.digest
-            for n, t in entries.items()
-            for s, e in t.states.get("optimizer", {}).items()
+            for n, t in manifest.models[model].items()
+            for s, e in t.states.get(optimizer, {}).items()
             if e.packed is None
         }
-        states |= {packed_name(k): p.digest for k, p in manifest.packed["optimizer"].items()}
-        yield "optimizer", optimizer_tensors(manifest), states
+        states |= {packed_name(k): p.digest for k, p in packed.items()}
+        yield "optimizer", optimizer, optimizer_tensors(manifest, optimizer, model), states
+
+
+def _model_of(manifest: Manifest, optimizer: str) -> str:
+    """The model whose parameters have states of an optimizer; the first one, if none has."""
+    return next(
+        (m for m, ts in manifest.models.items() if any(optimizer in t.states for t in ts.values())),
+        next(iter(manifest.models)),
+    )
 
 
 def _slice_problems(
@@ -153,13 +162,14 @@ def _slice_problems(
     root: str,
     manifest: Manifest,
     kind: str,
+    part: str,
     stored: Sequence[SliceTensor],
     digests: dict[str, int],
 ) -> list[str]:
     try:
-        catalog_of_slices(root, manifest, kind, kind, stored)
+        catalog_of_slices(root, manifest, kind, part, stored)
     except ShardwiseError as error:
-        return [f"{kind}: {error}"]
+        return [f"{part}: {error}"]
     sums = dict.fromkeys(digests, 0)
     unreadable: set[str] = set()
     problems = []
@@ -167,7 +177,7 @@ def _slice_problems(
     count = max((len(files) for files in per_rank.values()), default=0)
     for rank, files in per_rank.items():
         for k, slices in enumerate(files):
-            name = f"{directory(kind, kind)}/{file_name(kind, rank, k, count)}"
+            name = f"{directory(kind, part)}/{file_name(kind, rank, k, count)}"
             entry = manifest.files[name]
             path = os.path.join(root, name)
             try:
@@ -179,7 +189,7 @@ def _slice_problems(
                 unreadable |= {s.tensor.name for s in slices}
     for t in stored:
         if t.name not in unreadable and finish(sums[t.name] % 2**64, t.dtype, t.shape) != digests[t.name]:
-            problems.append(f"{kind} tensor {t.name!r}: content differs from its digest")
+            problems.append(f"{part} tensor {t.name!r}: content differs from its digest")
     return problems
 
 

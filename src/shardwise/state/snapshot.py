@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import xxhash
 from torch import nn
+from torch.optim import Optimizer
 
 from ..catalog.checkpoint import packed_name, replicated
 from ..catalog.slices import SliceTensor, assign_owners
@@ -23,13 +24,10 @@ from ..proof.digest import partial_sum
 from ..recipe.transformers import is_transformers_model
 from .optimizer import Drained, drain, parameter_names
 from .rng import capture_rng
-from .train_state import TrainState
+from .train_state import TrainState, document_of
 from .typed_json import Encoded, encode
 
-__all__ = ["COMPARED_ONLY", "Live", "Snapshot", "take_snapshot"]
-
-#: A document that is compared between ranks but stored elsewhere (as tensors of ``optimizer/``).
-COMPARED_ONLY = "optimizer.packed"
+__all__ = ["Live", "ModelPart", "OptimizerPart", "Snapshot", "take_snapshot", "trained_model"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,21 +40,55 @@ class Live:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelPart:
+    """One model of a snapshot."""
+
+    name: str
+    named: tuple[NamedTensor, ...]
+    live: tuple[Live, ...]
+    stored_aliases: Mapping[str, tuple[str, ...]]
+
+    @property
+    def kind(self) -> str:
+        """Of slice files."""
+        return "model"
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerPart:
+    """One optimizer of a snapshot, and the model that it trains."""
+
+    name: str
+    model: str
+    live: tuple[Live, ...]
+    drained: Drained
+
+    @property
+    def kind(self) -> str:
+        """Of slice files."""
+        return "optimizer"
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """What one rank contributes to a checkpoint.
 
     ``pieces`` are documents by name (``scheduler``, ``rng``, …); which of them are the same on all ranks
-    is found out when saving. ``always_local`` are kept per rank even if they happen to be equal.
+    is found out when saving. ``always_local`` are kept per rank even if they happen to be equal; ``compared_only``
+    are compared between ranks but stored elsewhere (as tensors of ``optimizer/``).
     """
 
-    named: tuple[NamedTensor, ...]
-    model: tuple[Live, ...]
-    optimizer: tuple[Live, ...]
-    drained: Drained
+    models: tuple[ModelPart, ...]
+    optimizers: tuple[OptimizerPart, ...]
     pieces: Mapping[str, Encoded]
     always_local: frozenset[str]
-    stored_aliases: Mapping[str, tuple[str, ...]]
+    compared_only: frozenset[str]
     not_stored: tuple[str, ...]
+
+    @property
+    def parts(self) -> tuple[ModelPart | OptimizerPart, ...]:
+        """In the order in which they are written."""
+        return (*self.models, *self.optimizers)
 
 
 def take_snapshot(state: TrainState, step: int) -> Snapshot:
@@ -67,43 +99,58 @@ def take_snapshot(state: TrainState, step: int) -> Snapshot:
     step = operator.index(step)
     if step < 0:
         raise StateError(f"step must not be negative, got {step}")
-    reshard(state.model)
-    named = tuple(named_tensors(state.model))
-    persistent = [t for t in named if t.persistent]
-    geometries = geometries_of(state.model, persistent)
-    aliases = {
-        t.name: t.aliases for t in persistent if t.aliases and is_transformers_model(unwrap(state.model))
+    models = tuple(_model_part(name, model) for name, model in state.models.items())
+    optimizers = tuple(_optimizer_part(name, o, models) for name, o in state.optimizers.items())
+    pieces = {
+        name: encode(value, where=name) for name, value in _pieces(state, models, optimizers, step).items()
     }
-    model = assign_owners(
+    return Snapshot(
+        models=models,
+        optimizers=optimizers,
+        pieces=pieces,
+        always_local=frozenset({"rng", *(document_of("optimizer", o.name, "opaque") for o in optimizers)}),
+        compared_only=frozenset(document_of("optimizer", o.name, "packed") for o in optimizers),
+        not_stored=tuple(path for piece in pieces.values() for path in piece.not_stored),
+    )
+
+
+def _model_part(name: str, model: nn.Module) -> ModelPart:
+    reshard(model)
+    named = tuple(named_tensors(model))
+    persistent = [t for t in named if t.persistent]
+    geometries = geometries_of(model, persistent)
+    aliases = {t.name: t.aliases for t in persistent if t.aliases and is_transformers_model(unwrap(model))}
+    owned = assign_owners(
         [
             SliceTensor(t.name, code_of(t.tensor.dtype), tuple(t.tensor.shape), geometries[t.name])
             for t in persistent
         ]
     )
     live = []
-    for t, stored in zip(persistent, model, strict=True):
+    for t, stored in zip(persistent, owned, strict=True):
         live.append(Live(stored, t.tensor))
         for alias in aliases.get(t.name, ()):
             copy = SliceTensor(alias, stored.dtype, stored.shape, stored.geometry, stored.owner)
             live.append(Live(copy, t.tensor, counted=False))
-    drained = Drained()
-    if state.optimizer is not None:
-        drained = drain(state.optimizer, parameter_names(state.optimizer, named))
-    pieces = {name: encode(value, where=name) for name, value in _pieces(state, drained, step).items()}
-    return Snapshot(
-        named=named,
-        model=tuple(live),
-        optimizer=tuple(_optimizer_live(drained, model)),
-        drained=drained,
-        pieces=pieces,
-        always_local=frozenset({"rng", "optimizer.opaque"}),
-        stored_aliases=aliases,
-        not_stored=tuple(path for piece in pieces.values() for path in piece.not_stored),
+    return ModelPart(name, named, tuple(live), aliases)
+
+
+def _optimizer_part(name: str, optimizer: Optimizer, models: tuple[ModelPart, ...]) -> OptimizerPart:
+    part = next(p for p in models if p.name == trained_model(optimizer, {m.name: m.named for m in models}))
+    drained = drain(optimizer, parameter_names(optimizer, part.named))
+    return OptimizerPart(name, part.name, tuple(_optimizer_live(drained, part)), drained)
+
+
+def trained_model(optimizer: Optimizer, named: Mapping[str, tuple[NamedTensor, ...]]) -> str:
+    """The name of the model that holds the optimizer's first parameter; of the first one, if none does."""
+    first = next((id(p) for group in optimizer.param_groups for p in group["params"]), None)
+    return next(
+        (n for n, tensors in named.items() if any(id(t.tensor) == first for t in tensors)), next(iter(named))
     )
 
 
-def _optimizer_live(drained: Drained, model: list[SliceTensor]) -> list[Live]:
-    geometries = {t.name: t.geometry for t in model}
+def _optimizer_live(drained: Drained, model: ModelPart) -> list[Live]:
+    geometries = {v.stored.name: v.stored.geometry for v in model.live}
     tensors: dict[str, torch.Tensor] = {}
     stored = []
     for name, states in drained.tensors.items():
@@ -118,17 +165,21 @@ def _optimizer_live(drained: Drained, model: list[SliceTensor]) -> list[Live]:
     return [Live(t, tensors[t.name]) for t in assign_owners(stored)]
 
 
-def _pieces(state: TrainState, drained: Drained, step: int) -> dict[str, Any]:
+def _pieces(
+    state: TrainState, models: tuple[ModelPart, ...], optimizers: tuple[OptimizerPart, ...], step: int
+) -> dict[str, Any]:
     pieces: dict[str, Any] = {"step": step, "rng": capture_rng()}
-    if state.optimizer is not None:
-        pieces["optimizer"] = {
-            "class": type(state.optimizer).__qualname__,
-            "groups": drained.groups,
-            "values": drained.values,
+    live = state.optimizers
+    for o in optimizers:
+        pieces[document_of("optimizer", o.name)] = {
+            "class": type(live[o.name]).__qualname__,
+            "model": o.model,
+            "groups": o.drained.groups,
+            "values": o.drained.values,
         }
-        pieces[COMPARED_ONLY] = drained.packed
-        if drained.opaque:
-            pieces["optimizer.opaque"] = drained.opaque
+        pieces[document_of("optimizer", o.name, "packed")] = o.drained.packed
+        if o.drained.opaque:
+            pieces[document_of("optimizer", o.name, "opaque")] = o.drained.opaque
     for name in ("scheduler", "scaler", "dataloader"):
         value = getattr(state, name)
         if value is not None:
@@ -136,9 +187,10 @@ def _pieces(state: TrainState, drained: Drained, step: int) -> dict[str, Any]:
     for name, value in state.extra.items():
         has_state = hasattr(value, "state_dict") or hasattr(value, "load_state_dict")
         pieces[f"extra.{name}"] = _state_of(value, f"extra.{name}") if has_state else value
-    modules = {path: m.get_extra_state() for path, m in modules_with_state(state.model)}
-    if modules:
-        pieces["modules"] = modules
+    for name, model in state.models.items():
+        modules = {path: m.get_extra_state() for path, m in modules_with_state(model)}
+        if modules:
+            pieces[document_of("model", name, "modules")] = modules
     return pieces
 
 
@@ -150,9 +202,11 @@ def modules_with_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _state_of(value: Any, name: str) -> Any:
+    if isinstance(value, Mapping) and not hasattr(value, "state_dict"):
+        return {key: _state_of(v, f"{name}.{key}") for key, v in value.items()}
     if not hasattr(value, "state_dict") or not hasattr(value, "load_state_dict"):
         hint = ""
-        if name == "dataloader":
+        if name.startswith("dataloader"):
             hint = "; wrap a plain DataLoader: shardwise.ResumableLoader(loader)"
         raise StateError(f"{name} of type {type(value).__name__} has no state_dict and load_state_dict{hint}")
     return value.state_dict()
@@ -172,18 +226,29 @@ def layout_hash(snapshot: Snapshot) -> str:
     """Hash of which tensors are stored and how they lie on ranks; one manifest can only describe one layout."""
     geometries: dict[Geometry, int] = {}
     total = xxhash.xxh3_64()
-    for live in (*snapshot.model, *snapshot.optimizer):
-        t = live.stored
-        index = geometries.setdefault(t.geometry, len(geometries))
-        total.update(repr((t.name, t.dtype, t.shape, index)).encode())
+    for part in snapshot.parts:
+        total.update(f"{part.kind} {part.name}".encode())
+        for live in part.live:
+            t = live.stored
+            index = geometries.setdefault(t.geometry, len(geometries))
+            total.update(repr((t.name, t.dtype, t.shape, index)).encode())
     total.update(repr(list(geometries)).encode())
     return total.hexdigest()
 
 
+def plain_tensors(snapshot: Snapshot, *, kind: str = "") -> dict[str, tuple[ModelPart, NamedTensor]]:
+    """What every rank holds whole: by ``model:name``, of a kind or of all."""
+    return {
+        f"{part.name}:{t.name}": (part, t)
+        for part in snapshot.models
+        for t in part.named
+        if t.persistent and local_tensor(t.tensor) is t.tensor and kind in ("", t.kind)
+    }
+
+
 def plain_sums(snapshot: Snapshot) -> dict[str, int]:
     """Digest sums of what every rank holds whole, to find out whether ranks agree."""
-    sums = {}
-    for t in snapshot.named:
-        if t.persistent and local_tensor(t.tensor) is t.tensor:
-            sums[t.name] = partial_sum(t.tensor.detach(), (0,) * t.tensor.dim())
-    return sums
+    return {
+        key: partial_sum(t.tensor.detach(), (0,) * t.tensor.dim())
+        for key, (_, t) in plain_tensors(snapshot).items()
+    }

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-__all__ = ["TrainState"]
+from ..errors import StateError
+
+__all__ = ["TrainState", "document_of"]
 
 
 @dataclass(slots=True, kw_only=True)
 class TrainState:
     """The live objects of a training run. Holds references only; nothing is copied or called here."""
 
-    model: nn.Module
-    """Any module: sharded or plain. Parameters, persistent buffers and ``get_extra_state`` of modules are stored;
-    non-persistent buffers are what construction makes of them, also if training changed them."""
-    optimizer: Optimizer | None = None
-    """An optimizer over parameters of ``model``. Its state is stored by parameter name."""
+    model: nn.Module | Mapping[str, nn.Module]
+    """Any module, sharded or plain; or several by name (an actor and a critic). Parameters, persistent buffers and
+    ``get_extra_state`` of modules are stored; non-persistent buffers are what construction makes of them, also if
+    training changed them."""
+    optimizer: Optimizer | Mapping[str, Optimizer] | None = None
+    """An optimizer over parameters of one model, or several by name. Its state is stored by parameter name."""
     scheduler: Any = None
-    """Learning rate scheduler, or anything with ``state_dict`` and ``load_state_dict``."""
+    """Learning rate scheduler, or anything with ``state_dict`` and ``load_state_dict``; or several by name."""
     dataloader: Any = None
     """Data position: a :class:`ResumableLoader`, torchdata's StatefulDataLoader, or anything with
     ``state_dict`` and ``load_state_dict``. It must count batches consumed, not prefetched."""
@@ -30,3 +35,40 @@ class TrainState:
     extra: dict[str, Any] = field(default_factory=dict)
     """Further state by name: objects with ``state_dict``/``load_state_dict``, or plain values, which a
     resume puts back into this dict."""
+
+    @property
+    def models(self) -> dict[str, nn.Module]:
+        """The models by name; a single one is called ``model``."""
+        return {"model": self.model} if isinstance(self.model, nn.Module) else _checked(self.model, "model")
+
+    @property
+    def optimizers(self) -> dict[str, Optimizer]:
+        """The optimizers by name; a single one is called ``optimizer``."""
+        if self.optimizer is None:
+            return {}
+        if isinstance(self.optimizer, Mapping):
+            return _checked(self.optimizer, "optimizer")
+        return {"optimizer": self.optimizer}
+
+
+def _checked(given: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """Names become folders of the checkpoint."""
+    bad = [name for name in given if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]*", name)]
+    if bad or not given:
+        raise StateError(
+            f"{what}={{…}}: names must be words (letters, digits, '_', '-', '.'), got {bad}"
+            if bad
+            else f"{what}={{}}: holds none"
+        )
+    return dict(given)
+
+
+def document_of(kind: str, name: str, what: str = "") -> str:
+    """Name of the document of a model or an optimizer: ``optimizer``, ``optimizers.critic``, ``optimizers.critic.opaque``.
+
+    Of a single model, which is called ``model``, only ``what``.
+    """
+    stem = kind if name == kind else f"{kind}s.{name}"
+    if not what:
+        return stem
+    return what if stem == "model" else f"{stem}.{what}"

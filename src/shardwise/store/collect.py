@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
+from ..catalog.checkpoint import directory
 from ..dist import Ranks
 from ..errors import StateError
 from ..recipe.record import recall
-from ..state.snapshot import COMPARED_ONLY, Snapshot, layout_hash, piece_hash, plain_sums, take_snapshot
-from ..state.train_state import TrainState
+from ..state.snapshot import Snapshot, layout_hash, piece_hash, plain_sums, plain_tensors, take_snapshot
+from ..state.train_state import TrainState, document_of
 from ..state.typed_json import Encoded, encode
 from .companions import companion_files
 
@@ -44,7 +45,7 @@ class Collected:
     local: Mapping[str, Encoded]
     """Documents of this rank."""
     companions: Mapping[str, bytes]
-    """Small files beside the model's tensors; on rank 0."""
+    """Small files beside the models' tensors, by path in the checkpoint; on rank 0."""
     step: int
     lineage: Lineage
     seed: int
@@ -59,7 +60,7 @@ def collect(state: TrainState, step: int, lineage: Lineage, ranks: Ranks) -> Col
     """
     with ranks.agree("collect state"):
         snapshot = take_snapshot(state, step)
-        companions = companion_files(state.model) if ranks.rank == 0 else {}
+        companions = _companions(state) if ranks.rank == 0 else {}
     shared, local = _split_pieces(snapshot, ranks)
     return Collected(
         snapshot,
@@ -87,14 +88,25 @@ def _split_pieces(snapshot: Snapshot, ranks: Ranks) -> tuple[dict[str, Encoded],
     verdict = ranks.share("state that differs", _differing(gathered) if gathered is not None else None)
     documents, tensors = (set(names) for names in json.loads(verdict))
     local_names = snapshot.always_local | (documents & set(snapshot.pieces))
-    buffers = {t.name: t.tensor for t in snapshot.named if t.name in tensors and t.kind == "buffer"}
+    buffers: dict[str, dict[str, torch.Tensor]] = {}
+    for key, (part, t) in plain_tensors(snapshot, kind="buffer").items():
+        if key in tensors:
+            buffers.setdefault(document_of("model", part.name, "buffers"), {})[t.name] = t.tensor
     with ranks.agree("compare state"):
         _refuse_differing(snapshot, documents, tensors)
         local = {n: p for n, p in snapshot.pieces.items() if n in local_names}
-        if buffers:
-            local["buffers"] = encode(buffers, where="buffers")
-    shared = {n: p for n, p in snapshot.pieces.items() if n not in local_names and n != COMPARED_ONLY}
-    return shared, local
+        local |= {name: encode(values, where=name) for name, values in buffers.items()}
+    left_out = local_names | snapshot.compared_only
+    shared = {n: p for n, p in snapshot.pieces.items() if n not in left_out}
+    return shared, {n: p for n, p in local.items() if n not in snapshot.compared_only}
+
+
+def _companions(state: TrainState) -> dict[str, bytes]:
+    return {
+        f"{directory('model', name)}/{file}": content
+        for name, model in state.models.items()
+        for file, content in companion_files(model).items()
+    }
 
 
 def _differing(gathered: Sequence[bytes]) -> bytes:
@@ -108,8 +120,9 @@ def _differing(gathered: Sequence[bytes]) -> bytes:
 
 def _refuse_differing(snapshot: Snapshot, documents: set[str], tensors: set[str]) -> None:
     if _LAYOUT in documents:
-        every = max(len(v.stored.geometry.ranks) for v in snapshot.model)
-        parts = [v.stored.name for v in snapshot.model if len(v.stored.geometry.ranks) < every]
+        live = [v for part in snapshot.models for v in part.live]
+        every = max(len(v.stored.geometry.ranks) for v in live)
+        parts = [v.stored.name for v in live if len(v.stored.geometry.ranks) < every]
         raise StateError(
             "ranks do not describe the same tensors: their names, shapes, dtypes, meshes or optimizer states "
             "differ between ranks"
@@ -117,8 +130,13 @@ def _refuse_differing(snapshot: Snapshot, documents: set[str], tensors: set[str]
             + ". Every rank must hold the same model, and a tensor's mesh must be the same one on every rank "
             "(say Replicate() on its further axes instead of slicing the mesh)"
         )
-    parameters = {t.name for t in snapshot.named if t.kind == "parameter"}
-    bad = sorted(tensors & parameters) + sorted(documents & {"step", "optimizer", COMPARED_ONLY})
+    parameters = {
+        key: t.name if len(snapshot.models) == 1 else f"{part.name} {t.name}"
+        for key, (part, t) in plain_tensors(snapshot, kind="parameter").items()
+    }
+    optimizers = {document_of("optimizer", o.name) for o in snapshot.optimizers}
+    bad = sorted(parameters[key] for key in tensors & parameters.keys())
+    bad += sorted(documents & ({"step"} | optimizers | snapshot.compared_only))
     if bad:
         raise StateError(
             f"ranks hold different values of {', '.join(bad[:10])}, which must be equal on all: were the gradients "
@@ -127,9 +145,9 @@ def _refuse_differing(snapshot: Snapshot, documents: set[str], tensors: set[str]
 
 
 def _hub_tensors(state: TrainState) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Names and shapes of the tensors that the model was loaded from, where they differ from its own."""
-    origin = recall(state.model)
-    return {} if origin is None or origin.is_plain else {"model": dict(origin.shapes)}
+    """By model that was loaded, names and shapes of the tensors that it came from; none where they are its own."""
+    origins = {name: recall(model) for name, model in state.models.items()}
+    return {name: {} if o.is_plain else dict(o.shapes) for name, o in origins.items() if o is not None}
 
 
 def software_versions(state: TrainState) -> dict[str, str]:
@@ -142,7 +160,7 @@ def software_versions(state: TrainState) -> dict[str, str]:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = "not installed"
-    device = next((p.device.type for p in state.model.parameters()), "cpu")
+    device = next((p.device.type for m in state.models.values() for p in m.parameters()), "cpu")
     found["device"] = (
         torch.get_device_module(device).get_device_name() if device not in ("cpu", "meta") else device
     )

@@ -11,11 +11,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .._compat import is_transformers_model, original_class
+from .._peft import adapter_configs, has_adapters, stored_config
 from ..errors import FormatError, SourceError
 from ..names import unwrap
 from ..recipe.record import home_of
 
-__all__ = ["companion_files", "read_companions"]
+__all__ = ["ADAPTERS_NAME", "companion_files", "read_companions"]
+
+ADAPTERS_NAME = "adapters.json"
 
 #: What tokenizers and processors are stored in (transformers 5; also the sentencepiece and BPE originals).
 _TOKENIZER_FILES = (
@@ -38,16 +41,20 @@ _TOKENIZER_FILES = (
 
 
 def companion_files(model: Any) -> dict[str, bytes]:
-    """Config, generation config, own code and, if it came from a local directory, the tokenizer: name → content."""
+    """Config, generation config, own code and, if it came from a local directory, the tokenizer: name → content.
+
+    Of a model with PEFT adapters: their configs.
+    """
     model = unwrap(model)
+    adapters = _adapters_of(model)
     if not is_transformers_model(model):
-        return {}
+        return adapters
     config = copy.deepcopy(model.config)
     config.architectures = [original_class(model).__name__]
     floats = [p.dtype for p in model.parameters() if p.is_floating_point()]
     config.dtype = str(floats[0]).removeprefix("torch.") if floats else None
     code = _code_of(model, config)
-    found = {**code, "config.json": config.to_json_string(use_diff=True).encode()}
+    found = {**adapters, **code, "config.json": config.to_json_string(use_diff=True).encode()}
     generation = getattr(model, "generation_config", None)
     if generation is not None and model.can_generate():
         found["generation_config.json"] = generation.to_json_string(use_diff=True).encode()
@@ -56,6 +63,15 @@ def companion_files(model: Any) -> dict[str, bytes]:
         stored = _read_files(home, ("generation_config.json", *_TOKENIZER_FILES))
         found = {**_code_beside(home, {**stored, **found}), **stored, **found}
     return found
+
+
+def _adapters_of(model: Any) -> dict[str, bytes]:
+    """The configs of PEFT's adapters, which tell such a checkpoint from one of the base model."""
+    if not has_adapters(model):
+        return {}
+    configs = {name: stored_config(model, name) for name in adapter_configs(model)}
+    # A field of some method that JSON does not know must not keep a checkpoint from being written.
+    return {ADAPTERS_NAME: json.dumps(configs, indent=2, sort_keys=True, default=str).encode()}
 
 
 def read_companions(folder: str) -> dict[str, bytes]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..catalog.checkpoint import directory
+from ..catalog.checkpoint import directory, packed_name
 from ..catalog.manifest import FileEntry, Manifest, Packed, StateEntry, TensorEntry
 from ..catalog.slices import Slice, SliceTensor, file_name, owner_ranks, rank_files
 from ..dist import Ranks
@@ -23,10 +23,7 @@ from ..layout.model import local_tensor
 from ..layout.placements import Geometry, cut_boxes
 from ..proof.digest import finish, partial_sum
 from ..proof.model import replica_totals
-from ..state.snapshot import (
-    Live,
-    Snapshot,
-)
+from ..state.snapshot import Live, ModelPart, OptimizerPart, Snapshot, plain_tensors
 from ..state.train_state import TrainState
 from ..state.typed_json import Encoded
 from .collect import Collected, Lineage, collect
@@ -106,7 +103,7 @@ def publish_collected(
 
     ``tensor_of`` is called once for each of :func:`pieces_of`, in that order.
     """
-    temporary = _make_temporary(final, ranks)
+    temporary = _make_temporary(final, collected, ranks)
     try:
         with ranks.agree("write checkpoint"):
             files, sums = _write_rank(temporary, collected, ranks, tensor_of)
@@ -121,11 +118,13 @@ def publish_collected(
     return sum(f.nbytes for f in files.values())
 
 
-def _make_temporary(final: str, ranks: Ranks) -> str:
+def _make_temporary(final: str, collected: Collected, ranks: Ranks) -> str:
+    folders = ["rank", *(directory(p.kind, p.name) for p in collected.snapshot.parts)]
+
     def make() -> bytes:
         if os.path.lexists(final):
             raise CheckpointError(f"{final}: is there already; a published checkpoint is never written again")
-        return make_temporary(final, ("model", "optimizer", "rank")).encode()
+        return make_temporary(final, folders).encode()
 
     return ranks.on_first("make temporary directory", make).decode()
 
@@ -136,28 +135,24 @@ def _write_rank(
     """Write and sync this rank's files. Returns their entries and the digest sums of its copies of all tensors."""
     files: dict[str, FileEntry] = {}
     sums: list[int] = []
-    for kind, live in _kinds(collected):
-        sums += _write_tensors(root, kind, live, files, ranks, tensor_of)
+    for part in collected.snapshot.parts:
+        sums += _write_tensors(root, part, files, ranks, tensor_of)
     _write_pieces(root, f"rank/{ranks.rank:05d}", collected.local, files)
     if ranks.rank == 0:
         _write_pieces(root, "state", collected.shared, files)
         for name, content in collected.companions.items():
-            files[f"model/{name}"] = write_file(os.path.join(root, "model", name), content)
+            files[name] = write_file(os.path.join(root, name), content)
     return files, sums
-
-
-def _kinds(collected: Collected) -> tuple[tuple[str, Sequence[Live]], ...]:
-    return (("model", collected.snapshot.model), ("optimizer", collected.snapshot.optimizer))
 
 
 def _write_tensors(
     root: str,
-    kind: str,
-    live: Sequence[Live],
+    part: ModelPart | OptimizerPart,
     files: dict[str, FileEntry],
     ranks: Ranks,
     tensor_of: TensorOf,
 ) -> list[int]:
+    live = part.live
     by_name = {v.stored.name: v for v in live}
     sums = dict.fromkeys((v.stored.name for v in live if v.counted), 0)
     stored = [v.stored for v in live]
@@ -171,7 +166,7 @@ def _write_tensors(
         return piece
 
     for k, slices in enumerate(rank_files(stored, ranks.rank)):
-        name = f"{directory(kind, kind)}/{file_name(kind, ranks.rank, k, count)}"
+        name = f"{directory(part.kind, part.name)}/{file_name(part.kind, ranks.rank, k, count)}"
         files[name] = write_slices(os.path.join(root, name), slices, piece_of, ranks.tick)
     for v in _replicas_of_others(live, ranks.rank):
         for held in boxes_on(v.stored, ranks.rank):
@@ -182,7 +177,8 @@ def _write_tensors(
 
 def pieces_of(collected: Collected, rank: int) -> Iterator[Piece]:
     """What a rank hands to the writer, in the order in which it is written or, a replica, only summed."""
-    for _, live in _kinds(collected):
+    for part in collected.snapshot.parts:
+        live = part.live
         by_name = {v.stored.name: v for v in live}
         for slices in rank_files([v.stored for v in live], rank):
             for one in slices:
@@ -236,24 +232,7 @@ def _manifest(collected: Collected, ranks: Ranks, gathered: Sequence[bytes]) -> 
     files = {name: entry for found, _ in parts for name, entry in found.items()}
     digests = _digests(snapshot, np.stack([sums for _, sums in parts]))
     geometries: dict[Geometry, int] = {}
-    entries: dict[str, TensorEntry] = {}
-    named = {t.name: t for t in snapshot.named}
-    states = _state_entries(snapshot, digests)
-    for live in snapshot.model:
-        if not live.counted:
-            continue
-        t = live.stored
-        entries[t.name] = TensorEntry(
-            dtype=t.dtype,
-            shape=t.shape,
-            geometry=geometries.setdefault(t.geometry, len(geometries)),
-            digest=digests[t.name],
-            owner=t.owner,
-            kind=named[t.name].kind,
-            aliases=named[t.name].aliases,
-            stored_aliases=snapshot.stored_aliases.get(t.name, ()),
-            states={"optimizer": states[t.name]} if t.name in states else {},
-        )
+    models = {m.name: _model_entries(m, snapshot, digests, geometries) for m in snapshot.models}
     return Manifest(
         step=collected.step,
         run_id=collected.lineage.run_id,
@@ -261,8 +240,8 @@ def _manifest(collected: Collected, ranks: Ranks, gathered: Sequence[bytes]) -> 
         world_size=ranks.world_size,
         seed=collected.seed,
         geometries=tuple(geometries),
-        models={"model": entries},
-        packed={"optimizer": _packed_entries(snapshot, digests)} if "optimizer" in snapshot.pieces else {},
+        models=models,
+        packed={o.name: _packed_entries(o, digests) for o in snapshot.optimizers},
         files=dict(sorted(files.items())),
         software=collected.software,
         hub_tensors=collected.hub_tensors,
@@ -270,18 +249,46 @@ def _manifest(collected: Collected, ranks: Ranks, gathered: Sequence[bytes]) -> 
     )
 
 
-def _digests(snapshot: Snapshot, sums: Any) -> dict[str, int]:
+#: Digests by kind and name of the part, and stored name.
+Digests = Mapping[tuple[str, str, str], int]
+
+
+def _model_entries(
+    model: ModelPart, snapshot: Snapshot, digests: Digests, geometries: dict[Geometry, int]
+) -> dict[str, TensorEntry]:
+    named = {t.name: t for t in model.named}
+    states = {o.name: _state_entries(o, digests) for o in snapshot.optimizers if o.model == model.name}
+    entries = {}
+    for live in model.live:
+        if not live.counted:
+            continue
+        t = live.stored
+        entries[t.name] = TensorEntry(
+            dtype=t.dtype,
+            shape=t.shape,
+            geometry=geometries.setdefault(t.geometry, len(geometries)),
+            digest=digests["model", model.name, t.name],
+            owner=t.owner,
+            kind=named[t.name].kind,
+            aliases=named[t.name].aliases,
+            stored_aliases=model.stored_aliases.get(t.name, ()),
+            states={o: found[t.name] for o, found in states.items() if t.name in found},
+        )
+    return entries
+
+
+def _digests(snapshot: Snapshot, sums: Any) -> Digests:
     """Digest of every tensor from all ranks' sums, [rank, tensor]. Replicas must be equal, but for plain buffers.
 
     Raises :class:`StateError` naming tensors whose replicas differ.
     """
-    counted = [v for v in (*snapshot.model, *snapshot.optimizer) if v.counted]
-    totals = replica_totals(sums, [v.stored.geometry for v in counted])
-    buffers = {t.name for t in snapshot.named if t.kind == "buffer" and local_tensor(t.tensor) is t.tensor}
+    counted = [(part, v) for part in snapshot.parts for v in part.live if v.counted]
+    totals = replica_totals(sums, [v.stored.geometry for _, v in counted])
+    buffers = plain_tensors(snapshot, kind="buffer")
     unequal = [
         v.stored.name
-        for v, found in zip(counted, totals, strict=True)
-        if len(set(found)) > 1 and v.stored.name not in buffers
+        for (part, v), found in zip(counted, totals, strict=True)
+        if len(set(found)) > 1 and not (part.kind == "model" and f"{part.name}:{v.stored.name}" in buffers)
     ]
     if unequal:
         raise StateError(
@@ -289,31 +296,30 @@ def _digests(snapshot: Snapshot, sums: Any) -> dict[str, int]:
             f"apart, and a checkpoint can hold only one of them"
         )
     return {
-        v.stored.name: finish(found[v.stored.owner], v.stored.dtype, v.stored.shape)
-        for v, found in zip(counted, totals, strict=True)
+        (part.kind, part.name, v.stored.name): finish(found[v.stored.owner], v.stored.dtype, v.stored.shape)
+        for (part, v), found in zip(counted, totals, strict=True)
     }
 
 
-def _state_entries(snapshot: Snapshot, digests: dict[str, int]) -> dict[str, dict[str, StateEntry]]:
-    stored = {v.stored.name: v.stored for v in snapshot.optimizer}
+def _state_entries(part: OptimizerPart, digests: Digests) -> dict[str, dict[str, StateEntry]]:
+    stored = {v.stored.name: v.stored for v in part.live}
     found: dict[str, dict[str, StateEntry]] = {}
-    for name, states in snapshot.drained.tensors.items():
+    for name, states in part.drained.tensors.items():
         for key in states:
             t = stored[f"{name}.{key}"]
-            found.setdefault(name, {})[key] = StateEntry(t.dtype, digests[t.name], t.owner)
-    for name, packed in snapshot.drained.packed_index.items():
+            digest = digests["optimizer", part.name, t.name]
+            found.setdefault(name, {})[key] = StateEntry(t.dtype, digest, t.owner)
+    for name, packed in part.drained.packed_index.items():
         for key, (pack, index) in packed.items():
             dtype = pack.rsplit(".", 1)[1]
             found.setdefault(name, {})[key] = StateEntry(dtype, packed=pack, index=index)
     return found
 
 
-def _packed_entries(snapshot: Snapshot, digests: dict[str, int]) -> dict[str, Packed]:
-    from ..catalog.checkpoint import packed_name
-
-    stored = {v.stored.name: v.stored for v in snapshot.optimizer}
+def _packed_entries(part: OptimizerPart, digests: Digests) -> dict[str, Packed]:
+    stored = {v.stored.name: v.stored for v in part.live}
     found = {}
-    for key, tensor in snapshot.drained.packed.items():
+    for key, tensor in part.drained.packed.items():
         t = stored[packed_name(key)]
-        found[key] = Packed(t.dtype, tensor.numel(), digests[t.name], t.owner)
+        found[key] = Packed(t.dtype, tensor.numel(), digests["optimizer", part.name, t.name], t.owner)
     return found

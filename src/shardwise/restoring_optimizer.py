@@ -1,0 +1,165 @@
+"""Putting optimizer state back: groups, tensors by parameter name, digests, scalars and other values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .catalog import Catalog
+from .catalog.checkpoint import catalog_of_slices, optimizer_tensors, packed_name
+from .catalog.manifest import Manifest, TensorEntry
+from .dist import Ranks
+from .dtypes import code_of, torch_dtype
+from .errors import IntegrityError, StateError
+from .layout.model import geometries_of, local_tensor, wanted_of
+from .layout.placements import Geometry
+from .layout.wanted import Layout, Wanted, whole_tensor
+from .names import NamedTensor
+from .place.copy import Destination, Staging, execute
+from .plan import IOOptions, Plan, build_plan
+from .proof.digest import tensor_digest
+from .proof.model import live_digests
+from .read import FileReader
+from .recipe.match import Rules, match_rules, renamed
+from .state.optimizer import fill_groups, parameter_names, place_scalars, place_states, place_values
+from .state.train_state import document_of
+
+__all__ = ["TrainedBy", "restore_optimizer", "same_place"]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedBy:
+    """An optimizer of this run, and the model whose parameters it holds."""
+
+    name: str
+    optimizer: Optimizer
+    model_name: str
+    model: nn.Module
+    named: tuple[NamedTensor, ...]
+
+    @property
+    def document(self) -> str:
+        return document_of("optimizer", self.name)
+
+    @property
+    def opaque(self) -> str:
+        return document_of("optimizer", self.name, "opaque")
+
+
+def restore_optimizer(
+    part: TrainedBy,
+    manifest: Manifest,
+    stored: Manifest,
+    path: str,
+    documents: dict[str, Any],
+    ranks: Ranks,
+    io: IOOptions,
+) -> tuple[int, int]:
+    """Fill an optimizer. Returns bytes read by this rank and the number of tensors filled.
+
+    ``manifest`` has the model's names, ``stored`` those by which slice files are ordered.
+    """
+    entries = manifest.models[part.model_name]
+    with ranks.agree("plan optimizer state"):
+        names = parameter_names(part.optimizer, part.named)
+        document = documents[part.document]
+        fill_groups(part.optimizer, names, document["groups"])
+        spread = {n: _spread_states(t, part.name) for n, t in entries.items() if t.states.get(part.name)}
+        tensors, scalars_before = place_states(part.optimizer, names, spread)
+        packed = {
+            k: torch.empty(p.count, dtype=torch_dtype(p.dtype)) for k, p in manifest.packed[part.name].items()
+        }
+        geometries = geometries_of(part.model, part.named)
+        _check_opaque(documents.get(part.opaque, {}), entries, manifest, geometries)
+        slices = optimizer_tensors(stored, part.name, part.model_name)
+        catalog = catalog_of_slices(path, stored, "optimizer", part.name, slices)
+        live = {alias: t.name for t in part.named for alias in t.names}
+        plan = _plan_states(catalog, tensors, packed, geometries, live, io)
+    with ranks.agree("read optimizer state"), FileReader(ranks.tick) as reader:
+        destination = Destination(
+            {n: local_tensor(t) for n, t in tensors.items()} | {packed_name(k): t for k, t in packed.items()}
+        )
+        execute(plan.transfers, reader, destination, Staging(io, plan.staging_bytes))
+    _check_state_digests(part, manifest, tensors, packed, geometries, path, ranks)
+    with ranks.agree("place optimizer state"):
+        scalars: dict[str, dict[str, torch.Tensor]] = {}
+        for name, entry in entries.items():
+            for key, e in entry.states.get(part.name, {}).items():
+                if e.packed is not None:
+                    scalars.setdefault(name, {})[key] = packed[e.packed][e.index]
+        place_scalars(part.optimizer, names, scalars, scalars_before)
+        place_values(part.optimizer, names, document["values"])
+        if part.opaque in documents:
+            place_values(part.optimizer, names, documents[part.opaque])
+    return reader.bytes_read, len(tensors) + len(packed)
+
+
+def _check_opaque(
+    opaque: Mapping[str, Any],
+    entries: Mapping[str, TensorEntry],
+    manifest: Manifest,
+    geometries: Mapping[str, Geometry],
+) -> None:
+    """Rank-local state fits the same cut of its parameter only."""
+    moved = [n for n in opaque if not same_place(manifest.geometries[entries[n].geometry], geometries[n])]
+    if moved:
+        raise StateError(
+            f"optimizer state of {', '.join(moved[:5])} has another shape than its parameter and was stored per rank; "
+            f"the parameter is now spread over ranks otherwise, so it can't be carried over"
+        )
+
+
+def same_place(a: Geometry, b: Geometry) -> bool:
+    """Whether two geometries put the same elements on the same ranks; names of axes do not matter."""
+    return replace(a, axis_names=b.axis_names) == b
+
+
+def _spread_states(entry: TensorEntry, optimizer: str) -> dict[str, str]:
+    return {key: e.dtype for key, e in entry.states[optimizer].items() if e.packed is None}
+
+
+def _plan_states(
+    catalog: Catalog,
+    tensors: Mapping[str, torch.Tensor],
+    packed: Mapping[str, torch.Tensor],
+    geometries: Mapping[str, Geometry],
+    live: Mapping[str, str],
+    io: IOOptions,
+) -> Plan:
+    wanted: list[Wanted] = [wanted_of(n, t, geometries[n.rsplit(".", 1)[0]]) for n, t in tensors.items()]
+    wanted += [whole_tensor(packed_name(k), code_of(t.dtype), tuple(t.shape)) for k, t in packed.items()]
+
+    def rename(stored: Sequence[str]) -> dict[str, str]:
+        parts = {n: n.rsplit(".", 1) for n in stored}
+        return {n: f"{live[p[0]]}.{p[1]}" if p[0] in live else n for n, p in parts.items()}
+
+    matched = match_rules(catalog, wanted, Rules(renamed(rename)))
+    return build_plan(catalog, Layout(tuple(wanted)), matched, io)
+
+
+def _check_state_digests(
+    part: TrainedBy,
+    manifest: Manifest,
+    tensors: Mapping[str, torch.Tensor],
+    packed: Mapping[str, torch.Tensor],
+    geometries: Mapping[str, Geometry],
+    path: str,
+    ranks: Ranks,
+) -> None:
+    found = live_digests(tensors, {n: geometries[n.rsplit(".", 1)[0]] for n in tensors}, ranks)
+    with ranks.agree("compare optimizer digests"):
+        wrong = []
+        for name, digest in found.items():
+            parameter, key = name.rsplit(".", 1)
+            if digest != manifest.models[part.model_name][parameter].states[part.name][key].digest:
+                wrong.append(name)
+        wrong += [k for k, t in packed.items() if tensor_digest(t) != manifest.packed[part.name][k].digest]
+        if wrong:
+            raise IntegrityError(
+                f"optimizer state differs from what was saved: {', '.join(wrong[:20])}", path=path
+            )
