@@ -75,6 +75,28 @@ class MasterSGD(torch.optim.Optimizer):
                 parameter.copy_(state["master"])
 
 
+class EightBitSGD(torch.optim.Optimizer):
+    """Momentum in eight bits with a scale, as bitsandbytes and torchao keep it: integer state shaped like its parameter."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["momentum"] = torch.full_like(parameter, 128, dtype=torch.uint8)
+                    state["scale"] = torch.tensor(1.0)
+                momentum = (state["momentum"].float() - 128) * state["scale"] * 0.9 + parameter.grad
+                state["momentum"].copy_((momentum * 50).clamp(-127, 127).round() + 128)
+                state["scale"].fill_(1 / 50)
+                parameter.add_(momentum, alpha=-group["lr"])
+
+
 def groups(model: nn.Module, **special: Any) -> list[dict[str, Any]]:
     """Two groups; the one without weight decay has settings of its own."""
     flat = [p for p in model.parameters() if p.ndim < 2]
@@ -103,6 +125,16 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "amsgrad": _amsgrad,
     "adagrad": _adagrad,
     "sgd": _sgd,
+    "fused": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True),
+    "foreach": lambda model: torch.optim.AdamW(groups(model, lr=3e-3), lr=1e-2, foreach=True),
+    "nadam": lambda model: torch.optim.NAdam(model.parameters(), lr=1e-2),
+    "radam": lambda model: torch.optim.RAdam(model.parameters(), lr=1e-2),
+    "rmsprop": lambda model: torch.optim.RMSprop(
+        groups(model, lr=3e-3), lr=1e-2, momentum=0.9, centered=True
+    ),
+    "asgd": lambda model: torch.optim.ASGD(model.parameters(), lr=1e-2, t0=2),
+    "muon": lambda model: torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=1e-2),
+    "eight bits": lambda model: EightBitSGD(model.parameters(), lr=1e-2),
     "master": lambda model: MasterSGD(model.parameters(), lr=0.1),
 }
 
