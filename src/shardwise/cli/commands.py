@@ -13,9 +13,18 @@ import click
 from ..errors import NoCheckpointError, ShardwiseError, SourceError
 from ..store.publish import published_steps
 from .contents import CheckpointContents, Contents, RootContents, contents_of, is_root, to_json
-from .options import DTYPES, byte_count, common, source_path
+from .options import DTYPES, byte_count, common, source_path, trust_remote_code
 from .program import FINE, WRONG_DATA, Program, print_json, rank_of_launcher
-from .render import console, progress, show_contents, show_export, show_plan, show_problems, show_verify
+from .render import (
+    console,
+    progress,
+    show_contents,
+    show_diff,
+    show_export,
+    show_plan,
+    show_problems,
+    show_verify,
+)
 
 __all__ = ["main"]
 
@@ -65,8 +74,9 @@ def _is_sound(contents: Contents) -> bool:
 @click.option(
     "--dtype", type=click.Choice(("auto", *DTYPES)), default="auto", help="Default: as the config says."
 )
+@trust_remote_code
 @common
-def plan(path: str, ranks: int, replicas: int, dtype: str, as_json: bool) -> None:
+def plan(path: str, ranks: int, replicas: int, dtype: str, trust_remote_code: bool, as_json: bool) -> None:
     """Show what loading a transformers model over N ranks will take, without loading it.
 
     Makes the plan that load_pretrained would run on each rank, and proves that it is complete.
@@ -77,7 +87,9 @@ def plan(path: str, ranks: int, replicas: int, dtype: str, as_json: bool) -> Non
         )
     from ..planner import plan_pretrained
 
-    report = plan_pretrained(path, ranks=ranks, replicas=replicas, dtype=dtype)
+    report = plan_pretrained(
+        path, ranks=ranks, replicas=replicas, dtype=dtype, trust_remote_code=trust_remote_code
+    )
     if as_json:
         print_json(report.to_json())
     else:
@@ -97,6 +109,26 @@ def verify(path: str, as_json: bool) -> int:
             show_verify(console(), report)
         return FINE if report.ok else WRONG_DATA
     return _verify_steps(path, as_json)
+
+
+@main.command()
+@click.argument("first", type=click.Path(path_type=str))
+@click.argument("second", type=click.Path(path_type=str))
+@common
+def diff(first: str, second: str, as_json: bool) -> int:
+    """Compare two sources tensor by tensor: added, removed, changed, and by how much.
+
+    Of two checkpoints the optimizers, too. Status 1 if they differ.
+    """
+    from ..difference import difference
+
+    with progress("compared", enabled=not as_json) as on_progress:
+        report = difference(first, second, on_progress=on_progress)
+    if as_json:
+        print_json(report.to_json())
+    else:
+        show_diff(console(), report)
+    return FINE if report.ok else WRONG_DATA
 
 
 def _verify_steps(root: str, as_json: bool) -> int:
@@ -141,8 +173,11 @@ def _verify_one(path: str, as_json: bool) -> Any:
     metavar="SIZE",
     help="Per file.",
 )
+@trust_remote_code
 @common
-def export(path: str, out: str, dtype: str | None, max_shard_size: int, as_json: bool) -> None:
+def export(
+    path: str, out: str, dtype: str | None, max_shard_size: int, trust_remote_code: bool, as_json: bool
+) -> None:
     """Write the model at PATH (a checkpoint or safetensors) as a Hugging Face directory OUT.
 
     Runs in one process, or under torchrun, where all ranks share the work.
@@ -150,7 +185,13 @@ def export(path: str, out: str, dtype: str | None, max_shard_size: int, as_json:
     from ..export import export_hf
 
     with _ranks_of_launcher() as rank:
-        report = export_hf(path, out, dtype=dtype, max_shard_bytes=max_shard_size)
+        report = export_hf(
+            path,
+            out,
+            dtype=dtype,
+            max_shard_bytes=max_shard_size,
+            trust_remote_code=trust_remote_code,
+        )
         if rank != 0:
             return
         if as_json:

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-__all__ = ["DTYPES", "byte_count", "common", "source_path"]
+__all__ = ["DTYPES", "byte_count", "common", "source_path", "trust_remote_code"]
 
 #: What a model can be built or exported in.
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -40,3 +40,9 @@ def common(command: Callable[..., Any]) -> Callable[..., Any]:
 def source_path(command: Callable[..., Any]) -> Callable[..., Any]:
     """The argument PATH. What is wrong with it is for the readers to say, who know more."""
     return click.argument("path", type=click.Path(path_type=str))(command)
+
+
+def trust_remote_code(command: Callable[..., Any]) -> Callable[..., Any]:
+    """``--trust-remote-code``, for commands that build the model."""
+    help = "Run the Python files that the model brings for its classes."
+    return click.option("--trust-remote-code", is_flag=True, help=help)(command)

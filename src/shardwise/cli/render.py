@@ -219,6 +219,22 @@ def show_verify(out: Console, report: Any) -> None:
     out.print(_verdict(report.ok))
 
 
+def show_diff(out: Console, report: Any) -> None:
+    """What ``diff`` says (a ``DiffReport``)."""
+    facts = {"equal": f"{report.equal} tensors, {report.by_digest} of them by their digests"}
+    for label, names in (("added", report.added), ("removed", report.removed)):
+        if names:
+            facts[label] = f"{len(names)}: {_some(names)}"
+    _facts(out, f"{report.first} -> {report.second}", facts)
+    if report.changed:
+        table = _table("changed", "what", ">elements", ">largest", ">relative")
+        for change in report.changed:
+            numbers = (f"{change.elements:,}", f"{change.largest:.3g}", f"{change.relative:.3g}")
+            table.add_row(_plain(change.name), change.what, *numbers)
+        out.print(table)
+    out.print(Text("no difference", _GREEN) if report.ok else Text("they differ", _RED))
+
+
 def show_problems(out: Console, problems: Iterable[str]) -> None:
     """A line for each finding."""
     for problem in problems:

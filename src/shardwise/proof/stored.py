@@ -20,7 +20,7 @@ from ..errors import ShardwiseError
 from ..read.files import FileReader
 from .digest import finish, partial_sum_bytes
 
-__all__ = ["VerifyReport", "pieces", "verify"]
+__all__ = ["VerifyReport", "model_of", "pieces", "verify"]
 
 Progress = Callable[[int, int], None]
 
@@ -138,7 +138,7 @@ def _slice_sets(manifest: Manifest) -> Iterator[tuple[str, str, list[SliceTensor
         digests = {alias: t.digest for n, t in entries.items() for alias in (n, *t.stored_aliases)}
         yield "model", model, model_tensors(manifest, model), digests
     for optimizer, packed in manifest.packed.items():
-        model = _model_of(manifest, optimizer)
+        model = model_of(manifest, optimizer)
         states = {
             f"{n}.{s}": e.digest
             for n, t in manifest.models[model].items()
@@ -149,7 +149,7 @@ def _slice_sets(manifest: Manifest) -> Iterator[tuple[str, str, list[SliceTensor
         yield "optimizer", optimizer, optimizer_tensors(manifest, optimizer, model), states
 
 
-def _model_of(manifest: Manifest, optimizer: str) -> str:
+def model_of(manifest: Manifest, optimizer: str) -> str:
     """The model whose parameters have states of an optimizer; the first one, if none has."""
     return next(
         (m for m, ts in manifest.models.items() if any(optimizer in t.states for t in ts.values())),
