@@ -24,6 +24,7 @@ from .errors import (
 from .plan import IOOptions
 from .read import FileReader
 from .restoring import ResumeReport, restore_into
+from .restoring_dcp import is_dcp, restore_dcp
 from .state.train_state import TrainState
 from .store import publish
 from .store.behind import SaveBehind, reserve_for
@@ -55,13 +56,19 @@ def save(
 def restore(state: TrainState, path: str | os.PathLike[str], *, io: IOOptions | None = None) -> ResumeReport:
     """Put the checkpoint at ``path`` back into the live objects of ``state``, and prove it by digests.
 
+    Also a DCP checkpoint, as Accelerate (``save_state``), the HF Trainer and torch's own examples write it: without
+    digests, and without RNG and data position, which it does not hold in a form that is read.
+
     Under whatever mesh and world size this run has. Every rank of the default process group must call it.
     RNG comes last. Memory: staging only, besides what the state itself needs. Raises
     :class:`SourceError`, :class:`IntegrityError`, :class:`PlanError`, :class:`StateError` or
     :class:`RankError`, alike on every living rank; the state is then undefined until a restore succeeds.
     """
     io = io or IOOptions()
-    return restore_into(state, os.path.abspath(path), Ranks.current(timeout_s=io.timeout_s), io)
+    root, ranks = os.path.abspath(path), Ranks.current(timeout_s=io.timeout_s)
+    if ranks.on_first("look at checkpoint", lambda: b"dcp" if is_dcp(root) else b""):
+        return restore_dcp(state, root, ranks, io)
+    return restore_into(state, root, ranks, io)
 
 
 class Checkpointer:

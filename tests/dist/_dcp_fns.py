@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from shardwise.errors import ShardwiseError
-from tests.models import Mixed
+from tests.models import Block, Mixed
 
 
 def sharded(seed: int, *, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -71,3 +72,174 @@ def error_of(folder: str) -> tuple[str, str]:
     except ShardwiseError as error:
         return type(error).__name__, str(error)
     return "none", ""
+
+
+# --------------------------------------------------------------------------------- Accelerate
+
+
+class Lines(nn.Module):
+    """Blocks and a head, no buffers: what Accelerate's own loader takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(10) for _ in range(2))
+        for block in self.blocks:
+            del block.seen
+            block.seen = 0.0
+        self.head = nn.Linear(10, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def parts(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    torch.manual_seed(seed)
+    model = Lines()
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
+            {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
+        ],
+        lr=1e-2,
+    )
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.5)
+
+
+def batch(step: int) -> torch.Tensor:
+    """Every rank its own rows."""
+    return torch.randn(4, 10, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
+
+
+def accelerate_trains(root: str, kind: str, steps: int, more: int) -> list[float]:
+    """Real Accelerate with FSDP2: trains, saves its state, goes on. The losses after the save."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    keys = {
+        "RANK": str(dist.get_rank()),
+        "LOCAL_RANK": str(dist.get_rank()),
+        "WORLD_SIZE": str(dist.get_world_size()),
+        "ACCELERATE_USE_CPU": "true",
+        "FSDP_VERSION": "2",
+    }
+    before = {k: os.environ.get(k) for k in keys}
+    os.environ.update(keys)
+    try:
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            reshard_after_forward=True,
+            state_dict_type=kind,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["Block"],
+        )
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+        # Accelerate doesn't choose FSDP on CPU by itself.
+        accelerator.state.distributed_type = DistributedType.FSDP
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        AcceleratorState._shared_state["fsdp_plugin"] = plugin
+        model, optimizer, _ = parts(0)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        # Not prepared: Accelerate steps a prepared one once per process.
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 4, gamma=0.5)
+        accelerator.register_for_checkpointing(scheduler)
+        accelerator._schedulers.append(scheduler)
+        accelerator._custom_objects.clear()
+        losses = []
+        for step in range(steps + more):
+            if step == steps:
+                accelerator.save_state(root)
+            loss = model(batch(step)).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        return losses[steps:]
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        for k, v in before.items():
+            os.environ.pop(k, None) if v is None else os.environ.update({k: v})
+
+
+def goes_on_here(root: str, steps: int, more: int) -> dict[str, Any]:
+    """An own loop that takes over."""
+    model, optimizer, scheduler = parts(7)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    named = {id(p): n for n, p in model.named_parameters()}
+    order = [[named[id(p)] for p in g["params"]] for g in optimizer.param_groups]
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    live = dict(model.named_parameters())
+    optimizer = torch.optim.AdamW([{"params": [live[n] for n in names]} for names in order], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.5)
+    report = sw.restore(sw.TrainState(model=model, optimizer=optimizer, scheduler=scheduler), root)
+    losses = []
+    for step in range(steps, steps + more):
+        loss = model(batch(step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return {
+        "losses": losses,
+        "exact": report.exact,
+        "documents": report.documents,
+        "tensors": (report.tensors, report.optimizer_tensors),
+        "saved_world_size": report.saved_world_size,
+        "read": report.bytes_read,
+    }
+
+
+def asks_for_too_much(root: str) -> dict[str, str]:
+    found = {}
+    model = sharded(1)
+    states = {
+        "scaler": sw.TrainState(model=model, scaler=torch.amp.GradScaler("cpu")),
+        "dataloader": sw.TrainState(
+            model=model, dataloader=sw.ResumableLoader(torch.utils.data.DataLoader([1]))
+        ),
+        "scheduler": sw.TrainState(model=model, scheduler=parts(0)[2]),
+    }
+    for name, state in states.items():
+        try:
+            sw.restore(state, root)
+        except ShardwiseError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def restores_nested(root: str, flat_optimizer: bool) -> dict[str, Any]:
+    """torch's own layout: model and optimizer in one state dict; or, as torchtitan, its optimizer flattened."""
+    if flat_optimizer:
+        model = sharded(1)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-4)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        of_model, of_optimizer = get_state_dict(
+            model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
+        )
+        dcp.save({"model": of_model, "optimizer": of_optimizer, "step": 7}, checkpoint_id=root)
+    model = sharded(2)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=9.0)
+    report = sw.restore(sw.TrainState(model=model, optimizer=optimizer), root)
+    states = list(optimizer.state.values())
+    return {
+        "model": whole(model),
+        "moments": {
+            float(v)
+            for s in states
+            for v in (s["exp_avg"].to_local() if isinstance(s["exp_avg"], DTensor) else s["exp_avg"])
+            .flatten()
+            .unique()
+        },
+        "steps": {float(s["step"]) for s in states},
+        "rate": optimizer.param_groups[0]["lr"],
+        "step": report.step,
+        "tensors": report.optimizer_tensors,
+    }

@@ -177,3 +177,40 @@ def fns_catalog(path: Path) -> None:
     from shardwise.catalog.open import open_catalog
 
     open_catalog(path)
+
+
+@pytest.mark.parametrize("now", [2, 3])
+def test_a_run_that_accelerate_began_goes_on_here(ranks: RankPool, tmp_path: Path, now: int) -> None:
+    """Accelerate's own checkpoint, with the optimizer and the scheduler: the same losses as its run has."""
+    root = str(tmp_path / "state")
+    expected = ranks.run_ranks(2, fns.accelerate_trains, root, "SHARDED_STATE_DICT", 3, 6)
+    found = ranks.run_ranks(now, fns.goes_on_here, root, 3, 6)
+    for rank in found:
+        assert not rank["exact"]  # nothing vouches for the RNG and the data
+        assert rank["documents"] == ("scheduler",)
+        assert rank["tensors"] == (14, 14 * 3)
+        assert rank["saved_world_size"] == 2
+    if now == 2:
+        assert [rank["losses"] for rank in found] == expected
+    else:  # other batches a rank: what was restored is the same, what is trained on is not
+        assert found[0]["losses"][0] == expected[0][0]
+
+
+def test_what_is_not_there_is_refused(ranks: RankPool, saved: Path) -> None:
+    for found in ranks.run_ranks(2, fns.asks_for_too_much, str(saved)):
+        for name in ("scaler", "dataloader", "scheduler"):
+            assert found[name].startswith("StateError"), found[name]
+            assert "leave" in found[name]
+
+
+@pytest.mark.parametrize("flat_optimizer", [False, True])
+def test_an_optimizer_in_the_same_state_dict(
+    ranks: RankPool, saved: Path, tmp_path: Path, flat_optimizer: bool
+) -> None:
+    root = str(tmp_path / "flat") if flat_optimizer else str(saved)
+    for found in ranks.run_ranks(2, fns.restores_nested, root, flat_optimizer):
+        assert list(found["moments"]) == [pytest.approx(0.1)]  # one step with gradients of one
+        assert found["steps"] == {1.0}
+        assert found["rate"] == (3e-4 if flat_optimizer else 1e-3)
+        assert found["step"] == 7
+        assert found["tensors"] == 15 * 3
