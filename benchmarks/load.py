@@ -168,7 +168,7 @@ def floor(plan: Any) -> list[torch.Tensor]:
     return buffers
 
 
-def run(kind: str, world_size: int, directory: Path) -> list[dict[str, Any]]:
+def run(kind: str, world_size: int, directory: Path, work: Any = worker) -> list[dict[str, Any]]:
     """One run of all ranks in fresh processes; results by rank."""
     context = multiprocessing.get_context("fork")
     with socket.socket() as s:
@@ -176,7 +176,7 @@ def run(kind: str, world_size: int, directory: Path) -> list[dict[str, Any]]:
         port = s.getsockname()[1]
     out = context.SimpleQueue()
     processes = [
-        context.Process(target=worker, args=(kind, r, world_size, port, str(directory), out))
+        context.Process(target=work, args=(kind, r, world_size, port, str(directory), out))
         for r in range(world_size)
     ]
     for p in processes:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from benchmarks.architectures import Architecture, write_checkpoint
 from benchmarks.sweeping.rows import Row
 
-__all__ = ["Reference", "differences", "export_differences", "make_reference", "unshardable"]
+__all__ = ["Reference", "differences", "export_differences", "make_reference"]
 
 
 @dataclass(slots=True)
@@ -58,11 +58,6 @@ def make_reference(architecture: Architecture, directory: Path, dtype: torch.dty
         row.notes.append(f"not saved by the library: {', '.join(reference.missing[:3])}")
     if reference.unexpected:
         row.notes.append(f"saved but not loaded by the library: {', '.join(reference.unexpected[:3])}")
-    plain = unshardable(reference)
-    if plain:
-        row.notes.append(
-            f"kept whole, by ShardPolicy(ignored=…): {', '.join(plain[:3])} ({len(plain)} parameters)"
-        )
     unsaved = model._keys_to_ignore_on_save or ()
     reference.changed = {
         name: tensor.detach()
@@ -147,24 +142,6 @@ def stored_tensors(directory: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     return {n: t for file in sorted(directory.glob("*.safetensors")) for n, t in load_file(file).items()}
-
-
-def unshardable(reference: Reference) -> list[str]:
-    """Trainable parameters that FSDP2 can't take, so that the caller has to name them as ignored.
-
-    Those without dims (CLIP's ``logit_scale``), and those of another dtype than others of the same module.
-    """
-    by_module: dict[str, Counter[torch.dtype]] = {}
-    trainable = [n for n, (kind, trains) in reference.kinds.items() if kind == "parameter" and trains]
-    for name in trainable:
-        tensor = reference.tensors[name]
-        by_module.setdefault(name.rpartition(".")[0], Counter())[tensor.dtype] += tensor.numel()
-    usual = {path: counts.most_common(1)[0][0] for path, counts in by_module.items()}
-    return [
-        name
-        for name in trainable
-        if (tensor := reference.tensors[name]).ndim == 0 or tensor.dtype != usual[name.rpartition(".")[0]]
-    ]
 
 
 # ----------------------------------------------------------------------------------------------------

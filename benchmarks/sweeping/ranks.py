@@ -14,15 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 import shardwise as sw
 from benchmarks.architectures import Architecture
 from benchmarks.sweeping.children import in_children
-from benchmarks.sweeping.ordinary import Reference, differences, export_differences, unshardable
+from benchmarks.sweeping.ordinary import Reference, differences, export_differences
 from shardwise.dist import Ranks
-from shardwise.parallelize import describe_groups
 from shardwise.pretrained import build_meta
 
 __all__ = ["MOST_BYTES", "Job", "on_ranks", "short"]
@@ -77,7 +75,7 @@ def _load(
     model, report = sw.load_pretrained(
         job.directory,
         mesh,
-        policy=sw.ShardPolicy(placement=placement, ignored=tuple(unshardable(job.reference))),
+        policy=sw.ShardPolicy(placement=placement),
         auto_class=job.architecture.model_class,
         unused=tuple(job.reference.unexpected),
         init=dict.fromkeys(job.reference.missing, "model"),
@@ -136,10 +134,7 @@ def fsdp_and_tp(job: Job) -> tuple[list[str], Ratios]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = build_meta(job.directory, auto_class=job.architecture.model_class)
     apply_plan(model, mesh["tp"])
-    scalars = {p for p in model.parameters() if p.ndim == 0 or not p.numel()}
-    for group in describe_groups(model, sw.ShardPolicy(ignored=_named(model, scalars))):
-        module = model.get_submodule(group.name) if group.name else model
-        fully_shard(module, mesh=mesh["dp"], ignored_params=scalars or None)
+    sw.shard(model, mesh["dp"])
     report = sw.load(
         model,
         job.directory,
@@ -149,10 +144,6 @@ def fsdp_and_tp(job: Job) -> tuple[list[str], Ratios]:
     model.eval()
     problems = differences(model, job.reference)
     return problems, ratios_of(report)
-
-
-def _named(model: nn.Module, chosen: set[nn.Parameter]) -> tuple[str, ...]:
-    return tuple(n for n, p in model.named_parameters() if p in chosen)
 
 
 def apply_plan(model: Any, mesh: Any) -> None:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 __all__ = [
     "HubGroup",
+    "default_conversions",
     "default_store",
     "empty_dtensor",
     "fsdp_parameter_ids",
@@ -109,6 +110,19 @@ def transformers_conversions(meta_model: Any, key_mapping: Mapping[str, str] | N
     if original_class(meta_model) is not model_class:
         raise TypeError(f"{model_class.__name__} is wrapped: its conversions would come back empty")
     return list(get_model_conversion_mapping(meta_model, dict(key_mapping) if key_mapping else None))
+
+
+def default_conversions(meta_model: Any) -> list[Any]:
+    """What ``save_pretrained`` inverts of a model that was not loaded from the hub's files.
+
+    transformers 5.17-5.23: as in ``core_model_loading.revert_weight_conversion``, which finds nothing on a model
+    whose class FSDP2 swapped.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
+
+    found = get_model_conversion_mapping(meta_model, add_legacy=False)
+    return [conversion for conversion in found if not isinstance(conversion, PrefixChange)]
 
 
 @dataclass(frozen=True, slots=True)

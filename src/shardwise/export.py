@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ._peft import has_adapters
 from .catalog import Catalog, Chunk, StoredTensor
 from .catalog.manifest import read_manifest
 from .catalog.open import open_catalog
@@ -31,10 +32,12 @@ from .errors import CheckpointError, FormatError, IntegrityError
 from .layout.boxes import Box, LocalBox, whole
 from .layout.model import geometries_of, local_tensor, reshard, wanted_of
 from .layout.wanted import Wanted, contiguous_strides
+from .model_class import import_code, in_turn
 from .names import named_tensors, unwrap
 from .place.copy import Destination, FileFiller, Staging, execute, write_back
 from .plan import IOOptions
 from .plan.build import transfers_of
+from .pretrained import build_meta
 from .proof.digest import finish, partial_sum
 from .proof.stored import pieces
 from .read import FileReader
@@ -42,12 +45,17 @@ from .recipe.match import Recipe
 from .recipe.record import recall
 from .recipe.tiles import Tile, identity, invert
 from .recipe.transformers import hub_rules, is_transformers_model, meta_instance, reverse_tiles
-from .store.companions import companion_files, read_companions
+from .store.companions import ADAPTERS_NAME, companion_files, read_companions
 from .store.write import fsync_directory, write_file
 
 __all__ = ["ExportReport", "export_hf"]
 
 INDEX_NAME = "model.safetensors.index.json"
+
+_NO_HUB_FORMAT = (
+    "has no hub format: write the adapters of the live model with "
+    "shardwise.integrations.peft.save_adapter(model, directory); the base is what it was loaded from"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +107,18 @@ def export_hf(
     *,
     dtype: torch.dtype | str | None = None,
     max_shard_bytes: int = 5 * 1024**3,
+    trust_remote_code: bool = False,
     io: IOOptions | None = None,
 ) -> ExportReport:
-    """Write a model in hub format: hub names, index, config, tokenizer if known; ties once.
+    """Write a model in hub format: hub names, index, config, tokenizer and own code if known; ties once.
 
     Args:
         model_or_path: a live (sharded) model, a checkpoint directory, or a safetensors directory.
         out_dir: must not exist, or be empty. It appears complete or not at all.
         dtype: floating-point tensors are written in it. Default: as they are.
         max_shard_bytes: payload per file, unless one tensor is larger.
+        trust_remote_code: of a checkpoint, run the Python files that its model brings for its classes: they
+            know the hub's names. Others need none.
 
     Every rank of the default process group must call it; each writes its own bytes at precomputed
     offsets of the final files. What is read of a checkpoint is compared with its recorded digests before
@@ -118,13 +129,40 @@ def export_hf(
     io = io or IOOptions()
     ranks = Ranks.current(timeout_s=io.timeout_s)
     final = os.path.abspath(out_dir)
+    if trust_remote_code and not isinstance(model_or_path, nn.Module):
+        in_turn(ranks, lambda: import_code(model_or_path))
     with ranks.agree("plan export"):
         if max_shard_bytes < 1:
             raise ValueError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
-        job = _LiveJob(model_or_path) if isinstance(model_or_path, nn.Module) else _StoredJob(model_or_path)
+        job: _LiveJob | _StoredJob = (
+            _LiveJob(model_or_path)
+            if isinstance(model_or_path, nn.Module)
+            else _StoredJob(model_or_path, trust_remote_code)
+        )
         contents = job.contents()
         output = _lay_out(contents.hub, _dtype_code(dtype), max_shard_bytes)
         companions = job.companions(_dtype_code(dtype)) if ranks.rank == 0 else {}
+    written = _write(job, contents, output, companions, final, ranks, io)
+    return ExportReport(
+        final,
+        tuple(output.headers),
+        len(output.tensors),
+        output.total_bytes,
+        written,
+        time.perf_counter() - started,
+    )
+
+
+def _write(
+    job: _LiveJob | _StoredJob,
+    contents: _Contents,
+    output: _Output,
+    companions: Mapping[str, bytes],
+    final: str,
+    ranks: Ranks,
+    io: IOOptions,
+) -> int:
+    """Everything after planning: the files appear at ``final`` complete or not at all. Returns this rank's bytes."""
     temporary = _prepare(final, output, ranks)
     try:
         with ranks.agree("write export"), FileFiller(temporary, ranks.tick) as filler:
@@ -141,14 +179,7 @@ def export_hf(
         if ranks.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
-    return ExportReport(
-        final,
-        tuple(output.headers),
-        len(output.tensors),
-        output.total_bytes,
-        written,
-        time.perf_counter() - started,
-    )
+    return written
 
 
 def _dtype_code(dtype: torch.dtype | str | None) -> str | None:
@@ -220,6 +251,7 @@ def _prepare(final: str, output: _Output, ranks: Ranks) -> str:
         try:
             os.makedirs(path)
             for file, header in output.headers.items():
+                os.makedirs(os.path.join(path, os.path.dirname(file)), exist_ok=True)
                 write_file(os.path.join(path, file), header)
                 os.truncate(os.path.join(path, file), output.sizes[file])
         except (OSError, CheckpointError) as error:
@@ -254,7 +286,8 @@ def _publish(
         write_file(os.path.join(temporary, INDEX_NAME), output.index)
     for name, content in companions.items():
         write_file(os.path.join(temporary, name), content)
-    fsync_directory(temporary)
+    for folder in dict.fromkeys((*map(os.path.dirname, output.headers), "")):
+        fsync_directory(os.path.join(temporary, folder))
     try:
         if os.path.isdir(final):
             os.rmdir(final)
@@ -277,6 +310,8 @@ class _LiveJob:
         return {n: (code_of(t.tensor.dtype), tuple(t.tensor.shape)) for n, t in self._named.items()}
 
     def contents(self) -> _Contents:
+        if has_adapters(self._model):
+            raise CheckpointError(f"a model with PEFT adapters {_NO_HUB_FORMAT}")
         origin = recall(self._model)
         if origin is not None:
             return _inverted(self._kinds(), origin.recipes, origin.shapes)
@@ -308,21 +343,27 @@ class _LiveJob:
 class _StoredJob:
     """Export of a stored checkpoint: ranks share the tensors, piece by piece, through staging."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], trust_remote_code: bool) -> None:
         self._path = os.fspath(path)
+        self._trust_remote_code = trust_remote_code
         self._catalog: Catalog = open_catalog(self._path)
 
     def contents(self) -> _Contents:
         kinds = {n: (t.dtype, t.shape) for n, t in self._catalog.tensors.items()}
+        if self._catalog.kind == "checkpoint" and os.path.isfile(
+            os.path.join(self._path, "model", ADAPTERS_NAME)
+        ):
+            raise CheckpointError(
+                f"{self._path}: the checkpoint of a model with PEFT adapters {_NO_HUB_FORMAT}"
+            )
         config = os.path.join(self._path, "model", "config.json")
         if self._catalog.kind != "checkpoint" or not os.path.isfile(config):
             return _as_named(kinds)
-        from .pretrained import build_meta
-
         manifest = read_manifest(self._path)
+        model = build_meta(self._path, self._catalog, trust_remote_code=self._trust_remote_code)
         shapes = manifest.hub_tensors.get("model")
         if shapes is None:
-            return _reverted(build_meta(self._path, self._catalog), kinds)
+            return _reverted(model, kinds)
         # The tensors that it was loaded from, run through the class's conversions once more.
         stored = {n: StoredTensor(n, _any_dtype(kinds), s, ()) for n, s in shapes.items()}
         by_name = {alias: n for n, t in manifest.models["model"].items() for alias in (n, *t.aliases)}
@@ -330,7 +371,7 @@ class _StoredJob:
             by_name[made.target]: Recipe(
                 by_name[made.target], made.tiles, empty=() if made.tiles else made.sources
             )
-            for made in reversed(hub_rules(build_meta(self._path, self._catalog)).resolve(stored))
+            for made in reversed(hub_rules(model).resolve(stored))
             if made.target in by_name
         }
         return _inverted(kinds, recipes, shapes)

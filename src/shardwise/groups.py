@@ -1,12 +1,11 @@
-"""Which modules of a model become FSDP2 groups. Pure: no mesh, no payload, no collectives."""
+"""Which modules of a model become FSDP2 groups, and of which parameters. Pure: no mesh, no payload."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal
+from itertools import chain
 
 import torch
 from torch import nn
@@ -14,12 +13,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 from torch.nn.parameter import is_lazy
 
-from ._compat import original_class
+from .candidates import Candidate, GroupKind, Inside, find_candidates
 from .errors import ShardError
 from .names import NamedTensor, canonical_name, named_tensors
 
 __all__ = [
-    "Candidate",
     "Group",
     "ShardPolicy",
     "Wrapping",
@@ -27,11 +25,6 @@ __all__ = [
     "find_wrapping",
     "largest_group",
 ]
-
-GroupKind = Literal["block", "experts", "embedding", "head", "dtype", "root"]
-
-_EXPERTS_CLASS = re.compile(r"Experts$")
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +44,7 @@ class ShardPolicy:
     """The dim to cut for a parameter; None or a None result: dim 0. Other dims must divide evenly."""
     ignored: tuple[str, ...] = ()
     """Patterns (fnmatch) of parameter names that nobody shards: plain, whole on every rank, their gradients
-    for the caller to reduce."""
+    for the caller to reduce (those that FSDP2 can't shard are reduced without being named here)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,30 +54,28 @@ class Group:
     name: str
     """Canonical module name; empty for the root."""
     kind: GroupKind
-    """Why the module is a group of its own."""
+    """Why the module is a group of its own. ``dtype``: it takes only its own parameters of one dtype out of
+    the group around it, which has most of them in another."""
     parameter_count: int
     """Elements, over all ranks."""
     stored_bytes: int
     """Bytes in the dtype of the parameters, over all ranks."""
     gathered_bytes: int
     """Bytes on each rank while the group is gathered, in the compute dtype."""
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A module that could be a group, its path in the model, and why."""
-
-    module: nn.Module
-    path: str
-    kind: GroupKind
+    replicated_bytes: int = 0
+    """Bytes, on each rank, of parameters that FSDP2 can't shard: they stay whole beside the group."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wrapping:
-    """Groups bottom-up, the root last, with their own parameters; and the parameters that nobody shards."""
+    """Who holds which parameter: every parameter is in one group, or plain."""
 
     groups: tuple[tuple[Candidate, tuple[nn.Parameter, ...]], ...]
-    ignored: frozenset[nn.Parameter]
+    """Bottom-up, the root last, with their own parameters."""
+    plain: frozenset[nn.Parameter]
+    """Parameters that nobody shards."""
+    replicated: tuple[tuple[NamedTensor, nn.Module], ...]
+    """The plain ones with gradients that :func:`shard` reduces, and the module of the group that each is beside."""
 
 
 def describe_groups(model: nn.Module, policy: ShardPolicy = ShardPolicy()) -> tuple[Group, ...]:
@@ -94,6 +85,9 @@ def describe_groups(model: nn.Module, policy: ShardPolicy = ShardPolicy()) -> tu
     """
     wrapping = find_wrapping(model, policy)
     compute = policy.mixed_precision.param_dtype if policy.mixed_precision is not None else None
+    beside: dict[nn.Module, int] = {}
+    for tensor, module in wrapping.replicated:
+        beside[module] = beside.get(module, 0) + tensor.tensor.nbytes
     return tuple(
         Group(
             name=canonical_name(candidate.path),
@@ -101,6 +95,7 @@ def describe_groups(model: nn.Module, policy: ShardPolicy = ShardPolicy()) -> tu
             parameter_count=sum(p.numel() for p in parameters),
             stored_bytes=sum(p.numel() * p.dtype.itemsize for p in parameters),
             gathered_bytes=sum(p.numel() * _compute_dtype(p, compute).itemsize for p in parameters),
+            replicated_bytes=beside.get(candidate.module, 0),
         )
         for candidate, parameters in wrapping.groups
     )
@@ -117,42 +112,56 @@ def _compute_dtype(parameter: nn.Parameter, compute: torch.dtype | None) -> torc
 
 
 # ----------------------------------------------------------------------------------------------------
-# Which modules
+# Which modules, of which parameters
 
 
 def find_wrapping(model: nn.Module, policy: ShardPolicy) -> Wrapping:
-    """What :func:`shard` wraps and what it leaves plain. Every parameter that is not ignored has one group."""
+    """What :func:`shard` wraps and what it leaves plain. Every parameter that is not plain has one group."""
     tensors = [t for t in named_tensors(model) if t.kind == "parameter"]
     lazy = [t.name for t in tensors if is_lazy(t.tensor)]
     if lazy:
         raise ShardError(
             f"parameters without a shape yet: {', '.join(lazy)}. Run the model once before this."
         )
+    named = named_by(tensors, policy)
     # torch 2.13 shards neither: of 0-d ones it says so, of empty ones only in the first backward.
-    unfit = frozenset(parameter_of(t) for t in tensors if t.tensor.ndim == 0 or not t.tensor.numel())
-    ignored = unfit | named_by(tensors, policy)
-    candidates, owners, depth = _without_conflicts(model, _candidates(model, policy))
-    odd = _of_another_dtype(model, [t for t in tensors if parameter_of(t) not in ignored], owners)
-    if odd:
-        candidates, owners, depth = _without_conflicts(model, odd | candidates)
-    own: dict[int, list[nn.Parameter]] = {key: [] for key in candidates}
-    for tensor in tensors:
-        parameter = parameter_of(tensor)
-        if parameter not in ignored:
-            own[next(iter(owners[id(parameter)]))].append(parameter)
+    unfit = {parameter_of(t) for t in tensors if t.tensor.ndim == 0 or not t.tensor.numel()}
+    sharded = [t for t in tensors if parameter_of(t) not in unfit | named]
+    whole = [t for t in tensors if parameter_of(t) in unfit - named and t.tensor.numel()]
+    candidates = find_candidates(model, policy.block_classes)
+    candidates, owners, depth = _without_conflicts(model, candidates, {id(t.tensor) for t in sharded})
+    own: dict[int, list[NamedTensor]] = {key: [] for key in candidates}
+    for tensor in sharded:
+        own[next(iter(owners[id(tensor.tensor)]))].append(tensor)
+    inside = Inside(model, candidates)
+    for key in list(own):
+        own[key], apart, left = _by_dtype(own[key], candidates[key], inside)
+        for candidate, taken in apart.items():
+            candidates[id(candidate.module)] = candidate
+            own[id(candidate.module)], depth[id(candidate.module)] = taken, depth[key] + 1
+        whole += left
     # The root is a group even if all its parameters lie in others: it starts FSDP2's iteration.
     kept = [key for key in candidates if own[key] or key == id(model)]
     kept.sort(key=lambda key: -depth[key])  # stable: module order among modules of one depth
-    return Wrapping(tuple((candidates[key], tuple(own[key])) for key in kept), ignored)
+
+    def beside(tensor: NamedTensor) -> nn.Module:
+        (holder, *others) = owners[id(tensor.tensor)]
+        return candidates[holder].module if holder in kept and not others else model
+
+    return Wrapping(
+        tuple((candidates[key], tuple(parameter_of(t) for t in own[key])) for key in kept),
+        frozenset(unfit | named | {parameter_of(t) for t in whole}),
+        tuple((t, beside(t)) for t in whole),
+    )
 
 
 def _without_conflicts(
-    model: nn.Module, candidates: dict[int, Candidate]
+    model: nn.Module, candidates: dict[int, Candidate], sharded: set[int]
 ) -> tuple[dict[int, Candidate], dict[int, set[int]], dict[int, int]]:
-    """The candidates that leave every parameter one owner; with the owners, and each candidate's depth."""
+    """The candidates that leave every parameter to be sharded one owner; with the owners, and each candidate's depth."""
     while True:
         owners, depth = _owners(model, candidates)
-        dropped = _conflicting(owners, depth)
+        dropped = _conflicting([holders for key, holders in owners.items() if key in sharded], depth)
         if not dropped:
             return candidates, owners, depth
         candidates = {key: c for key, c in candidates.items() if key not in dropped}
@@ -181,186 +190,31 @@ def named_by(tensors: list[NamedTensor], policy: ShardPolicy) -> frozenset[nn.Pa
     return frozenset(found)
 
 
-def _candidates(model: nn.Module, policy: ShardPolicy) -> dict[int, Candidate]:
-    """Modules that should be groups, by id, in module order; the first reason found for a module counts."""
-    reasons: dict[int, GroupKind] = {id(model): "root"}
-    blocks = _blocks(model) if policy.block_classes is None else _blocks_by_name(model, policy.block_classes)
-    for module in blocks:
-        reasons.setdefault(id(module), "block")
-    for module in _experts(model, set(reasons)):
-        reasons.setdefault(id(module), "experts")
-    for module, kind in _embeddings_and_head(model):
-        reasons.setdefault(id(module), kind)
-    return {
-        id(module): Candidate(module, path, reasons[id(module)])
-        for path, module in model.named_modules()
-        if id(module) in reasons and (module is model or can_be_group(module))
-    }
-
-
-def can_be_group(module: nn.Module) -> bool:
-    """Has parameters, and a forward for FSDP2 to hook into."""
-    if next(module.parameters(), None) is None:
-        return False
-    is_bare_container = isinstance(module, nn.ModuleList | nn.ModuleDict)
-    return not (is_bare_container and original_class(module).forward is nn.Module.forward)
-
-
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The outermost repeated blocks, then ``_no_split_modules`` that neither lie in one nor hold one."""
-    repeated: list[nn.Module] = []
-    _collect_repeated(model, "", repeated, set())
-    names = {name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or ()}
-    held = {id(m) for block in repeated for m in block.modules()}
-    starts = {id(block) for block in repeated}
-    whole: list[nn.Module] = []
-    for module in model.modules():
-        if module is model or id(module) in held or original_class(module).__name__ not in names:
-            continue
-        inside = {id(m) for m in module.modules()}
-        if can_be_group(module) and not inside & starts:
-            whole.append(module)
-            held |= inside  # outermost only: modules() visits parents first
-    return repeated + whole
-
-
-def _collect_repeated(module: nn.Module, attribute: str, found: list[nn.Module], seen: set[int]) -> None:
-    """Children of containers with at least two children of one class; nothing inside them."""
-    if id(module) in seen:
-        return
-    seen.add(id(module))
-    is_container = isinstance(module, _CONTAINERS) and not _holds_experts(module, attribute)
-    children = [(name, child) for name, child in module._modules.items() if child is not None]
-    classes = [original_class(child) for _, child in children if next(child.parameters(), None) is not None]
-    repeats = is_container and len(classes) > len(set(classes))
-    for name, child in children:
-        if repeats and can_be_group(child):
-            found.append(child)
-        elif not _holds_experts(child, name):
-            _collect_repeated(child, name, found, seen)
-
-
-def _holds_experts(module: nn.Module, attribute: str) -> bool:
-    return attribute == "experts" or _EXPERTS_CLASS.search(original_class(module).__name__) is not None
-
-
-def _blocks_by_name(model: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
-    found = [m for m in model.modules() if m is not model and original_class(m).__name__ in names]
-    present = {original_class(m).__name__ for m in found}
-    missing = [name for name in names if name not in present]
-    if missing:
-        there = sorted({original_class(m).__name__ for m in model.modules() if m is not model})
-        raise ShardError(
-            f"ShardPolicy(block_classes=…) names classes that the model does not have: {', '.join(missing)}. "
-            f"It has: {', '.join(there)}."
-        )
-    unfit = sorted({original_class(m).__name__ for m in found if not can_be_group(m)} - {"ModuleList"})
-    if unfit and not any(can_be_group(m) for m in found):
-        raise ShardError(
-            f"ShardPolicy(block_classes=…): {', '.join(unfit)} have no parameters or no forward to hook into."
-        )
-    return found
-
-
-def _experts(model: nn.Module, taken: set[int]) -> list[nn.Module]:
-    """Modules that hold all experts of a layer: classes named ``…Experts``; the owner of a list ``experts``.
-
-    Never a single expert of a list: it runs only on the ranks whose tokens reach it, and FSDP2's collective
-    would wait for the others.
-    """
-    found: list[nn.Module] = []
-    inside: set[int] = set()
-    for module in model.modules():
-        if id(module) in inside:
-            continue
-        listed = module._modules.get("experts")
-        is_owner = (
-            listed is not None and not can_be_group(listed) and next(listed.parameters(), None) is not None
-        )
-        is_named = _EXPERTS_CLASS.search(original_class(module).__name__) is not None
-        if (is_named or is_owner) and id(module) not in taken and can_be_group(module):
-            found.append(module)
-            inside |= {id(m) for m in module.modules()}
-    return found
-
-
-def _embeddings_and_head(model: nn.Module) -> Iterator[tuple[nn.Module, GroupKind]]:
-    """What the outermost modules that can be asked call their input embeddings and their head."""
-    known = {id(m) for m in model.modules()} - {id(model)}
-    asked: set[int] = set()
-    for module in model.modules():
-        if id(module) in asked or not hasattr(module, "get_input_embeddings"):
-            continue
-        asked |= {id(m) for m in module.modules()}
-        kinds: tuple[tuple[str, GroupKind], ...] = (
-            ("get_input_embeddings", "embedding"),
-            ("get_output_embeddings", "head"),
-        )
-        for method, kind in kinds:
-            answer = _ask(module, method)
-            if isinstance(answer, nn.Module) and id(answer) in known and can_be_group(answer):
-                yield answer, kind
-
-
-def _ask(module: nn.Module, method: str) -> object:
-    # Models without embeddings or a head raise here, with whatever their author chose; it only means "none".
-    try:
-        return getattr(module, method)()
-    except Exception:
-        return None
-
-
-def _of_another_dtype(
-    model: nn.Module, tensors: list[NamedTensor], owners: dict[int, set[int]]
-) -> dict[int, Candidate]:
-    """Modules whose trainable parameters have another dtype than most of the group around them.
+def _by_dtype(
+    tensors: list[NamedTensor], group: Candidate, inside: Inside
+) -> tuple[list[NamedTensor], dict[Candidate, list[NamedTensor]], list[NamedTensor]]:
+    """A group's parameters without trainable ones of another dtype than most; groups for these; what is left.
 
     FSDP2 refuses, at the first forward, a group whose trainable parameters have several dtypes (torch 2.13);
-    models have them where a class keeps some layers in fp32, as T5 its ``wo``. A module that holds such a
-    parameter itself, beside layers of the usual dtype (DeepSeek-V4's ``sinks``), keeps only that one: the
-    layers become groups too.
+    models have them where a class keeps some in fp32: T5 its ``wo``, Zamba ``A_log`` beside bf16 weights of the
+    same module. A module inside the group becomes a group for them; all others stay where they are.
     """
-    groups: dict[int, dict[torch.dtype, list[NamedTensor]]] = {}
+    by_dtype: dict[torch.dtype, list[NamedTensor]] = {}
     for tensor in tensors:
         if tensor.tensor.requires_grad:
-            (owner,) = owners[id(tensor.tensor)]
-            groups.setdefault(owner, {}).setdefault(tensor.tensor.dtype, []).append(tensor)
-    taken = {id(t.tensor) for t in tensors}
-    paths = {id(m): path for path, m in model.named_modules()}
-    never = {id(model)} | _listed_experts(model)
-    found: dict[int, Candidate] = {}
-    for by_dtype in groups.values():
-        usual = max(by_dtype, key=lambda dtype: sum(t.tensor.numel() for t in by_dtype[dtype]))
-        for module, _ in (o for d, odd in by_dtype.items() if d != usual for t in odd for o in t.owners):
-            if id(module) in never or not can_be_group(module):
-                continue
-            own = {p.dtype for p in module.parameters() if p.requires_grad and id(p) in taken}
-            direct = {p.dtype for p in module.parameters(recurse=False) if p.requires_grad and id(p) in taken}
-            inside = () if len(own) == 1 else tuple(_groups_inside(module))
-            if len(direct) == 1 and not any(id(m) in never for m in inside):
-                found |= {id(m): Candidate(m, paths[id(m)], "dtype") for m in (module, *inside)}
-    return found
-
-
-def _groups_inside(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules inside ``module`` that can be groups and hold all that is not its own."""
-    for child in module.children():
-        if can_be_group(child):
-            yield child
+            by_dtype.setdefault(tensor.tensor.dtype, []).append(tensor)
+    most_first = sorted(by_dtype, key=lambda dtype: -sum(t.tensor.numel() for t in by_dtype[dtype]))
+    apart: dict[Candidate, list[NamedTensor]] = {}
+    left = []
+    for tensor in (t for dtype in most_first[1:] for t in by_dtype[dtype]):
+        for candidate in inside.around(tensor, group):
+            if candidate not in apart or apart[candidate][0].tensor.dtype == tensor.tensor.dtype:
+                apart.setdefault(candidate, []).append(tensor)
+                break
         else:
-            yield from _groups_inside(child)
-
-
-def _listed_experts(model: nn.Module) -> set[int]:
-    """Everything inside lists of experts, by id: it does not run on every rank."""
-    return {
-        id(m)
-        for module in model.modules()
-        for name, child in module._modules.items()
-        if child is not None and _holds_experts(child, name)
-        for m in child.modules()
-        if m is not child
-    }
+            left.append(tensor)
+    gone = {id(t) for t in (*left, *chain.from_iterable(apart.values()))}
+    return [t for t in tensors if id(t) not in gone], apart, left
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -391,13 +245,13 @@ def _owners(model: nn.Module, candidates: dict[int, Candidate]) -> tuple[dict[in
     return owners, depth
 
 
-def _conflicting(owners: dict[int, set[int]], depth: dict[int, int]) -> set[int]:
+def _conflicting(owners: Iterable[set[int]], depth: dict[int, int]) -> set[int]:
     """Candidates to drop: of every parameter with several owners the deepest ones.
 
     Deepest first, so that a tie inside one block costs the inner group only; embedding and head go together.
     """
     dropped: set[int] = set()
-    for holders in owners.values():
+    for holders in owners:
         if len(holders) > 1:
             deepest = max(depth[h] for h in holders)
             dropped |= {h for h in holders if depth[h] == deepest}

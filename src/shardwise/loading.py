@@ -29,9 +29,12 @@ from .plan import IOOptions, Plan, build_plan
 from .proof.report import LoadReport
 from .read import FileReader
 from .read.converted import ConvertingReader
+from .recipe.adapters import wrapped
 from .recipe.host import HostConversion
 from .recipe.match import Declaration, Recipe, Resolve, Rules, match_rules, matches_any, renamed, same_names
 from .recipe.record import remember
+from .recipe.transformers import HubRules, automatic_rules, note_conversions
+from .replicated import reduced_parameters
 
 __all__ = ["fill", "load"]
 
@@ -60,7 +63,8 @@ def load(
         model: any module; what is on meta gets memory on ``device`` first.
         source: a safetensors file or directory, a shardwise checkpoint, or a catalog.
         names: stored name → module name, as a mapping (others stay as they are) or a function.
-            Default: the transformers renames of the model's class, or none for other modules.
+            Default: the transformers renames of the model's class, or none for other modules; in a model that
+            PEFT wrapped, the base's.
         unused: ``fnmatch`` patterns of stored names that may be left over.
         init: pattern of module names that may be missing → rule; ``"model"`` is the model's own rule.
         device: where meta tensors get memory. Default: the mesh's device, else CPU.
@@ -81,14 +85,18 @@ def load(
     with ranks.agree("open source"):
         catalog = source if isinstance(source, Catalog) else open_catalog(source)
         declared = _init_rules(init)
+        hub = hub_rules_of(model, catalog) if names is None else None
         rules = Rules(
-            _resolve(model, catalog, names),
+            _resolve(model, catalog, names, hub),
             unused=lambda stored, _: "caller" if matches_any(stored, unused) else None,
             init=lambda name: "caller" if matches_any(name, declared) else None,
         )
-    return fill(
+    report = fill(
         model, catalog, rules, device=device, io=io, ranks=ranks, verify=verify, ignored=tuple(ignored)
     )
+    if hub is not None:
+        note_conversions(model, hub.used())
+    return report
 
 
 def fill(
@@ -125,13 +133,15 @@ def fill(
         staging = Staging(_beside(plan.conversions, io), plan.staging_bytes)
         execute(plan.transfers, reader, destination, staging)
         compare(plan.checks, reader, destination, staging)
-        if new:
+    if new:
+        # A round of its own: magnitudes of DoRA may be gathered, and nobody may wait there for a rank that failed.
+        with ranks.agree("initialize"):
             initialize(model, seed, names=new)
     forget_meta_buffers(model)
     compared = 0
     if verify != "cover" and catalog.digests:
         compared = check_digests(model, catalog, plan, ranks)
-    if catalog.kind != "checkpoint":
+    if not catalog.has_module_names:
         remember(model, plan.recipes, catalog.tensors)
     return LoadReport(
         source=catalog.root,
@@ -189,7 +199,7 @@ def _unfilled_buffers(model: nn.Module, initialized: set[str]) -> list[str]:
 
 
 def _refuse_unsharded(model: nn.Module, ignored: Sequence[str]) -> None:
-    """Trainable plain parameters beside FSDP's drift apart, unless somebody reduces their gradients.
+    """Trainable plain parameters beside FSDP's drift apart, unless somebody reduces their gradients, as ``shard`` does.
 
     Under tensor parallelism alone every rank computes the same gradients for them, so there they are fine.
     """
@@ -198,10 +208,12 @@ def _refuse_unsharded(model: nn.Module, ignored: Sequence[str]) -> None:
     parameters = [t for t in named_tensors(model) if t.kind == "parameter"]
     if not any(isinstance(t.tensor, DTensor) for t in parameters):
         return
+    reduced = reduced_parameters(model)
     plain = [
         t.name
         for t in parameters
         if not isinstance(t.tensor, DTensor)
+        and id(t.tensor) not in reduced
         and t.tensor.requires_grad
         and t.tensor.numel()
         and not any(matches_any(name, ignored) for name in t.names)
@@ -229,7 +241,7 @@ def _init_rules(init: Mapping[str, str] | None) -> dict[str, str]:
     return rules
 
 
-def _resolve(model: nn.Module, catalog: Catalog, names: Names | None) -> Resolve:
+def _resolve(model: nn.Module, catalog: Catalog, names: Names | None, hub: HubRules | None) -> Resolve:
     """From stored tensors to module names, as the caller says, or as the model's class does."""
     if callable(names):
         return renamed(lambda stored: {n: names(n) for n in stored})
@@ -239,12 +251,12 @@ def _resolve(model: nn.Module, catalog: Catalog, names: Names | None) -> Resolve
         if lost:
             raise PlanError(f"names= maps stored tensors that {catalog.root} does not hold", tuple(lost))
         return renamed(lambda stored: {n: given.get(n, n) for n in stored})
-    if catalog.kind == "checkpoint":
-        return same_names
-    from .recipe.transformers import automatic_rules
+    return wrapped(model, hub.resolve if hub else same_names)
 
-    rules = automatic_rules(model)
-    return rules.resolve if rules else same_names
+
+def hub_rules_of(model: nn.Module, catalog: Catalog) -> HubRules | None:
+    """The rules of a model's class for hub files; None for other modules, and for a checkpoint's module names."""
+    return None if catalog.has_module_names else automatic_rules(model)
 
 
 def _local_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

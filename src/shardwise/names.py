@@ -15,7 +15,7 @@ from torch import nn
 
 from .errors import LayoutError
 
-__all__ = ["NamedTensor", "canonical_name", "named_tensors", "unwrap"]
+__all__ = ["NamedTensor", "canonical_name", "named_tensors", "unwrap", "without_wrappers"]
 
 # torch.compile; torch's activation checkpointing; FSDP1; DDP, DataParallel and most third-party wrappers.
 _WRAPPER_PARTS = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"))
@@ -30,6 +30,12 @@ def canonical_name(path: str) -> str:
     if not any(part in path for part in _WRAPPER_PARTS):
         return path
     return ".".join(part for part in path.split(".") if part not in _WRAPPER_PARTS)
+
+
+def without_wrappers(path: str) -> str:
+    """``path`` without the components that no module calls its own: of ``module`` nobody can tell from the name."""
+    own = _WRAPPER_PARTS - {"module"}
+    return ".".join(part for part in path.split(".") if part not in own)
 
 
 def unwrap(model: nn.Module) -> nn.Module:

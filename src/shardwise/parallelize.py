@@ -17,22 +17,24 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from .candidates import Candidate, can_be_group
 from .errors import ShardError
 from .groups import (
-    Candidate,
     Group,
     ShardPolicy,
     Wrapping,
-    can_be_group,
     describe_groups,
     find_wrapping,
     largest_group,
-    named_by,
     parameter_of,
 )
-from .names import canonical_name, named_tensors
+from .names import named_tensors
+from .replicated import mesh_device, reduce_after_backward
 
 __all__ = ["Group", "ShardPolicy", "describe_groups", "largest_group", "shard"]
+
+#: What is replicated costs memory on every rank, gradient and optimizer state too: beyond this it is an error.
+MAX_REPLICATED_BYTES = 64 * 2**20
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, policy: ShardPolicy = ShardPolicy()) -> nn.Module:  # noqa: B008
@@ -40,9 +42,22 @@ def shard(model: nn.Module, mesh: DeviceMesh, policy: ShardPolicy = ShardPolicy(
 
     Groups: repeated blocks, the experts inside them, embeddings, head, and the rest as the root's
     (:func:`describe_groups` lists them). A parameter that two groups would share is left to a group around
-    both. Parameters without dims or elements and those named by ``policy.ignored`` stay plain tensors, moved to
-    the mesh's device.
-    Works on meta (nothing is allocated) and on real models (each rank keeps its shard of what it has).
+    both. Trainable parameters of another dtype than most of their group become a group of the module that holds
+    them. Works on meta (nothing is allocated) and on real models (each rank keeps its shard of what it has).
+
+    Plain tensors stay, moved to the mesh's device:
+
+    * parameters named by ``policy.ignored``: reducing their gradients is up to the caller;
+    * parameters without dims (CLIP's ``logit_scale``) or elements, and those of another dtype whose module can't
+      be a group for them (the root, a block, a single expert). They are *replicated*: their gradients are averaged
+      over the mesh at the end of each backward, in fp32, with ``set_requires_gradient_sync`` and the like as for
+      the root's group. A rank that did not use one counts as zero, so unused ones never hang. Their ``requires_grad``
+      must be alike on all ranks, and every backward must go through the model's forward: one that reaches
+      such a parameter only from outside reduces nothing.
+
+    ``torch.nn.utils.clip_grad_norm_`` and foreach optimizers (the default on GPUs) take 0-d tensors and DTensors
+    together. Other plain tensors ``clip_grad_norm_`` refuses, and a foreach optimizer does if it has DTensors of
+    the same dtype: clip these apart, and give them an optimizer of their own or ``foreach=False``.
 
     Args:
         mesh: one axis (FSDP), or two named axes (HSDP: replicate, shard).
@@ -55,11 +70,14 @@ def shard(model: nn.Module, mesh: DeviceMesh, policy: ShardPolicy = ShardPolicy(
     """
     _check_mesh(mesh)
     wrapping = find_wrapping(model, policy)
-    _check_wrappable(model, wrapping, policy)
+    _check_wrappable(model, wrapping)
+    _check_replicated(wrapping)
     _check_placements(model, wrapping, mesh, policy)
-    _move_ignored(wrapping.ignored, mesh)
-    for candidate, _ in wrapping.groups:
-        fully_shard(candidate.module, **_wrap_options(candidate, wrapping, mesh, policy))
+    _move_plain(wrapping.plain, mesh)
+    _wrap(wrapping, mesh, policy)
+    if wrapping.replicated:
+        places = [tensor.owners[0] for tensor, _ in wrapping.replicated]
+        reduce_after_backward(places, [c.module for c, _ in reversed(wrapping.groups)], mesh)
     return model
 
 
@@ -80,7 +98,7 @@ def _check_mesh(mesh: DeviceMesh) -> None:
         )
 
 
-def _check_wrappable(model: nn.Module, wrapping: Wrapping, policy: ShardPolicy) -> None:
+def _check_wrappable(model: nn.Module, wrapping: Wrapping) -> None:
     already = [path or "(root)" for path, m in model.named_modules() if isinstance(m, FSDPModule)]
     if already:
         raise ShardError(
@@ -91,42 +109,39 @@ def _check_wrappable(model: nn.Module, wrapping: Wrapping, policy: ShardPolicy) 
             f"the root is a {type(model).__name__}: it has no parameters, or no forward for FSDP2 to hook "
             "into. Put it into a module with a forward, and shard that."
         )
-    entries = [t for t in named_tensors(model) if t.kind == "parameter"]
-    tensors = {parameter_of(t): t.name for t in entries}
-    named = named_by(entries, policy)
-    left_over = [
-        n
-        for p, n in tensors.items()
-        if p in wrapping.ignored and p not in named and p.requires_grad and p.numel()
+    strided = [
+        t.name
+        for t in named_tensors(model)
+        if t.kind == "parameter" and t.tensor not in wrapping.plain and not t.tensor.is_contiguous()
     ]
-    if left_over:
-        raise ShardError(
-            "trainable parameters without a dim (0-d), which nobody can shard and whose gradients FSDP2 "
-            f"would not reduce: {', '.join(left_over)}. Name them in ShardPolicy(ignored=…) and reduce their "
-            "gradients over the mesh yourself, freeze them, or give them the shape (1,)."
-        )
-    strided = [n for p, n in tensors.items() if p not in wrapping.ignored and not p.is_contiguous()]
     if strided:
         raise ShardError(
             f"FSDP2 takes contiguous parameters only; not contiguous: {', '.join(strided)}. "
             "Make them contiguous, or name them in ShardPolicy(ignored=…)."
         )
 
-    mixed = []
-    for candidate, parameters in wrapping.groups:
-        by_dtype: dict[torch.dtype, list[str]] = {}
-        for parameter in parameters:
-            if parameter.requires_grad:
-                by_dtype.setdefault(parameter.dtype, []).append(tensors[parameter])
-        if len(by_dtype) > 1:
-            kinds = "; ".join(f"{dtype}: {', '.join(names[:8])}" for dtype, names in by_dtype.items())
-            mixed.append(f"{canonical_name(candidate.path) or '(root)'} ({kinds})")
-    if mixed:
+
+def _check_replicated(wrapping: Wrapping) -> None:
+    trainable = [t for t, _ in wrapping.replicated if t.tensor.requires_grad]
+    if trainable and not any(parameters for _, parameters in wrapping.groups):
         raise ShardError(
-            "FSDP2 takes groups whose trainable parameters have one dtype; several in: "
-            + "; ".join(mixed)
-            + ". Convert them to one dtype, put those of each dtype into a module of their own, freeze them, or "
-            "name them in ShardPolicy(ignored=…)."
+            f"nothing to shard: all parameters stay whole on every rank, e.g. {trainable[0].name}. "
+            "Use DistributedDataParallel."
+        )
+    large = [t for t in trainable if t.tensor.nbytes > MAX_REPLICATED_BYTES]
+    if large:
+        raise ShardError(
+            "FSDP2 takes groups whose trainable parameters have one dtype. These have another than most of their "
+            "group, are held by a module that can't be a group for them, and are too large to stay whole on every "
+            f"rank: {', '.join(f'{t.name} ({t.tensor.dtype}, {t.tensor.nbytes:,} bytes)' for t in large)}. Convert "
+            "them to the dtype of the rest, put them into a module of their own, freeze them, or name them in "
+            "ShardPolicy(ignored=…) and reduce their gradients yourself."
+        )
+    odd = [t.name for t in trainable if isinstance(t.tensor, DTensor) or t.tensor.is_complex()]
+    if odd:
+        raise ShardError(
+            f"parameters that FSDP2 can't shard, and that are DTensors or complex: {', '.join(odd)}. Their gradients "
+            "can't be reduced here: name them in ShardPolicy(ignored=…) and do it yourself, or freeze them."
         )
 
 
@@ -137,7 +152,7 @@ def _check_placements(model: nn.Module, wrapping: Wrapping, mesh: DeviceMesh, po
     problems = []
     for tensor in named_tensors(model):
         parameter = tensor.tensor
-        if tensor.kind != "parameter" or parameter in wrapping.ignored or isinstance(parameter, DTensor):
+        if tensor.kind != "parameter" or parameter in wrapping.plain or isinstance(parameter, DTensor):
             continue
         chosen = policy.placement(parameter_of(tensor))
         if chosen is None:
@@ -160,9 +175,25 @@ def _check_placements(model: nn.Module, wrapping: Wrapping, mesh: DeviceMesh, po
 # Doing it
 
 
-def _wrap_options(
-    candidate: Candidate, wrapping: Wrapping, mesh: DeviceMesh, policy: ShardPolicy
-) -> dict[str, Any]:
+def _wrap(wrapping: Wrapping, mesh: DeviceMesh, policy: ShardPolicy) -> None:
+    """``fully_shard`` takes what is in a module and in no group inside it: bottom-up, each gets its own parameters.
+
+    Groups for a dtype take only some of what is inside them, and the group around them takes the others: first
+    that one, then they, from the outside in.
+    """
+    apart = {p for candidate, own in wrapping.groups if candidate.kind == "dtype" for p in own}
+
+    def in_order(group: tuple[Candidate, tuple[nn.Parameter, ...]]) -> int:
+        return group[0].path.count(".") + 1 if group[0].kind == "dtype" else 0
+
+    for candidate, own in sorted(wrapping.groups, key=in_order):
+        others = set(candidate.module.parameters()) - set(own) if candidate.kind == "dtype" else apart
+        ignored = {*wrapping.plain, *others}
+        options = _options(candidate, policy)
+        fully_shard(candidate.module, mesh=mesh, ignored_params=ignored or None, **options)
+
+
+def _options(candidate: Candidate, policy: ShardPolicy) -> dict[str, Any]:
     precision = policy.mixed_precision or MixedPrecisionPolicy()
     if candidate.kind == "experts":
         # Routing weights come in fp32 on purpose: nothing is cast that would not be without this group.
@@ -171,20 +202,16 @@ def _wrap_options(
     if policy.cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
     return {
-        "mesh": mesh,
         "reshard_after_forward": policy.reshard_after_forward,
         "shard_placement_fn": policy.placement,
         "mp_policy": precision,
         "offload_policy": offload,
-        "ignored_params": set(wrapping.ignored) or None,
     }
 
 
-def _move_ignored(ignored: frozenset[nn.Parameter], mesh: DeviceMesh) -> None:
+def _move_plain(plain: frozenset[nn.Parameter], mesh: DeviceMesh) -> None:
     """FSDP2 moves what it manages, and all buffers, to the mesh's device; the rest has to be there too."""
-    device = torch.device(mesh.device_type)
-    if device.type != "cpu":
-        device = torch.device(device.type, torch.get_device_module(device).current_device())
-    for parameter in ignored:
+    device = mesh_device(mesh)
+    for parameter in plain:
         if not isinstance(parameter, DTensor) and not parameter.is_meta and parameter.device != device:
             parameter.data = parameter.data.to(device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -75,6 +75,8 @@ class PlanReport:
     """How many FSDP2 groups the model is wrapped into."""
     largest_group: Group
     """The group that takes the most memory while it is gathered."""
+    replicated_bytes: int
+    """Bytes, on each rank, of parameters that FSDP2 can't shard: they stay whole."""
     unused: tuple[Declaration, ...]
     initialized: tuple[Declaration, ...]
     converted: tuple[Converted, ...]
@@ -114,6 +116,9 @@ def plan_pretrained(
     policy: ShardPolicy | None = None,
     auto_class: Any = None,
     trust_remote_code: bool = False,
+    key_mapping: Mapping[str, str] | None = None,
+    unused: Sequence[str] = (),
+    init: Sequence[str] = (),
 ) -> PlanReport:
     """Plan ``load_pretrained`` of the model at ``path`` for every one of ``ranks`` ranks; loads nothing.
 
@@ -127,7 +132,8 @@ def plan_pretrained(
         replicas: how many of them hold the same shard; divides ``ranks``.
         dtype: as for ``load_pretrained``.
         policy: how to wrap.
-        auto_class, trust_remote_code: as for ``load_pretrained``.
+        auto_class, trust_remote_code, key_mapping, unused: as for ``load_pretrained``.
+        init: patterns of module names that may be missing.
 
     Raises :class:`ValueError` for counts or a dtype that make no sense, :class:`PlanError` if the load can't be
     proved complete, :class:`SourceError`, :class:`ShardError` or :class:`LayoutError`.
@@ -138,7 +144,8 @@ def plan_pretrained(
     model = build_meta(
         path, catalog, dtype=chosen, auto_class=auto_class, trust_remote_code=trust_remote_code
     )
-    model_class, rules = type(model).__name__, with_callers(hub_rules(model), catalog)
+    model_class = type(model).__name__
+    rules = with_callers(hub_rules(model, key_mapping), catalog, unused, init)
     groups = describe_groups(model, policy)
     with _fake_ranks(ranks):
         shard(model, _mesh(ranks, replicas), policy)
@@ -161,6 +168,7 @@ def plan_pretrained(
         total_bytes_read=sum(c.bytes_read for c in costs) if is_complete else None,
         groups=len(groups),
         largest_group=largest_group(groups),
+        replicated_bytes=sum(g.replicated_bytes for g in groups),
         unused=first.unused,
         initialized=first.initialized,
         converted=tuple(host.describe() for host in dict.fromkeys(first.conversions.values())),

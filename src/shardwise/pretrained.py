@@ -9,20 +9,25 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from ._compat import default_conversions
+from .adapters import attach, combine
 from .catalog import Catalog
+from .catalog.manifest import read_manifest
 from .catalog.open import open_catalog
+from .catalog.records import StoredTensor
 from .dist import Ranks
-from .errors import FormatError, ShardwiseError, SourceError
+from .errors import FormatError, ShardwiseError
 from .loading import _init_rules, fill
+from .model_class import config_and_class, home_of, in_turn, read_config
 from .parallelize import ShardPolicy, shard
 from .place.meta_init import meta_init
 from .plan import IOOptions
 from .proof.report import LoadReport
 from .recipe.match import Rules, matches_any, same_names
 from .recipe.record import remember_home
-from .recipe.transformers import HubRules, hub_rules
+from .recipe.transformers import HubRules, hub_rules, note_conversions
 
-__all__ = ["build_meta", "load_pretrained"]
+__all__ = ["build_meta", "load_pretrained", "read_config"]
 
 
 def load_pretrained(
@@ -33,9 +38,11 @@ def load_pretrained(
     dtype: torch.dtype | str = "auto",
     auto_class: Any = None,
     config: Any = None,
+    trust_remote_code: bool = False,
     key_mapping: Mapping[str, str] | None = None,
     unused: Sequence[str] = (),
     init: Mapping[str, str] | None = None,
+    adapter: Any = None,
     seed: int = 0,
     device: torch.device | str | None = None,
     io: IOOptions | None = None,
@@ -53,9 +60,14 @@ def load_pretrained(
         dtype: ``"auto"`` (as the config says, else as stored), a dtype or its name.
         auto_class: a transformers Auto class or model class. Default: the config's ``architectures[0]``.
         config: a config object to use instead of the stored one.
+        trust_remote_code: run the Python files that the directory brings for its classes (``auto_map``). One
+            rank after another imports them where ranks share the cache into which transformers copies them.
         key_mapping: further renames, regex → replacement, as ``from_pretrained`` takes them.
         unused, init: declarations as for :func:`shardwise.load`; what the model class itself declares
             (``_keys_to_ignore_on_load_*``, stored copies of non-persistent buffers) is added.
+        adapter: a PEFT (LoRA) config, the directory of an adapter, or a mapping of adapter names to either, the
+            active one first. The model is then the ``PeftModel`` around the sharded base, its adapters trainable
+            and, without a directory, initialised by PEFT's own rule.
         seed: for what is initialised: same values at every world size.
         device: where shards lie. Default: the mesh's device type; ``"cpu"`` with CPU offload.
         io: staging and time limits.
@@ -66,19 +78,30 @@ def load_pretrained(
     io = io or IOOptions()
     policy = policy or ShardPolicy()
     ranks = Ranks.current(timeout_s=io.timeout_s)
+    if trust_remote_code:
+        config, auto_class = in_turn(
+            ranks, lambda: config_and_class(path, config, auto_class, trust_remote_code=True)
+        )
     with ranks.agree("build model"):
         catalog = open_catalog(path)
         model = build_meta(path, catalog, dtype=dtype, auto_class=auto_class, config=config)
         declared = _init_rules(init)
         hub = hub_rules(model, key_mapping)
         rules = with_callers(hub, catalog, unused, tuple(declared))
+        inverted = _conversions_of_checkpoint(model, hub, catalog) if catalog.has_module_names else None
+        base = model
+        if adapter is not None:
+            model, files = attach(base, adapter)
+            catalog, rules = combine(model, catalog, rules, files)
         if mesh is not None:
             shard(model, mesh, policy)
     if device is None and (policy.cpu_offload or mesh is None):
         device = "cpu"
     report = fill(model, catalog, rules, device=device, io=io, ranks=ranks, seed=seed, ignored=policy.ignored)
     with ranks.agree("finish model"):
-        _finish(model, path, hub)
+        _finish(base, path)
+        note_conversions(base, hub.used() if inverted is None else inverted)
+        model.eval()
     return model, report
 
 
@@ -87,7 +110,7 @@ def with_callers(
 ) -> Rules:
     """The rules of a model's class, with what the caller declares added. A checkpoint has module names already."""
     # Resolved at once, while the model that the rules hold is still unsharded.
-    made = (same_names if catalog.kind == "checkpoint" else hub.resolve)(catalog.tensors)
+    made = (same_names if catalog.has_module_names else hub.resolve)(catalog.tensors)
     return Rules(
         resolve=lambda _: made,
         unused=lambda stored, target: "caller" if matches_any(stored, unused) else hub.unused(stored, target),
@@ -102,21 +125,21 @@ def build_meta(
     dtype: torch.dtype | str = "auto",
     auto_class: Any = None,
     config: Any = None,
+    trust_remote_code: bool = False,
 ) -> Any:
     """The model at ``path`` with its parameters on meta and its buffers real, as ``from_pretrained`` would type it.
 
     Rank-local; allocates buffers only.
     """
     directory = os.fspath(path)
-    if config is None:
-        config = read_config(directory)
-    if auto_class is None:
-        auto_class = _class_of(config, directory)
+    config, model_class = config_and_class(path, config, auto_class, trust_remote_code=trust_remote_code)
     chosen = _dtype_of(dtype, config, catalog)
     try:
         with meta_init():
-            build = auto_class.from_config if hasattr(auto_class, "from_config") else auto_class._from_config
-            model = build(config, dtype=chosen)
+            if hasattr(model_class, "from_config"):  # an Auto class; what it would ask is settled
+                model = model_class.from_config(config, dtype=chosen, trust_remote_code=False)
+            else:
+                model = model_class._from_config(config, dtype=chosen)
     except (ShardwiseError, MemoryError):
         raise
     except Exception as error:
@@ -127,50 +150,9 @@ def build_meta(
         ) from error
     model.config.name_or_path = directory
     model.name_or_path = directory
-    remember_home(model, _home_of(directory))
+    remember_home(model, home_of(directory))
     _keep_in_fp32(model, chosen)
     return model
-
-
-def _home_of(directory: str) -> str:
-    """Where config and tokenizer lie: the directory itself, or the model's of a checkpoint."""
-    nested = os.path.join(directory, "model")
-    has_own = os.path.isfile(os.path.join(directory, "config.json"))
-    return nested if not has_own and os.path.isfile(os.path.join(nested, "config.json")) else directory
-
-
-def read_config(directory: str) -> Any:
-    """The transformers config of a local directory. Raises :class:`SourceError` or :class:`FormatError`."""
-    from transformers import AutoConfig
-
-    file = os.path.join(directory, "config.json")
-    if not os.path.isdir(directory):
-        raise SourceError("no such directory; give a local model directory", path=directory)
-    if not os.path.isfile(file):
-        nested = os.path.join(directory, "model")
-        if os.path.isfile(os.path.join(nested, "config.json")):
-            return read_config(nested)
-        raise SourceError("no config.json; a transformers model directory has one", path=directory)
-    try:
-        return AutoConfig.from_pretrained(directory, local_files_only=True)
-    except Exception as error:
-        # Config classes check their fields with errors of many kinds, some not derived from ValueError.
-        raise FormatError(f"not a config that transformers can read: {error}", path=file) from error
-
-
-def _class_of(config: Any, directory: str) -> Any:
-    import transformers
-
-    names = getattr(config, "architectures", None) or []
-    for name in names if isinstance(names, (list, tuple)) else ():
-        found = getattr(transformers, name, None) if isinstance(name, str) else None
-        if found is not None:
-            return found
-    raise FormatError(
-        f"config names architectures {names}, none of which transformers {transformers.__version__} has; "
-        f"give auto_class=",
-        path=os.path.join(directory, "config.json"),
-    )
 
 
 def _dtype_of(dtype: torch.dtype | str, config: Any, catalog: Catalog | None) -> torch.dtype:
@@ -206,12 +188,21 @@ def _keep_in_fp32(model: Any, dtype: torch.dtype) -> None:
             tensor.data = tensor.data.to(torch.float32)
 
 
-def _finish(model: Any, path: str | os.PathLike[str], rules: HubRules) -> None:
-    """What ``from_pretrained`` does last: eval mode, generation config, the conversions that a later save inverts."""
+def _conversions_of_checkpoint(meta_model: Any, hub: HubRules, catalog: Catalog) -> list[Any]:
+    """What a later ``save_pretrained`` must invert: a checkpoint has module names, but its model came from the hub."""
+    known = read_manifest(catalog.root).hub_tensors if catalog.kind == "checkpoint" else {}
+    recorded = known.get("model")
+    if recorded is None:
+        return default_conversions(meta_model)
+    hub.resolve({name: StoredTensor(name, "F32", shape, ()) for name, shape in recorded.items()})
+    return hub.used()
+
+
+def _finish(model: Any, path: str | os.PathLike[str]) -> None:
+    """What ``from_pretrained`` does last: eval mode, generation config."""
     model.eval()
     if model.can_generate():
         model.generation_config = _generation_config(model, os.fspath(path))
-    model._weight_conversions = [c for c in rules.conversions if c.was_used()]
 
 
 def _generation_config(model: Any, directory: str) -> Any:

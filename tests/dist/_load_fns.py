@@ -118,7 +118,8 @@ def nothing_else_changes() -> Iterator[None]:
     before = surroundings()
     yield
     after = surroundings()
-    assert {k for k in before if before[k] != after[k]} == set()
+    changed = {k for k in before if before[k] != after[k]}
+    assert not changed, changed
 
 
 def frozen_state(model: nn.Module) -> dict[str, tuple[Any, ...]]:
@@ -274,18 +275,21 @@ class TwoDtypes(nn.Module):
         return self.narrow((self.wide(x) + self.shift).to(torch.bfloat16)) * self.scale
 
 
-def several_dtypes() -> tuple[str, list[str]]:
-    """The refusal while one group would hold both; the groups once the odd one is left out."""
-    mesh = mesh_of((dist.get_world_size(),))
-    refusal = ""
-    try:
-        sw.shard(TwoDtypes(), mesh)
-    except ShardError as error:
-        refusal = str(error)
-    model = sw.shard(TwoDtypes(), mesh, sw.ShardPolicy(ignored=("scale",)))
-    model(torch.ones(2, 4)).sum().backward()
-    assert all(p.grad is not None for p in model.parameters())
-    return refusal, [n for n, m in model.named_modules() if isinstance(m, FSDPModule)]
+def several_dtypes() -> list[tuple[list[str], list[str]]]:
+    """Groups and plain parameters, by default and with one left out; the gradients are those of the plain model."""
+    found = []
+    for ignored in ((), ("scale",)):
+        torch.manual_seed(0)
+        model, plain = TwoDtypes(), TwoDtypes()
+        plain.load_state_dict(model.state_dict())
+        sw.shard(model, mesh_of((dist.get_world_size(),)), sw.ShardPolicy(ignored=ignored))
+        for each in (model, plain):
+            each(torch.ones(2, 4)).sum().backward()
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(whole(dict(model.named_parameters())[name].grad), parameter.grad)
+        groups = [n for n, m in model.named_modules() if isinstance(m, FSDPModule)]
+        found.append((groups, [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]))
+    return found
 
 
 def declared_by_class_and_caller(root: str) -> dict[str, Any]:

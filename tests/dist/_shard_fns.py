@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from shardwise.errors import ShardError
 from shardwise.names import named_tensors
@@ -112,6 +112,17 @@ class Oddments(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.lin(x) * self.temperature + self.bias + self.codes.sum()
+
+
+class TwoDtypes(nn.Module):
+    """A root that holds a parameter of another dtype than the layer in it."""
+
+    def __init__(self, size: int, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.table = layer, nn.Parameter(torch.zeros(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.bfloat16()) + self.table[:4]
 
 
 def _mesh(shape: tuple[int, ...] | None = None) -> DeviceMesh:
@@ -219,8 +230,19 @@ def refusals() -> dict[str, str]:
     strided = nn.Linear(4, 4)
     strided.weight = nn.Parameter(torch.zeros(4, 4).T.contiguous().T)
     lazy = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 3))
+    with torch.device("meta"):
+        large = TwoDtypes(17 * 2**20, nn.Linear(2**13, 2**13, dtype=torch.bfloat16))
+    scalar = TwoDtypes(4, nn.Linear(4, 4, dtype=torch.bfloat16))
+    scalar.register_parameter(
+        "scale", nn.Parameter(distribute_tensor(torch.tensor(1.0), mesh, [Replicate()]))
+    )
+    scalar.register_parameter("phase", nn.Parameter(torch.tensor(1j)))
+    only = nn.Module()
+    only.register_parameter("scale", nn.Parameter(torch.tensor(1.0)))
     return {
-        "scalars": _refusal(Oddments(trainable=True), mesh),
+        "large": _refusal(large, mesh),
+        "kinds": _refusal(scalar, mesh),
+        "only": _refusal(only, mesh),
         "pattern": _refusal(Net(), mesh, ShardPolicy(ignored=("no.such.*", "embed.*"))),
         "class": _refusal(Net(), mesh, ShardPolicy(block_classes=("Block", "Blok"))),
         "list": _refusal(nn.ModuleList([nn.Linear(2, 2)]), mesh),
@@ -240,13 +262,20 @@ def sharded_twice() -> str:
     raise AssertionError("not refused")
 
 
-def frozen_scalars_and_integers() -> dict[str, bool]:
-    model = Oddments(trainable=False)
+def scalars_and_integers(trainable: bool) -> dict[str, bool]:
+    model = Oddments(trainable)
     plain = copy.deepcopy(model)
     shard(model, _mesh())
     kinds = {n: isinstance(p, DTensor) for n, p in model.named_parameters()}
     x = torch.ones(2, WIDTH)
-    torch.testing.assert_close(model(x), plain(x))
+    losses = [each(x).square().mean() for each in (model, plain)]
+    torch.testing.assert_close(*losses)
+    for loss in losses:
+        loss.backward()
+    mine, theirs = _gradients(model), _gradients(plain)
+    assert mine.keys() == theirs.keys()
+    for name in mine:
+        torch.testing.assert_close(mine[name], theirs[name], msg=name)
     return kinds
 
 

@@ -49,7 +49,9 @@ def test_a_layer_in_two_blocks_goes_to_the_group_around_them(ranks: RankPool) ->
 def test_refusals_name_everything_and_leave_the_model_alone(ranks: RankPool) -> None:
     texts = ranks.run_ranks(2, fns.refusals)[0]
     for kind, parts in {
-        "scalars": ["temperature, bias", "ShardPolicy(ignored=…)", "freeze"],
+        "large": ["table (torch.float32, 71,303,168 bytes)", "ShardPolicy(ignored=…)", "freeze"],
+        "kinds": ["scale, phase", "ShardPolicy(ignored=…)"],
+        "only": ["scale", "nothing to shard"],
         "pattern": ["'no.such.*'", "embed.weight"],
         "class": ["Blok", "Block"],
         "list": ["ModuleList"],
@@ -68,7 +70,8 @@ def test_sharded_twice(ranks: RankPool) -> None:
 
 def test_parameters_that_nobody_shards(ranks: RankPool) -> None:
     sharded = {"temperature": False, "bias": False, "codes": True, "lin.weight": True, "lin.bias": True}
-    assert ranks.run_ranks(2, fns.frozen_scalars_and_integers) == [sharded] * 2
+    for trainable in (False, True):
+        assert ranks.run_ranks(2, fns.scalars_and_integers, trainable) == [sharded] * 2
     sharded |= {"codes": False, "lin.bias": False}
     assert ranks.run_ranks(2, fns.ignored_by_name) == [sharded] * 2
 

@@ -246,7 +246,7 @@ def test_plan_prints_why_a_load_can_not_be_proved(tmp_path: Path) -> None:
     file = path / "model-00001-of-00002.safetensors"
     tensors = load_file(file)
     name, _ = tensors.popitem()
-    save_file({**tensors, **{f"extra.{i}": torch.zeros(1) for i in range(40)}}, file)
+    save_file({**tensors, **{f"extra{i}": torch.zeros(1) for i in range(40)}}, file)
     (path / "model.safetensors.index.json").unlink()
     result = run("plan", path, "--ranks", 2)
     check_paragraph(result, "more (--json lists all)", status=(1,))

@@ -236,13 +236,71 @@ def test_what_a_series_lacks_is_named_whatever_its_names_are() -> None:
 
 @pytest.mark.timeout(60)
 def test_thousands_of_wrong_names_are_said_quickly() -> None:
-    catalog = catalog_of({f"model.layers.{k}.mlp.weight": ("F32", (1,)) for k in range(4000)})
-    wanted = [whole_tensor(f"decoder.blocks.{k}.mlp.weight", "F32", (1,)) for k in range(4000)]
+    catalog = catalog_of({f"layer{k}.mlp.weight": ("F32", (2,)) for k in range(4000)})
+    wanted = [whole_tensor(f"block{k}.mlp.weight", "F32", (1,)) for k in range(4000)]
     with pytest.raises(PlanError) as caught:
         plan_of(catalog, wanted)
     assert len(caught.value.problems) == 8000
-    assert "'decoder.blocks.0.mlp.weight'" in caught.value.problems[0]
-    assert "nearest stored name: 'model.layers.0.mlp.weight'" in caught.value.problems[0]
+    assert "'block0.mlp.weight'" in caught.value.problems[0]
+    assert "nearest stored name: 'layer0.mlp.weight'" in caught.value.problems[0]
+
+
+def _problems(stored: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]) -> list[str]:
+    with pytest.raises(PlanError) as caught:
+        plan_of(
+            catalog_of({name: ("F32", shape) for name, shape in stored.items()}),
+            [whole_tensor(name, "F32", shape) for name, shape in wanted.items()],
+        )
+    return list(caught.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "pattern", "words"),
+    [
+        ("net.", "", r"^net\.", "under 'net.'"),
+        (
+            "model.language_model.",
+            "model.",
+            r"^model\.language_model\.",
+            "'model.language_model.' for 'model.'",
+        ),
+        ("", "encoder.", r"^(?=(layers)\.)", "without 'encoder.'"),
+        ("model.", "decoder.", r"^model\.", "'model.' for 'decoder.'"),
+    ],
+)
+def test_a_wrong_prefix_is_said_once(before: str, after: str, pattern: str, words: str) -> None:
+    names = {f"layers.{k}.{part}.weight": (k + 1, 2) for k in range(500) for part in ("up", "down")}
+    tower = {f"tower.layers.{k}.up.weight": (1, 1) for k in range(500)}
+    stored = {before + name: shape for name, shape in names.items()}
+    wanted = {after + name: shape for name, shape in names.items()}
+    prefix, missing, single, family = _problems(
+        {**stored, **tower, "lm.bias": (3,)}, {**wanted, "head": (7,)}
+    )
+    assert prefix.startswith(f"prefix: 1000 of 1001 missing tensors are stored {words} ")
+    assert f"key_mapping={{{pattern!r}: {after!r}}}" in prefix
+    assert missing.startswith("missing: state 'head' ")
+    assert family.startswith("unused: 500 stored tensors 'tower.*' ('tower.layers.0.up.weight' [1, 1] in ")
+    assert "give unused=('tower.*',)" in family
+    assert "'lm.bias'" in single
+
+
+def test_only_what_one_pattern_covers_is_said_together() -> None:
+    """A part of which something is wanted, or of which little is stored, is said name by name."""
+    some = {f"head.{k}": (2,) for k in range(9)}
+    few = {f"pooler.{k}": (2,) for k in range(3)}
+    deep = {f"model.visual.{k}": (2,) for k in range(9)}
+    problems = _problems({**some, **few, **deep, "model.norm": (2,)}, {"head.3": (2,), "model.norm": (2,)})
+    assert len(problems) == 8 + 3 + 1
+    assert sum("'model.visual.*'" in p for p in problems) == 1
+    assert not any("'head.*'" in p or "'pooler.*'" in p or "'model.*'" in p for p in problems)
+
+
+def test_no_prefix_is_guessed_from_a_few_or_from_other_shapes() -> None:
+    names = {f"layers.{k}.weight": (2, 2) for k in range(20)}
+    others = {f"net.{name}": (2, 3) for name in names}
+    assert not any(p.startswith("prefix") for p in _problems(others, names))
+    few = dict(list(names.items())[:5])
+    assert not any(p.startswith("prefix") for p in _problems({f"net.{n}": s for n, s in few.items()}, few))
 
 
 # --- proof of cover --------------------------------------------------------------------------------------

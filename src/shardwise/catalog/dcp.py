@@ -9,18 +9,15 @@ name is refused.
 
 from __future__ import annotations
 
-import io
 import os
-import pickle
-import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..dtypes import itemsize
 from ..errors import FormatError, IntegrityError, SourceError
 from ..layout.boxes import Box
 from .records import Catalog, Chunk, StoredFile, StoredTensor, assemble
+from .torchfile import DTYPE_NAMES, Archive, Saved, plain_args, to_dict, to_tuple, unpickled
 
 __all__ = ["METADATA_NAME", "ByteRange", "DcpCheckpoint", "catalog_of_dcp", "read_dcp"]
 
@@ -124,35 +121,6 @@ class _Object(_Record):
     """BytesStorageMetadata: an item that is no tensor."""
 
 
-def _plain(*args: Any) -> Any:
-    return args
-
-
-def _tuple(values: Any = ()) -> tuple[Any, ...]:
-    return tuple(values)
-
-
-def _ordered() -> dict[Any, Any]:
-    return {}
-
-
-_DTYPES = {
-    "float32": "F32",
-    "float64": "F64",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int8": "I8",
-    "int16": "I16",
-    "int32": "I32",
-    "int64": "I64",
-    "uint8": "U8",
-    "uint16": "U16",
-    "uint32": "U32",
-    "uint64": "U64",
-    "bool": "BOOL",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-}
 _METADATA = "torch.distributed.checkpoint.metadata"
 _NAMES: dict[tuple[str, str], Any] = {
     **{
@@ -167,46 +135,14 @@ _NAMES: dict[tuple[str, str], Any] = {
     },
     (_METADATA, "MetadataIndex"): _Index,
     (_METADATA, "BytesStorageMetadata"): _Object,
-    (_METADATA, "_MEM_FORMAT_ENCODING"): _plain,
+    (_METADATA, "_MEM_FORMAT_ENCODING"): plain_args,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Record,
-    ("torch", "Size"): _tuple,
-    ("torch.serialization", "_get_layout"): _plain,
-    **{("pathlib", name): _plain for name in ("PosixPath", "PurePosixPath", "Path", "WindowsPath")},
-    ("collections", "OrderedDict"): _ordered,
-    **{("torch", name): code for name, code in _DTYPES.items()},
+    ("torch", "Size"): to_tuple,
+    ("torch.serialization", "_get_layout"): plain_args,
+    **{("pathlib", name): plain_args for name in ("PosixPath", "PurePosixPath", "Path", "WindowsPath")},
+    ("collections", "OrderedDict"): to_dict,
+    **{("torch", name): code for name, code in DTYPE_NAMES.items()},
 }
-_STORAGES = {
-    "FloatStorage": "F32",
-    "DoubleStorage": "F64",
-    "HalfStorage": "F16",
-    "BFloat16Storage": "BF16",
-    "CharStorage": "I8",
-    "ShortStorage": "I16",
-    "IntStorage": "I32",
-    "LongStorage": "I64",
-    "ByteStorage": "U8",
-    "BoolStorage": "BOOL",
-    "UntypedStorage": None,
-}
-
-
-class _Unpickler(pickle.Unpickler):
-    """Knows only the names that it is given; makes records of them."""
-
-    def __init__(self, stream: io.BytesIO, names: Mapping[tuple[str, str], Any]) -> None:
-        super().__init__(stream)
-        self._names = names
-
-    def find_class(self, module: str, name: str) -> Any:
-        try:
-            return self._names[module, name]
-        except KeyError:
-            raise FormatError(
-                f"refused: its pickle asks for {module}.{name}, which is not a part of the format"
-            ) from None
-
-    def persistent_load(self, pid: Any) -> Any:
-        return pid
 
 
 def _read_metadata(file: str) -> Any:
@@ -222,16 +158,7 @@ def _read_metadata(file: str) -> Any:
         ) from error
     except OSError as error:
         raise SourceError(f"can't be read: {error.strerror}", path=file) from error
-    return _unpickled(content, _NAMES, file)
-
-
-def _unpickled(content: bytes, names: Mapping[tuple[str, str], Any], file: str) -> Any:
-    try:
-        return _Unpickler(io.BytesIO(content), names).load()
-    except FormatError as error:
-        raise FormatError(str(error), path=file) from None
-    except Exception as error:  # a pickle can fail in any way
-        raise FormatError(f"can't be read ({type(error).__name__}: {error}): damaged", path=file) from error
+    return unpickled(content, _NAMES, file)
 
 
 def _mapping(metadata: Any, name: str) -> dict[Any, Any]:
@@ -285,7 +212,9 @@ def _tensor(
         return StoredTensor(name, code, shape, ())
     found = assemble(name, code, chunks)
     if found.shape != shape:
-        raise FormatError(f"chunks of {name!r} make shape {list(found.shape)}, expected {list(shape)}", path=root)
+        raise FormatError(
+            f"chunks of {name!r} make shape {list(found.shape)}, expected {list(shape)}", path=root
+        )
     return found
 
 
@@ -305,54 +234,13 @@ class _Files:
 
     def payload(self, where: ByteRange, code: str, sizes: tuple[int, ...], name: str) -> int:
         """Offset, in the file, of the elements of one chunk. Raises :class:`FormatError` if they don't lie row by row."""
-        fd = self._fd(where)
-        window = _Window(fd, where.offset_bytes, where.nbytes)
-        try:
-            with zipfile.ZipFile(window) as archive:
-                entries = {i.filename.partition("/")[2]: i for i in archive.infolist()}
-                described = archive.read(entries["data.pkl"])
-                order = archive.read(entries["byteorder"]) if "byteorder" in entries else b"little"
-        except (
-            zipfile.BadZipFile,
-            KeyError,
-            NotImplementedError,
-            RuntimeError,
-            OSError,
-            ValueError,
-        ) as error:
+        archive = Archive(self._fd(where), where.offset_bytes, where.nbytes, where.path)
+        saved = archive.content
+        if not isinstance(saved, Saved) or saved.code not in (code, None) or saved.sizes != sizes:
             raise FormatError(
-                f"chunk of {name!r} is not what torch.save writes: {error}", path=where.path
-            ) from error
-        tensor = _unpickled(described, _TENSOR_NAMES, where.path)
-        if not isinstance(tensor, _Saved) or tensor.code not in (code, None):
-            raise FormatError(f"chunk of {name!r} is no tensor of dtype {code}", path=where.path)
-        expected = itemsize(code)
-        for n in sizes:
-            expected *= n
-        data = entries.get(f"data/{tensor.key}")
-        if (
-            data is None
-            or data.compress_type != zipfile.ZIP_STORED
-            or order != b"little"
-            or tensor.sizes != sizes
-            or not _is_row_major(tensor.sizes, tensor.strides)
-            or tensor.offset * itemsize(code) + expected > data.file_size
-        ):
-            raise FormatError(
-                f"chunk of {name!r} of shape {list(sizes)} does not lie row by row (stored: shape "
-                f"{list(tensor.sizes)}, strides {list(tensor.strides)}); save it from a contiguous tensor",
-                path=where.path,
+                f"chunk of {name!r} is no tensor of dtype {code} and shape {list(sizes)}", path=where.path
             )
-        local = os.pread(
-            fd, 30, where.offset_bytes + data.header_offset
-        )  # a local header tells its own length
-        begin = (
-            data.header_offset
-            + 30
-            + int.from_bytes(local[26:28], "little")
-            + int.from_bytes(local[28:30], "little")
-        )
-        return where.offset_bytes + begin + tensor.offset * itemsize(code)
+        return archive.payload(saved, code, name)
 
     def _fd(self, where: ByteRange) -> int:
         if where.path not in self._open:
@@ -372,82 +260,3 @@ class _Files:
                 path=where.path,
             )
         return self._open[where.path]
-
-
-class _Window(io.RawIOBase):
-    """A byte range of a file, as a file."""
-
-    def __init__(self, fd: int, begin: int, nbytes: int) -> None:
-        self._fd, self._begin, self._nbytes, self._at = fd, begin, nbytes, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._nbytes}[whence]
-        self._at = max(0, base + offset)
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        length = max(0, min(view.nbytes, self._nbytes - self._at))
-        count = os.preadv(self._fd, [view[:length]], self._begin + self._at) if length else 0
-        self._at += count
-        return count
-
-
-@dataclass(frozen=True, slots=True)
-class _Saved:
-    """What ``data.pkl`` of one tensor says."""
-
-    key: str
-    code: str | None
-    offset: int
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-
-
-def _rebuilt(storage: Any, offset: int, sizes: Any, strides: Any, *_: Any) -> _Saved:
-    kind, code, key, *_ = storage
-    if kind != "storage":
-        raise ValueError(f"a tensor of {kind!r}")
-    return _Saved(str(key), code, int(offset), tuple(map(int, sizes)), tuple(map(int, strides)))
-
-
-def _parameter(data: _Saved, *_: Any) -> _Saved:
-    return data
-
-
-def _rebuilt_typed(
-    storage: Any, offset: int, sizes: Any, strides: Any, grad: Any, hooks: Any, code: str
-) -> _Saved:
-    """``_rebuild_tensor_v3``: dtypes that no storage class stands for."""
-    saved = _rebuilt(storage, offset, sizes, strides)
-    return _Saved(saved.key, code, saved.offset, saved.sizes, saved.strides)
-
-
-_TENSOR_NAMES: dict[tuple[str, str], Callable[..., Any] | str | None] = {
-    ("torch._utils", "_rebuild_tensor_v2"): _rebuilt,
-    ("torch._utils", "_rebuild_tensor_v3"): _rebuilt_typed,
-    ("torch._utils", "_rebuild_parameter"): _parameter,
-    ("collections", "OrderedDict"): _ordered,
-    ("torch", "Size"): _tuple,
-    **{("torch", name): code for name, code in _STORAGES.items()},
-    ("torch.storage", "UntypedStorage"): None,
-    **{("torch", name): code for name, code in _DTYPES.items()},
-}
-
-
-def _is_row_major(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    expected = 1
-    for n, stride in zip(reversed(sizes), reversed(strides), strict=True):
-        if n > 1 and stride != expected:
-            return False
-        expected *= n
-    return True

@@ -10,7 +10,7 @@ from ..layout.boxes import Box, whole
 from .header import Entry, Header, check_regular, read_header
 from .records import Catalog, Chunk, StoredFile, StoredTensor, assemble
 
-__all__ = ["INDEX_NAME", "SINGLE_NAME", "catalog_of_safetensors"]
+__all__ = ["INDEX_NAME", "SINGLE_NAME", "catalog_of_safetensors", "has_safetensors"]
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -43,6 +43,11 @@ def catalog_of_safetensors(path: str | os.PathLike[str]) -> Catalog:
     files = tuple(StoredFile(os.path.join(root, n), h.file_bytes) for n, h in headers.items())
     metadata = {k: v for h in headers.values() for k, v in h.metadata.items() if k != "DCP_SHARDING_INFO"}
     return Catalog("safetensors", root, _tensors(root, headers), files, ignored, metadata)
+
+
+def has_safetensors(root: str) -> bool:
+    """Whether a directory holds any such file."""
+    return os.path.isdir(root) and any(name.endswith(".safetensors") for name in _listed(root))
 
 
 def _files_of(root: str) -> tuple[list[str], dict[str, str] | None]:

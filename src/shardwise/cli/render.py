@@ -177,6 +177,8 @@ def show_plan(out: Console, report: PlanReport) -> None:
         "groups": f"{report.groups}, at most {size(largest.gathered_bytes)} gathered at a time "
         f"({largest.name or 'root'}, {largest.kind})",
     }
+    if report.replicated_bytes:
+        facts["whole on every rank"] = f"{size(report.replicated_bytes)} that can't be sharded"
     for label, declared in (("left unused", report.unused), ("initialized", report.initialized)):
         if declared:
             facts[label] = _some([f"{d.name} (says {d.declared_by})" for d in declared])

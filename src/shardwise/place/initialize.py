@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -15,10 +15,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from .._compat import fsdp_parameter_ids, is_transformers_model, tie_map
+from .._peft import has_adapters, places
 from ..errors import PlanError
 from ..layout.boxes import LocalBox
 from ..layout.placements import local_boxes
 from ..names import NamedTensor, canonical_name, named_tensors
+from .adapters import adapter_rules, magnitudes, without_rule
 from .materialize import default_device, materialize
 from .meta_init import preserve_rng
 from .rules import Rule, Template, build_template, copy_template, rules_of
@@ -49,13 +51,15 @@ def initialize(
     """Fill parameters by the model's own rule: the same global values at every world size and sharding.
 
     The rule is ``_init_weights`` of a transformers model (or of any model that has one), else
-    ``reset_parameters``. Each module draws from generators seeded by (seed, its name), so the values of one
+    ``reset_parameters``; of PEFT's LoRA layers ``reset_lora_parameters``, and for DoRA's magnitudes the norms of the
+    base weights as they are. Each module draws from generators seeded by (seed, its name), so the values of one
     module do not depend on which others are filled. Parameters that are not wanted, buffers and the global random state are
     left as they are. If something is on meta, the whole model is first given memory on ``device`` (None: the
     device of its mesh, else the CPU).
 
-    Rank-local: every rank that holds a part must call it with the same arguments; nothing is communicated. Host
-    memory: the full size of one module's own wanted parameters at a time, besides the destination.
+    Rank-local: every rank that holds a part must call it with the same arguments; nothing is communicated, but for
+    magnitudes whose norms run over several ranks' elements: such a weight is gathered over its mesh. Host memory: the
+    full size of one module's own wanted parameters (or of such a weight) at a time, besides the destination.
 
     Args:
         seed: any integer.
@@ -72,7 +76,7 @@ def initialize(
         if isinstance(module, FSDPModule):
             module.reshard()  # after a forward the root's gathered parameters stand where the shards belong
     wanted = _wanted(model, None if names is None else tuple(names))
-    jobs = _plan(model, wanted)
+    jobs, norms = _plan(model, wanted)
     if any(t.tensor.is_meta for t in wanted):
         materialize(model, default_device(model) if device is None else device)
         wanted = _refreshed(model, wanted)
@@ -81,6 +85,11 @@ def initialize(
     with preserve_rng():
         for job in jobs:
             _run(job, seed, live, managed)
+    by_parameter = magnitudes(model) if norms else {}
+    for t in (live[name] for name in norms):
+        by_parameter[id(t.tensor)].fill(
+            local_boxes(t.tensor, name=t.name, fsdp_order=id(t.tensor) in managed)
+        )
     return tuple(t.name for t in wanted)
 
 
@@ -115,9 +124,15 @@ def _refreshed(model: nn.Module, wanted: tuple[NamedTensor, ...]) -> tuple[Named
 class _Slots:
     """A template with the rules that run on it, and its modules by canonical name in the live model."""
 
-    def __init__(self, template: Template) -> None:
+    def __init__(
+        self,
+        template: Template,
+        calls: Iterable[Rule] | None = None,
+        unwrapped: Mapping[str, str] | None = None,
+    ) -> None:
         self.prefix = canonical_name(template.path)
-        self.rules = rules_of(template)
+        self.rules = rules_of(template, calls)
+        self._unwrapped = unwrapped or {}
         self.writing: dict[int, list[int]] = {}
         for index, rule in enumerate(self.rules):
             for key in rule.written:
@@ -136,8 +151,7 @@ class _Slots:
         found = []
         for name in tensor.names:
             module_name, _, attribute = name.rpartition(".")
-            # PEFT puts a layer that it adapts one level deeper.
-            for place in (module_name, module_name.removesuffix(".base_layer")):
+            for place in (module_name, self._unwrapped.get(module_name, module_name)):
                 module = self._modules.get(place)
                 if module is not None and module._parameters.get(attribute) is not None:
                     found.append((name, place, module, attribute))
@@ -148,27 +162,37 @@ class _Slots:
         return place, module, attribute
 
 
-def _plan(model: nn.Module, wanted: tuple[NamedTensor, ...]) -> list[_Job]:
-    """One job per module that owns wanted parameters. Writes nothing to the model."""
-    slots = [_Slots(build_template(m, path)) for path, m in _transformers_models(model)]
-    if any(all(s.find(t) is None for s in slots) for t in wanted):
+def _plan(model: nn.Module, wanted: tuple[NamedTensor, ...]) -> tuple[list[_Job], list[str]]:
+    """One job per module that owns wanted parameters, and the magnitudes to compute. Writes nothing to the model."""
+    unwrapped = _without_peft(model)
+    own = {id(t.tensor) for t in wanted if unwrapped and _is_adapters(t, unwrapped)}
+    others = [t for t in wanted if id(t.tensor) not in own]
+    models = _transformers_models(model) if others else ()
+    slots = [_Slots(build_template(m, path), None, unwrapped) for path, m in models]
+    if any(all(s.find(t) is None for s in slots) for t in others):
         slots.append(_Slots(copy_template(model)))
-    adapters = _adapter_parameters(model)
+    adapters = copy_template(model) if own else None
+    of_adapters = [_Slots(adapters, adapter_rules(adapters.root))] if adapters is not None else []
+    norms = magnitudes(model) if own else {}
+    refused = without_rule(model) if own else {}
     jobs: dict[str, tuple[nn.Module, _Slots, list[tuple[str, NamedTensor]], set[int]]] = {}
     problems: list[str] = []
+    filled = {id(t.tensor) for t in wanted}
     for tensor in wanted:
-        slot = next(s for s in slots if s.find(tensor) is not None)
+        key = id(tensor.tensor)
+        if key in norms and key not in refused:
+            if id(norms[key].drawn_with) not in filled:
+                problems.append(f"{tensor.name}: follows from lora_B, which is not initialised along with it")
+            continue
+        slot = next(s for s in (of_adapters if key in own else slots) if s.find(tensor) is not None)
         name, module, attribute = slot.find(tensor) or ("", model, "")
         rules = _rules_for(module, attribute, slot)
-        problem = _problem(module, attribute, slot, rules)
-        if id(tensor.tensor) in adapters:
-            problem = (
-                "an adapter of PEFT, whose rule is PEFT's reset_lora_parameters(); call it before sharding"
-            )
+        problem = refused.get(key) or _problem(module, attribute, slot, rules)
         if problem is not None:
             problems.append(f"{tensor.name}: {problem}")
             continue
-        job = jobs.setdefault(name, (module, slot, [], set()))
+        # One layer's call fills several adapters' tensors: each is drawn by itself.
+        job = jobs.setdefault(tensor.name if key in own else name, (module, slot, [], set()))
         job[2].append((attribute, tensor))
         job[3].update(rules)
     if problems:
@@ -177,10 +201,25 @@ def _plan(model: nn.Module, wanted: tuple[NamedTensor, ...]) -> list[_Job]:
             "reset_parameters(), or the model an _init_weights(module); or load them and leave them out of names=",
             tuple(problems),
         )
-    return [
-        _Job(name, module, tuple(own), tuple(slot.rules[index] for index in sorted(indices)))
-        for name, (module, slot, own, indices) in jobs.items()
+    planned = [
+        _Job(name, module, tuple(mine), tuple(slot.rules[index] for index in sorted(indices)))
+        for name, (module, slot, mine, indices) in jobs.items()
     ]
+    return planned, [t.name for t in wanted if id(t.tensor) in norms]
+
+
+def _without_peft(model: nn.Module) -> dict[str, str]:
+    """Module path → path without PEFT's parts, of everything that is the base's; empty for models without adapters."""
+    if not has_adapters(model):
+        return {}
+    found = {path: place.base for path, place in places(model).items() if place.base is not None}
+    root = next(path for path, base in found.items() if not base)
+    return {path: ".".join(part for part in (root, base) if part) for path, base in found.items()}
+
+
+def _is_adapters(tensor: NamedTensor, unwrapped: Mapping[str, str]) -> bool:
+    """Whether a parameter is one that an adapter adds."""
+    return all(name.rpartition(".")[0] not in unwrapped for name in tensor.names)
 
 
 def _transformers_models(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -190,18 +229,6 @@ def _transformers_models(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if id(module) not in inside and is_transformers_model(module):
             inside |= {id(m) for m in module.modules()}
             yield path, module
-
-
-def _adapter_parameters(model: nn.Module) -> set[int]:
-    """Parameters by id that PEFT's layers added: those outside their ``base_layer``."""
-    found: set[int] = set()
-    for module in model.modules():
-        if hasattr(module, "reset_lora_parameters"):
-            base = module._modules.get("base_layer")
-            found |= (
-                {id(p) for p in module.parameters()} - {id(p) for p in base.parameters()} if base else set()
-            )
-    return found
 
 
 def _rules_for(module: nn.Module, attribute: str, slot: _Slots) -> list[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -119,10 +119,13 @@ def _meta_tree(
     return tree
 
 
-def rules_of(template: Template) -> list[Rule]:
-    """Every call that ordinary construction makes, in its order, with what it writes. Draws no random numbers."""
+def rules_of(template: Template, calls: Iterable[Rule] | None = None) -> list[Rule]:
+    """Every call that ordinary construction makes, in its order, with what it writes. Draws no random numbers.
+
+    ``calls`` are other ones to be looked at instead.
+    """
     recorder = _Recorder(template.root)
-    rules = [*_resets(template.root), *_init_weights(template.root)]
+    rules = [*_resets(template.root), *_init_weights(template.root)] if calls is None else [*calls]
     for rule in rules:
         recorder.watch(rule)
     return rules

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from heapq import nlargest
-from os.path import commonprefix
 
 from ..catalog.records import Catalog, StoredTensor
 from ..layout.wanted import Wanted
 from ..names import canonical_name
 from .host import HostConversion
 from .tiles import Tile, identity
+from .unmatched import unmatched
 
 __all__ = [
     "Declaration",
@@ -172,7 +170,7 @@ def match_rules(catalog: Catalog, wanted: Sequence[Wanted], rules: Rules) -> Mat
             result.unused.append(Declaration(stored, who))
         else:
             spare.append(stored)
-    _report(result, catalog, missing, spare)
+    result.problems += unmatched(catalog, missing, spare)
     return result
 
 
@@ -255,44 +253,3 @@ _FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
 def castable(stored: str, wanted: str) -> bool:
     """Whether a load may change one dtype into the other: equal, or both plain floating point."""
     return stored == wanted or (stored in _FLOATS and wanted in _FLOATS)
-
-
-def _report(result: Matched, catalog: Catalog, missing: Sequence[Wanted], spare: Sequence[str]) -> None:
-    pool = list(spare) or list(catalog.tensors)
-    for k, w in enumerate(missing):
-        near = _nearest(w.name, pool) if k < 40 else None
-        hint = f"; nearest stored name: {near!r}" if near else ""
-        also = f" (also named {', '.join(map(repr, w.aliases))})" if w.aliases else ""
-        result.problems.append(
-            f"missing: {w.kind} {w.name!r}{also} of shape {list(w.shape)} is not stored{hint}; "
-            f"give init={{{w.name!r}: 'model'}} if it is new"
-        )
-    wanted_names = [w.name for w in missing]
-    for k, name in enumerate(spare):
-        stored = catalog.tensors[name]
-        near = _nearest(name, wanted_names) if k < 40 else None
-        hint = f"; nearest wanted name: {near!r}" if near else ""
-        where = stored.chunks[0].path if stored.chunks else catalog.root
-        result.problems.append(
-            f"unused: stored tensor {name!r} {list(stored.shape)} in {where} is not wanted{hint}; "
-            f"give unused=({name!r},) if it may be left"
-        )
-
-
-#: Edit similarity costs about 0.1 ms a pair: compared with no more names than this.
-_FEW_NAMES = 100
-
-
-def _nearest(name: str, pool: Sequence[str]) -> str | None:
-    """The closest name, by edit similarity; of thousands, among those that begin, end and are made alike."""
-    if len(pool) > _FEW_NAMES:
-        parts = set(name.split("."))
-
-        def likeness(other: str) -> int:
-            pairs = ((name, other), (name[::-1], other[::-1]))
-            ends = sum(len(commonprefix(pair)) for pair in pairs)  # noqa: RUF071 - characters are meant
-            return ends + 4 * len(parts & set(other.split(".")))
-
-        pool = nlargest(_FEW_NAMES, pool, key=likeness)
-    close = difflib.get_close_matches(name, pool, n=1, cutoff=0.5)
-    return close[0] if close else None

@@ -65,7 +65,7 @@ class Tile:
 
     @property
     def numel(self) -> int:
-        return math.prod(loop.size for loop in self.loops)
+        return math.prod([loop.size for loop in self.loops])
 
     def start(self, side: Side) -> tuple[int, ...]:
         return self.source_start if side == "source" else self.target_start
@@ -73,7 +73,7 @@ class Tile:
 
 def identity(source: str, shape: Sequence[int]) -> Tile:
     """The tile of a tensor that is stored as it is wanted."""
-    loops = tuple(Loop(n, d, 1, d, 1) for d, n in enumerate(shape) if n != 1)
+    loops = tuple([Loop(n, d, 1, d, 1) for d, n in enumerate(shape) if n != 1])
     zero = (0,) * len(shape)
     return Tile(source, loops, zero, zero)
 
@@ -101,8 +101,10 @@ def is_dense(tile: Tile, side: Side) -> bool:
 
 def translate(tile: Tile, side: Side, offset: Sequence[int]) -> Tile:
     """The tile with one side's start moved by ``offset`` (to go from global to local indices)."""
-    moved = tuple(s + o for s, o in zip(tile.start(side), offset, strict=True))
-    return replace(tile, source_start=moved) if side == "source" else replace(tile, target_start=moved)
+    moved = tuple([s + o for s, o in zip(tile.start(side), offset, strict=True)])
+    if side == "source":
+        return Tile(tile.source, tile.loops, moved, tile.target_start)
+    return Tile(tile.source, tile.loops, tile.source_start, moved)
 
 
 def cut(tile: Tile, side: Side, box: Box) -> Iterator[Tile]:

@@ -178,8 +178,15 @@ def _cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> Traced:
 
 
 def _stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> Traced:
-    d = _dim(tensors[0], dim, 1)
-    return _cat([_unsqueeze(_traced(t), d) for t in tensors], d)
+    parts = [_traced(t) for t in tensors]
+    first = parts[0]
+    d = _dim(first, dim, 1)
+    if len({p.dtype for p in parts}) > 1:
+        raise Untraceable(f"a stack of dtypes {sorted({str(p.dtype) for p in parts})}")
+    if len({p.shape for p in parts}) > 1:
+        raise ValueError(f"shapes {[list(p.shape) for p in parts]} can't be stacked")
+    tiles = join([(unsqueeze(p.tiles, d), 1) for p in parts], first.dim() + 1, d)
+    return Traced([*first.shape[:d], len(parts), *first.shape[d:]], first.dtype, tiles)
 
 
 def _traced(tensor: torch.Tensor) -> Traced:

@@ -23,6 +23,7 @@ from .._compat import (
     revert_to_hub,
     transformers_conversions,
 )
+from .._peft import base_of
 from ..catalog.records import StoredTensor
 from ..dtypes import code_of, torch_dtype
 from ..errors import UnsupportedConversionError
@@ -38,6 +39,7 @@ __all__ = [
     "hub_rules",
     "is_transformers_model",
     "meta_instance",
+    "note_conversions",
     "reverse_tiles",
 ]
 
@@ -67,6 +69,10 @@ class HubRules:
         if any(re.search(p, target) or re.search(p, stored) for p in self.unexpected):
             return "model (_keys_to_ignore_on_load_unexpected)"
         return None
+
+    def used(self) -> list[Any]:
+        """The conversions that had something to do in a ``resolve``."""
+        return [c for c in self.conversions if c.was_used()]
 
     def init(self, name: str) -> str | None:
         """Who declares that a wanted tensor may be missing."""
@@ -174,12 +180,12 @@ def meta_instance(model: Any) -> Any:
     from ..place.meta_init import meta_init  # lies higher; only used, not needed to define anything here
 
     model = unwrap(model)
-    kind = original_class(model)
+    kind: Any = original_class(model)
     try:
         # Only names, shapes and classes are looked at: no values. Not on torch's meta device altogether, because
         # people's classes take numbers out of tensors (.item()) while they are built.
         with meta_init(), no_init_weights():
-            return kind(copy.deepcopy(model.config))
+            return kind._from_config(copy.deepcopy(model.config), dtype=model.dtype)
     except MemoryError:
         raise
     except Exception as error:  # whatever a class does that expects more than a config
@@ -191,11 +197,23 @@ def meta_instance(model: Any) -> Any:
 
 
 def automatic_rules(model: nn.Module) -> HubRules | None:
-    """The rules of a live transformers model, sharded or not, compiled or not; None for any other module."""
-    model = unwrap(model)
+    """The rules of a live transformers model, sharded or not, compiled or not; None for any other module.
+
+    Of a model that PEFT wrapped they are the base's (:func:`.adapters.wrapped` leads on from there).
+    """
+    model = base_of(model)
     if not is_transformers_model(model):
         return None
     return hub_rules(meta_instance(model))
+
+
+def note_conversions(model: nn.Module, conversions: list[Any]) -> None:
+    """Leave on a live model what ``save_pretrained`` inverts to give the hub's names back, as ``from_pretrained`` does.
+
+    Without, it takes all that the class has, or nothing where FSDP2 swapped the class.
+    """
+    base: Any = base_of(model)
+    base._weight_conversions = conversions
 
 
 def reverse_tiles(meta_model: Any, module: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[Made]:

@@ -49,10 +49,11 @@ def narrow(tiles: Tiles, shape: Sequence[int], dim: int, start: int, stop: int) 
 def squeeze(tiles: Tiles, dim: int) -> Tiles:
     """Without one dim, which has size 1 (so no loop moves along it)."""
     return tuple(
-        replace(
-            t,
-            loops=tuple(_moved(loop, dim, -1) for loop in t.loops),
-            target_start=t.target_start[:dim] + t.target_start[dim + 1 :],
+        Tile(
+            t.source,
+            tuple([_moved(loop, dim, -1) for loop in t.loops]),
+            t.source_start,
+            t.target_start[:dim] + t.target_start[dim + 1 :],
         )
         for t in tiles
     )
@@ -61,17 +62,21 @@ def squeeze(tiles: Tiles, dim: int) -> Tiles:
 def unsqueeze(tiles: Tiles, dim: int) -> Tiles:
     """With a new dim of size 1."""
     return tuple(
-        replace(
-            t,
-            loops=tuple(_moved(loop, dim - 1, 1) for loop in t.loops),
-            target_start=(*t.target_start[:dim], 0, *t.target_start[dim:]),
+        Tile(
+            t.source,
+            tuple([_moved(loop, dim - 1, 1) for loop in t.loops]),
+            t.source_start,
+            (*t.target_start[:dim], 0, *t.target_start[dim:]),
         )
         for t in tiles
     )
 
 
 def _moved(loop: Loop, above: int, by: int) -> Loop:
-    return replace(loop, target_dim=loop.target_dim + by) if loop.target_dim > above else loop
+    if loop.target_dim <= above:
+        return loop
+    # Not dataclasses.replace: with tens of thousands of experts its cost shows.
+    return Loop(loop.size, loop.source_dim, loop.source_step, loop.target_dim + by, loop.target_step)
 
 
 def select(tiles: Tiles, shape: Sequence[int], dim: int, index: int) -> Tiles:
@@ -189,27 +194,26 @@ def _aligned(tile: Tile, dim: int, inner: int) -> Iterator[Tile]:
         for i in range(loop.size):
             yield from _aligned(iterations(tile, k, i, i + 1), dim, inner)
         return
-    per_row = inner // loop.target_step
-    head = min(loop.size, (-(start % inner) % inner + loop.target_step - 1) // loop.target_step)
-    if head == 0 and loop.size < per_row:
-        # The loop fits a row, but what lies inside it does not: leave it to single iterations.
-        for i in range(loop.size):
-            yield from _aligned(iterations(tile, k, i, i + 1), dim, inner)
-        return
-    if head:
-        yield from _aligned(iterations(tile, k, 0, head), dim, inner)
-    rows = (loop.size - head) // per_row
-    if rows:
-        body = iterations(tile, k, head, head + rows * per_row)
-        yield from _aligned(_two_loops(body, k if rows * per_row > 1 else None, per_row), dim, inner)
-    if head + rows * per_row < loop.size:
-        yield from _aligned(iterations(tile, k, head + rows * per_row, loop.size), dim, inner)
+    per_row, offset = inner // loop.target_step, start % inner
+    if offset < loop.target_step and loop.size > per_row:
+        rows = loop.size // per_row
+        body = iterations(tile, k, 0, rows * per_row)
+        yield from _aligned(_two_loops(body, k, per_row), dim, inner)
+        done = rows * per_row
+    else:  # up to the end of the row; what lies inside a step may reach across it
+        inside = reach - loop.target_step * (loop.size - 1)
+        done = max(0, (inner - 1 - offset - inside) // loop.target_step + 1)
+        if done:
+            yield iterations(tile, k, 0, done)
+        if offset + done * loop.target_step < inner:
+            yield from _aligned(iterations(tile, k, done, done + 1), dim, inner)
+            done += 1
+    if done < loop.size:
+        yield from _aligned(iterations(tile, k, done, loop.size), dim, inner)
 
 
-def _two_loops(tile: Tile, k: int | None, per_row: int) -> Tile:
+def _two_loops(tile: Tile, k: int, per_row: int) -> Tile:
     """Loop k written as rows times steps within a row."""
-    if k is None:
-        return tile
     loop = tile.loops[k]
     rows = loop.size // per_row
     outer = Loop(

@@ -1,0 +1,1 @@
+"""Other libraries' models through the same load, save and export."""

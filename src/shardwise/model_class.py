@@ -1,0 +1,194 @@
+"""Which config and which model class a directory asks for.
+
+A directory may bring its classes along, as Python files that ``auto_map`` in config.json names. They run only
+where the caller says so; transformers is never left to ask on the terminal.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from ._compat import modules_cache, remote_class
+from .dist import Ranks
+from .errors import FormatError, ShardwiseError, SourceError
+
+__all__ = ["code_of_auto_map", "config_and_class", "home_of", "import_code", "in_turn", "read_config"]
+
+T = TypeVar("T")
+
+
+def home_of(directory: str) -> str:
+    """Where config, code and tokenizer lie: the directory itself, or the model's of a checkpoint."""
+    nested = os.path.join(directory, "model")
+    has_own = os.path.isfile(os.path.join(directory, "config.json"))
+    return nested if not has_own and os.path.isfile(os.path.join(nested, "config.json")) else directory
+
+
+def config_and_class(
+    path: str | os.PathLike[str],
+    config: Any = None,
+    auto_class: Any = None,
+    *,
+    trust_remote_code: bool = False,
+) -> tuple[Any, Any]:
+    """The config to build a model from, which is nobody else's, and its model class or Auto class.
+
+    ``config`` and ``auto_class`` are what the caller gives instead of the directory's own. With
+    ``trust_remote_code`` the directory's own code goes before what transformers has, as in ``from_pretrained``.
+
+    Raises :class:`SourceError` if there is no config, or only code that is not trusted or can't be imported;
+    :class:`FormatError` if the config can't be read or no class is known.
+    """
+    directory = os.fspath(path)
+    if config is None:
+        config = read_config(directory, auto_class, trust_remote_code=trust_remote_code)
+    else:
+        config = copy.deepcopy(config)  # building writes the dtype into it
+    return config, _class_of(config, directory, auto_class, trust_remote_code)
+
+
+def read_config(directory: str, auto_class: Any = None, *, trust_remote_code: bool = False) -> Any:
+    """The transformers config of a local directory or checkpoint, as ``auto_class`` would read it.
+
+    Its own Python files run only with ``trust_remote_code``. Raises :class:`SourceError` or :class:`FormatError`.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+
+    if not os.path.isdir(directory):
+        raise SourceError("no such directory; give a local model directory", path=directory)
+    home = home_of(directory)
+    file = os.path.join(home, "config.json")
+    if not os.path.isfile(file):
+        raise SourceError("no config.json; a transformers model directory has one", path=directory)
+    try:
+        if config_class := _own_config_class(auto_class):
+            return config_class.from_pretrained(home, local_files_only=True)
+        document, _ = PreTrainedConfig.get_config_dict(home, local_files_only=True)
+        code = code_of_auto_map(document.get("auto_map")).get("AutoConfig")
+        if code and not trust_remote_code and document.get("model_type") not in CONFIG_MAPPING:
+            raise _not_trusted(code, home)
+        return AutoConfig.from_pretrained(home, local_files_only=True, trust_remote_code=trust_remote_code)
+    except (ShardwiseError, MemoryError):
+        raise
+    except Exception as error:
+        # Config classes check their fields with errors of many kinds, some not derived from ValueError.
+        raise FormatError(f"not a config that transformers can read: {error}", path=file) from error
+
+
+def _own_config_class(auto_class: Any) -> Any:
+    """What a concrete model class reads: of a vision-language model's config, a text model takes its part."""
+    return None if hasattr(auto_class, "from_config") else getattr(auto_class, "config_class", None)
+
+
+def _class_of(config: Any, directory: str, auto_class: Any, trust_remote_code: bool) -> Any:
+    if auto_class is not None and not hasattr(auto_class, "from_config"):
+        return auto_class
+    code = {
+        k: v
+        for k, v in code_of_auto_map(getattr(config, "auto_map", None)).items()
+        if k.startswith("AutoModel")
+    }
+    if auto_class is None:
+        key, known = _named_by_config(config, code)
+    else:
+        key, known = auto_class.__name__, auto_class._model_mapping.get(type(config), None)
+    # What the caller registered for this config goes before the directory's code, as in from_pretrained.
+    is_registered = isinstance(known, type) and not known.__module__.startswith("transformers.")
+    if key in code and trust_remote_code and not is_registered:
+        return _import(code[key], home_of(directory), key)
+    if known is None and key in code:
+        raise _not_trusted(code[key], home_of(directory))
+    if auto_class is None and known is None:
+        raise _unknown(config, directory, code)
+    return auto_class or known
+
+
+def _named_by_config(config: Any, code: Mapping[str, str]) -> tuple[str, Any]:
+    """The class that the config names first: its Auto class in the directory's code, and that of transformers."""
+    import transformers
+
+    names = getattr(config, "architectures", None) or []
+    names = [n for n in names if isinstance(n, str)] if isinstance(names, (list, tuple)) else []
+    key = next((k for k, reference in code.items() if names[:1] == [reference.rpartition(".")[2]]), "")
+    return key, next((found for n in names if (found := getattr(transformers, n, None)) is not None), None)
+
+
+def _unknown(config: Any, directory: str, code: Mapping[str, str]) -> FormatError:
+    import transformers
+
+    hint = f" (the directory's own code is for {', '.join(code)})" if code else ""
+    return FormatError(
+        f"config names architectures {getattr(config, 'architectures', None)}, none of which transformers "
+        f"{transformers.__version__} has; give auto_class={hint}",
+        path=os.path.join(home_of(directory), "config.json"),
+    )
+
+
+def _import(reference: str, directory: str, key: str) -> Any:
+    try:
+        return remote_class(reference, directory, key)
+    except MemoryError:
+        raise
+    except Exception as error:  # whatever somebody's code raises while it is imported
+        raise SourceError(
+            f"the model's own code ({reference}) can't be imported: {type(error).__name__}: {error}",
+            path=directory,
+        ) from error
+
+
+def code_of_auto_map(auto_map: Any) -> dict[str, str]:
+    """Auto class → ``[repository--]module.Class`` of a config's ``auto_map``, those of tokenizers left out."""
+    return {k: v for k, v in auto_map.items() if isinstance(v, str)} if isinstance(auto_map, dict) else {}
+
+
+def _not_trusted(reference: str, directory: str) -> SourceError:
+    return SourceError(
+        f"the model's class is Python code that comes with it ({reference}), and none of it was run; read it, and if "
+        f"you trust it pass trust_remote_code=True (on the command line --trust-remote-code)",
+        path=directory,
+    )
+
+
+def import_code(path: str | os.PathLike[str]) -> None:
+    """Run the Python files of a directory or checkpoint, if it brings any for its classes."""
+    if os.path.isfile(os.path.join(home_of(os.fspath(path)), "config.json")):
+        config_and_class(path, trust_remote_code=True)
+
+
+def in_turn(ranks: Ranks, work: Callable[[], T]) -> T:
+    """Run ``work``, which imports a model's code: on rank 0, then on one rank per cache of modules, then elsewhere.
+
+    transformers copies the code into a cache that ranks share, file by file and in place, so that one rank can
+    read what another is just writing. What is there already it leaves alone. Every rank must call it; raises
+    alike on all.
+    """
+    label = "import the model's code"
+    results: list[T] = []
+
+    def turn(*, mine: bool) -> None:
+        with ranks.agree(label):
+            if mine and not results:
+                results.append(work())
+
+    turn(mine=ranks.rank == 0)
+    with ranks.agree(label):
+        own = _identity(modules_cache())
+    everyone = ranks.gather(label, own.encode())
+    firsts = (
+        None if everyone is None else json.dumps([everyone.index(cache) for cache in set(everyone)]).encode()
+    )
+    turn(mine=ranks.rank in json.loads(ranks.share(label, firsts)))
+    turn(mine=True)
+    return results[0]
+
+
+def _identity(directory: str) -> str:
+    """The same on ranks that see the same directory through the same mount, different on all others."""
+    os.makedirs(directory, exist_ok=True)
+    found = os.stat(directory)
+    return f"{socket.gethostname()}/{found.st_dev}/{found.st_ino}"

@@ -1,0 +1,163 @@
+"""Words for what is left when stored and wanted names are matched: what is missing, what nobody wants.
+
+Many tensors that have one reason get one line: a prefix that is too much, too little or another one, or a whole
+part of a model (the vision tower of a checkpoint that is loaded into the text model).
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from heapq import nlargest
+from os.path import commonprefix
+
+from ..catalog.records import Catalog
+from ..layout.wanted import Wanted
+
+__all__ = ["unmatched"]
+
+#: From so many tensors on, one line stands for all that have one reason.
+_MANY = 8
+#: Edit similarity costs about 0.1 ms a pair: compared with no more names than this, for no more than these.
+_FEW_NAMES = 100
+_FEW_LINES = 40
+
+
+def unmatched(catalog: Catalog, missing: Sequence[Wanted], spare: Sequence[str]) -> list[str]:
+    """One problem per line: wanted tensors that are not stored, and stored ones that are not wanted."""
+    lines = []
+    change = _prefix_change(catalog, missing, spare)
+    if change:
+        before, after, found = change
+        lines.append(_describe_change(before, after, found, len(missing)))
+        targets = set(found.values())
+        missing = [w for w in missing if targets.isdisjoint((w.name, *w.aliases))]
+        spare = [name for name in spare if name not in found]
+    return [*lines, *_missing(catalog, missing, spare), *_unused(catalog, missing, spare)]
+
+
+def _missing(catalog: Catalog, missing: Sequence[Wanted], spare: Sequence[str]) -> Iterator[str]:
+    pool = list(spare) or list(catalog.tensors)
+    for k, w in enumerate(missing):
+        near = _nearest(w.name, pool) if k < _FEW_LINES else None
+        hint = f"; nearest stored name: {near!r}" if near else ""
+        also = f" (also named {', '.join(map(repr, w.aliases))})" if w.aliases else ""
+        yield (
+            f"missing: {w.kind} {w.name!r}{also} of shape {list(w.shape)} is not stored{hint}; "
+            f"give init={{{w.name!r}: 'model'}} if it is new"
+        )
+
+
+def _unused(catalog: Catalog, missing: Sequence[Wanted], spare: Sequence[str]) -> Iterator[str]:
+    wanted_names = [w.name for w in missing]
+    for k, (pattern, names) in enumerate(_families(catalog.tensors, spare).items()):
+        stored = catalog.tensors[names[0]]
+        where = stored.chunks[0].path if stored.chunks else catalog.root
+        if len(names) > 1:
+            yield (
+                f"unused: {len(names)} stored tensors {pattern!r} ({names[0]!r} {list(stored.shape)} in {where} to "
+                f"{names[-1]!r}) are not wanted; give unused=({pattern!r},) if they may be left"
+            )
+            continue
+        near = _nearest(names[0], wanted_names) if k < _FEW_LINES else None
+        hint = f"; nearest wanted name: {near!r}" if near else ""
+        yield (
+            f"unused: stored tensor {names[0]!r} {list(stored.shape)} in {where} is not wanted{hint}; "
+            f"give unused=({names[0]!r},) if it may be left"
+        )
+
+
+# ----------------------------------------------------------------------------------------------------
+# What has one reason
+
+
+def _families(stored: Iterable[str], spare: Sequence[str]) -> dict[str, list[str]]:
+    """Spare names by a pattern that covers them and nothing else that is stored; few alike stay by themselves."""
+    in_use = {prefix for name in set(stored) - set(spare) for prefix in _prefixes(name)}
+    parts: dict[str, list[str]] = {}
+    for name in spare:
+        prefix = next((p for p in _prefixes(name) if p not in in_use), "")
+        parts.setdefault(f"{prefix}*" if prefix else name, []).append(name)
+    found: dict[str, list[str]] = {}
+    for pattern, names in parts.items():
+        found.update({pattern: names} if len(names) >= _MANY else {name: [name] for name in names})
+    return found
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    """``a.``, ``a.b.`` of ``a.b.c``."""
+    for dot in re.finditer(r"\.", name):
+        yield name[: dot.end()]
+
+
+def _prefix_change(
+    catalog: Catalog, missing: Sequence[Wanted], spare: Sequence[str]
+) -> tuple[str, str, dict[str, str]] | None:
+    """A prefix of spare names, and another, such that the one in place of the other gives most of what is missing.
+
+    Returns both and the missing name of each spare one.
+    """
+    shapes = {name: w.shape for w in missing for name in (w.name, *w.aliases)}
+    by_end: dict[str, list[str]] = {}
+    for name in spare:
+        for end in _ends(name):
+            by_end.setdefault(end, []).append(name)
+    votes: Counter[tuple[str, str]] = Counter()
+    for wanted in list(shapes)[:: max(1, len(shapes) // _FEW_NAMES)]:
+        shared = next((e for e in _ends(wanted) if e in by_end), "")
+        for name in by_end.get(shared, ())[:_FEW_NAMES]:
+            votes[name.removesuffix(shared), wanted.removesuffix(shared)] += 1
+    best: tuple[str, str, dict[str, str]] | None = None
+    for (before, after), _ in votes.most_common(5):
+        found = {}
+        for name in spare:
+            target = after + name.removeprefix(before)
+            if name.startswith(before) and shapes.get(target) == catalog.tensors[name].shape:
+                found[name] = target
+        if best is None or len(found) > len(best[2]):
+            best = before, after, found
+    if best is None or len(best[2]) < max(_MANY, min(len(missing), len(spare)) / 2):
+        return None
+    return best
+
+
+def _ends(name: str) -> Iterator[str]:
+    """``a.b.c``, ``b.c``, ``c`` of ``a.b.c``."""
+    yield name
+    for dot in re.finditer(r"\.", name):
+        yield name[dot.end() :]
+
+
+def _describe_change(before: str, after: str, found: Mapping[str, str], missing: int) -> str:
+    first, target = next(iter(found.items()))
+    tops = sorted({name.split(".")[0] for name in found})
+    # Where nothing is replaced, say before which names it is put: others stay as they are.
+    pattern = f"^{re.escape(before)}" if before else f"^(?=({'|'.join(map(re.escape, tops))})\\.)"
+    how = (
+        f"under {before!r}"
+        if not after
+        else f"without {after!r}"
+        if not before
+        else f"{before!r} for {after!r}"
+    )
+    return (
+        f"prefix: {len(found)} of {missing} missing tensors are stored {how} ({target!r} as {first!r}); if they are "
+        f"the same, give key_mapping={{{pattern!r}: {after!r}}} to load_pretrained, or names= to load"
+    )
+
+
+def _nearest(name: str, pool: Sequence[str]) -> str | None:
+    """The closest name, by edit similarity; of thousands, among those that begin, end and are made alike."""
+    if len(pool) > _FEW_NAMES:
+        parts = set(name.split("."))
+
+        def likeness(other: str) -> int:
+            pairs = ((name, other), (name[::-1], other[::-1]))
+            ends = sum(len(commonprefix(pair)) for pair in pairs)  # noqa: RUF071 - characters are meant
+            return ends + 4 * len(parts & set(other.split(".")))
+
+        pool = nlargest(_FEW_NAMES, pool, key=likeness)
+    close = difflib.get_close_matches(name, pool, n=1, cutoff=0.5)
+    return close[0] if close else None
