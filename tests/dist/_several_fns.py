@@ -120,3 +120,26 @@ def errors(path: str) -> dict[str, str]:
         except ShardwiseError as error:
             found[name] = f"{type(error).__name__}: {error}"
     return found
+
+
+def ema_as_a_model(path: str) -> dict[str, Any]:
+    """A sharded copy of the weights: refused among the extras, with what to do; stored as a model."""
+    state = build(0)
+    average = Mixed()
+    fully_shard(
+        average, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), ignored_params={average.gate}
+    )
+    found: dict[str, Any] = {}
+    try:
+        sw.save(sw.TrainState(model=state.models["actor"], extra={"ema": average}), f"{path}-refused")
+    except ShardwiseError as error:
+        found["refused"] = str(error)
+    models = {"actor": state.models["actor"], "ema": average}
+    sw.save(sw.TrainState(model=models), path)
+    expected = sw.digest(average)
+    with torch.no_grad():
+        for parameter in average.parameters():
+            parameter.zero_()
+    sw.restore(sw.TrainState(model=models), path)
+    found["equal"] = sw.digest(average) == expected
+    return found

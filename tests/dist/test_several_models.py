@@ -42,3 +42,10 @@ def test_what_does_not_fit_is_named(ranks: RankPool, tmp_path: Path) -> None:
         assert "this run has model, too" in found["single"]
         assert found["name"].startswith("StateError: model={…}: names must be words")
         assert found["none"].startswith("StateError: model={}: holds none")
+
+
+def test_an_average_of_the_weights_is_a_model_of_its_own(ranks: RankPool, tmp_path: Path) -> None:
+    for found in ranks.run_ranks(2, fns.ema_as_a_model, str(tmp_path / "a")):
+        assert "extra.ema" in found["refused"]
+        assert "TrainState(model={…})" in found["refused"]
+        assert found["equal"]

@@ -165,7 +165,13 @@ class _Encoder:
 
     def tensor(self, value: torch.Tensor, where: str) -> Any:
         if type(value) is not torch.Tensor:
-            raise _refusal(where, value, "is no plain torch.Tensor (try .detach(), or .full_tensor())")
+            hint = "is no plain torch.Tensor (try .detach())"
+            if type(value).__name__ == "DTensor":
+                hint = (
+                    "is sharded; a copy of the model (an EMA) goes into TrainState(model={…}) under a name of its own, "
+                    "and is stored shard by shard"
+                )
+            raise _refusal(where, value, hint)
         if value.layout is not torch.strided or value.is_quantized or value.is_nested or value.is_meta:
             raise _refusal(where, value, "is a sparse, quantized, nested or meta tensor")
         if id(value) not in self._keys:
