@@ -42,14 +42,14 @@ def shard(model: nn.Module, mesh: DeviceMesh, policy: ShardPolicy = ShardPolicy(
 
     Groups: repeated blocks, the experts inside them, embeddings, head, and the rest as the root's
     (:func:`describe_groups` lists them). A parameter that two groups would share is left to a group around
-    both. Trainable parameters of another dtype than most of their group become a group of the module that holds
-    them. Works on meta (nothing is allocated) and on real models (each rank keeps its shard of what it has).
+    both. Trainable parameters of another dtype than most of their group become a group of their own. Works on
+    meta (nothing is allocated) and on real models (each rank keeps its shard of what it has).
 
     Plain tensors stay, moved to the mesh's device:
 
     * parameters named by ``policy.ignored``: reducing their gradients is up to the caller;
-    * parameters without dims (CLIP's ``logit_scale``) or elements, and those of another dtype whose module can't
-      be a group for them (the root, a block, a single expert). They are *replicated*: their gradients are averaged
+    * parameters without dims (CLIP's ``logit_scale``) or elements, and those of another dtype that no module
+      can be a group for (held by the root, a block, a single expert). They are *replicated*: their gradients are averaged
       over the mesh at the end of each backward, in fp32, with ``set_requires_gradient_sync`` and the like as for
       the root's group. A rank that did not use one counts as zero, so unused ones never hang. Their ``requires_grad``
       must be alike on all ranks, and every backward must go through the model's forward: one that reaches

@@ -15,6 +15,7 @@ from shardwise.place.meta_init import meta_init
 from shardwise.planner import plan_pretrained
 from tests import models
 from tests.dist import _replicated_fns as fns
+from tests.dist import _replicated_models as tiny
 from tests.harness.pool import RankPool
 
 NET = {f"blocks.{i}.scale" for i in (0, 1)} | {"blocks.0.shared", "temperature", "unused"}
@@ -64,7 +65,7 @@ def test_settings(ranks: RankPool) -> None:
 
 def test_moved_and_loaded(ranks: RankPool, tmp_path: Path) -> None:
     torch.manual_seed(1)
-    file = models.write_state(models.state_of(fns.Net()), tmp_path)
+    file = models.write_state(models.state_of(tiny.Net()), tmp_path)
     ranks.run_ranks(2, fns.moved_and_loaded, str(file))
 
 
@@ -113,20 +114,20 @@ def test_groups_for_dtypes(ranks: RankPool) -> None:
 
 def test_described() -> None:
     with meta_init():
-        groups = {g.name: g for g in describe_groups(fns.Net(torch.bfloat16))}
+        groups = {g.name: g for g in describe_groups(tiny.Net(torch.bfloat16))}
     assert {n: g.replicated_bytes for n, g in groups.items()} == {
         "blocks.0": 2,  # scale
         "blocks.1": 2,
-        "": 2 + 2 + 2 + 4 * fns.WIDTH,  # temperature, unused, shared; gain in fp32
+        "": 2 + 2 + 2 + 4 * tiny.WIDTH,  # temperature, unused, shared; gain in fp32
     }
     with meta_init():
-        assert sum(g.replicated_bytes for g in describe_groups(fns.clip())) == 4
-        (group,) = (g for g in describe_groups(fns.olmo_hybrid()) if g.kind == "dtype")
+        assert sum(g.replicated_bytes for g in describe_groups(tiny.clip())) == 4
+        (group,) = (g for g in describe_groups(tiny.olmo_hybrid()) if g.kind == "dtype")
     assert (group.name, group.stored_bytes) == ("model.layers.0.linear_attn", 2 * 4)
 
 
 def test_planned(tmp_path: Path) -> None:
-    fns.clip().save_pretrained(tmp_path)
+    tiny.clip().save_pretrained(tmp_path)
     assert plan_pretrained(tmp_path, ranks=3).replicated_bytes == 4
     result = CliRunner().invoke(main, ["plan", str(tmp_path), "--ranks", "3"])
     assert re.search(r"whole on every rank +4 B", result.output), result.output
