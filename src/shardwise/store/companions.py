@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -51,8 +52,12 @@ def companion_files(model: Any) -> dict[str, bytes]:
         return adapters
     config = copy.deepcopy(model.config)
     config.architectures = [original_class(model).__name__]
-    floats = [p.dtype for p in model.parameters() if p.is_floating_point()]
-    config.dtype = str(floats[0]).removeprefix("torch.") if floats else None
+    # Of most elements: some classes keep their first parameters in fp32, and "auto" would load the rest so, too.
+    floats: Counter[Any] = Counter()
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            floats[parameter.dtype] += parameter.numel()
+    config.dtype = str(max(floats, key=lambda d: floats[d])).removeprefix("torch.") if floats else None
     code = _code_of(model, config)
     found = {**adapters, **code, "config.json": config.to_json_string(use_diff=True).encode()}
     generation = getattr(model, "generation_config", None)
