@@ -36,6 +36,18 @@ WEIGHTS_NAME = "adapter_model.safetensors"
 #: Values of ``init_lora_weights`` that leave the base's weights as they are stored.
 _BASE_IS_KEPT = (*SEEDED_INITS, False, "eva", "orthogonal", "mica")
 
+#: Settings that add tensors of other kinds, tie them, or change the base.
+_UNSUPPORTED = (
+    "arrow_config",
+    "ensure_weight_tying",
+    "kasa_config",
+    "layer_replication",
+    "monteclora_config",
+    "trainable_token_indices",
+    "use_bdlora",
+    "velora_config",
+)
+
 #: Settings that change what an adapter computes while its tensors may fit all the same.
 _SETTINGS = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora")
 
@@ -180,11 +192,7 @@ def _obstacles(config: Any, has_files: bool) -> list[str]:
     kind = getattr(config.peft_type, "value", config.peft_type)
     if kind != "LORA":
         return [f"its method is {kind}; LoRA (with DoRA, modules_to_save, biases) is what can be loaded"]
-    found = [
-        f"{setting}= is not supported"
-        for setting in ("layer_replication", "trainable_token_indices", "ensure_weight_tying", "kasa_config")
-        if getattr(config, setting, None)
-    ]
+    found = [f"{setting}= is not supported" for setting in _UNSUPPORTED if getattr(config, setting, None)]
     rule = config.init_lora_weights or False
     if rule not in _BASE_IS_KEPT:
         found.append(

@@ -349,71 +349,6 @@ def resumes_elsewhere(kind: str, base: str, runs: str) -> tuple[dict[str, str], 
 
 
 # ----------------------------------------------------------------------------------------------------
-# What can't be done
-
-
-def refusals(base: str, directories: dict[str, str]) -> dict[str, tuple[str, str]]:
-    """What each directory gives, loaded into a model that has the adapter "lora" of :data:`KINDS`."""
-    found = {}
-    for case, directory in directories.items():
-        model = on_meta("lora", base)
-        sw.shard(model, mesh_of())
-        dist.barrier()  # ranks that fail seconds apart can't tell that they fail alike
-        with nothing_else_changes():
-            found[case] = failure(lambda: sw_peft.load(model, base, adapter=directory))  # noqa: B023
-        assert all(p.is_meta for p in model.parameters()), "nothing was read"
-    return found
-
-
-def refused_configs(base: str, given: dict[str, dict[str, Any]]) -> dict[str, tuple[str, str]]:
-    """load_pretrained with configs that can't be initialised, or loaded, in shards."""
-    found = {}
-    for case, settings in given.items():
-        settings = dict(settings)
-        kind = getattr(peft, settings.pop("kind", "LoraConfig"))
-        dist.barrier()
-        with known_warnings():
-            found[case] = failure(lambda: sw.load_pretrained(base, mesh_of(), adapter=kind(**settings)))  # noqa: B023
-    return found
-
-
-def refused_adapter(base: str, adapter: str) -> tuple[str, str]:
-    mesh = mesh_of()
-    dist.barrier()
-    with known_warnings():
-        return failure(lambda: sw.load_pretrained(base, mesh, adapter=adapter))
-
-
-def other_refusals(root: str, out: str) -> dict[str, str]:
-    """Wrong arguments, and an export that has no format."""
-    base = f"{root}/base"
-    model = on_meta("two", base)
-    sw.shard(model, mesh_of())
-    found = {
-        "one directory for two": _words(lambda: sw_peft.load(model, base, adapter=f"{root}/adapter")),
-        "no such adapter": _words(lambda: sw_peft.load(model, base, adapter={"stile": f"{root}/adapter"})),
-        "not PEFT's": _words(lambda: sw_peft.load(nn.Linear(2, 2), base)),
-        "not a config": _words(lambda: sw.load_pretrained(base, mesh_of(), adapter={"default": 3})),
-    }
-    sw_peft.load(model, base)
-    found["export"] = _words(lambda: sw.export_hf(model, out))
-    found["save"] = _words(lambda: sw_peft.save_adapter(model, out, adapter_name="stile"))
-    assert not os.path.exists(out)
-    sw_peft.save_adapter(model, out, adapter_name="style")
-    found["again"] = _words(lambda: sw_peft.save_adapter(model, out))
-    return found
-
-
-def _words(call: Any) -> str:
-    dist.barrier()
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    raise AssertionError("nothing was raised")
-
-
-# ----------------------------------------------------------------------------------------------------
 # Wrapped and built in other ways
 
 
@@ -499,7 +434,6 @@ def base_of_the_hub(kind: str, root: str, out: str) -> None:
     """A base that is a name on the hub: nobody is asked for it (PEFT would, and warn)."""
     with known_warnings():
         model, _ = sw.load_pretrained(f"{root}/base", mesh_of(), adapter=f"{root}/adapter")
-    model.peft_config["default"].base_model_name_or_path = "nobody/nothing"
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Setting `save_embedding_layers` to `True`")
         sw_peft.save_adapter(model, out)

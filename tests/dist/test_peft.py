@@ -14,6 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import shardwise as sw
+from shardwise.errors import PlanError
 from shardwise.groups import describe_groups
 from tests import models
 from tests.dist import _peft_fns as fns
@@ -123,6 +124,8 @@ def test_a_new_head(ranks: RankPool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["lora", "tied-embedding"])
 def test_a_base_of_the_hub(ranks: RankPool, tmp_path: Path, kind: str) -> None:
     fns.write_reference(kind, str(tmp_path))
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": "nobody/nothing"}))
     ranks.run_ranks(2, fns.base_of_the_hub, kind, str(tmp_path), str(tmp_path / "out"))
     stored = [load_file(tmp_path / d / "adapter_model.safetensors") for d in ("adapter", "out")]
     assert stored[0].keys() == stored[1].keys()
@@ -160,6 +163,44 @@ def test_groups_are_those_of_the_base(tmp_path: Path, kind: str) -> None:
         for name in ("b", "c"):
             model.add_adapter(name, next(iter(fns.configs(kind).values())))
     assert [(g.name, g.kind) for g in describe_groups(model)] == [*expected, ("", "root")]
+
+
+def _three_adapters() -> peft.PeftModel:
+    """Real, on this process; the last one's rule can't be repeated."""
+    base = transformers.Qwen3ForCausalLM(models.hub_model("qwen3")[1])
+    given = {"r": 4, "target_modules": ["embed_tokens", "q_proj"]}
+    with fns.known_warnings():
+        model = peft.get_peft_model(base, peft.LoraConfig(**given), adapter_name="x1")
+        model.add_adapter("x2", peft.LoraConfig(**given))
+        model.add_adapter(
+            "x3", peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights="orthogonal")
+        )
+    return model
+
+
+def test_values_do_not_depend_on_what_else_is_filled() -> None:
+    models_of = [_three_adapters() for _ in range(3)]
+    patterns = [["*.lora_*.x1*", "*.lora_*.x2*"], ["*.lora_*.x2*"], ["*.lora_embedding_B.x2"]]
+    filled = [sw.initialize(m, 5, names=names) for m, names in zip(models_of, patterns, strict=True)]
+    values = [dict(m.named_parameters()) for m in models_of]
+    assert len(filled[0]) == 2 * len(filled[1])
+    for k in (1, 2):
+        assert all(torch.equal(values[0][n], values[k][n]) for n in filled[k])
+    embedding = "base_model.model.model.embed_tokens.lora_embedding_B."
+    assert not torch.equal(values[0][f"{embedding}x1"], values[0][f"{embedding}x2"])
+
+
+def test_a_rule_that_can_not_be_repeated_beside_one_that_can() -> None:
+    model = _three_adapters()
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    sw.initialize(model, 5, names=["*.q_proj.lora_*.x1*"])
+    with pytest.raises(
+        PlanError, match="init_lora_weights='orthogonal' of adapter 'x3' has no rule"
+    ) as caught:
+        sw.initialize(model, 5, names=["*.lora_A.*"])
+    assert len(caught.value.problems) == 2, "one for each layer"
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]) == (".lora_A.x1" not in name), name
 
 
 def test_nobody_imports_peft_who_does_not_use_it() -> None:

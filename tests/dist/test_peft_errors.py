@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests import models
+from tests.dist import _peft_error_fns as error_fns
 from tests.dist import _peft_fns as fns
 from tests.harness.pool import RankPool
 
@@ -75,7 +76,7 @@ def test_a_wrong_directory(ranks: RankPool, reference: Path, tmp_path: Path, wor
     _with_tensors(root, "missing", **{A: None})
     _with_tensors(root, "foreign", **{A + "x": torch.ones(3)})
     directories = {case: str(root / case) for case in EXPECTED}
-    found = ranks.run_ranks(world_size, fns.refusals, str(root / "base"), directories)
+    found = ranks.run_ranks(world_size, error_fns.refusals, str(root / "base"), directories)
     assert all(f == found[0] for f in found), "ranks raise different errors"
     for case, (kind, parts) in EXPECTED.items():
         assert found[0][case][0] == kind, (case, found[0][case])
@@ -103,7 +104,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 def test_configs_without_a_sharded_form(ranks: RankPool, reference: Path) -> None:
     given = {case: {"target_modules": ["q_proj"], **settings} for case, (settings, _) in REFUSED.items()}
-    found = ranks.run_ranks(2, fns.refused_configs, str(reference / "base"), given)
+    found = ranks.run_ranks(2, error_fns.refused_configs, str(reference / "base"), given)
     assert found[0] == found[1]
     for case, (_, words) in REFUSED.items():
         assert found[0][case][0] == "PlanError", (case, found[0][case])
@@ -124,7 +125,7 @@ def test_an_adapter_that_has_to_be_fused(ranks: RankPool, tmp_path: Path) -> Non
     models.write_state(state, tmp_path / "adapter", "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": 4, "target_modules": list(sizes), "task_type": "CAUSAL_LM"}
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
-    found = ranks.run_ranks(2, fns.refused_adapter, str(tmp_path / "base"), str(tmp_path / "adapter"))
+    found = ranks.run_ranks(2, error_fns.refused_adapter, str(tmp_path / "base"), str(tmp_path / "adapter"))
     assert found[0] == found[1]
     assert found[0][0] == "UnsupportedConversionError"
     assert "was trained on a class that has changed since" in found[0][1]
@@ -136,7 +137,7 @@ def test_a_quantised_base(ranks: RankPool, reference: Path, tmp_path: Path) -> N
     config = json.loads((base / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (base / "config.json").write_text(json.dumps(config))
-    found = ranks.run_ranks(2, fns.refused_configs, str(base), {"base": {"target_modules": ["q_proj"]}})
+    found = ranks.run_ranks(2, error_fns.refused_configs, str(base), {"base": {"target_modules": ["q_proj"]}})
     assert found[0] == found[1]
     assert found[0]["base"][0] == "PlanError"
     assert "the base Qwen3ForCausalLM is quantised" in found[0]["base"][1]
@@ -144,7 +145,7 @@ def test_a_quantised_base(ranks: RankPool, reference: Path, tmp_path: Path) -> N
 
 def test_wrong_arguments_and_export(ranks: RankPool, tmp_path: Path) -> None:
     fns.write_reference("two", str(tmp_path))
-    found = ranks.run_ranks(2, fns.other_refusals, str(tmp_path), str(tmp_path / "out"))
+    found = ranks.run_ranks(2, error_fns.other_refusals, str(tmp_path), str(tmp_path / "out"))
     assert found[0] == found[1]
     for case, words in {
         "one directory for two": "ValueError: the model has the adapters 'default', 'style'",

@@ -548,6 +548,7 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "a view of another size": lambda x: x.view(5, 5),
     "a view with a size that nothing can be": lambda x: x.view(-1, 5),
     "a view with two sizes left open": lambda x: x.view(-1, -1),
+    "a view of nothing with a size left open": lambda x: x[:0].view(0, -1),
     "a dim that is not there": lambda x: x.transpose(0, 2),
     "a dim from the end that is not there": lambda x: x.unsqueeze(-4),
     "a dim twice": lambda x: x.permute(0, 0),

@@ -41,17 +41,17 @@ def adapter_rules(model: nn.Module) -> Iterator[Rule]:
 
 def without_rule(model: nn.Module) -> dict[int, str]:
     """Parameters by id, with a reason, that belong to adapters whose rule can't be repeated."""
-    configs = adapter_configs(model)
-    return {
-        id(
-            parameter
-        ): f"init_lora_weights={configs[adapter].init_lora_weights!r} of adapter {adapter!r} has no rule "
-        f"that gives the same values at every world size; load it from a directory"
-        for _, layer in lora_layers(model)
-        for adapter in layer.scaling
-        if configs[adapter].init_lora_weights not in SEEDED_INITS
-        for parameter in _own(layer, adapter)
-    }
+    found: dict[int, str] = {}
+    for adapter, config in adapter_configs(model).items():
+        rule = getattr(config, "init_lora_weights", None)
+        if rule not in SEEDED_INITS:
+            reason = (
+                f"init_lora_weights={rule!r} of adapter {adapter!r} has no rule that gives the same values at every "
+                f"world size; load it from a directory"
+            )
+            for _, layer in lora_layers(model):
+                found |= dict.fromkeys(map(id, _own(layer, adapter)), reason)
+    return found
 
 
 def _own(layer: Any, adapter: str) -> Iterator[nn.Parameter]:

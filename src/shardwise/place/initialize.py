@@ -102,13 +102,18 @@ def _wanted(model: nn.Module, patterns: tuple[str, ...] | None) -> tuple[NamedTe
     parameters = tuple(t for t in named_tensors(model) if t.kind == "parameter")
     if patterns is None:
         return parameters
-    without_match = [p for p in patterns if not any(fnmatchcase(n, p) for t in parameters for n in t.names)]
+    # A load gives names, thousands of them for adapters: only the rest are patterns.
+    exact = set(patterns).intersection(n for t in parameters for n in t.names)
+    globs = [p for p in patterns if p not in exact]
+    without_match = [p for p in globs if not any(fnmatchcase(n, p) for t in parameters for n in t.names)]
     if without_match:
         raise PlanError(
             "initialize(names=…): patterns that match no parameter (names are module paths without wrapper parts)",
             tuple(without_match),
         )
-    return tuple(t for t in parameters if any(fnmatchcase(n, p) for p in patterns for n in t.names))
+    return tuple(
+        t for t in parameters if any(n in exact or any(fnmatchcase(n, p) for p in globs) for n in t.names)
+    )
 
 
 def _refreshed(model: nn.Module, wanted: tuple[NamedTensor, ...]) -> tuple[NamedTensor, ...]:

@@ -100,7 +100,9 @@ def _view(x: Traced, shape: Sequence[int], *_: Any) -> Traced:
         known = 1
         for n in wanted:
             known *= n if n != -1 else 1
-        wanted[wanted.index(-1)] = x.numel() // known if known else 0
+        if not known:
+            raise ValueError(f"the size left open in shape {list(shape)} may be anything")
+        wanted[wanted.index(-1)] = x.numel() // known
     if math.prod(wanted) != x.numel():
         raise ValueError(f"shape {list(shape)} is invalid for {x.numel()} elements")
     return Traced(wanted, x.dtype, reshape(x.tiles, tuple(x.shape), wanted))
