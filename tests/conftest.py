@@ -13,7 +13,9 @@ import pytest
 # Before anything imports torch or transformers; workers get the same from the harness.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-if "HF_MODULES_CACHE" not in os.environ:  # where transformers copies the code of models; not into the home directory
+if (
+    "HF_MODULES_CACHE" not in os.environ
+):  # where transformers copies the code of models; not into the home directory
     os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="modules-")
     atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
 

@@ -34,7 +34,9 @@ class DirectoryLock:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             if os.path.exists(root) and not os.path.isdir(root):
-                raise CheckpointError(f"{root}: is a file; give the directory that holds a run's steps") from error
+                raise CheckpointError(
+                    f"{root}: is a file; give the directory that holds a run's steps"
+                ) from error
             raise CheckpointError(f"{path}: can't be created: {error.strerror}") from error
         try:
             fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
