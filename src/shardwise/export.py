@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import secrets
 import shutil
 import time
 from collections import Counter
@@ -22,14 +21,14 @@ import torch
 from torch import nn
 
 from ._peft import has_adapters
-from .catalog import Catalog, Chunk, StoredTensor
+from .catalog import Catalog, StoredTensor
 from .catalog.manifest import read_manifest
 from .catalog.open import open_catalog
 from .catalog.slices import SliceTensor, assign_owners, owner_ranks
 from .dist import Ranks
 from .dtypes import code_of, itemsize, torch_dtype
 from .errors import CheckpointError, FormatError, IntegrityError
-from .layout.boxes import Box, LocalBox, whole
+from .layout.boxes import Box, LocalBox
 from .layout.model import geometries_of, local_tensor, reshard, wanted_of
 from .layout.wanted import Wanted, contiguous_strides
 from .model_class import import_code, in_turn
@@ -46,11 +45,9 @@ from .recipe.record import recall
 from .recipe.tiles import Tile, identity, invert
 from .recipe.transformers import hub_rules, is_transformers_model, meta_instance, reverse_tiles
 from .store.companions import ADAPTERS_NAME, companion_files, read_companions
-from .store.write import fsync_directory, write_file
+from .store.hub_files import HubFiles, lay_out, prepare_files, publish_files
 
-__all__ = ["ExportReport", "export_hf"]
-
-INDEX_NAME = "model.safetensors.index.json"
+__all__ = ["Contents", "ExportReport", "LiveJob", "export_hf", "write_out"]
 
 _NO_HUB_FORMAT = (
     "has no hub format: write the adapters of the live model with "
@@ -77,7 +74,7 @@ class ExportReport:
 
 
 @dataclass(frozen=True, slots=True)
-class _Contents:
+class Contents:
     """What to export: hub tensors by name with dtype and shape, and which tiles of them each module tensor holds.
 
     A tile's source is a hub tensor, its target a module tensor: the load's tiles, run the other way.
@@ -85,20 +82,6 @@ class _Contents:
 
     hub: dict[str, tuple[str, tuple[int, ...]]]
     tiles: dict[str, tuple[Tile, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Output:
-    """The files to write: where each hub tensor lies, headers and sizes by file, the index if there are several."""
-
-    tensors: dict[str, StoredTensor]
-    headers: dict[str, bytes]
-    sizes: dict[str, int]
-    index: bytes | None
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(t.nbytes for t in self.tensors.values())
 
 
 def export_hf(
@@ -134,15 +117,15 @@ def export_hf(
     with ranks.agree("plan export"):
         if max_shard_bytes < 1:
             raise ValueError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
-        job: _LiveJob | _StoredJob = (
-            _LiveJob(model_or_path)
+        job: LiveJob | _StoredJob = (
+            LiveJob(model_or_path)
             if isinstance(model_or_path, nn.Module)
             else _StoredJob(model_or_path, trust_remote_code)
         )
         contents = job.contents()
-        output = _lay_out(contents.hub, _dtype_code(dtype), max_shard_bytes)
+        output = lay_out(contents.hub, _dtype_code(dtype), max_shard_bytes)
         companions = job.companions(_dtype_code(dtype)) if ranks.rank == 0 else {}
-    written = _write(job, contents, output, companions, final, ranks, io)
+    written = write_out(job, contents, output, companions, final, ranks, io)
     return ExportReport(
         final,
         tuple(output.headers),
@@ -153,17 +136,17 @@ def export_hf(
     )
 
 
-def _write(
-    job: _LiveJob | _StoredJob,
-    contents: _Contents,
-    output: _Output,
+def write_out(
+    job: LiveJob | _StoredJob,
+    contents: Contents,
+    output: HubFiles,
     companions: Mapping[str, bytes],
     final: str,
     ranks: Ranks,
     io: IOOptions,
 ) -> int:
     """Everything after planning: the files appear at ``final`` complete or not at all. Returns this rank's bytes."""
-    temporary = _prepare(final, output, ranks)
+    temporary = prepare_files(final, output, ranks)
     try:
         with ranks.agree("write export"), FileFiller(temporary, ranks.tick) as filler:
             sums = job.write(contents, output, filler, Staging(io), ranks)
@@ -174,7 +157,7 @@ def _write(
                 stacked = np.stack([np.frombuffer(g, dtype=np.uint64) for g in gathered])
                 total, *sums = map(int, stacked.sum(axis=0, dtype=np.uint64))
                 job.check(sums)
-                _publish(temporary, final, output, companions, total)
+                publish_files(temporary, final, output, companions, total)
     except BaseException:
         if ranks.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -191,113 +174,7 @@ def _dtype_code(dtype: torch.dtype | str | None) -> str | None:
     return code_of(found)
 
 
-_FLOATS = ("F16", "BF16", "F32", "F64")
-
-
-def _lay_out(hub: Mapping[str, tuple[str, tuple[int, ...]]], dtype: str | None, limit: int) -> _Output:
-    """Which tensor goes into which file at which offset. Files are filled in the tensors' order."""
-    kinds = {n: (dtype if dtype and code in _FLOATS else code, shape) for n, (code, shape) in hub.items()}
-    groups: list[list[str]] = [[]]
-    used = 0
-    for name, (code, shape) in kinds.items():
-        nbytes = math.prod(shape) * itemsize(code)
-        if groups[-1] and used + nbytes > limit:
-            groups.append([])
-            used = 0
-        groups[-1].append(name)
-        used += nbytes
-    stored, headers, sizes, weight_map = {}, {}, {}, {}
-    for k, group in enumerate(groups):
-        file = (
-            "model.safetensors" if len(groups) == 1 else f"model-{k + 1:05d}-of-{len(groups):05d}.safetensors"
-        )
-        header, offsets, end = _header({n: kinds[n] for n in group})
-        headers[file], sizes[file] = header, len(header) + end
-        for name in group:
-            code, shape = kinds[name]
-            chunk = Chunk(whole(shape), file, len(header) + offsets[name])
-            stored[name] = StoredTensor(name, code, shape, (chunk,))
-            weight_map[name] = file
-    total = sum(t.nbytes for t in stored.values())
-    index = None
-    if len(groups) > 1:
-        document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        index = (json.dumps(document, indent=2) + "\n").encode()
-    return _Output(stored, headers, sizes, index)
-
-
-def _header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, int], int]:
-    """A safetensors header with ``format: pt``; largest items first, so that everything is aligned."""
-    document: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offsets, end = {}, 0
-    for name in sorted(tensors, key=lambda n: (-itemsize(tensors[n][0]), n)):
-        code, shape = tensors[name]
-        nbytes = math.prod(shape) * itemsize(code)
-        offsets[name] = end
-        document[name] = {"dtype": code, "shape": list(shape), "data_offsets": [end, end + nbytes]}
-        end += nbytes
-    text = json.dumps(document, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, offsets, end
-
-
-def _prepare(final: str, output: _Output, ranks: Ranks) -> str:
-    """Rank 0 makes the temporary directory and the files in their final size. Returns its path on all ranks."""
-
-    def make() -> bytes:
-        _refuse_taken(final)
-        parent, name = os.path.split(final)
-        path = os.path.join(parent, f".tmp-{name}-{secrets.token_hex(8)}")
-        try:
-            os.makedirs(path)
-            for file, header in output.headers.items():
-                os.makedirs(os.path.join(path, os.path.dirname(file)), exist_ok=True)
-                write_file(os.path.join(path, file), header)
-                os.truncate(os.path.join(path, file), output.sizes[file])
-        except (OSError, CheckpointError) as error:
-            shutil.rmtree(path, ignore_errors=True)
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise CheckpointError(f"{path}: can't be created: {reason}") from error
-        return path.encode()
-
-    return ranks.on_first("make export directory", make).decode()
-
-
-def _refuse_taken(final: str) -> None:
-    if os.path.islink(final):
-        raise CheckpointError(
-            f"{final}: is a symbolic link, which can't be exchanged for the finished export; give the directory "
-            f"that it stands for, or a new one"
-        )
-    try:
-        taken = os.path.lexists(final) and not (os.path.isdir(final) and not os.listdir(final))
-    except OSError as error:
-        raise CheckpointError(f"{final}: can't be looked at: {error.strerror}") from error
-    if taken:
-        raise CheckpointError(f"{final}: is there already; export into a new or empty directory")
-
-
-def _publish(
-    temporary: str, final: str, output: _Output, companions: Mapping[str, bytes], bytes_written: int
-) -> None:
-    if bytes_written != output.total_bytes:
-        raise CheckpointError(f"{final}: ranks wrote {bytes_written} bytes, expected {output.total_bytes}")
-    if output.index is not None:
-        write_file(os.path.join(temporary, INDEX_NAME), output.index)
-    for name, content in companions.items():
-        write_file(os.path.join(temporary, name), content)
-    for folder in dict.fromkeys((*map(os.path.dirname, output.headers), "")):
-        fsync_directory(os.path.join(temporary, folder))
-    try:
-        if os.path.isdir(final):
-            os.rmdir(final)
-        os.rename(temporary, final)
-    except OSError as error:
-        raise CheckpointError(f"{final}: can't be published: {error.strerror}") from error
-    fsync_directory(os.path.dirname(final))
-
-
-class _LiveJob:
+class LiveJob:
     """Export of a live model: every rank writes the boxes that it owns."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -309,7 +186,7 @@ class _LiveJob:
     def _kinds(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         return {n: (code_of(t.tensor.dtype), tuple(t.tensor.shape)) for n, t in self._named.items()}
 
-    def contents(self) -> _Contents:
+    def contents(self) -> Contents:
         if has_adapters(self._model):
             raise CheckpointError(f"a model with PEFT adapters {_NO_HUB_FORMAT}")
         origin = recall(self._model)
@@ -320,7 +197,7 @@ class _LiveJob:
         return _as_named(self._kinds())
 
     def write(
-        self, contents: _Contents, output: _Output, filler: FileFiller, staging: Staging, ranks: Ranks
+        self, contents: Contents, output: HubFiles, filler: FileFiller, staging: Staging, ranks: Ranks
     ) -> list[int]:
         geometries = geometries_of(self._model, self._named.values())
         owned = assign_owners([SliceTensor(n, c, s, geometries[n]) for n, (c, s) in self._kinds().items()])
@@ -348,7 +225,7 @@ class _StoredJob:
         self._trust_remote_code = trust_remote_code
         self._catalog: Catalog = open_catalog(self._path)
 
-    def contents(self) -> _Contents:
+    def contents(self) -> Contents:
         kinds = {n: (t.dtype, t.shape) for n, t in self._catalog.tensors.items()}
         if self._catalog.kind == "checkpoint" and os.path.isfile(
             os.path.join(self._path, "model", ADAPTERS_NAME)
@@ -377,7 +254,7 @@ class _StoredJob:
         return _inverted(kinds, recipes, shapes)
 
     def write(
-        self, contents: _Contents, output: _Output, filler: FileFiller, staging: Staging, ranks: Ranks
+        self, contents: Contents, output: HubFiles, filler: FileFiller, staging: Staging, ranks: Ranks
     ) -> list[int]:
         """Returns this rank's share of the digest sum of each tensor that has a recorded digest."""
         sums = dict.fromkeys(self._recorded(), 0)
@@ -413,7 +290,7 @@ class _StoredJob:
         name: str,
         box: Box,
         tiles: Sequence[Tile],
-        output: _Output,
+        output: HubFiles,
         filler: FileFiller,
         reader: FileReader,
         staging: Staging,
@@ -442,26 +319,26 @@ def _any_dtype(kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
     return next((code for code, _ in kinds.values()), "F32")
 
 
-def _as_named(kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> _Contents:
+def _as_named(kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> Contents:
     """Module tensors under their own names."""
-    return _Contents(dict(kinds), {n: (identity(n, shape),) for n, (_, shape) in kinds.items()})
+    return Contents(dict(kinds), {n: (identity(n, shape),) for n, (_, shape) in kinds.items()})
 
 
-def _reverted(meta_model: Any, kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> _Contents:
+def _reverted(meta_model: Any, kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> Contents:
     """Module tensors as the library's own reverse transforms name and shape them for the hub."""
     hub, tiles = {}, {n: [] for n in kinds}  # type: ignore[var-annotated]
     for made in reverse_tiles(meta_model, kinds):
         hub[made.target] = (made.dtype, made.shape)
         for tile in made.tiles:
             tiles[tile.source].append(invert(tile, made.target))
-    return _checked(_Contents(hub, {n: tuple(found) for n, found in tiles.items()}))
+    return _checked(Contents(hub, {n: tuple(found) for n, found in tiles.items()}))
 
 
 def _inverted(
     kinds: Mapping[str, tuple[str, tuple[int, ...]]],
     recipes: Mapping[str, Recipe],
     shapes: Mapping[str, tuple[int, ...]],
-) -> _Contents:
+) -> Contents:
     """Module tensors as the tensors that they were loaded from; what was initialised keeps its own name."""
     hub: dict[str, tuple[str, tuple[int, ...]]] = {}
     tiles = {}
@@ -476,10 +353,10 @@ def _inverted(
                 raise FormatError(
                     f"{tile.source!r} would be written from tensors of dtypes {known[0]} and {code}"
                 )
-    return _checked(_Contents(hub, tiles))
+    return _checked(Contents(hub, tiles))
 
 
-def _checked(contents: _Contents) -> _Contents:
+def _checked(contents: Contents) -> Contents:
     """Every element of every hub tensor is written once. Raises :class:`FormatError` naming those that are not."""
     held: Counter[str] = Counter()
     for found in contents.tiles.values():

@@ -29,7 +29,7 @@ from ..catalog import Catalog, Chunk, StoredTensor
 from ..catalog.open import open_catalog
 from ..dist import Ranks
 from ..dtypes import code_of
-from ..export import ExportReport, _Contents, _header, _LiveJob, _Output, _write
+from ..export import Contents, ExportReport, LiveJob, write_out
 from ..layout.boxes import whole
 from ..loading import _init_rules, fill, hub_rules_of
 from ..plan import IOOptions
@@ -38,6 +38,7 @@ from ..recipe.adapters import adapter_tensors
 from ..recipe.match import Rules, matches_any, same_names
 from ..recipe.tiles import Tile, identity
 from ..recipe.transformers import note_conversions
+from ..store.hub_files import HubFiles, header_of
 
 __all__ = ["load", "save_adapter"]
 
@@ -132,11 +133,11 @@ def save_adapter(
         peft = peft_model(model)
         if peft is None:
             raise TypeError(f"{type(model).__name__} is no PeftModel; its weights are written by export_hf()")
-        job = _LiveJob(model)  # puts gathered parameters back, before anything looks at them
+        job = LiveJob(model)  # puts gathered parameters back, before anything looks at them
         chosen = _chosen(list(peft.peft_config), adapter_name)
         contents, output = _lay_out(peft, chosen, save_embedding_layers)
         companions = _configs(peft, chosen) if ranks.rank == 0 else {}
-    written = _write(job, contents, output, companions, final, ranks, io)
+    written = write_out(job, contents, output, companions, final, ranks, io)
     return ExportReport(
         final,
         tuple(output.headers),
@@ -164,7 +165,7 @@ def _folder(adapter: str) -> str:
 
 def _lay_out(
     peft: Any, adapters: Sequence[str], embeddings: bool | Literal["auto"]
-) -> tuple[_Contents, _Output]:
+) -> tuple[Contents, HubFiles]:
     """One file for each adapter: which bytes of it each tensor of the model is."""
     hub: dict[str, tuple[str, tuple[int, ...]]] = {}
     tiles: dict[str, list[Tile]] = {}
@@ -174,7 +175,7 @@ def _lay_out(
         held = {stored: t for stored, (_, t) in adapter_tensors(peft, adapter, embeddings=which).items()}
         kinds = {n: (code_of(t.tensor.dtype), tuple(t.tensor.shape)) for n, t in held.items()}
         file = os.path.join(_folder(adapter), WEIGHTS_NAME)
-        header, offsets, end = _header(kinds)
+        header, offsets, end = header_of(kinds)
         headers[file], sizes[file] = header, len(header) + end
         for stored, (code, shape) in kinds.items():
             key = f"{adapter}:{stored}"
@@ -183,7 +184,7 @@ def _lay_out(
             tensors[key] = StoredTensor(key, code, shape, (chunk,))
             if math.prod(shape):
                 tiles.setdefault(held[stored].name, []).append(identity(key, shape))
-    return _Contents(hub, {n: tuple(found) for n, found in tiles.items()}), _Output(
+    return Contents(hub, {n: tuple(found) for n, found in tiles.items()}), HubFiles(
         tensors, headers, sizes, None
     )
 
