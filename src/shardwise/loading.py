@@ -73,7 +73,8 @@ def load(
             tensor for which the source records one and whose dtype is not changed by the load. None:
             ``"digest"`` where the source records digests (a checkpoint does), else ``"cover"``.
         ignored: ``fnmatch`` patterns of trainable parameters that are plain tensors beside sharded ones.
-            Nobody shards them, and FSDP2 does not reduce their gradients: reduce them yourself.
+            Nobody shards them, and FSDP2 does not reduce their gradients: reduce them yourself. Those whose
+            gradients ``shard`` reduces need not be named.
 
     Every rank of the default process group must call it. Memory: this rank's shards plus
     ``io.staging_bytes``. Raises :class:`PlanError` before payload is read, :class:`SourceError`,
