@@ -97,7 +97,7 @@ def write_and_sync(tensors: list[torch.Tensor], path: str) -> None:
     os.close(fd)
 
 
-def behind_worker(rank: int, world_size: int, nbytes: int, folder: str) -> dict[str, Any]:
+def behind_worker(rank: int, world_size: int, nbytes: int, folder: str, loop_s: float) -> dict[str, Any]:
     """One rank of the asynchronous run: stall beside a copy, and steps beside a save."""
     model = make_state(world_size, nbytes)
     state = sw.TrainState(model=model)
@@ -127,7 +127,7 @@ def behind_worker(rank: int, world_size: int, nbytes: int, folder: str) -> dict[
         checkpointer.prepare(state)
         for step in (1, 2, 3):
             dist.barrier()
-            alone += steps(4.0)
+            alone += steps(loop_s)
             dist.barrier()
             begun = time.perf_counter()
             checkpointer.save(state, step)
@@ -155,6 +155,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--gib", type=float, default=5.0)
     parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument(
+        "--loop-s", type=float, default=4.0, help="seconds of the loop without a save, three times"
+    )
     parser.add_argument("--folder", help="where to write; default: a new temporary directory")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
@@ -198,7 +201,7 @@ def measure_behind(args: argparse.Namespace) -> dict[str, Any]:
     nbytes = int(args.gib * 2**30)
     folder = tempfile.mkdtemp(prefix="shardwise-bench-", dir=args.folder)
     try:
-        ranks = on_fresh_ranks(args.ranks, behind_worker, nbytes, folder)
+        ranks = on_fresh_ranks(args.ranks, behind_worker, nbytes, folder, args.loop_s)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     stall = statistics.median(max(r["stalls"][k] for r in ranks) for k in range(3))
