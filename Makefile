@@ -16,7 +16,7 @@ help:
 	@echo "make demo     the whole way on this machine, into demo-out/"
 	@echo "make test     all tests"
 	@echo "make check    lint, format, types, and the tests of the package's shape"
-	@echo "make bench    load against the floor and transformers' own, digest speed (minutes)"
+	@echo "make bench    loads and saves against their floors and transformers' own, digest speed (minutes)"
 	@echo "make faults   the long form of tests/faults: 20 kills of each kind (minutes)"
 	@echo "make sweep    sharded against ordinary load for every architecture (an hour)"
 	@echo "make clean    remove caches and products, keep $(VENV)"
@@ -51,6 +51,7 @@ bench: install
 	$(BIN)/python benchmarks/digest.py
 	$(BIN)/python benchmarks/load.py
 	$(BIN)/python benchmarks/moe.py
+	$(BIN)/python benchmarks/save.py
 
 faults: install
 	SHARDWISE_KILLS=20 $(BIN)/python -m pytest tests/faults --timeout 1800
