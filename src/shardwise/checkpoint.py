@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import secrets
@@ -36,6 +37,7 @@ from .store.stage import StagingBuffer
 __all__ = ["Checkpointer", "restore", "save"]
 
 _log = logging.getLogger(__name__)
+_NUMBERS = itertools.count()
 
 
 def save(
@@ -121,7 +123,8 @@ class Checkpointer:
         self._lock: DirectoryLock | None = None
         self._closed = False
         self._lineage: Lineage | None = None
-        self._ranks().on_first("lock checkpoint directory", self._take_lock)
+        #: Of rounds that the thread behind agrees in; two Checkpointers may write at a time.
+        self._channel = self._ranks().on_first("lock checkpoint directory", self._take_lock).decode()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -137,17 +140,18 @@ class Checkpointer:
     def _take_lock(self) -> bytes:
         self._lock = DirectoryLock(self.root)
         publish.sweep_leftovers(self.root)
-        return b""
+        return f"behind-{next(_NUMBERS)}-".encode()
 
     def close(self) -> None:
         """Finish a save that goes on behind, and give the directory back. Raises what that save raises."""
         try:
             self.wait()
         finally:
-            self._closed = True
-            if self._lock is not None:
-                self._lock.release()
-                self._lock = None
+            if self._behind is None:  # else Ctrl-C: nobody else may write here yet
+                self._closed = True
+                if self._lock is not None:
+                    self._lock.release()
+                    self._lock = None
 
     @property
     def staging_bytes(self) -> int:
@@ -177,10 +181,14 @@ class Checkpointer:
 
         Raises what went wrong with it, once, alike on every rank; the steps before are untouched.
         """
-        behind, self._behind = self._behind, None
+        behind = self._behind
         if behind is None:
             return None
-        report = behind.wait()
+        try:
+            report = behind.wait()
+        finally:
+            if not behind.is_running:  # else Ctrl-C: it still writes, from the same staging
+                self._behind = None
         assert self._lineage is not None
         self._lineage = Lineage(self._lineage.run_id, behind.step)
         return report
@@ -218,7 +226,7 @@ class Checkpointer:
         ranks = self._ranks()
         collected = collect(state, step, lineage, ranks)
         reserve_for(collected, buffer, ranks, self._max_staging_bytes)
-        others = Ranks.current(timeout_s=self._io.timeout_s, channel="behind")
+        others = Ranks.current(timeout_s=self._io.timeout_s, channel=self._channel)
         self._behind = SaveBehind(collected, final, buffer, others, lambda: self._retain(step, others))
         return self._behind.copy()
 

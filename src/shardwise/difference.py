@@ -158,6 +158,8 @@ def _compare(name: str, x: StoredTensor, y: StoredTensor, reader: FileReader) ->
     """None if both are alike bit for bit."""
     if x.shape != y.shape:
         return Change(name, f"shape: {list(x.shape)} and {list(y.shape)}", 0, float("nan"), float("nan"))
+    if x.dtype != y.dtype and "C64" in (x.dtype, y.dtype):
+        return Change(name, f"dtype: {x.dtype} and {y.dtype}", 0, float("nan"), float("nan"))
     elements, largest, square, norm = 0, 0.0, 0.0, 0.0
     limit = _PIECE_BYTES // max(itemsize(x.dtype), itemsize(y.dtype))
     for start, sizes, _ in pieces((0,) * len(x.shape), x.shape, limit):

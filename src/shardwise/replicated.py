@@ -8,6 +8,7 @@ which may be swapped, moved and loaded.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+
+from .errors import ShardError
 
 __all__ = ["mesh_device", "reduce_after_backward", "reduced_parameters"]
 
@@ -60,6 +63,7 @@ class Reduction:
         self._finish = group.finalize_backward
         self._places = places
         self._mesh = mesh
+        self._reduced: list[weakref.ref[torch.Tensor]] = []
 
     def __call__(self) -> None:
         self._finish()
@@ -77,6 +81,9 @@ class Reduction:
         """Every gradient becomes the mean over the mesh; None only where no rank has one."""
         if not parameters:
             return
+        factor = self._group.gradient_divide_factor or self._mesh.size()
+        if factor != self._mesh.size():
+            self._refuse_reduced(parameters)
         sizes = [p.numel() for p in parameters]
         dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
         sums = torch.zeros(sum(sizes) + len(sizes), dtype=dtype, device=mesh_device(self._mesh))
@@ -86,7 +93,7 @@ class Reduction:
                 part.copy_(parameter.grad.reshape(-1))
         holders.copy_(torch.tensor([p.grad is not None for p in parameters]))
         _sum_over(self._mesh, sums)
-        sums /= self._group.gradient_divide_factor or self._mesh.size()
+        sums /= factor
         # Looked at only by a rank that lacks one: it waits for the device.
         held = holders.tolist() if any(p.grad is None for p in parameters) else []
         for index, (parameter, part) in enumerate(zip(parameters, parts, strict=True)):
@@ -94,6 +101,17 @@ class Reduction:
                 parameter.grad.copy_(part.view_as(parameter))
             elif held[index]:
                 parameter.grad = part.view_as(parameter).to(parameter, copy=True)
+        self._reduced = [weakref.ref(p.grad) for p in parameters if p.grad is not None]
+
+    def _refuse_reduced(self, parameters: list[nn.Parameter]) -> None:
+        """What is in a gradient already is averaged once more, which changes nothing only for a mean."""
+        before = [grad for reference in self._reduced if (grad := reference()) is not None]
+        if any(p.grad is grad for p in parameters for grad in before):
+            raise ShardError(
+                "with set_gradient_divide_factor, gradients of parameters that are whole on every rank can't add up over "
+                "several reduced backwards. Call set_requires_gradient_sync(False) for all but the last one, and "
+                "zero_grad(set_to_none=True) after the step"
+            )
 
 
 def _sum_over(mesh: DeviceMesh, tensor: torch.Tensor) -> None:

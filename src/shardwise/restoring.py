@@ -96,7 +96,7 @@ def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> R
             manifest, documents = _under_live_names(manifest, documents, name, named[name])
     bytes_read, states = sum(report.bytes_read for report in loaded), 0
     for name, optimizer in state.optimizers.items():
-        trained = trained_model(optimizer, named)
+        trained = _same_model(name, trained_model(optimizer, named), documents, ranks)
         part = TrainedBy(name, optimizer, trained, state.models[trained], named[trained])
         more, filled = restore_optimizer(part, manifest, stored, path, documents, ranks, io)
         bytes_read, states = bytes_read + more, states + filled
@@ -124,6 +124,18 @@ def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> R
         damaged={},
         superseded=(),
     )
+
+
+def _same_model(optimizer: str, trained: str, documents: Mapping[str, Any], ranks: Ranks) -> str:
+    """The model that an optimizer trains, as it was. Raises :class:`StateError` if it was another one."""
+    with ranks.agree("match optimizers"):
+        stored = documents[document_of("optimizer", optimizer)].get("model", trained)
+        if stored != trained:
+            raise StateError(
+                f"optimizer {optimizer!r} trained the model {stored!r} when it was saved, and {trained!r} now; give each "
+                f"optimizer the name that it had"
+            )
+    return trained
 
 
 def _check_models(state: TrainState, manifest: Manifest, path: str) -> None:

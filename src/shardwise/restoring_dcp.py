@@ -33,7 +33,7 @@ from .plan import IOOptions, build_plan
 from .read import FileReader
 from .recipe.match import Rules, match_rules, renamed
 from .restoring import ResumeReport
-from .state.optimizer import fill_groups, parameter_names, place_scalars, place_states
+from .state.optimizer import fill_groups, parameter_names, place_scalars, place_states, place_values
 from .state.rng import derive_rng
 from .state.snapshot import trained_model
 from .state.train_state import TrainState
@@ -93,7 +93,10 @@ def restore_dcp(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> Re
         tensors=sum(r.tensors for r in reports),
         optimizer_tensors=tensors,
         documents=tuple(documents),
-        not_restored=("random generators and data position: not stored in a form that is read",),
+        not_restored=(
+            "random generators and data position: not stored in a form that is read",
+            *(f"extra.{name}: not read from such a checkpoint" for name in state.extra),
+        ),
         caveats=(),
         rng=rng,
         bytes_read=bytes_read,
@@ -110,6 +113,8 @@ class _StoredOptimizer:
     catalog: Catalog
     group_items: Mapping[str, ByteRange]
     """By what follows ``param_groups.``: ``0.lr``, or ``<parameter>.lr`` where the state dict was flattened."""
+    values: Mapping[str, ByteRange]
+    """``<parameter>.<state>`` that are no tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +157,8 @@ class _Source:
         for name, files in (("scheduler", _SCHEDULER_FILES), ("scaler", _SCALER_FILES)):
             if getattr(state, name) is None:
                 continue
+            if not hasattr(getattr(state, name), "load_state_dict"):
+                raise StateError(f"{name}: several by name can't be restored from a DCP checkpoint; give one")
             file = next((f for f in files if os.path.isfile(os.path.join(self.path, f))), None)
             if file is None:
                 raise StateError(
@@ -193,14 +200,14 @@ def _optimizer_in(found: DcpCheckpoint, folder: str) -> _StoredOptimizer:
         if rest is not None and rest.startswith("state."):
             short = rest.removeprefix("state.")
             tensors[short] = replace(t, name=short)
-    items = {
-        rest.removeprefix("param_groups."): where
-        for name, where in found.objects.items()
-        if (rest := inside(name)) is not None and rest.startswith("param_groups.")
-    }
+    inner = {rest: where for name, where in found.objects.items() if (rest := inside(name)) is not None}
+    items, values = (
+        {rest.removeprefix(prefix): where for rest, where in inner.items() if rest.startswith(prefix)}
+        for prefix in ("param_groups.", "state.")
+    )
     if not tensors and not items:
         raise StateError(f"{folder}: holds no optimizer; leave it out of the state")
-    return _StoredOptimizer(replace(found.catalog, tensors=tensors), items)
+    return _StoredOptimizer(replace(found.catalog, tensors=tensors), items, values)
 
 
 def _read_object(where: ByteRange) -> Any:
@@ -232,7 +239,13 @@ def _restore_optimizer(
     with ranks.agree("plan optimizer state"):
         names = parameter_names(optimizer, named)
         live = {alias: t.name for t in named for alias in t.names}
-        fill_groups(optimizer, names, _groups(optimizer, names, live, stored))
+        groups = _groups(optimizer, names, live, stored)
+        _refuse_other_kind(optimizer, groups)
+        values: dict[str, dict[str, Any]] = {}
+        for short, where in stored.values.items():
+            fqn, _, key = short.rpartition(".")
+            values.setdefault(live.get(fqn, fqn), {})[key] = _read_object(where)
+        fill_groups(optimizer, names, groups)
         spread: dict[str, dict[str, str]] = {}
         scalars: dict[str, dict[str, torch.Tensor]] = {}
         for short, t in stored.catalog.tensors.items():
@@ -258,6 +271,7 @@ def _restore_optimizer(
         destination = Destination({n: local_tensor(t) for n, t in tensors.items()} | small)
         execute(plan.transfers, reader, destination, Staging(io, plan.staging_bytes))
         place_scalars(optimizer, names, scalars, before)
+        place_values(optimizer, names, values)
     return reader.bytes_read, len(tensors) + len(small)
 
 
@@ -281,8 +295,28 @@ def _groups(
     # Flattened: settings are stored with each parameter, and groups are not.
     found = []
     by_live = {live.get(owner, owner): options for owner, options in values.items()}
-    for group in optimizer.param_groups:
+    for k, group in enumerate(optimizer.param_groups):
         members = [names[id(p)] for p in group["params"]]
-        options = next((by_live[n] for n in members if n in by_live), {})
-        found.append({"names": members, "options": {k: v for k, v in options.items() if k != "params"}})
+        each = [{k: v for k, v in by_live.get(n, {}).items() if k != "params"} for n in members]
+        if any(options != each[0] for options in each):
+            raise StateError(
+                f"parameter group {k} of this run holds parameters that had different settings when they were saved; "
+                f"build the groups as the saved run did"
+            )
+        found.append({"names": members, "options": each[0] if each else {}})
     return found
+
+
+#: What schedulers add to the settings of a group.
+_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
+
+
+def _refuse_other_kind(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    """A DCP checkpoint does not name the optimizer's class; its settings tell."""
+    stored = {key for group in groups for key in group["options"]} - _OF_SCHEDULERS
+    strange = sorted(stored - set(optimizer.defaults))
+    if strange:
+        raise StateError(
+            f"the checkpoint's optimizer has settings that {type(optimizer).__qualname__} does not: "
+            f"{', '.join(strange[:8])}; use the same optimizer as the saved run"
+        )

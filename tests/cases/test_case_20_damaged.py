@@ -12,6 +12,7 @@ import pickle
 import re
 import struct
 import tracemalloc
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from shardwise.read import FileReader
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+TORCH = "pytorch_model.bin"
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -53,8 +55,25 @@ class Bomb:
 
 
 def pickled(folder: Path) -> None:
-    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(folder / "ran")))
+    (folder / TORCH).write_bytes(pickle.dumps(Bomb(folder / "ran")))
+
+
+def pickled_by_torch(folder: Path) -> None:
+    torch.save({"weight": Bomb(folder / "ran")}, folder / TORCH)
+
+
+def pickled_compressed(folder: Path) -> None:
+    """A description that is a thousand times larger than the file."""
+    with zipfile.ZipFile(folder / TORCH, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x/data.pkl", bytes(64 * 1024**2))
+
+
+def pickled_under_any_name(folder: Path) -> None:
     torch.save({"weight": Bomb(folder / "ran")}, folder / "model.pt")
+
+
+def pickled_into_chunks(folder: Path) -> None:
+    (folder / ".metadata").write_bytes(pickle.dumps(Bomb(folder / "ran")))
 
 
 def pickled_under_another_name(folder: Path) -> None:
@@ -114,7 +133,11 @@ def manifest_of_a_later_version(folder: Path) -> None:
 
 
 DAMAGE: dict[Callable[[Path], None], tuple[type[SourceError], str, str]] = {
-    pickled: (SourceError, "", "pickled weights, which are not read"),
+    pickled: (FormatError, TORCH, "not what torch.save writes"),
+    pickled_by_torch: (FormatError, TORCH, "refused: its pickle asks for"),
+    pickled_compressed: (FormatError, TORCH, "compressed"),
+    pickled_under_any_name: (SourceError, "", "give the path of the one"),
+    pickled_into_chunks: (FormatError, ".metadata", "refused: its pickle asks for"),
     pickled_under_another_name: (FormatError, SINGLE, "header claims"),
     pickled_beside_an_index: (FormatError, "x.bin", "header"),
     index_leaves_the_directory: (FormatError, INDEX, "not a plain file name"),

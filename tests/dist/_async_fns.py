@@ -182,3 +182,48 @@ def script(folder: Path) -> Path:
     file = folder / "exits.py"
     file.write_text(EXITS)
     return file
+
+
+def two_at_a_time(root: str) -> list[int]:
+    """Two Checkpointers that write behind the training at once."""
+    state = state_at(1, 50_000)
+    with (
+        sw.Checkpointer(f"{root}/a", mode="async") as first,
+        sw.Checkpointer(f"{root}/b", mode="async") as second,
+    ):
+        for step in (1, 2, 3):
+            first.save(state, step)
+            second.save(state, step)
+    return sorted(int(n[5:]) for r in ("a", "b") for n in os.listdir(f"{root}/{r}") if n.startswith("step-"))
+
+
+def interrupted_wait(root: str) -> dict[str, Any]:
+    """Ctrl-C while a call waits for the save behind; the next save must not touch its staging."""
+    import signal
+
+    state = state_at(1, 3_000_000)
+    found: dict[str, Any] = {}
+    with sw.Checkpointer(root, mode="async") as checkpointer:
+        checkpointer.save(state, 1)
+        expected = bits(state)
+        timer = threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGINT))
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        timer.start()
+        try:
+            checkpointer.wait()
+            found["interrupted"] = False
+        except KeyboardInterrupt:
+            found["interrupted"] = True
+            found["still there"] = checkpointer.is_saving
+        finally:
+            timer.join()
+            signal.signal(signal.SIGINT, before)
+        set_values(state, 2)
+        checkpointer.save(state, 2)
+        checkpointer.wait()
+    fresh = state_at(9, 3_000_000)
+    sw.restore(fresh, f"{root}/step-00000001")
+    found["first"] = same(bits(fresh), expected)
+    sw.restore(fresh, f"{root}/step-00000002")
+    found["second"] = same(bits(fresh), bits(state))
+    return found

@@ -243,3 +243,37 @@ def restores_nested(root: str, flat_optimizer: bool) -> dict[str, Any]:
         "step": report.step,
         "tensors": report.optimizer_tensors,
     }
+
+
+def another_optimizer(root: str) -> dict[str, str]:
+    """AdamW's state into SGD; and settings that were apart into one group."""
+    found = {}
+    model = sharded(2)
+    sgd = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0, momentum=0.9)
+    try:
+        sw.restore(sw.TrainState(model=model, optimizer=sgd), root)
+    except ShardwiseError as error:
+        found["kind"] = f"{type(error).__name__}: {error}"
+    model = sharded(1)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    apart = torch.optim.AdamW(
+        [{"params": parameters[:3], "weight_decay": 0.5}, {"params": parameters[3:]}], lr=0.1
+    )
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    apart.step()
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    of_model, of_optimizer = get_state_dict(model, apart, options=options)
+    dcp.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=f"{root}-apart")
+    together = torch.optim.AdamW(parameters, lr=0.1)
+    report = None
+    try:
+        report = sw.restore(
+            sw.TrainState(model=model, optimizer=together, extra={"tokens": 0}), f"{root}-apart"
+        )
+    except ShardwiseError as error:
+        found["groups"] = f"{type(error).__name__}: {error}"
+    assert report is None
+    report = sw.restore(sw.TrainState(model=model, extra={"tokens": 0}), f"{root}-apart")
+    found["left"] = " | ".join(report.not_restored)
+    return found

@@ -143,3 +143,23 @@ def ema_as_a_model(path: str) -> dict[str, Any]:
     sw.restore(sw.TrainState(model=models), path)
     found["equal"] = sw.digest(average) == expected
     return found
+
+
+def onto_another_model(path: str) -> dict[str, str]:
+    """The optimizer of one model, restored onto another of the same architecture; and one over a shared part."""
+    found = {}
+    a, b = nn.Linear(3, 3), nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(a.parameters(), lr=1.0, momentum=0.9)
+    a(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    sw.save(sw.TrainState(model={"a": a, "b": b}, optimizer={"o": optimizer}), path)
+    other = torch.optim.SGD(b.parameters(), lr=1.0, momentum=0.9)
+    try:
+        sw.restore(sw.TrainState(model={"a": a, "b": b}, optimizer={"o": other}), path)
+    except ShardwiseError as error:
+        found["other"] = f"{type(error).__name__}: {error}"
+    c = nn.Sequential(a, nn.Linear(3, 2))
+    shared = torch.optim.SGD(c.parameters(), lr=1.0)
+    sw.save(sw.TrainState(model={"a": a, "c": c}, optimizer={"o": shared}), f"{path}-shared")
+    found["shared"] = "saved"
+    return found

@@ -99,3 +99,16 @@ def test_a_process_that_ends_finishes_its_save(tmp_path: Path) -> None:
 def test_wrong_options_are_named(tmp_path: Path, option: str, value: str) -> None:
     with pytest.raises(ValueError, match=f"{option} must be one of"):
         sw.Checkpointer(tmp_path, **{option: value})
+
+
+def test_two_checkpointers_write_at_a_time(ranks: RankPool, tmp_path: Path) -> None:
+    for steps in ranks.run_ranks(2, fns.two_at_a_time, str(tmp_path)):
+        assert steps == [1, 1, 2, 2, 3, 3]
+
+
+def test_an_interrupted_wait_loses_nothing(ranks: RankPool, tmp_path: Path) -> None:
+    (found,) = ranks.run_ranks(1, fns.interrupted_wait, str(tmp_path / "run"))
+    assert found["first"]
+    assert found["second"]
+    if found["interrupted"]:  # a fast disk may be done before
+        assert found["still there"]

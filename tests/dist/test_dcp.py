@@ -214,3 +214,12 @@ def test_an_optimizer_in_the_same_state_dict(
         assert found["rate"] == (3e-4 if flat_optimizer else 1e-3)
         assert found["step"] == 7
         assert found["tensors"] == 15 * 3
+
+
+def test_another_optimizer_is_refused(ranks: RankPool, saved: Path) -> None:
+    for found in ranks.run_ranks(2, fns.another_optimizer, str(saved)):
+        assert found["kind"].startswith(
+            "StateError: the checkpoint's optimizer has settings that SGD does not"
+        )
+        assert "different settings when they were saved" in found["groups"]
+        assert "extra.tokens" in found["left"]

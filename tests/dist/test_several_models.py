@@ -49,3 +49,9 @@ def test_an_average_of_the_weights_is_a_model_of_its_own(ranks: RankPool, tmp_pa
         assert "extra.ema" in found["refused"]
         assert "TrainState(model={…})" in found["refused"]
         assert found["equal"]
+
+
+def test_an_optimizer_belongs_to_its_model(ranks: RankPool, tmp_path: Path) -> None:
+    (found,) = ranks.run_ranks(1, fns.onto_another_model, str(tmp_path / "a"))
+    assert found["other"].startswith("StateError: optimizer 'o' trained the model 'a'")
+    assert found["shared"] == "saved"

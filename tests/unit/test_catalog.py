@@ -396,9 +396,9 @@ def test_nothing_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
-def test_pickled_weights_are_named_and_not_read(tmp_path: Path, name: str) -> None:
+def test_files_of_torch_are_named(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"\x80\x02.")
-    refused(tmp_path, "pickled weights", "convert them to safetensors", kind=SourceError)
+    refused(tmp_path, "files of torch.save", "give the path", kind=SourceError)
 
 
 def test_a_checkpoint_is_named(tmp_path: Path) -> None:

@@ -102,3 +102,19 @@ def test_hostile_files_are_refused_and_not_run(tmp_path: Path) -> None:
         open_catalog(tmp_path / "cut.pt")
     with pytest.raises(ShardwiseError):
         open_catalog(tmp_path / "nowhere.pt")
+
+
+def test_what_a_description_can_hide_is_refused(tmp_path: Path) -> None:
+    """A view that is negated, or lies before its storage: read as plain bytes both would be other numbers."""
+    negated = torch.view_as_complex(torch.arange(4.0).view(2, 2)).conj().imag
+    assert negated.is_neg()
+    torch.save({"weight": negated}, tmp_path / "negated.pt")
+    with pytest.raises(FormatError, match="negated"):
+        open_catalog(tmp_path / "negated.pt")
+
+
+def test_a_complex_buffer_is_a_tensor_like_others(tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(2, 3), "freqs": torch.ones(2, dtype=torch.complex64)}, tmp_path / "x.pt")
+    model = nn.Linear(3, 2, bias=False)
+    sw.load(model, tmp_path / "x.pt", unused=("freqs",))
+    assert torch.equal(model.weight, torch.ones(2, 3))

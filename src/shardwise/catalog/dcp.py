@@ -70,6 +70,16 @@ def read_dcp(path: str | os.PathLike[str]) -> DcpCheckpoint:
     """
     root = os.fspath(path)
     metadata = _read_metadata(os.path.join(root, METADATA_NAME))
+    try:
+        return _described(metadata, root)
+    except (AttributeError, TypeError, ValueError, IndexError, KeyError) as error:
+        raise FormatError(
+            f"its metadata does not have the parts of DCP's ({type(error).__name__}: {error}): damaged",
+            path=os.path.join(root, METADATA_NAME),
+        ) from error
+
+
+def _described(metadata: Any, root: str) -> DcpCheckpoint:
     locations = {}
     for index, where in _mapping(metadata, "storage_data").items():
         offset = getattr(index, "offset", None)

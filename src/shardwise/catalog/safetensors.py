@@ -64,7 +64,7 @@ def _files_of(root: str) -> tuple[list[str], dict[str, str] | None]:
         if os.path.exists(os.path.join(root, "manifest.json")):
             hint = "; it is a shardwise checkpoint whose slices lie in model/"
         elif any(n.endswith((".bin", ".pt", ".pth")) for n in listed):
-            hint = "; it has pickled weights, which are not read: convert them to safetensors first"
+            hint = "; it has files of torch.save under names that say nothing: give the path of the one"
         raise SourceError(f"no .safetensors file in this directory{hint}", path=root)
     return names, None
 

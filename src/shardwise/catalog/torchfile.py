@@ -7,6 +7,7 @@ them; any other name is refused.
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import math
@@ -52,6 +53,7 @@ DTYPE_NAMES = {
     "bool": "BOOL",
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
+    "complex64": "C64",
 }
 _STORAGES = {
     "FloatStorage": "F32",
@@ -64,6 +66,7 @@ _STORAGES = {
     "LongStorage": "I64",
     "ByteStorage": "U8",
     "BoolStorage": "BOOL",
+    "ComplexFloatStorage": "C64",
     "UntypedStorage": None,
 }
 
@@ -88,6 +91,21 @@ def to_dict() -> dict[Any, Any]:
     return _Dict()
 
 
+class _Callable:
+    """One of our functions, of which a pickle can't change the attributes (BUILD)."""
+
+    __slots__ = ("_work",)
+
+    def __init__(self, work: Callable[..., Any]) -> None:
+        self._work = work
+
+    def __call__(self, *args: Any) -> Any:
+        return self._work(*args)
+
+    def __setstate__(self, state: Any) -> None:
+        raise ValueError("state for a function")
+
+
 class _Unpickler(pickle.Unpickler):
     """Knows only the names that it is given; makes records of them."""
 
@@ -97,11 +115,12 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         try:
-            return self._names[module, name]
+            found = self._names[module, name]
         except KeyError:
             raise FormatError(
                 f"refused: its pickle asks for {module}.{name}, which is not a part of the format"
             ) from None
+        return _Callable(found) if inspect.isfunction(found) else found
 
     def persistent_load(self, pid: Any) -> Any:
         return pid
@@ -156,10 +175,22 @@ class Saved:
     strides: tuple[int, ...]
 
 
-def _rebuilt(storage: Any, offset: int, sizes: Any, strides: Any, *_: Any) -> Saved:
+def _rebuilt(
+    storage: Any,
+    offset: int,
+    sizes: Any,
+    strides: Any,
+    grad: Any = False,
+    hooks: Any = None,
+    metadata: Any = None,
+) -> Saved:
     kind, code, key, *_ = storage
     if kind != "storage":
         raise ValueError(f"a tensor of {kind!r}")
+    if metadata:
+        raise ValueError(f"a tensor that is a view of its storage as {metadata!r} (negated, conjugated)")
+    if offset < 0 or any(n < 0 for n in (*sizes, *strides)):
+        raise ValueError(f"a tensor at {offset} of shape {tuple(sizes)} and strides {tuple(strides)}")
     return Saved(str(key), code, int(offset), tuple(map(int, sizes)), tuple(map(int, strides)))
 
 
@@ -168,10 +199,17 @@ def _parameter(data: Saved, *_: Any) -> Saved:
 
 
 def _rebuilt_typed(
-    storage: Any, offset: int, sizes: Any, strides: Any, grad: Any, hooks: Any, code: str
+    storage: Any,
+    offset: int,
+    sizes: Any,
+    strides: Any,
+    grad: Any,
+    hooks: Any,
+    code: str,
+    metadata: Any = None,
 ) -> Saved:
     """``_rebuild_tensor_v3``: dtypes that no storage class stands for."""
-    saved = _rebuilt(storage, offset, sizes, strides)
+    saved = _rebuilt(storage, offset, sizes, strides, metadata=metadata)
     return Saved(saved.key, code, saved.offset, saved.sizes, saved.strides)
 
 
@@ -197,6 +235,9 @@ class Archive:
         try:
             with zipfile.ZipFile(window) as archive:
                 self._entries = {i.filename.partition("/")[2]: i for i in archive.infolist()}
+                small = [i for n, i in self._entries.items() if n in ("data.pkl", "byteorder")]
+                if any(i.compress_type != zipfile.ZIP_STORED or i.file_size > nbytes for i in small):
+                    raise ValueError("its description is compressed")
                 described = archive.read(self._entries["data.pkl"])
                 has_order = "byteorder" in self._entries
                 self._order = archive.read(self._entries["byteorder"]) if has_order else b"little"

@@ -37,8 +37,11 @@ def host_conversion(
     with _Allocations() as allocations:
         symbols = {t.name: torch.empty(t.shape, dtype=torch_dtype(t.dtype), device="meta") for t in stored}
         try:
-            made = {n: (t.dtype, tuple(t.shape)) for n, t in run(symbols).items()}
-            staging_bytes = allocations.nbytes
+            results = run(symbols)
+            made = {n: (t.dtype, tuple(t.shape)) for n, t in results.items()}
+            # Placing copies what does not lie row by row.
+            copied = sum(_nbytes(made[n]) for n, t in results.items() if not t.is_contiguous())
+            staging_bytes = allocations.nbytes + copied
         except Exception as error:
             if not _looks_at_values(error):
                 raise UnsupportedConversionError(f"{name}: {error}") from error

@@ -142,11 +142,10 @@ def _optimizer_part(name: str, optimizer: Optimizer, models: tuple[ModelPart, ..
 
 
 def trained_model(optimizer: Optimizer, named: Mapping[str, tuple[NamedTensor, ...]]) -> str:
-    """The name of the model that holds the optimizer's first parameter; of the first one, if none does."""
-    first = next((id(p) for group in optimizer.param_groups for p in group["params"]), None)
-    return next(
-        (n for n, tensors in named.items() if any(id(t.tensor) == first for t in tensors)), next(iter(named))
-    )
+    """The name of the first model that holds all parameters of the optimizer; of the first one, if none does."""
+    optimised = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    found = (n for n, tensors in named.items() if optimised <= {id(t.tensor) for t in tensors})
+    return next(found, next(iter(named)))
 
 
 def _optimizer_live(drained: Drained, model: ModelPart) -> list[Live]:

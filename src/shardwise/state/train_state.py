@@ -53,10 +53,10 @@ class TrainState:
 
 def _checked(given: Mapping[str, Any], what: str) -> dict[str, Any]:
     """Names become folders of the checkpoint."""
-    bad = [name for name in given if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]*", name)]
+    bad = [name for name in given if not isinstance(name, str) or not re.fullmatch(r"\w[\w-]*", name)]
     if bad or not given:
         raise StateError(
-            f"{what}={{…}}: names must be words (letters, digits, '_', '-', '.'), got {bad}"
+            f"{what}={{…}}: names must be words (letters, digits, '_', '-'), got {bad}"
             if bad
             else f"{what}={{}}: holds none"
         )

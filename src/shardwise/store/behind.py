@@ -7,6 +7,7 @@ collective. It runs at a lower priority than the training, where the system lets
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 import threading
@@ -21,6 +22,7 @@ from .stage import StagingBuffer, detached_documents, room_for
 
 __all__ = ["SaveBehind", "reserve_for"]
 
+_log = logging.getLogger(__name__)
 _LOWER_PRIORITY = 10
 
 
@@ -66,12 +68,13 @@ class SaveBehind:
         self._started = time.perf_counter()
         # Not a daemon: a process that ends waits for it, so that an unfinished save is finished, or given up
         # when the others are gone for ``timeout_s``.
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"shardwise-save-{self.step}")
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread has not ended."""
-        return self._thread.is_alive()
+        """Whether it was started and has not ended."""
+        return self._thread.ident is not None and not self._ended.is_set()
 
     def copy(self) -> SaveReport:
         """Copy the state and start the thread; returns when training may change it. Raises what copying raises."""
@@ -102,7 +105,7 @@ class SaveBehind:
 
     def wait(self) -> SaveReport:
         """Block until it is published. Raises what went wrong, on every rank alike."""
-        self._thread.join()
+        self._ended.wait()  # not join(): when Ctrl-C interrupts that, Python 3.11 takes the thread for ended
         if self._error is not None:
             raise self._error
         assert self._report is not None
@@ -126,6 +129,10 @@ class SaveBehind:
         except BaseException as error:
             self._error = error
             self._buffer.fail(error)
+            # The next call raises it; but there may be none.
+            _log.error("saving step %d behind the training failed: %s", self.step, error)
+        finally:
+            self._ended.set()
 
 
 def _lower_priority() -> None:

@@ -47,7 +47,7 @@ class SaveReport:
     path: str
     step: int
     bytes_written: int
-    """Payload and headers that this rank wrote."""
+    """Payload and headers that this rank wrote; of a save that goes on behind, the bytes that were copied."""
     seconds: float
     """From the call to the published step; of a save that goes on behind, to the return of ``save``."""
     not_stored: tuple[str, ...]
