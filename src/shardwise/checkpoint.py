@@ -51,7 +51,7 @@ def save(
     """
     io = io or IOOptions()
     ranks = Ranks.current(timeout_s=io.timeout_s)
-    run_id = ranks.share("run id", secrets.token_hex(8).encode() if ranks.rank == 0 else None).decode()
+    run_id = ranks.on_first("run id", _new_run_id).decode()
     return write_checkpoint(state, os.path.abspath(path), step, Lineage(run_id, None), ranks)
 
 
@@ -71,6 +71,10 @@ def restore(state: TrainState, path: str | os.PathLike[str], *, io: IOOptions | 
     if ranks.on_first("look at checkpoint", lambda: b"dcp" if is_dcp(root) else b""):
         return restore_dcp(state, root, ranks, io)
     return restore_into(state, root, ranks, io)
+
+
+def _new_run_id() -> bytes:
+    return secrets.token_hex(8).encode()
 
 
 class Checkpointer:
@@ -208,9 +212,7 @@ class Checkpointer:
         self.wait()
         ranks.on_first("check checkpoint directory", lambda: self._check_line(step))
         if self._lineage is None:
-            run_id = ranks.share(
-                "run id", secrets.token_hex(8).encode() if ranks.rank == 0 else None
-            ).decode()
+            run_id = ranks.on_first("run id", _new_run_id).decode()
             self._lineage = Lineage(run_id, None)
         final = os.path.join(self.root, publish.step_name(step))
         if self._buffer is not None:
@@ -231,16 +233,15 @@ class Checkpointer:
         return self._behind.copy()
 
     def _refuse_if_busy(self, ranks: Ranks) -> None:
-        running = ranks.gather("ask for a save behind", b"1" if self.is_saving else b"")
-
-        def check() -> bytes:
-            if any(running or ()):
-                raise CheckpointError(
-                    f"{self.root}: the save before still runs; call wait(), save less often, or give when_busy='wait'"
-                )
-            return b""
-
-        ranks.on_first("ask for a save behind", check)
+        running = ranks.combine(
+            "ask for a save behind",
+            lambda: b"1" if self.is_saving else b"",
+            lambda answers: b"1" if any(answers) else b"",
+        )
+        if running:
+            raise CheckpointError(
+                f"{self.root}: the save before still runs; call wait(), save less often, or give when_busy='wait'"
+            )
 
     def _retain(self, step: int, ranks: Ranks) -> None:
         with ranks.agree("retention"):

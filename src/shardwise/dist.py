@@ -90,45 +90,61 @@ class Ranks:
             words = claim.words().encode(errors="backslashreplace")
             self._link().agree(call, payload=words, decide=partial(_raise_different, label, ranks))
 
+    def combine(self, label: str, work: Callable[[], bytes], decide: Callable[[list[bytes]], bytes]) -> bytes:
+        """Run rank-local work; rank 0 decides on what all ranks found, in rank order, and every rank gets its reply.
+
+        One round. Work that fails is as in `agree`; so is ``decide``, on rank 0.
+        """
+        own: BaseException | None = None
+        payload = b""
+        try:
+            payload = work()
+        except BaseException as error:
+            if self.world_size == 1 or self._link().is_agreed(error):
+                raise
+            own = error
+        if self.world_size == 1:
+            return decide([payload])
+
+        def decided(payloads: list[bytes]) -> bytes:
+            try:
+                return decide(payloads)
+            except Exception as error:
+                raise RankError(label, {0: cause_of(error)}) from error
+
+        call = Call("combine", label, self.timeout_s)
+        return self._link().agree(call, own=own, payload=payload, decide=decided)
+
     def gather(self, label: str, payload: bytes) -> list[bytes] | None:
         """Bring every rank's payload to rank 0, in rank order; the other ranks get None."""
-        if self.world_size == 1:
-            return [payload]
         gathered: list[bytes] = []
 
         def keep(payloads: list[bytes]) -> bytes:
             gathered.extend(payloads)
             return b""
 
-        self._link().agree(Call("gather", label, self.timeout_s), payload=payload, decide=keep)
+        self.combine(label, lambda: payload, keep)
         return gathered if self.rank == 0 else None
 
-    def share(self, label: str, payload: bytes | None) -> bytes:
-        """Bring rank 0's payload to every rank. What other ranks pass is not looked at."""
-        missing = ValueError(f"share('{label}') needs a payload on rank 0, got None")
-        if self.world_size == 1:
-            if payload is None:
-                raise missing
-            return payload
-        own = missing if self.rank == 0 and payload is None else None
-        call = Call("share", label, self.timeout_s)
-        return self._link().agree(call, own=own, decide=lambda _: payload or b"")
-
     def on_first(self, label: str, work: Callable[[], bytes]) -> bytes:
-        """Run ``work`` on rank 0 and bring what it returns to every rank; every rank must call it.
+        """Run ``work`` on rank 0 and bring what it returns to every rank; every rank must call it. One round.
 
         A `CheckpointError` of ``work`` is raised with its own type and text on every rank, because what it
         says is so for all; anything else becomes a `RankError`, as in `agree`.
         """
-        payload, refusal = b"", None
-        with self.agree(label):
-            if self.rank == 0:
-                try:
-                    payload = b"\n" + work()
-                except CheckpointError as error:
-                    refusal = error
-                    payload = f"{type(error).__name__}\n{text_of(error)}".encode(errors="replace")
-        kind, content = self.share(label, payload).split(b"\n", 1)
+        refusal: CheckpointError | None = None
+
+        def first() -> bytes:
+            nonlocal refusal
+            if self.rank != 0:
+                return b""
+            try:
+                return b"\n" + work()
+            except CheckpointError as error:
+                refusal = error
+                return f"{type(error).__name__}\n{text_of(error)}".encode(errors="replace")
+
+        kind, content = self.combine(label, first, lambda payloads: payloads[0]).split(b"\n", 1)
         if kind:
             raise refusal or getattr(errors, kind.decode())(content.decode())
         return content

@@ -176,13 +176,12 @@ def in_turn(ranks: Ranks, work: Callable[[], T]) -> T:
                 results.append(work())
 
     turn(mine=ranks.rank == 0)
-    with ranks.agree(label):
-        own = _identity(modules_cache())
-    everyone = ranks.gather(label, own.encode())
-    firsts = (
-        None if everyone is None else json.dumps([everyone.index(cache) for cache in set(everyone)]).encode()
-    )
-    turn(mine=ranks.rank in json.loads(ranks.share(label, firsts)))
+
+    def firsts(everyone: list[bytes]) -> bytes:
+        return json.dumps([everyone.index(cache) for cache in set(everyone)]).encode()
+
+    own = ranks.combine(label, lambda: _identity(modules_cache()).encode(), firsts)
+    turn(mine=ranks.rank in json.loads(own))
     turn(mine=True)
     return results[0]
 

@@ -14,13 +14,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers the backend "fake"
 
 from shardwise.dist import Ranks
-from shardwise.errors import PlanError, RankError
+from shardwise.errors import LockedError, PlanError, RankError
 
 LARGE = 9 * 1024**2 + 17  # three parts, and more than a TCPStore takes in one value
 
@@ -76,7 +76,7 @@ def on(ranks: Ranks, failing: int, error: BaseException) -> Callable[[], None]:
     return work
 
 
-def fail(error: BaseException) -> None:
+def fail(error: BaseException) -> NoReturn:
     raise error
 
 
@@ -130,10 +130,17 @@ def calm(notes: Notes, store: Any) -> None:
     step("gather", lambda: [p.hex() for p in ranks.gather("gather", mine) or []])
     whole = [bytes([r + 1]) * LARGE for r in range(ranks.world_size)]
     step("gather-large", lambda: ranks.gather("gather", large) == (whole if rank == 0 else None))
-    step("share", lambda: ranks.share("share", b"\x00\n\xff" if rank == 0 else None).hex())
-    step("share-large", lambda: ranks.share("share", large) == bytes([1]) * LARGE)
-    step("share-empty", lambda: ranks.share("share", b"").hex())
-    step("share-none", lambda: ranks.share("share", None))
+    step(
+        "on-first",
+        lambda: ranks.on_first("first", lambda: b"\x00\n\xff" if rank == 0 else fail(OSError())).hex(),
+    )
+    step("first-large", lambda: ranks.on_first("first", lambda: large) == bytes([1]) * LARGE)
+    step("first-empty", lambda: ranks.on_first("first", lambda: b"").hex())
+    step("first-refuses", lambda: ranks.on_first("first", lambda: fail(LockedError("held"))))
+    step("combine", lambda: ranks.combine("combine", lambda: mine[:1], lambda found: b"-".join(found)).hex())
+    failing = on(ranks, last, OSError("disk is full"))
+    step("combine-fails", lambda: ranks.combine("combine", lambda: failing() or b"", lambda _: b""))
+    step("combine-undecided", lambda: ranks.combine("combine", lambda: b"", lambda _: fail(ValueError("no"))))
     text = b"adam" if rank != last else b"sgd"
     step("equal", lambda: all_equal(ranks, "optimizer", b"adam", bytes.decode))
     step("equal-large", lambda: all_equal(ranks, "optimizer", bytes(LARGE), None))
@@ -148,7 +155,7 @@ def calm(notes: Notes, store: Any) -> None:
     before = store_keys()
     for _ in range(20):
         agree(ranks, "again", lambda: None)
-        ranks.share("again", large if rank == 0 else None)
+        ranks.on_first("again", lambda: large)
         ranks.gather("again", large)
     agree(ranks, "last", lambda: None)
     step("growth", lambda: store_keys() - before if rank == 0 else 0)

@@ -125,11 +125,18 @@ def test_agreement(world_size: int, tmp_path: Path) -> None:
 
     payloads = [(bytes([rank]) * rank * 10).hex() for rank in range(world_size)]
     assert values(notes, "gather") == [payloads] + [[]] * last
-    assert values(notes, "share") == ["000aff"] * world_size
-    assert values(notes, "share-empty") == [""] * world_size
-    for name in ("gather-large", "share-large"):
+    assert values(notes, "on-first") == ["000aff"] * world_size
+    assert values(notes, "first-empty") == [""] * world_size
+    for name in ("gather-large", "first-large"):
         assert values(notes, name) == [True] * world_size
-    all_raise(notes, "share-none", "rank 0: ValueError: share('share') needs", causes=[0])
+    assert [note["first-refuses"]["error"] for note in notes] == ["LockedError"] * world_size
+    assert {note["first-refuses"]["text"] for note in notes} == {"held"}
+    assert len(set(values(notes, "combine"))) == 1
+    assert bytes.fromhex(values(notes, "combine")[0]) == b"-".join(
+        bytes([r])[: r * 10] for r in range(world_size)
+    )
+    all_raise(notes, "combine-fails", f"rank {last}: OSError: disk is full", causes=[last])
+    all_raise(notes, "combine-undecided", "rank 0: ValueError: no", causes=[0])
 
     assert values(notes, "equal") + values(notes, "equal-large") == [None] * 2 * world_size
     words = f"'optimizer' failed\n  rank {last}: differs from rank 0: has sgd; rank 0 has adam"
@@ -139,7 +146,7 @@ def test_agreement(world_size: int, tmp_path: Path) -> None:
 
     disagree = f"rank {last}: ranks disagree on what they are doing: rank {last} is in"
     all_raise(notes, "labels", f"{disagree} 'x', rank 0 in 'y'", causes=[last])
-    all_raise(notes, "kinds", f"{disagree} gather('z'), rank 0 in agree('z')", causes=[last])
+    all_raise(notes, "kinds", f"{disagree} combine('z'), rank 0 in agree('z')", causes=[last])
 
     # 60 rounds leave nothing; a rank that is ahead may have begun the next one.
     assert notes[0]["growth"]["value"] < 3, "a long run must not grow the store"
@@ -201,9 +208,8 @@ def test_one_rank_costs_nothing_and_changes_nothing() -> None:
         raise KeyError("own")
     assert caught.value.__cause__ is None
     assert ranks.gather("gather", b"a") == [b"a"]
-    assert ranks.share("share", b"a") == b"a"
-    with pytest.raises(ValueError, match="needs a payload on rank 0"):
-        ranks.share("share", None)
+    assert ranks.on_first("first", lambda: b"a") == b"a"
+    assert ranks.combine("combine", lambda: b"a", lambda found: found[0] * 2) == b"aa"
     with ranks.agree("equal") as claim:
         claim.alike(b"a")
     ranks.tick()

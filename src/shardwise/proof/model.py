@@ -60,25 +60,23 @@ def live_digests(
     Every replica is summed and compared; a replica set counts once. Raises :class:`IntegrityError` on every
     rank, naming tensors whose replicas differ, unless they are in ``may_differ`` (then the first counts).
     """
-    with ranks.agree("digest"):
-        own = []
+
+    def own() -> bytes:
+        sums = []
         for name, tensor in tensors.items():
-            own.append(local_sum(tensor, tuple(tensor.shape), geometries[name], ranks.rank))
+            sums.append(local_sum(tensor, tuple(tensor.shape), geometries[name], ranks.rank))
             ranks.tick()
-    gathered = ranks.gather("digest sums", np.array(own, dtype=np.uint64).tobytes())
-    summed = b""
-    with ranks.agree("add digests up"):
-        if gathered is not None:
-            matrix = np.stack([np.frombuffer(g, dtype=np.uint64) for g in gathered])
-            totals = replica_totals(matrix, [geometries[n] for n in tensors])
-            unequal = [
-                n for n, t in zip(tensors, totals, strict=True) if len(set(t)) > 1 and n not in may_differ
-            ]
-            summed = json.dumps([unequal, [t[0] for t in totals]]).encode()
-    unequal, firsts = json.loads(ranks.share("digests", summed if ranks.rank == 0 else None))
-    with ranks.agree("compare replicas"):
-        if unequal:
-            raise IntegrityError(f"replicas of {', '.join(unequal[:10])} differ between ranks")
+        return np.array(sums, dtype=np.uint64).tobytes()
+
+    def add_up(gathered: list[bytes]) -> bytes:
+        matrix = np.stack([np.frombuffer(g, dtype=np.uint64) for g in gathered])
+        totals = replica_totals(matrix, [geometries[n] for n in tensors])
+        unequal = [n for n, t in zip(tensors, totals, strict=True) if len(set(t)) > 1 and n not in may_differ]
+        return json.dumps([unequal, [t[0] for t in totals]]).encode()
+
+    unequal, firsts = json.loads(ranks.combine("digest", own, add_up))
+    if unequal:  # on every rank
+        raise IntegrityError(f"replicas of {', '.join(unequal[:10])} differ between ranks")
     return {
         name: finish(first, code_of(tensor.dtype), tuple(tensor.shape))
         for first, (name, tensor) in zip(firsts, tensors.items(), strict=True)

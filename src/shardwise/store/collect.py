@@ -58,10 +58,18 @@ def collect(state: TrainState, step: int, lineage: Lineage, ranks: Ranks) -> Col
 
     Raises :class:`StateError` or :class:`RankError` on every rank.
     """
-    with ranks.agree("collect state"):
+    snapshot: Snapshot | None = None
+    companions: dict[str, bytes] = {}
+
+    def collected() -> bytes:
+        nonlocal snapshot, companions
         snapshot = take_snapshot(state, step)
         companions = _companions(state) if ranks.rank == 0 else {}
-    shared, local = _split_pieces(snapshot, ranks)
+        return _comparable(snapshot, ranks)
+
+    differing = ranks.combine("collect state", collected, _differing)
+    assert snapshot is not None
+    shared, local = _split_pieces(snapshot, differing, ranks)
     return Collected(
         snapshot,
         shared,
@@ -75,27 +83,32 @@ def collect(state: TrainState, step: int, lineage: Lineage, ranks: Ranks) -> Col
     )
 
 
-def _split_pieces(snapshot: Snapshot, ranks: Ranks) -> tuple[dict[str, Encoded], dict[str, Encoded]]:
+def _comparable(snapshot: Snapshot, ranks: Ranks) -> bytes:
+    """Hashes of what may be equal on all ranks."""
+    if ranks.world_size == 1:
+        return json.dumps([{}, {}]).encode()
+    hashes = {name: piece_hash(piece) for name, piece in snapshot.pieces.items()}
+    return json.dumps([{**hashes, _LAYOUT: layout_hash(snapshot)}, plain_sums(snapshot)]).encode()
+
+
+def _split_pieces(
+    snapshot: Snapshot, differing: bytes, ranks: Ranks
+) -> tuple[dict[str, Encoded], dict[str, Encoded]]:
     """Documents that are equal on all ranks, and those that differ. Plain buffers that differ become a document.
 
     Raises :class:`StateError` if a plain *parameter* differs between ranks: its gradients were not reduced.
     """
-    with ranks.agree("compare state"):
-        hashes = {name: piece_hash(piece) for name, piece in snapshot.pieces.items()}
-        hashes[_LAYOUT] = layout_hash(snapshot)
-        sums = plain_sums(snapshot) if ranks.world_size > 1 else {}
-    gathered = ranks.gather("state hashes", json.dumps([hashes, sums]).encode())
-    verdict = ranks.share("state that differs", _differing(gathered) if gathered is not None else None)
-    documents, tensors = (set(names) for names in json.loads(verdict))
+    documents, tensors = (set(names) for names in json.loads(differing))
     local_names = snapshot.always_local | (documents & set(snapshot.pieces))
     buffers: dict[str, dict[str, torch.Tensor]] = {}
     for key, (part, t) in plain_tensors(snapshot, kind="buffer").items():
         if key in tensors:
             buffers.setdefault(document_of("model", part.name, "buffers"), {})[t.name] = t.tensor
-    with ranks.agree("compare state"):
-        _refuse_differing(snapshot, documents, tensors)
-        local = {n: p for n, p in snapshot.pieces.items() if n in local_names}
-        local |= {name: encode(values, where=name) for name, values in buffers.items()}
+    _refuse_differing(snapshot, documents, tensors)  # alike on every rank
+    local = {n: p for n, p in snapshot.pieces.items() if n in local_names}
+    if tensors:  # on every rank, or on none
+        with ranks.agree("compare state"):
+            local |= {name: encode(values, where=name) for name, values in buffers.items()}
     left_out = local_names | snapshot.compared_only
     shared = {n: p for n, p in snapshot.pieces.items() if n not in left_out}
     return shared, {n: p for n, p in local.items() if n not in snapshot.compared_only}
