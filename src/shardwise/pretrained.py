@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from .recipe.match import Rules, matches_any, same_names
 from .recipe.record import remember_home
 from .recipe.transformers import HubRules, hub_rules, note_conversions
 
-__all__ = ["build_meta", "load_pretrained", "read_config"]
+__all__ = ["build_meta", "load_pretrained", "load_wrapped", "read_config"]
 
 
 def load_pretrained(
@@ -75,8 +75,50 @@ def load_pretrained(
     Every rank of the default process group must call it. Raises as :func:`shardwise.load` does;
     :class:`UnsupportedConversionError` names stored tensors whose conversion is not supported yet.
     """
+    chosen = policy or ShardPolicy()
+
+    def wrap(model: Any) -> tuple[str, ...]:
+        if mesh is not None:
+            shard(model, mesh, chosen)
+        return chosen.ignored
+
+    if device is None and (chosen.cpu_offload or mesh is None):
+        device = "cpu"
+    return load_wrapped(
+        path,
+        wrap,
+        dtype=dtype,
+        auto_class=auto_class,
+        config=config,
+        trust_remote_code=trust_remote_code,
+        key_mapping=key_mapping,
+        unused=unused,
+        init=init,
+        adapter=adapter,
+        seed=seed,
+        device=device,
+        io=io,
+    )
+
+
+def load_wrapped(
+    path: str | os.PathLike[str],
+    wrap: Callable[[Any], tuple[str, ...]],
+    *,
+    dtype: torch.dtype | str,
+    auto_class: Any,
+    config: Any,
+    trust_remote_code: bool,
+    key_mapping: Mapping[str, str] | None,
+    unused: Sequence[str],
+    init: Mapping[str, str] | None,
+    adapter: Any,
+    seed: int,
+    device: torch.device | str | None,
+    io: IOOptions | None,
+) -> tuple[Any, LoadReport]:
+    """:func:`load_pretrained`, sharded by ``wrap``: it gets the model on meta and gives the patterns of ``ignored``."""
     io = io or IOOptions()
-    policy = policy or ShardPolicy()
     ranks = Ranks.current(timeout_s=io.timeout_s)
     if trust_remote_code:
         config, auto_class = in_turn(
@@ -93,11 +135,8 @@ def load_pretrained(
         if adapter is not None:
             model, files = attach(base, adapter)
             catalog, rules = combine(model, catalog, rules, files)
-        if mesh is not None:
-            shard(model, mesh, policy)
-    if device is None and (policy.cpu_offload or mesh is None):
-        device = "cpu"
-    report = fill(model, catalog, rules, device=device, io=io, ranks=ranks, seed=seed, ignored=policy.ignored)
+        ignored = wrap(model)
+    report = fill(model, catalog, rules, device=device, io=io, ranks=ranks, seed=seed, ignored=ignored)
     with ranks.agree("finish model"):
         _finish(base, path)
         note_conversions(base, hub.used() if inverted is None else inverted)

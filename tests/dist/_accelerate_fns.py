@@ -1,0 +1,284 @@
+"""What the ranks of test_accelerate.py run: Accelerate's real classes with FSDP2 on CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import shardwise as sw
+from shardwise.errors import ShardwiseError
+from shardwise.integrations import accelerate as swa
+from tests.models import Block
+
+
+@contextlib.contextmanager
+def accelerator_with(
+    parallelism: Any = None, plugin: dict[str, Any] | None = None, **options: Any
+) -> Iterator[Any]:
+    """A real accelerator with FSDP2. Accelerate doesn't choose FSDP on CPU by itself; nothing else is set by hand."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType, TorchDynamoPlugin
+
+    keys = {
+        "RANK": str(dist.get_rank()),
+        "LOCAL_RANK": str(dist.get_rank()),
+        "WORLD_SIZE": str(dist.get_world_size()),
+        "ACCELERATE_USE_CPU": "true",
+        "FSDP_VERSION": "2",
+    }
+    before = dict(os.environ)
+    os.environ.update(keys)
+    ours = warnings.catch_warnings()
+    ours.__enter__()
+    warnings.simplefilter("ignore")  # dynamo looks at things that warn
+    try:
+        made = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            **{
+                "auto_wrap_policy": "transformer_based_wrap",
+                "transformer_cls_names_to_wrap": ["Block"],
+                **(plugin or {}),
+            },
+        )
+        backend = options.pop("dynamo_backend", None)
+        plain = TorchDynamoPlugin(backend=backend or "no")
+        PartialState(cpu=True)
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        AcceleratorState(
+            cpu=True,
+            mixed_precision=options.get("mixed_precision"),
+            parallelism_config=parallelism,
+            _from_accelerator=True,
+            dynamo_plugin=plain,
+        )
+        AcceleratorState._shared_state["fsdp_plugin"] = made
+        accelerator = Accelerator(cpu=True, fsdp_plugin=made, parallelism_config=parallelism, **options)
+        yield accelerator
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        ours.__exit__(None, None, None)
+        os.environ.clear()
+        os.environ.update(before)
+
+
+class Gate(nn.Module):
+    """Holds a plain parameter that nobody shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+
+class Tied(nn.Module):
+    """Blocks with persistent buffers, an ignored plain parameter, tied embedding and head: case 1's model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 8)
+        self.blocks = nn.ModuleList(Block(8) for _ in range(2))
+        self.gate = Gate()
+        self.head = nn.Linear(8, 12, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x * self.gate.weight)
+
+
+def batch(step: int) -> torch.Tensor:
+    """Every rank its own rows."""
+    return torch.randint(0, 12, (4, 6), generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""): (
+            t.full_tensor() if isinstance(t, DTensor) else t
+        )
+        .detach()
+        .clone()
+        for name, t in model.state_dict().items()
+    }
+
+
+def train(accelerator: Any, model: Any, optimizer: Any, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        tokens = batch(step)
+        logits = model(tokens)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def case_1(source: str, root: str, plugin: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Load, prepare, train 5 steps, save, go on 3; then a second life: load_state, the same 3."""
+    found: dict[str, Any] = {}
+    settings = {"cpu_ram_efficient_loading": True, "ignored_modules": "gate", **plugin}
+    with accelerator_with(plugin=settings, **options) as accelerator:
+        with sw.meta_init():
+            model: nn.Module = Tied()
+        rng = torch.get_rng_state()
+        swa.load(accelerator, model, source)
+        found["rng untouched"] = bool(torch.equal(rng, torch.get_rng_state()))
+        found["loaded"] = whole(model)
+        found["tied"] = model.head.weight is model.embed.weight
+        found["plain"] = not isinstance(model.gate.weight, DTensor)
+        found["dtypes"] = sorted({str(p.dtype) for p in model.parameters()})
+        found["efficient loading still set"] = accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
+        torch.manual_seed(5)
+        optimizer = torch.optim.AdamW(
+            [p for p in model.parameters() if isinstance(p, DTensor)], lr=1e-2, foreach=False
+        )
+        model, optimizer = accelerator.prepare(model, optimizer)
+        found["first"] = train(accelerator, model, optimizer, range(5))
+        swa.save_state(accelerator, root)
+        found["on"] = train(accelerator, model, optimizer, range(5, 8))
+        found["after"] = whole(model)
+    with accelerator_with(plugin=settings, **options) as accelerator:
+        torch.manual_seed(99)
+        with sw.meta_init():
+            model = Tied()
+        swa.load(accelerator, model, source)
+        optimizer = torch.optim.AdamW(
+            [p for p in model.parameters() if isinstance(p, DTensor)], lr=7.0, foreach=False
+        )
+        model, optimizer = accelerator.prepare(model, optimizer)
+        report = swa.load_state(accelerator, root)
+        found["exact"] = report.exact
+        found["resumed"] = train(accelerator, model, optimizer, range(5, 8))
+        found["resumed after"] = whole(model)
+    return found
+
+
+def accelerate_alone() -> str:
+    """Case 1 with Accelerate's own loading."""
+    with accelerator_with(
+        plugin={"cpu_ram_efficient_loading": True, "ignored_modules": "gate"}
+    ) as accelerator:
+        model = Tied()
+        optimizer = torch.optim.AdamW(model.parameters())
+        try:
+            accelerator.prepare(model, optimizer)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def refused(source: str) -> dict[str, str]:
+    """What can't be honoured is a named error, alike on all ranks."""
+    found = {}
+
+    def attempt(name: str, plugin: dict[str, Any], model: Any, **options: Any) -> None:
+        try:
+            with accelerator_with(plugin=plugin, **options) as accelerator, sw.meta_init():
+                swa.load(accelerator, model(), source)
+        except ShardwiseError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(4, 1)
+            self.b = nn.Linear(4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.a(x) + self.b(x)
+
+    class Scalar(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = nn.Linear(4, 4)
+            self.scale = nn.Parameter(torch.tensor(1.0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.line(x) * self.scale
+
+    attempt("containers", {"auto_wrap_policy": "size_based_wrap", "min_num_params": 10}, Tied)
+    attempt("class", {"transformer_cls_names_to_wrap": ["Absent"]}, Tied)
+    attempt("empty shards", {"transformer_cls_names_to_wrap": ["Linear"]}, Small)
+    attempt("scalar", {"transformer_cls_names_to_wrap": ["Linear"]}, Scalar)
+    with accelerator_with() as accelerator:
+        accelerator.register_save_state_pre_hook(lambda *_: None)
+        for name, call in (
+            ("hook", lambda: swa.save_state(accelerator, "unused")),
+            ("unprepared", lambda: swa.train_state(accelerator)),
+        ):
+            try:
+                call()
+            except ShardwiseError as error:
+                found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def hub_model(path: str, root: str, shard_size: int, plugin: dict[str, Any]) -> dict[str, Any]:
+    """HSDP or FSDP of a transformers model; automatic names and their limit; Accelerate's own state taken up."""
+    from accelerate import ParallelismConfig
+    from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
+
+    world = dist.get_world_size()
+    parallelism = ParallelismConfig(dp_replicate_size=world // shard_size, dp_shard_size=shard_size)
+    project = ProjectConfiguration(project_dir=root, automatic_checkpoint_naming=True, total_limit=2)
+    found: dict[str, Any] = {}
+    with accelerator_with(
+        parallelism if world > shard_size else None,
+        plugin,
+        project_config=project,
+        dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=True),
+    ) as accelerator:
+        if world > shard_size:
+            found["mesh"] = tuple(accelerator.torch_device_mesh.shape)
+        model, report = swa.load_pretrained(accelerator, path)
+        found["read"] = report.bytes_read
+        found["loaded"] = whole(model)
+        found["groups"] = sum(type(m).__name__.startswith("FSDP") for m in model.modules())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        loader = torch.utils.data.DataLoader(list(range(101)), batch_size=3, shuffle=True)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+        model.train()
+
+        def steps(batches: Any, count: int) -> list[Any]:
+            seen = []
+            for _ in range(count):
+                numbers = next(batches)
+                with accelerator.accumulate(model):
+                    loss = model(
+                        input_ids=numbers[:, None].expand(-1, 5) % 101, labels=numbers[:, None].expand(-1, 5)
+                    ).loss
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+                seen.append((numbers.tolist(), float(loss.detach()), scheduler.get_last_lr()))
+            return seen
+
+        batches = iter(loader)
+        steps(batches, 2)
+        swa.save_state(accelerator)
+        steps(batches, 1)
+        swa.save_state(accelerator)
+        found["step"] = accelerator.step
+        swa.save_state(accelerator)
+        found["names"] = sorted(os.listdir(f"{root}/checkpoints"))
+        found["on"] = steps(batches, 3)
+        found["after"] = whole(model)
+        report = swa.load_state(accelerator)
+        found["exact"], found["resumed step"] = report.exact, accelerator.step
+        found["resumed"] = steps(iter(loader), 3)
+        found["resumed after"] = whole(model)
+    return found
