@@ -60,6 +60,8 @@ def accelerator_with(
             _from_accelerator=True,
             dynamo_plugin=plain,
         )
+        if AcceleratorState().mixed_precision != "no":
+            made.set_mixed_precision(AcceleratorState().mixed_precision)
         AcceleratorState._shared_state["fsdp_plugin"] = made
         accelerator = Accelerator(cpu=True, fsdp_plugin=made, parallelism_config=parallelism, **options)
         yield accelerator
@@ -93,7 +95,7 @@ class Tied(nn.Module):
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
-        return self.head(x * self.gate.weight)
+        return self.head(x * self.gate.weight.to(x.dtype))
 
 
 def batch(step: int) -> torch.Tensor:

@@ -1,0 +1,133 @@
+"""Accelerate with FSDP2, a model of one's own, and a YAML that is left as it is (docs/accelerate.md).
+
+    accelerate launch --config_file examples/accelerate_fsdp.yaml examples/accelerate_fsdp.py --out out
+
+The model has persistent buffers, tied weights and a plain parameter that nobody shards: with Accelerate alone its
+``fsdp_cpu_ram_efficient_loading`` raises ``'Tensor' object has no attribute 'device_mesh'``. What differs from a script
+without shardwise is marked with ``# <-``. Run it again with more ``--steps``, or other ``--num_processes``: it goes on
+where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from safetensors.torch import save_file
+from torch import nn
+
+import shardwise as sw
+from shardwise.integrations import accelerate as swa
+
+
+class Block(nn.Module):
+    """What the YAML names in ``fsdp_transformer_layer_cls_to_wrap``."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
+        self.register_buffer("shift", torch.zeros(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x)))) + self.shift
+
+
+class Gate(nn.Module):
+    """A plain parameter; ``fsdp_ignored_modules`` names it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight.to(x.dtype)
+
+
+class Model(nn.Module):
+    """Tied embedding and head around the blocks."""
+
+    def __init__(self, vocabulary: int = 96, width: int = 32) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(4))
+        self.gate = Gate(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.gate(x))
+
+
+def make_weights(path: Path) -> None:
+    """Stands for pretrained weights."""
+    torch.manual_seed(0)
+    tensors = {
+        name: torch.randn_like(t) * 0.05 for name, t in Model().state_dict().items() if name != "head.weight"
+    }
+    path.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path / "model.safetensors")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=5, help="train up to this step")
+    args = parser.parse_args()
+
+    accelerator = Accelerator()
+    weights = args.out / "weights"
+    if accelerator.is_main_process and not weights.exists():
+        make_weights(weights)
+    accelerator.wait_for_everyone()
+
+    with sw.meta_init():  # <- no memory, no random numbers
+        model = Model()
+    swa.load(accelerator, model, weights)  # <- instead of load_state_dict
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    done = [int(p.name.split("-")[1]) for p in args.out.glob("step-*")]
+    if done:
+        report = swa.load_state(
+            accelerator, args.out / f"step-{max(done)}"
+        )  # <- instead of accelerator.load_state
+        accelerator.print(f"resumed from step {max(done)}; exact: {report.exact}")
+    global_batch = 4 * accelerator.num_processes
+    for step in range(max(done, default=0), args.steps):
+        rows = torch.Generator().manual_seed(step)
+        tokens = torch.randint(0, 96, (global_batch, 16), generator=rows)[
+            accelerator.process_index :: accelerator.num_processes
+        ]
+        tokens = tokens.to(accelerator.device)
+        logits = model(tokens)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = accelerator.reduce(loss.detach(), "mean")
+        if accelerator.is_main_process:
+            with (args.out / "losses.jsonl").open("a") as log:
+                log.write(
+                    json.dumps({"step": step, "loss": float(mean), "ranks": accelerator.num_processes}) + "\n"
+                )
+    if args.steps > max(done, default=0):
+        swa.save_state(
+            accelerator, args.out / f"step-{args.steps}", step=args.steps
+        )  # <- instead of save_state
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()
