@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,9 @@ __all__ = [
     "default_store",
     "empty_dtensor",
     "fsdp_parameter_ids",
+    "fsdp_unreduced_ids",
     "hub_groups",
+    "is_stateful_loader",
     "is_transformers_model",
     "modules_cache",
     "original_class",
@@ -66,10 +68,36 @@ def fsdp_parameter_ids(model: nn.Module) -> set[int]:
 
     torch 2.11-2.13 keep them in the FSDP state's parameter groups.
     """
+    return {id(p.sharded_param) for group in _fsdp_groups(model) for p in group.fsdp_params}
+
+
+def fsdp_unreduced_ids(model: nn.Module) -> set[int]:
+    """ids of the parameters of which ``fully_shard`` keeps a gradient that it has not reduced yet.
+
+    torch 2.11-2.13: the gradient of the whole parameter, or its sum in the reduce dtype, after a backward without
+    gradient sync; of HSDP without all-reduce, one partial sum a group.
+    """
+    found: set[int] = set()
+    for group in _fsdp_groups(model):
+        partial = getattr(group, "_partial_reduce_output", None) is not None
+        for p in group.fsdp_params:
+            whole = getattr(p, "_unsharded_param", None)  # before the first forward there is none
+            summed = getattr(p, "unsharded_accumulated_grad", None) is not None
+            if partial or summed or (whole is not None and whole.grad is not None):
+                found.add(id(p.sharded_param))
+    return found
+
+
+def _fsdp_groups(model: nn.Module) -> Iterator[Any]:
+    """The parameter groups that ``fully_shard`` keeps: one in the state of a module, or a list (torch 2.13)."""
     from torch.distributed.fsdp import FSDPModule
 
-    found: set[int] = set()
-    for module in model.modules():
+    found, stack = {model}, [model]
+    while stack:  # model.modules() is a generator for each level of depth
+        module = stack.pop()
+        inner = {m for m in module._modules.values() if m is not None} - found
+        stack += inner
+        found |= inner
         if not isinstance(module, FSDPModule):
             continue
         state = module._get_fsdp_state()
@@ -77,9 +105,7 @@ def fsdp_parameter_ids(model: nn.Module) -> set[int]:
         if groups is None:
             group = getattr(state, "_fsdp_param_group", None)
             groups = [group] if group is not None else []
-        for group in groups:
-            found |= {id(p.sharded_param) for p in group.fsdp_params}
-    return found
+        yield from groups
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
@@ -90,6 +116,12 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     if isinstance(module, FSDPModule):
         return next(c for c in kind.__mro__ if issubclass(c, nn.Module) and not issubclass(c, FSDPModule))
     return kind
+
+
+def is_stateful_loader(loader: object) -> bool:
+    """Whether a loader is torchdata's (0.11); does not import torchdata if nobody else did."""
+    module = sys.modules.get("torchdata.stateful_dataloader")
+    return module is not None and isinstance(loader, module.StatefulDataLoader)
 
 
 def is_transformers_model(module: nn.Module) -> bool:

@@ -9,9 +9,6 @@ import secrets
 from collections.abc import Callable
 from typing import Literal
 
-import xxhash
-
-from .catalog.manifest import MANIFEST_NAME, Manifest, read_manifest
 from .dist import Ranks
 from .errors import (
     CheckpointError,
@@ -20,12 +17,12 @@ from .errors import (
     NoCheckpointError,
     RankError,
     ShardwiseError,
-    SourceError,
 )
+from .foreign import is_foreign
 from .plan import IOOptions
-from .read import FileReader
+from .proof.quick import check_files, quick_check
 from .restoring import ResumeReport, restore_into
-from .restoring_dcp import is_dcp, restore_dcp
+from .restoring_foreign import restore_foreign
 from .state.train_state import TrainState
 from .store import publish
 from .store.behind import SaveBehind, reserve_for
@@ -58,8 +55,9 @@ def save(
 def restore(state: TrainState, path: str | os.PathLike[str], *, io: IOOptions | None = None) -> ResumeReport:
     """Put the checkpoint at ``path`` back into the live objects of ``state``, and prove it by digests.
 
-    Also a DCP checkpoint, as Accelerate (``save_state``), the HF Trainer and torch's own examples write it: without
-    digests, and without RNG and data position, which it does not hold in a form that is read.
+    Also what Accelerate (``save_state``; sharded, or the full state), the HF Trainer, torchtitan, transformers and
+    torch's own examples write: without digests, and without RNG and data position, which are not stored there in a
+    form that is read.
 
     Under whatever mesh and world size this run has. Every rank of the default process group must call it.
     RNG comes last. Memory: staging only, besides what the state itself needs. Raises
@@ -68,8 +66,8 @@ def restore(state: TrainState, path: str | os.PathLike[str], *, io: IOOptions | 
     """
     io = io or IOOptions()
     root, ranks = os.path.abspath(path), Ranks.current(timeout_s=io.timeout_s)
-    if ranks.on_first("look at checkpoint", lambda: b"dcp" if is_dcp(root) else b""):
-        return restore_dcp(state, root, ranks, io)
+    if ranks.on_first("look at checkpoint", lambda: b"1" if is_foreign(root) else b""):
+        return restore_foreign(state, root, ranks, io)
     return restore_into(state, root, ranks, io)
 
 
@@ -82,7 +80,8 @@ class Checkpointer:
 
     Args:
         root: directory of the steps; made if needed. One run at a time holds it (advisory lock).
-        keep_last: how many of the newest published steps stay; None keeps all.
+        keep_last: how many of the newest valid steps stay; None keeps all. Valid is here: manifest intact, every
+            file there with its size. A damaged step is not counted, and goes when enough newer ones are valid.
         keep_every: steps divisible by this stay for good.
         mode: ``"sync"``: ``save`` returns when the step is published. ``"async"``: when the state is copied;
             hashing, writing and publishing go on in a thread.
@@ -143,7 +142,11 @@ class Checkpointer:
 
     def _take_lock(self) -> bytes:
         self._lock = DirectoryLock(self.root)
-        publish.sweep_leftovers(self.root)
+        try:
+            publish.sweep_leftovers(self.root)
+        except CheckpointError:
+            self._lock.release()
+            raise
         return f"behind-{next(_NUMBERS)}-".encode()
 
     def close(self) -> None:
@@ -247,7 +250,7 @@ class Checkpointer:
         with ranks.agree("retention"):
             if ranks.rank == 0:
                 self._write_hint(step)
-                self._prune(step)
+                self._prune(step, ranks.tick)
 
     def resume(self, state: TrainState, step: int | None = None) -> ResumeReport | None:
         """Restore the newest valid step (or exactly ``step``); None only if nothing was ever published here.
@@ -267,7 +270,7 @@ class Checkpointer:
             try:
                 with ranks.agree(f"check {publish.step_name(candidate)}"):
                     if ranks.rank == 0:
-                        _quick_check(path, candidate, ranks.tick)
+                        quick_check(path, candidate, ranks.tick)
                 report = restore_into(state, path, ranks, self._io)
             except ShardwiseError as error:
                 if not _is_damage(error):
@@ -346,55 +349,37 @@ class Checkpointer:
         except CheckpointError as error:
             _log.warning("%s", error)
 
-    def _prune(self, newest: int) -> None:
-        """Delete published, valid steps beyond what is kept; never the newest. For rank 0."""
+    def _prune(self, newest: int, on_progress: Callable[[], object]) -> None:
+        """Delete what is older than the ``keep_last`` newest valid steps. For rank 0.
+
+        The save is published, and a step that stays harms nobody: nothing here makes it fail.
+        """
         if self._keep_last is None:
             return
-        steps = [s for s in publish.published_steps(self.root) if s <= newest]
-        for old in steps[self._keep_last :]:
-            if self._keep_every is None or old % self._keep_every:
-                try:
-                    publish.discard(os.path.join(self.root, publish.step_name(old)))
-                except OSError as error:  # the save is published; an old step that stays harms nobody
-                    _log.warning("can't delete step %d: %s", old, error)
-
-
-def _quick_check(path: str, step: int, on_progress: Callable[[], object]) -> Manifest:
-    """Manifest intact; every file there with its size; headers and small files as their checksums say.
-
-    Resuming reads no headers, and at another world size not the files of the old ranks: what it takes for
-    valid must nevertheless be what ``verify`` does. Reads no payload.
-    """
-    if not os.path.exists(os.path.join(path, MANIFEST_NAME)):
-        raise IntegrityError("lost: no manifest.json", path=path)
-    manifest = read_manifest(path)
-    if manifest.step != step:
-        raise CheckpointError(
-            f"{path}: holds step {manifest.step}; rename it to {publish.step_name(manifest.step)}"
-        )
-    for name, entry in manifest.files.items():
-        file = os.path.join(path, name)
         try:
-            size = os.stat(file).st_size
-        except FileNotFoundError as error:
-            raise IntegrityError("lost: no such file", path=file) from error
-        except OSError as error:
-            raise SourceError(f"can't be read: {error.strerror}", path=file) from error
-        if size != entry.nbytes:
-            raise IntegrityError(
-                f"{size} bytes, expected {entry.nbytes}: truncated or overwritten", path=file
-            )
-    with FileReader() as reader:
-        for name, entry in manifest.files.items():
-            head = bytearray(entry.header_bytes)
-            reader.read_into(os.path.join(path, name), 0, memoryview(head))
-            if xxhash.xxh3_64_hexdigest(head) != entry.header_xxh3:
-                what = "content" if entry.header_bytes == entry.nbytes else "header"
-                raise IntegrityError(
-                    f"{what} differs from its checksum: damaged", path=os.path.join(path, name)
-                )
-            on_progress()
-    return manifest
+            steps = {s: path for s, path in publish.published_steps(self.root).items() if s <= newest}
+        except CheckpointError as error:
+            _log.warning("no step is deleted: %s", error)
+            return
+        valid = 0
+        for step, path in steps.items() if len(steps) > self._keep_last else ():
+            if valid < self._keep_last:
+                valid += _is_whole(path, step, on_progress)
+            elif self._keep_every is None or step % self._keep_every:
+                try:
+                    publish.discard(path)
+                except OSError as error:
+                    _log.warning("can't delete step %d: %s", step, error)
+
+
+def _is_whole(path: str, step: int, on_progress: Callable[[], object]) -> bool:
+    """Whether retention may count a step. One that can't be looked at is not counted, so that less is deleted."""
+    try:
+        check_files(path, step, on_progress)
+    except ShardwiseError as error:
+        _log.warning("retention does not count %s: %s", path, error)
+        return False
+    return True
 
 
 def _is_damage(error: ShardwiseError) -> bool:

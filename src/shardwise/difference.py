@@ -13,12 +13,11 @@ from .catalog import Catalog, StoredTensor
 from .catalog.checkpoint import catalog_of_checkpoint, catalog_of_slices, optimizer_tensors
 from .catalog.manifest import read_manifest
 from .catalog.open import open_catalog
-from .dtypes import itemsize, torch_dtype
-from .layout.boxes import Box, LocalBox
-from .layout.wanted import Wanted, contiguous_strides
-from .place.copy import Destination, Staging, execute
+from .dtypes import itemsize
+from .layout.boxes import Box
+from .place.box import read_box, wanted_box
+from .place.copy import Staging
 from .plan import IOOptions
-from .plan.build import transfers_of
 from .proof.stored import model_of, pieces
 from .read import FileReader
 from .recipe.tiles import identity
@@ -193,11 +192,8 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _read(tensor: StoredTensor, start: tuple[int, ...], sizes: tuple[int, ...], reader: FileReader) -> Any:
-    piece = torch.empty(sizes, dtype=torch_dtype(tensor.dtype))
     box = Box(start, tuple(a + n for a, n in zip(start, sizes, strict=True)))
-    held = (LocalBox(box, (0,) * len(start)),)
-    wanted = Wanted("piece", tensor.dtype, tensor.shape, held, sizes, contiguous_strides(sizes))
+    wanted = wanted_box("piece", tensor.dtype, tensor.shape, box)
     here = identity(tensor.name, tensor.shape)
-    transfers = list(transfers_of(here, wanted, {tensor.name: tensor}))
-    execute(transfers, reader, Destination({"piece": piece}), Staging(IOOptions()))
+    piece = read_box(wanted, (here,), {tensor.name: tensor}, reader, Staging(IOOptions()))
     return (torch.view_as_real(piece) if piece.is_complex() else piece).reshape(-1)

@@ -5,6 +5,7 @@ Format: https://huggingface.co/docs/safetensors (``dtype`` field of a header ent
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 from .errors import FormatError
@@ -66,6 +67,7 @@ def itemsize(code: str) -> int:
         raise FormatError(f"unknown stored dtype {code!r}; known: {known}") from None
 
 
+@cache
 def torch_dtype(code: str) -> torch.dtype:
     """The torch dtype that the stored dtype ``code`` stands for."""
     import torch
@@ -76,6 +78,7 @@ def torch_dtype(code: str) -> torch.dtype:
     return dtype
 
 
+@cache
 def code_of(dtype: torch.dtype) -> str:
     """The stored dtype code of a torch dtype. Raises :class:`FormatError` if it can't be stored."""
     name = str(dtype).removeprefix("torch.")

@@ -19,6 +19,7 @@ from .catalog import Catalog
 from .catalog.open import open_catalog
 from .dist import Ranks
 from .errors import IntegrityError, PlanError, ShardError
+from .garbage import no_collections
 from .layout.model import layout_of, local_tensor, reshard
 from .names import named_tensors
 from .place.copy import Destination, Staging, compare, execute
@@ -33,6 +34,7 @@ from .recipe.adapters import wrapped
 from .recipe.host import HostConversion
 from .recipe.match import Declaration, Recipe, Resolve, Rules, match_rules, matches_any, renamed, same_names
 from .recipe.record import remember
+from .recipe.tiles import is_identity
 from .recipe.transformers import HubRules, automatic_rules, note_conversions
 from .replicated import reduced_parameters
 
@@ -168,6 +170,7 @@ def _beside(conversions: Mapping[str, HostConversion], io: IOOptions) -> IOOptio
     return replace(io, staging_bytes=io.staging_bytes - largest)
 
 
+@no_collections()
 def plan_load(
     model: nn.Module, catalog: Catalog, rules: Rules, *, io: IOOptions, rank: int | None = None
 ) -> Plan:
@@ -184,6 +187,8 @@ def _unfilled_buffers(model: nn.Module, initialized: set[str]) -> list[str]:
     One that construction left on meta, and that was given memory but never written since, holds garbage.
     """
     unknown = set(meta_buffers(model))
+    if not unknown:
+        return []
     problems = []
     for t in named_tensors(model):
         if t.kind != "buffer" or unknown.isdisjoint(t.names) or (t.persistent and t.name not in initialized):
@@ -268,7 +273,11 @@ def _fingerprint(plan: Plan) -> bytes:
     """What every rank must agree on: names, shapes, dtypes and recipes of the whole model, not its own boxes."""
     digest = hashlib.blake2b(digest_size=16)
     for w in plan.wanted:
-        digest.update(repr((w.name, w.aliases, w.shape, w.dtype, plan.recipes.get(w.name))).encode())
+        recipe: object = plan.recipes.get(w.name)
+        if isinstance(recipe, Recipe) and len(recipe.tiles) == 1 and not recipe.copies:
+            (tile,) = recipe.tiles  # most are stored as they are wanted: said in short
+            recipe = tile.source if is_identity(tile, w.shape) else recipe
+        digest.update(repr((w.name, w.aliases, w.shape, w.dtype, recipe)).encode())
     return digest.digest()
 
 

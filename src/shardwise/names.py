@@ -6,6 +6,7 @@ DDP or FSDP1 was applied, and in whatever order.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -19,6 +20,7 @@ __all__ = ["NamedTensor", "canonical_name", "named_tensors", "unwrap", "without_
 
 # torch.compile; torch's activation checkpointing; FSDP1; DDP, DataParallel and most third-party wrappers.
 _WRAPPER_PARTS = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"))
+_WRAPPER_PART = re.compile("|".join(_WRAPPER_PARTS))
 
 
 def canonical_name(path: str) -> str:
@@ -27,7 +29,7 @@ def canonical_name(path: str) -> str:
     >>> canonical_name("_orig_mod.layers.0._checkpoint_wrapped_module.mlp.weight")
     'layers.0.mlp.weight'
     """
-    if not any(part in path for part in _WRAPPER_PARTS):
+    if not _WRAPPER_PART.search(path):
         return path
     return ".".join(part for part in path.split(".") if part not in _WRAPPER_PARTS)
 
@@ -78,6 +80,8 @@ class NamedTensor:
 class _Entry:
     """What has been collected of one tensor object so far."""
 
+    __slots__ = ("kind", "names", "owners", "persistent", "tensor")
+
     def __init__(self, tensor: torch.Tensor, kind: Literal["parameter", "buffer"]) -> None:
         self.tensor = tensor
         self.kind = kind
@@ -98,7 +102,9 @@ def named_tensors(model: nn.Module) -> tuple[NamedTensor, ...]:
     holders: dict[str, list[str]] = {}
     for path, module in _modules_by_path(model):
         for attribute, tensor, kind, persistent in _direct_tensors(module):
-            entry = entries.setdefault(id(tensor), _Entry(tensor, kind))
+            entry = entries.get(id(tensor))
+            if entry is None:
+                entry = entries[id(tensor)] = _Entry(tensor, kind)
             full_path = f"{path}.{attribute}" if path else attribute
             name = canonical_name(full_path)
             entry.names[name] = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +32,10 @@ from .groups import (
 from .names import named_tensors
 from .replicated import mesh_device, reduce_after_backward
 
-__all__ = ["Group", "ShardPolicy", "describe_groups", "largest_group", "shard"]
+__all__ = ["Group", "ShardPolicy", "describe_groups", "largest_group", "shard", "shard_alike"]
+
+# Keyed by the model object, not stored on it: how it was sharded, for a second one like it.
+_SHARDED: weakref.WeakKeyDictionary[nn.Module, tuple[DeviceMesh, ShardPolicy]] = weakref.WeakKeyDictionary()
 
 #: What is replicated costs memory on every rank, gradient and optimizer state too: beyond this it is an error.
 MAX_REPLICATED_BYTES = 64 * 2**20
@@ -78,7 +82,16 @@ def shard(model: nn.Module, mesh: DeviceMesh, policy: ShardPolicy = ShardPolicy(
     if wrapping.replicated:
         places = [tensor.owners[0] for tensor, _ in wrapping.replicated]
         reduce_after_backward(places, [c.module for c, _ in reversed(wrapping.groups)], mesh)
+    _SHARDED[model] = (mesh, policy)
     return model
+
+
+def shard_alike(model: nn.Module, sharded: nn.Module) -> bool:
+    """Shard ``model`` as :func:`shard` did ``sharded``. False, and nothing done, if it was not sharded by it."""
+    how = _SHARDED.get(sharded)
+    if how is not None:
+        shard(model, *how)
+    return how is not None
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -13,21 +13,25 @@ import torch
 import xxhash
 
 from .catalog.checkpoint import catalog_of_checkpoint
-from .catalog.manifest import Manifest, read_manifest
+from .catalog.manifest import Manifest, TensorEntry
 from .dist import Ranks
 from .dtypes import code_of
 from .errors import IntegrityError, SourceError, StateError
+from .foreign import refuse_other_kind
 from .layout.model import geometries_of, reshard
 from .loading import fill
 from .names import NamedTensor, named_tensors
 from .plan import IOOptions
 from .recipe.match import Rules
 from .restoring_optimizer import TrainedBy, restore_optimizer, same_place
+from .state.data import data_caveats, make_iterator
+from .state.gradients import refuse_unreduced
 from .state.rng import derive_rng, restore_rng
 from .state.snapshot import modules_with_state, trained_model
 from .state.train_state import TrainState, document_of
 from .state.typed_json import decode
 from .store.collect import software_versions
+from .store.visible import first_view
 
 __all__ = ["ResumeReport", "restore_into"]
 
@@ -63,6 +67,8 @@ class ResumeReport:
     """Newer steps that were skipped, with their damage."""
     superseded: tuple[int, ...]
     """Newer steps that were set aside, because the run goes on from this one."""
+    gradients: int = 0
+    """Gradients restored, of the ``optimizer_tensors``: the save was in the middle of an accumulation."""
 
     def with_history(self, damaged: Mapping[int, str], superseded: tuple[int, ...]) -> ResumeReport:
         """The report with what the search for a valid step found."""
@@ -76,12 +82,15 @@ class ResumeReport:
 def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> ResumeReport:
     """The pipeline behind ``restore`` and ``Checkpointer.resume``. Collective."""
     started = time.perf_counter()
+    seen = first_view(path, ranks)
     with ranks.agree("read manifest"):
         for model in state.models.values():
             reshard(model)
-        manifest = read_manifest(path)
+            for optimizer in state.optimizers.values():
+                refuse_unreduced(optimizer, model)
+        manifest = seen.manifest()
         _check_models(state, manifest, path)
-        catalogs = {name: catalog_of_checkpoint(path, name) for name in state.models}
+        catalogs = {name: catalog_of_checkpoint(path, name, manifest=manifest) for name in state.models}
         own_files = ranks.rank if manifest.world_size == ranks.world_size else None
         documents = _read_documents(path, manifest, own_files)
         _check_wanted_documents(state, documents, manifest)
@@ -94,16 +103,16 @@ def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> R
         stored = manifest
         for name in named:
             manifest, documents = _under_live_names(manifest, documents, name, named[name])
-    bytes_read, states = sum(report.bytes_read for report in loaded), 0
+    filled = []
     for name, optimizer in state.optimizers.items():
         trained = _same_model(name, trained_model(optimizer, named), documents, ranks)
         part = TrainedBy(name, optimizer, trained, state.models[trained], named[trained])
-        more, filled = restore_optimizer(part, manifest, stored, path, documents, ranks, io)
-        bytes_read, states = bytes_read + more, states + filled
+        filled.append(restore_optimizer(part, manifest, stored, path, documents, ranks, io))
     with ranks.agree("restore documents"):
         restored, left = _apply_documents(state, documents, named, manifest)
-        caveats = tuple(getattr(state.dataloader, "caveats", ()))
+        caveats = data_caveats(state.dataloader)
         differences = _differences(state, manifest, ranks, named)
+        differences += tuple(line for o in filled for line in o.differences)
         rng = _restore_rng(documents, manifest, ranks)
     return ResumeReport(
         path=path,
@@ -114,15 +123,16 @@ def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> R
         exact=not (differences or left or caveats),
         differences=differences,
         tensors=sum(report.tensors for report in loaded),
-        optimizer_tensors=states,
+        optimizer_tensors=sum(o.tensors for o in filled),
         documents=restored,
         not_restored=left,
         caveats=caveats,
         rng=rng,
-        bytes_read=bytes_read,
+        bytes_read=sum(report.bytes_read for report in loaded) + sum(o.bytes_read for o in filled),
         seconds=time.perf_counter() - started,
         damaged={},
         superseded=(),
+        gradients=sum(o.gradients for o in filled),
     )
 
 
@@ -215,7 +225,9 @@ def _check_wanted_documents(state: TrainState, documents: dict[str, Any], manife
     for name, optimizer in state.optimizers.items():
         saved = documents[document_of("optimizer", name)]["class"]
         now = type(optimizer).__qualname__
-        if saved != now:
+        if saved is None:  # a converted checkpoint, whose source did not say
+            refuse_other_kind(optimizer, documents[document_of("optimizer", name)]["groups"])
+        elif saved != now:
             raise StateError(
                 f"the checkpoint holds state of {saved}, the optimizer is {now}; use the same one"
             )
@@ -226,7 +238,11 @@ def _under_live_names(
 ) -> tuple[Manifest, dict[str, Any]]:
     """The checkpoint as seen by this model: a tied tensor may come first under another of its names."""
     live = {alias: t.name for t in named for alias in t.names}
-    entries = {live.get(n, n): t for n, t in manifest.models[model].items()}
+    entries: dict[str, TensorEntry] = {}
+    for n, t in manifest.models[model].items():
+        # Of two stored names of one tensor (a converted checkpoint may have both) the trained one counts.
+        if live.get(n, n) not in entries or t.states:
+            entries[live.get(n, n)] = t
     if list(entries) == list(manifest.models[model]):
         return manifest, documents
     found = dict(documents)
@@ -301,6 +317,8 @@ def _give(target: Any, value: Any, name: str) -> Iterator[str]:
     """State to an object, or to several by name. Yields what is stored and was not asked for."""
     if not _is_several(target):
         target.load_state_dict(value)
+        if name.partition(".")[0] == "dataloader":
+            make_iterator(target)
         return
     for key, one in value.items():
         if key in target:

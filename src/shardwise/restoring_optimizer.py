@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ from .catalog.manifest import Manifest, TensorEntry
 from .dist import Ranks
 from .dtypes import code_of, torch_dtype
 from .errors import IntegrityError, StateError
-from .layout.model import geometries_of, local_tensor, wanted_of
+from .garbage import no_collections
+from .layout.model import geometries_of, local_tensor, wanted_states
 from .layout.placements import Geometry
 from .layout.wanted import Layout, Wanted, whole_tensor
 from .names import NamedTensor
@@ -26,10 +27,11 @@ from .proof.digest import tensor_digest
 from .proof.model import live_digests
 from .read import FileReader
 from .recipe.match import Rules, match_rules, renamed
+from .state.gradients import GRADIENT, place_gradients
 from .state.optimizer import fill_groups, parameter_names, place_scalars, place_states, place_values
 from .state.train_state import document_of
 
-__all__ = ["TrainedBy", "restore_optimizer", "same_place"]
+__all__ = ["RestoredOptimizer", "TrainedBy", "restore_optimizer", "same_place"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,19 @@ class TrainedBy:
         return document_of("optimizer", self.name, "opaque")
 
 
+@dataclass(frozen=True, slots=True)
+class RestoredOptimizer:
+    """What was filled on this rank."""
+
+    bytes_read: int
+    tensors: int
+    """Stored tensors, those of gradients included."""
+    gradients: int
+    """Gradients that wait for a step."""
+    differences: tuple[str, ...]
+    """Gradients that are in another dtype than they were."""
+
+
 def restore_optimizer(
     part: TrainedBy,
     manifest: Manifest,
@@ -59,8 +74,8 @@ def restore_optimizer(
     documents: dict[str, Any],
     ranks: Ranks,
     io: IOOptions,
-) -> tuple[int, int]:
-    """Fill an optimizer. Returns bytes read by this rank and the number of tensors filled.
+) -> RestoredOptimizer:
+    """Fill an optimizer, and the gradients that wait for its step; other gradients of its parameters are dropped.
 
     ``manifest`` has the model's names, ``stored`` those by which slice files are ordered.
     """
@@ -92,11 +107,14 @@ def restore_optimizer(
             for key, e in entry.states.get(part.name, {}).items():
                 if e.packed is not None:
                     scalars.setdefault(name, {})[key] = packed[e.packed][e.index]
+        gradients = {n.rsplit(".", 1)[0]: t for n, t in tensors.items() if n.endswith(f".{GRADIENT}")}
+        gradients |= {n: states.pop(GRADIENT) for n, states in scalars.items() if GRADIENT in states}
+        differences = place_gradients(part.optimizer, names, gradients)
         place_scalars(part.optimizer, names, scalars, scalars_before)
         place_values(part.optimizer, names, document["values"])
         if part.opaque in documents:
             place_values(part.optimizer, names, documents[part.opaque])
-    return reader.bytes_read, len(tensors) + len(packed)
+    return RestoredOptimizer(reader.bytes_read, len(tensors) + len(packed), len(gradients), differences)
 
 
 def _check_opaque(
@@ -116,13 +134,14 @@ def _check_opaque(
 
 def same_place(a: Geometry, b: Geometry) -> bool:
     """Whether two geometries put the same elements on the same ranks; names of axes do not matter."""
-    return replace(a, axis_names=b.axis_names) == b
+    return (a.axis_sizes, a.cuts, a.ranks, a.fsdp_order) == (b.axis_sizes, b.cuts, b.ranks, b.fsdp_order)
 
 
 def _spread_states(entry: TensorEntry, optimizer: str) -> dict[str, str]:
     return {key: e.dtype for key, e in entry.states[optimizer].items() if e.packed is None}
 
 
+@no_collections()
 def _plan_states(
     catalog: Catalog,
     tensors: Mapping[str, torch.Tensor],
@@ -131,7 +150,7 @@ def _plan_states(
     live: Mapping[str, str],
     io: IOOptions,
 ) -> Plan:
-    wanted: list[Wanted] = [wanted_of(n, t, geometries[n.rsplit(".", 1)[0]]) for n, t in tensors.items()]
+    wanted: list[Wanted] = wanted_states(tensors, {n: geometries[n.rsplit(".", 1)[0]] for n in tensors})
     wanted += [whole_tensor(packed_name(k), code_of(t.dtype), tuple(t.shape)) for k, t in packed.items()]
 
     def rename(stored: Sequence[str]) -> dict[str, str]:

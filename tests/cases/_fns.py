@@ -26,6 +26,7 @@ from shardwise.catalog.open import open_catalog
 from shardwise.errors import RankError, ShardwiseError
 from shardwise.layout.model import reshard
 from shardwise.names import canonical_name, named_tensors
+from tests.dist._accelerate_fns import accelerator_with
 from tests.dist._load_fns import (
     assert_same_whole,
     bits,
@@ -202,6 +203,30 @@ def cost_of_a_load(small: str, large: str, shape: tuple[int, ...]) -> dict[str, 
         "staging": report.staging_peak_bytes,
         "drawn": draws.numel,
     }
+
+
+def cost_with_accelerate(small: str, large: str) -> dict[str, int]:
+    """The same under Accelerate, to the first step; an efficient load is asked for in the environment."""
+    from shardwise.integrations import accelerate as swa
+
+    def start(path: str) -> tuple[Any, int, int]:
+        """A script up to its first step: model, draws of random numbers, anonymous bytes at the peak."""
+        before, peak = anonymous_bytes(), _Peak()
+        peak.start()
+        wrap = {"cpu_ram_efficient_loading": True, "transformer_cls_names_to_wrap": ["Qwen3DecoderLayer"]}
+        with accelerator_with(plugin=wrap) as accelerator, _RandomDraws() as draws:
+            model, _ = swa.load_pretrained(accelerator, path)
+            optimizer = torch.optim.AdamW(model.parameters())
+            model, optimizer = swa.prepare(accelerator, model, optimizer)
+        return model, draws.numel, peak.stop() - before
+
+    start(small)
+    dist.barrier()
+    rng = torch.get_rng_state()
+    model, drawn, peak_bytes = start(large)
+    assert torch.equal(rng, torch.get_rng_state())
+    held = sum(local(p).nbytes for p in model.parameters())
+    return {"shard": held, "peak": peak_bytes, "drawn": drawn}
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -54,3 +54,11 @@ def test_what_a_load_costs(ranks: RankPool, tmp_path: Path, large: str, shape: t
         assert cost["drawn"] == 0, "values were drawn only to be overwritten"
     assert sum(c["reported"] for c in costs) <= 1.02 * replicas * total, costs
     assert sum(c["read"] for c in costs) <= 1.02 * replicas * total, costs
+
+
+def test_what_a_script_with_accelerate_costs(ranks: RankPool, tmp_path: Path, large: str) -> None:
+    models.write_hub_directory("qwen3", tmp_path, torch.float32)
+    for cost in ranks.run_ranks(4, fns.cost_with_accelerate, str(tmp_path), large):
+        assert 50 * MIB < cost["shard"] < 75 * MIB
+        assert cost["peak"] <= cost["shard"] + 128 * MIB, cost
+        assert cost["drawn"] == 0, "values were drawn only to be overwritten"

@@ -191,6 +191,7 @@ def goes_on_here(root: str, steps: int, more: int) -> dict[str, Any]:
         "documents": report.documents,
         "tensors": (report.tensors, report.optimizer_tensors),
         "saved_world_size": report.saved_world_size,
+        "step": report.step,
         "read": report.bytes_read,
     }
 

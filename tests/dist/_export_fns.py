@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardwise as sw
 from shardwise.names import named_tensors
+from shardwise.store.write import FileWriter
 from tests.dist._checkpointer_fns import failure
 
 VOCAB = 37
@@ -107,6 +109,12 @@ def small_module() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 6))
 
 
+def save_small(path: str) -> None:
+    model = small_module()
+    fully_shard(model, mesh=_mesh())
+    sw.save(sw.TrainState(model=model), path, step=1)
+
+
 def export_damaged(path: str, out: str) -> list[tuple[str, str]]:
     """A checkpoint with one flipped bit: export and load of it, on all ranks."""
     model = small_module()
@@ -157,6 +165,82 @@ class Odd(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.lin(x)
+
+
+# ------------------------------------------------------------------------------------- several models
+
+
+def save_several(root: str, path: str) -> dict[str, dict[str, torch.Tensor]]:
+    """Two transformers models of different classes and a plain module in one checkpoint. Their values."""
+    models: dict[str, nn.Module] = {}
+    for name, kind in (("actor", "llama-tied"), ("critic", "gpt2")):
+        models[name], _ = sw.load_pretrained(f"{root}/{kind}", _mesh())
+        with torch.no_grad():
+            for parameter in models[name].parameters():
+                parameter.mul_(1.5)
+    models["value-head"] = small_module()
+    fully_shard(models["value-head"], mesh=_mesh())
+    sw.save(sw.TrainState(model=models), path)
+    return {name: whole_values(model) for name, model in models.items()}
+
+
+# ------------------------------------------------------------------------------------- beside a run that saves
+
+
+class HeldUp:
+    """Lets the thread that saves behind write only once it is told to."""
+
+    def __init__(self) -> None:
+        self.may_write = threading.Event()
+        self._own = FileWriter.write
+
+    def __enter__(self) -> HeldUp:
+        own, may_write = self._own, self.may_write
+
+        def write(self: FileWriter, data: memoryview | bytes) -> None:
+            if threading.current_thread().name.startswith("shardwise-save"):
+                assert may_write.wait(60)
+            own(self, data)
+
+        FileWriter.write = write  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.may_write.set()
+        FileWriter.write = self._own  # type: ignore[method-assign]
+
+
+def export_while_saving(root: str, out: str) -> dict[str, Any]:
+    """A live model is exported, twice, while a save of it goes on behind; then trained on before that ends."""
+    model = small_module()
+    fully_shard(model, mesh=_mesh())
+    saved = whole_values(model)
+    with sw.Checkpointer(root, mode="async") as checkpointer:
+        with HeldUp() as held_up:
+            checkpointer.save(sw.TrainState(model=model), 1)
+            sw.export_hf(model, f"{out}/first")
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(1)
+            changed = whole_values(model)
+            sw.export_hf(model, f"{out}/second")
+            was_saving = checkpointer.is_saving
+            held_up.may_write.set()
+        report = checkpointer.wait()
+    assert report is not None
+    return {"was_saving": was_saving, "saved": saved, "changed": changed, "published": report.is_published}
+
+
+def numbered_steps(root: str, steps: int) -> None:
+    """A run that saves and deletes steps as fast as it can; every value of step k is k."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    state = sw.TrainState(model=model)
+    with sw.Checkpointer(root, keep_last=1) as checkpointer:
+        for step in range(1, steps + 1):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(step)
+            checkpointer.save(state, step)
 
 
 # ------------------------------------------------------------------------------------- uneven FSDP and TP

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 import shardwise as sw
 from shardwise.names import named_tensors
@@ -329,56 +329,6 @@ class Noisy(Dataset[tuple[torch.Tensor, int]]):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         noise = torch.rand(WIDTH) + random.random() + float(numpy.random.rand())
         return torch.full((WIDTH,), index / 34) + 0.1 * noise, index
-
-
-def loader(workers: int) -> sw.ResumableLoader:
-    return sw.ResumableLoader(DataLoader(Noisy(), batch_size=4, shuffle=True, num_workers=workers))
-
-
-def _batches(data: sw.ResumableLoader) -> Iterator[Any]:
-    while True:
-        yield from data
-
-
-def _train_on(state: sw.TrainState, batches: Iterator[Any], steps: int) -> list[Any]:
-    found = []
-    for _ in range(steps):
-        x, ids = next(batches)
-        loss = nn.functional.cross_entropy(state.model(x), ids % 3)
-        rates = advance(state, loss)
-        found.append((loss.item(), rates, ids.tolist(), x.sum().item()))
-    return found
-
-
-def resumed_in_mid_epoch(root: str, workers: int) -> list[list[int]]:
-    """Saved after 5 of 9 batches; the next 15 go through two more epochs. Returns the batch ids."""
-    scramble(11)
-    first = build("adamw")
-    first.dataloader = loader(workers)
-    batches = _batches(first.dataloader)
-    begun = _train_on(first, batches, 5)
-    with sw.Checkpointer(root) as checkpoints:
-        checkpoints.save(first, 5)
-    expected = _train_on(first, batches, 15)
-    last, drawn = bits(first), draws()
-    del batches
-
-    scramble(12)
-    second = build("adamw", seed=4)
-    second.dataloader = loader(workers)
-    with sw.Checkpointer(root) as checkpoints:
-        report = checkpoints.resume(second)
-    assert report is not None
-    assert report.exact, report.differences
-    batches = _batches(second.dataloader)
-    assert _train_on(second, batches, 15) == expected
-    assert_same_bits(bits(second), last)
-    assert draws() == drawn
-    ids = [row[2] for row in begun + expected]
-    assert sorted(i for batch in ids[:9] for i in batch) == list(range(34)), (
-        "a sample was repeated or skipped"
-    )
-    return ids
 
 
 # ------------------------------------------------------------------------------------------- model folders

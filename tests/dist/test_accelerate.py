@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,8 @@ def test_case_1(
         options,
         timeout_s=200,
     )
+    written = json.loads((tmp_path / "state/state.json").read_text())
+    assert written["optimizer"]["class"] == "AdamW", "an own loop, without Accelerate's wrapper, can go on"
     for rank in found:
         assert rank["tied"]
         assert rank["plain"]
@@ -81,8 +84,6 @@ def test_what_cannot_be_honoured_is_named(ranks: RankPool, tmp_path: Path) -> No
         assert "\n" not in found["containers"]
         assert "Absent" in found["class"]
         assert found["class"].startswith("ShardError")
-        assert "a.weight, a.bias" in found["empty shards"]
-        assert "finds parameters by address" in found["empty shards"]
         assert "scalar" in found["scalar"]
         assert found["scalar"].startswith("ShardError")
         assert "register_save_state_pre_hook" in found["hook"]
@@ -129,3 +130,18 @@ def test_a_hub_model(
         "each rank its own batches"
     )
     assert sum(rank["read"] for rank in found) <= 1.02 * nbytes * (world_size // shard_size)
+
+
+def test_parameters_with_fewer_rows_than_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    save_file(
+        {n: torch.ones_like(t) for n, t in fns.Small().state_dict().items()}, tmp_path / "model.safetensors"
+    )
+    for found in ranks.run_ranks(
+        2, fns.empty_shards, str(tmp_path), str(tmp_path / "ours"), True, timeout_s=100
+    ):
+        assert found == {"same": True, "error": "", "exact": True}
+    mixed_up = ranks.run_ranks(
+        2, fns.empty_shards, str(tmp_path), str(tmp_path / "own"), False, timeout_s=100
+    )
+    assert [found["same"] for found in mixed_up] == [True, False], "this test may go when Accelerate mends it"
+    assert all("accelerate.prepare(accelerator" in found["error"] for found in mixed_up)

@@ -31,5 +31,7 @@ def test_the_yaml_of_case_1(tmp_path: Path) -> None:
     assert [(row["step"], row["ranks"]) for row in first] == [(step, 2) for step in range(5)]
     both = launch(tmp_path, 7, 3)
     assert both[:5] == first
-    assert [(row["step"], row["ranks"]) for row in both[5:]] == [(5, 3), (6, 3)], "it goes on where it stopped"
+    assert [(row["step"], row["ranks"]) for row in both[5:]] == [(5, 3), (6, 3)], (
+        "it goes on where it stopped"
+    )
     assert abs(both[5]["loss"] - first[4]["loss"]) < 0.01, "no spike"

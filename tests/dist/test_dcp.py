@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 import pickle
 import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,107 @@ def test_a_malicious_pickle_is_refused_and_not_run(saved: Path, tmp_path: Path, 
         write_metadata(folder, metadata)
     with pytest.raises(FormatError, match="refused: its pickle asks for"):
         read_dcp(folder)
+    assert not mark.exists()
+
+
+class EarlyPickler(pickle.Pickler):
+    """Refers to members of an enum as Python 3.11.0 to 3.11.3 do."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        return (getattr, (type(obj), obj.name)) if isinstance(obj, enum.Enum) else NotImplemented
+
+
+def test_written_by_an_early_python_3_11(saved: Path, tmp_path: Path) -> None:
+    folder = copy_of(saved, tmp_path)
+    metadata = metadata_of(folder)
+    with (folder / ".metadata").open("wb") as stream:
+        EarlyPickler(stream).dump(metadata)
+    assert b"getattr" in (folder / ".metadata").read_bytes()
+    assert read_dcp(folder).catalog.tensors.keys() == read_dcp(saved).catalog.tensors.keys()
+
+    metadata.planner_data = {"x": Evil(getattr, torch.Size, "__class__")}
+    write_metadata(folder, metadata)
+    with pytest.raises(FormatError, match="getattr of something else"):
+        read_dcp(folder)
+
+
+def short(text: str) -> bytes:
+    return pickle.SHORT_BINUNICODE + len(text.encode()).to_bytes(1, "little") + text.encode()
+
+
+def called(module: str, name: str, mark: str) -> bytes:
+    """Opcodes that call ``module.name(mark)``, found as protocol 4 does."""
+    found = short(module) + short(name) + pickle.STACK_GLOBAL
+    return found + short(mark) + pickle.TUPLE1 + pickle.REDUCE
+
+
+METADATA = "torch.distributed.checkpoint.metadata"
+#: Ways into Python from a pickle, each with the path of a file that it would make.
+GADGETS: dict[str, Any] = {
+    "os.system": lambda mark: called("posix", "system", f"touch {mark}"),
+    "eval": lambda mark: called("builtins", "eval", f"open({mark!r}, 'w')"),
+    "exec": lambda mark: called("builtins", "exec", f"open({mark!r}, 'w')"),
+    "open": lambda mark: (
+        short("builtins") + short("open") + pickle.STACK_GLOBAL + short(mark) + short("w") + b"\x86R"
+    ),
+    "import": lambda mark: called("builtins", "__import__", "antigravity"),
+    "subprocess": lambda mark: called("subprocess", "getoutput", f"touch {mark}"),
+    "attrgetter": lambda mark: called("operator", "attrgetter", "__class__"),
+    "getattr": lambda mark: called("builtins", "getattr", mark),
+    "torch.load": lambda mark: called("torch", "load", mark),
+    "torch.hub": lambda mark: called("torch.hub", "load", mark),
+    "runpy": lambda mark: called("runpy", "run_path", mark),
+    "a name with dots": lambda mark: called(METADATA, "Metadata.__init__.__globals__", mark),
+    "dots into os": lambda mark: called(METADATA, "os.system", f"touch {mark}"),
+    "the module of a dtype": lambda mark: called("torch.serialization", "os.system", f"touch {mark}"),
+    "protocol 0": lambda mark: pickle.GLOBAL + b"posix\nsystem\n" + short(f"touch {mark}") + b"\x85R",
+    "INST": lambda mark: pickle.MARK + short(f"touch {mark}") + pickle.INST + b"posix\nsystem\n",
+    "OBJ": lambda mark: (
+        pickle.MARK + pickle.GLOBAL + b"posix\nsystem\n" + short(f"touch {mark}") + pickle.OBJ
+    ),
+    "an extension code": lambda mark: pickle.EXT1 + b"\x01",
+    "state for a class": lambda mark: (
+        short(METADATA)
+        + short("Metadata")
+        + pickle.STACK_GLOBAL
+        + b"}"
+        + short("x")
+        + b"K\x01s"
+        + pickle.BUILD
+    ),
+    "state for a function": lambda mark: (
+        short("torch") + short("Size") + pickle.STACK_GLOBAL + b"}" + short("x") + b"K\x01s" + pickle.BUILD
+    ),
+}
+
+
+@pytest.mark.parametrize("inside", ["alone", "in a record", "in torch.save"])
+@pytest.mark.parametrize("gadget", GADGETS)
+def test_gadgets_are_refused_and_not_run(saved: Path, tmp_path: Path, gadget: str, inside: str) -> None:
+    """As the whole description, as state of one of its records, and in the description of a tensor."""
+    from shardwise.catalog.torchfile import read_torch_file
+
+    mark = tmp_path / "was-run"
+    body = GADGETS[gadget](str(mark))
+    if inside == "in a record":
+        record = short(METADATA) + short("Metadata") + pickle.STACK_GLOBAL + b")" + pickle.NEWOBJ
+        body = record + b"}" + short("state_dict_metadata") + body + b"s" + pickle.BUILD
+    content = pickle.PROTO + b"\x04" + body + pickle.STOP
+    if inside == "in torch.save":
+        torch.save({"w": torch.ones(2)}, tmp_path / "sound.pt")
+        with (
+            zipfile.ZipFile(tmp_path / "sound.pt") as sound,
+            zipfile.ZipFile(tmp_path / "evil.pt", "w") as evil,
+        ):
+            for name in sound.namelist():
+                evil.writestr(name, content if name.endswith("data.pkl") else sound.read(name))
+        with pytest.raises(FormatError):
+            read_torch_file(tmp_path / "evil.pt")
+    else:
+        folder = copy_of(saved, tmp_path)
+        (folder / ".metadata").write_bytes(content)
+        with pytest.raises(FormatError):
+            read_dcp(folder)
     assert not mark.exists()
 
 

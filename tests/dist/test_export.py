@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +16,12 @@ import transformers
 
 import shardwise as sw
 from shardwise.demo.prepare import default_model
-from shardwise.errors import CheckpointError, IntegrityError
+from shardwise.errors import CheckpointError, FormatError, IntegrityError, SourceError
+from shardwise.place.copy import FileFiller
+from shardwise.store.publish import discard, published_steps
 from tests.dist import _export_fns as fns
 from tests.harness.pool import RankPool
+from tests.harness.process import worker_env
 
 AUTO: dict[str, Any] = {
     "llama-tied": transformers.LlamaForCausalLM,
@@ -199,3 +206,105 @@ def test_real_weights_come_out_as_they_went_in(ranks: RankPool, tmp_path: Path) 
         for name, tensor in stored.items():
             assert fns.same(tensor, original[name]), name
         assert (out / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+
+
+def test_one_of_several_models(ranks: RankPool, tmp_path: Path) -> None:
+    """Of two classes, and a plain module: each with its own config, tokenizer and names."""
+    for kind in ("llama-tied", "gpt2"):
+        fns.save_source(str(tmp_path / kind), kind)
+    path = tmp_path / "checkpoint"
+    (values, *_) = ranks.run_ranks(2, fns.save_several, str(tmp_path), str(path))
+    for name, kind in (("actor", "llama-tied"), ("critic", "gpt2")):
+        sw.export_hf(path, tmp_path / name, model=name)
+        _check_readable(tmp_path / name, tmp_path / kind, kind, values[name])
+    sw.export_hf(path, tmp_path / "head", model="value-head", dtype="float16")
+    assert sorted(p.name for p in (tmp_path / "head").iterdir()) == ["model.safetensors"]
+    for name, tensor in fns.stored_tensors(tmp_path / "head").items():
+        assert fns.same(tensor, values["value-head"][name].half()), name
+    with pytest.raises(FormatError, match=r"\['actor', 'critic', 'value-head'\]; say which one"):
+        sw.export_hf(path, tmp_path / "new")
+    with pytest.raises(FormatError, match="not 'judge'"):
+        sw.export_hf(path, tmp_path / "new", model="judge")
+    with pytest.raises(SourceError, match="only those hold several models"):
+        sw.export_hf(tmp_path / "gpt2", tmp_path / "new", model="actor")
+    with pytest.raises(ValueError, match="this one is live"):
+        sw.export_hf(torch.nn.Linear(2, 2), tmp_path / "new", model="actor")
+    assert not (tmp_path / "new").exists()
+
+
+def _at_first_write(monkeypatch: pytest.MonkeyPatch, work: Callable[[], object]) -> None:
+    """Do something as soon as an export writes its first bytes."""
+    own, pending = FileFiller.write_at, [work]
+
+    def write_at(self: FileFiller, name: str, offset_bytes: int, view: memoryview) -> None:
+        if pending:
+            pending.pop()()
+        own(self, name, offset_bytes, view)
+
+    monkeypatch.setattr(FileFiller, "write_at", write_at)
+
+
+def test_a_step_that_is_deleted_in_the_middle_is_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, step = sw.TrainState(model=fns.small_module()), tmp_path / "run" / "step-00000001"
+    with sw.Checkpointer(tmp_path / "run", keep_last=1) as checkpointer:
+        checkpointer.save(state, 1)
+        _at_first_write(monkeypatch, lambda: checkpointer.save(state, 2))
+        sw.export_hf(step, tmp_path / "out")
+    assert not step.exists()
+    expected = fns.whole_values(fns.small_module())
+    stored = fns.stored_tensors(tmp_path / "out")
+    assert stored.keys() == expected.keys()
+    for name, tensor in stored.items():
+        assert fns.same(tensor, expected[name]), name
+
+
+def test_more_files_than_may_be_open(
+    ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then a step that is deleted in the middle is an error that says so, and nothing appears."""
+    step = tmp_path / "step-00000001"
+    ranks.run_ranks(2, fns.save_small, str(step))
+    monkeypatch.setattr("resource.getrlimit", lambda _: (0, 0))
+    monkeypatch.setattr("shardwise.read.files._MOST_OPEN", 1)
+    _at_first_write(monkeypatch, lambda: discard(str(step)))
+    with pytest.raises(CheckpointError, match="step-00000001: was deleted while it was read"):
+        sw.export_hf(step, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_exports_beside_a_run_that_saves_and_deletes(tmp_path: Path) -> None:
+    """Another process; each export is one step's values, whole, or an error that names the step."""
+    root = tmp_path / "run"
+    script = "import sys; from tests.dist._export_fns import numbered_steps; numbered_steps(sys.argv[1], 60)"
+    with subprocess.Popen([sys.executable, "-c", script, str(root)], env=worker_env()) as run:
+        exported, refused = set(), []
+        while run.poll() is None or not exported:
+            steps = published_steps(str(root))
+            for step, path in list(steps.items())[:1]:
+                try:
+                    sw.export_hf(path, tmp_path / "out")
+                except (CheckpointError, SourceError) as error:
+                    refused.append((step, str(error)))
+                    continue
+                values = torch.cat([t.flatten() for t in fns.stored_tensors(tmp_path / "out").values()])
+                assert values.unique().tolist() == [step]
+                exported.add(step)
+                shutil.rmtree(tmp_path / "out")
+    assert run.returncode == 0
+    assert exported
+    assert all(f"{step:08d}" in error for step, error in refused), refused
+
+
+def test_a_live_model_while_a_save_goes_on_behind(ranks: RankPool, tmp_path: Path) -> None:
+    found = ranks.run_ranks(2, fns.export_while_saving, str(tmp_path / "run"), str(tmp_path))
+    for rank in found:
+        assert rank["was_saving"]
+        assert rank["published"]
+    step = tmp_path / "run" / "step-00000001"
+    assert sw.verify(step).ok
+    sw.export_hf(step, tmp_path / "stored")
+    for name, expected in (("first", "saved"), ("second", "changed"), ("stored", "saved")):
+        for key, tensor in fns.stored_tensors(tmp_path / name).items():
+            assert fns.same(tensor, found[0][expected][key]), (name, key)

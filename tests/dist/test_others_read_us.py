@@ -69,6 +69,23 @@ def test_transformers_models(ranks: RankPool, tmp_path: Path, kind: str, world_s
     assert torch.isfinite(model(input_ids=torch.arange(4)[None]).logits).all()
 
 
+def test_several_models(ranks: RankPool, tmp_path: Path) -> None:
+    """``models/<name>/`` of each, also of the one that is no transformers model."""
+    for kind in ("llama-tied", "gpt2"):
+        fns.save_source(str(tmp_path / kind), kind)
+    path = tmp_path / "checkpoint"
+    (values, *_) = ranks.run_ranks(2, fns.save_several, str(tmp_path), str(path))
+    assert sw.verify(path).ok
+    for name, expected in values.items():
+        _read_files(path / "models" / name, expected)
+        _read_by_dcp(path / "models" / name, expected)
+    for name, kind in (("actor", "llama"), ("critic", "gpt2")):
+        state = AUTO[kind].from_pretrained(path / "models" / name, dtype="auto").state_dict()
+        assert state.keys() == values[name].keys()
+        for key, value in values[name].items():
+            assert fns.same(state[key], value), key
+
+
 def test_fsdp_and_tp_on_one_dim(ranks: RankPool, tmp_path: Path) -> None:
     """Sizes that divide by neither axis; and a packed weight of which every rank holds two boxes."""
     expected = fns.expected_packed()

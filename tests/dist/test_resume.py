@@ -32,12 +32,6 @@ def test_stale_state_is_overwritten_or_cleared(ranks: RankPool, tmp_path: Path) 
     ranks.run_ranks(2, fns.resume_into_a_run_with_state, str(tmp_path))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_mid_epoch_with_shuffling_loader(ranks: RankPool, tmp_path: Path, workers: int) -> None:
-    by_rank = ranks.run_ranks(2, fns.resumed_in_mid_epoch, str(tmp_path), workers)
-    assert by_rank[0] != by_rank[1], "each rank shuffles by its own stream"
-
-
 @pytest.mark.parametrize("optimizer", ["adamw", "adagrad", "master"])
 def test_tensors_survive_other_world_sizes(
     ranks: RankPool, tmp_path: Path, gpt2: str, optimizer: str

@@ -9,11 +9,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise.catalog.manifest import read_manifest
 from shardwise.errors import FormatError, IntegrityError, SourceError
+from shardwise.proof.stored import boxes_of_run
 from tests.dist import _checkpointer_fns as fns
 from tests.harness.pool import RankPool
 from tests.harness.process import worker_env
@@ -71,6 +76,71 @@ NAMED: dict[str, str | None] = {
     "manifest a folder": None,
     "empty": None,
 }
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_find_the_same(checkpoint: Path, tmp_path: Path, threads: int) -> None:
+    path = tmp_path / "step"
+    shutil.copytree(checkpoint, path)
+    for damage in ("model payload", "optimizer payload", "header", "state.json"):
+        fns.DAMAGES[damage](path)
+    found = sw.verify(path, threads=threads)
+    assert [p.split(":")[0].rsplit("/", 1)[0] for p in found.problems] == [
+        "model",
+        "model",
+        "optimizer",
+        "state.json",
+        "model tensor 'layer.weight'",
+        "optimizer tensor 'layer.weight.exp_avg_sq'",
+    ], found.problems
+    assert found.bytes_read == sum(e.nbytes for e in read_manifest(path).files.values()), "all of it, once"
+    with pytest.raises(ValueError, match="threads"):
+        sw.verify(path, threads=0)
+
+
+def test_tensors_that_lie_across_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With blocks of 64 bytes, every kind of piece of a tensor is summed, and a flipped bit anywhere is found."""
+    for module in ("shardwise.store.write", "shardwise.proof.stored"):
+        monkeypatch.setattr(f"{module}.BLOCK_BYTES", 64)
+    torch.manual_seed(0)
+    model = torch.nn.ParameterDict(
+        {
+            "a": torch.randn(3, 5, 7).double(),
+            "b": torch.randn(11, 3),
+            "c": torch.randn(101).bfloat16(),
+            "d": torch.randn(()),
+        }
+    )
+    path = tmp_path / "step"
+    sw.save(sw.TrainState(model=model), path)
+    assert sw.verify(path).ok
+    (file,) = (path / "model").glob("*.safetensors")
+    content = file.read_bytes()
+    entry = read_manifest(path).files[f"model/{file.name}"]
+    assert len(entry.blocks) > 15
+    for at in range(entry.header_bytes, entry.nbytes, 37):
+        damaged = bytearray(content)
+        damaged[at] ^= 4
+        file.write_bytes(damaged)
+        block, tensor = sw.verify(path, threads=2).problems
+        low, high = map(int, block.partition(": bytes ")[2].split()[:3:2])
+        assert low <= at < high
+        assert "content differs from its digest" in tensor
+
+
+@given(data=st.data(), sizes=st.lists(st.integers(1, 5), max_size=4))
+def test_any_run_of_a_box_is_boxes(data: st.DataObject, sizes: list[int]) -> None:
+    """In order, without a gap, and each element where numpy says that it is."""
+    numel = math.prod(sizes)
+    first = data.draw(st.integers(0, numel))
+    stop = data.draw(st.integers(first, numel))
+    start = tuple(data.draw(st.lists(st.integers(0, 9), min_size=len(sizes), max_size=len(sizes))))
+    elements = np.arange(numel).reshape(sizes)
+    found = []
+    for at, held in boxes_of_run(start, tuple(sizes), first, stop):
+        where = tuple(slice(a - b, a - b + n) for a, b, n in zip(at, start, held, strict=True))
+        found += elements[where].ravel().tolist()
+    assert found == list(range(first, stop))
 
 
 @pytest.mark.parametrize("damage", fns.DAMAGES)

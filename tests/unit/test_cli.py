@@ -11,6 +11,7 @@ import subprocess
 import sys
 import termios
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,7 @@ def saved(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     optimizer = torch.optim.AdamW(live.parameters())
     live(torch.arange(8)[None]).logits.float().sum().backward()
     optimizer.step()
+    optimizer.zero_grad()
     with Checkpointer(root) as checkpointer:
         for step in (10, 20):
             checkpointer.save(TrainState(model=live, optimizer=optimizer), step)
@@ -158,12 +160,49 @@ def test_inspect_a_directory_of_steps(steps: Path) -> None:
     document = run_json("inspect", steps, status=1)
     assert "truncated" in document["steps"][0]["problem"]
     assert "no manifest.json" in document["steps"][1]["problem"]
-    assert document["set_aside"] == ["step-00000030.superseded-0a"]
+    (aside,) = document["set_aside"]
+    assert (aside["step"], aside["fate"], aside["ok"]) == (30, "superseded", False)
     assert document["leftovers"] == [".tmp-step-00000040-0b"]
     shown = run("inspect", steps)
     assert shown.exit_code == 1
-    assert shown.stdout.count("damaged") == 2
+    assert shown.stdout.count("damaged") == 3
     assert "superseded" in shown.stdout
+
+
+def test_the_history_of_a_run_that_went_back(steps: Path) -> None:
+    """It resumed from step 10 because 20 was damaged, saved 15, and was told to go back to 10 again."""
+    flip(slice_file(steps / "step-00000020"), 300)  # in the header, which the quick check compares
+    (problem,) = (s["problem"] for s in run_json("inspect", steps, status=1)["steps"] if not s["ok"])
+    assert "header differs from its checksum" in problem
+    model = next(iter(steps.glob("step-00000010/model")))
+    for expected, saved in ((10, 15), (10, 17)):
+        live, _ = load_pretrained(model)
+        state = TrainState(model=live)
+        with Checkpointer(steps) as checkpointer:
+            report = checkpointer.resume(state, step=None if saved == 15 else 10)
+            assert report is not None
+            assert report.step == expected
+            checkpointer.save(state, saved)
+    document = run_json("inspect", steps)
+    assert [(s["step"], s["parent_step"], s["fate"]) for s in document["steps"]] == [
+        (17, 10, "published"),
+        (10, None, "published"),
+    ]
+    assert [(s["step"], s["fate"], s["ok"]) for s in document["set_aside"]] == [
+        (20, "damaged", False),
+        (15, "superseded", True),
+    ]
+    times = [s["written"] for s in (*document["steps"], *document["set_aside"])]
+    assert all(datetime.fromisoformat(t).tzinfo is not None for t in times)
+    assert len({s["run_id"] for s in document["steps"]}) == 1
+    lines = [line.split() for line in run("inspect", steps).stdout.splitlines()]
+    rows = [(line[0], line[1], line[2]) for line in lines if line and line[0] in ("10", "15", "17", "20")]
+    assert rows == [
+        ("20", "damaged", "damaged"),
+        ("17", "ok", "published"),
+        ("15", "ok", "superseded"),
+        ("10", "ok", "published"),
+    ]
 
 
 def test_inspect_finds_lost_files_of_a_checkpoint(steps: Path) -> None:
@@ -325,6 +364,37 @@ def test_export_under_torchrun(saved: Path, tmp_path: Path) -> None:
     assert "is there already" in json.loads(out)["error"]["message"]
 
 
+def test_convert(model: Path, saved: Path, tmp_path: Path) -> None:
+    document = run_json("convert", saved / "step-00000010", tmp_path / "again", "--to", "checkpoint")
+    assert (document["source_kind"], document["step"], document["tensors"]) == ("checkpoint", 10, 36)
+    assert run_json("verify", tmp_path / "again", "--threads", 2)["ok"]
+    assert run_json("diff", saved / "step-00000010", tmp_path / "again")["ok"]
+    shown = run("convert", model, tmp_path / "from-hub", "--to", "checkpoint")
+    assert shown.exit_code == 0
+    assert "36 tensors, 0 of optimizers" in shown.stdout
+    document = run_json("convert", tmp_path / "from-hub", tmp_path / "hub", "--to", "hf")
+    assert document["tensors"] == 36
+    (file,) = (tmp_path / "hub").glob("*.safetensors")
+    original = {k: v for f in model.glob("*.safetensors") for k, v in load_file(f).items()}
+    back = load_file(file)
+    assert back.keys() == original.keys()
+    assert all(torch.equal(back[name], tensor) for name, tensor in original.items())
+
+
+@pytest.mark.slow
+def test_convert_under_torchrun(model: Path, tmp_path: Path) -> None:
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    arguments = ("convert", model, tmp_path / "two", "--to", "checkpoint", "--json")
+    status, out, err = finish(start(*arguments, launch=launch))
+    assert status == 0, err
+    assert json.loads(out)["tensors"] == 36
+    assert len(list((tmp_path / "two" / "model").glob("*.safetensors"))) == 2
+    assert run_json("verify", tmp_path / "two")["ok"]
+    status, out, err = finish(start(*arguments, launch=launch))
+    assert status != 0
+    assert "is there already" in json.loads(out)["error"]["message"]
+
+
 def test_demo_passes_on_what_was_asked(monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path) -> None:
     demo = pytest.importorskip("shardwise.demo.run")
     calls: list[dict[str, Any]] = []
@@ -355,6 +425,7 @@ COMMANDS = {
     "plan": ("plan", "PATH", "--ranks", 2),
     "verify": ("verify", "PATH"),
     "export": ("export", "PATH", "OUT"),
+    "convert": ("convert", "PATH", "OUT", "--to", "checkpoint"),
     "demo": ("demo", "--model", "PATH", "--out", "OUT"),
 }
 every_command = pytest.mark.parametrize("command", COMMANDS)
@@ -380,7 +451,7 @@ def test_an_empty_directory(command: str, tmp_path: Path) -> None:
     check_both(command, tmp_path / "empty", tmp_path / "out", status=1)
 
 
-@pytest.mark.parametrize("command", ["inspect", "plan", "export"])
+@pytest.mark.parametrize("command", ["inspect", "plan", "export", "convert"])
 @pytest.mark.parametrize("content", [b"", b"\0" * 7, b"\xff" * 64, b'{"not": "safetensors"}'])
 def test_not_safetensors(command: str, tmp_path: Path, content: bytes) -> None:
     source = tmp_path / "source"
@@ -389,7 +460,7 @@ def test_not_safetensors(command: str, tmp_path: Path, content: bytes) -> None:
     check_both(command, source, tmp_path / "out", "model.safetensors", status=1)
 
 
-@pytest.mark.parametrize("command", ["inspect", "plan", "export"])
+@pytest.mark.parametrize("command", ["inspect", "plan", "export", "convert"])
 def test_a_truncated_file(command: str, tmp_path: Path) -> None:
     path = make_model(tmp_path / "model")
     file = path / "model-00002-of-00002.safetensors"
@@ -397,7 +468,7 @@ def test_a_truncated_file(command: str, tmp_path: Path) -> None:
     check_both(command, path, tmp_path / "out", file.name, "truncated", status=1)
 
 
-@pytest.mark.parametrize("command", ["inspect", "plan", "verify", "export"])
+@pytest.mark.parametrize("command", ["inspect", "plan", "verify", "export", "convert"])
 @pytest.mark.parametrize(
     "content", ["", "[]", "{}", '{"format": 3}', '{"format": "shardwise-checkpoint", "version": 99}']
 )
@@ -454,6 +525,9 @@ def test_export_with_a_config_that_is_none(
         ("plan", "PATH", "--ranks", "4", "--replicas", "8"),
         ("plan", "PATH", "--ranks", "4", "--dtype", "float99"),
         ("export", "PATH"),
+        ("convert", "PATH", "out"),
+        ("convert", "PATH", "out", "--to", "gguf"),
+        ("verify", "PATH", "--threads", "0"),
         ("export", "PATH", "out", "--dtype", "int8"),
         ("export", "PATH", "out", "--max-shard-size", "0"),
         ("export", "PATH", "out", "--max-shard-size", "-5GB"),

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.optim.lr_scheduler as lrs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -350,121 +349,6 @@ def test_renamed_enum_member_is_named() -> None:
 
 
 # ------------------------------------------------------------------------------- what training really holds
-
-
-def _sequential(opt: torch.optim.Optimizer) -> lrs.LRScheduler:
-    parts = [lrs.ConstantLR(opt, factor=0.1), lrs.ExponentialLR(opt, gamma=0.9)]
-    return lrs.SequentialLR(opt, schedulers=parts, milestones=[2])
-
-
-SCHEDULERS: dict[str, Any] = {
-    "LambdaLR": lambda o: lrs.LambdaLR(o, lambda step: 0.9**step),
-    "MultiplicativeLR": lambda o: lrs.MultiplicativeLR(o, lambda step: 0.9),
-    "StepLR": lambda o: lrs.StepLR(o, 2),
-    "MultiStepLR": lambda o: lrs.MultiStepLR(o, [1, 3, 3]),
-    "ConstantLR": lambda o: lrs.ConstantLR(o),
-    "LinearLR": lambda o: lrs.LinearLR(o),
-    "ExponentialLR": lambda o: lrs.ExponentialLR(o, 0.9),
-    "SequentialLR": _sequential,
-    "CosineAnnealingLR": lambda o: lrs.CosineAnnealingLR(o, 10),
-    "ChainedScheduler": lambda o: lrs.ChainedScheduler([lrs.ConstantLR(o), lrs.ExponentialLR(o, 0.9)]),
-    "ReduceLROnPlateau": lambda o: lrs.ReduceLROnPlateau(o, patience=1),
-    "CyclicLR": lambda o: lrs.CyclicLR(o, 0.01, 0.1, scale_fn=lambda x: 1.0),
-    "CosineAnnealingWarmRestarts": lambda o: lrs.CosineAnnealingWarmRestarts(o, 3),
-    "OneCycleLR": lambda o: lrs.OneCycleLR(o, 0.1, total_steps=20),
-    "PolynomialLR": lambda o: lrs.PolynomialLR(o),
-}
-
-
-def _optimizer() -> torch.optim.Optimizer:
-    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1, momentum=0.9)
-
-
-def _step(optimizer: torch.optim.Optimizer, scheduler: Any, count: int) -> list[float]:
-    rates = []
-    for index in range(count):
-        optimizer.step()
-        needs_metric = type(scheduler).__name__ == "ReduceLROnPlateau"
-        scheduler.step(float(index)) if needs_metric else scheduler.step()
-        rates.append(optimizer.param_groups[0]["lr"])
-    return rates
-
-
-def test_every_scheduler_of_torch_is_tried() -> None:
-    assert set(SCHEDULERS) | {"LRScheduler"} == set(lrs.__all__)
-
-
-# SequentialLR and ChainedScheduler call the deprecated form of step themselves.
-@pytest.mark.filterwarnings("ignore:.*epoch parameter in `scheduler.step:UserWarning")
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedulers_of_torch(name: str) -> None:
-    optimizer = _optimizer()
-    scheduler = SCHEDULERS[name](optimizer)
-    _step(optimizer, scheduler, 5)
-    state = scheduler.state_dict()
-    back = round_trip(state)
-    assert same(back, state)
-
-    fresh_optimizer = _optimizer()
-    fresh = SCHEDULERS[name](fresh_optimizer)
-    fresh.load_state_dict(back)
-    fresh_optimizer.param_groups[0].update(lr=optimizer.param_groups[0]["lr"])
-    assert _step(fresh_optimizer, fresh, 5) == _step(optimizer, scheduler, 5)
-
-
-def test_functions_in_a_scheduler_are_reported() -> None:
-    scheduler = lrs.LambdaLR(_optimizer(), lambda step: 1.0)
-    state = {key: value for key, value in vars(scheduler).items() if key != "optimizer"}
-    encoded = encode(state, where="scheduler")
-    assert "scheduler.lr_lambdas[0]" in encoded.not_stored
-    assert through_text(encoded)["lr_lambdas"] == [None]
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "linear",
-        "cosine",
-        "cosine_with_restarts",
-        "polynomial",
-        "constant",
-        "constant_with_warmup",
-        "inverse_sqrt",
-        "reduce_lr_on_plateau",
-        "cosine_with_min_lr",
-        "cosine_warmup_with_min_lr",
-        "warmup_stable_decay",
-        "greedy",
-    ],
-)
-def test_schedulers_of_transformers(name: str) -> None:
-    optimization = pytest.importorskip("transformers.optimization")
-    extra: dict[str, Any] = {"min_lr": 0.01} if "min_lr" in name else {}
-    if name == "warmup_stable_decay":
-        extra = {"num_decay_steps": 3}
-    optimizer = _optimizer()
-    scheduler = optimization.get_scheduler(name, optimizer, 2, 10, scheduler_specific_kwargs=extra)
-    if hasattr(scheduler, "step") and name not in ("reduce_lr_on_plateau", "greedy"):
-        _step(optimizer, scheduler, 5)
-    else:
-        for metric in (1.0, 0.5, 0.7):
-            scheduler.step(metric)
-    state = {"scheduler": scheduler.state_dict(), "type": optimization.SchedulerType(name)}
-    assert same(round_trip(state), state)
-
-
-def test_grad_scaler() -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
-    parameter = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
-    for factor in (1.0, float("inf"), 1.0):
-        optimizer.zero_grad()
-        scaler.scale((parameter * factor).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    state = scaler.state_dict()
-    assert same(round_trip(state), state)
-    assert state["scale"] != 8.0 or state["_growth_tracker"] == 0
 
 
 def test_generator_states_and_optimizer_state() -> None:

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from ..dtypes import itemsize
 from ..errors import FormatError
-from ..layout.boxes import whole
+from ..garbage import no_collections
+from ..layout.boxes import Box, whole
 from ..layout.placements import Cut, Geometry
 from .manifest import Manifest, read_manifest
-from .records import Catalog, Chunk, StoredFile, StoredTensor, assemble
-from .slices import SliceTensor, file_name, rank_files
+from .records import Catalog, Chunk, Chunks, StoredFile, StoredTensor
+from .slices import SliceTensor, file_name
+from .spread import Spread
 
-__all__ = ["catalog_of_checkpoint", "catalog_of_slices", "model_tensors", "optimizer_tensors", "packed_name"]
+__all__ = [
+    "catalog_of_checkpoint",
+    "catalog_of_slices",
+    "directory",
+    "model_named",
+    "model_tensors",
+    "optimizer_tensors",
+    "packed_name",
+]
 
 
 def packed_name(key: str) -> str:
@@ -56,46 +68,87 @@ def optimizer_tensors(
     return found
 
 
+class _SliceChunks(Chunks):
+    """The chunks of one tensor in slice files: found by box; all of them only if somebody goes through them."""
+
+    __slots__ = ("_all", "_files", "_kind", "_position", "_shape", "_spread")
+
+    def __init__(
+        self, tensor: SliceTensor, spread: Spread, files: Mapping[tuple[int, int], tuple[str, int]]
+    ) -> None:
+        self._shape = tensor.shape
+        self._position, self._kind = spread.find(tensor.name)
+        self._spread = spread
+        self._files = files
+        self._all: tuple[Chunk, ...] | None = None
+
+    def every(self) -> tuple[Chunk, ...]:
+        if self._all is None:
+            self._all = tuple(sorted(self.touching(whole(self._shape)), key=lambda c: c.box))
+        return self._all
+
+    def touching(self, box: Box) -> list[Chunk]:
+        found: list[Chunk] = []
+        for place in self._kind.touching(box) if self._kind is not None else ():
+            path, payload = self._files[place.rank, place.file]
+            offset = int(self._spread.offsets_bytes(place)[self._position])
+            found.append(Chunk(place.box, path, payload + offset))
+        return found
+
+
+@no_collections()
 def catalog_of_slices(
     root: str, manifest: Manifest, kind: str, name: str, tensors: Sequence[SliceTensor]
 ) -> Catalog:
-    """Catalog of the slice files in one directory of a checkpoint."""
+    """Catalog of the slice files in one directory of a checkpoint.
+
+    Costs O(tensors + files): where single slices lie is found when a plan asks for them.
+    """
     folder = directory(kind, name)
-    ranks = sorted({r for t in tensors for r in t.geometry.ranks})
-    per_rank = {rank: rank_files(tensors, rank) for rank in ranks}
-    count = max((len(files) for files in per_rank.values()), default=0)
-    chunks: dict[str, list[Chunk]] = {t.name: [] for t in tensors}
-    files = []
-    for rank, rank_slices in per_rank.items():
-        for k, slices in enumerate(rank_slices):
+    if sum(math.prod(t.shape) * itemsize(t.dtype) for t in tensors) >= 2**62:
+        raise FormatError(f"{folder}: holds more bytes than any file can", path=root)
+    if len({t.name for t in tensors}) < len(tensors):
+        raise FormatError(f"{folder}: two tensors have one name", path=root)
+    spread = Spread(tensors)
+    count = max(spread.held.values(), default=0)
+    files: dict[tuple[int, int], tuple[str, int]] = {}
+    stored_files = []
+    for rank, held in spread.held.items():
+        for k in range(held):
             relative = f"{folder}/{file_name(kind, rank, k, count)}"
             entry = manifest.files.get(relative)
             if entry is None:
                 raise FormatError(f"manifest lists no {relative}, which its tensors need", path=root)
             path = os.path.join(root, relative)
-            files.append(StoredFile(path, entry.nbytes))
-            for s in slices:
-                chunks[s.tensor.name].append(Chunk(s.held.box, path, entry.header_bytes + s.offset_bytes))
-    stored = {}
-    for t in tensors:
-        if whole(t.shape).numel == 0:
-            stored[t.name] = StoredTensor(t.name, t.dtype, t.shape, ())
-        else:
-            stored[t.name] = assemble(t.name, t.dtype, chunks[t.name])
-    return Catalog("checkpoint", root, stored, tuple(files))
+            stored_files.append(StoredFile(path, entry.nbytes))
+            files[rank, k] = path, entry.header_bytes
+    stored = {t.name: StoredTensor(t.name, t.dtype, t.shape, _SliceChunks(t, spread, files)) for t in tensors}
+    return Catalog("checkpoint", root, stored, tuple(stored_files))
 
 
-def catalog_of_checkpoint(root: str | os.PathLike[str], model: str = "model") -> Catalog:
+def catalog_of_checkpoint(
+    root: str | os.PathLike[str], model: str | None = None, *, manifest: Manifest | None = None
+) -> Catalog:
     """Catalog of a model in a checkpoint directory, aliases left out (they are names of the same tensor).
 
-    Raises :class:`SourceError`, :class:`FormatError`, :class:`IntegrityError` as reading a manifest does.
+    ``model`` names one of several; None is the only one, or the one called ``model``. ``manifest`` is the directory's,
+    where it was read already. Raises :class:`SourceError`, :class:`FormatError`, :class:`IntegrityError` as reading a
+    manifest does.
     """
     path = os.fspath(root)
-    manifest = read_manifest(path)
-    if model not in manifest.models:
-        raise FormatError(f"holds models {sorted(manifest.models)}, not {model!r}", path=path)
-    catalog = catalog_of_slices(path, manifest, "model", model, model_tensors(manifest, model))
-    aliases = {a for t in manifest.models[model].values() for a in t.stored_aliases}
+    manifest = manifest or read_manifest(path)
+    name = model_named(manifest, model, path)
+    catalog = catalog_of_slices(path, manifest, "model", name, model_tensors(manifest, name))
+    aliases = {a for t in manifest.models[name].values() for a in t.stored_aliases}
     tensors = {n: t for n, t in catalog.tensors.items() if n not in aliases}
-    digests = {n: t.digest for n, t in manifest.models[model].items()}
+    digests = {n: t.digest for n, t in manifest.models[name].items()}
     return Catalog("checkpoint", path, tensors, catalog.files, digests=digests)
+
+
+def model_named(manifest: Manifest, model: str | None, path: str) -> str:
+    """The model that is meant: the named one, the only one, or ``model``. Raises :class:`FormatError`."""
+    found = model or ("model" if len(manifest.models) != 1 else next(iter(manifest.models)))
+    if found not in manifest.models:
+        what = "say which one" if model is None else f"not {model!r}"
+        raise FormatError(f"holds models {sorted(manifest.models)}; {what}", path=path)
+    return found

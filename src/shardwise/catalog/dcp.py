@@ -17,12 +17,14 @@ from typing import Any
 from ..errors import FormatError, IntegrityError, SourceError
 from ..layout.boxes import Box
 from .records import Catalog, Chunk, StoredFile, StoredTensor, assemble
-from .torchfile import DTYPE_NAMES, Archive, Saved, plain_args, to_dict, to_tuple, unpickled
+from .torchfile import DTYPE_NAMES, Archive, Saved, is_name_of, plain_args, to_dict, to_tuple, unpickled
 
-__all__ = ["METADATA_NAME", "ByteRange", "DcpCheckpoint", "catalog_of_dcp", "read_dcp"]
+__all__ = ["METADATA_NAME", "ByteRange", "DcpCheckpoint", "catalog_of_dcp", "model_in", "read_dcp"]
 
 METADATA_NAME = ".metadata"
 _MODEL_PATHS: tuple[tuple[str, ...], ...] = (("model",), ("app", "model"), ("state", "model"))
+#: Entries of a state dict that are no model's, where the model's tensors lie at the top (torchtitan).
+_BESIDE = frozenset(("optimizer", "optim", "lr_scheduler", "scheduler", "dataloader", "train_state"))
 _MOST_METADATA_BYTES = 4 * 1024**3
 
 
@@ -48,15 +50,22 @@ def catalog_of_dcp(path: str | os.PathLike[str]) -> Catalog:
     """Catalog of the model in a DCP directory, under module names; see :func:`read_dcp`.
 
     Where the state dict that was saved has an entry ``model`` (also inside ``app`` or ``state``), as Accelerate,
-    the HF Trainer and torch's own examples write it, its tensors; else all tensors.
+    the HF Trainer and torch's own examples write it, its tensors; else all tensors but those of an optimizer and
+    of the other entries that torchtitan puts beside them. May be empty.
     """
-    found = read_dcp(path)
+    return model_in(read_dcp(path))
+
+
+def model_in(found: DcpCheckpoint) -> Catalog:
+    """The model's part of a DCP directory that was read; see :func:`catalog_of_dcp`."""
     paths = {n: found.paths.get(n, (n,)) for n in found.catalog.tensors}
     prefix = next((p for p in _MODEL_PATHS if any(path[: len(p)] == p for path in paths.values())), ())
     tensors = {
         name: replace(found.catalog.tensors[stored], name=name)
         for stored, path in paths.items()
-        if path[: len(prefix)] == prefix and (name := ".".join(map(str, path[len(prefix) :])))
+        if path[: len(prefix)] == prefix
+        and (prefix or len(path) == 1 or path[0] not in _BESIDE)
+        and (name := ".".join(map(str, path[len(prefix) :])))
     }
     return replace(found.catalog, tensors=tensors)
 
@@ -131,6 +140,18 @@ class _Object(_Record):
     """BytesStorageMetadata: an item that is no tensor."""
 
 
+def _memory_format(value: Any) -> str:
+    """Stands for the enum of memory formats, which nothing here asks for."""
+    return "memory format"
+
+
+def _member(owner: Any, name: Any) -> str:
+    """Stands for ``getattr``, by which Python 3.11.0 to 3.11.3 refer to a member of an enum. Gets nothing."""
+    if not is_name_of(owner, _memory_format) or not isinstance(name, str):
+        raise ValueError("getattr of something else than a memory format")
+    return "memory format"
+
+
 _METADATA = "torch.distributed.checkpoint.metadata"
 _NAMES: dict[tuple[str, str], Any] = {
     **{
@@ -145,7 +166,8 @@ _NAMES: dict[tuple[str, str], Any] = {
     },
     (_METADATA, "MetadataIndex"): _Index,
     (_METADATA, "BytesStorageMetadata"): _Object,
-    (_METADATA, "_MEM_FORMAT_ENCODING"): plain_args,
+    (_METADATA, "_MEM_FORMAT_ENCODING"): _memory_format,
+    ("builtins", "getattr"): _member,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Record,
     ("torch", "Size"): to_tuple,
     ("torch.serialization", "_get_layout"): plain_args,

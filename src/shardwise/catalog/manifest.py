@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from reprlib import repr as brief
 from typing import Any
@@ -18,6 +18,7 @@ import xxhash
 
 from ..dtypes import ITEMSIZE
 from ..errors import FormatError, IntegrityError, SourceError, VersionError
+from ..garbage import no_collections
 from ..layout.placements import RULE_VERSION, Cut, Geometry
 from .header import check_regular
 
@@ -112,12 +113,6 @@ class Manifest:
         return json.dumps(document, separators=(",", ":"), allow_nan=False)
 
     def _document(self) -> dict[str, Any]:
-        geometries = []
-        for g in self.geometries:
-            one = asdict(g)
-            one["cuts"] = [[c.kind, c.dim, c.split_factor] for c in g.cuts]
-            one["rule"] = RULE_VERSION
-            geometries.append(one)
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -127,7 +122,7 @@ class Manifest:
             "world_size": self.world_size,
             "seed": self.seed,
             "software": dict(self.software),
-            "geometries": geometries,
+            "geometries": [_geometry_json(g) for g in self.geometries],
             "models": {m: {n: _tensor_json(t) for n, t in ts.items()} for m, ts in self.models.items()},
             "packed": {
                 o: {n: {**asdict(p), "digest": f"{p.digest:016x}"} for n, p in ps.items()}
@@ -137,6 +132,17 @@ class Manifest:
             "hub_tensors": {m: dict(shapes) for m, shapes in self.hub_tensors.items()},
             "files": {n: _sparse(asdict(f)) for n, f in self.files.items()},
         }
+
+
+def _geometry_json(g: Geometry) -> dict[str, Any]:
+    return {
+        "axis_sizes": g.axis_sizes,
+        "axis_names": g.axis_names,
+        "cuts": [[c.kind, c.dim, c.split_factor] for c in g.cuts],
+        "ranks": g.ranks,
+        "fsdp_order": g.fsdp_order,
+        "rule": RULE_VERSION,
+    }
 
 
 def _sparse(value: dict[str, Any]) -> dict[str, Any]:
@@ -167,6 +173,7 @@ def _checksum(document: dict[str, Any]) -> str:
     return xxhash.xxh3_64_hexdigest(text.encode())
 
 
+@no_collections()
 def read_manifest(root: str | os.PathLike[str]) -> Manifest:
     """Read and check the manifest of a checkpoint directory.
 
@@ -211,6 +218,7 @@ def read_manifest(root: str | os.PathLike[str]) -> Manifest:
 def _from_document(d: dict[str, Any]) -> Manifest:
     world_size = _count(d["world_size"], 1, _MAX_RANKS)
     geometries = tuple(_geometry(g, world_size) for g in d["geometries"])
+    spreads = [_spread(g) for g in geometries]
     packed = {o: {n: _packed(p, world_size) for n, p in ps.items()} for o, ps in d["packed"].items()}
     return Manifest(
         step=_count(d["step"]),
@@ -219,9 +227,7 @@ def _from_document(d: dict[str, Any]) -> Manifest:
         world_size=world_size,
         seed=_count(d["seed"], 0, 2**64),
         geometries=geometries,
-        models={
-            m: {n: _tensor(t, geometries, packed) for n, t in ts.items()} for m, ts in d["models"].items()
-        },
+        models={m: {n: _tensor(t, spreads, packed) for n, t in ts.items()} for m, ts in d["models"].items()},
         packed=packed,
         files={n: _file(n, f) for n, f in d["files"].items()},
         software={_text(k): _text(v) for k, v in d["software"].items()},
@@ -236,7 +242,7 @@ _MAX_SPLIT_FACTOR = 2**16
 
 
 def _count(value: Any, low: int = 0, high: int = 2**62) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+    if type(value) is not int or not low <= value <= high:  # True is none
         raise ValueError(f"{brief(value)} is not a number from {low} to {high}")
     return value
 
@@ -244,7 +250,7 @@ def _count(value: Any, low: int = 0, high: int = 2**62) -> int:
 def _counts(value: Any, low: int = 0) -> tuple[int, ...]:
     if not isinstance(value, list) or len(value) > _MAX_RANKS:
         raise ValueError(f"{brief(value)} is not a list of numbers")
-    return tuple(_count(n, low) for n in value)
+    return tuple([_count(n, low) for n in value])
 
 
 def _text(value: Any) -> str:
@@ -289,15 +295,27 @@ def _cut(kind: Any, dim: Any, factor: Any) -> Cut:
     return Cut(kind, _count(dim, 0, _MAX_DIMS), _count(factor, 1, _MAX_SPLIT_FACTOR))
 
 
-def _tensor(
-    t: dict[str, Any], geometries: tuple[Geometry, ...], packed: Mapping[str, Mapping[str, Packed]]
-) -> TensorEntry:
-    shape, index = _counts(t["shape"]), _count(t["geometry"], 0, len(geometries) - 1)
-    cuts = geometries[index].cuts
-    if len(shape) > _MAX_DIMS or any(c.kind != "replicate" and c.dim >= len(shape) for c in cuts):
-        raise ValueError(f"shape {brief(shape)} has not the dims that {brief(cuts)} cut")
-    axes = zip(geometries[index].axis_sizes, cuts, strict=True)
+@dataclass(frozen=True, slots=True)
+class _Spread:
+    """What a tensor must fit that is spread by a geometry."""
+
+    replicas: int
+    least_dims: int
+
+
+def _spread(g: Geometry) -> _Spread:
+    axes = zip(g.axis_sizes, g.cuts, strict=True)
     replicas = math.prod(n for n, c in axes if c.kind == "replicate")
+    return _Spread(replicas, max((c.dim + 1 for c in g.cuts if c.kind != "replicate"), default=0))
+
+
+def _tensor(
+    t: dict[str, Any], spreads: Sequence[_Spread], packed: Mapping[str, Mapping[str, Packed]]
+) -> TensorEntry:
+    shape, index = _counts(t["shape"]), _count(t["geometry"], 0, len(spreads) - 1)
+    replicas = spreads[index].replicas
+    if not spreads[index].least_dims <= len(shape) <= _MAX_DIMS:
+        raise ValueError(f"shape {brief(shape)} has not the dims that geometry {index} cuts")
     return TensorEntry(
         dtype=_dtype(t["dtype"]),
         shape=shape,

@@ -9,27 +9,51 @@ from .checkpoint import catalog_of_checkpoint
 from .dcp import METADATA_NAME, catalog_of_dcp
 from .records import Catalog
 from .safetensors import catalog_of_safetensors, has_safetensors
-from .torchfile import catalog_of_torch_file, catalog_of_torch_files, has_torch_files, is_torch_file
+from .torchfile import (
+    FULL_STATE_STEM,
+    catalog_of_torch_file,
+    catalog_of_torch_files,
+    has_torch_files,
+    is_torch_file,
+)
 
 __all__ = ["open_catalog"]
 
 
-def open_catalog(path: str | os.PathLike[str]) -> Catalog:
+def open_catalog(path: str | os.PathLike[str], model: str | None = None) -> Catalog:
     """Catalog of whatever lies at ``path``: a shardwise checkpoint, a DCP checkpoint, safetensors, or a
     file of ``torch.save``. Headers only.
 
     Sources describe themselves: a directory with ``manifest.json`` is a checkpoint, one with ``.metadata`` torch's
-    (DCP). Raises :class:`SourceError`.
+    (DCP), one with ``pytorch_model_fsdp_0`` or ``pytorch_model_fsdp.bin`` and no safetensors Accelerate's.
+    ``model`` names one of several in a checkpoint. Raises :class:`SourceError`.
     """
     root = os.fspath(path)
     if "://" in root:
         raise SourceError("URLs are not supported yet; copy the files to a local path", path=root)
     if os.path.isfile(os.path.join(root, "manifest.json")):
-        return catalog_of_checkpoint(root)
-    if os.path.isfile(os.path.join(root, METADATA_NAME)):
-        return catalog_of_dcp(root)
+        return catalog_of_checkpoint(root, model)
+    if model is not None:
+        raise SourceError(
+            f"is no checkpoint, and only those hold several models; don't ask for {model!r}", path=root
+        )
     if is_torch_file(root):
         return catalog_of_torch_file(root)
-    if has_torch_files(root) and not has_safetensors(root):
+    if os.path.isfile(os.path.join(root, METADATA_NAME)):
+        found = catalog_of_dcp(root)
+        # transformers puts the optimizer's DCP files where somebody says, maybe beside the model's safetensors.
+        return found if found.tensors or not has_safetensors(root) else catalog_of_safetensors(root)
+    if has_safetensors(root):
+        return catalog_of_safetensors(root)
+    return _without_safetensors(root)
+
+
+def _without_safetensors(root: str) -> Catalog:
+    if has_torch_files(root):
         return catalog_of_torch_files(root)
-    return catalog_of_safetensors(root)
+    folder, file = (os.path.join(root, f"{FULL_STATE_STEM}{end}") for end in ("_0", ".bin"))
+    if os.path.isfile(os.path.join(folder, METADATA_NAME)):
+        return catalog_of_dcp(folder)
+    if os.path.isfile(file):
+        return catalog_of_torch_file(file)
+    return catalog_of_safetensors(root)  # says what is wrong

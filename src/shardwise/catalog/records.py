@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import overload
 
 from ..dtypes import itemsize
 from ..errors import FormatError
 from ..layout.boxes import Box, find_overlap, whole
 
-__all__ = ["Catalog", "Chunk", "StoredFile", "StoredTensor", "assemble"]
+__all__ = ["Catalog", "Chunk", "Chunks", "StoredFile", "StoredTensor", "assemble"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +24,49 @@ class Chunk:
     offset_bytes: int
 
 
+class Chunks(Sequence[Chunk]):
+    """The chunks of a tensor that has one for each of many ranks: found by box, instead of made all at once."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def touching(self, box: Box) -> Sequence[Chunk]:
+        """The chunks that share an element with a box."""
+
+    @abstractmethod
+    def every(self) -> tuple[Chunk, ...]:
+        """All of them, by box."""
+
+    def __len__(self) -> int:
+        return len(self.every())
+
+    @overload
+    def __getitem__(self, index: int) -> Chunk: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Chunk, ...]: ...
+    def __getitem__(self, index: int | slice) -> Chunk | tuple[Chunk, ...]:
+        return self.every()[index]
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return iter(self.every())
+
+
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor that a source holds; its chunks cover it exactly once."""
+    """A tensor that a source holds; its chunks cover it exactly once. A plan asks for :meth:`chunks_touching` a box."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: Sequence[Chunk]
+
+    def chunks_touching(self, box: Box) -> Sequence[Chunk]:
+        """The chunks that share an element with ``box``."""
+        if isinstance(self.chunks, Chunks):
+            return self.chunks.touching(box)
+        if len(self.chunks) == 1:  # and it is the whole tensor
+            return self.chunks
+        return [chunk for chunk in self.chunks if chunk.box.intersect(box) is not None]
 
     @property
     def nbytes(self) -> int:
@@ -63,7 +100,7 @@ class Catalog:
     @property
     def has_module_names(self) -> bool:
         """Whether names are those of a model's modules (a training checkpoint's), not of a hub."""
-        return self.kind in ("checkpoint", "dcp")
+        return self.kind in ("checkpoint", "dcp", "full state", "slices")
 
     @property
     def nbytes(self) -> int:

@@ -25,13 +25,16 @@ from .records import Catalog, Chunk, StoredFile, StoredTensor
 
 __all__ = [
     "DTYPE_NAMES",
+    "FULL_STATE_STEM",
     "Archive",
     "Saved",
     "catalog_of_torch_file",
     "catalog_of_torch_files",
     "has_torch_files",
     "is_torch_file",
+    "is_name_of",
     "plain_args",
+    "read_torch_file",
     "to_dict",
     "to_tuple",
     "unpickled",
@@ -104,6 +107,11 @@ class _Callable:
 
     def __setstate__(self, state: Any) -> None:
         raise ValueError("state for a function")
+
+
+def is_name_of(found: Any, work: Callable[..., Any]) -> bool:
+    """Whether something in a pickle is the name behind which ``work`` stands."""
+    return isinstance(found, _Callable) and found._work is work
 
 
 class _Unpickler(pickle.Unpickler):
@@ -260,6 +268,7 @@ class Archive:
             data is None
             or data.compress_type != zipfile.ZIP_STORED
             or self._order != b"little"
+            or saved.offset < 0
             or not _is_row_major(saved.sizes, saved.strides)
             or (saved.offset + math.prod(saved.sizes)) * size > data.file_size
         ):
@@ -278,6 +287,8 @@ def is_torch_file(path: str) -> bool:
     return path.endswith((".bin", ".pt", ".pth")) and os.path.isfile(path)
 
 
+#: What Accelerate and the HF Trainer call a model in FSDP's full state, whose names are those of modules.
+FULL_STATE_STEM = "pytorch_model_fsdp"
 TORCH_INDEX_NAME, TORCH_SINGLE_NAME = "pytorch_model.bin.index.json", "pytorch_model.bin"
 
 
@@ -321,8 +332,33 @@ def catalog_of_torch_files(root: str) -> Catalog:
 def catalog_of_torch_file(path: str | os.PathLike[str]) -> Catalog:
     """Catalog of a state dict in one ``torch.save``d file: a dict of tensors by name, or such a dict under ``model``.
 
-    Rank-local; reads the zip's directory and the description. Raises :class:`SourceError`,
-    :class:`FormatError` (other names than those of tensors, a file in the old format before torch 1.6).
+    What :func:`read_torch_file` reads and raises; :class:`FormatError` if there is no such dict.
+    """
+    content, file = read_torch_file(path, _state_dict_in)
+    if not isinstance(content, dict):
+        raise FormatError("holds no dict of tensors", path=file.path)
+    tensors = {str(n): replace(t, name=str(n)) for n, t in content.items()}
+    kind = "full state" if os.path.basename(file.path).startswith(FULL_STATE_STEM) else "torch"
+    return Catalog(kind, file.path, tensors, (file,))
+
+
+def _state_dict_in(content: Any) -> Any:
+    for key in ("model", "state_dict", "module"):
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+    if isinstance(content, dict):  # what else there is may hold tensors that can't be read
+        return {k: v for k, v in content.items() if isinstance(v, Saved)}
+    return content
+
+
+def read_torch_file(
+    path: str | os.PathLike[str], pick: Callable[[Any], Any] = lambda content: content
+) -> tuple[Any, StoredFile]:
+    """What one ``torch.save``d file holds: dicts and lists as they are, and where each tensor in them lies.
+
+    ``pick`` takes the part that is wanted, before tensors are looked for. Rank-local; reads the zip's directory, the description and 30 bytes a tensor, no payload. Raises
+    :class:`SourceError`, :class:`FormatError` (other names than those of tensors, elements that do not lie row by
+    row, a file in the old format before torch 1.6).
     """
     file = os.fspath(path)
     try:
@@ -332,24 +368,32 @@ def catalog_of_torch_file(path: str | os.PathLike[str]) -> Catalog:
     try:
         nbytes = os.fstat(fd).st_size
         archive = Archive(fd, 0, nbytes, file)
-        content = archive.content
-        for key in ("model", "state_dict", "module"):
-            if isinstance(content, dict) and isinstance(content.get(key), dict):
-                content = content[key]
-        if not isinstance(content, dict):
-            raise FormatError("holds no dict of tensors", path=file)
-        tensors = {}
-        for name, saved in content.items():
-            if not isinstance(saved, Saved) or saved.code is None:
-                continue  # a number or a nested dict beside the tensors
-            shape = saved.sizes
-            chunks: tuple[Chunk, ...] = ()
-            if 0 not in shape:
-                chunks = (Chunk(whole(shape), file, archive.payload(saved, saved.code, str(name))),)
-            tensors[str(name)] = StoredTensor(str(name), saved.code, shape, chunks)
+        return _located(archive, pick(archive.content), (), file), StoredFile(file, nbytes)
     finally:
         os.close(fd)
-    return Catalog("torch", file, tensors, (StoredFile(file, nbytes),))
+
+
+#: Optimizer states lie four deep (``state``, parameter, name of the state), and nothing that is read deeper.
+_MAX_DEPTH = 8
+
+
+def _located(archive: Archive, value: Any, path: tuple[Any, ...], file: str) -> Any:
+    """``value`` with each tensor's place in the file instead of its description."""
+    if isinstance(value, Saved):
+        name = ".".join(map(str, path))
+        if value.code is None:
+            raise FormatError(f"{name!r} has a dtype that can't be read", path=file)
+        chunks: tuple[Chunk, ...] = ()
+        if 0 not in value.sizes:
+            chunks = (Chunk(whole(value.sizes), file, archive.payload(value, value.code, name)),)
+        return StoredTensor(name, value.code, value.sizes, chunks)
+    if len(path) == _MAX_DEPTH:
+        return value
+    if isinstance(value, dict):
+        return {k: _located(archive, v, (*path, k), file) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_located(archive, v, (*path, k), file) for k, v in enumerate(value)]
+    return value
 
 
 def _is_row_major(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:

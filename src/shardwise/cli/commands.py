@@ -13,12 +13,13 @@ import click
 from ..errors import NoCheckpointError, ShardwiseError, SourceError
 from ..store.publish import published_steps
 from .contents import CheckpointContents, Contents, RootContents, contents_of, is_root, to_json
-from .options import DTYPES, byte_count, common, source_path, trust_remote_code
+from .options import DTYPES, byte_count, common, config, source_path, trust_remote_code
 from .program import FINE, WRONG_DATA, Program, print_json, rank_of_launcher
 from .render import (
     console,
     progress,
     show_contents,
+    show_convert,
     show_diff,
     show_export,
     show_plan,
@@ -98,17 +99,20 @@ def plan(path: str, ranks: int, replicas: int, dtype: str, trust_remote_code: bo
 
 @main.command()
 @source_path
+@click.option(
+    "--threads", type=click.IntRange(1, 256), default=None, metavar="N", help="Default: cores, at most 8."
+)
 @common
-def verify(path: str, as_json: bool) -> int:
+def verify(path: str, threads: int | None, as_json: bool) -> int:
     """Check every byte of a checkpoint, or of every step of a directory of checkpoints."""
     if not is_root(path):
-        report = _verify_one(path, as_json)
+        report = _verify_one(path, threads, as_json)
         if as_json:
             print_json(report.to_json())
         else:
             show_verify(console(), report)
         return FINE if report.ok else WRONG_DATA
-    return _verify_steps(path, as_json)
+    return _verify_steps(path, threads, as_json)
 
 
 @main.command()
@@ -131,7 +135,7 @@ def diff(first: str, second: str, as_json: bool) -> int:
     return FINE if report.ok else WRONG_DATA
 
 
-def _verify_steps(root: str, as_json: bool) -> int:
+def _verify_steps(root: str, threads: int | None, as_json: bool) -> int:
     steps = published_steps(root)
     if not steps:
         raise NoCheckpointError(
@@ -140,7 +144,7 @@ def _verify_steps(root: str, as_json: bool) -> int:
     documents: list[dict[str, Any]] = []
     for step, path in steps.items():
         try:
-            report = _verify_one(path, as_json)
+            report = _verify_one(path, threads, as_json)
             documents.append(report.to_json())
             if not as_json:
                 show_verify(console(), report)
@@ -154,11 +158,11 @@ def _verify_steps(root: str, as_json: bool) -> int:
     return FINE if ok else WRONG_DATA
 
 
-def _verify_one(path: str, as_json: bool) -> Any:
+def _verify_one(path: str, threads: int | None, as_json: bool) -> Any:
     from ..proof import stored
 
     with progress(os.path.basename(os.path.abspath(path)), enabled=not as_json) as on_progress:
-        return stored.verify(path, on_progress=on_progress)
+        return stored.verify(path, on_progress=on_progress, threads=threads)
 
 
 @main.command()
@@ -173,14 +177,24 @@ def _verify_one(path: str, as_json: bool) -> Any:
     metavar="SIZE",
     help="Per file.",
 )
+@click.option("--model", default=None, metavar="NAME", help="Of a checkpoint with several models, which one.")
+@config
 @trust_remote_code
 @common
 def export(
-    path: str, out: str, dtype: str | None, max_shard_size: int, trust_remote_code: bool, as_json: bool
+    path: str,
+    out: str,
+    dtype: str | None,
+    max_shard_size: int,
+    model: str | None,
+    config: str | None,
+    trust_remote_code: bool,
+    as_json: bool,
 ) -> None:
-    """Write the model at PATH (a checkpoint or safetensors) as a Hugging Face directory OUT.
+    """Write the model at PATH (a checkpoint, DCP's too, or safetensors) as a Hugging Face directory OUT.
 
-    Runs in one process, or under torchrun, where all ranks share the work.
+    Runs in one process, or under torchrun, where all ranks share the work. A run that saves and deletes steps
+    meanwhile does no harm.
     """
     from ..export import export_hf
 
@@ -188,6 +202,8 @@ def export(
         report = export_hf(
             path,
             out,
+            model=model,
+            config=config,
             dtype=dtype,
             max_shard_bytes=max_shard_size,
             trust_remote_code=trust_remote_code,
@@ -198,6 +214,35 @@ def export(
             print_json(report.to_json())
         else:
             show_export(console(), report)
+
+
+@main.command()
+@source_path
+@click.argument("out", type=click.Path(path_type=str))
+@click.option("--to", type=click.Choice(("checkpoint", "hf")), required=True, help="What OUT is to be.")
+@config
+@trust_remote_code
+@common
+def convert(path: str, out: str, to: str, config: str | None, trust_remote_code: bool, as_json: bool) -> None:
+    """Write what PATH holds as a checkpoint, or its model as a Hugging Face directory (as export does).
+
+    PATH is what Accelerate, the HF Trainer, torchtitan, transformers or torch.distributed.checkpoint saved, sharded
+    or as full state; safetensors; or a checkpoint, whose files are then cut anew. Optimizer, scheduler and scaler go
+    into a checkpoint where they are stored. To resume from OUT with a Checkpointer, name it step-NNNNNNNN in its
+    directory. Runs in one process, or under torchrun, where all ranks share the work.
+    """
+    from ..converting import convert as to_checkpoint
+    from ..export import export_hf
+
+    with _ranks_of_launcher() as rank:
+        work, show = (export_hf, show_export) if to == "hf" else (to_checkpoint, show_convert)
+        report = work(path, out, config=config, trust_remote_code=trust_remote_code)
+        if rank != 0:
+            return
+        if as_json:
+            print_json(report.to_json())
+        else:
+            show(console(), report)
 
 
 @contextmanager

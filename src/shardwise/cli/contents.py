@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from typing import Any
 
 from ..catalog.manifest import MANIFEST_NAME, Manifest, read_manifest
@@ -13,6 +15,7 @@ from ..catalog.records import Catalog, StoredTensor
 from ..dtypes import itemsize
 from ..errors import ShardwiseError, SourceError
 from ..layout.placements import Geometry
+from ..proof.quick import quick_check
 from ..store.publish import published_steps, was_ever_published
 from .tree import Node, tree_of
 
@@ -84,12 +87,16 @@ class CheckpointContents:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSummary:
-    """A step of a checkpoints directory, as far as its manifest and the sizes of its files tell."""
+    """A step of a checkpoints directory, as far as its manifest, the headers and the sizes of its files tell."""
 
     step: int
     path: str
     ok: bool
+    fate: str = "published"
+    """``published``; ``superseded`` or ``damaged`` for one that a resume has set aside."""
     problem: str | None = None
+    written: str | None = None
+    """When the manifest was written: local time with its offset, ISO 8601."""
     run_id: str | None = None
     parent_step: int | None = None
     world_size: int | None = None
@@ -103,9 +110,12 @@ class RootContents:
     kind: str = "checkpoints"
     path: str
     steps: tuple[StepSummary, ...]
-    set_aside: tuple[str, ...]
+    set_aside: tuple[StepSummary, ...]
+    """Steps that a resume went back behind, or found damaged: in the history, and never resumed from."""
     leftovers: tuple[str, ...]
 
+
+_SET_ASIDE = re.compile(r"step-(?P<step>\d{8,})\.(?P<fate>superseded|damaged)-\w+")
 
 Contents = SourceContents | CheckpointContents | RootContents
 
@@ -237,28 +247,36 @@ def _root(path: str) -> RootContents:
     except OSError as error:
         raise SourceError(f"can't be read: {error.strerror or error}", path=path) from error
     steps = published_steps(path)
-    published = {os.path.basename(directory) for directory in steps.values()}
+    aside = [(name, m) for name in names if (m := _SET_ASIDE.fullmatch(name))]
     return RootContents(
         path=path,
-        steps=tuple(_step(step, directory) for step, directory in steps.items()),
-        set_aside=tuple(n for n in names if n.startswith("step-") and n not in published),
+        steps=tuple(_step(step, directory, "published") for step, directory in steps.items()),
+        set_aside=tuple(
+            _step(int(m["step"]), os.path.join(path, name), m["fate"])
+            for name, m in sorted(aside, key=lambda pair: -int(pair[1]["step"]))
+        ),
         leftovers=tuple(n for n in names if n.startswith((".tmp-", ".trash-"))),
     )
 
 
-def _step(step: int, path: str) -> StepSummary:
+def _step(step: int, path: str, fate: str) -> StepSummary:
     try:
-        manifest = read_manifest(path)
-        if manifest.step != step:
-            raise SourceError(f"its manifest is that of step {manifest.step}", path=path)
-        wrong = list(_wrong_files(path, manifest))
+        manifest = quick_check(path, step)
+        problem = None
     except ShardwiseError as error:
-        return StepSummary(step=step, path=path, ok=False, problem=str(error))
+        problem = str(error)
+        try:
+            manifest = read_manifest(path)
+        except ShardwiseError:
+            return StepSummary(step=step, path=path, ok=False, fate=fate, problem=problem)
+    written = os.stat(os.path.join(path, MANIFEST_NAME)).st_mtime
     return StepSummary(
         step=step,
         path=path,
-        ok=not wrong,
-        problem="; ".join(wrong[:5]) + (f"; and {len(wrong) - 5} more" if len(wrong) > 5 else "") or None,
+        ok=problem is None,
+        fate=fate,
+        problem=problem,
+        written=datetime.fromtimestamp(written).astimezone().isoformat(timespec="seconds"),
         run_id=manifest.run_id,
         parent_step=manifest.parent_step,
         world_size=manifest.world_size,

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-__all__ = ["DTYPES", "byte_count", "common", "source_path", "trust_remote_code"]
+__all__ = ["DTYPES", "byte_count", "common", "config", "source_path", "trust_remote_code"]
 
 #: What a model can be built or exported in.
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -40,6 +40,14 @@ def common(command: Callable[..., Any]) -> Callable[..., Any]:
 def source_path(command: Callable[..., Any]) -> Callable[..., Any]:
     """The argument PATH. What is wrong with it is for the readers to say, who know more."""
     return click.argument("path", type=click.Path(path_type=str))(command)
+
+
+def config(command: Callable[..., Any]) -> Callable[..., Any]:
+    """``--config``, for sources that have none of their own."""
+    help = "Directory with config.json, tokenizer and own code, where PATH has none."
+    return click.option("--config", type=click.Path(path_type=str), default=None, metavar="DIR", help=help)(
+        command
+    )
 
 
 def trust_remote_code(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +21,16 @@ from .tree import Node
 if TYPE_CHECKING:
     from ..planner import PlanReport
 
-__all__ = ["console", "progress", "show_contents", "show_export", "show_plan", "show_verify", "size"]
+__all__ = [
+    "console",
+    "progress",
+    "show_contents",
+    "show_convert",
+    "show_export",
+    "show_plan",
+    "show_verify",
+    "size",
+]
 
 #: Wide enough for tensor names where there is no terminal to ask.
 _WIDTH_WITHOUT_TERMINAL = 140
@@ -135,11 +145,14 @@ def _checkpoint_facts(c: CheckpointContents) -> dict[str, str]:
 
 def _show_root(out: Console, root: RootContents) -> None:
     _facts(out, root.path, {"kind": "directory of checkpoints", "steps": str(len(root.steps))})
-    if root.steps:
-        table = _table("step", "valid", ">size", ">ranks", ">parent", "run")
-        for s in root.steps:
+    history = sorted((*root.steps, *root.set_aside), key=lambda s: (-s.step, s.fate != "published"))
+    if history:
+        table = _table("step", "valid", "what", "written", ">size", ">ranks", ">parent", "run")
+        for s in history:
             parent = "-" if s.parent_step is None else str(s.parent_step)
             row = [
+                s.fate,
+                s.written or "-",
                 "-" if s.file_bytes is None else size(s.file_bytes),
                 str(s.world_size or "-"),
                 parent,
@@ -147,12 +160,11 @@ def _show_root(out: Console, root: RootContents) -> None:
             ]
             table.add_row(str(s.step), _verdict(s.ok), *(Text(_plain(cell)) for cell in row))
         out.print(table)
-    for s in root.steps:
+    for s in history:
         if s.problem:
-            out.print(Text(_plain(f"step {s.step}: {s.problem}"), _RED), soft_wrap=True)
-    for label, names in (("set aside", root.set_aside), ("leftovers of stopped saves", root.leftovers)):
-        if names:
-            out.print(Text(_plain(f"{label}: {', '.join(names)}")), soft_wrap=True)
+            out.print(Text(_plain(f"{os.path.basename(s.path)}: {s.problem}"), _RED), soft_wrap=True)
+    if root.leftovers:
+        out.print(Text(_plain(f"leftovers of stopped saves: {', '.join(root.leftovers)}")), soft_wrap=True)
     if not root.steps:
         out.print(Text("no published step", _RED))
 
@@ -249,6 +261,20 @@ def show_export(out: Console, report: Any) -> None:
         "wrote": f"{report.tensors} tensors, {size(report.total_bytes)} in {report.seconds:.1f} s",
         "files": _some(report.files),
     }
+    _facts(out, str(report.path), facts)
+
+
+def show_convert(out: Console, report: Any) -> None:
+    """What ``convert`` says (a ``ConvertReport``)."""
+    facts = {
+        "from": f"{report.source} ({report.source_kind})",
+        "step": str(report.step),
+        "wrote": f"{report.tensors} tensors, {report.optimizer_tensors} of optimizers, {size(report.bytes_written)} "
+        f"by this rank, in {report.seconds:.1f} s",
+        "documents": _some(report.documents),
+    }
+    if report.left:
+        facts["left out"] = "; ".join(report.left)
     _facts(out, str(report.path), facts)
 
 

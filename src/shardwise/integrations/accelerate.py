@@ -16,6 +16,7 @@ Nothing of Accelerate is patched: ``prepare`` takes a model that is sharded alre
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import re
 import shutil
@@ -42,7 +43,9 @@ from ..store.save import SaveReport
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-__all__ = ["load", "load_pretrained", "load_state", "save_state", "shard", "train_state"]
+__all__ = ["load", "load_pretrained", "load_state", "prepare", "save_state", "shard", "train_state"]
+
+_log = logging.getLogger(__name__)
 
 
 def load_pretrained(
@@ -152,8 +155,26 @@ def shard(accelerator: Accelerator, model: nn.Module) -> tuple[str, ...]:
             f"{type(model).__name__} can't be sharded as the FSDP plugin says: {str(error).splitlines()[0]} … Change the plugin, or shard "
             "the model yourself (shardwise.shard and shardwise.load): prepare() takes a sharded model as it is"
         ) from error
-    _check_empty_shards(model)
+    _warn_of_empty_shards(model)
     return ignored
+
+
+def prepare(accelerator: Accelerator, *objects: Any) -> Any:
+    """``accelerator.prepare(*objects)``, with the optimizers' parameters as they were. Every rank must call it.
+
+    Accelerate finds an optimizer's parameters again by the address of their shards, and all empty shards have the address
+    0: where a rank holds no rows of two parameters, one of them would be in its optimizer twice and the other one
+    never, which :func:`save_state` refuses. Everywhere else it is the same as ``accelerator.prepare``.
+    """
+    optimizers = [found for found in objects if isinstance(found, torch.optim.Optimizer)]
+    before = [[list(group["params"]) for group in o.param_groups] for o in optimizers]
+    sharded = any(isinstance(p, DTensor) for groups in before for group in groups for p in group)
+    prepared = accelerator.prepare(*objects)
+    if sharded:
+        for optimizer, groups in zip(optimizers, before, strict=True):
+            for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+                group["params"] = parameters
+    return prepared
 
 
 class _Settings:
@@ -205,18 +226,18 @@ def _names_in(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[str, ...]
     return tuple(t.name for t in named_tensors(model) if id(t.tensor) in held)
 
 
-def _check_empty_shards(model: nn.Module) -> None:
-    """``prepare`` finds an optimizer's parameters again by their addresses, and all empty shards have the address 0."""
+def _warn_of_empty_shards(model: nn.Module) -> None:
     found = [
         t.name
         for t in named_tensors(model)
         if t.kind == "parameter" and t.tensor.requires_grad and _is_empty_somewhere(t.tensor)
     ]
-    if len(found) > 1:
-        raise ShardError(
-            f"{', '.join(found[:6])} have too few rows for all ranks, so that some ranks hold none; accelerator.prepare() "
-            "would give the optimizer one of them twice there and another one never (it finds parameters by address). "
-            "Use fewer ranks in the shard axis, freeze them, or name their modules in fsdp_ignored_modules"
+    if len(found) > 1 and Ranks.current().rank == 0:
+        _log.warning(
+            "%s and %d more have too few rows for all ranks; call shardwise.integrations.accelerate.prepare(accelerator, …) "
+            "instead of accelerator.prepare(…), which would mix them up in the optimizer of the ranks that hold none",
+            found[0],
+            len(found) - 1,
         )
 
 
@@ -275,7 +296,9 @@ def save_state(
     ranks = Ranks.current()
     ranks.on_first("make room for the checkpoint", free)
     number = accelerator.save_iteration if step is None else step
-    report = checkpoint.save(train_state(accelerator), folder, step=number)
+    with ranks.agree("collect what the accelerator holds"):
+        state = train_state(accelerator)
+    report = checkpoint.save(state, folder, step=number)
     project.iteration += 1
     if output_dir is None and project.total_limit is not None:
         ranks.on_first("delete oldest", lambda: _delete_oldest(os.path.dirname(folder), project.total_limit))
@@ -291,11 +314,14 @@ def load_state(accelerator: Accelerator, input_dir: str | os.PathLike[str] | Non
     Every rank must call it. Raises as :func:`shardwise.restore`; :class:`NoCheckpointError` if there is none.
     """
     _refuse_hooks(accelerator, "_load_model_state_pre_hook", "register_load_state_pre_hook")
+    ranks = Ranks.current()
     if input_dir is None:
-        found = Ranks.current().on_first("find newest", lambda: _newest(accelerator).encode()).decode()
+        found = ranks.on_first("find newest", lambda: _newest(accelerator).encode()).decode()
     else:
         found = os.path.abspath(os.path.expanduser(input_dir))
-    return checkpoint.restore(train_state(accelerator), found)
+    with ranks.agree("collect what the accelerator holds"):
+        state = train_state(accelerator)
+    return checkpoint.restore(state, found)
 
 
 def train_state(accelerator: Accelerator) -> TrainState:
@@ -306,6 +332,13 @@ def train_state(accelerator: Accelerator) -> TrainState:
     models, optimizers = accelerator._models, accelerator._optimizers
     if not models:
         raise StateError("the accelerator has no model; call accelerator.prepare(model, optimizer, …) first")
+    for optimizer in optimizers:
+        every = [p for group in optimizer.param_groups for p in group["params"]]
+        if len({id(p) for p in every}) < len(every):
+            raise StateError(
+                "an optimizer holds a parameter twice, because this rank's shards of several are empty; call "
+                "shardwise.integrations.accelerate.prepare(accelerator, …) instead of accelerator.prepare(…)"
+            )
     loaders = _Loaders(accelerator._dataloaders)
     return TrainState(
         model=models[0] if len(models) == 1 else _numbered("model", models),

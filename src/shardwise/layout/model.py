@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -12,10 +13,19 @@ from .._compat import fsdp_parameter_ids
 from ..dtypes import code_of
 from ..errors import LayoutError
 from ..names import NamedTensor, named_tensors
+from .boxes import LocalBox
 from .placements import Geometry, check_local_shape, cut_boxes, geometry_of, local_shape
 from .wanted import Kind, Layout, Wanted, contiguous_strides
 
-__all__ = ["geometries_of", "layout_of", "local_tensor", "reshard", "wanted_of", "world_size"]
+__all__ = [
+    "geometries_of",
+    "layout_of",
+    "local_tensor",
+    "reshard",
+    "wanted_of",
+    "wanted_states",
+    "world_size",
+]
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -47,16 +57,21 @@ def geometries_of(model: nn.Module, tensors: Iterable[NamedTensor]) -> dict[str,
     """How each named tensor is spread over ranks."""
     fsdp = fsdp_parameter_ids(model)
     world = world_size()
-    # Reading a mesh costs more than everything else here, and most tensors share mesh and placements.
+    # Reading a mesh costs more than everything else here, and most tensors share mesh and placements, many their spec.
     known: dict[object, Geometry] = {}
+    by_spec: dict[tuple[int, bool], Geometry] = {}
     found = {}
     for t in tensors:
         managed = id(t.tensor) in fsdp
-        mesh = getattr(t.tensor, "device_mesh", None)
-        key = (id(mesh), getattr(t.tensor, "placements", None), t.tensor.dim(), managed)
-        if key not in known:
-            known[key] = geometry_of(t.tensor, world_size=world, fsdp_order=managed)
-        found[t.name] = known[key]
+        spec = (id(getattr(t.tensor, "_spec", None)), managed)
+        geometry = by_spec.get(spec)
+        if geometry is None:
+            mesh = getattr(t.tensor, "device_mesh", None)
+            key = (id(mesh), getattr(t.tensor, "placements", None), t.tensor.dim(), managed)
+            if key not in known:
+                known[key] = geometry_of(t.tensor, world_size=world, fsdp_order=managed)
+            geometry = by_spec[spec] = known[key]
+        found[t.name] = geometry
     return found
 
 
@@ -69,51 +84,87 @@ def layout_of(model: nn.Module, *, rank: int | None = None) -> Layout:
     """
     tensors = [t for t in named_tensors(model) if t.persistent]
     geometries = geometries_of(model, tensors)
+    place = _place_on(_this_rank(), is_here=True) if rank is None else _place_on(rank, is_here=False)
     return Layout(
-        tuple(
-            wanted_of(t.name, t.tensor, geometries[t.name], aliases=t.aliases, kind=t.kind, rank=rank)
-            for t in tensors
-        )
+        tuple([_wanted(t.name, t.tensor, geometries[t.name], place, t.aliases, t.kind) for t in tensors])
     )
 
 
-def wanted_of(
+def wanted_of(name: str, tensor: torch.Tensor, geometry: Geometry) -> Wanted:
+    """A tensor on this rank that a load has to fill and that is no model's; see :func:`layout_of`."""
+    (found,) = wanted_states({name: tensor}, {name: geometry})
+    return found
+
+
+def wanted_states(tensors: Mapping[str, torch.Tensor], geometries: Mapping[str, Geometry]) -> list[Wanted]:
+    """:func:`wanted_of` many, which costs less together: most are spread like others."""
+    place = _place_on(_this_rank(), is_here=True)
+    return [_wanted(name, tensor, geometries[name], place) for name, tensor in tensors.items()]
+
+
+def _this_rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a tensor lies on one rank."""
+
+    shape: tuple[int, ...]
+    boxes: tuple[LocalBox, ...]
+    local_shape: tuple[int, ...]
+    local_strides: tuple[int, ...]
+
+
+#: From a tensor's name, itself, its local part and its geometry to where it lies.
+_PlaceOf = Callable[[str, torch.Tensor, torch.Tensor, Geometry], _Place]
+
+
+def _place_on(rank: int, *, is_here: bool) -> _PlaceOf:
+    """Where tensors lie on a rank. Thousands are spread alike, and share the answer."""
+    known: dict[tuple[object, ...], _Place] = {}
+
+    def place_of(name: str, tensor: torch.Tensor, local: torch.Tensor, geometry: Geometry) -> _Place:
+        key = (tensor.shape, geometry, local.shape, local.stride())
+        place = known.get(key)
+        if place is None:
+            place = known[key] = _find_place(name, tensor, local if is_here else None, geometry, rank)
+        return place
+
+    return place_of
+
+
+def _find_place(
+    name: str, tensor: torch.Tensor, local: torch.Tensor | None, geometry: Geometry, rank: int
+) -> _Place:
+    shape = tuple(tensor.shape)
+    coordinate = geometry.coordinate(rank)
+    boxes = cut_boxes(shape, geometry, coordinate) if coordinate is not None else ()
+    if local is None:
+        held = local_shape(shape, boxes) or (0,) * len(shape)
+        return _Place(shape, boxes, held, contiguous_strides(held))
+    held, strides = tuple(local.shape), tuple(local.stride())
+    check_local_shape(shape, boxes, held, name, getattr(tensor, "placements", "none"))
+    if local.numel() and not _owns_elements(local):
+        raise LayoutError(
+            f"{name}: local tensor with strides {strides} stores several elements in one place "
+            f"(an expanded tensor); make it contiguous before loading into it"
+        )
+    return _Place(shape, boxes, held, strides)
+
+
+def _wanted(
     name: str,
     tensor: torch.Tensor,
     geometry: Geometry,
-    *,
+    place_of: _PlaceOf,
     aliases: tuple[str, ...] = (),
     kind: Kind = "state",
-    rank: int | None = None,
 ) -> Wanted:
-    """One tensor of a layout; see :func:`layout_of`."""
-    shape = tuple(tensor.shape)
-    local = local_tensor(tensor)
-    mine = rank is None
-    if rank is None:
-        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    coordinate = geometry.coordinate(rank)
-    boxes = cut_boxes(shape, geometry, coordinate) if coordinate is not None else ()
-    if mine:
-        check_local_shape(shape, boxes, tuple(local.shape), name, getattr(tensor, "placements", "none"))
-        held, strides = tuple(local.shape), tuple(local.stride())
-        if local.numel() and not _owns_elements(local):
-            raise LayoutError(
-                f"{name}: local tensor with strides {strides} stores several elements in one place "
-                f"(an expanded tensor); make it contiguous before loading into it"
-            )
-    else:
-        held = local_shape(shape, boxes) or (0,) * len(shape)
-        strides = contiguous_strides(held)
+    place = place_of(name, tensor, local_tensor(tensor), geometry)
+    dtype = code_of(tensor.dtype)
     return Wanted(
-        name=name,
-        dtype=code_of(tensor.dtype),
-        shape=shape,
-        boxes=boxes,
-        local_shape=held,
-        local_strides=strides,
-        aliases=aliases,
-        kind=kind,
+        name, dtype, place.shape, place.boxes, place.local_shape, place.local_strides, aliases, kind
     )
 
 

@@ -12,8 +12,10 @@ Every cut follows ``torch.chunk``: ceil-sized pieces first, then possibly shorte
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING, Literal
 
@@ -23,7 +25,16 @@ from .boxes import Box, LocalBox, whole
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["RULE_VERSION", "Cut", "Geometry", "cut_boxes", "geometry_of", "local_boxes"]
+__all__ = [
+    "RULE_VERSION",
+    "Cut",
+    "Geometry",
+    "cut_boxes",
+    "cutting_axes",
+    "dim_intervals",
+    "geometry_of",
+    "local_boxes",
+]
 
 #: Names the cutting rule in manifests: a later rule must get another number.
 RULE_VERSION = 1
@@ -57,12 +68,23 @@ class Geometry:
     cuts: tuple[Cut, ...]
     ranks: tuple[int, ...]
     fsdp_order: bool = True
+    # Thousands of tensors share one geometry and ask for these: not to be found anew from all ranks each time.
+    _places: dict[int, int] = field(init=False, repr=False, compare=False)
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_places", {rank: place for place, rank in enumerate(self.ranks)})
+        # Of numbers only: texts hash otherwise in another process, to which a geometry may be sent.
+        object.__setattr__(self, "_hash", hash((self.axis_sizes, self.ranks, self.fsdp_order)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
         """The mesh coordinate of a global rank, or None if the mesh leaves it out."""
-        if rank not in self.ranks:
+        place = self._places.get(rank)
+        if place is None:
             return None
-        place = self.ranks.index(rank)
         coordinate = []
         for size in reversed(self.axis_sizes):
             place, here = divmod(place, size)
@@ -132,17 +154,34 @@ def _dim_intervals(
     return held
 
 
+def cutting_axes(geometry: Geometry, dim: int) -> list[tuple[int, Cut]]:
+    """The mesh axes that cut a dim, and how."""
+    return [(a, c) for a, c in enumerate(geometry.cuts) if c.kind != "replicate" and c.dim == dim]
+
+
+def dim_intervals(length: int, dim: int, geometry: Geometry, coordinate: Sequence[int]) -> list[Interval]:
+    """The intervals of one dim that a coordinate holds, in local order; none of them is empty, if the dim is cut."""
+    cuts = cutting_axes(geometry, dim)
+    return _dim_intervals(length, cuts, geometry, coordinate) if cuts else [(0, length)]
+
+
 def cut_boxes(shape: Sequence[int], geometry: Geometry, coordinate: Sequence[int]) -> tuple[LocalBox, ...]:
     """The boxes of a tensor of global ``shape`` that the rank at ``coordinate`` holds.
 
     Several boxes where an uneven cut leaves a rank with separate pieces; none if its shard is empty.
     ``local_start`` says where each box lies in the local tensor (pieces are concatenated along their dim).
     """
+    return _cut_boxes(tuple(shape), geometry, tuple(coordinate))
+
+
+@lru_cache(maxsize=16384)  # thousands of tensors have one shape and one geometry
+def _cut_boxes(
+    shape: tuple[int, ...], geometry: Geometry, coordinate: tuple[int, ...]
+) -> tuple[LocalBox, ...]:
     per_dim: list[list[tuple[Interval, int]]] = []
     for dim, length in enumerate(shape):
-        cuts = [(a, c) for a, c in enumerate(geometry.cuts) if c.kind != "replicate" and c.dim == dim]
         placed, base = [], 0
-        for interval in _dim_intervals(length, cuts, geometry, coordinate) if cuts else [(0, length)]:
+        for interval in dim_intervals(length, dim, geometry, coordinate):
             placed.append((interval, base))
             base += interval[1] - interval[0]
         per_dim.append(placed)
@@ -228,10 +267,7 @@ def check_local_shape(
     """Raise :class:`LayoutError` unless boxes make up exactly a local tensor of shape ``found``."""
     expected = local_shape(shape, boxes)
     held = sum(b.box.numel for b in boxes)
-    numel = 1
-    for n in found:
-        numel *= n
-    if held != numel or (expected is not None and expected != found):
+    if held != math.prod(found) or (expected is not None and expected != found):
         raise LayoutError(
             f"{name}: global shape {shape} with placements {placements} should give local shape "
             f"{expected or 'empty'}, but torch allocated {found}; please report this layout"

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from ..catalog.records import Catalog, StoredTensor
 from ..dtypes import itemsize
+from ..layout.boxes import Box, LocalBox
 from ..layout.wanted import Layout, Wanted, contiguous_strides
 from ..recipe.match import Matched
-from ..recipe.tiles import Tile, bounds, cut, identity, translate
+from ..recipe.tiles import Tile, bounds, cut, is_identity, translate
 from .cover import prove_cover
 from .records import LEAST_STAGING_BYTES, IOOptions, Plan, StridedLoop, Transfer
 
@@ -27,14 +28,15 @@ def build_plan(catalog: Catalog, layout: Layout, matched: Matched, io: IOOptions
     prove_cover(catalog, layout, matched)
     transfers: list[Transfer] = []
     checks: list[Transfer] = []
+    common = _Common()
     for wanted in layout.wanted:
         recipe = matched.recipes.get(wanted.name)
         if recipe is None:
             continue
         for tile in recipe.tiles:
-            transfers += transfers_of(tile, wanted, catalog.tensors)
+            transfers += transfers_of(tile, wanted, catalog.tensors, common)
         for tile in (t for copy in recipe.copies for t in copy):
-            checks += transfers_of(tile, wanted, catalog.tensors)
+            checks += transfers_of(tile, wanted, catalog.tensors, common)
     transfers.sort(key=lambda t: (t.path, t.offset_bytes))
     checks.sort(key=lambda t: (t.path, t.offset_bytes))
     return Plan(
@@ -74,61 +76,98 @@ def _oversized(matched: Matched, io: IOOptions) -> Iterator[str]:
 def _staging(transfers: list[Transfer], checks: list[Transfer], matched: Matched, io: IOOptions) -> int:
     """Staging that the reads of a CPU target take: the largest that does not go straight, up to the limit, and
     the largest host conversion beside it."""
-    largest = max((_staged_bytes(t) for t in transfers if not t.is_direct), default=0)
-    largest = max(largest, max(map(_staged_bytes, checks), default=0))
+    # Most transfers share their loops with others.
+    alike = {(id(t.loops), t.source_dtype, t.target_dtype): t for t in transfers}
+    largest = max((t.bytes_to_read for t in alike.values() if not t.is_direct), default=0)
+    largest = max(largest, max((t.bytes_to_read for t in checks), default=0))
     converted = max((host.staging_bytes for host in matched.conversions.values()), default=0)
     return min(largest + converted, io.staging_bytes)
 
 
-def _staged_bytes(transfer: Transfer) -> int:
-    return transfer.bytes_to_read
+def transfers_of(
+    tile: Tile, wanted: Wanted, stored: Mapping[str, StoredTensor], common: _Common | None = None
+) -> Iterable[Transfer]:
+    """A tile cut by this rank's boxes and by the stored chunks, as strided copies.
 
-
-def transfers_of(tile: Tile, wanted: Wanted, stored: Mapping[str, StoredTensor]) -> Iterator[Transfer]:
-    """A tile cut by this rank's boxes and by the stored chunks, as strided copies."""
+    Tensors that are cut alike on both sides share the work through ``common``.
+    """
     source = stored[tile.source]
-    if tile == identity(tile.source, wanted.shape) and source.shape == wanted.shape:
-        yield from _identical(wanted, source)
-        return
+    if source.shape == wanted.shape and is_identity(tile, wanted.shape):
+        return _identical(wanted, source, common or _Common())
+    return _tiled(tile, wanted, source)
+
+
+def _tiled(tile: Tile, wanted: Wanted, source: StoredTensor) -> Iterator[Transfer]:
     for local in wanted.boxes:
         shift = tuple(a - b for a, b in zip(local.local_start, local.box.start, strict=True))
         for piece in cut(tile, "target", local.box):
             placed = translate(piece, "target", shift)
             reach = bounds(placed, "source")
-            for chunk in source.chunks:
-                if reach.intersect(chunk.box) is None:
-                    continue
+            for chunk in source.chunks_touching(reach):
                 for part in cut(placed, "source", chunk.box):
                     inside = translate(part, "source", tuple(-s for s in chunk.box.start))
                     yield _transfer(inside, wanted, source, chunk.path, chunk.offset_bytes, chunk.box.sizes)
 
 
-def _identical(wanted: Wanted, source: StoredTensor) -> Iterator[Transfer]:
+def _identical(wanted: Wanted, source: StoredTensor, common: _Common) -> list[Transfer]:
     """What cutting an identity tile comes to, without the tiles: most tensors are stored as they are wanted."""
-    size = itemsize(source.dtype)
+    size, found = itemsize(source.dtype), []
     for local in wanted.boxes:
-        for chunk in source.chunks:
-            common = local.box.intersect(chunk.box)
-            if common is None:
-                continue
-            strides = contiguous_strides(chunk.box.sizes)
-            first = target = 0
-            loops = []
-            for d, (a, b) in enumerate(zip(common.start, common.stop, strict=True)):
-                first += (a - chunk.box.start[d]) * strides[d]
-                target += (a - local.box.start[d] + local.local_start[d]) * wanted.local_strides[d]
-                if b - a > 1:
-                    loops.append(StridedLoop(b - a, strides[d], wanted.local_strides[d]))
-            yield Transfer(
-                wanted=wanted.name,
-                stored=source.name,
-                path=chunk.path,
-                offset_bytes=chunk.offset_bytes + first * size,
-                source_dtype=source.dtype,
-                target_dtype=wanted.dtype,
-                target_offset=target,
-                loops=merge_loops(loops),
-            )
+        for chunk in source.chunks_touching(local.box):
+            copy = common.of(local, chunk.box, wanted.local_strides)
+            if copy is not None:
+                first, target, loops = copy
+                offset = chunk.offset_bytes + first * size
+                found.append(
+                    Transfer(
+                        wanted.name,
+                        source.name,
+                        chunk.path,
+                        offset,
+                        source.dtype,
+                        wanted.dtype,
+                        target,
+                        loops,
+                    )
+                )
+    return found
+
+
+_Copy = tuple[int, int, tuple[StridedLoop, ...]]
+
+
+class _Common:
+    """What local boxes and chunks have in common, found once for those that many tensors share."""
+
+    def __init__(self) -> None:
+        # By identity: hashing boxes costs as much as looking what they share. The values keep their keys alive.
+        self._known: dict[tuple[int, int, int], tuple[object, _Copy | None]] = {}
+
+    def of(self, local: LocalBox, chunk: Box, local_strides: tuple[int, ...]) -> _Copy | None:
+        """:func:`_common` of them."""
+        key = (id(local), id(chunk), id(local_strides))
+        found = self._known.get(key)
+        if found is None:
+            copy = _common(local, chunk, local_strides)
+            found = self._known[key] = (local, chunk, local_strides), copy
+        return found[1]
+
+
+def _common(local: LocalBox, chunk: Box, local_strides: tuple[int, ...]) -> _Copy | None:
+    """The elements that a local box and a chunk share: the first one's place in the chunk and in the local tensor, and
+    the loops over all of them; None if there are none."""
+    common = local.box.intersect(chunk)
+    if common is None:
+        return None
+    strides = contiguous_strides(chunk.sizes)
+    first = target = 0
+    loops = []
+    for d, (a, b) in enumerate(zip(common.start, common.stop, strict=True)):
+        first += (a - chunk.start[d]) * strides[d]
+        target += (a - local.box.start[d] + local.local_start[d]) * local_strides[d]
+        if b - a > 1:
+            loops.append(StridedLoop(b - a, strides[d], local_strides[d]))
+    return first, target, merge_loops(loops)
 
 
 def _transfer(

@@ -14,7 +14,7 @@ from ..errors import PlanError
 from ..layout.boxes import whole
 from ..layout.wanted import Layout, Wanted
 from ..recipe.match import Matched
-from ..recipe.tiles import Tile, bounds, identity, is_injective, tiles_overlap
+from ..recipe.tiles import Tile, bounds, is_identity, is_injective, tiles_overlap
 
 __all__ = ["cover_problems", "prove_cover"]
 
@@ -37,7 +37,7 @@ def prove_cover(catalog: Catalog, layout: Layout, matched: Matched) -> None:
 def cover_problems(wanted: Wanted, tiles: tuple[Tile, ...], catalog: Catalog) -> list[str]:
     """What keeps tiles from covering a wanted tensor exactly once, reading only elements that exist."""
     whole_shape = catalog.tensors[tiles[0].source].shape if len(tiles) == 1 else None
-    if whole_shape == wanted.shape and tiles[0] == identity(tiles[0].source, wanted.shape):
+    if whole_shape == wanted.shape and is_identity(tiles[0], wanted.shape):
         return []  # stored as it is wanted
     problems = []
     for tile in tiles:

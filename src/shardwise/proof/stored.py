@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
 import xxhash
 
 from ..catalog.checkpoint import catalog_of_slices, directory, model_tensors, optimizer_tensors, packed_name
@@ -20,7 +22,7 @@ from ..errors import ShardwiseError
 from ..read.files import FileReader
 from .digest import finish, partial_sum_bytes
 
-__all__ = ["VerifyReport", "model_of", "pieces", "verify"]
+__all__ = ["VerifyReport", "boxes_of_run", "model_of", "pieces", "verify"]
 
 Progress = Callable[[int, int], None]
 
@@ -47,46 +49,40 @@ class VerifyReport:
         return {**asdict(self), "ok": self.ok}
 
 
-def verify(path: str | os.PathLike[str], on_progress: Progress | None = None) -> VerifyReport:
-    """Check a stored checkpoint completely; reads all of it once or twice, in pieces of 16 MiB, on one process.
+def verify(
+    path: str | os.PathLike[str], on_progress: Progress | None = None, *, threads: int | None = None
+) -> VerifyReport:
+    """Check a stored checkpoint completely; reads all of it once, in blocks of 16 MiB, on one process.
 
     Checked: the manifest's own checksum; that exactly its files are there with their sizes; the checksum of
     every header, small file and 16 MiB block; that headers say what the manifest says; that slices cover
     every tensor exactly once; and every tensor's digest, recomputed from the stored bytes.
 
-    ``on_progress(done, total)`` is called with bytes. Rank-local. Raises :class:`SourceError` (or a
-    subclass) only if there is no readable manifest; everything else is a line in ``problems``.
+    ``on_progress(done, total)`` is called with bytes, from one thread at a time. ``threads``: default as many as the
+    process may run on, at most 8; memory: 17 MiB each. Rank-local. Raises :class:`SourceError` (or a subclass) only
+    if there is no readable manifest; everything else is a line in ``problems``.
     """
     started = time.perf_counter()
     root = os.fspath(path)
+    if threads is not None and threads < 1:
+        raise ValueError(f"threads must be at least 1, got {threads}")
     manifest = read_manifest(root)
-    problems = _file_set_problems(root, manifest)
-    total = 2 * sum(e.nbytes for e in manifest.files.values())
-    done = 0
+    work = _Verification(root, manifest, on_progress)
+    work.run(threads or min(8, _cores()))
+    return VerifyReport(
+        path=root,
+        step=manifest.step,
+        problems=work.problems(),
+        files=len(manifest.files) + 1,
+        tensors=work.tensors,
+        bytes_read=work.bytes_read,
+        seconds=time.perf_counter() - started,
+    )
 
-    def count(n: int) -> None:
-        nonlocal done
-        done += n
-        if on_progress is not None:
-            on_progress(min(done, total), total)
 
-    with FileReader(count) as reader:
-        for name, entry in manifest.files.items():
-            if not any(p.startswith(f"{name}:") for p in problems):
-                problems += _checksum_problems(reader, root, name, entry)
-        tensors = 0
-        for kind, part, stored, digests in _slice_sets(manifest):
-            tensors += len(digests)
-            problems += _slice_problems(reader, root, manifest, kind, part, stored, digests)
-        return VerifyReport(
-            path=root,
-            step=manifest.step,
-            problems=tuple(dict.fromkeys(problems)),
-            files=len(manifest.files) + 1,
-            tensors=tensors,
-            bytes_read=reader.bytes_read,
-            seconds=time.perf_counter() - started,
-        )
+def _cores() -> int:
+    """On which this process may run, where the system tells."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _file_set_problems(root: str, manifest: Manifest) -> list[str]:
@@ -102,34 +98,6 @@ def _file_set_problems(root: str, manifest: Manifest) -> list[str]:
         elif (size := os.stat(os.path.join(root, name)).st_size) != entry.nbytes:
             problems.append(f"{name}: {size} bytes, expected {entry.nbytes}: truncated or overwritten")
     return problems
-
-
-def _checksum_problems(reader: FileReader, root: str, name: str, entry: FileEntry) -> list[str]:
-    path = os.path.join(root, name)
-    try:
-        head = bytearray(entry.header_bytes)
-        reader.read_into(path, 0, memoryview(head))
-        if xxhash.xxh3_64_hexdigest(head) != entry.header_xxh3:
-            what = "content" if entry.header_bytes == entry.nbytes else "header"
-            return [f"{name}: {what} differs from its checksum"]
-        problems = []
-        payload = entry.nbytes - entry.header_bytes
-        buffer = memoryview(bytearray(min(BLOCK_BYTES, payload)))
-        expected = math.ceil(payload / BLOCK_BYTES)
-        if len(entry.blocks) != expected:
-            return [f"{name}: manifest has {len(entry.blocks)} block checksums, expected {expected}"]
-        for k, checksum in enumerate(entry.blocks):
-            offset = k * BLOCK_BYTES
-            view = buffer[: min(BLOCK_BYTES, payload - offset)]
-            reader.read_into(path, entry.header_bytes + offset, view)
-            if xxhash.xxh3_64_hexdigest(view) != checksum:
-                problems.append(
-                    f"{name}: bytes {entry.header_bytes + offset} to {entry.header_bytes + offset + view.nbytes} "
-                    f"differ from their checksum"
-                )
-        return problems
-    except ShardwiseError as error:
-        return [f"{name}: {error}"]
 
 
 def _slice_sets(manifest: Manifest) -> Iterator[tuple[str, str, list[SliceTensor], dict[str, int]]]:
@@ -157,61 +125,210 @@ def model_of(manifest: Manifest, optimizer: str) -> str:
     )
 
 
-def _slice_problems(
-    reader: FileReader,
-    root: str,
-    manifest: Manifest,
-    kind: str,
-    part: str,
-    stored: Sequence[SliceTensor],
-    digests: dict[str, int],
-) -> list[str]:
-    try:
-        catalog_of_slices(root, manifest, kind, part, stored)
-    except ShardwiseError as error:
-        return [f"{part}: {error}"]
-    sums = dict.fromkeys(digests, 0)
-    unreadable: set[str] = set()
-    problems = []
-    per_rank = {r: rank_files(stored, r) for r in sorted({r for t in stored for r in t.geometry.ranks})}
-    count = max((len(files) for files in per_rank.values()), default=0)
-    for rank, files in per_rank.items():
-        for k, slices in enumerate(files):
-            name = f"{directory(kind, part)}/{file_name(kind, rank, k, count)}"
-            entry = manifest.files[name]
-            path = os.path.join(root, name)
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A file to check, and the slices that lie in it one after another; none of other files, or of unknown ones."""
+
+    name: str
+    entry: FileEntry
+    part: int
+    slices: tuple[Slice, ...]
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.entry.nbytes - self.entry.header_bytes
+
+
+class _Verification:
+    """One verification: its tasks (headers, and blocks of payload), which threads take in turn, and what they found."""
+
+    def __init__(self, root: str, manifest: Manifest, on_progress: Progress | None) -> None:
+        self._root = root
+        self._manifest = manifest
+        self._on_progress = on_progress
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._done, self._total = 0, sum(e.nbytes for e in manifest.files.values())
+        self._found: dict[
+            tuple[int, int], list[str]
+        ] = {}  # by file and block, so that the order is always the same
+        self._first = _file_set_problems(root, manifest)
+        self._parts = list(_slice_sets(manifest))
+        self._sums: list[dict[str, int]] = [dict.fromkeys(digests, 0) for *_, digests in self._parts]
+        self._unread: list[set[str]] = [set() for _ in self._parts]
+        self._files = self._files_to_check()
+        self._tasks = ((f, b) for f, file in enumerate(self._files) for b in range(-1, _blocks_in(file)))
+
+    @property
+    def tensors(self) -> int:
+        return sum(map(len, self._sums))
+
+    @property
+    def bytes_read(self) -> int:
+        return self._done
+
+    def run(self, threads: int) -> None:
+        """Check everything; returns when all threads have ended."""
+        with ThreadPoolExecutor(threads, thread_name_prefix="shardwise-verify") as pool:
             try:
-                problems += _header_problems(reader, path, name, entry, slices)
-                for s in slices:
-                    sums[s.tensor.name] += _slice_sum(reader, path, entry.header_bytes, s)
+                for ended in [pool.submit(self._work) for _ in range(threads)]:
+                    ended.result()
+            finally:
+                self._stopped = True
+
+    def problems(self) -> tuple[str, ...]:
+        """What is wrong, files first."""
+        lines = [*self._first, *(line for key in sorted(self._found) for line in self._found[key])]
+        for (_, name, stored, digests), sums, unread in zip(
+            self._parts, self._sums, self._unread, strict=True
+        ):
+            for t in stored:
+                if t.name not in unread and finish(sums[t.name] % 2**64, t.dtype, t.shape) != digests[t.name]:
+                    lines.append(f"{name} tensor {t.name!r}: content differs from its digest")
+        return tuple(dict.fromkeys(lines))
+
+    def _files_to_check(self) -> list[_File]:
+        """Those that are there in their size. Tensors that have slices in others, or unknown ones, are not summed."""
+        slices: dict[str, tuple[int, tuple[Slice, ...]]] = {}
+        for k, (kind, name, stored, _) in enumerate(self._parts):
+            try:
+                catalog_of_slices(self._root, self._manifest, kind, name, stored)
             except ShardwiseError as error:
-                problems.append(f"{name}: {error}")
-                unreadable |= {s.tensor.name for s in slices}
-    for t in stored:
-        if t.name not in unreadable and finish(sums[t.name] % 2**64, t.dtype, t.shape) != digests[t.name]:
-            problems.append(f"{part} tensor {t.name!r}: content differs from its digest")
-    return problems
+                self._first.append(f"{name}: {error}")
+                self._unread[k] |= self._sums[k].keys()
+                continue
+            per_rank = {
+                r: rank_files(stored, r) for r in sorted({r for t in stored for r in t.geometry.ranks})
+            }
+            count = max((len(files) for files in per_rank.values()), default=0)
+            for rank, files in per_rank.items():
+                for n, held in enumerate(files):
+                    relative = f"{directory(kind, name)}/{file_name(kind, rank, n, count)}"
+                    slices[relative] = k, tuple(held)
+        found = []
+        for name, entry in self._manifest.files.items():
+            part, own = slices.get(name, (0, ()))
+            file = _File(name, entry, part, own)
+            if any(p.startswith(f"{name}:") for p in self._first):
+                self._unread[part] |= {s.tensor.name for s in own}
+            elif own and sum(s.nbytes for s in own) != file.payload_bytes:
+                self._first.append(f"{name}: {file.payload_bytes} bytes of payload, its tensors take others")
+                self._unread[part] |= {s.tensor.name for s in own}
+                found.append(_File(name, entry, part, ()))
+            else:
+                found.append(file)
+        return found
+
+    def _work(self) -> None:
+        """Take tasks until there are none."""
+        buffer = bytearray()
+        with FileReader(self._count) as reader:
+            while not self._stopped:
+                with self._lock:
+                    task = next(self._tasks, None)
+                if task is None:
+                    return
+                file, block = self._files[task[0]], task[1]
+                length = _length_of(file, block)
+                if len(buffer) < length:
+                    buffer = bytearray(length)
+                lines, sums = self._check(file, block, reader, memoryview(buffer)[:length])
+                with self._lock:
+                    if lines:
+                        self._found[task] = lines
+                    for name, total in sums:
+                        self._sums[file.part][name] += total
+
+    def _check(
+        self, file: _File, block: int, reader: FileReader, view: memoryview
+    ) -> tuple[list[str], list[tuple[str, int]]]:
+        """Problems of the header (block -1) or a block of payload, and its share of the sums of tensors."""
+        offset = 0 if block < 0 else file.entry.header_bytes + block * BLOCK_BYTES
+        try:
+            reader.read_into(os.path.join(self._root, file.name), offset, view)
+        except ShardwiseError as error:
+            with self._lock:
+                self._unread[file.part] |= {s.tensor.name for s in file.slices}
+            return [f"{file.name}: {error}"], []
+        if block < 0:
+            return list(_header_problems(file, view)), []
+        lines = []
+        if block < len(file.entry.blocks) and xxhash.xxh3_64_hexdigest(view) != file.entry.blocks[block]:
+            lines = [f"{file.name}: bytes {offset} to {offset + view.nbytes} differ from their checksum"]
+        return lines, list(_sums_in(file.slices, block * BLOCK_BYTES, view))
+
+    def _count(self, nbytes: int) -> None:
+        with self._lock:
+            self._done += nbytes
+            if self._on_progress is not None:
+                self._on_progress(min(self._done, self._total), self._total)
 
 
-def _header_problems(
-    reader: FileReader, path: str, name: str, entry: FileEntry, slices: Sequence[Slice]
-) -> list[str]:
-    expected = header_bytes(slices)
-    found = bytearray(min(len(expected), entry.nbytes))
-    reader.read_into(path, 0, memoryview(found))
-    if found != expected:
-        return [f"{name}: header does not say what the manifest says"]
-    return []
+def _blocks_in(file: _File) -> int:
+    return math.ceil(file.payload_bytes / BLOCK_BYTES)
 
 
-def _slice_sum(reader: FileReader, path: str, payload_start: int, s: Slice) -> int:
-    size = itemsize(s.tensor.dtype)
-    total = 0
-    for start, sizes, first in pieces(s.held.box.start, s.held.box.sizes, BLOCK_BYTES // size):
-        buffer = np.empty(math.prod(sizes) * size, dtype=np.uint8)
-        reader.read_into(path, payload_start + s.offset_bytes + first * size, buffer.data)
-        total += partial_sum_bytes(buffer, s.tensor.dtype, sizes, start)
-    return total
+def _length_of(file: _File, block: int) -> int:
+    return (
+        file.entry.header_bytes if block < 0 else min(BLOCK_BYTES, file.payload_bytes - block * BLOCK_BYTES)
+    )
+
+
+def _header_problems(file: _File, header: memoryview) -> Iterator[str]:
+    entry = file.entry
+    if xxhash.xxh3_64_hexdigest(header) != entry.header_xxh3:
+        yield f"{file.name}: {'content' if entry.header_bytes == entry.nbytes else 'header'} differs from its checksum"
+    elif file.slices and bytes(header) != header_bytes(file.slices):
+        yield f"{file.name}: header does not say what the manifest says"
+    if len(entry.blocks) != _blocks_in(file):
+        yield f"{file.name}: manifest has {len(entry.blocks)} block checksums, expected {_blocks_in(file)}"
+
+
+def _sums_in(slices: Sequence[Slice], begin: int, view: memoryview) -> Iterator[tuple[str, int]]:
+    """The share of each tensor's digest sum that lies in the payload's bytes from ``begin`` on."""
+    end = begin + view.nbytes
+    first = max(0, bisect_right(slices, begin, key=lambda s: s.offset_bytes) - 1)
+    for s in slices[first:]:
+        if s.offset_bytes >= end:
+            return
+        low, high = max(begin, s.offset_bytes), min(end, s.offset_bytes + s.nbytes)
+        if low >= high:
+            continue
+        size, at = itemsize(s.tensor.dtype), low - begin
+        total = 0
+        run = (low - s.offset_bytes) // size, (high - s.offset_bytes) // size
+        for start, sizes in boxes_of_run(s.held.box.start, s.held.box.sizes, *run):
+            nbytes = math.prod(sizes) * size
+            total += partial_sum_bytes(view[at : at + nbytes], s.tensor.dtype, sizes, start)
+            at += nbytes
+        yield s.tensor.name, total
+
+
+def boxes_of_run(
+    start: tuple[int, ...], sizes: tuple[int, ...], first: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Elements ``first`` … ``stop`` - 1, counted row-major, of a box, as boxes in that order: (start, sizes)."""
+    if first >= stop:
+        return
+    if stop - first == math.prod(sizes):
+        yield start, sizes
+        return
+    inner = math.prod(sizes[1:])
+
+    def part_of(row: int, low: int, high: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        for inside, held in boxes_of_run(start[1:], sizes[1:], low, high):
+            yield (start[0] + row, *inside), (1, *held)
+
+    (top, left), (bottom, right) = divmod(first, inner), divmod(stop, inner)
+    if top == bottom:
+        yield from part_of(top, left, right)
+        return
+    if left:
+        yield from part_of(top, left, inner)
+        top += 1
+    if top < bottom:
+        yield (start[0] + top, *start[1:]), (bottom - top, *sizes[1:])
+    yield from part_of(bottom, 0, right)
 
 
 def pieces(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterable
 from types import TracebackType
 
 from ..errors import IntegrityError, SourceError
@@ -25,6 +26,7 @@ class FileReader:
     def __init__(self, on_progress: Callable[[int], None] | None = None) -> None:
         self.bytes_read = 0
         self._fds: dict[str, int] = {}
+        self._held: dict[str, int] = {}
         self._on_progress = on_progress
 
     def __enter__(self) -> FileReader:
@@ -37,13 +39,25 @@ class FileReader:
 
     def close(self) -> None:
         """Close every file."""
-        while self._fds:
-            os.close(self._fds.popitem()[1])
+        for opened in (self._fds, self._held):
+            while opened:
+                os.close(opened.popitem()[1])
+
+    def hold(self, paths: Iterable[str]) -> None:
+        """Open these files now and keep them: what is deleted meanwhile can still be read.
+
+        As many as half of what the process may have open; others are opened when they are read. Raises as
+        :meth:`read_into` does.
+        """
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+        for path in paths:
+            if len(self._held) < most and path not in self._held:
+                self._held[path] = _open(path)
 
     def read_into(self, path: str, offset_bytes: int, view: memoryview) -> None:
         """Fill ``view`` with the bytes at ``offset_bytes``. Raises :class:`SourceError` or, if the file ends
         before, :class:`IntegrityError`."""
-        fd = self._fds.get(path)
+        fd = self._held.get(path, self._fds.get(path))
         if fd is None:
             fd = self._open(path)
         done, length = 0, view.nbytes
@@ -66,13 +80,17 @@ class FileReader:
                 self._on_progress(count)
 
     def _open(self, path: str) -> int:
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except FileNotFoundError as error:
-            raise IntegrityError("lost: no such file", path=path) from error
-        except OSError as error:
-            raise SourceError(f"can't be opened: {error.strerror}", path=path) from error
+        fd = _open(path)
         while len(self._fds) >= _MOST_OPEN:  # the one opened first is the least likely to be read again
             os.close(self._fds.pop(next(iter(self._fds))))
         self._fds[path] = fd
         return fd
+
+
+def _open(path: str) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError as error:
+        raise IntegrityError("lost: no such file", path=path) from error
+    except OSError as error:
+        raise SourceError(f"can't be opened: {error.strerror}", path=path) from error

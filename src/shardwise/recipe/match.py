@@ -152,7 +152,9 @@ def match_rules(catalog: Catalog, wanted: Sequence[Wanted], rules: Rules) -> Mat
         if found is None:
             leftover += [(source, made.target) for source in made.sources]
         else:
-            made_for.setdefault(found.name, []).append(replace(made, target=name))
+            made_for.setdefault(found.name, []).append(
+                made if made.target == name else replace(made, target=name)
+            )
     missing = []
     for w in wanted:
         if w.name in made_for:
@@ -176,20 +178,23 @@ def match_rules(catalog: Catalog, wanted: Sequence[Wanted], rules: Rules) -> Mat
 
 def _add_recipe(result: Matched, w: Wanted, found: list[Made], catalog: Catalog) -> None:
     """Tiles from what is stored; further copies must be names of the same (tied) tensor."""
-    names = [made.target for made in found]
-    repeated = sorted({n for n in names if names.count(n) > 1})
-    if repeated:
-        stored = ", ".join(_origin(m, catalog) for m in found if m.target == repeated[0])
-        result.problems.append(f"duplicated: {w.name!r} would be made from {stored}; rename or remove one")
-        return
-    order = (w.name, *w.aliases)
-    found.sort(key=lambda made: order.index(made.target))
+    if len(found) > 1:
+        names = [made.target for made in found]
+        repeated = sorted({n for n in names if names.count(n) > 1})
+        if repeated:
+            stored = ", ".join(_origin(m, catalog) for m in found if m.target == repeated[0])
+            result.problems.append(
+                f"duplicated: {w.name!r} would be made from {stored}; rename or remove one"
+            )
+            return
+        order = (w.name, *w.aliases)
+        found.sort(key=lambda made: order.index(made.target))
     problems = [problem for made in found if (problem := _misfit(w, made, catalog))]
     result.problems += problems
     if not problems:
         tiles, empty = found[0].tiles, () if found[0].tiles else found[0].sources
         result.recipes[w.name] = Recipe(w.name, tiles, tuple(made.tiles for made in found[1:]), empty)
-        result.conversions |= {m.tiles[0].source: m.host for m in found if m.host}
+        result.conversions.update((m.tiles[0].source, m.host) for m in found if m.host)
 
 
 def _misfit(w: Wanted, made: Made, catalog: Catalog) -> str | None:

@@ -15,7 +15,7 @@ from .match import Recipe
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Origin", "home_of", "recall", "remember", "remember_home"]
+__all__ = ["Origin", "home_of", "inherit", "recall", "remember", "remember_home"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +65,12 @@ def remember_home(model: nn.Module, directory: str) -> None:
 def home_of(model: nn.Module) -> str | None:
     """The directory of a model's config and tokenizer; None if it was not built from one."""
     return _HOMES.get(unwrap(model))
+
+
+def inherit(model: nn.Module, ancestor: nn.Module) -> None:
+    """``model`` was made as ``ancestor`` was, from the same source."""
+    own, given = unwrap(model), unwrap(ancestor)
+    if given in _ORIGINS:
+        _ORIGINS[own] = _ORIGINS[given]
+    if given in _HOMES:
+        _HOMES[own] = _HOMES[given]

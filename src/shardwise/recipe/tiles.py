@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from ..layout.boxes import Box
@@ -28,6 +29,7 @@ __all__ = [
     "cut",
     "identity",
     "invert",
+    "is_identity",
     "is_injective",
     "iterations",
     "tiles_overlap",
@@ -73,9 +75,19 @@ class Tile:
 
 def identity(source: str, shape: Sequence[int]) -> Tile:
     """The tile of a tensor that is stored as it is wanted."""
+    return Tile(source, *_identity(tuple(shape)))
+
+
+@lru_cache(maxsize=4096)  # most tensors are stored as they are wanted, and few have a shape of their own
+def _identity(shape: tuple[int, ...]) -> tuple[tuple[Loop, ...], tuple[int, ...], tuple[int, ...]]:
     loops = tuple([Loop(n, d, 1, d, 1) for d, n in enumerate(shape) if n != 1])
     zero = (0,) * len(shape)
-    return Tile(source, loops, zero, zero)
+    return loops, zero, zero
+
+
+def is_identity(tile: Tile, shape: tuple[int, ...]) -> bool:
+    """Whether a tile is :func:`identity` of a tensor of this shape."""
+    return (tile.loops, tile.source_start, tile.target_start) == _identity(shape)
 
 
 def invert(tile: Tile, target: str) -> Tile:

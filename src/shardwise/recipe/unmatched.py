@@ -27,6 +27,8 @@ _FEW_LINES = 40
 
 def unmatched(catalog: Catalog, missing: Sequence[Wanted], spare: Sequence[str]) -> list[str]:
     """One problem per line: wanted tensors that are not stored, and stored ones that are not wanted."""
+    if not missing and not spare:
+        return []
     lines = []
     change = _prefix_change(catalog, missing, spare)
     if change:

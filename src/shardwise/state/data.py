@@ -1,55 +1,37 @@
-"""Position of a data loader: store it in the middle of an epoch, and go on exactly there.
-
-A loader's iterator can't be stored, but it can be made again: it is a function of the random states at the
-start of the epoch. So the state of a :class:`ResumableLoader` is these random states and the number of
-batches that the loop was handed. Going on means to start the epoch again under those states, to take that
-many batches, and to put every random generator back to where it was before.
-"""
+"""Position of a data loader: store it in the middle of an epoch, and go on exactly there."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
 
-import torch
-from torch.utils.data import DataLoader, IterableDataset
-from torch.utils.data.sampler import (
-    BatchSampler,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import DataLoader
 
+from .._compat import is_stateful_loader
 from ..errors import StateError
-from ..place.meta_init import preserve_rng
-from .rng import capture_host_rng, restore_rng
+from .replay import ReplayedPosition
+from .sampler import ElasticPosition, elastic_sampler_of
 
-__all__ = ["ResumableLoader"]
-
-_VERSION = 1
-_KEYS = {"version", "loader", "epoch", "consumed", "start", "now", "workers_kept"}
-#: Samplers of torch that draw from global generators before their first batch only, if at all.
-_SAFE_SAMPLERS = (
-    BatchSampler,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-    torch.utils.data.DistributedSampler,
-)
+__all__ = ["ResumableLoader", "data_caveats", "make_iterator"]
 
 
-@dataclass(slots=True)
-class _Epoch:
-    """One epoch: not begun (no ``start``), going on, or loaded from a state and not yet taken up again."""
+class _Position(Protocol):
+    """What the two ways of keeping a position have in common; the docstrings are :class:`ResumableLoader`'s."""
 
-    number: int
-    consumed: int = 0
-    start: dict[str, Any] | None = None
-    loaded: bool = False
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def consumed(self) -> int: ...
+
+    @property
+    def caveats(self) -> tuple[str, ...]: ...
+
+    def iterate(self) -> Iterator[Any]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class ResumableLoader:
@@ -63,11 +45,15 @@ class ResumableLoader:
     Resume with :meth:`load_state_dict`, restore the global random states, iterate: the first iteration goes
     on after the last batch that was handed out. If those were all, it goes on with the next epoch; only with
     an iterable dataset, whose end is not known beforehand, it ends the epoch first: a loop of zero batches.
-    It reads the skipped batches again, because only that leaves samplers and datasets as they were, and draws
-    nothing from global generators. A loop over epochs begins with :attr:`epoch`::
+    Going on draws nothing from global generators. A loop over epochs begins with :attr:`epoch`::
 
         for epoch in range(loader.epoch, epochs):
             for batch in loader: ...
+
+    With an :class:`ElasticSampler` as its ``batch_sampler``, the sampler is told where to begin: no batch is read
+    again, the state is equal on all ranks and goes on at any world size. Every other loader reads the batches of
+    the epoch so far again, because only that leaves samplers and datasets as they were; its state is of one rank,
+    and goes on at the same world size.
 
     Exact for what the stored random states and epoch numbers determine; :attr:`caveats` says what, in this
     loader, they do not. A state is a few kilobytes and can be held by typed JSON.
@@ -78,8 +64,11 @@ class ResumableLoader:
         if not isinstance(loader, DataLoader):
             raise StateError(f"expected a torch.utils.data.DataLoader, got {type(loader).__qualname__}")
         self._loader = loader
-        self._epoch = _Epoch(number=0)
-        self._workers_kept = False  # persistent workers were started by us
+        elastic = elastic_sampler_of(loader)
+        self._is_elastic = elastic is not None
+        self._position: _Position = (
+            ReplayedPosition(loader) if elastic is None else ElasticPosition(loader, elastic)
+        )
 
     @property
     def loader(self) -> DataLoader[Any]:
@@ -104,36 +93,17 @@ class ResumableLoader:
     @property
     def epoch(self) -> int:
         """Number, from 0, of the epoch of the next batch; in a loop, of the batch that it holds."""
-        return self._epoch.number + (self._epoch.loaded and self._is_complete(self._epoch))
+        return self._position.epoch
 
     @property
     def consumed(self) -> int:
         """Batches of :attr:`epoch` that the loop was handed."""
-        if self._epoch.loaded and self._is_complete(self._epoch):
-            return 0
-        return self._epoch.consumed
+        return self._position.consumed
 
     @property
     def caveats(self) -> tuple[str, ...]:
         """What of this loader can't be promised to go on exactly, one sentence each; empty if all can."""
-        loader = self._loader
-        found = []
-        if loader.num_workers == 0 and isinstance(loader.dataset, IterableDataset):
-            found.append(
-                "the iterable dataset is read in the training process: if it chooses samples by global "
-                "generators after the first batch, or keeps a position between epochs, it goes on elsewhere"
-            )
-        if loader.num_workers and not loader.in_order:
-            found.append("in_order=False: the order of batches depends on the speed of workers")
-        if self._keeps_workers:
-            found.append("persistent_workers=True: random draws in workers after the first epoch differ")
-        for path, part in self._parts().items():
-            if "sampler" in path and type(part) not in _SAFE_SAMPLERS and _generator(part) is None:
-                found.append(
-                    f"{path} is a {type(part).__qualname__} without a generator of its own: if it draws from "
-                    "global generators after the first batch, it goes on elsewhere"
-                )
-        return tuple(found)
+        return self._position.caveats
 
     def __len__(self) -> int:
         """Batches per epoch. Raises ``TypeError`` if the loader has no length."""
@@ -144,198 +114,55 @@ class ResumableLoader:
 
         Raises :class:`StateError` if the loaded epoch does not have the batches that were consumed of it.
         """
-        batches = self._go_on() if self._epoch.loaded else None
-        if batches is None:
-            batches = self._begin()
-        epoch = self._epoch
-        for batch in batches:
-            epoch.consumed += 1
-            yield batch
-        if self._epoch is epoch:  # else another iteration or a loaded state has taken over
-            self._epoch = _Epoch(number=epoch.number + 1)
+        return self._position.iterate()
 
     def state_dict(self) -> dict[str, Any]:
         """The position, in values that typed JSON can hold. Changes nothing, and can be taken in a loop."""
-        epoch = self._epoch
-        return {
-            "version": _VERSION,
-            "loader": self._description(),
-            "epoch": epoch.number,
-            "consumed": epoch.consumed,
-            "start": epoch.start,
-            "now": self._own_states(),
-            "workers_kept": self._workers_kept,
-        }
+        return self._position.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up the position of ``state`` at the next iteration. Global random generators are not touched.
 
-        Raises :class:`StateError` naming each property of the loader, such as its number of workers, that is
-        not the one under which ``state`` was stored. Nothing is changed in that case.
+        Raises :class:`StateError` naming each property of the loader that is not the one under which ``state`` was
+        stored, such as the dataset's length (without an :class:`ElasticSampler`, also the number of workers and the
+        rank). Nothing is changed in that case.
         """
-        if state.get("version") != _VERSION:
-            raise StateError(f"data position has version {state.get('version')!r}, expected {_VERSION}")
-        if missing := _KEYS - state.keys():
-            raise StateError(f"data position lacks {', '.join(sorted(missing))}")
-        self._check_description(state["loader"], state["now"])
-        workers_kept = (state["start"] or state)["workers_kept"]
-        if self._workers_kept and not workers_kept:
-            raise StateError("persistent workers run already; load a data position into a new DataLoader")
-        self._set_own_states(state["now"])
-        if workers_kept and not self._workers_kept:
-            self._start_workers()
-        self._epoch = _Epoch(state["epoch"], state["consumed"], state["start"], loaded=True)
-
-    # ------------------------------------------------------------------------------------------ iterating
-
-    def _begin(self) -> Iterator[Any]:
-        begun = self._epoch.start is not None
-        start = {**self._own_states(), "rng": capture_host_rng(), "workers_kept": self._workers_kept}
-        self._epoch = _Epoch(self._epoch.number + begun, start=start)
-        return self._open()
-
-    def _open(self) -> Iterator[Any]:
-        batches = iter(self._loader)
-        self._workers_kept = self._keeps_workers
-        return batches
-
-    def _go_on(self) -> Iterator[Any] | None:
-        """The rest of the loaded epoch. None if there is none: the next epoch is to begin."""
-        epoch = self._epoch
-        if epoch.start is None:
-            epoch.loaded = False
-            return None
-        with self._preserved():
-            self._set_own_states(epoch.start)
-            restore_rng(epoch.start["rng"])
-            batches = self._open()
-            for done in range(epoch.consumed):
-                if next(batches, self) is self:
-                    raise StateError(
-                        f"epoch {epoch.number} ended after {done} batches, and {epoch.consumed} of it were "
-                        "consumed before: the dataset or sampler is not the one of the stored run"
-                    )
-        epoch.loaded = False
-        if not self._is_complete(epoch):
-            return batches
-        # Reaching the end is part of the epoch: some samplers draw once more when they are asked in vain.
-        if next(batches, self) is not self:
+        if ("sampler" in state) != self._is_elastic:
+            was, now = ("with", "without") if "sampler" in state else ("without", "with")
             raise StateError(
-                f"epoch {epoch.number} has more batches than its length {epoch.consumed}; correct __len__"
+                f"the data position was stored {was} an ElasticSampler, and the loader is {now} one; make the loader as "
+                f"in the stored run, or resume without its position"
             )
-        self._epoch = _Epoch(epoch.number + 1)
-        return None
-
-    def _is_complete(self, epoch: _Epoch) -> bool:
-        return epoch.start is not None and epoch.consumed == self._length()
-
-    def _length(self) -> int | None:
-        """Batches per epoch if certain: an iterable dataset's is an estimate, and asking has effects."""
-        if isinstance(self._loader.dataset, IterableDataset):
-            return None
-        return _length(self._loader)
-
-    @property
-    def _keeps_workers(self) -> bool:
-        return self._loader.persistent_workers and self._loader.num_workers > 0
-
-    def _start_workers(self) -> None:
-        # Persistent workers take their seed from a random generator when they are first started, and not at
-        # later epochs. A resumed run has that draw behind it, so it must not be seen again.
-        with self._preserved():
-            self._open()
-
-    # -------------------------------------------------------------------------- states of the loader's parts
-
-    def _parts(self) -> dict[str, Any]:
-        """By path: the loader, its dataset, and the samplers inside each other. Each object once."""
-        found: dict[str, Any] = {"loader": self._loader, "dataset": self._loader.dataset}
-        if isinstance(self._loader.dataset, IterableDataset):
-            return found  # its sampler is a dummy of torch
-        waiting = [("", self._loader)]
-        while waiting:
-            path, owner = waiting.pop(0)
-            for name in ("sampler", "batch_sampler"):
-                part = getattr(owner, name, None)
-                if part is not None and not any(part is known for known in found.values()):
-                    found[path + name] = part
-                    waiting.append((f"{path}{name}.", part))
-        return found
-
-    def _own_states(self) -> dict[str, Any]:
-        parts = self._parts()
-        generators = {path: _generator(part) for path, part in parts.items()}
-        epochs = {path: _epoch_of(part) for path, part in parts.items()}
-        return {
-            "generators": {path: gen.get_state() for path, gen in generators.items() if gen is not None},
-            "epochs": {path: epoch for path, epoch in epochs.items() if epoch is not None},
-        }
-
-    def _set_own_states(self, states: dict[str, Any]) -> None:
-        parts = self._parts()
-        for path, generator_state in states["generators"].items():
-            generator = _generator(parts[path])
-            assert generator is not None, "checked when the state was loaded"
-            generator.set_state(generator_state)
-        for path, epoch in states["epochs"].items():
-            if _epoch_of(parts[path]) != epoch:
-                parts[path].set_epoch(epoch)
-
-    @contextmanager
-    def _preserved(self) -> Iterator[None]:
-        own = self._own_states()
-        with preserve_rng():
-            try:
-                yield
-            finally:
-                self._set_own_states(own)
-
-    def _description(self) -> dict[str, Any]:
-        """What has to be the same for a position to mean the same."""
-        loader = self._loader
-        return {
-            "dataset length": _length(loader.dataset),
-            "batch size": loader.batch_size,
-            "batches per epoch": self._length(),
-            "drop_last": loader.drop_last,
-            "num_workers": loader.num_workers,
-            "prefetch_factor": loader.prefetch_factor,
-            "persistent_workers": loader.persistent_workers,
-            "sampler": type(loader.sampler).__qualname__,
-            "sampler's replicas": getattr(loader.sampler, "num_replicas", None),
-            "sampler's rank": getattr(loader.sampler, "rank", None),
-        }
-
-    def _check_description(self, stored: dict[str, Any], states: dict[str, Any]) -> None:
-        live = self._description()
-        live_states = self._own_states()
-        for kind in ("generators", "epochs"):
-            stored = {**stored, f"parts with {kind}": sorted(states[kind])}
-            live[f"parts with {kind}"] = sorted(live_states[kind])
-        wrong = [
-            f"{name} was {stored.get(name)!r} and is {value!r}"
-            for name, value in live.items()
-            if stored.get(name) != value
-        ]
-        if wrong:
-            raise StateError(
-                f"the data position is of another loader: {'; '.join(wrong)}. "
-                "Make the loader as in the stored run, or resume without its position"
-            )
+        self._position.load_state_dict(state)
 
 
-def _length(sized: Any) -> int | None:
-    try:
-        return len(sized)
-    except (TypeError, NotImplementedError):
-        return None
+def data_caveats(loader: Any) -> tuple[str, ...]:
+    """What a loader (or several by name, or None) can't promise to repeat exactly, one sentence each."""
+    if isinstance(loader, Mapping) and not hasattr(loader, "state_dict"):
+        return tuple(line for one in loader.values() for line in data_caveats(one))
+    if is_stateful_loader(loader):
+        return tuple(_caveats_of_torchdata(loader))
+    return tuple(getattr(loader, "caveats", ()))
 
 
-def _generator(part: Any) -> torch.Generator | None:
-    generator = getattr(part, "generator", None)
-    return generator if isinstance(generator, torch.Generator) else None
+def _caveats_of_torchdata(loader: Any) -> Iterator[str]:
+    if loader.num_workers:
+        yield (
+            f"num_workers={loader.num_workers}: torchdata's workers start with new generators when an epoch is taken up in "
+            f"the middle, so random draws in them (augmentation) are others"
+        )
+    elif loader.generator is not None:
+        yield (
+            "generator=…: torchdata draws a seed from it in each epoch but the one that is taken up, so with shuffle=True "
+            "the epochs after that one have another order; leave it out, or use shardwise.ResumableLoader"
+        )
 
 
-def _epoch_of(part: Any) -> int | None:
-    epoch = getattr(part, "epoch", None)
-    return epoch if isinstance(epoch, int) and callable(getattr(part, "set_epoch", None)) else None
+def make_iterator(loader: Any) -> None:
+    """Let a loader that was just given its state make its iterator now, before random generators are restored.
+
+    torchdata's makes it when first asked for a batch or a state, and that draws from torch's global generator: a
+    draw that the stored run had behind it. Nothing to do for other loaders.
+    """
+    if is_stateful_loader(loader):
+        loader.state_dict()

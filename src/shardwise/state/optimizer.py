@@ -2,7 +2,7 @@
 
 No dummy step, no zero gradients, and no ``load_state_dict`` (which casts fp32 state of bf16 parameters to
 bf16): state is filled in place where shape and dtype match, created as stored where not, and cleared where
-nothing is stored.
+nothing is stored. Gradients that wait for a step go with it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ..dtypes import code_of, torch_dtype
 from ..errors import StateError
 from ..layout.model import local_tensor
 from ..names import NamedTensor
+from .gradients import GRADIENT, clear_gradients, waiting_gradients
 
 __all__ = [
     "Drained",
@@ -46,6 +47,11 @@ class Drained:
     packed_index: dict[str, dict[str, tuple[str, int]]] = field(default_factory=dict)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     opaque: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+
+    @property
+    def gradients(self) -> int:
+        """Gradients among the tensors: those that wait for a step."""
+        return sum(GRADIENT in keys for of in (self.tensors, self.packed_index) for keys in of.values())
 
 
 def parameter_names(optimizer: Optimizer, tensors: Iterable[NamedTensor]) -> dict[int, str]:
@@ -85,11 +91,29 @@ def drain(optimizer: Optimizer, names: Mapping[int, str]) -> Drained:
             name = names[id(parameter)]
             for key, value in optimizer.state.get(parameter, {}).items():
                 _sort_state(found, scalars, parameter, name, key, value)
+    for parameter, gradient in waiting_gradients(optimizer):
+        name = names[id(parameter)]
+        _check_gradient(optimizer, parameter, name, gradient)
+        _sort_state(found, scalars, parameter, name, GRADIENT, gradient)
     for key, entries in scalars.items():
         found.packed[key] = torch.stack([t.detach().cpu().reshape(()) for _, _, t in entries])
         for index, (name, state, _) in enumerate(entries):
             found.packed_index.setdefault(name, {})[state] = (key, index)
     return found
+
+
+def _check_gradient(optimizer: Optimizer, parameter: torch.Tensor, name: str, gradient: torch.Tensor) -> None:
+    if GRADIENT in optimizer.state.get(parameter, {}):
+        raise StateError(
+            f"the optimizer has a state {GRADIENT!r} of {name}, which is the name of stored gradients"
+        )
+    if gradient.layout is not torch.strided or not _is_spread_like(gradient, parameter):
+        placements = getattr(gradient, "placements", "none")
+        raise StateError(
+            f"the gradient of {name} waits for an optimizer step and can't be stored: it is {gradient.layout} with "
+            f"placements {placements}, its parameter has {getattr(parameter, 'placements', 'none')}. Save after the "
+            f"step, and make the TrainState before it"
+        )
 
 
 def _sort_state(
@@ -158,9 +182,10 @@ def place_states(
 ) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
     """Make room for stored states: existing tensors where they fit, new ones (values undefined) where not.
 
-    ``stored`` maps parameter → state → dtype code. Clears everything else. Returns the tensors to fill, by
-    ``<parameter>.<state>``, and the 0-d tensors that were there, for :func:`place_scalars`. Raises
-    :class:`StateError` for stored state of a parameter that the optimizer does not have.
+    ``stored`` maps parameter → state → dtype code. Clears everything else, gradients too. Returns the tensors to
+    fill, by ``<parameter>.<state>``, and the 0-d tensors that were there, for :func:`place_scalars`. Those of
+    gradients are not in the optimizer. Raises :class:`StateError` for stored state of a parameter that the
+    optimizer does not have.
     """
     live = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
     strange = sorted(set(stored) - set(live))
@@ -169,6 +194,7 @@ def place_states(
             f"the checkpoint holds optimizer state of {len(strange)} parameters that this optimizer does not "
             f"optimise: {', '.join(strange[:5])}. Give it the same parameters as the saved run"
         )
+    clear_gradients(optimizer)
     to_fill: dict[str, torch.Tensor] = {}
     scalars: dict[str, dict[str, torch.Tensor]] = {}
     for name, parameter in live.items():
@@ -178,7 +204,9 @@ def place_states(
             dtype, old = torch_dtype(code), before.get(key)
             if not (isinstance(old, torch.Tensor) and old.dtype == dtype and _is_spread_like(old, parameter)):
                 old = torch.empty_like(parameter, dtype=dtype, requires_grad=False).detach()
-            optimizer.state[parameter][key] = to_fill[f"{name}.{key}"] = old
+            to_fill[f"{name}.{key}"] = old
+            if key != GRADIENT:
+                optimizer.state[parameter][key] = old
     return to_fill, scalars
 
 

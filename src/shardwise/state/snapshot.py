@@ -17,13 +17,16 @@ from ..catalog.checkpoint import packed_name, replicated
 from ..catalog.slices import SliceTensor, assign_owners
 from ..dtypes import code_of
 from ..errors import StateError
+from ..garbage import no_collections
 from ..layout.model import geometries_of, local_tensor, reshard, world_size
 from ..layout.placements import Geometry
 from ..names import NamedTensor, canonical_name, named_tensors, unwrap
 from ..proof.digest import partial_sum
 from ..recipe.transformers import is_transformers_model
+from .gradients import refuse_unreduced
 from .optimizer import Drained, drain, parameter_names
 from .rng import capture_rng
+from .schedulers import functions_left_out
 from .train_state import TrainState, document_of
 from .typed_json import Encoded, encode
 
@@ -90,7 +93,13 @@ class Snapshot:
         """In the order in which they are written."""
         return (*self.models, *self.optimizers)
 
+    @property
+    def gradients(self) -> int:
+        """Gradients that wait for an optimizer step."""
+        return sum(o.drained.gradients for o in self.optimizers)
 
+
+@no_collections()
 def take_snapshot(state: TrainState, step: int) -> Snapshot:
     """Collect everything of a training state on this rank; nothing is copied but 0-d optimizer states.
 
@@ -100,7 +109,7 @@ def take_snapshot(state: TrainState, step: int) -> Snapshot:
     if step < 0:
         raise StateError(f"step must not be negative, got {step}")
     models = tuple(_model_part(name, model) for name, model in state.models.items())
-    optimizers = tuple(_optimizer_part(name, o, models) for name, o in state.optimizers.items())
+    optimizers = tuple(_optimizer_part(name, o, state, models) for name, o in state.optimizers.items())
     pieces = {
         name: encode(value, where=name) for name, value in _pieces(state, models, optimizers, step).items()
     }
@@ -110,7 +119,10 @@ def take_snapshot(state: TrainState, step: int) -> Snapshot:
         pieces=pieces,
         always_local=frozenset({"rng", *(document_of("optimizer", o.name, "opaque") for o in optimizers)}),
         compared_only=frozenset(document_of("optimizer", o.name, "packed") for o in optimizers),
-        not_stored=tuple(path for piece in pieces.values() for path in piece.not_stored),
+        not_stored=(
+            *(path for piece in pieces.values() for path in piece.not_stored),
+            *functions_left_out(state.scheduler),
+        ),
     )
 
 
@@ -135,8 +147,11 @@ def _model_part(name: str, model: nn.Module) -> ModelPart:
     return ModelPart(name, named, tuple(live), aliases)
 
 
-def _optimizer_part(name: str, optimizer: Optimizer, models: tuple[ModelPart, ...]) -> OptimizerPart:
+def _optimizer_part(
+    name: str, optimizer: Optimizer, state: TrainState, models: tuple[ModelPart, ...]
+) -> OptimizerPart:
     part = next(p for p in models if p.name == trained_model(optimizer, {m.name: m.named for m in models}))
+    refuse_unreduced(optimizer, state.models[part.name])
     drained = drain(optimizer, parameter_names(optimizer, part.named))
     return OptimizerPart(name, part.name, tuple(_optimizer_live(drained, part)), drained)
 

@@ -11,13 +11,19 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import StateError
+from .gradients import bare_optimizer, watch_steps
 
 __all__ = ["TrainState", "document_of"]
 
 
 @dataclass(slots=True, kw_only=True)
 class TrainState:
-    """The live objects of a training run. Holds references only; nothing is copied or called here."""
+    """The live objects of a training run. Holds references only; nothing is copied or called here.
+
+    Make it before training: its optimizers note after each step from then on which gradients it used. Gradients
+    that wait for a step when a save comes (in the middle of an accumulation) are part of the state; of an optimizer
+    that was not watched, all that are there.
+    """
 
     model: nn.Module | Mapping[str, nn.Module]
     """Any module, sharded or plain; or several by name (an actor and a critic). Parameters, persistent buffers and
@@ -35,6 +41,14 @@ class TrainState:
     extra: dict[str, Any] = field(default_factory=dict)
     """Further state by name: objects with ``state_dict``/``load_state_dict``, or plain values, which a
     resume puts back into this dict."""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """Small files put into the checkpoint by relative path, for other programs; those of rank 0. A resume reads none."""
+
+    def __post_init__(self) -> None:
+        given = self.optimizer
+        for optimizer in given.values() if isinstance(given, Mapping) else [given]:
+            if isinstance(optimizer, Optimizer):
+                watch_steps(optimizer)
 
     @property
     def models(self) -> dict[str, nn.Module]:
@@ -43,12 +57,14 @@ class TrainState:
 
     @property
     def optimizers(self) -> dict[str, Optimizer]:
-        """The optimizers by name; a single one is called ``optimizer``."""
+        """The optimizers by name, without Accelerate's wrapper; a single one is called ``optimizer``."""
         if self.optimizer is None:
             return {}
         if isinstance(self.optimizer, Mapping):
-            return _checked(self.optimizer, "optimizer")
-        return {"optimizer": self.optimizer}
+            named = _checked(self.optimizer, "optimizer")
+        else:
+            named = {"optimizer": self.optimizer}
+        return {name: bare_optimizer(optimizer) for name, optimizer in named.items()}
 
 
 def _checked(given: Mapping[str, Any], what: str) -> dict[str, Any]:

@@ -99,6 +99,7 @@ class SaveBehind:
             bytes_written=nbytes,
             seconds=time.perf_counter() - self._started,
             not_stored=self._collected.snapshot.not_stored,
+            gradients=self._collected.snapshot.gradients,
             staging_bytes=self._buffer.nbytes,
             is_published=False,
         )
@@ -123,6 +124,7 @@ class SaveBehind:
                 bytes_written=written,
                 seconds=time.perf_counter() - self._started,
                 not_stored=self._collected.snapshot.not_stored,
+                gradients=self._collected.snapshot.gradients,
                 staging_bytes=self._buffer.nbytes,
             )
             self._after()

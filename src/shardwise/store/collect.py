@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import posixpath
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,8 @@ __all__ = ["Collected", "Lineage", "collect", "software_versions"]
 
 #: Compared between ranks beside the documents: how the tensors lie on ranks.
 _LAYOUT = "layout"
+#: Files that every checkpoint may have.
+_OWN_NAMES = ("manifest.json", "state.json", "state.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +118,20 @@ def _split_pieces(
 
 
 def _companions(state: TrainState) -> dict[str, bytes]:
-    return {
+    found = {
         f"{directory('model', name)}/{file}": content
         for name, model in state.models.items()
         for file, content in companion_files(model).items()
     }
+    folders = {directory("model", n) for n in state.models} | {directory("optimizer", n) for n in state.optimizers}
+    own = [*_OWN_NAMES, "rank", *folders]
+    for name in state.files:
+        first, *rest = name.split("/")
+        is_relative = posixpath.normpath(name) == name and first not in ("", ".", "..")
+        is_ours = name in own or first == "rank" or (first in folders and rest and name.endswith(".safetensors"))
+        if not is_relative or is_ours:
+            raise StateError(f"files={{{name!r}: …}}: expected a relative path that is no file of the format itself")
+    return {**found, **state.files}
 
 
 def _differing(gathered: Sequence[bytes]) -> bytes:

@@ -16,7 +16,7 @@ from ..dist import Ranks
 from ..dtypes import itemsize
 from ..errors import CheckpointError
 from ..layout.boxes import whole
-from .write import fsync_directory, write_file
+from .write import fsync_directory, make_directories, write_file
 
 __all__ = ["INDEX_NAME", "HubFiles", "header_of", "lay_out", "prepare_files", "publish_files"]
 
@@ -96,7 +96,8 @@ def prepare_files(final: str, output: HubFiles, ranks: Ranks) -> str:
         parent, name = os.path.split(final)
         path = os.path.join(parent, f".tmp-{name}-{secrets.token_hex(8)}")
         try:
-            os.makedirs(path)
+            make_directories(parent)
+            os.mkdir(path)
             for file, header in output.headers.items():
                 os.makedirs(os.path.join(path, os.path.dirname(file)), exist_ok=True)
                 write_file(os.path.join(path, file), header)

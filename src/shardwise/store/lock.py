@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import json
 import os
 import socket
 
 from ..errors import CheckpointError, LockedError
+from .write import make_directories
 
 __all__ = ["DirectoryLock"]
 
@@ -30,7 +33,7 @@ class DirectoryLock:
                 f"{root}: this process holds it already, by another Checkpointer; close that one"
             )
         try:
-            os.makedirs(root, exist_ok=True)
+            make_directories(root)
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             if os.path.exists(root) and not os.path.isdir(root):
@@ -41,6 +44,9 @@ class DirectoryLock:
         try:
             fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                os.close(self._fd)
+                raise CheckpointError(f"{path}: can't be locked: {error.strerror}") from error
             holder = os.read(self._fd, 1000).decode(errors="replace").strip()
             os.close(self._fd)
             raise LockedError(
@@ -48,12 +54,15 @@ class DirectoryLock:
                 f"run another directory"
             ) from error
         _HELD.add(self._root)
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode(), 0)
+        # On a full disk, too: what is held is the lock, not the note of who holds it.
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode(), 0)
 
     def release(self) -> None:
         """Give the lock back. The file stays: deleting it would let two runs lock two files."""
         if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+            fd, self._fd = self._fd, -1
             _HELD.discard(self._root)
+            with contextlib.suppress(OSError):  # closed all the same, and the lock with it
+                os.close(fd)

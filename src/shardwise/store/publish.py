@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 
 from ..catalog.manifest import MANIFEST_NAME, FileEntry, Manifest
 from ..errors import CheckpointError
-from .write import fsync_directory, write_file
+from .write import fsync_directory, make_directories, write_file
 
 __all__ = [
     "commit",
@@ -41,20 +41,23 @@ def step_name(step: int) -> str:
 
 def published_steps(root: str) -> dict[int, str]:
     """Published steps and their directories, by falling step. Superseded and damaged ones do not count."""
-    try:
-        names = os.listdir(root)
-    except FileNotFoundError:
-        return {}
-    found = {int(m.group(1)): os.path.join(root, n) for n in names if (m := _STEP.fullmatch(n))}
+    found = {int(m.group(1)): os.path.join(root, n) for n in _names_in(root) if (m := _STEP.fullmatch(n))}
     return dict(sorted(found.items(), reverse=True))
 
 
 def was_ever_published(root: str) -> bool:
     """Whether a directory holds any step, also one that was set aside."""
+    return any(name.startswith("step-") for name in _names_in(root))
+
+
+def _names_in(root: str) -> list[str]:
+    """Nothing, if there is no such directory; :class:`CheckpointError` if it can't be looked at."""
     try:
-        return any(name.startswith("step-") for name in os.listdir(root))
+        return os.listdir(root)
     except FileNotFoundError:
-        return False
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{root}: can't be listed: {error.strerror}") from error
 
 
 def make_temporary(final: str, folders: Iterable[str]) -> str:
@@ -62,11 +65,12 @@ def make_temporary(final: str, folders: Iterable[str]) -> str:
     parent, name = os.path.split(os.path.abspath(final))
     path = os.path.join(parent, f"{_TEMPORARY}{name}-{secrets.token_hex(8)}")
     try:
-        os.makedirs(parent, exist_ok=True)
+        make_directories(parent)
         os.mkdir(path)
         for folder in folders:
             os.makedirs(os.path.join(path, folder), exist_ok=True)
     except OSError as error:
+        shutil.rmtree(path, ignore_errors=True)
         raise CheckpointError(f"{path}: can't be created: {error.strerror}") from error
     return path
 
@@ -126,7 +130,10 @@ def write_hint(root: str, step: int) -> None:
 def set_aside(path: str, why: str) -> str:
     """Rename a step to ``step-N.<why>-<nonce>``: kept, but never counted by resume or retention."""
     moved = f"{path}.{why}-{secrets.token_hex(4)}"
-    os.rename(path, moved)
+    try:
+        os.rename(path, moved)
+    except OSError as error:
+        raise CheckpointError(f"{path}: can't be set aside: {error.strerror}") from error
     fsync_directory(os.path.dirname(path))
     return moved
 
@@ -140,14 +147,16 @@ def discard(path: str) -> None:
 
 
 def sweep_leftovers(root: str) -> list[str]:
-    """Delete what killed saves and deletions left. Only while holding the directory's lock."""
-    swept = []
-    for name in os.listdir(root) if os.path.isdir(root) else ():
-        if name.startswith((_TEMPORARY, _TRASH)):
-            path = os.path.join(root, name)
+    """Delete what killed saves and deletions left. Only while holding the directory's lock.
+
+    What can't be deleted stays: nothing takes it for a step. Returns the names that were tried.
+    """
+    swept = [name for name in _names_in(root) if name.startswith((_TEMPORARY, _TRASH))]
+    for name in swept:
+        path = os.path.join(root, name)
+        with contextlib.suppress(OSError):
             if os.path.isdir(path) and not os.path.islink(path):
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 os.unlink(path)
-            swept.append(name)
     return swept

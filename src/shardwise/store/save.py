@@ -17,18 +17,22 @@ from ..catalog.checkpoint import directory, packed_name
 from ..catalog.manifest import FileEntry, Manifest, Packed, StateEntry, TensorEntry
 from ..catalog.slices import Slice, SliceTensor, file_name, owner_ranks, rank_files
 from ..dist import Ranks
+from ..dtypes import itemsize
 from ..errors import CheckpointError, StateError
-from ..layout.boxes import LocalBox
+from ..layout.boxes import Box, LocalBox
 from ..layout.model import local_tensor
 from ..layout.placements import Geometry, cut_boxes
 from ..proof.digest import finish, partial_sum
 from ..proof.model import replica_totals
+from ..proof.stored import pieces
+from ..state.gradients import GRADIENT
 from ..state.snapshot import Live, ModelPart, OptimizerPart, Snapshot, plain_tensors
 from ..state.train_state import TrainState
 from ..state.typed_json import Encoded
 from .collect import Collected, Lineage, collect
 from .publish import commit, make_temporary
-from .write import write_file, write_slices
+from .visible import await_folders
+from .write import make_directories, write_file, write_slices
 
 __all__ = [
     "Piece",
@@ -56,6 +60,8 @@ class SaveReport:
     """Host memory that holds copies of the state; kept for the next save."""
     is_published: bool = True
     """Whether the step is there. A save that goes on behind is published when ``Checkpointer.wait`` returns."""
+    gradients: int = 0
+    """Gradients in it that wait for an optimizer step: the save is in the middle of an accumulation."""
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values."""
@@ -67,7 +73,14 @@ def write_checkpoint(state: TrainState, final: str, step: int, lineage: Lineage,
     started = time.perf_counter()
     collected = collect(state, step, lineage, ranks)
     written = publish_collected(collected, final, ranks)
-    return SaveReport(final, step, written, time.perf_counter() - started, collected.snapshot.not_stored)
+    return SaveReport(
+        path=final,
+        step=step,
+        bytes_written=written,
+        seconds=time.perf_counter() - started,
+        not_stored=collected.snapshot.not_stored,
+        gradients=collected.snapshot.gradients,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,16 +110,22 @@ TensorOf = Callable[[Piece], torch.Tensor]
 
 
 def publish_collected(
-    collected: Collected, final: str, ranks: Ranks, tensor_of: TensorOf = live_piece
+    collected: Collected,
+    final: str,
+    ranks: Ranks,
+    tensor_of: TensorOf = live_piece,
+    most_bytes: int | None = None,
 ) -> int:
     """Write, agree, commit. Collective; on failure nothing is published. Returns the bytes that this rank wrote.
 
-    ``tensor_of`` is called once for each of :func:`pieces_of`, in that order.
+    ``tensor_of`` is called once for each of :func:`pieces_of`, in that order; for each in several parts, where it has
+    more than ``most_bytes``.
     """
     temporary = _make_temporary(final, collected, ranks)
     try:
         with ranks.agree("write checkpoint"):
-            files, sums = _write_rank(temporary, collected, ranks, tensor_of)
+            await_folders(temporary, _folders(collected), ranks)
+            files, sums = _write_rank(temporary, collected, ranks, _in_parts(tensor_of, most_bytes))
         gathered = ranks.gather("file records", _pack(files, sums))
         with ranks.agree("publish checkpoint"):
             if gathered is not None:
@@ -118,29 +137,52 @@ def publish_collected(
     return sum(f.nbytes for f in files.values())
 
 
-def _make_temporary(final: str, collected: Collected, ranks: Ranks) -> str:
-    folders = ["rank", *(directory(p.kind, p.name) for p in collected.snapshot.parts)]
+#: Gives a :class:`Piece` as tensors that follow one another in it, each with the box that it is.
+PartsOf = Callable[[Piece], Iterator[tuple[Box, torch.Tensor]]]
 
+
+def _in_parts(tensor_of: TensorOf, most_bytes: int | None) -> PartsOf:
+    def parts_of(piece: Piece) -> Iterator[tuple[Box, torch.Tensor]]:
+        box, first = piece.held.box, piece.held.local_start
+        if most_bytes is None:
+            yield box, tensor_of(piece)
+            return
+        for start, sizes, _ in pieces(
+            box.start, box.sizes, max(1, most_bytes // itemsize(piece.live.stored.dtype))
+        ):
+            part = Box(start, tuple(a + n for a, n in zip(start, sizes, strict=True)))
+            local = tuple(at + a - b for at, a, b in zip(first, start, box.start, strict=True))
+            yield part, tensor_of(Piece(piece.live, LocalBox(part, local)))
+
+    return parts_of
+
+
+def _make_temporary(final: str, collected: Collected, ranks: Ranks) -> str:
     def make() -> bytes:
         if os.path.lexists(final):
             raise CheckpointError(f"{final}: is there already; a published checkpoint is never written again")
-        return make_temporary(final, folders).encode()
+        return make_temporary(final, _folders(collected)).encode()
 
     return ranks.on_first("make temporary directory", make).decode()
 
 
+def _folders(collected: Collected) -> list[str]:
+    return ["rank", *(directory(p.kind, p.name) for p in collected.snapshot.parts)]
+
+
 def _write_rank(
-    root: str, collected: Collected, ranks: Ranks, tensor_of: TensorOf
+    root: str, collected: Collected, ranks: Ranks, parts_of: PartsOf
 ) -> tuple[dict[str, FileEntry], list[int]]:
     """Write and sync this rank's files. Returns their entries and the digest sums of its copies of all tensors."""
     files: dict[str, FileEntry] = {}
     sums: list[int] = []
     for part in collected.snapshot.parts:
-        sums += _write_tensors(root, part, files, ranks, tensor_of)
+        sums += _write_tensors(root, part, files, ranks, parts_of)
     _write_pieces(root, f"rank/{ranks.rank:05d}", collected.local, files)
     if ranks.rank == 0:
         _write_pieces(root, "state", collected.shared, files)
         for name, content in collected.companions.items():
+            make_directories(os.path.dirname(os.path.join(root, name)))
             files[name] = write_file(os.path.join(root, name), content)
     return files, sums
 
@@ -150,7 +192,7 @@ def _write_tensors(
     part: ModelPart | OptimizerPart,
     files: dict[str, FileEntry],
     ranks: Ranks,
-    tensor_of: TensorOf,
+    parts_of: PartsOf,
 ) -> list[int]:
     live = part.live
     by_name = {v.stored.name: v for v in live}
@@ -158,19 +200,20 @@ def _write_tensors(
     stored = [v.stored for v in live]
     count = max((len(rank_files(stored, r)) for r in _shape_ranks(stored)), default=0)
 
-    def piece_of(one: Slice) -> torch.Tensor:
+    def slice_parts(one: Slice) -> Iterator[torch.Tensor]:
         held = by_name[one.tensor.name]
-        piece = tensor_of(Piece(held, one.held))
-        if held.counted:
-            sums[one.tensor.name] += partial_sum(piece, one.held.box.start)
-        return piece
+        for box, piece in parts_of(Piece(held, one.held)):
+            if held.counted:
+                sums[one.tensor.name] += partial_sum(piece, box.start)
+            yield piece
 
     for k, slices in enumerate(rank_files(stored, ranks.rank)):
         name = f"{directory(part.kind, part.name)}/{file_name(part.kind, ranks.rank, k, count)}"
-        files[name] = write_slices(os.path.join(root, name), slices, piece_of, ranks.tick)
+        files[name] = write_slices(os.path.join(root, name), slices, slice_parts, ranks.tick)
     for v in _replicas_of_others(live, ranks.rank):
         for held in boxes_on(v.stored, ranks.rank):
-            sums[v.stored.name] += partial_sum(tensor_of(Piece(v, held)), held.box.start)
+            for box, piece in parts_of(Piece(v, held)):
+                sums[v.stored.name] += partial_sum(piece, box.start)
         ranks.tick()
     return [total % 2**64 for total in sums.values()]
 
@@ -293,12 +336,21 @@ def _digests(snapshot: Snapshot, sums: Any) -> Digests:
     if unequal:
         raise StateError(
             f"replicas of {len(unequal)} tensors differ between ranks: {', '.join(unequal[:10])}; they have drifted "
-            f"apart, and a checkpoint can hold only one of them"
+            f"apart, and a checkpoint can hold only one of them{_hint(unequal)}"
         )
     return {
         (part.kind, part.name, v.stored.name): finish(found[v.stored.owner], v.stored.dtype, v.stored.shape)
         for (part, v), found in zip(counted, totals, strict=True)
     }
+
+
+def _hint(unequal: Sequence[str]) -> str:
+    if not any(name.endswith(f".{GRADIENT}") for name in unequal):
+        return ""
+    return (
+        ". Gradients that wait for an optimizer step were not reduced (DDP's no_sync?): save after the step, or reduce in "
+        "every backward"
+    )
 
 
 def _state_entries(part: OptimizerPart, digests: Digests) -> dict[str, dict[str, StateEntry]]:

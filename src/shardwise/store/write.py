@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
@@ -13,7 +14,14 @@ from ..catalog.manifest import BLOCK_BYTES, FileEntry
 from ..catalog.slices import Slice, header_bytes
 from ..errors import CheckpointError
 
-__all__ = ["FileWriter", "fsync_directory", "tensor_bytes", "write_file", "write_slices"]
+__all__ = [
+    "FileWriter",
+    "fsync_directory",
+    "make_directories",
+    "tensor_bytes",
+    "write_file",
+    "write_slices",
+]
 
 _PIECE_BYTES = 16 * 1024**2
 
@@ -62,7 +70,15 @@ class FileWriter:
         except OSError as failure:
             raise CheckpointError(f"{self._path}: fsync failed: {failure.strerror}") from failure
         finally:
+            self._close(has_failed=kind is not None)
+
+    def _close(self, *, has_failed: bool) -> None:
+        """On some network file systems close() is the first to tell that bytes did not arrive."""
+        try:
             os.close(self._fd)
+        except OSError as failure:
+            if not has_failed:
+                raise CheckpointError(f"{self._path}: closing failed: {failure.strerror}") from failure
 
 
 def write_file(path: str, content: bytes) -> FileEntry:
@@ -75,22 +91,24 @@ def write_file(path: str, content: bytes) -> FileEntry:
 def write_slices(
     path: str,
     slices: Sequence[Slice],
-    piece_of: Callable[[Slice], torch.Tensor],
+    piece_of: Callable[[Slice], torch.Tensor | Iterator[torch.Tensor]],
     on_progress: Callable[[int], object] | None = None,
 ) -> FileEntry:
     """Write one slice file in safetensors format and sync it. Returns its manifest entry.
 
-    ``piece_of`` gives the live tensor (any device, any strides) that holds exactly a slice's box. Memory:
-    nothing for contiguous CPU tensors, else 16 MiB of staging.
+    ``piece_of`` gives the live tensor (any device, any strides) that holds exactly a slice's box, or the parts of it
+    one after another. Memory: nothing for contiguous CPU tensors, else 16 MiB of staging.
     """
     header = header_bytes(slices)
     blocks = _Blocks()
     with FileWriter(path, on_progress) as file:
         file.write(header)
         for one in slices:
-            for view in tensor_bytes(piece_of(one)):
-                file.write(view)
-                blocks.add(view)
+            found = piece_of(one)
+            for piece in (found,) if isinstance(found, torch.Tensor) else found:
+                for view in tensor_bytes(piece):
+                    file.write(view)
+                    blocks.add(view)
     return FileEntry(file.nbytes, len(header), xxhash.xxh3_64_hexdigest(header), blocks.finish())
 
 
@@ -139,6 +157,19 @@ def tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
     for begin in range(0, tensor.shape[0], rows):
         piece = tensor[begin : begin + rows]
         yield from tensor_bytes(piece[0] if piece.shape[0] == 1 else piece.contiguous().cpu())
+
+
+def make_directories(path: str) -> None:
+    """A directory and what is missing above it; every new name is durable on return. Raises ``OSError``."""
+    missing = []
+    while not os.path.isdir(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for new in reversed(missing):
+        # Another process was faster; or it is a file, which whoever opens something in it is told.
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(new)
+        fsync_directory(os.path.dirname(new))
 
 
 def fsync_directory(path: str) -> None:

@@ -1,0 +1,371 @@
+"""What checkpoints of many tensors on many ranks cost before any payload moves: manifest, planning, agreement.
+
+    OMP_NUM_THREADS=1 python benchmarks/metadata.py --params 20000 --ranks 1024
+
+One process plays one rank of a group that is not there; model (a mixture of experts, 70 billion parameters in bf16) and
+optimizer (AdamW, fp32 moments) are on meta, sharded by FSDP2 as they would be. The state is described, cut into slice
+files and written into a manifest by the code of a save, as all ranks would have written it, with block checksums of
+every 16 MiB that they would hold; only the checksums' digits are stand-ins. Then a resume from that manifest is planned
+by the code of a resume, on one rank of the same mesh and of others. Seconds are CPU seconds, medians of the repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import shardwise as sw
+from shardwise.catalog.checkpoint import catalog_of_checkpoint, catalog_of_slices, optimizer_tensors
+from shardwise.catalog.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry, read_manifest
+from shardwise.catalog.slices import boxes_to_write, file_name, header_bytes, rank_files
+from shardwise.catalog.spread import file_count
+from shardwise.dist import Ranks
+from shardwise.layout.model import geometries_of
+from shardwise.loading import _fingerprint, plan_load
+from shardwise.names import named_tensors
+from shardwise.plan import IOOptions, Plan
+from shardwise.recipe.match import Rules
+from shardwise.restoring_optimizer import _plan_states, _spread_states
+from shardwise.state.optimizer import parameter_names, place_states
+from shardwise.state.snapshot import Snapshot, layout_hash, take_snapshot
+from shardwise.store.collect import Collected, Lineage
+from shardwise.store.save import _manifest, _pack
+
+HIDDEN, EXPERT, EXPERTS, LAYER = 2048, 1728, 64, 200
+VOCABULARY = 129_280
+#: What a mesh is made of: the part of all ranks that each axis takes (None: what is left), and its role.
+MESHES: dict[str, dict[str, int | None]] = {
+    "1-D": {"shard": None},
+    "HSDP": {"replicate": 8, "shard": None},
+    "FSDP x TP 8": {"shard": None, "tp": 8},
+    "FSDP x TP 2": {"shard": None, "tp": 2},
+}
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(HIDDEN, EXPERT, bias=False)
+        self.up_proj = nn.Linear(HIDDEN, EXPERT, bias=False)
+        self.down_proj = nn.Linear(EXPERT, HIDDEN, bias=False)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.k_proj = nn.Linear(HIDDEN, HIDDEN // 4, bias=False)
+        self.v_proj = nn.Linear(HIDDEN, HIDDEN // 4, bias=False)
+        self.o_proj = nn.Linear(HIDDEN, HIDDEN, bias=False)
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(HIDDEN, EXPERTS, bias=False)
+        self.shared_gate = nn.Linear(HIDDEN, 1, bias=False)
+        self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS))
+
+
+class Layer(nn.Module):
+    """200 parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn = Attention()
+        self.mlp = Mixture()
+        self.input_layernorm = nn.RMSNorm(HIDDEN)
+        self.post_attention_layernorm = nn.RMSNorm(HIDDEN)
+
+    def forward(self) -> None:
+        """Never called: FSDP2 wants one to hook into."""
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(VOCABULARY, HIDDEN)
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.norm = nn.RMSNorm(HIDDEN)
+        self.lm_head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+
+    def forward(self) -> None:
+        """Never called, see above."""
+
+
+TP_PLAN = {
+    "self_attn.q_proj": ColwiseParallel(),
+    "self_attn.k_proj": ColwiseParallel(),
+    "self_attn.v_proj": ColwiseParallel(),
+    "self_attn.o_proj": RowwiseParallel(),
+    "mlp.experts.*.gate_proj": ColwiseParallel(),
+    "mlp.experts.*.up_proj": ColwiseParallel(),
+    "mlp.experts.*.down_proj": RowwiseParallel(),
+}
+
+
+@contextmanager
+def ranks_not_there(ranks: int) -> Iterator[None]:
+    """A process group of so many ranks, of which this process is one and no other exists."""
+    # Private, and registers the backend "fake" when imported; what torch's own planners use (torch 2.11-2.13).
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank_of(ranks), world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def rank_of(ranks: int) -> int:
+    """The rank that is played: one in the middle, which reads from several old ones."""
+    return ranks // 2 + 1
+
+
+def make_state(params: int, ranks: int, mesh_kind: str) -> sw.TrainState:
+    """A model on meta under the mesh, and AdamW with its state."""
+    axes = MESHES[mesh_kind]
+    rest = ranks // int(np.prod([n for n in axes.values() if n]))
+    mesh = init_device_mesh("cpu", tuple(n or rest for n in axes.values()), mesh_dim_names=tuple(axes))
+    with torch.device("meta"):
+        model = Model(max(1, params // LAYER)).bfloat16()
+    for layer in model.layers:
+        if "tp" in axes:
+            parallelize_module(layer, mesh["tp"], TP_PLAN)
+        fully_shard(layer, mesh=mesh["shard"] if "tp" in axes else mesh)
+    fully_shard(model, mesh=mesh["shard"] if "tp" in axes else mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for p in model.parameters():
+        moments = [torch.empty_like(p, dtype=torch.float32, requires_grad=False) for _ in range(2)]
+        optimizer.state[p] = {"step": torch.tensor(1.0), "exp_avg": moments[0], "exp_avg_sq": moments[1]}
+    return sw.TrainState(model=model, optimizer=optimizer)
+
+
+def timed(work: Callable[[], Any], repeats: int) -> tuple[float, Any]:
+    """Median CPU seconds, and what the last run returned."""
+    found, result = [], None
+    for _ in range(repeats):
+        result = None
+        gc.collect()
+        begun = time.process_time()
+        result = work()
+        found.append(time.process_time() - begun)
+    return statistics.median(found), result
+
+
+# ----------------------------------------------------------------------------------------------------
+# A save
+
+
+def plan_save(state: sw.TrainState, rank: int) -> tuple[Snapshot, list[tuple[str, bytes]]]:
+    """What a rank works out before it writes: its state by reference, its slice files and their headers."""
+    snapshot = take_snapshot(state, 1)
+    layout_hash(snapshot)
+    headers = []
+    for part in snapshot.parts:
+        stored = [v.stored for v in part.live]
+        count = file_count(stored)
+        for k, slices in enumerate(rank_files(stored, rank)):
+            headers.append((file_name(part.kind, rank, k, count), header_bytes(slices)))
+    return snapshot, headers
+
+
+def payloads_of_all(snapshot: Snapshot, ranks: int, header: int) -> list[bytes]:
+    """What every rank would send to rank 0 when it has written: its files' entries and digest sums.
+
+    Sizes are those of the files, headers taken as long as this rank's; checksums and sums are stand-ins.
+    """
+    tensors = sum(v.counted for part in snapshot.parts for v in part.live)
+    sums = np.zeros(tensors, np.uint64)
+    by_kind = {}
+    for part in snapshot.parts:
+        counted = Counter(
+            (v.stored.shape, v.stored.geometry, v.stored.owner, v.stored.dtype) for v in part.live
+        )
+        first = {
+            (v.stored.shape, v.stored.geometry, v.stored.owner, v.stored.dtype): v.stored for v in part.live
+        }
+        by_kind[part.kind] = (
+            [(first[kind], n) for kind, n in counted.items()],
+            file_count(list(first.values())),
+        )
+    found = []
+    for rank in range(ranks):
+        files = {f"rank/{rank:05d}.json": small(300), f"rank/{rank:05d}.safetensors": small(5200)}
+        if rank == 0:
+            files["state.json"] = small(2_000_000)
+        for kind, (kinds, count) in by_kind.items():
+            nbytes = [0] * count
+            for tensor, n in kinds:
+                for k, held in enumerate(boxes_to_write(tensor, rank)):
+                    nbytes[k] += n * held.box.numel * {"BF16": 2, "F32": 4}[tensor.dtype]
+            for k, payload in enumerate(nbytes):
+                if payload:
+                    blocks = tuple(f"{7 * j + rank:016x}" for j in range(-(-payload // BLOCK_BYTES)))
+                    name = f"{kind}/{file_name(kind, rank, k, count)}"
+                    files[name] = FileEntry(header + payload, header, f"{rank:016x}", blocks)
+        found.append(_pack(files, sums))
+    return found
+
+
+def small(nbytes: int) -> FileEntry:
+    return FileEntry(nbytes, nbytes, "0123456789abcdef")
+
+
+def measure_save(state: sw.TrainState, ranks: int, folder: str, repeats: int) -> dict[str, Any]:
+    """One rank's planning, rank 0's agreement, and the manifest that comes out of it, in ``folder``."""
+    seconds, (snapshot, headers) = timed(lambda: plan_save(state, rank_of(ranks)), repeats)
+    gathered = payloads_of_all(snapshot, ranks, max(len(h) for _, h in headers))
+    collected = Collected(
+        snapshot=snapshot,
+        shared={},
+        local={"rng": snapshot.pieces["rng"]},
+        companions={},
+        step=1,
+        lineage=Lineage("0123456789abcdef", None),
+        seed=0,
+        software={"torch": torch.__version__},
+        hub_tensors={},
+    )
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    decide_s, manifest = timed(lambda: _manifest(collected, Ranks(world_size=ranks), gathered), 1)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    text_s, text = timed(manifest.to_text, 1)
+    os.makedirs(folder)
+    Path(folder, MANIFEST_NAME).write_text(text)
+    blocks = sum(len(f.blocks) for f in manifest.files.values())
+    entries = {n: replace(f, blocks=()) for n, f in manifest.files.items()}
+    without = len(text) - len(replace(manifest, files=entries).to_text())
+    return {
+        "tensors": sum(len(part.live) for part in snapshot.parts),
+        "files": len(manifest.files),
+        "blocks": blocks,
+        "payload GB": round(sum(f.nbytes for f in manifest.files.values()) / 1e9, 1),
+        "manifest MB": round(len(text) / 1e6, 2),
+        "of it block checksums MB": round(without / 1e6, 2),
+        "planning of a save, CPU s": round(seconds, 2),
+        "gathered by rank 0, MB": round(sum(map(len, gathered)) / 1e6, 1),
+        "rank 0's agreement, CPU s": round(decide_s, 2),
+        "rank 0's agreement, MB over what is gathered": round((peak - before) / 1e3, 1),
+        "manifest's text, CPU s": round(text_s, 2),
+    }
+
+
+# ----------------------------------------------------------------------------------------------------
+# A resume
+
+
+def plan_resume(
+    state: sw.TrainState, path: str, tensors: dict[str, torch.Tensor], packed: dict[str, torch.Tensor]
+) -> tuple[Plan, Plan]:
+    """What a rank works out before it reads: manifest, catalogs, layout, recipes, plans, proofs.
+
+    ``tensors`` and ``packed`` are the optimizer's, for which there is room already.
+    """
+    model, io = state.models["model"], IOOptions()
+    manifest = read_manifest(path)
+    catalog = catalog_of_checkpoint(path, manifest=manifest)
+    plan = plan_load(model, catalog, Rules(), io=io)
+    _fingerprint(plan)
+    named = named_tensors(model)
+    slices = optimizer_tensors(manifest)
+    states = catalog_of_slices(path, manifest, "optimizer", "optimizer", slices)
+    live = {alias: t.name for t in named for alias in t.names}
+    return plan, _plan_states(states, tensors, packed, geometries_of(model, named), live, io)
+
+
+def measure_resume(state: sw.TrainState, path: str, repeats: int) -> dict[str, Any]:
+    """One rank's planning of a resume from the manifest in ``path``."""
+    manifest, optimizer = read_manifest(path), state.optimizers["optimizer"]
+    entries = manifest.models["model"]
+    names = parameter_names(optimizer, named_tensors(state.models["model"]))
+    spread = {n: _spread_states(t, "optimizer") for n, t in entries.items() if t.states.get("optimizer")}
+    tensors, _ = place_states(optimizer, names, spread)
+    packed = {k: torch.empty(p.count) for k, p in manifest.packed["optimizer"].items()}
+    del manifest, entries, spread
+    seconds, plans = timed(lambda: plan_resume(state, path, tensors, packed), repeats)
+    read = sum(p.bytes_to_read for p in plans)
+    held = sum(p.local_nbytes for p in plans)
+    return {
+        "CPU s": round(seconds, 2),
+        "reads": sum(len(p.transfers) for p in plans),
+        "from files": len({t.path for p in plans for t in p.transfers}),
+        "bytes read / held": round(read / held, 4),
+    }
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """All meshes: saves on ``--ranks``, resumes of each save on its own mesh and on two others."""
+    result: dict[str, Any] = {"params, ranks": f"{args.params}, {args.ranks}"}
+    saved = ("1-D", "HSDP", "FSDP x TP 8")
+    others = [(args.ranks, "FSDP x TP 2"), (args.ranks * 3 // 4, "1-D")]
+    planning, sizes = [], []
+
+    def resume(state: sw.TrainState, source: str, label: str) -> None:
+        found = measure_resume(state, os.path.join(root, source), args.repeats)
+        planning.append(found["CPU s"])
+        result[f"resume of {source} on {label}"] = found
+
+    with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as root:
+        with ranks_not_there(args.ranks):
+            for kind in saved:
+                state = make_state(args.params, args.ranks, kind)
+                found = measure_save(state, args.ranks, os.path.join(root, kind), args.repeats)
+                result[f"save on {kind}"] = found
+                planning.append(found["planning of a save, CPU s"])
+                sizes.append(found["manifest MB"])
+                resume(state, kind, f"{args.ranks} ranks {kind}")
+        for ranks, kind in others:
+            with ranks_not_there(ranks):
+                state = make_state(args.params, ranks, kind)
+                for source in saved:
+                    resume(state, source, f"{ranks} ranks {kind}")
+    result["largest manifest, MB"] = max(sizes)
+    result["slowest planning of one rank, CPU s"] = max(planning)
+    result["contract: manifest <= 10 MB"] = "holds" if max(sizes) <= 10 else "BROKEN"
+    result["contract: planning <= 2 s a rank"] = "holds" if max(planning) <= 2 else "BROKEN"
+    return result
+
+
+def main() -> None:
+    """Measure and print; exit status 1 if a contract is broken."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--params", type=int, default=20_000, help="in steps of 200")
+    parser.add_argument("--ranks", type=int, default=1024, help="a multiple of 16")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    result = measure(args)
+    broken = [name for name, value in result.items() if value == "BROKEN"]
+    print(json.dumps(result) if args.json else "\n".join(f"{k:48} {v}" for k, v in result.items()))
+    sys.exit(1 if broken else 0)
+
+
+if __name__ == "__main__":
+    main()

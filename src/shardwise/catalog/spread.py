@@ -1,0 +1,180 @@
+"""Where the slices of many tensors lie over all ranks' files, found for one box or one rank at a time.
+
+:func:`.slices.rank_files` says it for all tensors of one rank. A run of other ranks needs a few boxes of each of
+many ranks' files: with 60,000 tensors on 1,024 ranks that is a few of 60 million slices. So nothing here is made for
+all ranks and all tensors. Tensors of equal dtype, shape, geometry and owner (a *kind*) are cut alike and share the
+work; there are far fewer kinds than tensors. Pure: no torch, no files.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..dtypes import itemsize
+from ..layout.boxes import Box
+from ..layout.placements import Geometry, cutting_axes, dim_intervals
+from .slices import SliceTensor, boxes_to_write, in_file_order, owner_ranks
+
+__all__ = ["Kind", "Place", "Spread", "file_count"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A box of a tensor, in the ``file``-th slice file (from 0) of a rank."""
+
+    box: Box
+    rank: int
+    file: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """An interval of a dim: the ``index``-th of the ``count`` that the ranks at ``coordinate`` hold."""
+
+    start: int
+    stop: int
+    coordinate: tuple[int, ...]
+    index: int
+    count: int
+
+
+class _Dim:
+    """How a dim of some length is cut into intervals. ``axes`` are the mesh axes that do it; coordinates are on these."""
+
+    def __init__(self, length: int, dim: int, geometry: Geometry) -> None:
+        self.axes = tuple(axis for axis, _ in cutting_axes(geometry, dim))
+        sizes = [geometry.axis_sizes[axis] for axis in self.axes]
+        #: How many intervals each coordinate holds.
+        self.counts = np.zeros(sizes, np.int64)
+        found = []
+        coordinate = [0] * len(geometry.axis_sizes)
+        for here in product(*map(range, sizes)):
+            for axis, index in zip(self.axes, here, strict=True):
+                coordinate[axis] = index
+            intervals = dim_intervals(length, dim, geometry, coordinate)
+            self.counts[here] = len(intervals)
+            found += [_Piece(a, b, here, k, len(intervals)) for k, (a, b) in enumerate(intervals)]
+        self._pieces = sorted(found, key=lambda p: p.start)
+        self._starts = [p.start for p in self._pieces]
+
+    def overlapping(self, low: int, high: int) -> list[_Piece]:
+        """The intervals that hold an index from low to high-1. All intervals are disjoint and cover the dim."""
+        first = max(0, bisect_right(self._starts, low) - 1)
+        last = bisect_right(self._starts, high - 1)
+        return self._pieces[first:last]
+
+
+@lru_cache(maxsize=256)  # the weights and the states of an optimizer are cut alike
+def _dim(length: int, dim: int, geometry: Geometry) -> _Dim:
+    return _Dim(length, dim, geometry)
+
+
+class Kind:
+    """Tensors with elements that are cut alike."""
+
+    def __init__(self, tensor: SliceTensor) -> None:
+        geometry = tensor.geometry
+        self.tensor = tensor
+        self._dims = [_dim(length, dim, geometry) for dim, length in enumerate(tensor.shape)]
+        first = next(iter(owner_ranks(geometry, tensor.owner).values()))
+        replicated = {axis for axis, cut in enumerate(geometry.cuts) if cut.kind == "replicate"}
+        self._base = [c if axis in replicated else 0 for axis, c in enumerate(first)]
+        self._owned = tuple(c if axis in replicated else slice(None) for axis, c in enumerate(first))
+        self._known: dict[Box, tuple[Place, ...]] = {}
+
+    def boxes_by_rank(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The ranks of the owning replica, and how many boxes each holds."""
+        sizes = self.tensor.geometry.axis_sizes
+        boxes = np.ones(sizes, np.int64)
+        for dim in self._dims:
+            boxes *= dim.counts.reshape([n if axis in dim.axes else 1 for axis, n in enumerate(sizes)])
+        ranks = np.array(self.tensor.geometry.ranks, np.int64).reshape(sizes)
+        return ranks[self._owned].reshape(-1), boxes[self._owned].reshape(-1)
+
+    def touching(self, box: Box) -> tuple[Place, ...]:
+        """The slices that share an element with a box."""
+        found = self._known.get(box)
+        if found is None:
+            found = self._known[box] = tuple(self._find(box))
+        return found
+
+    def _find(self, box: Box) -> Iterator[Place]:
+        geometry = self.tensor.geometry
+        per_dim = [d.overlapping(a, b) for d, a, b in zip(self._dims, box.start, box.stop, strict=True)]
+        for pieces in product(*per_dim):
+            coordinate, file = list(self._base), 0
+            for dim, piece in zip(self._dims, pieces, strict=True):
+                file = file * piece.count + piece.index
+                for axis, index in zip(dim.axes, piece.coordinate, strict=True):
+                    coordinate[axis] = index
+            place = 0
+            for size, index in zip(geometry.axis_sizes, coordinate, strict=True):
+                place = place * size + index
+            found = Box(tuple([p.start for p in pieces]), tuple([p.stop for p in pieces]))
+            yield Place(found, geometry.ranks[place], file)
+
+
+class Spread:
+    """The slices of the tensors of one directory. ``held`` says how many files each rank has, by rank, where any."""
+
+    def __init__(self, tensors: Sequence[SliceTensor]) -> None:
+        order = in_file_order(tensors)
+        kinds: dict[tuple[object, ...], int] = {}
+        self._order = {t.name: position for position, t in enumerate(order)}
+        self._kind_at = np.empty(len(order), np.int64)
+        firsts: list[SliceTensor] = []
+        for position, t in enumerate(order):
+            kind = kinds.setdefault((t.shape, t.geometry, t.owner, t.dtype), len(kinds))
+            if kind == len(firsts):
+                firsts.append(t)
+            self._kind_at[position] = kind
+        self._tensors = firsts
+        self._kinds = [None if 0 in t.shape else Kind(t) for t in firsts]
+        self._offsets: dict[tuple[int, int], NDArray[np.int64]] = {}
+        self.held = self._count_files()
+
+    def _count_files(self) -> dict[int, int]:
+        most = max((max(t.geometry.ranks) for t in self._tensors), default=0)
+        found = np.zeros(most + 1, np.int64)
+        for tensor, kind in zip(self._tensors, self._kinds, strict=True):
+            if kind is None:
+                rank = next(iter(owner_ranks(tensor.geometry, tensor.owner)))
+                found[rank] = max(found[rank], 1)
+            else:
+                ranks, boxes = kind.boxes_by_rank()
+                found[ranks] = np.maximum(found[ranks], boxes)
+        return {int(rank): int(found[rank]) for rank in np.flatnonzero(found)}
+
+    def find(self, name: str) -> tuple[int, Kind | None]:
+        """A tensor's position in the order of a file, and how it is cut; None for one without elements."""
+        position = self._order[name]
+        return position, self._kinds[self._kind_at[position]]
+
+    def offsets_bytes(self, place: Place) -> NDArray[np.int64]:
+        """By a tensor's position, where its slice begins in the payload of the file that ``place`` lies in."""
+        key = (place.rank, place.file)
+        offsets = self._offsets.get(key)
+        if offsets is None:
+            offsets = self._offsets[key] = self._offsets_in(*key)
+        return offsets
+
+    def _offsets_in(self, rank: int, file: int) -> NDArray[np.int64]:
+        """Where every tensor begins in a file, or would, if it has no box there."""
+        sizes = []
+        for tensor in self._tensors:
+            boxes = boxes_to_write(tensor, rank)
+            sizes.append(boxes[file].box.numel * itemsize(tensor.dtype) if file < len(boxes) else 0)
+        lengths = np.array(sizes, np.int64)[self._kind_at]
+        return np.cumsum(lengths) - lengths
+
+
+def file_count(tensors: Sequence[SliceTensor]) -> int:
+    """The most slice files that any rank has: what the names of all of them end with."""
+    return max(Spread(tensors).held.values(), default=0)

@@ -1,0 +1,262 @@
+"""A distributed sampler whose order does not depend on the number of ranks, and its position in a loader."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Sampler
+
+from ..errors import StateError
+from ..place.meta_init import preserve_rng
+
+__all__ = ["ElasticPosition", "ElasticSampler", "elastic_sampler_of"]
+
+_VERSION = 1
+
+
+class ElasticSampler(Sampler[list[int]]):
+    """Batches of one rank, cut out of global batches that are the same at every world size.
+
+    The order of an epoch is a function of (``seed``, epoch, length of the dataset) only. Global batch k is the
+    k-th ``global_batch_size`` samples of it, and the rank-th of ``num_replicas`` equal blocks of that is this rank's
+    batch; so ``global_batch_size`` must be a multiple of ``num_replicas``. Give it as ``batch_sampler``, to a loader
+    that counts what the loop consumes, not what workers prefetch::
+
+        sampler = ElasticSampler(dataset, global_batch_size=32, seed=0)
+        loader = ResumableLoader(DataLoader(dataset, batch_sampler=sampler, num_workers=2))
+        state = TrainState(model=model, optimizer=optimizer, dataloader=loader)
+
+    The position is (epoch, samples consumed by all ranks): equal on all ranks, so it is stored once and taken up
+    at any world size, with any number of workers, also with another global batch size (for another number of
+    accumulation steps); nothing is skipped and nothing repeated.
+
+    An epoch ends with a global batch that is whole: filled up with the first samples of the epoch's order
+    (as torch's ``DistributedSampler`` does, but at most ``global_batch_size - 1`` of them, whatever the world size), or
+    left out with ``drop_last=True``. Draws from no global generator; holds 8 bytes per sample while an epoch goes on.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        *,
+        global_batch_size: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        """``num_replicas`` and ``rank`` are those of the process group, or 1 and 0 without one. Give them where several
+        ranks read the same samples: size and rank of the data-parallel axes.
+
+        Raises :class:`StateError` if the global batch can't be divided, or an epoch would hold no batch.
+        """
+        self._length = _length_of(dataset)
+        self._seed, self._shuffle, self._drop_last = seed, shuffle, drop_last
+        here, of = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self._replicas = of if num_replicas is None else num_replicas
+        self._rank = here if rank is None else rank
+        self._global_batch = global_batch_size
+        self._check()
+        self._epoch = self._consumed = 0
+        self._is_counted = True  # was not iterated, or somebody says what was consumed
+
+    def _check(self) -> None:
+        size, replicas = self._global_batch, self._replicas
+        if not 0 <= self._rank < replicas:
+            raise StateError(f"rank {self._rank} is none of {replicas} replicas")
+        if size < 1 or size % replicas:
+            raise StateError(
+                f"a global batch of {size} can't be divided among {replicas} replicas; give a multiple of {replicas}, so "
+                f"that each batch holds the same samples at every world size"
+            )
+        if not self._length or (self._drop_last and self._length < size):
+            raise StateError(
+                f"{self._length} samples make no global batch of {size} with drop_last={self._drop_last}"
+            )
+
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch, from 0."""
+        return self._epoch
+
+    @property
+    def consumed(self) -> int:
+        """Samples of the epoch that all ranks together have consumed, those that fill up its end included."""
+        return self._consumed
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of one batch on all ranks."""
+        return self._global_batch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin with ``epoch``; nothing happens if it is the epoch already. A :class:`ResumableLoader` does this itself."""
+        if epoch != self._epoch:
+            self._epoch, self._consumed, self._is_counted = epoch, 0, True
+
+    def advance(self) -> None:
+        """A batch was consumed, on every rank. A :class:`ResumableLoader` does this itself."""
+        self._consumed += self._global_batch
+        self._is_counted = True
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the epoch holds no further batch."""
+        return not self._holds_batch(self._consumed)
+
+    def _holds_batch(self, begin: int) -> bool:
+        return begin + (self._global_batch if self._drop_last else 1) <= self._length
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch."""
+        whole, rest = divmod(self._length, self._global_batch)
+        return whole + (rest > 0 and not self._drop_last)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """This rank's indices, a batch at a time, from the position to the end of the epoch; of the next one if it is complete."""
+        if self.is_complete:
+            self.set_epoch(self._epoch + 1)
+        self._is_counted = False
+        # The position of now, not of the first batch: a loader asks for batches ahead.
+        return self._batches(self._epoch, self._consumed)
+
+    def _batches(self, epoch: int, begin: int) -> Iterator[list[int]]:
+        order = _order(self._seed, epoch, self._length) if self._shuffle else None
+        size = self._global_batch // self._replicas
+        while self._holds_batch(begin):
+            first = begin + self._rank * size
+            places = np.arange(first, first + size) % self._length
+            yield (places if order is None else order[places]).tolist()
+            begin += self._global_batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, the same on all ranks. Raises :class:`StateError` if nobody says what was consumed."""
+        if not self._is_counted:
+            raise StateError(
+                "batches were taken from the ElasticSampler, and nobody told it which were consumed: wrap the loader, "
+                "shardwise.ResumableLoader(loader), and give that to the state, or call advance() after each batch"
+            )
+        return self.position()
+
+    def position(self) -> dict[str, Any]:
+        """As :meth:`state_dict`, for a caller that calls :meth:`advance`."""
+        return {"version": _VERSION, **self._description(), "epoch": self._epoch, "consumed": self._consumed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up the position of ``state``. Raises :class:`StateError`, before anything is changed, if its order is another."""
+        if state.get("version") != _VERSION:
+            raise StateError(
+                f"the sampler's position has version {state.get('version')!r}, expected {_VERSION}"
+            )
+        wrong = [
+            f"{name} was {state.get(name)!r} and is {value!r}"
+            for name, value in self._description().items()
+            if state.get(name) != value
+        ]
+        if wrong:
+            raise StateError(
+                f"the position is of another order of samples: {'; '.join(wrong)}. Make the ElasticSampler as in the "
+                f"stored run, or resume without its position"
+            )
+        self._epoch, self._consumed, self._is_counted = state["epoch"], state["consumed"], True
+
+    def _description(self) -> dict[str, Any]:
+        """What the order of samples depends on."""
+        return {"dataset length": self._length, "seed": self._seed, "shuffle": self._shuffle}
+
+
+class ElasticPosition:
+    """Position of a loader over an :class:`ElasticSampler`; see :class:`.data.ResumableLoader`, of which this does the work."""
+
+    def __init__(self, loader: DataLoader[Any], sampler: ElasticSampler) -> None:
+        self._loader = loader
+        self._sampler = sampler
+        self._is_loaded = False
+        self._iteration: object = None  # the one that counts: the latest
+
+    @property
+    def epoch(self) -> int:
+        return self._sampler.epoch + self._ends_with_load
+
+    @property
+    def consumed(self) -> int:
+        return 0 if self._ends_with_load else -(-self._sampler.consumed // self._sampler.global_batch_size)
+
+    @property
+    def _ends_with_load(self) -> bool:
+        """Whether a position was loaded that has its epoch behind it."""
+        return self._is_loaded and self._sampler.is_complete
+
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        found = []
+        if self._loader.num_workers:
+            found.append(
+                f"num_workers={self._loader.num_workers}: workers start anew when an epoch is taken up in the middle, so "
+                f"random draws in them (augmentation) are others"
+            )
+            if not self._loader.in_order:
+                found.append("in_order=False: the order of batches depends on the speed of workers")
+        return tuple(found)
+
+    def iterate(self) -> Iterator[Any]:
+        sampler = self._sampler
+        if self._is_loaded and sampler.consumed and not sampler.is_complete:
+            # Making an iterator draws from the global generator; the stored run did that when the epoch began.
+            with preserve_rng():
+                batches = iter(self._loader)
+        else:
+            if sampler.consumed:  # the epoch is complete, or the loop before was left early
+                sampler.set_epoch(sampler.epoch + 1)
+            batches = iter(self._loader)
+        self._is_loaded = False
+        self._iteration = iteration = object()
+        for batch in batches:
+            if self._iteration is iteration:  # else another iteration or a loaded state has taken over
+                sampler.advance()
+            yield batch
+        if self._iteration is iteration:
+            sampler.set_epoch(sampler.epoch + 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"version": _VERSION, "sampler": self._sampler.position()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._sampler.load_state_dict(state["sampler"])
+        self._is_loaded = True
+        self._iteration = None
+
+
+def elastic_sampler_of(loader: DataLoader[Any]) -> ElasticSampler | None:
+    """The :class:`ElasticSampler` of a loader, if it has one. Raises :class:`StateError` if its batches would be batched again."""
+    if isinstance(loader.batch_sampler, ElasticSampler):
+        return loader.batch_sampler
+    if not isinstance(loader.sampler, ElasticSampler):
+        return None
+    if loader.batch_sampler is not None:
+        raise StateError("an ElasticSampler makes batches: give it as batch_sampler, not as sampler")
+    return loader.sampler  # batch_size=None: the dataset takes a list of indices
+
+
+def _length_of(dataset: Any) -> int:
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError) as error:
+        raise StateError(
+            f"an ElasticSampler needs a dataset with a length, got {type(dataset).__qualname__}"
+        ) from error
+
+
+def _order(seed: int, epoch: int, length: int) -> Any:
+    """The samples of an epoch in their order, [length] int64.
+
+    By numpy's RandomState, whose draws are frozen for good (NEP 19); torch's and numpy's newer generators may draw
+    otherwise in another version, which would change the order in the middle of a run.
+    """
+    digest = hashlib.sha256(f"shardwise order {seed} {epoch} {length}".encode()).digest()
+    return np.random.RandomState(np.frombuffer(digest, dtype="<u4").astype(np.uint32)).permutation(length)

@@ -1,0 +1,308 @@
+"""What the ranks of test_trainer.py run: transformers' and TRL's real trainers with FSDP2 on CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+import shardwise as sw
+from shardwise.errors import ShardwiseError
+from shardwise.integrations.trainer import ShardwiseTrainer, load_pretrained
+
+
+@contextlib.contextmanager
+def arguments(output_dir: str, kind: Any = None, plugin: bool = True, **options: Any) -> Iterator[Any]:
+    """Arguments of a run with FSDP2. Accelerate doesn't choose FSDP on CPU by itself; nothing else is set by hand."""
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType, TorchDynamoPlugin
+    from transformers import TrainingArguments
+
+    before = dict(os.environ)
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            config = {"state_dict_type": "SHARDED_STATE_DICT", **options.pop("fsdp_config", {})}
+            args = (kind or TrainingArguments)(
+                output_dir=output_dir,
+                use_cpu=True,
+                fsdp=True,
+                fsdp_config=config,
+                **{
+                    "per_device_train_batch_size": 4 // int(world),
+                    "gradient_accumulation_steps": 2,
+                    "num_train_epochs": 2,
+                    "learning_rate": 1e-2,
+                    "lr_scheduler_type": "cosine",
+                    "logging_steps": 1,
+                    "save_steps": 3,
+                    "save_total_limit": 2,
+                    "bf16": False,
+                    "report_to": [],
+                    "disable_tqdm": True,
+                    **options,
+                },
+            )
+            _ = args.device
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+            if plugin:
+                AcceleratorState(
+                    mixed_precision=args.mixed_precision, dynamo_plugin=TorchDynamoPlugin(), _from_accelerator=True
+                )
+                made = FullyShardedDataParallelPlugin(**args.fsdp_plugin_args)
+                if args.mixed_precision != "no":
+                    made.set_mixed_precision(args.mixed_precision)
+                AcceleratorState._shared_state["fsdp_plugin"] = made
+            yield args
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+            os.environ.clear()
+            os.environ.update(before)
+
+
+def whole(model: Any) -> dict[str, torch.Tensor]:
+    return {
+        name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
+        for name, t in model.state_dict().items()
+    }
+
+
+class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """48 rows: six steps of eight an epoch."""
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(3, 101, (9,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{i}": i for i in range(3, 101)}
+    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+def stop_at(step: int) -> Any:
+    """A callback that ends a life there, without a save."""
+    from transformers import TrainerCallback
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop |= state.global_step == step
+
+    return Stop()
+
+
+def config_of(path: str, dropout: float) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(path, attention_dropout=dropout)
+
+
+def life(
+    path: str, args: Any, *, resume: Any = None, stop: int = 99, dropout: float = 0.2, **options: Any
+) -> tuple[Any, list[Any]]:
+    """One life of a run: the trainer afterwards, and (step, loss, gradient norm) of each step."""
+    model, _ = load_pretrained(args, path, config=config_of(path, dropout))
+    trainer = ShardwiseTrainer(
+        model, args, train_dataset=Rows(), processing_class=tokenizer(), callbacks=[stop_at(stop)], **options
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer, history(trainer)
+
+
+def history(trainer: Any) -> list[Any]:
+    return [
+        (row["step"], row["loss"], row["grad_norm"]) for row in trainer.state.log_history if "loss" in row
+    ]
+
+
+def checkpoints(root: str) -> list[str]:
+    return sorted(n for n in os.listdir(root) if "checkpoint" in n)
+
+
+def resume(path: str, root: str, options: dict[str, Any]) -> dict[str, Any]:
+    """An uninterrupted run; one that is stopped in the middle of an epoch and resumed; both with dropout."""
+    found: dict[str, Any] = {}
+    with arguments(f"{root}/whole", **options) as args:
+        trainer, found["whole"] = life(path, args)
+        found["after"] = whole(trainer.model)
+    with arguments(f"{root}/run", **options) as args:
+        _, found["first"] = life(path, args, stop=10)
+        found["stopped"] = checkpoints(f"{root}/run")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.copytree(f"{root}/run", f"{root}/copy")
+        os.mkdir(f"{root}/run/checkpoint-11")  # what a killed save of another program leaves
+        os.mkdir(f"{root}/run/.tmp-checkpoint-12-0123")  # or ours
+    dist.barrier()
+    with arguments(f"{root}/run", seed=7, data_seed=42, **options) as args:
+        trainer, found["resumed"] = life(path, args, resume=True)
+        report = trainer.resume_report
+        found["exact"], found["differences"] = report.exact, report.differences
+        found["resumed after"] = whole(trainer.model)
+        found["at the end"] = checkpoints(f"{root}/run")
+        trainer.save_model()
+        trainer.save_model(f"{root}/export")
+    return found
+
+
+def elsewhere(path: str, root: str) -> dict[str, Any]:
+    """From the same checkpoint on, without dropout, at this world size; and the best model of a short run."""
+    found: dict[str, Any] = {}
+    world = dist.get_world_size()
+    with arguments(f"{root}/at-{world}") as args:
+        trainer, found["steps"] = life(path, args, resume=f"{root}/copy/checkpoint-9", dropout=0.0)
+        report = trainer.resume_report
+        found["worlds"] = report.saved_world_size, report.world_size
+        found["after"] = whole(trainer.model)
+    return found
+
+
+def best(path: str, root: str) -> dict[str, Any]:
+    """The best by a metric that falls is the first; rotation spares it, and it is loaded at the end."""
+    from transformers import TrainerCallback
+
+    found: dict[str, Any] = {}
+
+    class Look(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+            found[f"at {state.global_step}"] = whole(model)
+            found["listed"] = checkpoints(root)
+
+    with arguments(
+        root,
+        max_steps=4,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_steps=1,
+        save_total_limit=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="loss",
+        greater_is_better=True,
+    ) as args:
+        model, _ = load_pretrained(args, path)
+        trainer = ShardwiseTrainer(model, args, train_dataset=Rows(), eval_dataset=Rows(), callbacks=[Look()])
+        trainer.train()
+        found["best"] = os.path.basename(trainer.state.best_model_checkpoint)
+        found["loaded"] = whole(trainer.model)
+        # Another run in the same directory, which resumes nothing: what is there is kept under other names.
+        trainer.args.max_steps = 1
+        trainer.train()
+        found["then"] = checkpoints(root)
+    return found
+
+
+def plain(path: str, root: str) -> dict[str, Any]:
+    """Plain Trainer with plain loading, uninterrupted; a run of it taken up here."""
+    from transformers import AutoModelForCausalLM, Trainer
+
+    found: dict[str, Any] = {}
+    with arguments(root) as args:
+        model = AutoModelForCausalLM.from_pretrained(path, config=config_of(path, 0.2))
+        trainer = Trainer(model, args, train_dataset=Rows(), callbacks=[stop_at(10)])
+        trainer.train()
+        found["plain"] = history(trainer)
+    with arguments(root) as args:
+        trainer, found["taken up"] = life(path, args, resume=True)
+        found["reported"] = trainer.resume_report
+        found["names"] = checkpoints(root)
+    return found
+
+
+def refused(path: str, root: str) -> dict[str, str]:
+    """What can't be honoured is a named error, alike on all ranks."""
+    import peft
+    from torch.distributed.fsdp import fully_shard
+
+    found = {}
+
+    def attempt(name: str, make: Any = lambda model: model, **options: Any) -> None:
+        with arguments(root, **options) as args:
+            model, _ = load_pretrained(args, path)
+            try:
+                trainer = ShardwiseTrainer(make(model), args, train_dataset=Rows())
+                trainer.train(resume_from_checkpoint=name == "damaged")
+                found[name] = "nothing"
+            except ShardwiseError as error:
+                found[name] = f"{type(error).__name__}: {error}"
+
+    attempt("each node", save_on_each_node=True)
+    attempt("jit", enable_jit_checkpoint=True)
+    attempt("wrapped", lambda model: peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"])))
+    if dist.get_rank() == 0:
+        os.makedirs(f"{root}/checkpoint-3")
+    dist.barrier()
+    attempt("damaged")
+    try:
+        with arguments(root, fsdp_config={"version": 1}) as args:
+            load_pretrained(args, path)
+    except ShardwiseError as error:
+        found["version 1"] = f"{type(error).__name__}: {error}"
+    # Sharded by hand and not by this plugin object: the plugin learns the classes of the model as it was.
+    with arguments(root, max_steps=1, save_strategy="no") as args:
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(path)
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        ShardwiseTrainer(model, args, train_dataset=Rows()).train()
+        found["by hand"] = "trained"
+    return found
+
+
+def dataset() -> Any:
+    from datasets import Dataset
+
+    return Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in (Rows()[i] for i in range(48))])
+
+
+def lora(path: str, root: str, options: dict[str, Any]) -> dict[str, Any]:
+    """TRL's SFTTrainer with LoRA, stopped and resumed."""
+    import peft
+    from trl import SFTConfig, SFTTrainer
+
+    class MyTrainer(ShardwiseTrainer, SFTTrainer):
+        pass
+
+    found: dict[str, Any] = {}
+    config = peft.LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+    def run(folder: str, resume: Any = None, stop: int = 99) -> Any:
+        with arguments(folder, SFTConfig, max_length=16, **options) as args:
+            model, _ = load_pretrained(args, path, adapter=config)
+            trainer = MyTrainer(
+                model, args, train_dataset=dataset(), processing_class=tokenizer(), callbacks=[stop_at(stop)]
+            )
+            trainer.train(resume_from_checkpoint=resume)
+            if stop == 99:
+                trainer.save_model(f"{folder}/adapter")
+        return trainer
+
+    trainer = run(f"{root}/whole")
+    found["whole"], found["after"] = history(trainer), whole(trainer.model)
+    run(f"{root}/run", stop=10)
+    trainer = run(f"{root}/run", resume=True)
+    found["resumed"], found["resumed after"] = history(trainer), whole(trainer.model)
+    found["exact"] = trainer.resume_report.exact
+    found["files"] = sorted(sw.verify(f"{root}/run/checkpoint-12").to_json())
+    return found

@@ -1,0 +1,103 @@
+"""HF Trainer and TRL's SFTTrainer with FSDP2: models loaded here, ``checkpoint-N`` whole, resume, rotation, export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.dist import _trainer_fns as fns
+from tests.harness.pool import RankPool
+from tests.models import build_reference
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("hub")
+    build_reference("qwen3-tied").save_pretrained(path)
+    return path
+
+
+def test_resume_rotation_export(ranks: RankPool, hub: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    found = ranks.run_ranks(2, fns.resume, str(hub), str(tmp_path), {}, timeout_s=200)
+    for rank in found:
+        assert [step for step, *_ in rank["whole"]] == list(range(1, 13))
+        assert rank["first"] == rank["whole"][:10]
+        assert rank["stopped"] == ["checkpoint-6", "checkpoint-9"]
+        assert rank["exact"], rank["differences"]
+        assert rank["resumed"] == rank["whole"], "a resume goes on bitwise"
+        for name, tensor in rank["after"].items():
+            assert torch.equal(rank["resumed after"][name], tensor), name
+        left = rank["at the end"]
+        assert left[:2] == ["checkpoint-12", "checkpoint-9"]
+        assert left[2].startswith("superseded-checkpoint-11-")
+        assert len(left) == 3, "a leftover of a killed save is gone"
+    for folder in (tmp_path / "export", tmp_path / "run"):
+        assert not list(folder.glob(".tmp-*"))
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, found[0]["after"][name]), name
+        assert AutoTokenizer.from_pretrained(folder).encode("w7 w9") == [7, 9]
+    assert (tmp_path / "run" / "checkpoint-12" / "model" / "tokenizer.json").is_file()
+    sole = ranks.run_ranks(1, fns.elsewhere, str(hub), str(tmp_path), timeout_s=100)
+    both = ranks.run_ranks(2, fns.elsewhere, str(hub), str(tmp_path), timeout_s=100)
+    assert sole[0]["worlds"] == (2, 1)
+    assert [step for step, *_ in sole[0]["steps"]] == list(range(1, 13))
+    for one, other in zip(sole[0]["steps"], both[0]["steps"], strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+
+
+def test_best_model_and_a_second_line(ranks: RankPool, hub: Path, tmp_path: Path) -> None:
+    for rank in ranks.run_ranks(2, fns.best, str(hub), str(tmp_path / "run"), timeout_s=100):
+        assert rank["best"] == "checkpoint-1"
+        assert rank["listed"] == ["checkpoint-1"] or rank["then"]
+        for name, tensor in rank["at 1"].items():
+            assert torch.equal(rank["loaded"][name], tensor), name
+        assert any(not torch.equal(rank["at 4"][n], t) for n, t in rank["at 1"].items())
+        assert rank["then"][0] == "checkpoint-1"
+        assert [n.rsplit("-", 1)[0] for n in rank["then"][1:]] == [
+            "superseded-checkpoint-1",
+            "superseded-checkpoint-4",
+        ]
+
+
+def test_plain_trainers_run_is_the_same_and_taken_up(ranks: RankPool, hub: Path, tmp_path: Path) -> None:
+    for rank in ranks.run_ranks(2, fns.plain, str(hub), str(tmp_path / "run"), timeout_s=100):
+        assert len(rank["plain"]) == 10
+        assert rank["taken up"][:10] == rank["plain"]
+        assert len(rank["taken up"]) == 12
+        assert rank["reported"] is None
+        assert rank["names"] == ["checkpoint-12", "checkpoint-9"]
+
+
+def test_what_cannot_be_honoured_is_named(ranks: RankPool, hub: Path, tmp_path: Path) -> None:
+    for found in ranks.run_ranks(2, fns.refused, str(hub), str(tmp_path / "run"), timeout_s=100):
+        assert "save_on_each_node" in found["each node"]
+        assert "enable_jit_checkpoint" in found["jit"]
+        assert "adapter=peft_config" in found["wrapped"]
+        assert found["damaged"].startswith("NoCheckpointError")
+        assert "trainer_state.json" in found["damaged"]
+        assert "fsdp_version: 2" in found["version 1"]
+        assert found["by hand"] == "trained"
+
+
+@pytest.mark.parametrize("options", [{}, {"bf16": True, "gradient_checkpointing": False}], ids=["fp32", "bf16"])
+def test_trl_sft_with_lora(ranks: RankPool, hub: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    for rank in ranks.run_ranks(2, fns.lora, str(hub), str(tmp_path), options, timeout_s=200):
+        assert len(rank["whole"]) == 12
+        assert rank["exact"]
+        assert rank["resumed"] == rank["whole"], "a resume goes on bitwise"
+        for name, tensor in rank["after"].items():
+            assert torch.equal(rank["resumed after"][name], tensor), name
+    base = AutoModelForCausalLM.from_pretrained(hub)
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "run" / "adapter")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, rank["after"][name]), name
+    assert any(t.abs().max() > 0 for n, t in model.state_dict().items() if "lora_B" in n)
