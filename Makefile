@@ -52,6 +52,7 @@ bench: install
 	$(BIN)/python benchmarks/load.py
 	$(BIN)/python benchmarks/moe.py
 	$(BIN)/python benchmarks/save.py
+	$(BIN)/python benchmarks/metadata.py
 
 faults: install
 	$(BIN)/python -m tests.faults.table

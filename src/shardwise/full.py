@@ -82,7 +82,8 @@ def iter_full(
             raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
         reshard(model)
         full = _plan(model, _contents(model, names), _dtype_code(dtype), ranks.rank)
-        claim.alike(repr([(f.stored.name, f.stored.dtype, f.stored.shape) for f in full]).encode())
+        given = [(f.stored.name, f.stored.dtype, f.stored.shape) for f in full]
+        claim.alike(repr((bucket_bytes, given)).encode())
         parts = Destination({t.name: local_tensor(t.tensor) for t in named_tensors(model)})
         device = _device(model)
     return _iterate(_buckets(full, bucket_bytes), parts, device, ranks)

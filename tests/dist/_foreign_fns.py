@@ -120,7 +120,7 @@ def _full(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(tensor, "full_tensor", lambda: tensor)().detach().clone()
 
 
-def restores_transformers(source: str, folder: str) -> dict[str, torch.Tensor]:
+def restores_transformers(source: str, folder: str, out: str) -> dict[str, torch.Tensor]:
     model, _ = sw.load_pretrained(source, init_device_mesh("cpu", (dist.get_world_size(),)))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -128,6 +128,7 @@ def restores_transformers(source: str, folder: str) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
     sw.restore(sw.TrainState(model=model, optimizer=optimizer), folder)
     assert optimizer.param_groups[0]["lr"] == 1e-2
+    sw.export_hf(model, out)
     moments = {f"{n}.exp_avg": _full(optimizer.state[p]["exp_avg"]) for n, p in model.named_parameters()}
     return {**{n: _full(p) for n, p in model.named_parameters()}, **moments}
 

@@ -26,6 +26,11 @@ from tests.harness.process import ROOT, worker_env
             ("--ranks", "2", "--gib", "0.02", "--pairs", "1", "--loop-s", "0.2"),
             ("save / write + fsync, medians", "behind s"),
         ),
+        (
+            "metadata.py",
+            ("--params", "200", "--ranks", "16", "--repeats", "1"),
+            ("largest manifest, MB", "resume of HSDP on 12 ranks 1-D"),
+        ),
     ],
 )
 def test_short_form(tmp_path: Path, script: str, options: tuple[str, ...], figures: tuple[str, ...]) -> None:
@@ -45,3 +50,7 @@ def test_short_form(tmp_path: Path, script: str, options: tuple[str, ...], figur
     if script == "load.py":
         assert result["bytes asked / model"] == 1.0
         assert result["collectives in a load"] == 0
+    if script == "metadata.py":
+        resumes = [found for name, found in result.items() if name.startswith("resume")]
+        assert len(resumes) == 9
+        assert all(found["bytes read / held"] == 1.0 for found in resumes)

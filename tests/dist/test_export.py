@@ -245,11 +245,14 @@ def _at_first_write(monkeypatch: pytest.MonkeyPatch, work: Callable[[], object])
 
 
 def test_a_step_that_is_deleted_in_the_middle_is_exported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By the run itself, which keeps one step; of more files than are otherwise kept open."""
     state, step = sw.TrainState(model=fns.small_module()), tmp_path / "run" / "step-00000001"
+    ranks.run_ranks(2, fns.save_small, str(step))
+    monkeypatch.setattr("shardwise.read.files._MOST_OPEN", 1)
     with sw.Checkpointer(tmp_path / "run", keep_last=1) as checkpointer:
-        checkpointer.save(state, 1)
+        checkpointer.resume(state)
         _at_first_write(monkeypatch, lambda: checkpointer.save(state, 2))
         sw.export_hf(step, tmp_path / "out")
     assert not step.exists()

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import MultiStepLR
 import shardwise as sw
 from shardwise.catalog.open import open_catalog
 from shardwise.catalog.torchfile import FULL_STATE_STEM
-from tests.dist import _convert_fns, _dcp_fns
+from tests.dist import _convert_fns, _dcp_fns, _export_fns
 from tests.dist import _foreign_fns as fns
 from tests.harness.pool import RankPool
 
@@ -82,7 +82,10 @@ def test_transformers_own_distributed_save(ranks: RankPool, tmp_path: Path, besi
     _convert_fns.save_qwen_moe(source)
     (expected, *_) = ranks.run_ranks(2, fns.transformers_saves, source, str(folder), beside)
     assert sorted(folder.glob("shard-*-model-*.safetensors"))
-    found = ranks.run_ranks(2, fns.restores_transformers, source, str(folder))
+    out = tmp_path / "out"
+    found = ranks.run_ranks(2, fns.restores_transformers, source, str(folder), str(out))
+    hub, original = (_export_fns.stored_tensors(path) for path in (out, source))
+    assert hub.keys() == original.keys(), "still the hub's names, as it was loaded from there"
     for rank in found:
         assert rank.keys() == expected.keys()
         for name, tensor in expected.items():

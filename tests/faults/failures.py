@@ -51,7 +51,7 @@ def eio_rows(context: Context) -> Iterator[Row]:
     for world_size, mode in ((2, "sync"), (2, "async"), (1, "sync"), (1, "async")):
         labels = context.count_calls(mode, world_size)
         for victim in range(world_size):
-            chosen = context.sample(list(enumerate(labels[victim], 1)), 4 if world_size == 2 else 3)
+            chosen = context.sample(list(enumerate(labels[victim], 1)), 3 if world_size == 2 else 2)
             trials = [
                 _Trial(context.fresh(1, world_size=world_size), mode, victim, number, label)
                 for number, label in chosen
@@ -93,7 +93,7 @@ def _eio_resume_rows(context: Context) -> Iterator[Row]:
                 calls for _, calls in context.forks.run(world_size, partial(_counted_resume, root, reading))
             ]
             for victim in range(world_size):
-                chosen = context.sample(list(enumerate(labels[victim], 1)), 4)
+                chosen = context.sample(list(enumerate(labels[victim], 1)), 3)
                 roots = [_untidy(context, world_size) for _ in chosen]
                 pairs = list(zip(roots, chosen, strict=True))
                 started = time.monotonic()
@@ -268,7 +268,7 @@ def _fill_disk(context: Context, disk: Path, what: str) -> list[Case]:
     context.forks.disown()
     mount_tmpfs(disk, "size=1m,nr_inodes=300")
     most = 30 if what == "pages" else 20
-    rooms = context.sample(range(most + 1), 7)
+    rooms = context.sample(range(most + 1), 4)
     pristine = context.pristine(1)
     try:
         save = partial(_save_with_room, disk, pristine, what)

@@ -50,7 +50,7 @@ def kill_rows(context: Context) -> Iterator[Row]:
                 for number, label in enumerate(labels[victim], 1)
                 for is_after in ((False,) if with_peer else (False, True))
             ]
-            chosen += context.sample(instants, 4 if victim == 0 and not with_peer else 2)
+            chosen += context.sample(instants, 3 if victim == 0 and not with_peer else 1)
     cases = _kill_all(context, chosen)
     yield from rows_of("SIGKILL at a call", cases, time.monotonic() - started)
 

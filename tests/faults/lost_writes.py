@@ -164,7 +164,7 @@ def _images(
     assert not changed, f"calls of {story.name} were missed: replayed, they do not give {sorted(changed)}"
 
     draw, seen = random.Random(story.name), set()
-    chosen = set(context.sample(range(len(log) + 1), 5))
+    chosen = set(context.sample(range(len(log) + 1), 4))
     disk, marks = Disk(before), {""}
     for count in range(len(log) + 1):
         allowed = [findings for mark, findings in story.allowed if mark in marks][-1]

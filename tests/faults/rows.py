@@ -95,9 +95,11 @@ class Context:
         return root
 
     def sample(self, items: Sequence[Any], count: int) -> list[Any]:
-        """All of them; in the short form about ``count``, evenly spaced, first and last among them."""
+        """All of them; in the short form ``count``, evenly spaced, first and last among them; or the middle one."""
         if not self.short or len(items) <= count:
             return list(items)
+        if count == 1:
+            return [items[len(items) // 2]]
         return [items[round(k * (len(items) - 1) / (count - 1))] for k in range(count)]
 
     def all(self, scenarios: Iterable[Callable[[], Scenario[Any]]]) -> list[Any]:

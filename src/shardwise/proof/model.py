@@ -38,13 +38,18 @@ def local_sum(tensor: torch.Tensor, shape: tuple[int, ...], geometry: Geometry, 
 
 
 def replica_totals(sums: Any, geometries: Sequence[Geometry]) -> list[list[int]]:
-    """Per tensor, the digest sum of each of its replicas. ``sums`` is [rank, tensor] of uint64."""
-    known: dict[Geometry, list[list[int]]] = {}
-    found = []
+    """Per tensor, the digest sum of each of its replicas. ``sums`` holds by rank, then by tensor, uint64."""
+    by_geometry: dict[Geometry, list[int]] = {}
     for index, geometry in enumerate(geometries):
-        if geometry not in known:
-            known[geometry] = replicas(geometry)
-        found.append([int(sums[ranks, index].sum(dtype=np.uint64)) for ranks in known[geometry]])
+        by_geometry.setdefault(geometry, []).append(index)
+    found: list[list[int]] = [[] for _ in geometries]
+    for geometry, indices in by_geometry.items():
+        for ranks in replicas(geometry):
+            total = np.zeros(len(indices), dtype=np.uint64)
+            for rank in ranks:
+                total += sums[rank][indices]
+            for index, value in zip(indices, total.tolist(), strict=True):
+                found[index].append(value)
     return found
 
 

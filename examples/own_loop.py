@@ -1,0 +1,115 @@
+"""A whole training run in a loop of one's own: load, train, checkpoint, resume on other ranks, export.
+
+    torchrun --nproc-per-node 2 examples/own_loop.py --out own-out --steps 4
+    torchrun --nproc-per-node 3 examples/own_loop.py --out own-out --steps 8   # goes on at step 5, on 3 ranks
+
+What a run of eight steps on any number of ranks would have computed, up to the order in which floats are added. The
+export in OUT/export-STEPS is a directory for ``from_pretrained``. The model is a tiny one, made on the spot; give your own
+with ``--base``. Runs on CPUs; on GPUs use "cuda" for the mesh and the backend, and move each batch there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader, Dataset
+
+import shardwise as sw
+
+GLOBAL_BATCH = 12  # sequences of a step on all ranks: divides by the rank counts that may come
+
+
+class Sequences(Dataset[torch.Tensor]):
+    """Sequences of tokens, each a count upwards from some number."""
+
+    def __len__(self) -> int:
+        return 120
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return 3 + (index + torch.arange(16)) % 90
+
+
+def train(base: Path, out: Path, steps: int) -> dict[int, float]:
+    """From the newest published step, or the base, to ``steps``; exports what came out. The loss of each step."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model, report = sw.load_pretrained(base, mesh)  # sharded; nobody ever held all of it
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=5)
+    samples = Sequences()
+    sampler = sw.ElasticSampler(samples, global_batch_size=GLOBAL_BATCH, seed=0)
+    loader = sw.ResumableLoader(DataLoader(samples, batch_sampler=sampler))  # counts what was consumed
+    state = sw.TrainState(model=model, optimizer=optimizer, scheduler=schedule, dataloader=loader)
+
+    losses: dict[int, float] = {}
+    model.train()
+    with sw.Checkpointer(out / "checkpoints", keep_last=2) as checkpoints:
+        resumed = checkpoints.resume(state)  # None on a first run
+        step = resumed.step if resumed else 0
+        if dist.get_rank() == 0:
+            whence = f"step {step} of {resumed.saved_world_size} ranks" if resumed else f"{base}"
+            print(
+                f"{dist.get_world_size()} ranks, from {whence}; read {report.bytes_read:,} bytes", flush=True
+            )
+        while step < steps:
+            for ids in loader:
+                step += 1
+                losses[step] = train_one_step(model, optimizer, ids)
+                schedule.step()
+                if step % 2 == 0 or step == steps:
+                    checkpoints.save(state, step)  # published whole, or not at all
+                if step == steps:
+                    break
+    export = out / f"export-{steps}"
+    if not export.exists():
+        sw.export_hf(model, export)  # hub names, written by all ranks in place
+    return losses
+
+
+def train_one_step(model: Any, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> float:
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    dist.all_reduce(shown := loss.detach().clone())
+    return shown.item() / dist.get_world_size()
+
+
+def write_base(directory: Path) -> None:
+    """A tiny model of noise in hub format. Rank 0's work."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 101}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, **ids)).save_pretrained(directory)
+
+
+def main(arguments: list[str] | None = None) -> dict[int, float]:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--base", type=Path, help="model directory; default: a tiny one, made in OUT/base")
+    parser.add_argument("--steps", type=int, default=8)
+    options = parser.parse_args(arguments)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    base = options.base or options.out / "base"
+    if dist.get_rank() == 0 and not base.exists():
+        write_base(base)
+    dist.barrier()
+    losses = train(base, options.out, options.steps)
+    if dist.get_rank() == 0:
+        print(json.dumps(losses), flush=True)
+    return losses
+
+
+if __name__ == "__main__":
+    main()
+    dist.destroy_process_group()
