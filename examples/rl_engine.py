@@ -28,8 +28,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from transformers import AutoConfig, AutoModelForCausalLM, CLIPVisionConfig, LlamaConfig, LlavaConfig
-from transformers import LlavaForConditionalGeneration, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 import shardwise as sw
 
@@ -122,7 +130,9 @@ class Engine:
         with self._timed("critic"):
             self.critic, report = load_critic(base, mesh, kind)
         self.seconds["critic"] -= report.seconds_plan + report.seconds_read
-        with self._timed("reference"):  # shards copied on the device; with LoRA it is the base of the actor itself
+        with self._timed(
+            "reference"
+        ):  # shards copied on the device; with LoRA it is the base of the actor itself
             self.reference = self.actor if lora else sw.clone(self.actor)
         models = {"actor": self.actor, "critic": self.critic}
         optimizers = {
@@ -246,7 +256,9 @@ def say(**facts: Any) -> None:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--base", type=Path, help="model directory; default: a tiny one, made in OUT/base")
     parser.add_argument("--model", choices=sorted(CLASSES), default="dense")

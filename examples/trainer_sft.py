@@ -22,7 +22,22 @@ from trl import SFTConfig, SFTTrainer
 
 from shardwise.integrations.trainer import ShardwiseTrainer, load_pretrained  # <-
 
-WORDS = "the a red green old small cat dog bird sees likes follows finds .".split()
+WORDS = [
+    "the",
+    "a",
+    "red",
+    "green",
+    "old",
+    "small",
+    "cat",
+    "dog",
+    "bird",
+    "sees",
+    "likes",
+    "follows",
+    "finds",
+    ".",
+]
 
 
 class MyTrainer(ShardwiseTrainer, SFTTrainer):  # <-
@@ -59,9 +74,7 @@ def sentences() -> Dataset:
         return words[int(torch.randint(len(words), (), generator=draw))]
 
     def thing() -> str:
-        return " ".join(
-            (pick("the", "a"), pick("red", "green", "old", "small"), pick("cat", "dog", "bird"))
-        )
+        return " ".join((pick("the", "a"), pick("red", "green", "old", "small"), pick("cat", "dog", "bird")))
 
     return Dataset.from_list(
         [{"text": f"{thing()} {pick('sees', 'likes', 'follows', 'finds')} {thing()} ."} for _ in range(192)]
@@ -119,7 +132,9 @@ def main() -> None:
             make_pretrained(path)
 
     adapter = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM") if options.lora else None
-    model, report = load_pretrained(args, path, adapter=adapter)  # <- for AutoModelForCausalLM.from_pretrained
+    model, report = load_pretrained(
+        args, path, adapter=adapter
+    )  # <- for AutoModelForCausalLM.from_pretrained
     if args.process_index == 0:
         print(f"rank 0 read {report.bytes_read:,} bytes of {report.tensors} tensors")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(path)

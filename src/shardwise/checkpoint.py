@@ -127,7 +127,12 @@ class Checkpointer:
         self._closed = False
         self._lineage: Lineage | None = None
         #: Of rounds that the thread behind agrees in; two Checkpointers may write at a time.
-        self._channel = self._ranks().on_first("lock checkpoint directory", self._take_lock).decode()
+        try:
+            self._channel = self._ranks().on_first("lock checkpoint directory", self._take_lock).decode()
+        except BaseException:  # also where another rank failed or is missing: there is nobody to call close()
+            if self._lock is not None:
+                self._lock.release()
+            raise
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -142,11 +147,7 @@ class Checkpointer:
 
     def _take_lock(self) -> bytes:
         self._lock = DirectoryLock(self.root)
-        try:
-            publish.sweep_leftovers(self.root)
-        except CheckpointError:
-            self._lock.release()
-            raise
+        publish.sweep_leftovers(self.root)
         return f"behind-{next(_NUMBERS)}-".encode()
 
     def close(self) -> None:

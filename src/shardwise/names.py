@@ -101,6 +101,8 @@ def named_tensors(model: nn.Module) -> tuple[NamedTensor, ...]:
     entries: dict[int, _Entry] = {}
     holders: dict[str, list[str]] = {}
     for path, module in _modules_by_path(model):
+        if not module._parameters and not module._buffers:
+            continue
         for attribute, tensor, kind, persistent in _direct_tensors(module):
             entry = entries.get(id(tensor))
             if entry is None:
@@ -149,6 +151,8 @@ def _direct_tensors(
 
 
 def _refuse_collisions(entries: dict[int, _Entry], holders: dict[str, list[str]]) -> None:
+    if sum(len(entry.names) for entry in entries.values()) == len(holders):
+        return  # each name has one tensor
     count: dict[str, int] = {}
     for entry in entries.values():
         for name in entry.names:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
-import warnings
-from collections.abc import Iterator
+import signal
+import threading
+import time
 from typing import Any
 
 import torch
@@ -16,58 +16,7 @@ from torch.distributed.tensor import DTensor
 import shardwise as sw
 from shardwise.errors import ShardwiseError
 from shardwise.integrations.trainer import ShardwiseTrainer, load_pretrained
-
-
-@contextlib.contextmanager
-def arguments(output_dir: str, kind: Any = None, plugin: bool = True, **options: Any) -> Iterator[Any]:
-    """Arguments of a run with FSDP2. Accelerate doesn't choose FSDP on CPU by itself; nothing else is set by hand."""
-    from accelerate import FullyShardedDataParallelPlugin
-    from accelerate.state import AcceleratorState, PartialState
-    from accelerate.utils import DistributedType, TorchDynamoPlugin
-    from transformers import TrainingArguments
-
-    before = dict(os.environ)
-    rank, world = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            config = {"state_dict_type": "SHARDED_STATE_DICT", **options.pop("fsdp_config", {})}
-            args = (kind or TrainingArguments)(
-                output_dir=output_dir,
-                use_cpu=True,
-                fsdp=True,
-                fsdp_config=config,
-                **{
-                    "per_device_train_batch_size": 4 // int(world),
-                    "gradient_accumulation_steps": 2,
-                    "num_train_epochs": 2,
-                    "learning_rate": 1e-2,
-                    "lr_scheduler_type": "cosine",
-                    "logging_steps": 1,
-                    "save_steps": 3,
-                    "save_total_limit": 2,
-                    "bf16": False,
-                    "report_to": [],
-                    "disable_tqdm": True,
-                    **options,
-                },
-            )
-            _ = args.device
-            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-            if plugin:
-                AcceleratorState(
-                    mixed_precision=args.mixed_precision, dynamo_plugin=TorchDynamoPlugin(), _from_accelerator=True
-                )
-                made = FullyShardedDataParallelPlugin(**args.fsdp_plugin_args)
-                if args.mixed_precision != "no":
-                    made.set_mixed_precision(args.mixed_precision)
-                AcceleratorState._shared_state["fsdp_plugin"] = made
-            yield args
-        finally:
-            AcceleratorState._reset_state(reset_partial_state=True)
-            os.environ.clear()
-            os.environ.update(before)
+from tests.dist._trainer_parts import Rows, arguments, dataset, tokenizer
 
 
 def whole(model: Any) -> dict[str, torch.Tensor]:
@@ -75,29 +24,6 @@ def whole(model: Any) -> dict[str, torch.Tensor]:
         name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
         for name, t in model.state_dict().items()
     }
-
-
-class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    """48 rows: six steps of eight an epoch."""
-
-    def __len__(self) -> int:
-        return 48
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        tokens = torch.randint(3, 101, (9,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": tokens, "labels": tokens}
-
-
-def tokenizer() -> Any:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{i}": i for i in range(3, 101)}
-    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
 
 
 def stop_at(step: int) -> Any:
@@ -185,8 +111,7 @@ def best(path: str, root: str) -> dict[str, Any]:
 
     class Look(TrainerCallback):
         def on_save(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
-            found[f"at {state.global_step}"] = whole(model)
-            found["listed"] = checkpoints(root)
+            found.setdefault(f"at {state.global_step}", whole(model))
 
     with arguments(
         root,
@@ -237,8 +162,8 @@ def refused(path: str, root: str) -> dict[str, str]:
 
     def attempt(name: str, make: Any = lambda model: model, **options: Any) -> None:
         with arguments(root, **options) as args:
-            model, _ = load_pretrained(args, path)
             try:
+                model, _ = load_pretrained(args, path)
                 trainer = ShardwiseTrainer(make(model), args, train_dataset=Rows())
                 trainer.train(resume_from_checkpoint=name == "damaged")
                 found[name] = "nothing"
@@ -252,11 +177,6 @@ def refused(path: str, root: str) -> dict[str, str]:
         os.makedirs(f"{root}/checkpoint-3")
     dist.barrier()
     attempt("damaged")
-    try:
-        with arguments(root, fsdp_config={"version": 1}) as args:
-            load_pretrained(args, path)
-    except ShardwiseError as error:
-        found["version 1"] = f"{type(error).__name__}: {error}"
     # Sharded by hand and not by this plugin object: the plugin learns the classes of the model as it was.
     with arguments(root, max_steps=1, save_strategy="no") as args:
         from transformers import AutoModelForCausalLM
@@ -270,39 +190,46 @@ def refused(path: str, root: str) -> dict[str, str]:
     return found
 
 
-def dataset() -> Any:
-    from datasets import Dataset
-
-    return Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in (Rows()[i] for i in range(48))])
-
-
-def lora(path: str, root: str, options: dict[str, Any]) -> dict[str, Any]:
-    """TRL's SFTTrainer with LoRA, stopped and resumed."""
+def sft(path: str, folder: str, options: dict[str, Any], *, resume: Any = None) -> Any:
+    """TRL's SFTTrainer with LoRA; exports the adapter at the end."""
     import peft
     from trl import SFTConfig, SFTTrainer
 
     class MyTrainer(ShardwiseTrainer, SFTTrainer):
         pass
 
-    found: dict[str, Any] = {}
-    config = peft.LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    config = peft.LoraConfig(
+        r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
+    )
+    with arguments(folder, SFTConfig, max_length=16, **options) as args:
+        model, _ = load_pretrained(args, path, adapter=config)
+        trainer = MyTrainer(model, args, train_dataset=dataset(), processing_class=tokenizer())
+        trainer.train(resume_from_checkpoint=resume)
+        trainer.save_model(f"{folder}/adapter")
+    return trainer
 
-    def run(folder: str, resume: Any = None, stop: int = 99) -> Any:
-        with arguments(folder, SFTConfig, max_length=16, **options) as args:
-            model, _ = load_pretrained(args, path, adapter=config)
-            trainer = MyTrainer(
-                model, args, train_dataset=dataset(), processing_class=tokenizer(), callbacks=[stop_at(stop)]
-            )
-            trainer.train(resume_from_checkpoint=resume)
-            if stop == 99:
-                trainer.save_model(f"{folder}/adapter")
-        return trainer
 
-    trainer = run(f"{root}/whole")
+def sft_killed(path: str, folder: str, options: dict[str, Any], step: int) -> None:
+    """A life that ends while it writes the checkpoint of ``step``: rank 1 kills itself as soon as it sees that."""
+
+    def watch() -> None:
+        while not any(name.startswith(f".tmp-checkpoint-{step}-") for name in os.listdir(folder)):
+            time.sleep(0.0005)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    os.makedirs(folder, exist_ok=True)
+    if dist.get_rank() == 1:
+        threading.Thread(target=watch, daemon=True).start()
+    sft(path, folder, options)
+
+
+def lora(path: str, root: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The run uninterrupted, and the rest of the one that was killed."""
+    found: dict[str, Any] = {"left": checkpoints(f"{root}/run")}
+    trainer = sft(path, f"{root}/whole", options)
     found["whole"], found["after"] = history(trainer), whole(trainer.model)
-    run(f"{root}/run", stop=10)
-    trainer = run(f"{root}/run", resume=True)
+    trainer = sft(path, f"{root}/run", options, resume=True)
     found["resumed"], found["resumed after"] = history(trainer), whole(trainer.model)
-    found["exact"] = trainer.resume_report.exact
-    found["files"] = sorted(sw.verify(f"{root}/run/checkpoint-12").to_json())
+    found["exact"], found["step"] = trainer.resume_report.exact, trainer.resume_report.step
+    found["verified"] = sw.verify(f"{root}/run/checkpoint-12").step
     return found

@@ -7,5 +7,6 @@ import pytest
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
-        "markers", "faults: kills processes at random instants; SHARDWISE_KILLS says how often"
+        "markers",
+        "faults: kills, stops and starves processes; SHARDWISE_KILLS says how many random instants test_kill.py tries",
     )

@@ -43,6 +43,8 @@ def lock_rows(context: Context) -> Iterator[Row]:
     started = time.monotonic()
     pairs = context.all([lambda: _two_runs(context, False), lambda: _two_runs(context, True)])
     cases = [case for pair in pairs for case in pair]
+    (by_rank,) = context.batches([context.fresh(1)], _open_twice)
+    cases.append(_judge_opened_twice(by_rank))
     yield from rows_of("two runs on one directory", cases, time.monotonic() - started)
 
 
@@ -89,6 +91,28 @@ def _two_runs(context: Context, with_workers: bool) -> Scenario[list[Case]]:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(holder.pids[1], signal.SIGKILL)  # its workers
     return [*cases, judge(f"the first {place}", found, problem=problem, allowed=[1])]
+
+
+def _open_twice(root: Path) -> tuple[Attempt, Found]:
+    """Rank 1 comes too late to open the directory with rank 0; then both try again."""
+
+    def open_it() -> None:
+        sw.Checkpointer(root, io=sw.IOOptions(timeout_s=1.0)).close()
+
+    if dist.get_rank() == 1:
+        time.sleep(2.5)
+    return outcome_of(open_it), find(root)
+
+
+def _judge_opened_twice(by_rank: Any) -> Case:
+    place = "opened again, after a rank came too late"
+    if isinstance(by_rank, str):
+        return judge(place, by_rank)
+    late = [told.missing for told, _ in by_rank]
+    problem = (
+        "" if late == [(1,), (1,)] else f" the first time ranks heard {[told.text for told, _ in by_rank]};"
+    )
+    return judge(place, agreed([found for _, found in by_rank]), problem=problem, allowed=[1])
 
 
 def _lives(pid: int) -> bool:

@@ -6,15 +6,18 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..dtypes import itemsize
 from ..errors import FormatError
 from ..garbage import no_collections
-from ..layout.boxes import Box, whole
+from ..layout.boxes import Box
 from ..layout.placements import Cut, Geometry
 from .manifest import Manifest, read_manifest
-from .records import Catalog, Chunk, Chunks, StoredFile, StoredTensor
+from .records import Catalog, Chunks, SharedChunk, StoredFile, StoredTensor
 from .slices import SliceTensor, file_name
-from .spread import Spread
+from .spread import Kind, Place, Spread
 
 __all__ = [
     "catalog_of_checkpoint",
@@ -68,32 +71,33 @@ def optimizer_tensors(
     return found
 
 
-class _SliceChunks(Chunks):
-    """The chunks of one tensor in slice files: found by box; all of them only if somebody goes through them."""
+class _SliceCut:
+    """Where the slices of tensors of one kind lie in the files of all ranks."""
 
-    __slots__ = ("_all", "_files", "_kind", "_position", "_shape", "_spread")
-
-    def __init__(
-        self, tensor: SliceTensor, spread: Spread, files: Mapping[tuple[int, int], tuple[str, int]]
-    ) -> None:
-        self._shape = tensor.shape
-        self._position, self._kind = spread.find(tensor.name)
-        self._spread = spread
+    def __init__(self, kind: Kind, files: _SliceFiles) -> None:
+        self.shape = kind.tensor.shape
+        self._kind = kind
         self._files = files
-        self._all: tuple[Chunk, ...] | None = None
 
-    def every(self) -> tuple[Chunk, ...]:
-        if self._all is None:
-            self._all = tuple(sorted(self.touching(whole(self._shape)), key=lambda c: c.box))
-        return self._all
+    def touching(self, box: Box) -> list[SharedChunk]:
+        return [SharedChunk(p.box, *self._files.find(p)) for p in self._kind.touching(box)]
 
-    def touching(self, box: Box) -> list[Chunk]:
-        found: list[Chunk] = []
-        for place in self._kind.touching(box) if self._kind is not None else ():
-            path, payload = self._files[place.rank, place.file]
-            offset = int(self._spread.offsets_bytes(place)[self._position])
-            found.append(Chunk(place.box, path, payload + offset))
-        return found
+
+class _SliceFiles:
+    """The slice files of one directory, by rank and number."""
+
+    def __init__(self, spread: Spread, entries: Mapping[tuple[int, int], tuple[str, int]]) -> None:
+        self._spread = spread
+        self._entries = entries
+        self._offsets: dict[tuple[int, int], NDArray[np.int64]] = {}
+
+    def find(self, place: Place) -> tuple[str, NDArray[np.int64]]:
+        """The file in which a slice lies, and by the tensors' positions where theirs begin in it."""
+        key = (place.rank, place.file)
+        path, header_bytes = self._entries[key]
+        if key not in self._offsets:
+            self._offsets[key] = header_bytes + self._spread.offsets_bytes(*key)
+        return path, self._offsets[key]
 
 
 @no_collections()
@@ -122,7 +126,13 @@ def catalog_of_slices(
             path = os.path.join(root, relative)
             stored_files.append(StoredFile(path, entry.nbytes))
             files[rank, k] = path, entry.header_bytes
-    stored = {t.name: StoredTensor(t.name, t.dtype, t.shape, _SliceChunks(t, spread, files)) for t in tensors}
+    slice_files = _SliceFiles(spread, files)
+    cuts = [None if kind is None else _SliceCut(kind, slice_files) for kind in spread.kinds]
+    stored = {}
+    for t in tensors:
+        position, k = spread.find(t.name)
+        cut = cuts[k]
+        stored[t.name] = StoredTensor(t.name, t.dtype, t.shape, Chunks(cut, position) if cut else ())
     return Catalog("checkpoint", root, stored, tuple(stored_files))
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import overload
+from typing import Protocol, overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ..dtypes import itemsize
 from ..errors import FormatError
 from ..layout.boxes import Box, find_overlap, whole
 
-__all__ = ["Catalog", "Chunk", "Chunks", "StoredFile", "StoredTensor", "assemble"]
+__all__ = ["Catalog", "Chunk", "Chunks", "SharedChunk", "SharedCut", "StoredFile", "StoredTensor", "assemble"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,18 +26,47 @@ class Chunk:
     offset_bytes: int
 
 
-class Chunks(Sequence[Chunk]):
-    """The chunks of a tensor that has one for each of many ranks: found by box, instead of made all at once."""
+@dataclass(frozen=True, slots=True)
+class SharedChunk:
+    """A chunk that each of many tensors has, which are cut alike and lie in the same files: one box of all of them, in
+    the file at ``path``. ``offsets_bytes`` says by the tensors' positions where it begins."""
 
-    __slots__ = ()
+    box: Box
+    path: str
+    offsets_bytes: NDArray[np.int64]
 
-    @abstractmethod
-    def touching(self, box: Box) -> Sequence[Chunk]:
+
+class SharedCut(Protocol):
+    """How tensors of one shape are cut that are cut alike."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of each of them."""
+
+    def touching(self, box: Box) -> Sequence[SharedChunk]:
         """The chunks that share an element with a box."""
 
-    @abstractmethod
+
+class Chunks(Sequence[Chunk]):
+    """The chunks of a tensor that is cut as others are: found by box, and made only for who goes through them all."""
+
+    __slots__ = ("_all", "cut", "position")
+
+    def __init__(self, cut: SharedCut, position: int) -> None:
+        self.cut = cut
+        self.position = position
+        self._all: tuple[Chunk, ...] | None = None
+
+    def touching(self, box: Box) -> list[Chunk]:
+        """The chunks that share an element with a box."""
+        found = self.cut.touching(box)
+        return [Chunk(c.box, c.path, int(c.offsets_bytes[self.position])) for c in found]
+
     def every(self) -> tuple[Chunk, ...]:
         """All of them, by box."""
+        if self._all is None:
+            self._all = tuple(sorted(self.touching(whole(self.cut.shape)), key=lambda c: c.box))
+        return self._all
 
     def __len__(self) -> int:
         return len(self.every())

@@ -122,28 +122,31 @@ class Kind:
 
 
 class Spread:
-    """The slices of the tensors of one directory. ``held`` says how many files each rank has, by rank, where any."""
+    """The slices of the tensors of one directory.
+
+    ``held`` says how many files each rank has, by rank, where any. ``kinds`` has None for tensors without elements.
+    """
 
     def __init__(self, tensors: Sequence[SliceTensor]) -> None:
         order = in_file_order(tensors)
         kinds: dict[tuple[object, ...], int] = {}
         self._order = {t.name: position for position, t in enumerate(order)}
-        self._kind_at = np.empty(len(order), np.int64)
+        self._kind_at: list[int] = []
         firsts: list[SliceTensor] = []
-        for position, t in enumerate(order):
+        for t in order:
             kind = kinds.setdefault((t.shape, t.geometry, t.owner, t.dtype), len(kinds))
             if kind == len(firsts):
                 firsts.append(t)
-            self._kind_at[position] = kind
+            self._kind_at.append(kind)
+        self._kinds_of_all = np.array(self._kind_at, np.int64)
         self._tensors = firsts
-        self._kinds = [None if 0 in t.shape else Kind(t) for t in firsts]
-        self._offsets: dict[tuple[int, int], NDArray[np.int64]] = {}
+        self.kinds = [None if 0 in t.shape else Kind(t) for t in firsts]
         self.held = self._count_files()
 
     def _count_files(self) -> dict[int, int]:
         most = max((max(t.geometry.ranks) for t in self._tensors), default=0)
         found = np.zeros(most + 1, np.int64)
-        for tensor, kind in zip(self._tensors, self._kinds, strict=True):
+        for tensor, kind in zip(self._tensors, self.kinds, strict=True):
             if kind is None:
                 rank = next(iter(owner_ranks(tensor.geometry, tensor.owner)))
                 found[rank] = max(found[rank], 1)
@@ -152,26 +155,18 @@ class Spread:
                 found[ranks] = np.maximum(found[ranks], boxes)
         return {int(rank): int(found[rank]) for rank in np.flatnonzero(found)}
 
-    def find(self, name: str) -> tuple[int, Kind | None]:
-        """A tensor's position in the order of a file, and how it is cut; None for one without elements."""
+    def find(self, name: str) -> tuple[int, int]:
+        """A tensor's position in the order of a file, and the index of its kind."""
         position = self._order[name]
-        return position, self._kinds[self._kind_at[position]]
+        return position, self._kind_at[position]
 
-    def offsets_bytes(self, place: Place) -> NDArray[np.int64]:
-        """By a tensor's position, where its slice begins in the payload of the file that ``place`` lies in."""
-        key = (place.rank, place.file)
-        offsets = self._offsets.get(key)
-        if offsets is None:
-            offsets = self._offsets[key] = self._offsets_in(*key)
-        return offsets
-
-    def _offsets_in(self, rank: int, file: int) -> NDArray[np.int64]:
-        """Where every tensor begins in a file, or would, if it has no box there."""
+    def offsets_bytes(self, rank: int, file: int) -> NDArray[np.int64]:
+        """By position, where a tensor begins in the payload of a file; or would, if it has no box there."""
         sizes = []
         for tensor in self._tensors:
             boxes = boxes_to_write(tensor, rank)
             sizes.append(boxes[file].box.numel * itemsize(tensor.dtype) if file < len(boxes) else 0)
-        lengths = np.array(sizes, np.int64)[self._kind_at]
+        lengths = np.array(sizes, np.int64)[self._kinds_of_all]
         return np.cumsum(lengths) - lengths
 
 

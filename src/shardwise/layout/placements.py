@@ -137,6 +137,10 @@ def _dim_intervals(
     length: int, cuts: Sequence[tuple[int, Cut]], geometry: Geometry, coordinate: Sequence[int]
 ) -> list[Interval]:
     """The intervals of one dim that a coordinate holds, in local order."""
+    if len(cuts) == 1 and cuts[0][1].kind == "shard":  # what follows, for the usual case
+        axis = cuts[0][0]
+        begin, end = _chunk(length, geometry.axis_sizes[axis], coordinate[axis])
+        return [(begin, end)] if begin < end else []
     held: list[Interval] = [(0, length)] if length else []
     for axis, _cut, factor in _cut_order(cuts, geometry.axis_sizes, geometry.fsdp_order):
         size = sum(b - a for a, b in held)

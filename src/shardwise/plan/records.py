@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..dtypes import itemsize
@@ -113,8 +114,8 @@ class Plan:
 
     wanted: tuple[Wanted, ...]
     recipes: dict[str, Recipe]
-    transfers: tuple[Transfer, ...]
-    checks: tuple[Transfer, ...]
+    transfers: Sequence[Transfer]
+    checks: Sequence[Transfer]
     unused: tuple[Declaration, ...]
     initialized: tuple[Declaration, ...]
     ignored_files: tuple[str, ...]

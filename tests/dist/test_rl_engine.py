@@ -1,0 +1,71 @@
+"""examples/rl_engine.py and examples/own_loop.py: run as they are, and held against ordinary loads."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.dist import _rl_fns as fns
+from tests.harness.pool import RankPool
+from tests.harness.process import ROOT, worker_env
+
+MODES = {"dense": (), "vlm": ("--model", "vlm"), "lora": ("--lora",), "from scratch": ("--from-scratch",)}
+
+
+@pytest.mark.parametrize(("kind", "lora"), [("dense", False), ("dense", True), ("vlm", False), ("vlm", True)])
+def test_models_are_those_of_an_ordinary_load(ranks: RankPool, tmp_path: Path, kind: str, lora: bool) -> None:
+    for compared in ranks.run_ranks(2, fns.as_ordinary, kind, lora, str(tmp_path / "base")):
+        assert min(compared.values()) > 20
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_trains_hands_over_and_recovers(ranks: RankPool, tmp_path: Path, mode: str) -> None:
+    """A run that was stopped and went on elsewhere gives what one without a stop gives."""
+    stopped, whole = ("--out", str(tmp_path / "stopped"), *MODES[mode]), ("--out", str(tmp_path / "whole"))
+    first = ranks.run_ranks(2, fns.run_engine, *stopped, "--steps", "2")
+    assert all(set(result["seconds"]) == {"actor", "critic", "reference"} for result in first)
+    other = 3 if mode == "dense" else 2
+    second = ranks.run_ranks(other, fns.run_engine, *stopped, "--steps", "4")
+    straight = ranks.run_ranks(2, fns.run_engine, *whole, *MODES[mode], "--steps", "4")
+    assert [r["first_step"] for r in (first[0], second[0])] == [1, 3]
+    assert isinstance(second[0]["next_token"], int)
+    assert all(r["next_token"] is None for r in second[1:])
+    expected = straight[0]["losses"]
+    for step, losses in (first[0]["losses"] | second[0]["losses"]).items():
+        assert losses == pytest.approx(expected[step], rel=1e-5), step
+    if other == 2:
+        assert second[0]["digests"] == straight[0]["digests"], "bitwise at the same world size"
+
+
+def test_own_loop_goes_on_at_another_world_size(ranks: RankPool, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    stopped, whole = str(tmp_path / "stopped"), str(tmp_path / "whole")
+    losses = ranks.run_ranks(2, fns.run_loop, "--out", stopped, "--steps", "3")[0]
+    losses |= ranks.run_ranks(3, fns.run_loop, "--out", stopped, "--steps", "6")[0]
+    expected = ranks.run_ranks(2, fns.run_loop, "--out", whole, "--steps", "6")[0]
+    assert list(losses) == [1, 2, 3, 4, 5, 6]
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert losses[6] < losses[1] - 0.05
+    AutoModelForCausalLM.from_pretrained(tmp_path / "stopped" / "export-6")
+
+
+def test_every_rank_says_how_long_its_models_took(ranks: RankPool, tmp_path: Path) -> None:
+    """The command as the example's head gives it."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, str(ROOT / "examples/rl_engine.py"), "--out", str(tmp_path), "--steps", "1"],
+        env=worker_env(),
+        timeout=150,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert {line["rank"] for line in said if "seconds_of_model_creation" in line} == {0, 1}
+    assert len(ranks.run_ranks(2, fns.time_32b)) == 2
