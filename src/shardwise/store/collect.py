@@ -123,14 +123,20 @@ def _companions(state: TrainState) -> dict[str, bytes]:
         for name, model in state.models.items()
         for file, content in companion_files(model).items()
     }
-    folders = {directory("model", n) for n in state.models} | {directory("optimizer", n) for n in state.optimizers}
+    folders = {directory("model", n) for n in state.models} | {
+        directory("optimizer", n) for n in state.optimizers
+    }
     own = [*_OWN_NAMES, "rank", *folders]
     for name in state.files:
         first, *rest = name.split("/")
         is_relative = posixpath.normpath(name) == name and first not in ("", ".", "..")
-        is_ours = name in own or first == "rank" or (first in folders and rest and name.endswith(".safetensors"))
+        is_ours = (
+            name in own or first == "rank" or (first in folders and rest and name.endswith(".safetensors"))
+        )
         if not is_relative or is_ours:
-            raise StateError(f"files={{{name!r}: …}}: expected a relative path that is no file of the format itself")
+            raise StateError(
+                f"files={{{name!r}: …}}: expected a relative path that is no file of the format itself"
+            )
     return {**found, **state.files}
 
 
