@@ -2,6 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/own_loop.py --out own-out --steps 4
     torchrun --nproc-per-node 3 examples/own_loop.py --out own-out --steps 8   # goes on at step 5, on 3 ranks
+    torchrun --nproc-per-node 3 examples/own_loop.py --out own-moe --model moe  # 8 experts, on ranks that don't divide them
+    torchrun --nproc-per-node 2 examples/own_loop.py --out own-vlm --model vlm  # text only, the vision tower frozen
+    torchrun --nproc-per-node 2 examples/own_loop.py --out own-lora --lora      # adapters alone are trained, and exported
 
 What a run of eight steps on any number of ranks would have computed, up to the order in which floats are added. The
 export in OUT/export-STEPS is a directory for ``from_pretrained``. The model is a tiny one, made on the spot; give your own
@@ -21,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, Dataset
 
 import shardwise as sw
+from shardwise.integrations.peft import save_adapter
 
 GLOBAL_BATCH = 12  # sequences of a step on all ranks: divides by the rank counts that may come
 
@@ -35,11 +39,25 @@ class Sequences(Dataset[torch.Tensor]):
         return 3 + (index + torch.arange(16)) % 90
 
 
-def train(base: Path, out: Path, steps: int) -> dict[int, float]:
-    """From the newest published step, or the base, to ``steps``; exports what came out. The loss of each step."""
+def load_model(base: Path, *, lora: bool) -> tuple[Any, Any]:
+    """What ``from_pretrained`` gives, in shards; nobody ever holds all of it."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model, report = sw.load_pretrained(base, mesh)  # sharded; nobody ever held all of it
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    adapter = None
+    if lora:
+        from peft import LoraConfig
+
+        adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    model, report = sw.load_pretrained(base, mesh, adapter=adapter)
+    if hasattr(model, "model") and hasattr(model.model, "vision_tower"):
+        model.model.vision_tower.requires_grad_(False)
+    return model, report
+
+
+def train(base: Path, out: Path, steps: int, *, lora: bool = False) -> dict[int, float]:
+    """From the newest published step, or the base, to ``steps``; exports what came out. The loss of each step."""
+    model, report = load_model(base, lora=lora)
+    # A vision-language model's projector is trained too, and gets no gradient of text: nothing to do about that.
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=5)
     samples = Sequences()
     sampler = sw.ElasticSampler(samples, global_batch_size=GLOBAL_BATCH, seed=0)
@@ -66,7 +84,11 @@ def train(base: Path, out: Path, steps: int) -> dict[int, float]:
                 if step == steps:
                     break
     export = out / f"export-{steps}"
-    if not export.exists():
+    if export.exists():
+        return losses
+    if lora:
+        save_adapter(model, export)  # in PEFT's own format, without the base
+    else:
         sw.export_hf(model, export)  # hub names, written by all ranks in place
     return losses
 
@@ -81,30 +103,51 @@ def train_one_step(model: Any, optimizer: torch.optim.Optimizer, ids: torch.Tens
     return shown.item() / dist.get_world_size()
 
 
-def write_base(directory: Path) -> None:
+def write_base(directory: Path, kind: str) -> None:
     """A tiny model of noise in hub format. Rank 0's work."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import (
+        CLIPVisionConfig,
+        LlamaConfig,
+        LlavaConfig,
+        LlavaForConditionalGeneration,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
 
+    body = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = {**body, "vocab_size": 101, "num_key_value_heads": 2}
+    text |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 101}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, **ids)).save_pretrained(directory)
+    model: Any
+    if kind == "dense":
+        model = Qwen3ForCausalLM(Qwen3Config(**text, head_dim=8))
+    elif kind == "moe":  # the hub stores each expert by itself; the model has them stacked
+        experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**text, **experts, head_dim=8))
+    else:
+        vision = CLIPVisionConfig(**body, image_size=12, patch_size=4)
+        config = LlavaConfig(vision_config=vision, text_config=LlamaConfig(**text), image_token_index=100)
+        model = LlavaForConditionalGeneration(config)
+    model.save_pretrained(directory)
 
 
 def main(arguments: list[str] | None = None) -> dict[int, float]:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--base", type=Path, help="model directory; default: a tiny one, made in OUT/base")
+    parser.add_argument("--model", choices=["dense", "moe", "vlm"], default="dense", help="which tiny one")
+    parser.add_argument("--lora", action="store_true")
     parser.add_argument("--steps", type=int, default=8)
     options = parser.parse_args(arguments)
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     base = options.base or options.out / "base"
     if dist.get_rank() == 0 and not base.exists():
-        write_base(base)
+        write_base(base, options.model)
     dist.barrier()
-    losses = train(base, options.out, options.steps)
+    losses = train(base, options.out, options.steps, lora=options.lora)
     if dist.get_rank() == 0:
         print(json.dumps(losses), flush=True)
     return losses

@@ -110,8 +110,12 @@ def exported(job: Job) -> tuple[list[str], Ratios]:
     """Export the loaded model, compare the files and what the ordinary load makes of them."""
     model = job.model if job.model is not None else _load(job)[0]
     job.model = None
-    out = job.work / f"export-{len(list(job.work.iterdir()))}"
-    out = Path(Ranks.current().share("export", str(out).encode()).decode())
+    name = (
+        Ranks.current()
+        .on_first("export", lambda: f"export-{len(list(job.work.iterdir()))}".encode())
+        .decode()
+    )
+    out = job.work / name
     sw.export_hf(model, out)
     problems = export_differences(out, job.reference, job.architecture) if dist.get_rank() == 0 else []
     return problems, (0.0, 0.0)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -37,16 +37,23 @@ def snapshot() -> dict[str, tuple[Any, dict[str, Any]]]:
 
 
 def changes(before: dict[str, tuple[Any, dict[str, Any]]]) -> list[str]:
-    """Attributes that are another object than they were, or gone, or new; a module loaded meanwhile is none."""
+    """Attributes that are another object than they were, or gone, or new."""
     found = []
     for name, (holder, old) in before.items():
         new = dict(vars(holder))
         for key in sorted(old.keys() | new.keys(), key=str):
             was, now = old.get(key, "absent"), new.get(key, "absent")
-            if was is now or isinstance(now, ModuleType):
+            if was is now or _is_their_own_doing(key, was, now):
                 continue
             found.append(f"{name}.{key}: {was!r:.80} -> {now!r:.80}")
     return found
+
+
+def _is_their_own_doing(key: str, was: Any, now: Any) -> bool:
+    """Modules and names that are imported late, counters, and what copyreg notes on a class that is copied."""
+    is_late = was == "absent" and _is_theirs(getattr(now, "__module__", None))
+    is_counter = type(was) is int and type(now) is int
+    return isinstance(now, ModuleType) or is_late or is_counter or key == "__slotnames__"
 
 
 def use_trainers(
@@ -107,7 +114,7 @@ def patched(path: str, root: str) -> dict[str, Any]:
         lambda args: load_pretrained(args, path)[0],
         lambda args: load_pretrained(args, path, adapter=config)[0],
     )
-    assert os.path.isdir(f"{root}/ours/full/checkpoint-2/rank"), "it was ours that ran"
+    assert list(Path(root, "ours/full").glob("checkpoint-*/rank")), "it was ours that ran"
     found = {"changes": changes(before), "looked at": len(before)}
     Trainer.floating_point_ops = lambda *_: 0  # type: ignore[method-assign]
     return {**found, "patched on purpose": changes(before)}
