@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.dist import _rl_fns as fns
 from tests.harness.pool import RankPool
-from tests.harness.process import ROOT, worker_env
 
 MODES = {"dense": (), "vlm": ("--model", "vlm"), "lora": ("--lora",), "from scratch": ("--from-scratch",)}
 LOOP_MODES = {"dense": (), "moe": ("--model", "moe"), "vlm": ("--model", "vlm"), "lora": ("--lora",)}
@@ -56,18 +52,5 @@ def test_own_loop_goes_on_at_another_world_size(ranks: RankPool, tmp_path: Path,
     fns.export_is_usable(base, str(tmp_path / "stopped/export-6"), mode)
 
 
-def test_every_rank_says_how_long_its_models_took(ranks: RankPool, tmp_path: Path) -> None:
-    """The command as the example's head gives it."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, str(ROOT / "examples/rl_engine.py"), "--out", str(tmp_path), "--steps", "1"],
-        env=worker_env(),
-        timeout=150,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert {line["rank"] for line in said if "seconds_of_model_creation" in line} == {0, 1}
-    assert len(ranks.run_ranks(2, fns.time_32b)) == 2
+def test_the_32b_is_built_on_every_rank(ranks: RankPool) -> None:
+    assert all(seconds > 0 for seconds in ranks.run_ranks(2, fns.time_32b))
