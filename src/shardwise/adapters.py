@@ -266,7 +266,13 @@ def combine(
         tensors=tensors,
         files=(*base.files, *(file for f in files.values() for file in f.catalog.files)),
     )
-    return catalog, Rules(lambda _: made, unused, lambda name: outer.init(name) or seeded.get(name))
+    rules = replace(
+        outer,
+        resolve=lambda _: made,
+        unused=unused,
+        init=lambda name: outer.init(name) or seeded.get(name),
+    )
+    return catalog, rules
 
 
 def _seeded(model: nn.Module, files: Mapping[str, AdapterFiles]) -> dict[str, str]:

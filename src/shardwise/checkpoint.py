@@ -109,6 +109,8 @@ class Checkpointer:
         for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1 or None, got {value}")
+        if max_staging_bytes is not None and max_staging_bytes < 1:
+            raise ValueError(f"max_staging_bytes must be at least 1 or None, got {max_staging_bytes}")
         for option, given, allowed in (
             ("mode", mode, ("sync", "async")),
             ("when_busy", when_busy, ("wait", "refuse")),

@@ -20,6 +20,7 @@ from .catalog import Catalog, StoredTensor
 from .catalog.dcp import METADATA_NAME, DcpCheckpoint, model_in, read_dcp
 from .catalog.open import open_catalog
 from .catalog.safetensors import has_safetensors
+from .catalog.steps import of_steps
 from .catalog.torchfile import FULL_STATE_STEM, read_torch_file
 from .errors import FormatError, SourceError, StateError
 from .foreign_values import Objects, nested, plain_tensor, plain_values, step_in
@@ -117,7 +118,8 @@ def find_run(path: str | os.PathLike[str]) -> ForeignRun:
                 f"with SHARDED_STATE_DICT and DCP (use_dcp=True), or with FULL_STATE_DICT",
                 path=root,
             )
-        raise SourceError("holds no training state that is known, and no model", path=root)
+        what = of_steps(root) or "holds no training state that is known, and no model"
+        raise SourceError(what, path=root)
     return ForeignRun(root, models, _sources(root, _OPTIMIZER_STEM))
 
 

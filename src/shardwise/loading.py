@@ -93,6 +93,7 @@ def load(
             _resolve(model, catalog, names, hub),
             unused=lambda stored, _: "caller" if matches_any(stored, unused) else None,
             init=lambda name: "caller" if matches_any(name, declared) else None,
+            caller_declares=True,
         )
     report = fill(
         model, catalog, rules, device=device, io=io, ranks=ranks, verify=verify, ignored=tuple(ignored)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from ._compat import modules_cache, remote_class
+from .catalog.steps import of_steps
 from .dist import Ranks
 from .errors import FormatError, ShardwiseError, SourceError
 
@@ -64,7 +65,8 @@ def read_config(directory: str, auto_class: Any = None, *, trust_remote_code: bo
     home = home_of(directory)
     file = os.path.join(home, "config.json")
     if not os.path.isfile(file):
-        raise SourceError("no config.json; a transformers model directory has one", path=directory)
+        what = of_steps(directory) or "no config.json; a transformers model directory has one"
+        raise SourceError(what, path=directory)
     try:
         if config_class := _own_config_class(auto_class):
             return config_class.from_pretrained(home, local_files_only=True)

@@ -144,9 +144,7 @@ def load_wrapped(
     return model, report
 
 
-def with_callers(
-    hub: HubRules, catalog: Catalog, unused: Sequence[str] = (), init: Sequence[str] = ()
-) -> Rules:
+def with_callers(hub: HubRules, catalog: Catalog, unused: Sequence[str], init: Sequence[str]) -> Rules:
     """The rules of a model's class, with what the caller declares added. A checkpoint has module names already."""
     # Resolved at once, while the model that the rules hold is still unsharded.
     made = (same_names if catalog.has_module_names else hub.resolve)(catalog.tensors)
@@ -154,6 +152,7 @@ def with_callers(
         resolve=lambda _: made,
         unused=lambda stored, target: "caller" if matches_any(stored, unused) else hub.unused(stored, target),
         init=lambda name: "caller" if matches_any(name, init) else hub.init(name),
+        caller_declares=True,
     )
 
 

@@ -19,15 +19,16 @@ from .dtypes import code_of
 from .errors import IntegrityError, SourceError, StateError
 from .foreign import refuse_other_kind
 from .layout.model import geometries_of, reshard
+from .layout.placements import mesh_text
 from .loading import fill
 from .names import NamedTensor, named_tensors
 from .plan import IOOptions
 from .recipe.match import Rules
 from .restoring_optimizer import TrainedBy, restore_optimizer, same_place
 from .state.data import data_caveats, make_iterator
-from .state.gradients import refuse_unreduced
+from .state.gradients import clear_gradients, refuse_unreduced
 from .state.rng import derive_rng, restore_rng
-from .state.snapshot import modules_with_state, trained_model
+from .state.snapshot import classes_of, modules_with_state, trained_model
 from .state.train_state import TrainState, document_of
 from .state.typed_json import decode
 from .store.collect import software_versions
@@ -45,6 +46,12 @@ class ResumeReport:
     run_id: str
     saved_world_size: int
     world_size: int
+    saved_mesh: str
+    """Names and sizes of the axes that tensors were spread over: ``dp_shard 2 × tp 2``."""
+    mesh: str
+    """The same of this run."""
+    digest: str
+    """Of the names and digests of all tensors restored: equal for equal state, whatever the mesh."""
     exact: bool
     """Whether the next steps are promised to be bitwise those of a run that never stopped."""
     differences: tuple[str, ...]
@@ -103,6 +110,8 @@ def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> R
         stored = manifest
         for name in named:
             manifest, documents = _under_live_names(manifest, documents, name, named[name])
+        for optimizer in state.optimizers.values():  # before any is given its own: two may share parameters
+            clear_gradients(optimizer)
     filled = []
     for name, optimizer in state.optimizers.items():
         trained = _same_model(name, trained_model(optimizer, named), documents, ranks)
@@ -120,6 +129,9 @@ def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> R
         run_id=manifest.run_id,
         saved_world_size=manifest.world_size,
         world_size=ranks.world_size,
+        saved_mesh=mesh_text(manifest.geometries),
+        mesh=mesh_text(g for n, t in named.items() for g in geometries_of(state.models[n], t).values()),
+        digest=_digest_of_all(state, manifest),
         exact=not (differences or left or caveats),
         differences=differences,
         tensors=sum(report.tensors for report in loaded),
@@ -134,6 +146,22 @@ def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> R
         superseded=(),
         gradients=sum(o.gradients for o in filled),
     )
+
+
+def _digest_of_all(state: TrainState, manifest: Manifest) -> str:
+    """Of what the manifest records, which was compared with what is here."""
+    lines, optimizers = [], sorted(state.optimizers)
+    for model in sorted(state.models):
+        for name, entry in sorted(manifest.models[model].items()):
+            lines.append(f"{model} {name} {entry.digest:016x}")
+            for optimizer in optimizers:
+                for key, e in sorted(entry.states.get(optimizer, {}).items()):
+                    where = f"{e.packed} {e.index}" if e.packed is not None else f"{e.digest:016x}"
+                    lines.append(f"{optimizer} {key} {where}")
+    for optimizer in optimizers:
+        packed = manifest.packed.get(optimizer, {})
+        lines += [f"{optimizer} {key} {p.digest:016x}" for key, p in sorted(packed.items())]
+    return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
 
 
 def _same_model(optimizer: str, trained: str, documents: Mapping[str, Any], ranks: Ranks) -> str:
@@ -222,6 +250,9 @@ def _check_wanted_documents(state: TrainState, documents: dict[str, Any], manife
         raise StateError(
             f"the checkpoint holds no {name}; leave it out of the state, or give the step that has it"
         )
+    _check_schedulers(
+        documents.get("classes", {}).get("scheduler", {}), classes_of(state).get("scheduler", {})
+    )
     for name, optimizer in state.optimizers.items():
         saved = documents[document_of("optimizer", name)]["class"]
         now = type(optimizer).__qualname__
@@ -231,6 +262,18 @@ def _check_wanted_documents(state: TrainState, documents: dict[str, Any], manife
             raise StateError(
                 f"the checkpoint holds state of {saved}, the optimizer is {now}; use the same one"
             )
+
+
+def _check_schedulers(saved: Any, now: Any, name: str = "scheduler") -> None:
+    """A scheduler takes the state of any other without a word."""
+    if isinstance(saved, dict) and isinstance(now, dict):
+        for key in saved.keys() & now.keys():
+            _check_schedulers(saved[key], now[key], f"{name}.{key}")
+    elif saved and now and saved != now:
+        raise StateError(
+            f"{name}: the checkpoint holds the state of a {saved}, this run has a {now}; use the same one, or leave it "
+            f"out of the state"
+        )
 
 
 def _under_live_names(
@@ -269,7 +312,13 @@ def _apply_documents(
     Returns what was restored, and what was not, with the rule.
     """
     optimizers = {document_of("optimizer", n): n for n in manifest.packed}
-    applied = {"step", "rng", *optimizers, *(document_of("optimizer", n, "opaque") for n in manifest.packed)}
+    applied = {
+        "step",
+        "rng",
+        "classes",
+        *optimizers,
+        *(document_of("optimizer", n, "opaque") for n in manifest.packed),
+    }
     buffers = {document_of("model", n, "buffers"): n for n in manifest.models}
     modules = {document_of("model", n, "modules"): n for n in manifest.models}
     restored: list[str] = []
@@ -298,7 +347,7 @@ def _apply_documents(
             key = name.removeprefix("extra.")
             target: Any = state.extra.get(key)
             if hasattr(target, "load_state_dict"):
-                target.load_state_dict(value)
+                _load_state(target, value, name)
             elif key in state.extra:
                 state.extra[key] = value
             else:
@@ -316,7 +365,9 @@ def _apply_documents(
 def _give(target: Any, value: Any, name: str) -> Iterator[str]:
     """State to an object, or to several by name. Yields what is stored and was not asked for."""
     if not _is_several(target):
-        target.load_state_dict(value)
+        _load_state(target, value, name)
+        if name == "scaler" and value and not target.state_dict():
+            yield "scaler: it is disabled in this run"
         if name.partition(".")[0] == "dataloader":
             make_iterator(target)
         return
@@ -325,6 +376,19 @@ def _give(target: Any, value: Any, name: str) -> Iterator[str]:
             yield from _give(target[key], one, f"{name}.{key}")
         else:
             yield f"{name}.{key}: not given to this run"
+
+
+def _load_state(target: Any, value: Any, name: str) -> None:
+    """Raises :class:`StateError` naming the object, whatever it raises itself."""
+    try:
+        target.load_state_dict(value)
+    except StateError:
+        raise
+    except Exception as error:
+        raise StateError(
+            f"{name}: {type(target).__qualname__}.load_state_dict does not take what was saved ({type(error).__name__}: "
+            f"{error}); use the same object as the saved run, or leave it out of the state"
+        ) from error
 
 
 def _is_several(target: Any) -> bool:

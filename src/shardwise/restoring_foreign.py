@@ -19,6 +19,7 @@ from .dtypes import code_of, torch_dtype
 from .errors import StateError
 from .foreign import ForeignRun, StoredOptimizer, find_run, refuse_other_kind
 from .layout.model import geometries_of, local_tensor, wanted_of
+from .layout.placements import mesh_text
 from .layout.wanted import Layout, Wanted, whole_tensor
 from .loading import fill
 from .names import NamedTensor, named_tensors
@@ -27,6 +28,7 @@ from .plan import IOOptions, build_plan
 from .read import FileReader
 from .recipe.match import Rules, match_rules, renamed
 from .restoring import ResumeReport
+from .state.gradients import clear_gradients
 from .state.optimizer import fill_groups, parameter_names, place_scalars, place_states, place_values
 from .state.rng import derive_rng
 from .state.snapshot import trained_model
@@ -56,6 +58,8 @@ def restore_foreign(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -
     bytes_read, tensors = sum(r.bytes_read for r in reports), 0
     with ranks.agree("match names"):
         named = {name: named_tensors(model) for name, model in state.models.items()}
+        for optimizer in state.optimizers.values():
+            clear_gradients(optimizer)
     for name, optimizer in state.optimizers.items():
         trained = trained_model(optimizer, named)
         more, filled = _restore_optimizer(
@@ -72,6 +76,9 @@ def restore_foreign(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -
         run_id="",
         saved_world_size=world_size,
         world_size=ranks.world_size,
+        saved_mesh="not recorded",
+        mesh=mesh_text(g for n, t in named.items() for g in geometries_of(state.models[n], t).values()),
+        digest="",
         exact=False,
         differences=("not written by shardwise: neither digests nor versions are recorded",),
         tensors=sum(r.tensors for r in reports),

@@ -25,7 +25,7 @@ from .foreign_values import plain_tensor
 from .layout.wanted import Layout, whole_tensor
 from .names import named_tensors
 from .plan import IOOptions, build_plan
-from .pretrained import build_meta, with_callers
+from .pretrained import build_meta
 from .proof.stored import model_of
 from .recipe.host import HostConversion
 from .recipe.match import Recipe, Rules, match_rules, same_names
@@ -156,8 +156,7 @@ def as_config_says(catalog: Catalog, model: Any, io: IOOptions) -> ModelContents
         )
         for t in named
     )
-    rules = with_callers(hub, catalog) if not is_ours else Rules(lambda _: made, hub.unused)
-    matched = match_rules(catalog, wanted, rules)
+    matched = match_rules(catalog, wanted, Rules(lambda _: made, hub.unused, hub.init))
     plan = build_plan(catalog, Layout(wanted), matched, io)
     if plan.initialized:
         lost = ", ".join(d.name for d in plan.initialized[:5])

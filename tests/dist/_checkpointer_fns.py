@@ -226,8 +226,10 @@ def stale_state_does_not_fit(root: str) -> dict[str, tuple[str, str]]:
         wide = state_at(0, 48)
         other = state_at(0)
         other.scheduler = torch.optim.lr_scheduler.StepLR(other.optimizer, 1)
+        strange = sw.TrainState(model=torch.nn.Linear(2, 3))
         found = {
             "model": failure(lambda: checkpoints.resume(wide)),
+            "strange": failure(lambda: checkpoints.resume(strange)),
             "scheduler": failure(lambda: checkpoints.resume(other)),
         }
         assert listing(root) == ["step-00000001", "step-00000002"]
@@ -535,3 +537,12 @@ def save_for_verify(path: str, shape: tuple[int, ...]) -> dict[str, Any]:
 def save_large(path: str, mebibytes: int) -> None:
     model = nn.Linear(mebibytes * MIB // 4 // 64, 64, bias=False)
     sw.save(sw.TrainState(model=model), path)
+
+
+def saves_to_paths_of_its_own(root: str) -> str:
+    """Each rank made up a name, say one with the time in it. The error that it gets."""
+    try:
+        sw.save(state_at(1), f"{root}/run-{dist.get_rank()}")
+    except ShardwiseError as error:
+        return f"{type(error).__name__}: {error}"
+    return "saved"

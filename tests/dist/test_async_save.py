@@ -101,6 +101,13 @@ def test_wrong_options_are_named(tmp_path: Path, option: str, value: str) -> Non
         sw.Checkpointer(tmp_path, **{option: value})
 
 
+@pytest.mark.parametrize("option", ["max_staging_bytes", "keep_last", "keep_every"])
+@pytest.mark.parametrize("value", [0, -5])
+def test_wrong_numbers_are_named(tmp_path: Path, option: str, value: int) -> None:
+    with pytest.raises(ValueError, match=f"{option} must be at least 1 or None, got {value}"):
+        sw.Checkpointer(tmp_path, **{option: value})
+
+
 def test_two_checkpointers_write_at_a_time(ranks: RankPool, tmp_path: Path) -> None:
     for steps in ranks.run_ranks(2, fns.two_at_a_time, str(tmp_path)):
         assert steps == [1, 1, 2, 2, 3, 3]

@@ -62,6 +62,12 @@ def test_state_that_does_not_fit_is_not_damage(ranks: RankPool, tmp_path: Path) 
     for found in ranks.run_ranks(2, fns.stale_state_does_not_fit, str(tmp_path)):
         assert found["model"][0] == "PlanError"
         assert "layer.weight" in found["model"][1]
+        kind, text = found["strange"]
+        assert kind == "PlanError"
+        assert "missing: " in text
+        assert "unused: " in text
+        assert "init=" not in text  # restore takes no declarations
+        assert "unused=" not in text
         assert found["scheduler"][0] == "StateError"
         assert "holds no scheduler" in found["scheduler"][1]
         assert found["optimizer"][0] == "StateError"
@@ -161,3 +167,10 @@ def test_plain_buffers_come_back_per_rank(ranks: RankPool, tmp_path: Path) -> No
         assert "buffers" in documents
     alone = ranks.run_ranks(1, fns.buffers_per_rank, str(tmp_path), resume_only=True)
     assert alone[0][0][0] in (10.0, 11.0), "one of the stored values, the same in every element"
+
+
+def test_a_path_of_its_own_on_every_rank_is_named(ranks: RankPool, tmp_path: Path) -> None:
+    for found in ranks.run_ranks(2, fns.saves_to_paths_of_its_own, str(tmp_path)):
+        assert found.startswith("RankError: ")
+        assert f"rank 1 was to save to {tmp_path}/run-1, rank 0 to {tmp_path}/run-0" in found
+    assert not list(tmp_path.iterdir())

@@ -32,12 +32,16 @@ def test_stale_state_is_overwritten_or_cleared(ranks: RankPool, tmp_path: Path) 
     ranks.run_ranks(2, fns.resume_into_a_run_with_state, str(tmp_path))
 
 
+def mesh_of(world_size: int) -> str:
+    return f"axis0 {world_size}"
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "adagrad", "master"])
 def test_tensors_survive_other_world_sizes(
     ranks: RankPool, tmp_path: Path, gpt2: str, optimizer: str
 ) -> None:
     model_dir = gpt2 if optimizer == "adamw" else None
-    saved, settings, before = None, None, 0
+    saved, settings, before, digest = None, None, 0, ""
     for step, world_size in enumerate((2, 3, 1, 2, 2), 1):
         by_rank = ranks.run_ranks(
             world_size, fns.next_stage, str(tmp_path), step, model_dir, optimizer, train_on=step < 4
@@ -49,6 +53,9 @@ def test_tensors_survive_other_world_sizes(
             assert settings is None or str(found) == str(settings)
             assert (report["saved_world_size"], report["world_size"]) == (before, world_size)
             assert report["exact"] is (before == world_size)
+            assert (report["saved_mesh"], report["mesh"]) == (mesh_of(before), mesh_of(world_size))
+            assert step != 5 or report["digest"] == digest, "nothing was trained between"
+            digest = report["digest"]
             if before != world_size:
                 assert report["differences"][0] == f"world size: saved {before}, now {world_size}"
                 assert f"step {step - 1}, rank 0" in report["rng"]

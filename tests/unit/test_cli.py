@@ -21,7 +21,7 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from shardwise import Checkpointer, TrainState, load_pretrained
+from shardwise import Checkpointer, TrainState, load_pretrained, save
 from shardwise.catalog.records import StoredTensor
 from shardwise.cli import commands, main
 from shardwise.cli.render import size
@@ -381,6 +381,25 @@ def test_convert(model: Path, saved: Path, tmp_path: Path) -> None:
     assert all(torch.equal(back[name], tensor) for name, tensor in original.items())
 
 
+def test_several_models(tmp_path: Path) -> None:
+    models: dict[str, torch.nn.Module] = {"actor": torch.nn.Linear(2, 3), "critic": torch.nn.Linear(3, 2)}
+    save(TrainState(model=models), tmp_path / "both")
+    tree = run_json("inspect", tmp_path / "both")["tree"]
+    assert [(node["name"], node["tensors"]) for node in tree] == [("actor", 2), ("critic", 2)]
+    check_paragraph(
+        run("convert", tmp_path / "both", tmp_path / "hub", "--to", "hf"),
+        "['actor', 'critic']; say which one",
+    )
+    result = run("convert", tmp_path / "both", tmp_path / "again", "--to", "checkpoint", "--model", "critic")
+    check_paragraph(result, "--model", "takes all models", status=(2,))
+    assert (
+        run_json("convert", tmp_path / "both", tmp_path / "hub", "--to", "hf", "--model", "critic")["tensors"]
+        == 2
+    )
+    (file,) = (tmp_path / "hub").glob("*.safetensors")
+    assert torch.equal(load_file(file)["weight"], models["critic"].weight)  # type: ignore[arg-type]
+
+
 @pytest.mark.slow
 def test_convert_under_torchrun(model: Path, tmp_path: Path) -> None:
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
@@ -426,6 +445,7 @@ COMMANDS = {
     "verify": ("verify", "PATH"),
     "export": ("export", "PATH", "OUT"),
     "convert": ("convert", "PATH", "OUT", "--to", "checkpoint"),
+    "diff": ("diff", "PATH", "PATH"),
     "demo": ("demo", "--model", "PATH", "--out", "OUT"),
 }
 every_command = pytest.mark.parametrize("command", COMMANDS)
@@ -449,6 +469,12 @@ def test_no_such_path(command: str, tmp_path: Path) -> None:
 def test_an_empty_directory(command: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     check_both(command, tmp_path / "empty", tmp_path / "out", status=1)
+
+
+@pytest.mark.parametrize("command", ["plan", "export", "convert", "diff"])
+def test_a_directory_of_steps(command: str, saved: Path, tmp_path: Path) -> None:
+    said = f"holds steps 10, 20; give one of them, e.g. {saved}/step-00000020"
+    check_both(command, saved, tmp_path / "out", said, status=1)
 
 
 @pytest.mark.parametrize("command", ["inspect", "plan", "export", "convert"])
@@ -602,7 +628,7 @@ def test_logging_is_as_before(model: Path) -> None:
     assert (list(logger.handlers), logger.level, list(logging.getLogger().handlers)) == before
 
 
-@pytest.mark.parametrize("command", ["inspect", "plan", "verify", "export", "demo"])
+@pytest.mark.parametrize("command", main.commands)
 def test_help(command: str) -> None:
     result = run(command, "--help")
     assert result.exit_code == 0

@@ -163,16 +163,29 @@ def test_new_gradients_at_the_address_of_used_ones_wait() -> None:
     assert reused, "nothing was tried"
 
 
-def test_without_a_note_of_the_step_everything_is_kept(tmp_path: Path) -> None:
-    """A TrainState made after the step can't know: rather too much than silently too little."""
+def test_gradients_of_steps_that_nobody_saw_are_refused(tmp_path: Path) -> None:
+    """Kept, they would be used twice by a loop that clears after saving; dropped, an accumulation would lose them."""
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(torch.ones(2, 4)).sum().backward()
+
+    def backward() -> None:
+        model(torch.ones(2, 4)).sum().backward()
+
+    backward()
     optimizer.step()
     state = sw.TrainState(model=model, optimizer=optimizer)
-    assert sw.save(state, tmp_path / "a").gradients == 5
+    with pytest.raises(
+        StateError, match=r"SGD holds gradients.*Make the TrainState.*before the first backward"
+    ):
+        sw.save(state, tmp_path / "a")
+    backward()  # onto what was there
+    with pytest.raises(StateError, match="was not seen"):
+        sw.save(state, tmp_path / "a")
     optimizer.step()
-    assert sw.save(state, tmp_path / "b").gradients == 0
+    assert sw.save(state, tmp_path / "a").gradients == 0
+    optimizer.zero_grad()
+    backward()
+    assert sw.save(state, tmp_path / "b").gradients == 5
 
 
 def test_one_hook_an_optimizer_that_dies_with_it() -> None:

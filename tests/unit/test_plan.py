@@ -129,6 +129,18 @@ def test_the_nearest_names_are_given() -> None:
     assert "init={'temperature': 'model'}" in text
 
 
+def test_only_a_call_that_takes_declarations_advises_them() -> None:
+    names = {f"layers.{k}.up": (k + 1, 2) for k in range(9)}
+    stored = catalog_of({**{f"net.{n}": ("F32", s) for n, s in names.items()}, "other": ("F32", (5,))})
+    wanted = [whole_tensor(n, "F32", s) for n, s in {**names, "mine": (7,)}.items()]
+    told, silent = (match_rules(stored, wanted, Rules(caller_declares=d)).problems for d in (True, False))
+    assert [t.split(":")[0] for t in silent] == ["prefix", "missing", "unused"]
+    assert all(t.startswith(f"{s}; ") for t, s in zip(told, silent, strict=True))
+    for advice in ("init=", "unused=", "key_mapping", "names="):
+        assert any(advice in t for t in told)
+        assert not any(advice in s for s in silent)
+
+
 def test_errors_are_equal_on_every_rank() -> None:
     texts = {str(wrong(rank, 4)) for rank in range(4)} | {str(wrong(rank, 3)) for rank in range(3)}
     assert len(texts) == 1

@@ -305,6 +305,29 @@ def test_positions_of_other_loaders_are_refused() -> None:
         elastic.load_state_dict(plain.state_dict())
     with pytest.raises(StateError, match="version 9"):
         elastic.load_state_dict({"version": 1, "sampler": {"version": 9}})
+    with pytest.raises(StateError, match="position is list, expected a dict"):
+        elastic.load_state_dict({"version": 1, "sampler": []})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"consumed": -3}, "'consumed' is -3"),
+        ({"consumed": "8"}, "'consumed' is '8'"),
+        ({"epoch": True}, "'epoch' is True"),
+        ({"epoch": None}, "'epoch' is None"),
+        ({}, "'epoch' is not there"),
+    ],
+)
+def test_a_damaged_position_is_refused_by_name(wrong: dict[str, Any], named: str) -> None:
+    sampler = Run(20).sampler(1, 0, 4)
+    before = sampler.state_dict()
+    position = {**before, **wrong}
+    if not wrong:
+        del position["epoch"]
+    with pytest.raises(StateError, match=named):
+        sampler.load_state_dict(position)
+    assert sampler.state_dict() == before
 
 
 @pytest.mark.parametrize(
@@ -319,6 +342,17 @@ def test_positions_of_other_loaders_are_refused() -> None:
 def test_what_can_not_be_is_named(options: dict[str, Any], named: str) -> None:
     with pytest.raises(StateError, match=named):
         sw.ElasticSampler(range(20), **options)
+
+
+@pytest.mark.parametrize("name", ["global_batch_size", "seed", "num_replicas", "rank"])
+@pytest.mark.parametrize("value", [2.0, "2"])
+def test_only_whole_numbers_are_taken(name: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=f"{name} must be a whole number, got {value!r}"):
+        sw.ElasticSampler(range(20), **{"global_batch_size": 4, "num_replicas": 4, "rank": 0, name: value})
+    numpys = sw.ElasticSampler(
+        range(20), **{"global_batch_size": 4, "num_replicas": 4, "rank": 0, name: np.int64(2)}
+    )
+    assert all(type(v) is not np.int64 for v in numpys.state_dict().values())
 
 
 def test_a_dataset_without_a_length_is_named() -> None:

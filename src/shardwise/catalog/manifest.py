@@ -21,6 +21,7 @@ from ..errors import FormatError, IntegrityError, SourceError, VersionError
 from ..garbage import no_collections
 from ..layout.placements import RULE_VERSION, Cut, Geometry
 from .header import check_regular
+from .steps import of_steps
 
 __all__ = [
     "BLOCK_BYTES",
@@ -189,8 +190,7 @@ def read_manifest(root: str | os.PathLike[str]) -> Manifest:
         raise FormatError("is a directory, not a file", path=path) from error
     except OSError as error:
         if isinstance(error, (FileNotFoundError, NotADirectoryError)):
-            what = "not a checkpoint: no manifest.json" if os.path.isdir(root) else "no such directory"
-            raise SourceError(what, path=os.fspath(root)) from error
+            raise SourceError(_no_manifest(os.fspath(root)), path=os.fspath(root)) from error
         raise SourceError(f"can't be read: {error.strerror or error}", path=path) from error
     try:
         document = json.loads(raw)
@@ -210,6 +210,14 @@ def read_manifest(root: str | os.PathLike[str]) -> Manifest:
         return _from_document(document)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise FormatError(f"malformed manifest ({error!r})", path=path) from error
+
+
+def _no_manifest(root: str) -> str:
+    if os.path.isdir(root):
+        return of_steps(root) or "not a checkpoint: no manifest.json"
+    if os.path.exists(root):
+        return "is a file, not a directory; give the directory of a checkpoint"
+    return "no such directory"
 
 
 # What follows trusts no value: a right checksum only says that nobody changed the text by accident.

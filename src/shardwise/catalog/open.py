@@ -9,6 +9,7 @@ from .checkpoint import catalog_of_checkpoint
 from .dcp import METADATA_NAME, catalog_of_dcp
 from .records import Catalog
 from .safetensors import catalog_of_safetensors, has_safetensors
+from .steps import of_steps
 from .torchfile import (
     FULL_STATE_STEM,
     catalog_of_torch_file,
@@ -34,9 +35,10 @@ def open_catalog(path: str | os.PathLike[str], model: str | None = None) -> Cata
     if os.path.isfile(os.path.join(root, "manifest.json")):
         return catalog_of_checkpoint(root, model)
     if model is not None:
-        raise SourceError(
-            f"is no checkpoint, and only those hold several models; don't ask for {model!r}", path=root
+        what = (
+            of_steps(root) or f"is no checkpoint, and only those hold several models; don't ask for {model!r}"
         )
+        raise SourceError(what, path=root)
     if is_torch_file(root):
         return catalog_of_torch_file(root)
     if os.path.isfile(os.path.join(root, METADATA_NAME)):

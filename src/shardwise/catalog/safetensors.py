@@ -9,6 +9,7 @@ from ..errors import FormatError, SourceError
 from ..layout.boxes import Box, whole
 from .header import Entry, Header, check_regular, read_header
 from .records import Catalog, Chunk, StoredFile, StoredTensor, assemble
+from .steps import of_steps
 
 __all__ = ["INDEX_NAME", "SINGLE_NAME", "catalog_of_safetensors", "has_safetensors"]
 
@@ -60,6 +61,8 @@ def _files_of(root: str) -> tuple[list[str], dict[str, str] | None]:
     listed = _listed(root)
     names = sorted(n for n in listed if n.endswith(".safetensors"))
     if not names:
+        if steps := of_steps(root):
+            raise SourceError(steps, path=root)
         hint = ""
         if os.path.exists(os.path.join(root, "manifest.json")):
             hint = "; it is a shardwise checkpoint whose slices lie in model/"

@@ -13,7 +13,7 @@ import click
 from ..errors import NoCheckpointError, ShardwiseError, SourceError
 from ..store.publish import published_steps
 from .contents import CheckpointContents, Contents, RootContents, contents_of, is_root, to_json
-from .options import DTYPES, byte_count, common, config, source_path, trust_remote_code
+from .options import DTYPES, byte_count, common, config, one_model, source_path, trust_remote_code
 from .program import FINE, WRONG_DATA, Program, print_json, rank_of_launcher
 from .render import (
     console,
@@ -177,7 +177,7 @@ def _verify_one(path: str, threads: int | None, as_json: bool) -> Any:
     metavar="SIZE",
     help="Per file.",
 )
-@click.option("--model", default=None, metavar="NAME", help="Of a checkpoint with several models, which one.")
+@one_model
 @config
 @trust_remote_code
 @common
@@ -220,10 +220,19 @@ def export(
 @source_path
 @click.argument("out", type=click.Path(path_type=str))
 @click.option("--to", type=click.Choice(("checkpoint", "hf")), required=True, help="What OUT is to be.")
+@one_model
 @config
 @trust_remote_code
 @common
-def convert(path: str, out: str, to: str, config: str | None, trust_remote_code: bool, as_json: bool) -> None:
+def convert(
+    path: str,
+    out: str,
+    to: str,
+    model: str | None,
+    config: str | None,
+    trust_remote_code: bool,
+    as_json: bool,
+) -> None:
     """Write what PATH holds as a checkpoint, or its model as a Hugging Face directory (as export does).
 
     PATH is what Accelerate, the HF Trainer, torchtitan, transformers or torch.distributed.checkpoint saved, sharded
@@ -231,12 +240,20 @@ def convert(path: str, out: str, to: str, config: str | None, trust_remote_code:
     into a checkpoint where they are stored. To resume from OUT with a Checkpointer, name it step-NNNNNNNN in its
     directory. Runs in one process, or under torchrun, where all ranks share the work.
     """
+    if model is not None and to != "hf":
+        raise click.BadParameter(
+            "a checkpoint takes all models; give it with --to hf", param_hint="'--model'"
+        )
     from ..converting import convert as to_checkpoint
     from ..export import export_hf
 
     with _ranks_of_launcher() as rank:
-        work, show = (export_hf, show_export) if to == "hf" else (to_checkpoint, show_convert)
-        report = work(path, out, config=config, trust_remote_code=trust_remote_code)
+        options: dict[str, Any] = {"config": config, "trust_remote_code": trust_remote_code}
+        work, show = (to_checkpoint, show_convert)
+        if to == "hf":
+            work, show = (export_hf, show_export)
+            options["model"] = model
+        report = work(path, out, **options)
         if rank != 0:
             return
         if as_json:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from typing import Any
 
+from ..catalog.checkpoint import catalog_of_checkpoint
 from ..catalog.manifest import MANIFEST_NAME, Manifest, read_manifest
 from ..catalog.open import open_catalog
 from ..catalog.records import Catalog, StoredTensor
@@ -174,7 +175,7 @@ def _checkpoint(path: str) -> CheckpointContents:
     manifest = read_manifest(path)
     file_bytes = sum(f.nbytes for f in manifest.files.values())
     return CheckpointContents(
-        source=_source(open_catalog(path), path, len(manifest.files), file_bytes),
+        source=_source(_models(path, manifest), path, len(manifest.files), file_bytes),
         step=manifest.step,
         run_id=manifest.run_id,
         parent_step=manifest.parent_step,
@@ -184,6 +185,20 @@ def _checkpoint(path: str) -> CheckpointContents:
         software=dict(manifest.software),
         problems=tuple(_wrong_files(path, manifest)),
     )
+
+
+def _models(path: str, manifest: Manifest) -> Catalog:
+    """The tensors of every model; of several, under the model's name."""
+    catalogs = {name: catalog_of_checkpoint(path, name, manifest=manifest) for name in manifest.models}
+    first, *others = catalogs.values()
+    if not others:
+        return first
+    tensors = {
+        f"{model}.{t.name}": replace(t, name=f"{model}.{t.name}")
+        for model, catalog in catalogs.items()
+        for t in catalog.tensors.values()
+    }
+    return replace(first, tensors=tensors)
 
 
 def _geometries(manifest: Manifest) -> Iterable[GeometryUse]:

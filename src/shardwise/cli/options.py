@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-__all__ = ["DTYPES", "byte_count", "common", "config", "source_path", "trust_remote_code"]
+__all__ = ["DTYPES", "byte_count", "common", "config", "one_model", "source_path", "trust_remote_code"]
 
 #: What a model can be built or exported in.
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -48,6 +48,12 @@ def config(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option("--config", type=click.Path(path_type=str), default=None, metavar="DIR", help=help)(
         command
     )
+
+
+def one_model(command: Callable[..., Any]) -> Callable[..., Any]:
+    """``--model``, for commands that write one model of a checkpoint that may hold several."""
+    help = "Of a checkpoint with several models, which one."
+    return click.option("--model", default=None, metavar="NAME", help=help)(command)
 
 
 def trust_remote_code(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -85,6 +85,7 @@ def load(
             hub.resolve if hub else same_names,
             unused=lambda stored, _: "caller" if matches_any(stored, unused) else None,
             init=lambda name: "caller" if matches_any(name, declared) else None,
+            caller_declares=True,
         )
         catalog, rules = combine(model, catalog, rules, files)
     report = fill(

@@ -13,7 +13,7 @@ Every cut follows ``torch.chunk``: ceil-sized pieces first, then possibly shorte
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
@@ -32,6 +32,7 @@ __all__ = [
     "cut_boxes",
     "cutting_axes",
     "dim_intervals",
+    "mesh_text",
     "geometry_of",
     "local_boxes",
 ]
@@ -285,3 +286,10 @@ def every_rank_boxes(shape: Sequence[int], geometry: Geometry) -> dict[int, tupl
         rank: cut_boxes(shape, geometry, coordinate)
         for rank, coordinate in zip(geometry.ranks, coordinates, strict=True)
     }
+
+
+def mesh_text(geometries: Iterable[Geometry]) -> str:
+    """The meshes that cut tensors, for people: ``dp_shard 2 × tp 2``; ``whole`` where nothing is cut."""
+    cut = (g for g in geometries if any(c.kind != "replicate" for c in g.cuts))
+    axes = {tuple(zip(g.axis_names, g.axis_sizes, strict=True)) for g in cut}
+    return "; ".join(" × ".join(f"{n} {size}" for n, size in mesh) for mesh in sorted(axes)) or "whole"

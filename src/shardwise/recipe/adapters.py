@@ -100,9 +100,9 @@ def wrapped(model: nn.Module, resolve: Resolve) -> Resolve:
 def wrapped_rules(model: nn.Module, rules: Rules) -> Rules:
     """The rules of a base model, for the same model with adapters. What is declared counts under either name."""
     names = wrapped_names(model).bases
-    return Rules(
+    return replace(
+        rules,
         resolve=wrapped(model, rules.resolve),
-        unused=rules.unused,
         init=lambda name: rules.init(name) or (rules.init(names[name]) if name in names else None),
     )
 

@@ -122,6 +122,8 @@ class Rules:
     resolve: Resolve = same_names
     unused: Callable[[str, str], str | None] = nobody
     init: Callable[[str], str | None] = nobody
+    caller_declares: bool = False
+    """Whether the call takes ``unused=``, ``init=`` and renames, so that problems may advise them."""
 
 
 def match(
@@ -133,7 +135,7 @@ def match(
     init: Callable[[str], str | None] = nobody,
 ) -> Matched:
     """Match a catalog against what is wanted, by names; see :func:`match_rules`."""
-    return match_rules(catalog, wanted, Rules(renamed(rename), unused, init))
+    return match_rules(catalog, wanted, Rules(renamed(rename), unused, init, caller_declares=True))
 
 
 def match_rules(catalog: Catalog, wanted: Sequence[Wanted], rules: Rules) -> Matched:
@@ -172,7 +174,7 @@ def match_rules(catalog: Catalog, wanted: Sequence[Wanted], rules: Rules) -> Mat
             result.unused.append(Declaration(stored, who))
         else:
             spare.append(stored)
-    result.problems += unmatched(catalog, missing, spare)
+    result.problems += unmatched(catalog, missing, spare, caller_declares=rules.caller_declares)
     return result
 
 

@@ -25,50 +25,59 @@ _FEW_NAMES = 100
 _FEW_LINES = 40
 
 
-def unmatched(catalog: Catalog, missing: Sequence[Wanted], spare: Sequence[str]) -> list[str]:
-    """One problem per line: wanted tensors that are not stored, and stored ones that are not wanted."""
+def unmatched(
+    catalog: Catalog, missing: Sequence[Wanted], spare: Sequence[str], *, caller_declares: bool
+) -> list[str]:
+    """One problem per line: wanted tensors that are not stored, and stored ones that are not wanted.
+
+    Each says what the caller may declare, unless the call takes no declarations (``restore``, ``convert``).
+    """
     if not missing and not spare:
         return []
     lines = []
     change = _prefix_change(catalog, missing, spare)
     if change:
         before, after, found = change
-        lines.append(_describe_change(before, after, found, len(missing)))
+        advice = _advised_change(before, after, found) if caller_declares else ""
+        lines.append(_describe_change(before, after, found, len(missing)) + advice)
         targets = set(found.values())
         missing = [w for w in missing if targets.isdisjoint((w.name, *w.aliases))]
         spare = [name for name in spare if name not in found]
-    return [*lines, *_missing(catalog, missing, spare), *_unused(catalog, missing, spare)]
+    lines += _missing(catalog, missing, spare, caller_declares)
+    lines += _unused(catalog, missing, spare, caller_declares)
+    return lines
 
 
-def _missing(catalog: Catalog, missing: Sequence[Wanted], spare: Sequence[str]) -> Iterator[str]:
+def _missing(
+    catalog: Catalog, missing: Sequence[Wanted], spare: Sequence[str], caller_declares: bool
+) -> Iterator[str]:
     pool = list(spare) or list(catalog.tensors)
     for k, w in enumerate(missing):
         near = _nearest(w.name, pool) if k < _FEW_LINES else None
         hint = f"; nearest stored name: {near!r}" if near else ""
         also = f" (also named {', '.join(map(repr, w.aliases))})" if w.aliases else ""
-        yield (
-            f"missing: {w.kind} {w.name!r}{also} of shape {list(w.shape)} is not stored{hint}; "
-            f"give init={{{w.name!r}: 'model'}} if it is new"
-        )
+        advice = f"; give init={{{w.name!r}: 'model'}} if it is new" if caller_declares else ""
+        yield f"missing: {w.kind} {w.name!r}{also} of shape {list(w.shape)} is not stored{hint}{advice}"
 
 
-def _unused(catalog: Catalog, missing: Sequence[Wanted], spare: Sequence[str]) -> Iterator[str]:
+def _unused(
+    catalog: Catalog, missing: Sequence[Wanted], spare: Sequence[str], caller_declares: bool
+) -> Iterator[str]:
     wanted_names = [w.name for w in missing]
     for k, (pattern, names) in enumerate(_families(catalog.tensors, spare).items()):
+        them = "they" if len(names) > 1 else "it"
+        advice = f"; give unused=({pattern!r},) if {them} may be left" if caller_declares else ""
         stored = catalog.tensors[names[0]]
         where = stored.chunks[0].path if stored.chunks else catalog.root
         if len(names) > 1:
             yield (
                 f"unused: {len(names)} stored tensors {pattern!r} ({names[0]!r} {list(stored.shape)} in {where} to "
-                f"{names[-1]!r}) are not wanted; give unused=({pattern!r},) if they may be left"
+                f"{names[-1]!r}) are not wanted{advice}"
             )
             continue
         near = _nearest(names[0], wanted_names) if k < _FEW_LINES else None
         hint = f"; nearest wanted name: {near!r}" if near else ""
-        yield (
-            f"unused: stored tensor {names[0]!r} {list(stored.shape)} in {where} is not wanted{hint}; "
-            f"give unused=({names[0]!r},) if it may be left"
-        )
+        yield f"unused: stored tensor {names[0]!r} {list(stored.shape)} in {where} is not wanted{hint}{advice}"
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -134,9 +143,6 @@ def _ends(name: str) -> Iterator[str]:
 
 def _describe_change(before: str, after: str, found: Mapping[str, str], missing: int) -> str:
     first, target = next(iter(found.items()))
-    tops = sorted({name.split(".")[0] for name in found})
-    # Where nothing is replaced, say before which names it is put: others stay as they are.
-    pattern = f"^{re.escape(before)}" if before else f"^(?=({'|'.join(map(re.escape, tops))})\\.)"
     how = (
         f"under {before!r}"
         if not after
@@ -144,10 +150,14 @@ def _describe_change(before: str, after: str, found: Mapping[str, str], missing:
         if not before
         else f"{before!r} for {after!r}"
     )
-    return (
-        f"prefix: {len(found)} of {missing} missing tensors are stored {how} ({target!r} as {first!r}); if they are "
-        f"the same, give key_mapping={{{pattern!r}: {after!r}}} to load_pretrained, or names= to load"
-    )
+    return f"prefix: {len(found)} of {missing} missing tensors are stored {how} ({target!r} as {first!r})"
+
+
+def _advised_change(before: str, after: str, found: Mapping[str, str]) -> str:
+    tops = sorted({name.split(".")[0] for name in found})
+    # Where nothing is replaced, say before which names it is put: others stay as they are.
+    pattern = f"^{re.escape(before)}" if before else f"^(?=({'|'.join(map(re.escape, tops))})\\.)"
+    return f"; if they are the same, give key_mapping={{{pattern!r}: {after!r}}} to load_pretrained, or names= to load"
 
 
 def _nearest(name: str, pool: Sequence[str]) -> str | None:

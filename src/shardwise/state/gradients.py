@@ -2,13 +2,15 @@
 
 Which ones wait can't be seen from a gradient itself: many loops clear gradients at the start of the next step, and
 save before. So each optimizer of a :class:`TrainState` gets a hook that notes, after every step, the gradients that
-it used and their versions. A gradient that is another one, or was changed since, waits.
+it used and their versions. A gradient that is another one, or was changed since, waits. Both mistakes would be silent: a
+gradient that is lost, and a used one that comes back and is used again by a loop that clears after saving.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,38 +35,59 @@ __all__ = [
 #: Under this key a gradient is stored beside the optimizer states of its parameter.
 GRADIENT = "__grad__"
 
-#: By optimizer, and by id of each gradient that its last step used: the gradient, and its version then. An id alone
-#: would not do: the next gradient of a parameter often lies at the address of the last one.
-_USED: weakref.WeakKeyDictionary[Optimizer, dict[int, tuple[weakref.ref[torch.Tensor], int]]] = (
-    weakref.WeakKeyDictionary()
-)
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """A gradient that was there after a step, which used it, or before anybody watched the steps."""
+
+    gradient: weakref.ref[torch.Tensor]
+    """An id alone would not do: the next gradient of a parameter often lies at the address of the last one."""
+    versions: tuple[int, int]
+    is_used: bool
+
+
+#: By optimizer, and by id of the gradient.
+_MARKS: weakref.WeakKeyDictionary[Optimizer, dict[int, _Mark]] = weakref.WeakKeyDictionary()
 
 
 def watch_steps(optimizer: Optimizer) -> None:
-    """Note from now on which gradients each step uses; once per optimizer, however often it is called.
-
-    Of an optimizer that takes no hooks, every gradient counts as waiting: stored without need, but never lost.
-    """
+    """Note from now on which gradients each step uses; once per optimizer, however often it is called."""
     inner = bare_optimizer(optimizer)
-    if inner not in _USED and hasattr(inner, "_optimizer_step_post_hooks"):
+    if inner not in _MARKS and hasattr(inner, "_optimizer_step_post_hooks"):
         inner.register_step_post_hook(_note_used)
-        _USED[inner] = {}
+        _mark(inner, is_used=False)
 
 
 def _note_used(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    _USED[optimizer] = {id(g): (weakref.ref(g), _version(g)) for _, g in _gradients(optimizer)}
+    _mark(optimizer, is_used=True)
+
+
+def _mark(optimizer: Optimizer, *, is_used: bool) -> None:
+    _MARKS[optimizer] = {
+        id(g): _Mark(weakref.ref(g), _versions(g), is_used) for _, g in _gradients(optimizer)
+    }
 
 
 def waiting_gradients(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
     """The gradients that no step of ``optimizer`` has used as they are, with their parameters.
 
-    What changes a gradient behind the back of torch's version counter (``.data``, the replay of a CUDA graph) is not
-    seen.
+    Raises :class:`StateError` for a gradient of which nobody can tell: it was there before :func:`watch_steps`. What
+    changes a used gradient behind the back of torch's version counters is not seen: ``.data``, the replay of a CUDA
+    graph, ``torch._foreach`` functions given DTensors.
     """
-    used = _USED.get(bare_optimizer(optimizer), {})
-    for parameter, gradient in _gradients(optimizer):
-        reference, version = used.get(id(gradient), (None, -1))
-        if reference is None or reference() is not gradient or version != _version(gradient):
+    inner = bare_optimizer(optimizer)
+    marks = _MARKS.get(inner)
+    for parameter, gradient in _gradients(inner):
+        mark = None if marks is None else marks.get(id(gradient))
+        is_known = mark is not None and mark.gradient() is gradient
+        if marks is None or (mark is not None and is_known and not mark.is_used):
+            raise StateError(
+                f"{type(inner).__qualname__} holds gradients, and whether a step has used them was not seen: its steps "
+                f"are noted from the first TrainState on. Make the TrainState (with Accelerate: call "
+                f"shardwise.integrations.accelerate.prepare) before the first backward, or clear the gradients "
+                f"(zero_grad) before this save"
+            )
+        if mark is None or not is_known or mark.versions != _versions(gradient):
             yield parameter, gradient
 
 
@@ -127,9 +150,9 @@ def _gradients(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, torch.Tenso
                 yield parameter, gradient
 
 
-def _version(gradient: torch.Tensor) -> int:
-    """A DTensor's own version never changes."""
-    return local_tensor(gradient)._version
+def _versions(gradient: torch.Tensor) -> tuple[int, int]:
+    """Of a DTensor: what is done to it counts on itself, what FSDP2 does to its local tensor counts there."""
+    return gradient._version, local_tensor(gradient)._version
 
 
 def bare_optimizer(optimizer: Optimizer) -> Optimizer:

@@ -19,7 +19,7 @@ from ..dtypes import code_of, torch_dtype
 from ..errors import StateError
 from ..layout.model import local_tensor
 from ..names import NamedTensor
-from .gradients import GRADIENT, clear_gradients, waiting_gradients
+from .gradients import GRADIENT, waiting_gradients
 
 __all__ = [
     "Drained",
@@ -182,7 +182,7 @@ def place_states(
 ) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
     """Make room for stored states: existing tensors where they fit, new ones (values undefined) where not.
 
-    ``stored`` maps parameter → state → dtype code. Clears everything else, gradients too. Returns the tensors to
+    ``stored`` maps parameter → state → dtype code. Clears every other state. Returns the tensors to
     fill, by ``<parameter>.<state>``, and the 0-d tensors that were there, for :func:`place_scalars`. Those of
     gradients are not in the optimizer. Raises :class:`StateError` for stored state of a parameter that the
     optimizer does not have.
@@ -194,7 +194,6 @@ def place_states(
             f"the checkpoint holds optimizer state of {len(strange)} parameters that this optimizer does not "
             f"optimise: {', '.join(strange[:5])}. Give it the same parameters as the saved run"
         )
-    clear_gradients(optimizer)
     to_fill: dict[str, torch.Tensor] = {}
     scalars: dict[str, dict[str, torch.Tensor]] = {}
     for name, parameter in live.items():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sized
+import operator
+from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
 import numpy as np
@@ -53,14 +54,15 @@ class ElasticSampler(Sampler[list[int]]):
         """``num_replicas`` and ``rank`` are those of the process group, or 1 and 0 without one. Give them where several
         ranks read the same samples: size and rank of the data-parallel axes.
 
-        Raises :class:`StateError` if the global batch can't be divided, or an epoch would hold no batch.
+        Raises :class:`StateError` if the global batch can't be divided, or an epoch would hold no batch;
+        ``TypeError`` for a number that is not a whole one.
         """
         self._length = _length_of(dataset)
-        self._seed, self._shuffle, self._drop_last = seed, shuffle, drop_last
+        self._seed, self._shuffle, self._drop_last = _whole("seed", seed), shuffle, drop_last
         here, of = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self._replicas = of if num_replicas is None else num_replicas
-        self._rank = here if rank is None else rank
-        self._global_batch = global_batch_size
+        self._replicas = of if num_replicas is None else _whole("num_replicas", num_replicas)
+        self._rank = here if rank is None else _whole("rank", rank)
+        self._global_batch = _whole("global_batch_size", global_batch_size)
         self._check()
         self._epoch = self._consumed = 0
         self._is_counted = True  # was not iterated, or somebody says what was consumed
@@ -148,7 +150,12 @@ class ElasticSampler(Sampler[list[int]]):
         return {"version": _VERSION, **self._description(), "epoch": self._epoch, "consumed": self._consumed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up the position of ``state``. Raises :class:`StateError`, before anything is changed, if its order is another."""
+        """Take up the position of ``state``.
+
+        Raises :class:`StateError`, before anything is changed, if its order is another, or it is no position.
+        """
+        if not isinstance(state, Mapping):
+            raise StateError(f"the sampler's position is {type(state).__qualname__}, expected a dict")
         if state.get("version") != _VERSION:
             raise StateError(
                 f"the sampler's position has version {state.get('version')!r}, expected {_VERSION}"
@@ -163,6 +170,14 @@ class ElasticSampler(Sampler[list[int]]):
                 f"the position is of another order of samples: {'; '.join(wrong)}. Make the ElasticSampler as in the "
                 f"stored run, or resume without its position"
             )
+        for name in ("epoch", "consumed"):
+            value = state.get(name)
+            if type(value) is not int or value < 0:  # True is none
+                found = repr(value) if name in state else "not there"
+                raise StateError(
+                    f"the sampler's position is damaged: {name!r} is {found}, expected a number from 0. Resume without "
+                    f"its position, or from another step"
+                )
         self._epoch, self._consumed, self._is_counted = state["epoch"], state["consumed"], True
 
     def _description(self) -> dict[str, Any]:
@@ -241,6 +256,13 @@ def elastic_sampler_of(loader: DataLoader[Any]) -> ElasticSampler | None:
     if loader.batch_sampler is not None:
         raise StateError("an ElasticSampler makes batches: give it as batch_sampler, not as sampler")
     return loader.sampler  # batch_size=None: the dataset takes a list of indices
+
+
+def _whole(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise TypeError(f"{name} must be a whole number, got {value!r}") from error
 
 
 def _length_of(dataset: Any) -> int:

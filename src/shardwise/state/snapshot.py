@@ -26,6 +26,7 @@ from ..recipe.transformers import is_transformers_model
 from .gradients import refuse_unreduced
 from .optimizer import Drained, drain, parameter_names
 from .rng import capture_rng
+from .scaler import refuse_unfinished_step
 from .schedulers import functions_left_out
 from .train_state import TrainState, document_of
 from .typed_json import Encoded, encode
@@ -194,10 +195,13 @@ def _pieces(
         pieces[document_of("optimizer", o.name, "packed")] = o.drained.packed
         if o.drained.opaque:
             pieces[document_of("optimizer", o.name, "opaque")] = o.drained.opaque
+    refuse_unfinished_step(state.scaler)
     for name in ("scheduler", "scaler", "dataloader"):
         value = getattr(state, name)
         if value is not None:
             pieces[name] = _state_of(value, name)
+    if classes := classes_of(state):
+        pieces["classes"] = classes
     for name, value in state.extra.items():
         has_state = hasattr(value, "state_dict") or hasattr(value, "load_state_dict")
         pieces[f"extra.{name}"] = _state_of(value, f"extra.{name}") if has_state else value
@@ -206,6 +210,18 @@ def _pieces(
         if modules:
             pieces[document_of("model", name, "modules")] = modules
     return pieces
+
+
+def classes_of(state: TrainState) -> dict[str, Any]:
+    """The class of each scheduler, the only thing that tells one's state from another's."""
+    return {} if state.scheduler is None else {"scheduler": _classes_in(state.scheduler)}
+
+
+def _classes_in(scheduler: Any) -> Any:
+    if isinstance(scheduler, Mapping) and not hasattr(scheduler, "state_dict"):
+        return {key: _classes_in(one) for key, one in scheduler.items()}
+    inner = getattr(scheduler, "scheduler", None)  # Accelerate's wrapper
+    return type(inner if hasattr(inner, "state_dict") else scheduler).__qualname__
 
 
 def modules_with_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import secrets
 import shutil
 from collections.abc import Iterable, Mapping
 
 from ..catalog.manifest import MANIFEST_NAME, FileEntry, Manifest
+from ..catalog.steps import STEP_NAME
 from ..errors import CheckpointError
 from .write import fsync_directory, make_directories, write_file
 
@@ -30,7 +30,6 @@ __all__ = [
     "write_hint",
 ]
 
-_STEP = re.compile(r"step-(\d{8,})")
 _TEMPORARY, _TRASH = ".tmp-", ".trash-"
 
 
@@ -41,7 +40,7 @@ def step_name(step: int) -> str:
 
 def published_steps(root: str) -> dict[int, str]:
     """Published steps and their directories, by falling step. Superseded and damaged ones do not count."""
-    found = {int(m.group(1)): os.path.join(root, n) for n in _names_in(root) if (m := _STEP.fullmatch(n))}
+    found = {int(m.group(1)): os.path.join(root, n) for n in _names_in(root) if (m := STEP_NAME.fullmatch(n))}
     return dict(sorted(found.items(), reverse=True))
 
 

@@ -16,6 +16,7 @@ import torch
 from ..catalog.checkpoint import directory, packed_name
 from ..catalog.manifest import FileEntry, Manifest, Packed, StateEntry, TensorEntry
 from ..catalog.slices import Slice, SliceTensor, file_name, owner_ranks, rank_files
+from ..catalog.spread import file_count
 from ..dist import Ranks
 from ..dtypes import itemsize
 from ..errors import CheckpointError, StateError
@@ -121,9 +122,14 @@ def publish_collected(
     ``tensor_of`` is called once for each of :func:`pieces_of`, in that order; for each in several parts, where it has
     more than ``most_bytes``.
     """
-    temporary = _make_temporary(final, collected, ranks)
+    first_final, temporary = _make_temporary(final, collected, ranks)
     try:
         with ranks.agree("write checkpoint"):
+            if first_final != final:
+                raise CheckpointError(
+                    f"rank {ranks.rank} was to save to {final}, rank 0 to {first_final}; give every rank the same path "
+                    f"(one with a time in it is made by rank 0 and told to the others)"
+                )
             await_folders(temporary, _folders(collected), ranks)
             files, sums = _write_rank(temporary, collected, ranks, _in_parts(tensor_of, most_bytes))
         gathered = ranks.gather("file records", _pack(files, sums))
@@ -157,13 +163,16 @@ def _in_parts(tensor_of: TensorOf, most_bytes: int | None) -> PartsOf:
     return parts_of
 
 
-def _make_temporary(final: str, collected: Collected, ranks: Ranks) -> str:
+def _make_temporary(final: str, collected: Collected, ranks: Ranks) -> tuple[str, str]:
+    """Rank 0's ``final``, and the directory that it made beside it."""
+
     def make() -> bytes:
         if os.path.lexists(final):
             raise CheckpointError(f"{final}: is there already; a published checkpoint is never written again")
-        return make_temporary(final, _folders(collected)).encode()
+        return json.dumps([final, make_temporary(final, _folders(collected))]).encode()
 
-    return ranks.on_first("make temporary directory", make).decode()
+    first_final, temporary = json.loads(ranks.on_first("make temporary directory", make))
+    return first_final, temporary
 
 
 def _folders(collected: Collected) -> list[str]:
@@ -198,7 +207,7 @@ def _write_tensors(
     by_name = {v.stored.name: v for v in live}
     sums = dict.fromkeys((v.stored.name for v in live if v.counted), 0)
     stored = [v.stored for v in live]
-    count = max((len(rank_files(stored, r)) for r in _shape_ranks(stored)), default=0)
+    count = file_count(stored)
 
     def slice_parts(one: Slice) -> Iterator[torch.Tensor]:
         held = by_name[one.tensor.name]
@@ -236,10 +245,6 @@ def _replicas_of_others(live: Sequence[Live], rank: int) -> Iterator[Live]:
     for v in live:
         if v.counted and rank not in owner_ranks(v.stored.geometry, v.stored.owner):
             yield v
-
-
-def _shape_ranks(stored: Sequence[Any]) -> list[int]:
-    return sorted({r for t in stored for r in t.geometry.ranks})
 
 
 def _write_pieces(root: str, stem: str, pieces: Mapping[str, Encoded], files: dict[str, FileEntry]) -> None:

@@ -1,0 +1,112 @@
+"""What a checkpoint does not fit is named before, or where, it is applied; and what a report says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, StepLR
+
+import shardwise as sw
+from shardwise.errors import StateError
+
+
+class Strict:
+    """Takes the state of its own kind only, and says so in its own words."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+    def state_dict(self) -> dict[str, int]:
+        return {self.key: 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        _ = state[self.key]
+
+
+def run(**more: Any) -> sw.TrainState:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    return sw.TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters()), **more)
+
+
+def scheduled(kind: type[LRScheduler], argument: int) -> sw.TrainState:
+    state = run()
+    state.scheduler = kind(state.optimizer, argument)  # type: ignore[arg-type, call-arg]
+    return state
+
+
+def test_another_scheduler_is_refused(tmp_path: Path) -> None:
+    sw.save(scheduled(StepLR, 3), tmp_path / "step")
+    assert sw.restore(scheduled(StepLR, 5), tmp_path / "step").exact
+    other = scheduled(CosineAnnealingLR, 5)
+    before = sw.digest(other.model)  # type: ignore[arg-type]
+    with pytest.raises(StateError, match="scheduler: .*a StepLR, this run has a CosineAnnealingLR"):
+        sw.restore(other, tmp_path / "step")
+    assert sw.digest(other.model) == before, "refused before anything is changed"  # type: ignore[arg-type]
+
+
+def test_schedulers_by_name(tmp_path: Path) -> None:
+    state = scheduled(StepLR, 3)
+    state.scheduler = {"a": state.scheduler}
+    sw.save(state, tmp_path / "step")
+    other = scheduled(CosineAnnealingLR, 3)
+    other.scheduler = {"a": other.scheduler}
+    with pytest.raises(StateError, match=r"scheduler\.a: "):
+        sw.restore(other, tmp_path / "step")
+
+
+def scaled(*, enabled: bool = True) -> sw.TrainState:
+    return run(scaler=torch.amp.GradScaler("cpu", init_scale=4.0, enabled=enabled))
+
+
+def test_a_scaler_that_is_disabled_now_is_reported(tmp_path: Path) -> None:
+    sw.save(scaled(), tmp_path / "step")
+    report = sw.restore(scaled(enabled=False), tmp_path / "step")
+    assert not report.exact
+    assert report.not_restored == ("scaler: it is disabled in this run",)
+    sw.save(scaled(enabled=False), tmp_path / "off")
+    assert sw.restore(scaled(enabled=False), tmp_path / "off").exact
+    with pytest.raises(StateError, match=r"scaler: GradScaler\.load_state_dict .*disabled instance"):
+        sw.restore(scaled(), tmp_path / "off")
+
+
+def test_a_scaler_in_the_middle_of_a_step_is_refused(tmp_path: Path) -> None:
+    state = scaled()
+    scaler, optimizer = state.scaler, state.optimizer
+    scaler.scale(state.model(torch.ones(1, 3)).sum()).backward()  # type: ignore[operator]
+    scaler.unscale_(optimizer)
+    with pytest.raises(StateError, match="between its unscale_ and step"):
+        sw.save(state, tmp_path / "step")
+    scaler.step(optimizer)
+    with pytest.raises(StateError, match="between its step and update"):
+        sw.save(state, tmp_path / "step")
+    scaler.update()
+    sw.save(state, tmp_path / "step")
+
+
+def test_errors_of_objects_name_them(tmp_path: Path) -> None:
+    sw.save(run(extra={"mine": Strict("x")}), tmp_path / "step")
+    with pytest.raises(StateError, match=r"extra\.mine: Strict\.load_state_dict .*KeyError: 'y'"):
+        sw.restore(run(extra={"mine": Strict("y")}), tmp_path / "step")
+
+
+def shared() -> sw.TrainState:
+    """Two optimizers over the same parameters, of which only the first has stepped."""
+    state = run()
+    second = torch.optim.SGD(state.model.parameters(), lr=0.1)  # type: ignore[union-attr]
+    return sw.TrainState(model=state.model, optimizer={"a": state.optimizer, "b": second})  # type: ignore[dict-item]
+
+
+def test_optimizers_that_share_parameters_share_gradients(tmp_path: Path) -> None:
+    first, second = shared(), shared()
+    first.model(torch.ones(1, 3)).sum().backward()  # type: ignore[operator]
+    first.optimizer["b"].step()  # type: ignore[index]
+    assert sw.save(first, tmp_path / "step").gradients == 2, "they wait for a's step"
+    assert sw.restore(second, tmp_path / "step").gradients == 2
+    for parameter, other in zip(first.model.parameters(), second.model.parameters(), strict=True):  # type: ignore[union-attr]
+        assert other.grad is not None
+        assert torch.equal(parameter.grad, other.grad)  # type: ignore[arg-type]
