@@ -37,6 +37,7 @@ from ..plan import IOOptions
 from ..pretrained import load_wrapped
 from ..proof.report import LoadReport
 from ..restoring import ResumeReport
+from ..state.gradients import watch_steps
 from ..state.train_state import TrainState
 from ..store.save import SaveReport
 
@@ -162,9 +163,12 @@ def shard(accelerator: Accelerator, model: nn.Module) -> tuple[str, ...]:
 def prepare(accelerator: Accelerator, *objects: Any) -> Any:
     """``accelerator.prepare(*objects)``, with the optimizers' parameters as they were. Every rank must call it.
 
+    From here on each step notes which gradients it used, so that a save may come where gradients are still there: in the
+    middle of an accumulation, or before a loop clears them. Without it the first :func:`save_state` there is refused.
+
     Accelerate finds an optimizer's parameters again by the address of their shards, and all empty shards have the address
     0: where a rank holds no rows of two parameters, one of them would be in its optimizer twice and the other one
-    never, which :func:`save_state` refuses. Everywhere else it is the same as ``accelerator.prepare``.
+    never, which :func:`save_state` refuses. In all else it is ``accelerator.prepare``.
     """
     optimizers = [found for found in objects if isinstance(found, torch.optim.Optimizer)]
     before = [[list(group["params"]) for group in o.param_groups] for o in optimizers]
@@ -174,6 +178,8 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
         for optimizer, groups in zip(optimizers, before, strict=True):
             for group, parameters in zip(optimizer.param_groups, groups, strict=True):
                 group["params"] = parameters
+    for optimizer in optimizers:
+        watch_steps(optimizer)
     return prepared
 
 
