@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 import shardwise as sw
 from shardwise.errors import ShardwiseError
@@ -32,6 +33,7 @@ def changed_while_saving(root: str, width: int, budget: int | None) -> dict[str,
     """Save, overwrite everything at once, and look at what was stored."""
     state = state_at(1, width)
     rng = torch.get_rng_state()
+    before = collectives()
     with sw.Checkpointer(root, mode="async", max_staging_bytes=budget) as checkpointer:
         prepared = checkpointer.prepare(state)
         first = checkpointer.save(state, 1)
@@ -44,6 +46,9 @@ def changed_while_saving(root: str, width: int, budget: int | None) -> dict[str,
         assert report is not None
         assert checkpointer.wait() is None
         threads = [t.name for t in threading.enumerate() if t.name.startswith("shardwise")]
+    issued = collectives() - before
+    state.model.layer.weight.full_tensor()  # type: ignore[union-attr, operator]
+    assert collectives() > before + issued or dist.get_world_size() == 1, "an all-gather is not counted"
     local = sum(v.numel() * v.element_size() for v in _local(state))
     found = []
     for step in (1, 2):
@@ -61,8 +66,34 @@ def changed_while_saving(root: str, width: int, budget: int | None) -> dict[str,
         "local": local,
         "published": (first.is_published, second.is_published, report.is_published),
         "threads": threads,
+        "collectives": issued,
         "written": report.bytes_written >= second.bytes_written,
     }
+
+
+def collectives() -> int:
+    """How many collectives this process has issued, from any thread, on any process group."""
+    return sum(group._get_sequence_number_for_group() for group in distributed_c10d._world.pg_map)
+
+
+def staging_is_touched(root: str, width: int) -> dict[str, int]:
+    """Private memory that preparing takes, and that the first two saves take then."""
+    state = state_at(1, width)
+    found = {"before": _private_bytes()}
+    with sw.Checkpointer(root, mode="async") as checkpointer:
+        found["staging"] = checkpointer.prepare(state)
+        found["prepared"] = _private_bytes()
+        for step in (1, 2):
+            checkpointer.save(state, step)
+            found[f"copied {step}"] = _private_bytes()
+            checkpointer.wait()
+    return found
+
+
+def _private_bytes() -> int:
+    """Of this process, in memory; not what it has only reserved."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("RssAnon:")))
 
 
 def _local(state: sw.TrainState) -> Iterator[torch.Tensor]:

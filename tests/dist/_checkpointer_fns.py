@@ -455,6 +455,8 @@ def refused_states(root: str) -> dict[str, tuple[str, str]]:
         found["plain parameter"] = failure(lambda: checkpoints.save(plain, 1))
         strange = sw.TrainState(model=state.model, optimizer=torch.optim.SGD(nn.Linear(2, 2).parameters()))
         found["strange optimizer"] = failure(lambda: checkpoints.save(strange, 1))
+        flat = sw.TrainState(model=state.model, optimizer=torch.optim.LBFGS(state.model.parameters()))  # type: ignore[union-attr]
+        found["flat optimizer"] = failure(lambda: checkpoints.save(flat, 1))
         barrier()
         assert listing(root) == []
         with torch.no_grad():

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from shardwise.errors import ShardwiseError
+from tests.dist._reshard_fns import held_bytes
 from tests.models import Block, Mixed
 
 
@@ -176,7 +177,8 @@ def goes_on_here(root: str, steps: int, more: int) -> dict[str, Any]:
     live = dict(model.named_parameters())
     optimizer = torch.optim.AdamW([{"params": [live[n] for n in names]} for names in order], lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.5)
-    report = sw.restore(sw.TrainState(model=model, optimizer=optimizer, scheduler=scheduler), root)
+    state = sw.TrainState(model=model, optimizer=optimizer, scheduler=scheduler)
+    report = sw.restore(state, root)
     losses = []
     for step in range(steps, steps + more):
         loss = model(batch(step)).square().mean()
@@ -193,6 +195,7 @@ def goes_on_here(root: str, steps: int, more: int) -> dict[str, Any]:
         "saved_world_size": report.saved_world_size,
         "step": report.step,
         "read": report.bytes_read,
+        "held": held_bytes(state),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardwise as sw
@@ -85,11 +87,31 @@ def stage(
             f"{n}.{k}": s.digest for k, s in t.states.get("optimizer", {}).items() if s.packed is None
         }
     digests |= {f"packed {k}": p.digest for k, p in manifest.packed["optimizer"].items()}
-    nbytes = sum(
-        t.numel() * t.element_size()
-        for t in (
-            *state.model.state_dict().values(),  # type: ignore[union-attr]
-            *(v for s in state.optimizer.state.values() for v in s.values() if torch.is_tensor(v)),  # type: ignore[union-attr]
-        )
+    return {
+        "digests": digests,
+        "read": read,
+        "held": held_bytes(state),
+        "rows": bytes_of_rows(state),
+        "problems": sw.verify(target).problems,
+    }
+
+
+def held_bytes(state: sw.TrainState) -> int:
+    """What this rank holds of the model and the optimizer: its shards, and what is not sharded."""
+    return sum(local.numel() * local.element_size() for _, local in _tensors(state))
+
+
+def bytes_of_rows(state: sw.TrainState) -> int:
+    """As :func:`held_bytes`, with every row whole of which this rank holds a part."""
+    return sum(
+        t.element_size() * (local.shape[0] * t.shape[1:].numel() if local.dim() else 1)
+        for t, local in _tensors(state)
     )
-    return {"digests": digests, "read": read, "nbytes": nbytes, "problems": sw.verify(target).problems}
+
+
+def _tensors(state: sw.TrainState) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each tensor of the model and the optimizer, and this rank's part of it."""
+    tensors = list(state.model.state_dict().values())  # type: ignore[union-attr]
+    tensors += [v for s in state.optimizer.state.values() for v in s.values() if torch.is_tensor(v)]  # type: ignore[union-attr]
+    for t in tensors:
+        yield t, t.to_local() if isinstance(t, DTensor) else t

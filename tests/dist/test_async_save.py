@@ -35,12 +35,26 @@ def test_the_state_at_the_call_is_stored(
         assert found["verified"] == [True, True]
         assert found["published"] == (False, False, True)
         assert found["threads"] == []
+        assert found["collectives"] == 0  # neither the copying nor the thread behind may meet the training's
         assert found["written"]
         assert len(set(found["staging"])) == 1  # sized at the start, used again
         if budget is None:
             assert found["local"] <= found["staging"][0] <= found["local"] + 4096
         else:
             assert found["staging"][0] == budget < found["local"]
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux says how much of its memory a process has touched"
+)
+def test_staging_is_touched_before_the_first_save(ranks: RankPool, tmp_path: Path) -> None:
+    """Else the first save would wait for the system to find its pages, where the second does not."""
+    width = 400_000  # 48 MB: more than malloc may take from what was freed before
+    (found,) = ranks.run_ranks(1, fns.staging_is_touched, str(tmp_path / "run"), width)
+    assert found["staging"] >= 40 * width * 3
+    assert found["prepared"] - found["before"] >= found["staging"] - MIB
+    for step in (1, 2):
+        assert found[f"copied {step}"] - found["prepared"] <= 4 * MIB
 
 
 def test_a_budget_that_no_piece_fits_is_refused(ranks: RankPool, tmp_path: Path) -> None:

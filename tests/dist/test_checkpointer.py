@@ -156,6 +156,7 @@ def test_states_that_can_not_be_saved(ranks: RankPool, tmp_path: Path) -> None:
         assert "step" in found["step differs"][1]
         assert "temperature" in found["plain parameter"][1]
         assert "optimizer holds 2 parameters" in found["strange optimizer"][1]
+        assert "LBFGS keeps flat history" in found["flat optimizer"][1]
 
 
 def test_plain_buffers_come_back_per_rank(ranks: RankPool, tmp_path: Path) -> None:

@@ -348,11 +348,14 @@ def test_what_can_not_be_is_named(options: dict[str, Any], named: str) -> None:
 @pytest.mark.parametrize("value", [2.0, "2"])
 def test_only_whole_numbers_are_taken(name: str, value: Any) -> None:
     with pytest.raises(TypeError, match=f"{name} must be a whole number, got {value!r}"):
-        sw.ElasticSampler(range(20), **{"global_batch_size": 4, "num_replicas": 4, "rank": 0, name: value})
-    numpys = sw.ElasticSampler(
-        range(20), **{"global_batch_size": 4, "num_replicas": 4, "rank": 0, name: np.int64(2)}
-    )
-    assert all(type(v) is not np.int64 for v in numpys.state_dict().values())
+        sw.ElasticSampler(range(20), **{"global_batch_size": 4, "num_replicas": 2, "rank": 0, name: value})
+
+
+def test_whole_numbers_of_numpy_are_taken_as_pythons() -> None:
+    four, one = np.int64(4), np.int64(1)
+    sampler = sw.ElasticSampler(range(20), global_batch_size=four, seed=one, num_replicas=four, rank=one)  # type: ignore[arg-type]
+    assert sampler.state_dict() == Run(20, seed=1).sampler(4, 1, 4).state_dict()
+    assert all(type(value) in (int, bool) for value in sampler.state_dict().values())
 
 
 def test_a_dataset_without_a_length_is_named() -> None:

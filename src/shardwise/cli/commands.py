@@ -248,12 +248,12 @@ def convert(
     from ..export import export_hf
 
     with _ranks_of_launcher() as rank:
-        options: dict[str, Any] = {"config": config, "trust_remote_code": trust_remote_code}
-        work, show = (to_checkpoint, show_convert)
+        given: dict[str, Any] = {"config": config, "trust_remote_code": trust_remote_code}
+        report: Any
         if to == "hf":
-            work, show = (export_hf, show_export)
-            options["model"] = model
-        report = work(path, out, **options)
+            report, show = export_hf(path, out, model=model, **given), show_export
+        else:
+            report, show = to_checkpoint(path, out, **given), show_convert
         if rank != 0:
             return
         if as_json:
