@@ -43,6 +43,7 @@ from shardwise.catalog.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry, re
 from shardwise.catalog.slices import boxes_to_write, file_name, header_bytes, rank_files
 from shardwise.catalog.spread import file_count
 from shardwise.dist import Ranks
+from shardwise.garbage import no_collections
 from shardwise.layout.model import geometries_of
 from shardwise.loading import _fingerprint, plan_load
 from shardwise.names import named_tensors
@@ -278,6 +279,7 @@ def measure_save(state: sw.TrainState, ranks: int, folder: str, repeats: int) ->
 # A resume
 
 
+@no_collections()  # as the whole of a resume
 def plan_resume(
     state: sw.TrainState, path: str, tensors: dict[str, torch.Tensor], packed: dict[str, torch.Tensor]
 ) -> tuple[Plan, Plan]:

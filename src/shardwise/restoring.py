@@ -18,6 +18,7 @@ from .dist import Ranks
 from .dtypes import code_of
 from .errors import IntegrityError, SourceError, StateError
 from .foreign import refuse_other_kind
+from .garbage import no_collections
 from .layout.model import geometries_of, reshard
 from .layout.placements import mesh_text
 from .loading import fill
@@ -86,6 +87,7 @@ class ResumeReport:
         return asdict(self)
 
 
+@no_collections()
 def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> ResumeReport:
     """The pipeline behind ``restore`` and ``Checkpointer.resume``. Collective."""
     started = time.perf_counter()
@@ -100,7 +102,7 @@ def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> R
         catalogs = {name: catalog_of_checkpoint(path, name, manifest=manifest) for name in state.models}
         own_files = ranks.rank if manifest.world_size == ranks.world_size else None
         documents = _read_documents(path, manifest, own_files)
-        _check_wanted_documents(state, documents, manifest)
+        _check_wanted_documents(state, documents, manifest, path)
     loaded = [
         fill(model, catalogs[name], Rules(), io=io, ranks=ranks, verify="digest")
         for name, model in state.models.items()
@@ -225,7 +227,9 @@ def read_checked(path: str, manifest: Manifest, name: str) -> bytes:
     return content
 
 
-def _check_wanted_documents(state: TrainState, documents: dict[str, Any], manifest: Manifest) -> None:
+def _check_wanted_documents(
+    state: TrainState, documents: dict[str, Any], manifest: Manifest, path: str
+) -> None:
     """Refuse, before anything is changed, to go on without state that the caller asks for."""
     wanted = [n for n in ("scheduler", "scaler", "dataloader") if getattr(state, n) is not None]
     wanted += [f"extra.{n}" for n in state.extra if f"extra.{n}" in manifest.local_documents]
@@ -240,16 +244,14 @@ def _check_wanted_documents(state: TrainState, documents: dict[str, Any], manife
             several: Any = getattr(state, name) if name in ("scheduler", "scaler", "dataloader") else None
             lost = sorted(several.keys() - documents[name].keys()) if _is_several(several) else []
             if lost:
-                raise StateError(f"the checkpoint holds no {name} of {lost}; leave it out of the state")
+                raise StateError(f"{path}: holds no {name} of {lost}; leave it out of the state")
             continue
         if name in manifest.local_documents:
             raise StateError(
-                f"{name} was stored per rank by {manifest.world_size} ranks, and this run has another number: its "
+                f"{path}: {name} was stored per rank by {manifest.world_size} ranks, and this run has another number: its "
                 f"state can't be carried over. Use one whose state is equal on all ranks, or leave it out of the state"
             )
-        raise StateError(
-            f"the checkpoint holds no {name}; leave it out of the state, or give the step that has it"
-        )
+        raise StateError(f"{path}: holds no {name}; leave it out of the state, or give the step that has it")
     _check_schedulers(
         documents.get("classes", {}).get("scheduler", {}), classes_of(state).get("scheduler", {})
     )
@@ -259,9 +261,7 @@ def _check_wanted_documents(state: TrainState, documents: dict[str, Any], manife
         if saved is None:  # a converted checkpoint, whose source did not say
             refuse_other_kind(optimizer, documents[document_of("optimizer", name)]["groups"])
         elif saved != now:
-            raise StateError(
-                f"the checkpoint holds state of {saved}, the optimizer is {now}; use the same one"
-            )
+            raise StateError(f"{path}: holds state of {saved}, the optimizer is {now}; use the same one")
 
 
 def _check_schedulers(saved: Any, now: Any, name: str = "scheduler") -> None:

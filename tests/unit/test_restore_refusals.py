@@ -110,3 +110,16 @@ def test_optimizers_that_share_parameters_share_gradients(tmp_path: Path) -> Non
     for parameter, other in zip(first.model.parameters(), second.model.parameters(), strict=True):  # type: ignore[union-attr]
         assert other.grad is not None
         assert torch.equal(parameter.grad, other.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"model": "x"}, r"model: expected a torch.*Module, or several by name, got a str"),
+        ({"model": {"a": 1}}, r"model: .* got a int \('a'\)"),
+        ({"model": nn.Linear(1, 1), "optimizer": "x"}, "optimizer: expected a .*Optimizer, .* got a str"),
+    ],
+)
+def test_what_is_no_model_or_optimizer(given: dict[str, Any], expected: str) -> None:
+    with pytest.raises(StateError, match=expected):
+        sw.TrainState(**given)

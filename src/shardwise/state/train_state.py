@@ -45,30 +45,34 @@ class TrainState:
     """Small files put into the checkpoint by relative path, for other programs; those of rank 0. A resume reads none."""
 
     def __post_init__(self) -> None:
-        given = self.optimizer
-        for optimizer in given.values() if isinstance(given, Mapping) else [given]:
-            if isinstance(optimizer, Optimizer):
-                watch_steps(optimizer)
+        _ = self.models
+        for optimizer in self.optimizers.values():
+            watch_steps(optimizer)
 
     @property
     def models(self) -> dict[str, nn.Module]:
         """The models by name; a single one is called ``model``."""
-        return {"model": self.model} if isinstance(self.model, nn.Module) else _checked(self.model, "model")
+        named = self.model if isinstance(self.model, Mapping) else {"model": self.model}
+        return _checked(named, "model", nn.Module)
 
     @property
     def optimizers(self) -> dict[str, Optimizer]:
         """The optimizers by name, without Accelerate's wrapper; a single one is called ``optimizer``."""
         if self.optimizer is None:
             return {}
-        if isinstance(self.optimizer, Mapping):
-            named = _checked(self.optimizer, "optimizer")
-        else:
-            named = {"optimizer": self.optimizer}
-        return {name: bare_optimizer(optimizer) for name, optimizer in named.items()}
+        named = self.optimizer if isinstance(self.optimizer, Mapping) else {"optimizer": self.optimizer}
+        checked = _checked(named, "optimizer", Optimizer)
+        return {name: bare_optimizer(optimizer) for name, optimizer in checked.items()}
 
 
-def _checked(given: Mapping[str, Any], what: str) -> dict[str, Any]:
+def _checked(given: Mapping[str, Any], what: str, kind: type) -> dict[str, Any]:
     """Names become folders of the checkpoint."""
+    for name, one in given.items():
+        if not isinstance(one, kind):
+            raise StateError(
+                f"{what}: expected a {kind.__module__}.{kind.__name__}, or several by name, got a "
+                f"{type(one).__name__} ({name!r})"
+            )
     bad = [name for name in given if not isinstance(name, str) or not re.fullmatch(r"\w[\w-]*", name)]
     if bad or not given:
         raise StateError(
