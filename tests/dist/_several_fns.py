@@ -109,14 +109,14 @@ def errors(path: str) -> dict[str, str]:
     found["less"] = " | ".join(report.not_restored)
     more = build(1)
     attempts = {
-        "more": sw.TrainState(model={**more.models, "judge": nn.Linear(2, 2)}),
-        "single": sw.TrainState(model=more.models["actor"]),
-        "name": sw.TrainState(model={"../evil": nn.Linear(2, 2)}),
-        "none": sw.TrainState(model={}),
+        "more": {**more.models, "judge": nn.Linear(2, 2)},
+        "single": more.models["actor"],
+        "name": {"../evil": nn.Linear(2, 2)},
+        "none": {},
     }
-    for name, state in attempts.items():
+    for name, models in attempts.items():
         try:
-            sw.restore(state, path)
+            sw.restore(sw.TrainState(model=models), path)
         except ShardwiseError as error:
             found[name] = f"{type(error).__name__}: {error}"
     return found
