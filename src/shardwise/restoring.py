@@ -27,7 +27,7 @@ from .plan import IOOptions
 from .recipe.match import Rules
 from .restoring_optimizer import TrainedBy, restore_optimizer, same_place
 from .state.data import data_caveats, make_iterator
-from .state.gradients import clear_gradients, refuse_unreduced
+from .state.gradients import UNSEEN_GRADIENTS, clear_gradients, refuse_unreduced
 from .state.rng import derive_rng, restore_rng
 from .state.snapshot import classes_of, modules_with_state, trained_model
 from .state.train_state import TrainState, document_of
@@ -333,6 +333,11 @@ def _apply_documents(
         f"{d}: not given to this run" for d, n in optimizers.items() if d in documents and n not in given
     ]
     left += [f"model {n}: not given to this run" for n in manifest.models if n not in state.models]
+    left += [
+        f"{d}: not stored: {UNSEEN_GRADIENTS}"
+        for d in optimizers
+        if d in documents and documents[d].get("unseen_gradients")
+    ]
     for name, value in documents.items():
         if name in applied or {**buffers, **modules}.get(name, next(iter(state.models))) not in state.models:
             continue

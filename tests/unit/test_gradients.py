@@ -15,7 +15,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.catalog.manifest import read_manifest
 from shardwise.errors import IntegrityError, StateError
-from shardwise.state.gradients import GRADIENT, waiting_gradients
+from shardwise.state.gradients import GRADIENT, UNSEEN_GRADIENTS, waiting_gradients
 
 
 class Net(nn.Module):
@@ -163,7 +163,7 @@ def test_new_gradients_at_the_address_of_used_ones_wait() -> None:
     assert reused, "nothing was tried"
 
 
-def test_gradients_of_steps_that_nobody_saw_are_refused(tmp_path: Path) -> None:
+def test_gradients_of_steps_that_nobody_saw_are_reported(tmp_path: Path) -> None:
     """Kept, they would be used twice by a loop that clears after saving; dropped, an accumulation would lose them."""
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -171,21 +171,27 @@ def test_gradients_of_steps_that_nobody_saw_are_refused(tmp_path: Path) -> None:
     def backward() -> None:
         model(torch.ones(2, 4)).sum().backward()
 
+    def reports(name: str) -> tuple[sw.SaveReport, sw.ResumeReport]:
+        fresh = Net()
+        other = sw.TrainState(model=fresh, optimizer=torch.optim.SGD(fresh.parameters(), lr=0.1))
+        return sw.save(state, tmp_path / name), sw.restore(other, tmp_path / name)
+
     backward()
     optimizer.step()
     state = sw.TrainState(model=model, optimizer=optimizer)
-    with pytest.raises(
-        StateError, match=r"SGD holds gradients.*Make the TrainState.*before the first backward"
-    ):
-        sw.save(state, tmp_path / "a")
-    backward()  # onto what was there
-    with pytest.raises(StateError, match="was not seen"):
-        sw.save(state, tmp_path / "a")
+    for name in ("as they were", "added to"):
+        saved, resumed = reports(name)
+        assert (saved.gradients, resumed.gradients, resumed.exact) == (0, 0, False)
+        assert saved.not_stored == (f"optimizer: {UNSEEN_GRADIENTS}",)
+        assert resumed.not_restored == (f"optimizer: not stored: {UNSEEN_GRADIENTS}",)
+        backward()
     optimizer.step()
-    assert sw.save(state, tmp_path / "a").gradients == 0
+    saved, resumed = reports("seen")
+    assert (saved.gradients, saved.not_stored, resumed.exact) == (0, (), True)
     optimizer.zero_grad()
     backward()
-    assert sw.save(state, tmp_path / "b").gradients == 5
+    saved, resumed = reports("waiting")
+    assert (saved.gradients, resumed.gradients, resumed.exact) == (5, 5, True)
 
 
 def test_one_hook_an_optimizer_that_dies_with_it() -> None:

@@ -164,7 +164,8 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
     """``accelerator.prepare(*objects)``, with the optimizers' parameters as they were. Every rank must call it.
 
     From here on each step notes which gradients it used, so that a save may come where gradients are still there: in the
-    middle of an accumulation, or before a loop clears them. Without it the first :func:`save_state` there is refused.
+    middle of an accumulation, or before a loop clears them. Without it the first :func:`save_state` there leaves them out,
+    and says so.
 
     Accelerate finds an optimizer's parameters again by the address of their shards, and all empty shards have the address
     0: where a rank holds no rows of two parameters, one of them would be in its optimizer twice and the other one

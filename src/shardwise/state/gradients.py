@@ -3,7 +3,8 @@
 Which ones wait can't be seen from a gradient itself: many loops clear gradients at the start of the next step, and
 save before. So each optimizer of a :class:`TrainState` gets a hook that notes, after every step, the gradients that
 it used and their versions. A gradient that is another one, or was changed since, waits. Both mistakes would be silent: a
-gradient that is lost, and a used one that comes back and is used again by a loop that clears after saving.
+gradient that is lost, and a used one that comes back and is used again by a loop that clears after saving. Where nobody
+saw it, the save says so, and the resume does not call itself exact.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from ..names import named_tensors
 
 __all__ = [
     "GRADIENT",
+    "UNSEEN_GRADIENTS",
     "bare_optimizer",
     "clear_gradients",
+    "has_unseen_gradients",
     "place_gradients",
     "refuse_unreduced",
     "waiting_gradients",
@@ -34,6 +37,10 @@ __all__ = [
 
 #: Under this key a gradient is stored beside the optimizer states of its parameter.
 GRADIENT = "__grad__"
+
+UNSEEN_GRADIENTS = (
+    "gradients that were there before the first TrainState, of which nobody saw whether a step had used them"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,24 +78,28 @@ def _mark(optimizer: Optimizer, *, is_used: bool) -> None:
 def waiting_gradients(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
     """The gradients that no step of ``optimizer`` has used as they are, with their parameters.
 
-    Raises :class:`StateError` for a gradient of which nobody can tell: it was there before :func:`watch_steps`. What
-    changes a used gradient behind the back of torch's version counters is not seen: ``.data``, the replay of a CUDA
-    graph, ``torch._foreach`` functions given DTensors.
+    Left out are those of which nobody can tell (:func:`has_unseen_gradients`). What changes a used gradient behind the
+    back of torch's version counters is not seen: ``.data``, the replay of a CUDA graph, ``torch._foreach`` functions
+    given DTensors.
     """
-    inner = bare_optimizer(optimizer)
-    marks = _MARKS.get(inner)
-    for parameter, gradient in _gradients(inner):
-        mark = None if marks is None else marks.get(id(gradient))
-        is_known = mark is not None and mark.gradient() is gradient
-        if marks is None or (mark is not None and is_known and not mark.is_used):
-            raise StateError(
-                f"{type(inner).__qualname__} holds gradients, and whether a step has used them was not seen: its steps "
-                f"are noted from the first TrainState on. Make the TrainState (with Accelerate: call "
-                f"shardwise.integrations.accelerate.prepare) before the first backward, or clear the gradients "
-                f"(zero_grad) before this save"
-            )
-        if mark is None or not is_known or mark.versions != _versions(gradient):
+    for parameter, gradient in _gradients(optimizer):
+        if _is_waiting(optimizer, gradient):
             yield parameter, gradient
+
+
+def has_unseen_gradients(optimizer: Optimizer) -> bool:
+    """Whether gradients were there before :func:`watch_steps`, and no step has come since."""
+    return any(_is_waiting(optimizer, gradient) is None for _, gradient in _gradients(optimizer))
+
+
+def _is_waiting(optimizer: Optimizer, gradient: torch.Tensor) -> bool | None:
+    marks = _MARKS.get(bare_optimizer(optimizer))
+    if marks is None:  # an optimizer that takes no hooks
+        return None
+    mark = marks.get(id(gradient))
+    if mark is None or mark.gradient() is not gradient:
+        return True
+    return mark.versions != _versions(gradient) if mark.is_used else None
 
 
 def clear_gradients(optimizer: Optimizer) -> None:

@@ -19,7 +19,7 @@ from ..dtypes import code_of, torch_dtype
 from ..errors import StateError
 from ..layout.model import local_tensor
 from ..names import NamedTensor
-from .gradients import GRADIENT, waiting_gradients
+from .gradients import GRADIENT, has_unseen_gradients, waiting_gradients
 
 __all__ = [
     "Drained",
@@ -47,6 +47,8 @@ class Drained:
     packed_index: dict[str, dict[str, tuple[str, int]]] = field(default_factory=dict)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     opaque: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    has_unseen_gradients: bool = False
+    """Not among the tensors, because nobody saw whether a step has used them."""
 
     @property
     def gradients(self) -> int:
@@ -91,6 +93,7 @@ def drain(optimizer: Optimizer, names: Mapping[int, str]) -> Drained:
             name = names[id(parameter)]
             for key, value in optimizer.state.get(parameter, {}).items():
                 _sort_state(found, scalars, parameter, name, key, value)
+    found.has_unseen_gradients = has_unseen_gradients(optimizer)
     for parameter, gradient in waiting_gradients(optimizer):
         name = names[id(parameter)]
         _check_gradient(optimizer, parameter, name, gradient)

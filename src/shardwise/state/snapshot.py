@@ -23,7 +23,7 @@ from ..layout.placements import Geometry
 from ..names import NamedTensor, canonical_name, named_tensors, unwrap
 from ..proof.digest import partial_sum
 from ..recipe.transformers import is_transformers_model
-from .gradients import refuse_unreduced
+from .gradients import UNSEEN_GRADIENTS, refuse_unreduced
 from .optimizer import Drained, drain, parameter_names
 from .rng import capture_rng
 from .scaler import refuse_unfinished_step
@@ -123,6 +123,11 @@ def take_snapshot(state: TrainState, step: int) -> Snapshot:
         not_stored=(
             *(path for piece in pieces.values() for path in piece.not_stored),
             *functions_left_out(state.scheduler),
+            *(
+                f"{document_of('optimizer', o.name)}: {UNSEEN_GRADIENTS}"
+                for o in optimizers
+                if o.drained.has_unseen_gradients
+            ),
         ),
     )
 
@@ -192,6 +197,8 @@ def _pieces(
             "groups": o.drained.groups,
             "values": o.drained.values,
         }
+        if o.drained.has_unseen_gradients:
+            pieces[document_of("optimizer", o.name)]["unseen_gradients"] = True
         pieces[document_of("optimizer", o.name, "packed")] = o.drained.packed
         if o.drained.opaque:
             pieces[document_of("optimizer", o.name, "opaque")] = o.drained.opaque

@@ -21,8 +21,8 @@ class TrainState:
     """The live objects of a training run. Holds references only; nothing is copied or called here.
 
     Make it before training: its optimizers note after each step from then on which gradients it used. Gradients
-    that wait for a step when a save comes (in the middle of an accumulation) are part of the state. A save raises
-    :class:`StateError` for gradients that were there before the first ``TrainState`` and that no step has used since.
+    that wait for a step when a save comes (in the middle of an accumulation) are part of the state. Gradients that
+    were there before the first ``TrainState``, and that no step has used since, are not: both reports say so.
     """
 
     model: nn.Module | Mapping[str, nn.Module]

@@ -56,7 +56,7 @@ class SaveReport:
     seconds: float
     """From the call to the published step; of a save that goes on behind, to the return of ``save``."""
     not_stored: tuple[str, ...]
-    """Functions in the state, by path, which can't be stored."""
+    """What can't be stored: functions in the state, by path, and gradients of which nobody saw whether they were used."""
     staging_bytes: int = 0
     """Host memory that holds copies of the state; kept for the next save."""
     is_published: bool = True
