@@ -106,7 +106,7 @@ def worker(kind: str, rank: int, world_size: int, port: int, directory: str, out
     config = AutoConfig.from_pretrained(directory)
     with sw.meta_init():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    rules = with_callers(hub_rules(model), catalog_of_safetensors(directory))
+    rules = with_callers(hub_rules(model), catalog_of_safetensors(directory), (), ())
     sw.shard(model, mesh)
     plan = None
     if kind == "floor":

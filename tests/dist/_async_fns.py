@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,8 @@ import shardwise as sw
 from shardwise.errors import ShardwiseError
 from tests.dist._checkpointer_fns import set_values, state_at
 from tests.dist._resume_fns import Bits, assert_same_bits, bits
+
+PAGE = resource.getpagesize()
 
 
 def what(error: BaseException) -> tuple[str, str]:
@@ -76,24 +79,28 @@ def collectives() -> int:
     return sum(group._get_sequence_number_for_group() for group in distributed_c10d._world.pg_map)
 
 
-def staging_is_touched(root: str, width: int) -> dict[str, int]:
-    """Private memory that preparing takes, and that the first two saves take then."""
+def staging_is_touched(root: str, width: int) -> dict[str, Any]:
+    """How much of the staging memory is there after preparing, and whether two saves use the same memory."""
     state = state_at(1, width)
-    found = {"before": _private_bytes()}
     with sw.Checkpointer(root, mode="async") as checkpointer:
-        found["staging"] = checkpointer.prepare(state)
-        found["prepared"] = _private_bytes()
+        nbytes = checkpointer.prepare(state)
+        assert checkpointer._buffer is not None
+        memory = checkpointer._buffer._memory
+        found = {"staging": nbytes, "there": _bytes_there(memory), "memory": [memory.data_ptr()]}
         for step in (1, 2):
             checkpointer.save(state, step)
-            found[f"copied {step}"] = _private_bytes()
             checkpointer.wait()
+            found["memory"].append(checkpointer._buffer._memory.data_ptr())
     return found
 
 
-def _private_bytes() -> int:
-    """Of this process, in memory; not what it has only reserved."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("RssAnon:")))
+def _bytes_there(memory: torch.Tensor) -> int:
+    """Of a tensor, in pages that the system has found for it already (see Linux' pagemap)."""
+    first, last = memory.data_ptr() // PAGE, (memory.data_ptr() + memory.nbytes - 1) // PAGE
+    with open("/proc/self/pagemap", "rb", buffering=0) as file:
+        entries = os.pread(file.fileno(), 8 * (last - first + 1), 8 * first)
+    present = sum(entry >> 63 for (entry,) in struct.iter_unpack("<Q", entries))
+    return present * PAGE
 
 
 def _local(state: sw.TrainState) -> Iterator[torch.Tensor]:
