@@ -56,6 +56,7 @@ bench: install
 
 faults: install
 	$(BIN)/python -m tests.faults.table
+	SHARDWISE_KILLS=20 $(BIN)/python -m pytest tests/faults/test_kill.py
 
 sweep: install
 	$(BIN)/python benchmarks/sweep.py --table docs/architectures.md

@@ -25,4 +25,5 @@ def test_save(ranks: RankPool, tmp_path: Path, failing_rank: int) -> None:
 def test_resume(ranks: RankPool, tmp_path: Path, failing_rank: int) -> None:
     found = ranks.run_ranks(3, fns.one_rank_raises_in_resume, str(tmp_path), failing_rank)
     assert set(found) == {found[0]}
-    assert f"rank {failing_rank}: RuntimeError: sensor is gone" in found[0][1]
+    assert f"rank {failing_rank}: StateError: extra.sensor: " in found[0][1]
+    assert "(RuntimeError: sensor is gone)" in found[0][1]

@@ -50,12 +50,13 @@ def load_train_save_restore(directory: str, out: str) -> dict[str, Any]:
     assert_same_whole(model, ordinary)
     assert_same_shards(model, sw.shard(copy.deepcopy(ordinary), mesh))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    state = sw.TrainState(model=model, optimizer=optimizer)
     before = sw.digest(model)
     loss = train_one_step(model, optimizer, ordinary)
     trained = sw.digest(model)
     assert all(trained[n] != before[n] for n in trained), "a step that changes nothing"
     with sw.Checkpointer(out) as checkpoints:
-        checkpoints.save(sw.TrainState(model=model, optimizer=optimizer), 1)
+        checkpoints.save(state, 1)
     assert sw.verify(f"{out}/step-00000001").ok
     restore_into_fresh(directory, out, mesh, model, optimizer)
     experts = model.get_parameter("model.layers.0.mlp.experts.down_proj")

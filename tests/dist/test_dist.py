@@ -21,7 +21,7 @@ from shardwise.dist import Ranks
 from shardwise.errors import RankError
 
 ROOT = Path(__file__).parents[2]
-LAUNCH_S = 70.0
+LAUNCH_S = 150.0
 
 Note = dict[str, Any]
 Notes = list[dict[str, Note]]
@@ -167,7 +167,7 @@ def test_progress_is_not_limited_by_timeout(tmp_path: Path) -> None:
 def test_stopped_and_killed_ranks(tmp_path: Path) -> None:
     def continue_when_others_have_raised(processes: list[subprocess.Popen[bytes]]) -> None:
         for name, stopped in (("stop-last", 2), ("stop-first", 0)):
-            end = time.monotonic() + 30
+            end = time.monotonic() + 90  # imports, on a busy machine, too
             others = [tmp_path / f"{name}.{rank}" for rank in range(3) if rank != stopped]
             while not all(path.exists() for path in others):
                 assert time.monotonic() < end, f"the others hang after {name}"

@@ -77,7 +77,7 @@ class Agents:
         for index in range(len(self._processes)):
             self.kill(index)
 
-    def wait_for(self, what: str, found: Callable[[], bool], timeout_s: float = 80.0) -> None:
+    def wait_for(self, what: str, found: Callable[[], bool], timeout_s: float = 160.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not found():
             assert self._processes[0].poll() is None, f"the first agent ended before {what}"
@@ -119,6 +119,7 @@ def last_step(out: Path, rank: int, world_size: int) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(420)
 @pytest.mark.skipif(sys.platform != "linux", reason="finds workers in /proc")
 def test_a_lost_agent_and_a_new_one(agents: Agents, ranks: RankPool, tmp_path: Path) -> None:
     try:

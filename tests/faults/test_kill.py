@@ -1,6 +1,6 @@
 """SIGKILL in the middle of saves: the next resume finds a valid step, and ``verify`` agrees.
 
-``SHARDWISE_KILLS`` says how many instants of each kind (2 by default, 20 for the full number). Instants are
+``SHARDWISE_KILLS`` says how many instants of each kind (1 by default, 20 for the full number). Instants are
 uniform over the time that a save takes, and what they hit is printed.
 """
 
@@ -26,7 +26,7 @@ from tests.harness.process import ROOT, worker_env
 
 pytestmark = pytest.mark.faults
 
-KILLS = int(os.environ.get("SHARDWISE_KILLS", "2"))
+KILLS = int(os.environ.get("SHARDWISE_KILLS", "1"))
 #: How long the rank that is left waits for a dead one. Long for a busy disk, short for twenty rounds.
 TIMEOUT_S = 4.0
 
