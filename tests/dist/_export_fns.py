@@ -280,12 +280,13 @@ def save_packed(path: str, shape: tuple[int, int]) -> dict[str, Any]:
     """Save; restore into zeroed models on other meshes; the checkpoint's name → boxes per rank, and values."""
     model = packed_model(shape)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    state = sw.TrainState(model=model, optimizer=optimizer)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     digests = sw.digest(model)
-    sw.save(sw.TrainState(model=model, optimizer=optimizer), path)
+    sw.save(state, path)
     assert sw.verify(path).ok
     before = {n: p._local_tensor.clone() for n, p in model.named_parameters()}
     with torch.no_grad():

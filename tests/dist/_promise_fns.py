@@ -45,9 +45,9 @@ def per_rank_state(directory: str) -> Any:
     """Save state that differs between ranks: opaque optimizer state, an extra, buffers."""
     model = sharded()
     optimizer = RowWise(model.parameters(), lr=0.1)
+    state = sw.TrainState(model=model, optimizer=optimizer, extra={"mine": dist.get_rank()})
     model(torch.ones(3, 4) * (dist.get_rank() + 1)).sum().backward()
     optimizer.step()
-    state = sw.TrainState(model=model, optimizer=optimizer, extra={"mine": dist.get_rank()})
     sw.save(state, f"{directory}/all")
     sw.save(sw.TrainState(model=model, extra={"mine": dist.get_rank()}), f"{directory}/extra")
     sw.save(sw.TrainState(model=model), f"{directory}/buffers")

@@ -45,9 +45,7 @@ class TrainState:
     """Small files put into the checkpoint by relative path, for other programs; those of rank 0. A resume reads none."""
 
     def __post_init__(self) -> None:
-        _ = self.models
-        for optimizer in self.optimizers.values():
-            watch_steps(optimizer)
+        _ = self.models, self.optimizers
 
     @property
     def models(self) -> dict[str, nn.Module]:
@@ -62,7 +60,10 @@ class TrainState:
             return {}
         named = self.optimizer if isinstance(self.optimizer, Mapping) else {"optimizer": self.optimizer}
         checked = _checked(named, "optimizer", Optimizer)
-        return {name: bare_optimizer(optimizer) for name, optimizer in checked.items()}
+        found = {name: bare_optimizer(optimizer) for name, optimizer in checked.items()}
+        for optimizer in found.values():  # here, because one may be given later than the others
+            watch_steps(optimizer)
+        return found
 
 
 def _checked(given: Mapping[str, Any], what: str, kind: type) -> dict[str, Any]:
