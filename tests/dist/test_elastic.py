@@ -44,7 +44,10 @@ class Agents:
             *("--max-restarts", "3", "--monitor-interval", "0.2", "--rdzv-id", "elastic"),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self._port}"),
             # Short, so that an agent that is gone is soon counted as gone.
-            *("--rdzv-conf", f"is_host={int(holds)},last_call_timeout=2,keep_alive_interval=1"),
+            *(
+                "--rdzv-conf",
+                f"is_host={int(holds)},last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=6",
+            ),
             str(ROOT / "examples/elastic.py"),
             *("--out", str(self.out), "--steps", "100000"),
             *("--save-every", str(SAVE_EVERY), "--step-seconds", "0.1"),
