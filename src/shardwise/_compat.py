@@ -29,6 +29,7 @@ __all__ = [
     "original_class",
     "remote_class",
     "revert_to_hub",
+    "scaler_stages",
     "sibling_meshes",
     "tie_map",
     "transformers_conversions",
@@ -40,6 +41,15 @@ def default_store() -> Any:
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
+
+
+def scaler_stages(scaler: Any) -> set[str]:
+    """How far the optimizers of a ``torch.amp.GradScaler`` are in a step: ``READY``, ``UNSCALED``, ``STEPPED``.
+
+    torch 2.11-2.13: empty after ``update``.
+    """
+    states = getattr(scaler, "_per_optimizer_states", {}).values()
+    return {state["stage"].name for state in states if "stage" in state}
 
 
 def sibling_meshes(mesh: Any) -> torch.Tensor:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
-import logging
 import os
 import resource
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 import shardwise as sw
 from shardwise.errors import ShardwiseError
 from tests.dist._resume_fns import assert_same_bits, bits, listing
+from tests.harness.logged import warnings_logged
 
 MIB = 1024**2
 
@@ -66,27 +65,6 @@ def set_values(state: sw.TrainState, step: int) -> None:
         buffer.fill_(step)
     state.extra["label"] = f"at {step}"
     torch.manual_seed(step)
-
-
-class _Records(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno >= logging.WARNING:
-            self.texts.append(record.getMessage())
-
-
-@contextlib.contextmanager
-def warnings_logged() -> Iterator[list[str]]:
-    """What the package warns of by logging."""
-    handler, logger = _Records(), logging.getLogger("shardwise")
-    logger.addHandler(handler)
-    try:
-        yield handler.texts
-    finally:
-        logger.removeHandler(handler)
 
 
 def failure(call: Callable[[], Any]) -> tuple[str, str]:

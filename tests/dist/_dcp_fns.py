@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from shardwise.errors import ShardwiseError
+from tests.dist._accelerate_fns import accelerator_with
 from tests.dist._reshard_fns import held_bytes
 from tests.models import Block, Mixed
 
@@ -115,32 +115,8 @@ def batch(step: int) -> torch.Tensor:
 
 def accelerate_trains(root: str, kind: str, steps: int, more: int) -> list[float]:
     """Real Accelerate with FSDP2: trains, saves its state, goes on. The losses after the save."""
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
-    from accelerate.state import AcceleratorState, PartialState
-    from accelerate.utils import DistributedType
-
-    keys = {
-        "RANK": str(dist.get_rank()),
-        "LOCAL_RANK": str(dist.get_rank()),
-        "WORLD_SIZE": str(dist.get_world_size()),
-        "ACCELERATE_USE_CPU": "true",
-        "FSDP_VERSION": "2",
-    }
-    before = {k: os.environ.get(k) for k in keys}
-    os.environ.update(keys)
-    try:
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            reshard_after_forward=True,
-            state_dict_type=kind,
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["Block"],
-        )
-        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
-        # Accelerate doesn't choose FSDP on CPU by itself.
-        accelerator.state.distributed_type = DistributedType.FSDP
-        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-        AcceleratorState._shared_state["fsdp_plugin"] = plugin
+    plugin = {"reshard_after_forward": True, "state_dict_type": kind}
+    with accelerator_with(plugin=plugin) as accelerator:
         model, optimizer, _ = parts(0)
         model, optimizer = accelerator.prepare(model, optimizer)
         # Not prepared: Accelerate steps a prepared one once per process.
@@ -159,10 +135,6 @@ def accelerate_trains(root: str, kind: str, steps: int, more: int) -> list[float
             optimizer.zero_grad()
             losses.append(float(loss.detach()))
         return losses[steps:]
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        for k, v in before.items():
-            os.environ.pop(k, None) if v is None else os.environ.update({k: v})
 
 
 def goes_on_here(root: str, steps: int, more: int) -> dict[str, Any]:

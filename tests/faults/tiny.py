@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import random
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from torch.distributed.tensor import DTensor
 import shardwise as sw
 from shardwise.errors import RankError, ShardwiseError
 from tests.faults.calls import Hook, watched
+from tests.harness.logged import warnings_logged
 
 __all__ = ["Attempt", "Found", "Tiny", "attempt", "find", "publish", "step_path"]
 
@@ -137,7 +137,7 @@ class Attempt:
 
 def outcome_of(call: Callable[[], object]) -> Attempt:
     """Run it. Errors that are not ours are a finding: their outcome starts with ``raw``."""
-    with _warnings() as texts:
+    with warnings_logged() as texts:
         try:
             call()
         except RankError as error:
@@ -259,23 +259,3 @@ def _save_next(run: Tiny, checkpoints: sw.Checkpointer, step: int) -> list[str]:
         problems = list(sw.verify(step_path(Path(checkpoints.root), step)).problems)
     dist.barrier()
     return problems
-
-
-class _Records(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
-@contextlib.contextmanager
-def _warnings() -> Iterator[list[str]]:
-    """What the package warns of by logging."""
-    handler, logger = _Records(), logging.getLogger("shardwise")
-    logger.addHandler(handler)
-    try:
-        yield handler.texts
-    finally:
-        logger.removeHandler(handler)

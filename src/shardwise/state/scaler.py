@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .._compat import scaler_stages
 from ..errors import StateError
 
 __all__ = ["refuse_unfinished_step"]
@@ -13,12 +14,9 @@ def refuse_unfinished_step(scaler: Any) -> None:
     """Raise :class:`StateError` in the middle of a step of a ``torch.amp.GradScaler``.
 
     Between ``unscale_`` and ``step`` it knows that gradients are unscaled already, between ``step`` and ``update``
-    whether they were finite; neither is in its ``state_dict``. torch 2.11-2.13: ``_per_optimizer_states``, which is
-    empty or READY otherwise.
+    whether they were finite; neither is in its ``state_dict``.
     """
-    stages = {
-        str(s["stage"].name) for s in getattr(scaler, "_per_optimizer_states", {}).values() if "stage" in s
-    }
+    stages = scaler_stages(scaler)
     for stage, where in (("UNSCALED", "unscale_ and step"), ("STEPPED", "step and update")):
         if stage in stages:
             raise StateError(
