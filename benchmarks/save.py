@@ -132,6 +132,7 @@ def behind_worker(rank: int, world_size: int, nbytes: int, folder: str, loop_s: 
             begun = time.perf_counter()
             checkpointer.save(state, step)
             stalls.append(time.perf_counter() - begun)
+            dist.barrier()  # as after a copy: else steps of the others are in the stall of the last one
             begun = time.perf_counter()
             beside += steps(0, lambda: checkpointer.is_saving)
             behind_s.append(time.perf_counter() - begun)

@@ -165,7 +165,8 @@ def check(out: Path, ranks: RankPool, alone: Path) -> None:
         assert reached - SAVE_EVERY <= resumed <= reached, "lost more than the steps since the newest save"
         assert [s["step"] for s in steps] == list(range(resumed + 1, resumed + 1 + len(steps)))
         reached = resumed + len(steps)
-    ranks.run_ranks(1, fns.uninterrupted, str(alone), reached + 1)
+    furthest = max(step["step"] for rank in (0, 1) for _, steps in sections(out, rank) for step in steps)
+    ranks.run_ranks(1, fns.uninterrupted, str(alone), furthest)
     ((_, expected),) = sections(alone, 0)
     for rank in (0, 1):
         for head, steps in sections(out, rank):
