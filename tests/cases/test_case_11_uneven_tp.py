@@ -31,7 +31,7 @@ from shardwise.place.copy import Destination, Staging, execute
 from shardwise.plan import IOOptions, build_plan
 from shardwise.read import FileReader
 from shardwise.recipe.match import match
-from shardwise.store.write import write_slices
+from shardwise.store.slice_file import write_slices
 
 ROWS, COLUMNS = 38, 3
 FULL = torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS)

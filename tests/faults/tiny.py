@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from shardwise.errors import RankError, ShardwiseError
+from shardwise.store import direct, slice_file
 from tests.faults.calls import Hook, watched
 from tests.harness.logged import warnings_logged
 
@@ -39,9 +40,11 @@ class _Weights(nn.Module):
 class Tiny:
     """Sharded weights with AdamW, a buffer, an extra of each rank's own, and RNG. Sizes that no world size divides."""
 
-    def __init__(self, line: int = 0, rows: int = 7, columns: int = 11) -> None:
+    def __init__(self, line: int = 0, rows: int = 37) -> None:
+        # A few kilobytes are written as gigabytes are: past the page cache, by a thread, in several buffers.
+        slice_file.LARGE_BYTES, direct.BUFFER_BYTES = 0, 4096
         self.line = line
-        self.model = _Weights(rows, columns)
+        self.model = _Weights(rows, rows + 4)
         fully_shard(self.model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         extra = {"line": line, "of rank": self._of_rank(0)}
@@ -159,14 +162,14 @@ def attempt(
     before: Callable[[], None] | None = None,
     after: Callable[[], None] | None = None,
     keep_last: int = 1,
-    rows: int = 7,
+    rows: int = 37,
     io: sw.IOOptions = IO,
 ) -> Attempt:
     """Resume the step before, and save ``step`` with this rank's hook around every call that changes the directory.
 
     ``before`` runs on every rank ahead of the save, and ``after`` behind it, with all ranks waiting.
     """
-    run = Tiny(rows=rows, columns=rows + 4)
+    run = Tiny(rows=rows)
     rank = dist.get_rank()
     with contextlib.ExitStack() as stack:
         checkpoints = sw.Checkpointer(root, keep_last=keep_last, mode=mode, io=io)  # type: ignore[arg-type]

@@ -43,7 +43,7 @@ from shardwise.dtypes import itemsize, torch_dtype
 from shardwise.errors import FormatError, IntegrityError, SourceError, VersionError
 from shardwise.layout.boxes import find_overlap
 from shardwise.layout.placements import Cut, Geometry, cut_boxes
-from shardwise.store.write import write_slices
+from shardwise.store.slice_file import write_slices
 
 PLAIN = Geometry((4,), ("world",), (Cut("replicate"),), (0, 1, 2, 3))
 FSDP = Geometry((4,), ("dp",), (Cut("shard", 0),), (0, 1, 2, 3))

@@ -23,7 +23,7 @@ from .stage import StagingBuffer, detached_documents, room_for
 __all__ = ["SaveBehind", "reserve_for"]
 
 _log = logging.getLogger(__name__)
-_LOWER_PRIORITY = 10
+_LOWER_PRIORITY = 13
 
 
 def reserve_for(collected: Collected, buffer: StagingBuffer, ranks: Ranks, most_bytes: int | None) -> None:

@@ -19,14 +19,14 @@ _HELD: set[str] = set()
 
 
 class DirectoryLock:
-    """``fcntl.lockf`` on ``<root>/.lock``, taken by rank 0 for as long as a Checkpointer is open.
+    """``fcntl.lockf`` on ``<root>/.lock``, or a file of another ``name``, taken by rank 0 for as long as a Checkpointer is open.
 
     A POSIX record lock belongs to the process: a killed run's lock is gone with it, and forked data-loader
     workers do not inherit it. Raises :class:`LockedError` naming who holds it.
     """
 
-    def __init__(self, root: str) -> None:
-        path = os.path.join(root, ".lock")
+    def __init__(self, root: str, *, name: str = ".lock") -> None:
+        path = os.path.join(root, name)
         self._root = os.path.realpath(root)
         if self._root in _HELD:  # a record lock does not exclude its own process, and closing would drop it
             raise LockedError(

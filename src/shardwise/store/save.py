@@ -32,8 +32,9 @@ from ..state.train_state import TrainState
 from ..state.typed_json import Encoded
 from .collect import Collected, Lineage, collect
 from .publish import commit, make_temporary
+from .slice_file import write_slices
 from .visible import await_folders
-from .write import make_directories, write_file, write_slices
+from .write import make_directories, write_file
 
 __all__ = [
     "Piece",

@@ -1,27 +1,18 @@
-"""Writing the files of a checkpoint: straight from memory, checksummed on the way, synced to disk."""
+"""Making files and directories that are on the disk when a call returns."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from types import TracebackType
 
-import torch
 import xxhash
 
-from ..catalog.manifest import BLOCK_BYTES, FileEntry
-from ..catalog.slices import Slice, header_bytes
+from ..catalog.manifest import FileEntry
 from ..errors import CheckpointError
 
-__all__ = [
-    "FileWriter",
-    "fsync_directory",
-    "make_directories",
-    "tensor_bytes",
-    "write_file",
-    "write_slices",
-]
+__all__ = ["FileWriter", "fsync_directory", "make_directories", "write_file"]
 
 _PIECE_BYTES = 16 * 1024**2
 
@@ -53,13 +44,14 @@ class FileWriter:
             try:
                 count = os.write(self._fd, view[done : done + _PIECE_BYTES])
             except OSError as error:
-                raise CheckpointError(
-                    f"{self._path}: writing failed after {self.nbytes} bytes: {error.strerror}"
-                ) from error
+                raise self._error(error) from error
             done += count
             self.nbytes += count
             if self._on_progress is not None:
                 self._on_progress(count)
+
+    def _error(self, error: OSError) -> CheckpointError:
+        return CheckpointError(f"{self._path}: writing failed after {self.nbytes} bytes: {error.strerror}")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -86,77 +78,6 @@ def write_file(path: str, content: bytes) -> FileEntry:
     with FileWriter(path) as file:
         file.write(content)
     return FileEntry(len(content), len(content), xxhash.xxh3_64_hexdigest(content))
-
-
-def write_slices(
-    path: str,
-    slices: Sequence[Slice],
-    piece_of: Callable[[Slice], torch.Tensor | Iterator[torch.Tensor]],
-    on_progress: Callable[[int], object] | None = None,
-) -> FileEntry:
-    """Write one slice file in safetensors format and sync it. Returns its manifest entry.
-
-    ``piece_of`` gives the live tensor (any device, any strides) that holds exactly a slice's box, or the parts of it
-    one after another. Memory: nothing for contiguous CPU tensors, else 16 MiB of staging.
-    """
-    header = header_bytes(slices)
-    blocks = _Blocks()
-    with FileWriter(path, on_progress) as file:
-        file.write(header)
-        for one in slices:
-            found = piece_of(one)
-            for piece in (found,) if isinstance(found, torch.Tensor) else found:
-                for view in tensor_bytes(piece):
-                    file.write(view)
-                    blocks.add(view)
-    return FileEntry(file.nbytes, len(header), xxhash.xxh3_64_hexdigest(header), blocks.finish())
-
-
-class _Blocks:
-    """xxh3 of each 16 MiB block of a byte stream."""
-
-    def __init__(self) -> None:
-        self._digests: list[str] = []
-        self._hash = xxhash.xxh3_64()
-        self._room = BLOCK_BYTES
-
-    def add(self, view: memoryview) -> None:
-        done = 0
-        while done < view.nbytes:
-            piece = view[done : done + self._room]
-            self._hash.update(piece)
-            done += piece.nbytes
-            self._room -= piece.nbytes
-            if self._room == 0:
-                self._close()
-
-    def _close(self) -> None:
-        self._digests.append(self._hash.hexdigest())
-        self._hash = xxhash.xxh3_64()
-        self._room = BLOCK_BYTES
-
-    def finish(self) -> tuple[str, ...]:
-        if self._room < BLOCK_BYTES:
-            self._close()
-        return tuple(self._digests)
-
-
-def tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """A tensor's elements in row-major order as raw bytes: in place if it lies so, else in pieces of ≤ 16 MiB."""
-    tensor = tensor.detach()
-    if tensor.numel() == 0:
-        return
-    if tensor.device.type == "cpu" and tensor.is_contiguous():
-        yield tensor.reshape(-1).view(torch.uint8).numpy().data
-        return
-    nbytes = tensor.numel() * tensor.element_size()
-    if nbytes <= _PIECE_BYTES or tensor.dim() == 0:
-        yield tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
-        return
-    rows = max(1, _PIECE_BYTES * tensor.shape[0] // nbytes)
-    for begin in range(0, tensor.shape[0], rows):
-        piece = tensor[begin : begin + rows]
-        yield from tensor_bytes(piece[0] if piece.shape[0] == 1 else piece.contiguous().cpu())
 
 
 def make_directories(path: str) -> None:

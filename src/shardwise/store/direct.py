@@ -1,0 +1,134 @@
+"""Writing large files past the page cache: one buffer is filled and hashed while another is on its way to the disk."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import queue
+import threading
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .write import FileWriter
+
+__all__ = ["DirectWriter"]
+
+BUFFER_BYTES = 8 * 1024**2
+#: Of offsets, lengths and memory: the sector of every disk divides it.
+_ALIGNMENT = 4096
+#: Linux only.
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+
+
+class DirectWriter(FileWriter):
+    """A :class:`FileWriter` whose bytes a thread writes while the caller makes the next ones.
+
+    Past the page cache (``O_DIRECT``) where the file system takes that, else as ordinary writes. It saves the kernel's
+    copy of every byte, which costs more than hashing them, and there is nothing left to flush at the end. An error
+    of a write is raised by a later call, or on leaving. Memory: two buffers of 8 MiB.
+    """
+
+    def __enter__(self) -> DirectWriter:
+        self._buffer = _buffer()
+        self._used = 0
+        self._failure: BaseException | None = None
+        self._free: queue.SimpleQueue[NDArray[np.uint8]] = queue.SimpleQueue()
+        self._free.put(_buffer())
+        self._full: queue.SimpleQueue[tuple[NDArray[np.uint8], int] | None] = queue.SimpleQueue()
+        self._ended = threading.Event()
+        super().__enter__()
+        try:
+            self._is_direct = _switch(self._fd, on=True)
+            threading.Thread(target=self._write_buffers, name="shardwise-write").start()
+        except BaseException:
+            self._close(has_failed=True)
+            raise
+        return self
+
+    def write(self, data: memoryview | bytes) -> None:
+        """Append bytes."""
+        source = np.frombuffer(data, dtype=np.uint8)
+        done = 0
+        while done < len(source):
+            count = min(len(source) - done, BUFFER_BYTES - self._used)
+            self._buffer[self._used : self._used + count] = source[done : done + count]
+            self._used += count
+            done += count
+            if self._used == BUFFER_BYTES:
+                self._hand_over()
+                self._buffer = self._free.get()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._failure = self._failure or error  # what waits need not be written any more
+        try:
+            if self._used and self._failure is None:
+                self._hand_over()
+        finally:
+            self._full.put(None)
+            self._ended.wait()  # not join(): when Ctrl-C interrupts that, Python 3.11 takes the thread for ended
+            if kind is None and self._failure is not None:
+                self._close(has_failed=True)
+                raise self._failure
+            super().__exit__(kind, error, trace)
+
+    def _hand_over(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        self._full.put((self._buffer, self._used))
+        if self._on_progress is not None:
+            self._on_progress(self._used)
+        self._used = 0
+
+    # -- the thread --------------------------------------------------------------------------------------
+
+    def _write_buffers(self) -> None:
+        while (found := self._full.get()) is not None:
+            buffer, used = found
+            try:
+                if self._failure is None:
+                    self._write_out(buffer.data[:used])
+            except BaseException as error:
+                self._failure = error
+            self._free.put(buffer)
+        self._ended.set()
+
+    def _write_out(self, view: memoryview) -> None:
+        aligned = view.nbytes // _ALIGNMENT * _ALIGNMENT if self._is_direct else view.nbytes
+        done = 0
+        while done < view.nbytes:
+            if self._is_direct and done == aligned:  # the end of the file, or of what a write took of it
+                self._is_direct = _switch(self._fd, on=False)
+                aligned = view.nbytes
+            try:
+                count = os.write(self._fd, view[done:aligned])
+            except OSError as error:
+                if self._is_direct and error.errno == errno.EINVAL:  # a larger alignment, or none will do
+                    aligned = done
+                    continue
+                raise self._error(error) from error
+            done += count
+            self.nbytes += count
+            if done % _ALIGNMENT:
+                aligned = done if self._is_direct else aligned
+
+
+def _buffer() -> NDArray[np.uint8]:
+    """Aligned to pages."""
+    return np.frombuffer(mmap.mmap(-1, BUFFER_BYTES), dtype=np.uint8)
+
+
+def _switch(fd: int, *, on: bool) -> bool:
+    """Let writes go past the page cache, or not. Returns whether they do."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | _O_DIRECT if on else flags & ~_O_DIRECT)
+        return on and _O_DIRECT != 0
+    return False
