@@ -325,18 +325,23 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     saved = ("1-D", "HSDP", "FSDP x TP 8")
     others = [(args.ranks, "FSDP x TP 2"), (args.ranks * 3 // 4, "1-D")]
     planning, sizes = [], []
+    started = time.perf_counter()
+
+    def tell(what: str, found: dict[str, Any]) -> None:
+        result[what] = found
+        print(f"{time.perf_counter() - started:.0f} s: {what}: {found}", file=sys.stderr, flush=True)
 
     def resume(state: sw.TrainState, source: str, label: str) -> None:
         found = measure_resume(state, os.path.join(root, source), args.repeats)
         planning.append(found["CPU s"])
-        result[f"resume of {source} on {label}"] = found
+        tell(f"resume of {source} on {label}", found)
 
     with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as root:
         with ranks_not_there(args.ranks):
             for kind in saved:
                 state = make_state(args.params, args.ranks, kind)
                 found = measure_save(state, args.ranks, os.path.join(root, kind), args.repeats)
-                result[f"save on {kind}"] = found
+                tell(f"save on {kind}", found)
                 planning.append(found["planning of a save, CPU s"])
                 sizes.append(found["manifest MB"])
                 resume(state, kind, f"{args.ranks} ranks {kind}")

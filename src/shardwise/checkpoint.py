@@ -92,7 +92,9 @@ class Checkpointer:
         io: staging of a resume, and time limits.
 
     Every rank of the default process group must make each call. Raises :class:`LockedError` on every rank
-    if another run holds the directory.
+    if another run holds the directory. Call :meth:`close` before ``destroy_process_group``: a save that goes on behind
+    needs the group to agree. After a :class:`RankError` that names missing ranks start the processes anew: those that
+    were only slow are at another call than the rest.
     """
 
     def __init__(
@@ -212,6 +214,7 @@ class Checkpointer:
         the rename (then it is whole). Refused: a step that is not newer than all published ones, and a first
         save into a directory that holds steps of a run that this one did not resume.
         """
+        final = os.path.join(self.root, publish.step_name(step))
         ranks = self._ranks()
         if self._refuses_when_busy:
             self._refuse_if_busy(ranks)
@@ -220,7 +223,6 @@ class Checkpointer:
         if self._lineage is None:
             run_id = ranks.on_first("run id", _new_run_id).decode()
             self._lineage = Lineage(run_id, None)
-        final = os.path.join(self.root, publish.step_name(step))
         if self._buffer is not None:
             return self._save_behind(state, final, step, self._lineage, self._buffer)
         report = write_checkpoint(state, final, step, self._lineage, ranks)

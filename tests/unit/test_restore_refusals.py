@@ -123,3 +123,13 @@ def test_optimizers_that_share_parameters_share_gradients(tmp_path: Path) -> Non
 def test_what_is_no_model_or_optimizer(given: dict[str, Any], expected: str) -> None:
     with pytest.raises(StateError, match=expected):
         sw.TrainState(**given)
+
+
+@pytest.mark.parametrize("step", [None, -1, 1.5, "a"])
+def test_a_step_that_is_no_number_is_refused(tmp_path: Path, step: Any) -> None:
+    state = sw.TrainState(model=nn.Linear(2, 2))
+    with sw.Checkpointer(tmp_path / "run") as checkpoints, pytest.raises(StateError, match="an integer"):
+        checkpoints.save(state, step)
+    with pytest.raises(StateError, match="an integer"):
+        sw.save(state, tmp_path / "one", step=step)
+    assert not (tmp_path / "one").exists()

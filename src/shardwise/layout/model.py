@@ -60,6 +60,8 @@ def geometries_of(model: nn.Module, tensors: Iterable[NamedTensor]) -> dict[str,
     # Reading a mesh costs more than everything else here, and most tensors share mesh and placements, many their spec.
     known: dict[object, Geometry] = {}
     by_spec: dict[tuple[int, bool], Geometry] = {}
+    # One object for all that are equal, though their meshes are several: what is kept by geometry compares them by identity.
+    one_of: dict[Geometry, Geometry] = {}
     found = {}
     for t in tensors:
         managed = id(t.tensor) in fsdp
@@ -69,7 +71,8 @@ def geometries_of(model: nn.Module, tensors: Iterable[NamedTensor]) -> dict[str,
             mesh = getattr(t.tensor, "device_mesh", None)
             key = (id(mesh), getattr(t.tensor, "placements", None), t.tensor.dim(), managed)
             if key not in known:
-                known[key] = geometry_of(t.tensor, world_size=world, fsdp_order=managed)
+                made = geometry_of(t.tensor, world_size=world, fsdp_order=managed)
+                known[key] = one_of.setdefault(made, made)
             geometry = by_spec[spec] = known[key]
         found[t.name] = geometry
     return found

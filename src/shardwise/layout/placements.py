@@ -76,7 +76,8 @@ class Geometry:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_places", {rank: place for place, rank in enumerate(self.ranks)})
         # Of numbers only: texts hash otherwise in another process, to which a geometry may be sent.
-        object.__setattr__(self, "_hash", hash((self.axis_sizes, self.ranks, self.fsdp_order)))
+        cuts = tuple((len(cut.kind), cut.dim, cut.split_factor) for cut in self.cuts)
+        object.__setattr__(self, "_hash", hash((self.axis_sizes, cuts, self.ranks, self.fsdp_order)))
 
     def __hash__(self) -> int:
         return self._hash

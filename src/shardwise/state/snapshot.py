@@ -106,9 +106,8 @@ def take_snapshot(state: TrainState, step: int) -> Snapshot:
 
     Raises :class:`StateError` naming what can't be expressed, before anything is written.
     """
-    step = operator.index(step)
-    if step < 0:
-        raise StateError(f"step must not be negative, got {step}")
+    if not hasattr(step, "__index__") or (step := operator.index(step)) < 0:
+        raise StateError(f"step must be an integer that is not negative, got {step!r}")
     models = tuple(_model_part(name, model) for name, model in state.models.items())
     optimizers = tuple(_optimizer_part(name, o, state, models) for name, o in state.optimizers.items())
     pieces = {

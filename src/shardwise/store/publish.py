@@ -8,6 +8,7 @@ the whole step. Leftovers of a killed save keep their nonce, so they can't mix i
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import secrets
 import shutil
@@ -15,7 +16,7 @@ from collections.abc import Iterable, Mapping
 
 from ..catalog.manifest import MANIFEST_NAME, FileEntry, Manifest
 from ..catalog.steps import STEP_NAME
-from ..errors import CheckpointError
+from ..errors import CheckpointError, StateError
 from .write import fsync_directory, make_directories, write_file
 
 __all__ = [
@@ -34,8 +35,10 @@ _TEMPORARY, _TRASH = ".tmp-", ".trash-"
 
 
 def step_name(step: int) -> str:
-    """Directory name of a step."""
-    return f"step-{step:08d}"
+    """Directory name of a step. Raises :class:`StateError` for what is no integer."""
+    if not hasattr(step, "__index__"):
+        raise StateError(f"step must be an integer that is not negative, got {step!r}")
+    return f"step-{operator.index(step):08d}"
 
 
 def published_steps(root: str) -> dict[int, str]:
