@@ -23,4 +23,8 @@ def no_collections() -> Iterator[None]:
         yield
     finally:
         if was_on:
+            if not gc.get_freeze_count():  # else they are the program's own, and not ours to thaw
+                # Makes all objects old ones at once. As young ones the next allocation would have looked through them.
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from .._compat import fsdp_parameter_ids
 from ..dtypes import code_of
@@ -30,8 +31,6 @@ __all__ = [
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a parameter or buffer that lies on this rank (the tensor itself if it is not a DTensor)."""
-    from torch.distributed.tensor import DTensor
-
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 

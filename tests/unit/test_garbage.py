@@ -1,0 +1,67 @@
+"""The collector waits while plans are made, and does not look through them afterwards."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from shardwise.garbage import no_collections
+
+
+@pytest.fixture
+def collections() -> Iterator[list[int]]:
+    """Generations that were collected."""
+    found: list[int] = []
+
+    def note(phase: str, info: dict[str, Any]) -> None:
+        if phase == "start":
+            found.append(info["generation"])
+
+    gc.collect()
+    gc.callbacks.append(note)
+    yield found
+    gc.callbacks.remove(note)
+
+
+def make(count: int) -> list[list[int]]:
+    return [[k] for k in range(count)]
+
+
+def test_none_in_the_block_nor_behind_it(collections: list[int]) -> None:
+    with no_collections():
+        assert not gc.isenabled()
+        with no_collections():
+            kept = make(50_000)
+        assert not gc.isenabled()
+        kept += make(50_000)
+    assert gc.isenabled()
+    more = make(50)
+    assert collections == []
+    assert any(found is kept for found in gc.get_objects(generation=2))
+    assert len(more) + len(kept) == 100_050
+    make(50_000)
+    assert collections, "it goes on afterwards"
+
+
+def test_what_the_program_froze_stays_frozen() -> None:
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with no_collections():
+            make(1000)
+        assert gc.get_freeze_count() >= frozen > 0
+    finally:
+        gc.unfreeze()
+
+
+def test_a_collector_that_was_off_stays_off() -> None:
+    gc.disable()
+    try:
+        with no_collections():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
