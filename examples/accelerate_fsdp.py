@@ -22,6 +22,9 @@ from torch import nn
 import shardwise as sw
 from shardwise.integrations import accelerate as swa
 
+#: Rows of a step on all ranks together: the same ones whatever their number, which should divide this one.
+GLOBAL_BATCH = 12
+
 
 class Block(nn.Module):
     """What the YAML names in ``fsdp_transformer_layer_cls_to_wrap``."""
@@ -95,7 +98,7 @@ def main() -> None:
     with sw.meta_init():  # <- no memory, no random numbers
         model = Model()
     swa.load(accelerator, model, weights)  # <- instead of load_state_dict
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     model, optimizer = accelerator.prepare(model, optimizer)
 
     done = [int(p.name.split("-")[1]) for p in args.out.glob("step-*")]
@@ -104,10 +107,9 @@ def main() -> None:
             accelerator, args.out / f"step-{max(done)}"
         )  # <- instead of accelerator.load_state
         accelerator.print(f"resumed from step {max(done)}; exact: {report.exact}")
-    global_batch = 4 * accelerator.num_processes
     for step in range(max(done, default=0), args.steps):
         rows = torch.Generator().manual_seed(step)
-        tokens = torch.randint(0, 96, (global_batch, 16), generator=rows)[
+        tokens = torch.randint(0, 96, (GLOBAL_BATCH, 16), generator=rows)[
             accelerator.process_index :: accelerator.num_processes
         ]
         tokens = tokens.to(accelerator.device)

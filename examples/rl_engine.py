@@ -233,8 +233,8 @@ def write_base(directory: Path, kind: str) -> None:
     CLASSES[kind](config).save_pretrained(directory)
 
 
-def time_32b() -> float:
-    """Seconds to build Qwen3-32B on meta: parameters on meta, buffers real."""
+def time_32b() -> tuple[float, Any]:
+    """CPU seconds to build Qwen3-32B on meta, and the model: parameters on meta, buffers real."""
     config = Qwen3Config(
         **{"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "vocab_size": 151936},
         **{"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128},
@@ -242,12 +242,10 @@ def time_32b() -> float:
     AutoModelForCausalLM._model_mapping[Qwen3Config]  # imports are not counted
     if dist.is_initialized():
         dist.barrier()  # all at once, as in a job that starts
-    started = time.perf_counter()
+    started = time.process_time()
     with sw.meta_init():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    seconds = time.perf_counter() - started
-    assert sum(p.numel() for p in model.parameters()) == 32_762_123_264
-    return seconds
+    return time.process_time() - started, model
 
 
 def say(**facts: Any) -> None:
@@ -270,9 +268,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     if options.time_32b:
-        seconds = time_32b()
-        say(seconds_for_32b_on_meta=round(seconds, 3))
-        return {"seconds": seconds}
+        seconds, model = time_32b()
+        say(cpu_seconds_for_32b_on_meta=round(seconds, 3))
+        return {"seconds": seconds, "model": model}
     if options.out is None:
         parser.error("--out is needed")
     base = options.base or options.out / "base"

@@ -10,6 +10,7 @@ number of ranks: it goes on where it stopped. ``out/export`` is for ``from_pretr
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 import torch
@@ -38,6 +39,10 @@ WORDS = [
     "finds",
     ".",
 ]
+
+
+# Of all ranks together. Trainer finds its place in the data by steps: with another one it would skip or repeat samples.
+GLOBAL_BATCH = 12
 
 
 class MyTrainer(ShardwiseTrainer, SFTTrainer):  # <-
@@ -107,6 +112,9 @@ def main() -> None:
     parser.add_argument("--lora", action="store_true")
     options = parser.parse_args()
 
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if GLOBAL_BATCH % ranks:
+        parser.error(f"{GLOBAL_BATCH} samples a step can't be shared out among {ranks} ranks")
     on_cpu = not torch.cuda.is_available()
     args = SFTConfig(
         output_dir=str(options.out / "run"),
@@ -114,7 +122,7 @@ def main() -> None:
         save_steps=2,
         save_total_limit=2,
         logging_steps=1,
-        per_device_train_batch_size=4,
+        per_device_train_batch_size=GLOBAL_BATCH // ranks,
         learning_rate=1e-2,
         lr_scheduler_type="constant",
         fsdp=True,

@@ -36,7 +36,8 @@ def clone(
 
     Args:
         build: makes the second model: on meta (in :func:`meta_init`), wrapped as the first. Default: a transformers
-            model of the same class and config, sharded as :func:`shard` or :func:`load_pretrained` sharded the first.
+            model of the same class and config, sharded as the first was by :func:`shard`, :func:`load_pretrained` or
+            ``integrations.accelerate`` (and with it ``integrations.trainer``).
         io: time limit.
 
     Every rank of the default process group must call it; ranks agree through the store, without a collective. Memory:
@@ -89,8 +90,9 @@ def _built_again(model: nn.Module) -> Any:
             t.tensor.requires_grad_(live[t.name].requires_grad)  # shard() groups by it; frozen afterwards
     if not shard_alike(second, inner) and any(isinstance(p, DTensor) for p in live.values()):
         raise ShardError(
-            "the model was not sharded by shardwise.shard() or load_pretrained(), so how to shard a second one alike is "
-            "not known. Give build=, a function that builds it in shardwise.meta_init() and shards it as the first"
+            "the model was not sharded by shardwise.shard(), load_pretrained() or shardwise.integrations.accelerate, so how "
+            "to shard a second one alike is not known. Give build=, a function that builds it in shardwise.meta_init() and "
+            "shards it as the first"
         )
     for attribute in ("generation_config", "_weight_conversions"):
         if hasattr(inner, attribute):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -32,10 +33,18 @@ from .groups import (
 from .names import named_tensors
 from .replicated import mesh_device, reduce_after_backward
 
-__all__ = ["Group", "ShardPolicy", "describe_groups", "largest_group", "shard", "shard_alike"]
+__all__ = [
+    "Group",
+    "ShardPolicy",
+    "describe_groups",
+    "largest_group",
+    "remember_sharding",
+    "shard",
+    "shard_alike",
+]
 
-# Keyed by the model object, not stored on it: how it was sharded, for a second one like it.
-_SHARDED: weakref.WeakKeyDictionary[nn.Module, tuple[DeviceMesh, ShardPolicy]] = weakref.WeakKeyDictionary()
+# Keyed by the model object, not stored on it: what shards a second one like it.
+_SHARDED: weakref.WeakKeyDictionary[nn.Module, Callable[[nn.Module], object]] = weakref.WeakKeyDictionary()
 
 #: What is replicated costs memory on every rank, gradient and optimizer state too: beyond this it is an error.
 MAX_REPLICATED_BYTES = 64 * 2**20
@@ -82,16 +91,21 @@ def shard(model: nn.Module, mesh: DeviceMesh, policy: ShardPolicy = ShardPolicy(
     if wrapping.replicated:
         places = [tensor.owners[0] for tensor, _ in wrapping.replicated]
         reduce_after_backward(places, [c.module for c, _ in reversed(wrapping.groups)], mesh)
-    _SHARDED[model] = (mesh, policy)
+    remember_sharding(model, lambda second: shard(second, mesh, policy))
     return model
 
 
+def remember_sharding(model: nn.Module, again: Callable[[nn.Module], object]) -> None:
+    """Note what shards a second model as ``model`` was. ``again`` must not hold on to ``model``."""
+    _SHARDED[model] = again
+
+
 def shard_alike(model: nn.Module, sharded: nn.Module) -> bool:
-    """Shard ``model`` as :func:`shard` did ``sharded``. False, and nothing done, if it was not sharded by it."""
-    how = _SHARDED.get(sharded)
-    if how is not None:
-        shard(model, *how)
-    return how is not None
+    """Shard ``model`` as ``sharded`` was. False, and nothing done, if that is not known (see :func:`remember_sharding`)."""
+    again = _SHARDED.get(sharded)
+    if again is not None:
+        again(model)
+    return again is not None
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -205,28 +205,56 @@ def cost_of_a_load(small: str, large: str, shape: tuple[int, ...]) -> dict[str, 
     }
 
 
+@contextmanager
+def efficient_loading() -> Iterator[None]:
+    """What ``accelerate launch`` sets for a YAML with ``fsdp_cpu_ram_efficient_loading: true``."""
+    names = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
+    before = dict(os.environ)
+    os.environ.update(dict.fromkeys(names, "true"))
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 def cost_with_accelerate(small: str, large: str) -> dict[str, int]:
-    """The same under Accelerate, to the first step; an efficient load is asked for in the environment."""
+    """What a script under Accelerate costs this rank from its first line to its first step, which it then takes.
+
+    ``small`` has been through all of it before, so that only what belongs to ``large`` is counted.
+    """
     from shardwise.integrations import accelerate as swa
 
-    def start(path: str) -> tuple[Any, int, int]:
-        """A script up to its first step: model, draws of random numbers, anonymous bytes at the peak."""
+    def script(path: str) -> dict[str, int]:
         before, peak = anonymous_bytes(), _Peak()
         peak.start()
-        wrap = {"cpu_ram_efficient_loading": True, "transformer_cls_names_to_wrap": ["Qwen3DecoderLayer"]}
-        with accelerator_with(plugin=wrap) as accelerator, _RandomDraws() as draws:
-            model, _ = swa.load_pretrained(accelerator, path)
-            optimizer = torch.optim.AdamW(model.parameters())
-            model, optimizer = swa.prepare(accelerator, model, optimizer)
-        return model, draws.numel, peak.stop() - before
+        wrap = {"transformer_cls_names_to_wrap": ["Qwen3MoeDecoderLayer"]}
+        with efficient_loading(), accelerator_with(plugin=wrap) as accelerator:
+            assert accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
+            rng = torch.get_rng_state()
+            with _RandomDraws() as draws:
+                model, report = swa.load_pretrained(accelerator, path)
+                optimizer = torch.optim.AdamW(model.parameters())
+                model, optimizer = swa.prepare(accelerator, model, optimizer)
+            assert torch.equal(rng, torch.get_rng_state())
+            ids = torch.arange(8)[None] + 3
+            peak_bytes, held = peak.stop() - before, anonymous_bytes() - before
+            shard = sum(local(p).nbytes for p in model.parameters())
+            loss = model(input_ids=ids, labels=ids).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            assert model(input_ids=ids, labels=ids).loss < loss
+        return {
+            "model": report.model_bytes,
+            "shard": shard,
+            "peak": peak_bytes,
+            "held": held,
+            "drawn": draws.numel,
+        }
 
-    start(small)
+    script(small)
     dist.barrier()
-    rng = torch.get_rng_state()
-    model, drawn, peak_bytes = start(large)
-    assert torch.equal(rng, torch.get_rng_state())
-    held = sum(local(p).nbytes for p in model.parameters())
-    return {"shard": held, "peak": peak_bytes, "drawn": drawn}
+    return script(large)
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -20,27 +20,36 @@ from tests.models import Block
 
 
 @contextlib.contextmanager
+def launched() -> Iterator[None]:
+    """What ``accelerate launch`` sets for a rank, on what is taken for several GPUs: on CPU Accelerate chooses neither FSDP
+    nor a mesh. The shared state's distributed type is all that is set by hand; it is gone afterwards."""
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    before = dict(os.environ)
+    rank, world_size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, ACCELERATE_USE_CPU="true")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # dynamo looks at things that warn
+            PartialState(cpu=True)
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+            yield
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextlib.contextmanager
 def accelerator_with(
     parallelism: Any = None, plugin: dict[str, Any] | None = None, **options: Any
 ) -> Iterator[Any]:
-    """A real accelerator with FSDP2. Accelerate doesn't choose FSDP on CPU by itself; nothing else is set by hand."""
+    """A real accelerator that chooses FSDP2 by its plugin, as on GPUs."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
-    from accelerate.state import AcceleratorState, PartialState
-    from accelerate.utils import DistributedType, TorchDynamoPlugin
 
-    keys = {
-        "RANK": str(dist.get_rank()),
-        "LOCAL_RANK": str(dist.get_rank()),
-        "WORLD_SIZE": str(dist.get_world_size()),
-        "ACCELERATE_USE_CPU": "true",
-        "FSDP_VERSION": "2",
-    }
-    before = dict(os.environ)
-    os.environ.update(keys)
-    ours = warnings.catch_warnings()
-    ours.__enter__()
-    warnings.simplefilter("ignore")  # dynamo looks at things that warn
-    try:
+    with launched():
+        os.environ["FSDP_VERSION"] = "2"
         made = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             **{
@@ -49,27 +58,7 @@ def accelerator_with(
                 **(plugin or {}),
             },
         )
-        backend = options.pop("dynamo_backend", None)
-        plain = TorchDynamoPlugin(backend=backend or "no")
-        PartialState(cpu=True)
-        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-        AcceleratorState(
-            cpu=True,
-            mixed_precision=options.get("mixed_precision"),
-            parallelism_config=parallelism,
-            _from_accelerator=True,
-            dynamo_plugin=plain,
-        )
-        if AcceleratorState().mixed_precision != "no":
-            made.set_mixed_precision(AcceleratorState().mixed_precision)
-        AcceleratorState._shared_state["fsdp_plugin"] = made
-        accelerator = Accelerator(cpu=True, fsdp_plugin=made, parallelism_config=parallelism, **options)
-        yield accelerator
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        ours.__exit__(None, None, None)
-        os.environ.clear()
-        os.environ.update(before)
+        yield Accelerator(cpu=True, fsdp_plugin=made, parallelism_config=parallelism, **options)
 
 
 class Gate(nn.Module):
@@ -314,3 +303,70 @@ def empty_shards(source: str, root: str, ours: bool) -> dict[str, Any]:
             return {"same": same, "error": str(error)}
         report = swa.load_state(accelerator, root)
         return {"same": same, "error": "", "exact": report.exact}
+
+
+def tensor_parallel(path: str, root: str) -> dict[str, Any]:
+    """Tensor parallelism of ``parallelism_config``: trained, saved, gone on with, resumed."""
+    from accelerate import Accelerator, ParallelismConfig
+
+    found: dict[str, Any] = {}
+    with launched():
+        accelerator = Accelerator(
+            cpu=True, parallelism_config=ParallelismConfig(tp_size=dist.get_world_size())
+        )
+        model, report = swa.load_pretrained(accelerator, path)
+        found["read"] = report.bytes_read
+        found["cut"] = sum(
+            isinstance(p, DTensor) and any(q.is_shard() for q in p.placements) for p in model.parameters()
+        )
+        found["loaded"], found["tied"] = whole(model), model.lm_head.weight is model.model.embed_tokens.weight
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+        model, optimizer = accelerator.prepare(model, optimizer)
+
+        def steps(numbers: range) -> list[float]:
+            losses = []
+            for step in numbers:
+                tokens = torch.randint(0, 101, (4, 6), generator=torch.Generator().manual_seed(step))
+                loss = model(input_ids=tokens, labels=tokens).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(float(loss.detach()))
+            return losses
+
+        model.train()
+        found["first"] = steps(range(3))
+        swa.save_state(accelerator, root)
+        found["on"], found["after"] = steps(range(3, 6)), whole(model)
+        found["exact"] = swa.load_state(accelerator, root).exact
+        found["resumed"], found["resumed after"] = steps(range(3, 6)), whole(model)
+        sw.export_hf(model, f"{root}-export")
+    return found
+
+
+def tensor_parallel_beside_fsdp(path: str) -> str:
+    from accelerate import ParallelismConfig
+
+    with accelerator_with(ParallelismConfig(tp_size=2, dp_shard_size=2)) as accelerator:
+        try:
+            swa.load_pretrained(accelerator, path)
+        except ShardwiseError as error:
+            return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def wrapped_by_size(source: str) -> tuple[list[str], list[str]]:
+    """Names of the modules that FSDP wraps: here, and in Accelerate's own ``prepare``."""
+    names = []
+    for ours in (True, False):
+        with accelerator_with(
+            plugin={"auto_wrap_policy": "size_based_wrap", "min_num_params": 100}
+        ) as accelerator:
+            model: Any = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8), nn.Linear(8, 2))
+            if ours:
+                swa.load(accelerator, model, source)
+            model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+            names.append(
+                [n for n, module in model.named_modules() if type(module).__name__.startswith("FSDP")]
+            )
+    return names[0], names[1]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import time
+import weakref
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import shardwise as sw
 from shardwise.demo.memory import AnonymousPeak
@@ -265,3 +267,47 @@ def clone_with_build(source: str) -> list[tuple[str, str]]:
         adapted, _ = sw.load_pretrained(source, make_mesh(), adapter=lora)
     found.append(failure(lambda: sw.clone(adapted)))
     return found
+
+
+def clone_of_accelerates(source: str) -> None:
+    """Models that were sharded as an accelerator says: FSDP2 with all that the plugin can ask for, tensor parallelism."""
+    from accelerate import Accelerator, ParallelismConfig
+
+    from shardwise.integrations import accelerate as swa
+    from tests.dist._accelerate_fns import accelerator_with, launched
+
+    plugin = {"transformer_cls_names_to_wrap": ["Qwen3DecoderLayer"], "activation_checkpointing": True}
+    with accelerator_with(plugin=plugin, mixed_precision="bf16") as accelerator:
+        model, _ = swa.load_pretrained(accelerator, source)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        clone_of_trained(model, optimizer)
+        reshard(model)
+        assert all(isinstance(p, DTensor) and p.dtype == torch.float32 for p in model.parameters())
+        held = weakref.ref(model)
+        del model, optimizer
+    del accelerator
+    gc.collect()
+    assert held() is None, "what is noted for a clone keeps the model"
+    with launched():
+        accelerator = Accelerator(
+            cpu=True, parallelism_config=ParallelismConfig(tp_size=dist.get_world_size())
+        )
+        model, _ = swa.load_pretrained(accelerator, source)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        clone_of_trained(model, optimizer)
+        assert any(isinstance(p, DTensor) for p in model.parameters())
+
+
+def clone_of_trained(model: Any, optimizer: Any) -> None:
+    ids = torch.arange(8).reshape(2, 4)
+    before = state(model)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    second = sw.clone(model)
+    assert_equal(state(second), state(model))
+    assert not all(torch.equal(tensor, before[name]) for name, tensor in state(second).items())
+    assert not any(p.requires_grad for p in second.parameters())
+    with torch.no_grad():
+        logits = [m.eval()(input_ids=ids).logits.float() for m in (model, second)]
+    assert torch.equal(*logits)

@@ -56,7 +56,14 @@ def export_is_usable(base: str, export: str, mode: str) -> None:
 
 
 def time_32b() -> float:
-    seconds: float = rl_engine.main(["--time-32b"])["seconds"]
+    """CPU seconds that building it took this rank. It is the whole model: parameters on meta, buffers real."""
+    found = rl_engine.main(["--time-32b"])
+    parameters, buffers = list(found["model"].parameters()), list(found["model"].buffers())
+    assert sum(p.numel() for p in parameters) == 32_762_123_264
+    assert all(p.is_meta and p.dtype == torch.bfloat16 for p in parameters)
+    assert buffers
+    assert not any(b.is_meta for b in buffers)
+    seconds: float = found["seconds"]
     return seconds
 
 

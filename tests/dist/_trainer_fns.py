@@ -17,6 +17,7 @@ import shardwise as sw
 from shardwise.errors import ShardwiseError
 from shardwise.integrations.trainer import ShardwiseTrainer, load_pretrained
 from tests.dist._trainer_parts import Rows, arguments, dataset, tokenizer
+from tests.harness.logged import warnings_logged
 
 
 def whole(model: Any) -> dict[str, torch.Tensor]:
@@ -99,7 +100,25 @@ def elsewhere(path: str, root: str) -> dict[str, Any]:
         trainer, found["steps"] = life(path, args, resume=f"{root}/copy/checkpoint-9", dropout=0.0)
         report = trainer.resume_report
         found["worlds"] = report.saved_world_size, report.world_size
+        found["differences"] = report.differences
         found["after"] = whole(trainer.model)
+    return found
+
+
+def other_batch(path: str, root: str) -> dict[str, Any]:
+    """From the same checkpoint on with batches of another size; and without looking for the place in the data."""
+    found: dict[str, Any] = {}
+    whole_batches = {"per_device_train_batch_size": 4, "accelerator_config": {"split_batches": True}}
+    ways = {
+        "larger": {"per_device_train_batch_size": 8 // dist.get_world_size()},
+        "no skip": {"ignore_data_skip": True},
+        "as large": whole_batches,
+    }
+    for name, options in ways.items():
+        with arguments(f"{root}/{name}", save_strategy="no", **options) as args, warnings_logged() as warned:
+            trainer, _ = life(path, args, resume=f"{root}/copy/checkpoint-9", stop=10)
+        report = trainer.resume_report
+        found[name] = report.exact, "; ".join(report.differences), "; ".join(warned)
     return found
 
 
@@ -136,6 +155,22 @@ def best(path: str, root: str) -> dict[str, Any]:
     return found
 
 
+def best_at_the_end_of_an_epoch(path: str, root: str) -> str:
+    """A step is saved, and then evaluated, when its epoch ends: it is the best, and is there already."""
+    from transformers import TrainerCallback
+
+    class Save(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_save = state.global_step == 6
+
+    options = {"eval_strategy": "epoch", "save_strategy": "best", "metric_for_best_model": "loss"}
+    with arguments(root, max_steps=6, **options) as args:
+        model, _ = load_pretrained(args, path)
+        trainer = ShardwiseTrainer(model, args, train_dataset=Rows(), eval_dataset=Rows(), callbacks=[Save()])
+        trainer.train()
+        return str(trainer.state.best_model_checkpoint)
+
+
 def plain(path: str, root: str) -> dict[str, Any]:
     """Plain Trainer with plain loading, uninterrupted; a run of it taken up here."""
     from transformers import AutoModelForCausalLM, Trainer
@@ -153,15 +188,20 @@ def plain(path: str, root: str) -> dict[str, Any]:
     return found
 
 
-def refused(path: str, root: str) -> dict[str, str]:
-    """What can't be honoured is a named error, alike on all ranks."""
+def refused(path: str, root: str, locked: str) -> dict[str, str]:
+    """What can't be honoured is a named error, alike on all ranks. Another process holds the directory ``locked``."""
     import peft
+    from accelerate import ParallelismConfig
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
     from torch.distributed.fsdp import fully_shard
 
     found = {}
 
-    def attempt(name: str, make: Any = lambda model: model, **options: Any) -> None:
-        with arguments(root, **options) as args:
+    def attempt(name: str, make: Any = lambda model: model, output_dir: str = root, **options: Any) -> None:
+        with arguments(output_dir, **options) as args:
+            if "parallelism_config" in options:  # Accelerate takes that on GPUs only
+                PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
             try:
                 model, _ = load_pretrained(args, path)
                 trainer = ShardwiseTrainer(make(model), args, train_dataset=Rows())
@@ -172,6 +212,8 @@ def refused(path: str, root: str) -> dict[str, str]:
 
     attempt("each node", save_on_each_node=True)
     attempt("jit", enable_jit_checkpoint=True)
+    attempt("locked", output_dir=locked)
+    attempt("tp", fsdp=False, parallelism_config=ParallelismConfig(tp_size=dist.get_world_size()))
     attempt("wrapped", lambda model: peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"])))
     if dist.get_rank() == 0:
         os.makedirs(f"{root}/checkpoint-3")
@@ -191,7 +233,10 @@ def refused(path: str, root: str) -> dict[str, str]:
 
 
 def sft(path: str, folder: str, options: dict[str, Any], *, resume: Any = None) -> Any:
-    """TRL's SFTTrainer with LoRA; exports the adapter at the end."""
+    """TRL's SFTTrainer with LoRA; exports the adapter at the end.
+
+    Of rank 1: the second of two ranks has no rows of any ``lora_A``.
+    """
     import peft
     from trl import SFTConfig, SFTTrainer
 
@@ -199,7 +244,7 @@ def sft(path: str, folder: str, options: dict[str, Any], *, resume: Any = None) 
         pass
 
     config = peft.LoraConfig(
-        r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
+        r=1, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
     )
     with arguments(folder, SFTConfig, max_length=16, **options) as args:
         model, _ = load_pretrained(args, path, adapter=config)

@@ -13,8 +13,10 @@ import torch.distributed as dist
 
 
 @contextlib.contextmanager
-def arguments(output_dir: str, kind: Any = None, plugin: bool = True, **options: Any) -> Iterator[Any]:
-    """Arguments of a run with FSDP2. Accelerate doesn't choose FSDP on CPU by itself; nothing else is set by hand."""
+def arguments(
+    output_dir: str, kind: Any = None, plugin: bool = True, fsdp: bool = True, **options: Any
+) -> Iterator[Any]:
+    """Arguments of a run with FSDP2, or without. Accelerate doesn't choose FSDP on CPU by itself; nothing else is set by hand."""
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType, TorchDynamoPlugin
@@ -27,12 +29,12 @@ def arguments(output_dir: str, kind: Any = None, plugin: bool = True, **options:
         warnings.simplefilter("ignore")
         try:
             config = {"state_dict_type": "SHARDED_STATE_DICT", **options.pop("fsdp_config", {})}
+            sharding = {"fsdp": True, "fsdp_config": config} if fsdp else {}
             args = (kind or TrainingArguments)(
                 output_dir=output_dir,
                 use_cpu=True,
-                fsdp=True,
-                fsdp_config=config,
                 **{
+                    **sharding,
                     "per_device_train_batch_size": 4 // int(world),
                     "gradient_accumulation_steps": 2,
                     "num_train_epochs": 2,
@@ -48,8 +50,9 @@ def arguments(output_dir: str, kind: Any = None, plugin: bool = True, **options:
                 },
             )
             _ = args.device
-            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-            if plugin:
+            if fsdp:
+                PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+            if fsdp and plugin:
                 AcceleratorState(
                     mixed_precision=args.mixed_precision,
                     parallelism_config=args.parallelism_config,

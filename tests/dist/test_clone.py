@@ -39,3 +39,7 @@ def test_any_module_with_build(ranks: RankPool, root: Path) -> None:
     assert "Give build=" in own_way[1]
     assert peft[0] == "StateError"
     assert "disable_adapter()" in peft[1]
+
+
+def test_as_an_accelerator_shards(ranks: RankPool, root: Path) -> None:
+    ranks.run_ranks(2, fns.clone_of_accelerates, str(root / "qwen3-tied"))

@@ -11,9 +11,10 @@ from tests.models import build_reference
 
 def test_no_attribute_changes(tmp_path: Path) -> None:
     build_reference("qwen3-tied").save_pretrained(tmp_path / "hub")
-    with Launch(1, fns.patched, str(tmp_path / "hub"), str(tmp_path)) as process:
-        process.wait(150)
-        found = process.result(0)
-    assert found["looked at"] > 5_000
-    assert not found["changes"], "\n".join(found["changes"])
-    assert len(found["patched on purpose"]) == 1
+    with Launch(2, fns.patched, str(tmp_path / "hub"), str(tmp_path)) as launch:
+        launch.wait(250)
+        results = [launch.result(rank) for rank in range(2)]
+    for found in results:
+        assert found["looked at"] > 5_000
+        assert not found["changes"], "\n".join(found["changes"])
+        assert len(found["patched on purpose"]) == 2

@@ -24,7 +24,9 @@ def test_trains_hands_over_and_recovers(ranks: RankPool, tmp_path: Path, mode: s
     """A run that was stopped and went on elsewhere gives what one without a stop gives."""
     stopped, whole = ("--out", str(tmp_path / "stopped"), *MODES[mode]), ("--out", str(tmp_path / "whole"))
     first = ranks.run_ranks(2, fns.run_engine, *stopped, "--steps", "2")
-    assert all(set(result["seconds"]) == {"actor", "critic", "reference"} for result in first)
+    for result in first:
+        assert set(result["seconds"]) == {"actor", "critic", "reference"}
+        assert min(result["seconds"].values()) > 0, "what was read is not part of making a model"
     other = 3 if mode == "dense" else 2
     second = ranks.run_ranks(other, fns.run_engine, *stopped, "--steps", "4")
     straight = ranks.run_ranks(2, fns.run_engine, *whole, *MODES[mode], "--steps", "4")
@@ -53,4 +55,6 @@ def test_own_loop_goes_on_at_another_world_size(ranks: RankPool, tmp_path: Path,
 
 
 def test_the_32b_is_built_on_every_rank(ranks: RankPool) -> None:
-    assert all(seconds > 0 for seconds in ranks.run_ranks(2, fns.time_32b))
+    """CPU seconds of each rank: how busy the machine is does not count."""
+    for seconds in ranks.run_ranks(2, fns.time_32b):
+        assert 0 < seconds <= 0.5

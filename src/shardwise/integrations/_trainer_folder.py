@@ -3,37 +3,65 @@
 from __future__ import annotations
 
 import contextlib
+import glob
+import json
 import logging
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
-from ..catalog.manifest import MANIFEST_NAME
+from ..catalog.manifest import MANIFEST_NAME, read_manifest
 from ..dist import Ranks
-from ..errors import FormatError, IntegrityError, NoCheckpointError
+from ..errors import CheckpointError, FormatError, IntegrityError, NoCheckpointError
 from ..proof.quick import quick_check
+from ..restoring import read_checked
 from ..store.lock import DirectoryLock
-from ..store.publish import sweep_leftovers
+from ..store.publish import discard, sweep_leftovers
 from ..store.write import fsync_directory
 
 __all__ = [
     "ADAPTER",
     "FULL",
     "STATE_NAME",
+    "Run",
     "checkpoints",
+    "has_optimizer",
     "held",
     "is_ours",
     "move_into",
     "newest",
     "read_all",
+    "rotate",
+    "set_newer_aside",
 ]
 
 _log = logging.getLogger(__name__)
 STATE_NAME = "trainer_state.json"
+#: Begins with an underscore, so that ``push_to_hub`` leaves it out as it does ``checkpoint-N``.
+LOCK_NAME = "_lock"
+#: One of these is in every checkpoint of ours, whatever is lost of it.
+_OURS = ("state.json", "rank/[0-9]*.json", "model/shard-*-model-*.safetensors")
 #: Weights in the folder of an export before, of either kind.
 FULL = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
 ADAPTER = re.compile(r"adapter_model\.(safetensors|bin)")
+
+
+@dataclass(slots=True)
+class Run:
+    """What one call of ``train`` knows of its directory."""
+
+    falls_back: bool = False
+    """Damage leads to the checkpoint before; not if the caller named one."""
+    damaged: dict[int, str] = field(default_factory=dict)
+    """Checkpoints that were passed by, with their damage."""
+    resumed_step: int = -1
+    published: set[str] = field(default_factory=set)
+    rng: Any = None
+    """As the checkpoint had it."""
 
 
 @contextlib.contextmanager
@@ -43,7 +71,7 @@ def held(root: str) -> Iterator[None]:
 
     def take() -> bytes:
         nonlocal lock
-        lock = DirectoryLock(root)
+        lock = DirectoryLock(root, name=LOCK_NAME)
         sweep_leftovers(root)
         return b""
 
@@ -56,8 +84,22 @@ def held(root: str) -> Iterator[None]:
 
 
 def is_ours(path: str) -> bool:
-    """Whether a directory holds a shardwise checkpoint; else plain Trainer wrote it."""
-    return os.path.isfile(os.path.join(path, MANIFEST_NAME))
+    """Whether a directory holds a shardwise checkpoint; else plain Trainer wrote it.
+
+    Raises :class:`IntegrityError` for one of ours that lost its manifest: nothing of it is proved.
+    """
+    if os.path.isfile(os.path.join(path, MANIFEST_NAME)):
+        return True
+    if any(glob.glob(pattern, root_dir=path) for pattern in _OURS):
+        raise IntegrityError(f"lost: no {MANIFEST_NAME}", path=path)
+    return False
+
+
+def has_optimizer(path: str) -> bytes:
+    """Whether a shardwise checkpoint holds an optimizer: ``save_only_model`` leaves it out. Nothing if not."""
+    manifest = read_manifest(path)
+    documents = json.loads(read_checked(path, manifest, "state.json"))
+    return b"1" if "optimizer" in (*documents, *manifest.local_documents) else b""
 
 
 def checkpoints(root: str) -> dict[int, str]:
@@ -67,24 +109,75 @@ def checkpoints(root: str) -> dict[int, str]:
     return {step: path for step, path in sorted(found.items(), reverse=True) if os.path.isdir(path)}
 
 
-def newest(root: str) -> bytes:
-    """The newest checkpoint that is whole, as far as that can be told without payload; nothing if there are none."""
-    damaged = []
-    for step, path in checkpoints(root).items():
-        try:
-            if is_ours(path):
-                quick_check(path, step)
-            elif not os.path.isfile(os.path.join(path, STATE_NAME)):
-                raise IntegrityError(f"holds neither {MANIFEST_NAME} nor {STATE_NAME}", path=path)
-        except (FormatError, IntegrityError) as error:
-            _log.warning("skipping damaged %s: %s", path, error)
-            damaged.append(str(error))
+def newest(root: str, damaged: dict[int, str]) -> str:
+    """The newest checkpoint that is whole, as far as that can be told without payload; nothing if there are none.
+
+    Those in ``damaged`` are passed by, and what is found to be damaged is added to it. Collective. Raises
+    :class:`NoCheckpointError` if all are; what can't be read for another reason is no damage, and raises.
+    """
+
+    def search() -> bytes:
+        for step, path in checkpoints(root).items():
+            if step in damaged:
+                continue
+            try:
+                if is_ours(path):
+                    quick_check(path, step)
+                elif not os.path.isfile(os.path.join(path, STATE_NAME)):
+                    raise IntegrityError(f"holds neither {MANIFEST_NAME} nor {STATE_NAME}", path=path)
+            except (FormatError, IntegrityError) as error:
+                _log.warning("skipping damaged %s: %s", path, error)
+                damaged[step] = str(error)
+                continue
+            return json.dumps([path, damaged]).encode()
+        if damaged:
+            found = "; ".join(damaged.values())
+            raise NoCheckpointError(f"{root}: no checkpoint is valid ({found}). Move them away to start anew")
+        return json.dumps(["", {}]).encode()
+
+    path, known = json.loads(Ranks.current().on_first("find newest checkpoint", search))
+    damaged |= {int(step): why for step, why in known.items()}
+    return str(path)
+
+
+def set_newer_aside(root: str, run: Run) -> bytes:
+    """Checkpoints that a line before this one wrote are kept, under names that nothing takes for newer ones.
+
+    Nor does ``push_to_hub`` take them: it leaves out what begins with an underscore. For rank 0.
+    """
+    newer = {step: path for step, path in checkpoints(root).items() if step > run.resumed_step}
+    for step, path in newer.items():
+        if path in run.published:
             continue
-        return path.encode()
-    if damaged:
-        raise NoCheckpointError(
-            f"{root}: no checkpoint is valid ({'; '.join(damaged)}). Move them away to start anew"
-        )
+        why = "damaged" if step in run.damaged else "superseded"
+        aside = os.path.join(root, f"_{why}-{os.path.basename(path)}-{secrets.token_hex(4)}")
+        try:
+            os.rename(path, aside)
+        except OSError as error:
+            raise CheckpointError(f"{path}: can't be set aside: {error.strerror}") from error
+        fsync_directory(root)
+        _log.warning("%s is %s; it is %s now", path, _WORDS[why], aside)
+    return b""
+
+
+_WORDS = {"damaged": "damaged", "superseded": "of another line than this run"}
+
+
+def rotate(root: str, limit: int | None, best: str | None) -> bytes:
+    """Delete the oldest checkpoints, but neither the newest nor the best. For rank 0.
+
+    What stays too much harms nobody: nothing here makes a save fail, which is published.
+    """
+    found = list(checkpoints(root).values())
+    if not limit or limit < 1:
+        return b""
+    kept = {found[0], os.path.abspath(best or found[0])}
+    excess = len(found) - max(limit, len(kept))
+    for path in [p for p in reversed(found) if p not in kept][: max(excess, 0)]:
+        try:
+            discard(path)
+        except OSError as error:
+            _log.warning("can't delete %s: %s", path, error)
     return b""
 
 

@@ -16,23 +16,22 @@ Nothing of Accelerate is patched: ``prepare`` takes a model that is sharded alre
 from __future__ import annotations
 
 import copy
-import logging
 import os
-import re
-import shutil
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from .. import checkpoint
 from ..dist import Ranks
-from ..errors import CheckpointError, NoCheckpointError, ShardError, StateError
+from ..errors import ShardError, StateError
+from ..foreign import is_foreign
 from ..loading import load as _load
 from ..names import named_tensors
+from ..parallelize import remember_sharding
 from ..plan import IOOptions
 from ..pretrained import load_wrapped
 from ..proof.report import LoadReport
@@ -40,13 +39,20 @@ from ..restoring import ResumeReport
 from ..state.gradients import watch_steps
 from ..state.train_state import TrainState
 from ..store.save import SaveReport
+from ._accelerate_folders import delete_oldest, folder_for, make_room, newest
+from ._accelerate_loaders import LoaderPositions
+from ._accelerate_settings import (
+    SettingsWithoutLoading,
+    check_supported,
+    cut_by_tp_plan,
+    takes_over_checkpointing,
+    warn_of_empty_shards,
+)
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 __all__ = ["load", "load_pretrained", "load_state", "prepare", "save_state", "shard", "train_state"]
-
-_log = logging.getLogger(__name__)
 
 
 def load_pretrained(
@@ -68,10 +74,13 @@ def load_pretrained(
 
     Honoured are the wrap policy with its class names or size, reshard after forward, mixed precision (trainable
     parameters become fp32 masters, as Accelerate does), CPU offload, ignored modules and the mesh of
-    ``parallelism_config`` (FSDP, HSDP). Activation checkpointing is applied
-    here, before sharding, and switched off in the plugin so that ``prepare`` does not add it again; compiling it does.
-    ``cpu_ram_efficient_loading`` has nothing left to do: no rank holds more than its shards. Without FSDP every rank
-    loads the whole model onto the accelerator's device.
+    ``parallelism_config`` (FSDP, HSDP, or tensor parallelism alone, by the model's own plan). Compiling is left to
+    ``prepare``. ``cpu_ram_efficient_loading`` has nothing left to do: no rank holds more than its shards. Without FSDP
+    every rank loads the whole model onto the accelerator's device.
+
+    Activation checkpointing is applied here, because it must be there before sharding, and switched off in the
+    accelerator's plugin for good, because ``prepare`` would add it again. Models that are loaded here later still get
+    it; for one that is not, set ``accelerator.state.fsdp_plugin.activation_checkpointing`` before its ``prepare``.
 
     Other arguments, memory, which ranks must call it and errors: as :func:`shardwise.load_pretrained`. Raises
     :class:`ShardError` for what can't be honoured.
@@ -126,12 +135,19 @@ def load(
 def shard(accelerator: Accelerator, model: nn.Module) -> tuple[str, ...]:
     """Apply FSDP2 to ``model`` in place as ``accelerator.prepare`` would, with nothing loaded; best on meta.
 
+    With ``tp_size`` in the accelerator's ``parallelism_config`` a transformers model is cut by its own plan instead,
+    unless it holds DTensors already; ``accelerator.prepare`` takes it then. Does nothing without either.
+
     Returns the names of the parameters that the plugin's ignored modules hold: those stay plain, and reducing
-    their gradients is up to the caller, as with Accelerate. Does nothing without FSDP. Every rank must call it.
-    Raises :class:`ShardError` for FSDP1, DeepSpeed, Megatron, tensor, context or sequence parallelism, 4-bit
-    parameters, and for what ``fully_shard`` refuses.
+    their gradients is up to the caller, as with Accelerate. Every rank must call it. Raises :class:`ShardError` for
+    FSDP1, DeepSpeed, Megatron, context or sequence parallelism, tensor parallelism beside FSDP or without a plan,
+    4-bit parameters, and for what ``fully_shard`` refuses.
     """
-    _check_supported(accelerator)
+    check_supported(accelerator)
+    parallelism = accelerator.parallelism_config
+    if parallelism is not None and parallelism.tp_enabled:
+        cut_by_tp_plan(model, accelerator.torch_device_mesh["tp"])
+        _remember(accelerator, model)
     if not accelerator.is_fsdp2:
         return ()
     from accelerate.utils import fsdp2_apply_ac, fsdp2_prepare_model
@@ -141,23 +157,34 @@ def shard(accelerator: Accelerator, model: nn.Module) -> tuple[str, ...]:
         accelerator.state.fsdp_plugin.set_auto_wrap_policy(model)
     except ValueError as error:
         raise ShardError(f"the FSDP plugin does not fit {type(model).__name__}: {error}") from error
-    settings = _Settings(accelerator, model)
+    settings = SettingsWithoutLoading(accelerator, model)
     modules = settings.state.fsdp_plugin.ignored_modules or ()
     ignored = _names_in(model, modules)
     for module in modules:
         if not any(t.is_meta for t in (*module.parameters(), *module.buffers())):
             module.to(accelerator.device)
     try:
-        if _checkpoints_activations(accelerator.state.fsdp_plugin):
+        if takes_over_checkpointing(accelerator.state.fsdp_plugin):
             fsdp2_apply_ac(settings, model)
         fsdp2_prepare_model(settings, model)
     except (NotImplementedError, ValueError, AssertionError) as error:
         raise ShardError(
-            f"{type(model).__name__} can't be sharded as the FSDP plugin says: {str(error).splitlines()[0]} … Change the plugin, or shard "
-            "the model yourself (shardwise.shard and shardwise.load): prepare() takes a sharded model as it is"
+            f"{type(model).__name__} can't be sharded as the FSDP plugin says: {str(error).splitlines()[0]} … Change the "
+            "plugin, or shard the model yourself (shardwise.shard and shardwise.load): prepare() takes a sharded model "
+            "as it is"
         ) from error
-    _warn_of_empty_shards(model)
+    warn_of_empty_shards(model)
+    _remember(accelerator, model)
     return ignored
+
+
+def _remember(accelerator: Any, model: nn.Module) -> None:
+    """For :func:`shardwise.clone`. Only the settings are kept: the accelerator itself holds on to its models."""
+    names = ("distributed_type", "is_fsdp2", "parallelism_config", "torch_device_mesh", "mixed_precision")
+    settings: Any = SimpleNamespace(**{name: getattr(accelerator, name, None) for name in names})
+    settings.device, settings.is_main_process = accelerator.device, accelerator.is_main_process
+    settings.state = SimpleNamespace(fsdp_plugin=copy.copy(getattr(accelerator.state, "fsdp_plugin", None)))
+    remember_sharding(model, lambda second: shard(settings, second))
 
 
 def prepare(accelerator: Accelerator, *objects: Any) -> Any:
@@ -184,79 +211,9 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
     return prepared
 
 
-class _Settings:
-    """What ``fsdp2_prepare_model`` asks of an accelerator, with the loading left to us.
-
-    The plugin is a copy: the accelerator's own stays as the user made it.
-    """
-
-    def __init__(self, accelerator: Accelerator, model: nn.Module) -> None:
-        self._accelerator = accelerator
-        plugin = copy.copy(accelerator.state.fsdp_plugin)
-        plugin.cpu_ram_efficient_loading = False
-        ignored = plugin.ignored_modules
-        if isinstance(ignored, str):  # by name it would move the modules, which can't be done from meta
-            plugin.ignored_modules = [m for name, m in model.named_modules() if re.fullmatch(ignored, name)]
-        self.state = SimpleNamespace(fsdp_plugin=plugin)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._accelerator, name)
-
-
-def _checkpoints_activations(plugin: Any) -> bool:
-    """Whether the user asked for it. Wrappers have to be there before sharding, and prepare() must not add them again."""
-    wanted = plugin.activation_checkpointing or getattr(plugin, "_checkpoints_activations", False)
-    plugin.activation_checkpointing, plugin._checkpoints_activations = False, wanted
-    return bool(wanted)
-
-
-def _check_supported(accelerator: Accelerator) -> None:
-    kind = accelerator.distributed_type.value
-    problem = ""
-    if kind == "FSDP" and not accelerator.is_fsdp2:
-        problem = "FSDP version 1; say fsdp_version: 2"
-    elif kind not in ("FSDP", "NO", "MULTI_GPU", "MULTI_CPU"):
-        problem = f"distributed_type {kind}"
-    parallelism = accelerator.parallelism_config
-    for name in ("tp", "cp", "sp"):
-        if parallelism is not None and getattr(parallelism, f"{name}_enabled", False):
-            problem = f"{name}_size > 1 in parallelism_config"
-    if problem:
-        raise ShardError(
-            f"the accelerator is set to {problem}; expected FSDP2 (1-D or HSDP), DDP or one process. Shard the model "
-            "yourself (shardwise.load fills any DTensors), or leave this out"
-        )
-
-
 def _names_in(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[str, ...]:
     held = {id(p) for module in modules for p in module.parameters()}
     return tuple(t.name for t in named_tensors(model) if id(t.tensor) in held)
-
-
-def _warn_of_empty_shards(model: nn.Module) -> None:
-    found = [
-        t.name
-        for t in named_tensors(model)
-        if t.kind == "parameter" and t.tensor.requires_grad and _is_empty_somewhere(t.tensor)
-    ]
-    if len(found) > 1 and Ranks.current().rank == 0:
-        _log.warning(
-            "%s and %d more have too few rows for all ranks; call shardwise.integrations.accelerate.prepare(accelerator, …) "
-            "instead of accelerator.prepare(…), which would mix them up in the optimizer of the ranks that hold none",
-            found[0],
-            len(found) - 1,
-        )
-
-
-def _is_empty_somewhere(tensor: torch.Tensor) -> bool:
-    if not isinstance(tensor, DTensor):
-        return False
-    for axis, placement in enumerate(tensor.placements):
-        if isinstance(placement, Shard):
-            size, ranks = tensor.shape[placement.dim], tensor.device_mesh.size(axis)
-            if -(-size // ranks) * (ranks - 1) >= size:
-                return True
-    return False
 
 
 def _device_of(accelerator: Accelerator) -> torch.device | str:
@@ -277,38 +234,33 @@ def save_state(
     """``accelerator.save_state`` into a shardwise checkpoint: one directory, all of it or nothing.
 
     Everything that was prepared or registered: models, optimizers, schedulers, scaler, RNG, positions of the data
-    loaders that have one, custom objects, and the accelerator's own counters. Without ``output_dir`` the directory
-    follows from ``ProjectConfiguration(automatic_checkpoint_naming=True)``, whose ``total_limit`` applies to the
-    oldest ones, after the new one is published.
+    loaders, custom objects, and the accelerator's own counters. With
+    ``ProjectConfiguration(automatic_checkpoint_naming=True)`` the directory is ``checkpoints/checkpoint_N`` of the project,
+    whatever ``output_dir`` says, as with Accelerate; its ``total_limit`` applies to the oldest ones, after the new one is
+    published.
 
     Args:
-        output_dir: must not exist, or be empty.
+        output_dir: must not exist, or be empty: a checkpoint is never overwritten, as Accelerate does with a folder
+            ``latest``. Give each save its own (``f"step-{step}"``).
         step: recorded in the checkpoint. Default: how many saves there were before.
 
-    Every rank must call it. Raises as :func:`shardwise.save`; :class:`StateError` also for registered save hooks:
-    they would add files to a checkpoint whose files are all listed and proved.
+    Every rank must call it. Raises as :func:`shardwise.save`; :class:`CheckpointError` for a directory that holds
+    something; :class:`StateError` also for registered save hooks: they would add files to a checkpoint whose files are
+    all listed and proved.
     """
     _refuse_hooks(accelerator, "_save_model_state_pre_hook", "register_save_state_pre_hook")
     project = accelerator.project_configuration
-    folder = (
-        _new_folder(accelerator) if output_dir is None else os.path.abspath(os.path.expanduser(output_dir))
-    )
-
-    def free() -> bytes:
-        if os.path.isdir(folder) and not os.listdir(folder):
-            os.rmdir(folder)
-        os.makedirs(os.path.dirname(folder), exist_ok=True)
-        return b""
-
+    folder = folder_for(accelerator, output_dir)
     ranks = Ranks.current()
-    ranks.on_first("make room for the checkpoint", free)
+    automatic = project.automatic_checkpoint_naming
+    ranks.on_first("make room for the checkpoint", lambda: make_room(folder, automatic=automatic))
     number = accelerator.save_iteration if step is None else step
     with ranks.agree("collect what the accelerator holds"):
         state = train_state(accelerator)
     report = checkpoint.save(state, folder, step=number)
     project.iteration += 1
-    if output_dir is None and project.total_limit is not None:
-        ranks.on_first("delete oldest", lambda: _delete_oldest(os.path.dirname(folder), project.total_limit))
+    if automatic and project.total_limit is not None:
+        ranks.on_first("delete oldest", lambda: delete_oldest(folder, project.total_limit))
     return report
 
 
@@ -316,18 +268,21 @@ def load_state(accelerator: Accelerator, input_dir: str | os.PathLike[str] | Non
     """``accelerator.load_state`` from a shardwise checkpoint, or from one that ``accelerator.save_state`` wrote.
 
     Into what was prepared and registered, under whatever mesh this run has; proved by digests where the checkpoint
-    is ours. Without ``input_dir`` the newest of ``automatic_checkpoint_naming``.
+    is ours. Without ``input_dir`` the newest of ``automatic_checkpoint_naming``. What Accelerate wrote holds no data
+    position that is read: data loaders stay as they are then.
 
     Every rank must call it. Raises as :func:`shardwise.restore`; :class:`NoCheckpointError` if there is none.
     """
     _refuse_hooks(accelerator, "_load_model_state_pre_hook", "register_load_state_pre_hook")
     ranks = Ranks.current()
     if input_dir is None:
-        found = ranks.on_first("find newest", lambda: _newest(accelerator).encode()).decode()
+        found = ranks.on_first("find newest", lambda: newest(accelerator).encode()).decode()
     else:
         found = os.path.abspath(os.path.expanduser(input_dir))
     with ranks.agree("collect what the accelerator holds"):
         state = train_state(accelerator)
+    if ranks.on_first("look at checkpoint", lambda: b"1" if is_foreign(found) else b""):
+        state.dataloader = None
     return checkpoint.restore(state, found)
 
 
@@ -346,12 +301,11 @@ def train_state(accelerator: Accelerator) -> TrainState:
                 "an optimizer holds a parameter twice, because this rank's shards of several are empty; call "
                 "shardwise.integrations.accelerate.prepare(accelerator, …) instead of accelerator.prepare(…)"
             )
-    loaders = _Loaders(accelerator._dataloaders)
     return TrainState(
         model=models[0] if len(models) == 1 else _numbered("model", models),
         optimizer=_one_or_numbered("optimizer", optimizers),
         scheduler=_one_or_numbered("scheduler", accelerator._schedulers),
-        dataloader=loaders if loaders.has_positions else None,
+        dataloader=LoaderPositions(accelerator._dataloaders) if accelerator._dataloaders else None,
         scaler=accelerator.scaler,
         extra={"accelerate": _Counters(accelerator), **_numbered("custom", accelerator._custom_objects)},
     )
@@ -381,100 +335,9 @@ class _Counters:
         self._accelerator.project_configuration.iteration = state["save_iteration"] + 1
 
 
-class _Loaders:
-    """Positions of the prepared data loaders: whole states where they keep one, else their samplers' epochs.
-
-    As with Accelerate, a loader that keeps no state begins its epoch again: ``accelerator.skip_first_batches``.
-    """
-
-    def __init__(self, loaders: Sequence[Any]) -> None:
-        self._loaders = loaders
-
-    @property
-    def has_positions(self) -> bool:
-        return any(found is not None for found in self.state_dict()["loaders"])
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"loaders": [_position(loader) for loader in self._loaders]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        stored = state["loaders"]
-        if len(stored) != len(self._loaders):
-            raise StateError(
-                f"the checkpoint holds {len(stored)} data loaders, {len(self._loaders)} are prepared; prepare the same ones"
-            )
-        for loader, position in zip(self._loaders, stored, strict=True):
-            _set_position(loader, position)
-
-
-def _position(loader: Any) -> dict[str, Any] | None:
-    if getattr(loader, "use_stateful_dataloader", False):
-        return {"state": loader.state_dict()}
-    sampler = _seedable(loader)
-    return None if sampler is None else {"epoch": sampler.epoch, "initial_seed": sampler.initial_seed}
-
-
-def _set_position(loader: Any, position: Mapping[str, Any] | None) -> None:
-    if position is None:
-        return
-    if "state" in position:
-        if not getattr(loader, "use_stateful_dataloader", False):
-            raise StateError(
-                "the checkpoint holds a stateful data loader's position; use_stateful_dataloader is not set"
-            )
-        loader.load_state_dict(position["state"])
-        return
-    sampler = _seedable(loader)
-    if sampler is not None:
-        sampler.epoch, sampler.initial_seed = position["epoch"], position["initial_seed"]
-
-
-def _seedable(loader: Any) -> Any:
-    """The sampler that Accelerate keeps alike on all ranks (``use_seedable_sampler``), if there is one."""
-    from accelerate.data_loader import SeedableRandomSampler
-
-    sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
-    return sampler if isinstance(sampler, SeedableRandomSampler) else None
-
-
 def _refuse_hooks(accelerator: Accelerator, attribute: str, register: str) -> None:
     if getattr(accelerator, attribute):
         raise StateError(
             f"hooks of {register} write and read files of their own beside Accelerate's state; a shardwise checkpoint holds "
             "listed files only. Remove the hooks, and register objects with state_dict (register_for_checkpointing)"
         )
-
-
-# ----------------------------------------------------------------------------------------------------
-# automatic_checkpoint_naming: <project>/checkpoints/checkpoint_<iteration>
-
-
-def _folders(root: str) -> list[tuple[int, str]]:
-    """Published ones, oldest first."""
-    if not os.path.isdir(root):
-        return []
-    matches = ((re.fullmatch(r"checkpoint_(\d+)", name), name) for name in os.listdir(root))
-    return sorted((int(m[1]), os.path.join(root, name)) for m, name in matches if m)
-
-
-def _new_folder(accelerator: Accelerator) -> str:
-    if not accelerator.project_configuration.automatic_checkpoint_naming:
-        raise CheckpointError(
-            "no output_dir, and automatic_checkpoint_naming is off; give save_state(accelerator, output_dir)"
-        )
-    root = os.path.join(accelerator.project_dir, "checkpoints")
-    return os.path.abspath(os.path.join(root, f"checkpoint_{accelerator.save_iteration}"))
-
-
-def _newest(accelerator: Accelerator) -> str:
-    root = os.path.join(accelerator.project_dir or "", "checkpoints")
-    found = _folders(root) if accelerator.project_configuration.automatic_checkpoint_naming else []
-    if not found:
-        raise NoCheckpointError(f"{root}: no checkpoint_N in it, and no input_dir was given")
-    return found[-1][1]
-
-
-def _delete_oldest(root: str, limit: int) -> bytes:
-    for _, folder in _folders(root)[:-limit]:
-        shutil.rmtree(folder)
-    return b""

@@ -15,44 +15,47 @@ With the Trainer itself, :class:`ShardwiseTrainer` takes its place. Methods are 
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import secrets
 import shutil
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
 from transformers import Trainer, TrainingArguments
+from transformers.trainer import TRAINING_ARGS_NAME
 
 from .. import checkpoint
-from .._compat import original_class
 from .._peft import peft_model
 from ..dist import Ranks
-from ..errors import CheckpointError, ShardError
+from ..errors import CheckpointError, ShardError, ShardwiseError
 from ..export import export_hf
 from ..loading import load as _load
-from ..names import unwrap
 from ..proof.report import LoadReport
 from ..restoring import ResumeReport
 from ..state.rng import capture_rng, restore_rng
 from ..state.train_state import TrainState
-from ..store.publish import discard
-from ..store.write import fsync_directory
 from . import accelerate as swa
+from ._accelerate_settings import check_supported
 from ._trainer_folder import (
     ADAPTER,
     FULL,
     STATE_NAME,
-    checkpoints,
+    Run,
+    has_optimizer,
     held,
     is_ours,
     move_into,
     newest,
     read_all,
+    rotate,
+    set_newer_aside,
 )
+from ._trainer_prepare import Groups, adopt, groups_of, put_back
+from ._trl import References, gather_head, generation_state
 from .peft import save_adapter
 
 if TYPE_CHECKING:
@@ -94,16 +97,24 @@ def _accelerator_of(args: TrainingArguments) -> Accelerator:
     )
 
 
+class _DamagedError(Exception):
+    """The checkpoint to resume from turned out to be damaged while it was read, and an older one may do."""
+
+
 class ShardwiseTrainer(Trainer):
     """The Trainer with ``checkpoint-N`` as shardwise checkpoints. Before another trainer class: a mixin for it.
 
     * ``checkpoint-N`` is one directory with everything, published whole or not at all, proved by digests when it is
       read, under any world size; what Trainer and its subclasses write beside (``trainer_state.json``, the tokenizer)
       is listed in it. ``save_total_limit`` applies after publishing and spares the newest and the best.
-    * ``resume_from_checkpoint=True`` takes the newest checkpoint that is undamaged; what plain Trainer wrote is read by
-      plain Trainer. ``resume_report`` says what was restored. Checkpoints newer than the one resumed from are renamed
-      to ``superseded-checkpoint-N-…`` at the first save.
+    * ``resume_from_checkpoint=True`` takes the newest checkpoint that is undamaged, also if that shows only when its
+      tensors are read; what plain Trainer wrote is read by plain Trainer. ``resume_report`` says what was restored.
+      Checkpoints newer than the one resumed from are renamed to ``_superseded-checkpoint-N-…``, or ``_damaged-…``, at
+      the first save.
+    * Trainer finds its place in the data by counting steps: with another global batch size than the saved one samples
+      are skipped or seen again. A resume warns of that, and its report is not exact.
     * ``save_model`` writes hub files, of a ``PeftModel`` adapters, without gathering; every rank must call it.
+    * The reference models that TRL's trainers make are clones of the sharded ``model``: nothing is read, none is whole.
     * While ``train`` runs, it holds ``output_dir`` (a lock that goes with the process); leftovers of killed saves go.
 
     Memory: ≤ 16 MiB besides the live tensors on CPU. Raises what :func:`shardwise.save`, :func:`shardwise.restore` and
@@ -115,16 +126,26 @@ class ShardwiseTrainer(Trainer):
     model: Any
     resume_report: ResumeReport | None = None
     """Of the last ``train`` that resumed from a shardwise checkpoint."""
+    _run: Run
     _staging: str | None = None
-    _published: frozenset[str] = frozenset()
-    _resumed_step: int = -1
-    _rng: Any = None
+    _groups: Groups | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with References() as self._references:
+            super().__init__(*args, **kwargs)
+        if hasattr(self.args, "model_init_kwargs"):  # TRL's
+            gather_head(self.model)
 
     def create_accelerator_and_postprocess(self) -> None:
         """As the Trainer does; then what can't be honoured is refused."""
         super().create_accelerator_and_postprocess()
-        swa._check_supported(self.accelerator)
-        wrong = ""
+        self._run = Run()
+        check_supported(self.accelerator)
+        if self.is_fsdp_enabled:
+            self._references.stand_in(self.args, self.model)
+        parallelism, wrong = self.accelerator.parallelism_config, ""
+        if parallelism is not None and parallelism.tp_enabled:
+            wrong = "tp_size > 1 in parallelism_config; use FSDP"
         if self.args.push_to_hub and self.args.hub_strategy != "end":
             wrong = (
                 f"hub_strategy={str(self.args.hub_strategy)!r} pushes weights out of checkpoints; say 'end'"
@@ -135,10 +156,20 @@ class ShardwiseTrainer(Trainer):
         if wrong:
             raise CheckpointError(f"a shardwise checkpoint can't be had with these arguments: {wrong}")
 
-    def _wrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
+        """Comes after the optimizer is made and before ``accelerator.prepare``."""
         if self.is_fsdp_enabled:
-            _adopt(self.accelerator.state.fsdp_plugin, model)
-        return super()._wrap_model(model, *args, **kwargs)
+            adopt(self.accelerator.state.fsdp_plugin, model)
+            if training and self.optimizer is not None:
+                self._groups = groups_of(self.optimizer)
+        return super()._wrap_model(model, training, dataloader)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Comes after ``accelerator.prepare`` and before anything is resumed."""
+        if self._groups is not None and self.optimizer is not None:
+            put_back(self.optimizer, self._groups)
+            self._groups = None
+        return super().create_scheduler(num_training_steps, optimizer)
 
     @property
     def _root(self) -> str:
@@ -154,7 +185,8 @@ class ShardwiseTrainer(Trainer):
         ranks, run_dir = Ranks.current(), os.path.abspath(self._get_output_dir(trial))
         name = f"checkpoint-{self.state.global_step}"
         final = os.path.join(run_dir, name)
-        if final in self._published:
+        if final in self._run.published:
+            self._name_best(run_dir)  # an evaluation at the end of the epoch may have come after it
             return
         with tempfile.TemporaryDirectory(prefix="shardwise-") as staging:
             folder = os.path.join(staging, name)
@@ -165,30 +197,43 @@ class ShardwiseTrainer(Trainer):
                     super()._save_checkpoint(model, trial)
                 finally:
                     self._staging = None
-                self._note_best(run_dir, folder)
+                self._name_best(run_dir)
+                if self.args.should_save:
+                    self.state.save_to_json(os.path.join(folder, STATE_NAME))
                 state = self._train_state(optimizer=not self.args.save_only_model, files=read_all(folder))
-        ranks.on_first("set newer checkpoints aside", lambda: self._make_way(run_dir))
+        run = self._run
+        ranks.on_first("set newer checkpoints aside", lambda: set_newer_aside(run_dir, run))
         checkpoint.save(state, final, step=self.state.global_step)
-        self._published |= {final}
-        ranks.on_first("rotate checkpoints", lambda: self._rotate(run_dir))
+        self._run.published.add(final)
+        limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
+        ranks.on_first("rotate checkpoints", lambda: rotate(run_dir, limit, best))
 
-    def _train_state(self, *, optimizer: bool = True, files: Mapping[str, bytes] | None = None) -> TrainState:
+    def _train_state(
+        self, *, optimizer: bool = True, files: Mapping[str, bytes] | None = None, source: str | None = None
+    ) -> TrainState:
         return TrainState(
             model=self.model,
             optimizer=self.optimizer if optimizer else None,
             scheduler=self.lr_scheduler if optimizer else None,
             scaler=getattr(self.accelerator, "scaler", None) if optimizer else None,
             files=files or {},
+            extra={"trainer": {"global_batch_size": self._global_batch_size}}
+            | (generation_state(self, source) if optimizer else {}),
         )
 
-    def _note_best(self, run_dir: str, folder: str) -> None:
+    @property
+    def _global_batch_size(self) -> int:
+        """Samples that a step takes: per device × accumulation × data ranks."""
+        if self.accelerator.split_batches:
+            return int(self._train_batch_size * self.args.gradient_accumulation_steps)
+        return int(self.get_total_train_batch_size(self.args))
+
+    def _name_best(self, run_dir: str) -> None:
         """Trainer looked for the best checkpoint where it wrote; where it will be is what its state must say."""
         if self.state.best_global_step:
             best = os.path.join(run_dir, f"checkpoint-{self.state.best_global_step}")
             if self.state.best_global_step == self.state.global_step or os.path.isdir(best):
                 self.state.best_model_checkpoint = best
-        if self.args.should_save:
-            self.state.save_to_json(os.path.join(folder, STATE_NAME))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Part of the checkpoint."""
@@ -199,35 +244,8 @@ class ShardwiseTrainer(Trainer):
     def _save_rng_state(self, output_dir: str) -> None:
         """Part of the checkpoint."""
 
-    def _make_way(self, run_dir: str) -> bytes:
-        """Checkpoints that a line before this one wrote are kept, under names that nothing takes for newer ones."""
-        newer = {step: p for step, p in checkpoints(run_dir).items() if step > self._resumed_step}
-        for path in (p for p in newer.values() if p not in self._published):
-            aside = os.path.join(run_dir, f"superseded-{os.path.basename(path)}-{secrets.token_hex(4)}")
-            try:
-                os.rename(path, aside)
-            except OSError as error:
-                raise CheckpointError(f"{path}: can't be set aside: {error.strerror}") from error
-            fsync_directory(run_dir)
-            _log.warning("%s is of another line than this run; it is %s now", path, aside)
-        return b""
-
-    def _rotate(self, run_dir: str) -> bytes:
-        """What stays too much harms nobody: nothing here makes a save fail, which is published."""
-        limit, found = self.args.save_total_limit, list(checkpoints(run_dir).values())
-        if not limit or limit < 1:
-            return b""
-        kept = {found[0], os.path.abspath(self.state.best_model_checkpoint or found[0])}
-        excess = len(found) - max(limit, len(kept))
-        for path in [p for p in reversed(found) if p not in kept][: max(excess, 0)]:
-            try:
-                discard(path)
-            except OSError as error:
-                _log.warning("can't delete %s: %s", path, error)
-        return b""
-
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model in hub format, or its adapters, with config and tokenizer, into ``output_dir``.
+        """Write the model in hub format, or its adapters, with config, tokenizer and arguments, into ``output_dir``.
 
         The folder may hold other things, ``checkpoint-N`` among them; weights of an export before are replaced.
         Every rank must call it. Raises as :func:`shardwise.export_hf`.
@@ -250,6 +268,7 @@ class ShardwiseTrainer(Trainer):
             with ranks.agree("publish export"):
                 if ranks.rank == 0:
                     self._save_processing_class(folder)
+                    torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))  # as Trainer does
                     move_into(target, folder, ADAPTER if with_adapters else FULL)
         finally:
             if ranks.rank == 0:
@@ -267,15 +286,35 @@ class ShardwiseTrainer(Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """``Trainer.train``; holds ``output_dir`` meanwhile. True: from the newest undamaged checkpoint in it.
 
-        Raises :class:`LockedError` if another run holds it, :class:`NoCheckpointError` if all are damaged.
+        Raises :class:`LockedError` if another run holds it, :class:`NoCheckpointError` if all are damaged. Damage of a
+        checkpoint that is named is :class:`IntegrityError`, or :class:`RankError` where one rank alone meets it.
         """
         root = self._root
         with held(root):
+            self._run, self.resume_report = Run(falls_back=resume_from_checkpoint is True), None
             if resume_from_checkpoint is True:
-                found = Ranks.current().on_first("find newest checkpoint", lambda: newest(root)).decode()
-                resume_from_checkpoint = found or True  # what there is to say of none, Trainer says
-            self._resumed_step, self._published, self._rng, self.resume_report = -1, frozenset(), None, None
+                # What there is to say of none, Trainer says.
+                resume_from_checkpoint = newest(root, self._run.damaged) or True
             return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _inner_training_loop(
+        self,
+        batch_size: int | None = None,
+        args: TrainingArguments | None = None,
+        resume_from_checkpoint: str | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        """Begun again with the checkpoint before, where one is damaged; Trainer does so with smaller batches."""
+        while True:
+            try:
+                return super()._inner_training_loop(
+                    batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval
+                )
+            except _DamagedError:
+                resume_from_checkpoint = newest(self._root, self._run.damaged)
+            if not self.is_fsdp_enabled:  # of plain Trainer's, it has to be read before
+                self._load_from_checkpoint(resume_from_checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """All of a shardwise checkpoint is restored at once, when everything is there."""
@@ -284,22 +323,53 @@ class ShardwiseTrainer(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint_dir: str | None) -> None:
         if checkpoint_dir is not None:
-            self._resumed_step = self.state.global_step
+            self._run.resumed_step = self.state.global_step
             if is_ours(checkpoint_dir):
-                report = checkpoint.restore(self._train_state(), checkpoint_dir)
-                self.resume_report, self._rng = report, capture_rng()
-                if report.differences and Ranks.current().rank == 0:
-                    _log.warning("the resume is not exact: %s", "; ".join(report.differences))
-        super()._load_optimizer_and_scheduler(
-            checkpoint_dir
-        )  # finds none of its files; subclasses have their own
+                try:
+                    self._restore(checkpoint_dir)
+                except ShardwiseError as error:
+                    if not (self._run.falls_back and checkpoint._is_damage(error)):
+                        raise
+                    self._run.damaged[self.state.global_step] = str(error)
+                    if Ranks.current().rank == 0:
+                        _log.warning("skipping damaged %s: %s", checkpoint_dir, error)
+                    raise _DamagedError(checkpoint_dir) from error
+        # It finds none of its files there; subclasses have their own.
+        super()._load_optimizer_and_scheduler(checkpoint_dir)
+
+    def _restore(self, path: str) -> None:
+        """Everything at once; what Trainer makes of it withdraws the promise of an exact resume."""
+        ranks = Ranks.current()
+        with_optimizer = bool(ranks.on_first("look for optimizer", lambda: has_optimizer(path)))
+        state = self._train_state(optimizer=with_optimizer, source=path)
+        report = checkpoint.restore(state, path)
+        self._run.rng = capture_rng()
+        saved, now = state.extra["trainer"]["global_batch_size"], self._global_batch_size
+        found = []
+        if not with_optimizer:
+            found.append(
+                "the checkpoint holds the model only (save_only_model): optimizer and learning rate begin anew"
+            )
+        if saved != now:
+            found.append(
+                f"global batch size (per device × accumulation × ranks): saved {saved}, now {now}. Trainer finds its place "
+                f"in the data by steps: about {abs(saved - now) * report.step} samples are "
+                f"{'skipped' if now > saved else 'seen again'}; keep the product to avoid that"
+            )
+        if self.args.ignore_data_skip:
+            found.append("ignore_data_skip: the epoch's data begin anew")
+        report = report.with_history(self._run.damaged, ())
+        differences = report.differences + tuple(found)
+        self.resume_report = replace(report, exact=report.exact and not found, differences=differences)
+        if differences and ranks.rank == 0:
+            _log.warning("the resume is not exact: %s", "; ".join(differences))
 
     def _load_rng_state(self, checkpoint_dir: str | None) -> None:
         """Once more, because Trainer draws numbers when it skips batches."""
-        if self._rng is None:
+        if self._run.rng is None:
             super()._load_rng_state(checkpoint_dir)
         else:
-            restore_rng(self._rng)
+            restore_rng(self._run.rng)
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
@@ -308,31 +378,3 @@ class ShardwiseTrainer(Trainer):
             return
         _log.info("loading the best model from %s (score %s)", best, self.state.best_metric)
         _load(self.model, best)
-
-
-def _adopt(plugin: Any, model: nn.Module) -> None:
-    """Settle in the plugin what ``prepare`` would look up in a model that is sharded already, and can't find there.
-
-    For models that were sharded under another plugin object, or by ``sw.shard``. Raises :class:`ShardError`.
-    """
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-    from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
-
-    modules = list(model.modules())
-    if not any(isinstance(m, FSDPModule) for m in modules):
-        return
-    if not isinstance(model, FSDPModule) and not isinstance(unwrap(model), FSDPModule):
-        raise ShardError(
-            f"parts of the {type(model).__name__} are sharded, and it is not: was it wrapped after it was loaded? "
-            "Adapters belong into the load: load_pretrained(args, path, adapter=peft_config), without peft_config for the trainer"
-        )
-    if any(isinstance(m, CheckpointWrapper) for m in modules):
-        plugin.activation_checkpointing = False  # the wrappers are there
-    if plugin.auto_wrap_policy is not transformer_auto_wrap_policy:
-        return
-    names = plugin.transformer_cls_names_to_wrap
-    if names is None:
-        names = plugin.transformer_cls_names_to_wrap = list(getattr(model, "_no_split_modules", None) or ())
-    classes = {kind for kind in map(original_class, modules) if kind.__name__ in names}
-    plugin.auto_wrap_policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=classes)

@@ -48,7 +48,9 @@ def check_files(path: str, step: int, on_progress: Callable[[], object] = lambda
         raise SourceError(f"can't be read: {error.strerror}", path=path) from error
     manifest = read_manifest(path)
     if manifest.step != step:
-        raise CheckpointError(f"{path}: holds step {manifest.step}; rename it to step-{manifest.step:08d}")
+        raise CheckpointError(
+            f"{path}: holds step {manifest.step}, not {step}; give it the name that it was published under"
+        )
     for name, entry in manifest.files.items():
         file = os.path.join(path, name)
         try:

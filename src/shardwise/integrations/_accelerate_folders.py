@@ -1,0 +1,75 @@
+"""Where an accelerator's checkpoints go: the caller's folder, or Accelerate's automatic ``checkpoints/checkpoint_N``."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from typing import TYPE_CHECKING
+
+from ..errors import CheckpointError, NoCheckpointError
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+__all__ = ["delete_oldest", "folder_for", "make_room", "newest"]
+
+
+def folder_for(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None) -> str:
+    """As ``accelerator.save_state`` chooses: automatic naming overrules ``output_dir``."""
+    if accelerator.project_configuration.automatic_checkpoint_naming:
+        return os.path.join(_root(accelerator), f"checkpoint_{accelerator.save_iteration}")
+    if output_dir is None:
+        raise CheckpointError(
+            "no output_dir, and automatic_checkpoint_naming is off; give save_state(accelerator, output_dir)"
+        )
+    return os.path.abspath(os.path.expanduser(output_dir))
+
+
+def make_room(folder: str, *, automatic: bool) -> bytes:
+    """Of the one rank that does it: the parent is there, and the folder is not, or was empty.
+
+    Raises :class:`CheckpointError` if it holds something.
+    """
+    if os.path.isdir(folder) and not os.listdir(folder):
+        os.rmdir(folder)
+    if os.path.lexists(folder):
+        raise CheckpointError(
+            f"{folder}: holds something already, and a published checkpoint is never overwritten; "
+            + (
+                "resume with load_state(accelerator) first, which goes on counting, or set project_configuration.iteration"
+                if automatic
+                else "give each save a folder of its own (f'step-{step}'), or "
+                "ProjectConfiguration(automatic_checkpoint_naming=True, total_limit=…) and no output_dir"
+            )
+        )
+    os.makedirs(os.path.dirname(folder), exist_ok=True)
+    return b""
+
+
+def newest(accelerator: Accelerator) -> str:
+    """The newest of automatic naming. Raises :class:`NoCheckpointError` if there is none."""
+    root = _root(accelerator)
+    found = _folders(root) if accelerator.project_configuration.automatic_checkpoint_naming else []
+    if not found:
+        raise NoCheckpointError(f"{root}: no checkpoint_N in it, and no input_dir was given")
+    return found[-1][1]
+
+
+def delete_oldest(folder: str, limit: int) -> bytes:
+    """Keep the ``limit`` newest beside ``folder``."""
+    for _, old in _folders(os.path.dirname(folder))[:-limit]:
+        shutil.rmtree(old)
+    return b""
+
+
+def _root(accelerator: Accelerator) -> str:
+    return os.path.abspath(os.path.join(accelerator.project_dir or "", "checkpoints"))
+
+
+def _folders(root: str) -> list[tuple[int, str]]:
+    """Published ones, oldest first."""
+    if not os.path.isdir(root):
+        return []
+    matches = ((re.fullmatch(r"checkpoint_(\d+)", name), name) for name in os.listdir(root))
+    return sorted((int(m[1]), os.path.join(root, name)) for m, name in matches if m)

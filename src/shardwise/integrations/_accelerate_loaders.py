@@ -1,0 +1,202 @@
+"""Where the data loaders that an accelerator prepared are, and what they can't promise to repeat.
+
+Accelerate 1.15's loaders, ``accelerate/data_loader.py``: each iteration begins with ``set_epoch(loader.iteration)``,
+which overrules any sampler's own epoch, so the position is the loader's ``iteration`` and, of a stateful one, its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, SequentialSampler
+
+from ..errors import StateError
+from ..state.data import make_iterator
+
+__all__ = ["LoaderPositions"]
+
+_HOW = "DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=True) goes on exactly"
+
+
+class LoaderPositions:
+    """Positions of the prepared data loaders, as one object of a :class:`shardwise.TrainState`. Rank-local.
+
+    A stateful loader goes on after the batch that the loop got. Any other one begins the epoch of that batch again, as
+    with Accelerate (``accelerator.skip_first_batches``). In both cases the epochs that follow are those of a run that
+    never stopped, unless :attr:`caveats` says otherwise.
+    """
+
+    def __init__(self, loaders: Sequence[Any]) -> None:
+        self._loaders = loaders
+        self._caveats: tuple[str, ...] = ()
+
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        """What of the position that was loaded last can't be promised to go on exactly, one sentence each."""
+        return self._caveats
+
+    def state_dict(self) -> dict[str, Any]:
+        """The positions now, in values that typed JSON can hold. Changes nothing."""
+        return {"loaders": [_position(loader) for loader in self._loaders]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up the positions of ``state`` at the next iteration of each loader.
+
+        Stateful loaders make their iterator now, which draws from torch's generator: restore random states afterwards.
+        Raises :class:`StateError` for other loaders than those of the stored run; nothing is changed then.
+        """
+        stored = state["loaders"]
+        if len(stored) != len(self._loaders):
+            raise StateError(
+                f"the checkpoint holds {len(stored)} data loaders, {len(self._loaders)} are prepared; prepare the same ones"
+            )
+        for k, (loader, position) in enumerate(zip(self._loaders, stored, strict=True)):
+            if ("state" in position) != _is_stateful(loader):
+                was, now = ("with", "without") if "state" in position else ("without", "with")
+                raise StateError(
+                    f"data loader {k} was stored {was} use_stateful_dataloader, and is {now} it; configure it as it was"
+                )
+        caveats = []
+        for k, (loader, position) in enumerate(zip(self._loaders, stored, strict=True)):
+            _set_position(loader, position)
+            caveats += [f"data loader {k}: {line}" for line in _caveats(loader, position)]
+        self._caveats = tuple(caveats)
+
+
+def _position(loader: Any) -> dict[str, Any]:
+    active = _active_of(loader)
+    inside = active is not None and not active.end_of_dataloader
+    # The loader counts an epoch when it is asked for more than its last batch.
+    position: dict[str, Any] = {
+        "epoch": _iteration(loader) + (active is loader and not inside),
+        "inside": inside,
+        "batch": _global_batch(loader),
+        "generators": {name: g.get_state() for name, g in _generators(loader).items()},
+    }
+    if (sampler := _seedable(loader)) is not None:
+        position["initial_seed"] = sampler.initial_seed
+    if _is_stateful(loader):
+        state = position["state"] = loader.state_dict()
+        # The state knows better: after a resume it may be inside of an epoch that was not taken up yet.
+        position["inside"] = bool(state.get("_num_yielded", inside)) and not state.get("_iterator_finished")
+    return position
+
+
+def _set_position(loader: Any, position: Mapping[str, Any]) -> None:
+    if (sampler := _seedable(loader)) is not None and "initial_seed" in position:
+        sampler.initial_seed = position["initial_seed"]
+    if hasattr(loader, "set_epoch"):
+        loader.set_epoch(position["epoch"])
+    if not position["inside"]:  # else they have drawn this epoch's order already, and would draw another one
+        live = _generators(loader)
+        for name in live.keys() & position["generators"].keys():
+            live[name].set_state(position["generators"][name])
+    if "state" in position:
+        loader.load_state_dict(position["state"])
+        loader.dl_state_dict = position["state"]  # what a save before the first batch stores
+        make_iterator(loader.base_dataloader)
+
+
+def _caveats(loader: Any, position: Mapping[str, Any]) -> Iterator[str]:
+    inside = position["inside"]
+    if inside and "state" not in position:
+        yield (
+            "keeps no state, and the save was inside of an epoch, which begins again: skip what was consumed "
+            "(accelerator.skip_first_batches), and set_epoch for the next one. The new iterator also draws once more "
+            f"from torch's generator. {_HOW}"
+        )
+    if inside and not _repeats_order(loader, position):
+        yield f"the rest of the epoch has another order: the generator that shuffled it has moved on. {_HOW}"
+    if inside and "state" in position and position["batch"] != _global_batch(loader):
+        yield (
+            f"a batch of all ranks had {position['batch']} samples and has {_global_batch(loader)}, and the position "
+            "counts batches: samples of this epoch repeat or are left out"
+        )
+    if inside and any(
+        str(getattr(kind, "value", kind)) != "generator" for kind in getattr(loader, "rng_types", None) or ()
+    ):
+        yield "rng_types: random generators are made alike on all ranks when the epoch is taken up in its middle"
+    if inside and "state" in position and loader.num_workers:
+        yield (
+            f"num_workers={loader.num_workers}: workers start with new generators when an epoch is taken up in its "
+            "middle, so random draws in them (augmentation) are others"
+        )
+    if loader.num_workers and loader.persistent_workers:
+        yield "persistent_workers=True: random draws in workers after the first epoch differ"
+    if loader.num_workers and not loader.in_order:
+        yield "in_order=False: the order of batches depends on the speed of workers"
+    if not loader.num_workers and isinstance(loader.dataset, IterableDataset):
+        yield (
+            "the iterable dataset is read in the training process: if it chooses samples by generators of its own, or "
+            "keeps a position between epochs, it goes on elsewhere"
+        )
+
+
+def _repeats_order(loader: Any, position: Mapping[str, Any]) -> bool:
+    """Whether the epoch, begun again, has the same order: by its number alone, or by a sampler that keeps a state."""
+    state = position.get("state", {})
+    if state.get("_sampler_iter_state") is not None or isinstance(loader.dataset, IterableDataset):
+        return True  # of an iterable dataset another caveat speaks
+    sampler = _sampler(loader)
+    if type(_batches(loader)) not in (BatchSampler, type(sampler)):
+        return False  # it may draw batches
+    return _seedable(loader) is not None or type(sampler) in (SequentialSampler, DistributedSampler)
+
+
+def _is_stateful(loader: Any) -> bool:
+    return bool(getattr(loader, "use_stateful_dataloader", False))
+
+
+def _iteration(loader: Any) -> int:
+    return int(getattr(loader, "iteration", 0))
+
+
+def _active_of(loader: Any) -> Any:
+    """The loader that a loop is in, if it is this one, or one that ``skip_first_batches`` made of it."""
+    from accelerate.state import GradientState
+
+    for other in reversed(GradientState().dataloader_references):
+        if other is loader or (other is not None and other.dataset is loader.dataset):
+            return other
+    return None
+
+
+def _batches(loader: Any) -> Any:
+    """What chooses batches, under Accelerate's own wrappers."""
+    found = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    while (inner := getattr(found, "batch_sampler", None)) is not None:
+        found = inner
+    return found
+
+
+def _sampler(loader: Any) -> Any:
+    batches = _batches(loader)
+    return getattr(batches, "sampler", batches)
+
+
+def _seedable(loader: Any) -> Any:
+    """The sampler that Accelerate keeps alike on all ranks (``use_seedable_sampler``), if there is one."""
+    from accelerate.data_loader import SeedableRandomSampler
+
+    sampler = _sampler(loader)
+    return sampler if isinstance(sampler, SeedableRandomSampler) else None
+
+
+def _generators(loader: Any) -> dict[str, torch.Generator]:
+    """The loader's own generators; what a seedable sampler draws from follows from its seed and epoch."""
+    found = {
+        "loader": loader.generator,
+        "synchronized": getattr(loader, "synchronized_generator", None),
+        "sampler": None if _seedable(loader) is not None else getattr(_sampler(loader), "generator", None),
+    }
+    return {name: g for name, g in found.items() if isinstance(g, torch.Generator)}
+
+
+def _global_batch(loader: Any) -> int | None:
+    """Samples that all ranks take with one batch, where the loader can tell."""
+    try:
+        return int(loader.total_batch_size)
+    except (AttributeError, TypeError):
+        return None

@@ -1,0 +1,62 @@
+"""What Accelerate's ``prepare`` can't find in a model that is sharded already: wrapped classes, empty shards."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from .._compat import original_class
+from ..errors import ShardError
+from ..names import unwrap
+
+__all__ = ["Groups", "adopt", "groups_of", "put_back"]
+
+Groups = list[list[torch.Tensor]]
+
+
+def groups_of(optimizer: torch.optim.Optimizer) -> Groups | None:
+    """The parameters of a sharded model's optimizer, by group; None if nothing is sharded yet.
+
+    ``accelerator.prepare`` finds them again by the address of their shards, and all empty shards have the address 0:
+    where a rank holds no rows of two, it would put one of them in twice and the other one never. See :func:`put_back`.
+    """
+    groups = [list(group["params"]) for group in optimizer.param_groups]
+    return groups if any(isinstance(p, DTensor) for group in groups for p in group) else None
+
+
+def put_back(optimizer: torch.optim.Optimizer, groups: Groups) -> None:
+    """Give an optimizer the parameters that it had; ``prepare`` leaves those of a sharded model what they are."""
+    for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = parameters
+
+
+def adopt(plugin: Any, model: nn.Module) -> None:
+    """Settle in the plugin what ``prepare`` would look up in a model that is sharded already, and can't find there.
+
+    For models that were sharded under another plugin object, or by ``sw.shard``. Raises :class:`ShardError`.
+    """
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+    modules = list(model.modules())
+    if not any(isinstance(m, FSDPModule) for m in modules):
+        return
+    if not isinstance(model, FSDPModule) and not isinstance(unwrap(model), FSDPModule):
+        raise ShardError(
+            f"parts of the {type(model).__name__} are sharded, and it is not: was it wrapped after it was loaded? "
+            "Adapters belong into the load: load_pretrained(args, path, adapter=peft_config), without peft_config for the trainer"
+        )
+    if any(isinstance(m, CheckpointWrapper) for m in modules):
+        plugin.activation_checkpointing = False  # the wrappers are there
+    if plugin.auto_wrap_policy is not transformer_auto_wrap_policy:
+        return
+    names = plugin.transformer_cls_names_to_wrap
+    if names is None:
+        names = plugin.transformer_cls_names_to_wrap = list(getattr(model, "_no_split_modules", None) or ())
+    classes = {kind for kind in map(original_class, modules) if kind.__name__ in names}
+    plugin.auto_wrap_policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=classes)

@@ -1,0 +1,199 @@
+"""What TRL's trainers need beside the Trainer with a sharded policy: references, the head's gradient, completions in hand.
+
+Read at TRL 1.16; nothing of it is patched. Its DPO, KTO, GRPO and RLOO trainers make the reference themselves, while they
+are made: of a model by loading it whole on every rank (``create_model_from_path``), of a ``PeftModel`` by a second adapter
+"ref", whose plain tensors they fill from sharded ones. :class:`References` gives them shards instead.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from .._compat import is_transformers_model
+from .._peft import adapter_configs, base_of
+from ..catalog.manifest import read_manifest
+from ..cloning import clone
+from ..dist import Ranks
+from ..errors import ShardError
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+__all__ = ["References", "gather_head", "generation_state"]
+
+_LOAD = "shardwise.integrations.trainer.load_pretrained(args, path)"
+
+#: Arguments that can't be honoured with a sharded policy, and why.
+_REFUSED = {
+    "precompute_ref_log_probs": "TRL hashes the reference whole. It takes its shards' room only; leave this out",
+    "sync_ref_model": "TRL mixes shards with gathered parameters, and no checkpoint holds the reference; leave it out",
+    "cast_lm_head_to_fp32": "FSDP2 computes a group in one dtype; leave it out, or train with bf16=False",
+    "use_transformers_continuous_batching": (
+        "each rank would generate at its own pace, and shards are gathered by all at once; leave it out"
+    ),
+}
+
+
+class References(TorchFunctionMode):
+    """While a trainer is made: references come from the sharded policy, by shards.
+
+    Where TRL would load a second model whole it gets :func:`shardwise.clone` of the policy. Where it copies an adapter's
+    shards into plain tensors they are gathered: the reference adapter is whole on every rank, and nothing else is.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._args: Any = None
+        self._given: Any = None
+
+    def stand_in(self, args: Any, model: nn.Module) -> None:
+        """Take the place of the class that TRL loads a reference of ``model`` with; nothing with other trainers.
+
+        Raises :class:`ShardError` for what can't be had of a sharded model.
+        """
+        if not hasattr(args, "model_init_kwargs"):
+            return
+        if _is_sharded(model):
+            _check(args, model)
+        self._args, self._given = args, args.model_init_kwargs
+        args.model_init_kwargs = {**(self._given or {}), "architecture": _Clones(model)}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """A sharded tensor that is copied into a plain one is gathered first, by all ranks of its mesh."""
+        if func is torch.Tensor.copy_ and isinstance(args[1], DTensor) and not isinstance(args[0], DTensor):
+            args = (args[0], args[1].full_tensor(), *args[2:])
+        return func(*args, **(kwargs or {}))
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """The arguments are as they were. Raises :class:`ShardError` where the trainer takes shards for whole tensors."""
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        if self._args is not None:
+            self._args.model_init_kwargs = self._given
+        if isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
+            raise ShardError(
+                "the trainer computes with whole tensors of the model while it is made, and finds shards. A reference adapter "
+                "does that with use_dora in the LoraConfig: leave it out, or train without a reference (GRPO and RLOO: beta=0)"
+            ) from error
+
+
+class _Clones:
+    """In the place of the class whose ``from_pretrained`` TRL calls for a reference."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def from_pretrained(self, path: str, **_: Any) -> Any:
+        """The policy as it is now, once more. Every rank must call it."""
+        if not _is_sharded(self._model):
+            raise ShardError(
+                f"the reference model would be loaded whole on every rank, from {path!r}: the "
+                f"{type(self._model).__name__} is not sharded yet. Give the trainer a model of {_LOAD}"
+            )
+        return clone(self._model)
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    return any(isinstance(p, DTensor) for p in model.parameters())
+
+
+def _check(args: Any, model: nn.Module) -> None:
+    for name, why in _REFUSED.items():
+        if getattr(args, name, False):
+            raise ShardError(f"args.{name} can't be had with a sharded model: {why}")
+    config = adapter_configs(model).get("ref")
+    whole = [name for name in ("modules_to_save", "trainable_token_indices") if getattr(config, name, None)]
+    if whole:
+        raise ShardError(
+            f"TRL's reference adapter would need copies of whole modules beside the sharded ones ({whole[0]} in the LoraConfig). "
+            f"Leave that out, or train without a reference (GRPO and RLOO: beta=0)"
+        )
+
+
+def gather_head(model: nn.Module) -> None:
+    """Gather the head before TRL computes log-probabilities, which takes its weight without calling it.
+
+    ``shard()`` makes it a group of its own, which its own forward would gather. TRL gathers it as a tensor then, and no
+    rank's gradient would be reduced. Groups that are there already (Accelerate's has the last norm in it) stay.
+    """
+    base: Any = base_of(model)
+    if not is_transformers_model(base) or base.base_model is base or not _is_sharded(base):
+        return
+
+    def gather(*_: Any) -> None:
+        head = base.get_output_embeddings()
+        if not torch.is_grad_enabled() or head is None or not _is_trained_shard(head.weight):
+            return
+        for module in head.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()
+        if _is_trained_shard(head.weight):
+            raise ShardError(
+                f"the head of the {type(base).__name__} is sharded with modules that are not gathered when TRL uses it, and its "
+                f"gradient would not be reduced. Give the trainer a model of {_LOAD}"
+            )
+
+    base.base_model.register_forward_hook(gather)
+
+
+def _is_trained_shard(weight: torch.Tensor) -> bool:
+    return isinstance(weight, DTensor) and weight.requires_grad
+
+
+# ----------------------------------------------------------------------------------------------------
+# State
+
+
+def generation_state(trainer: Trainer, source: str | None) -> dict[str, Any]:
+    """What a trainer that generates must keep over a resume, as extras of its state; nothing of other trainers.
+
+    Completions that wait for their steps differ between ranks: from ``source``, a checkpoint, they are taken by as many
+    ranks as wrote it. Other numbers of ranks generate anew, and the report says so. Collective with a ``source``.
+    """
+    if not hasattr(trainer, "_buffered_inputs"):
+        return {}
+    state: dict[str, Any] = {"generation": _Counters(trainer), "completions": _Completions(trainer)}
+    if source is not None:
+        ranks = Ranks.current()
+        with ranks.agree("look for completions"):
+            stored = read_manifest(source)
+        if "extra.completions" in stored.local_documents and stored.world_size != ranks.world_size:
+            del state["completions"]
+    return state
+
+
+class _Counters:
+    """Where in a round of generation a trainer is, in steps of accumulation, and how many tokens it counted."""
+
+    names = ("_step", "_total_train_tokens")
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self._trainer, name) for name in self.names}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self._trainer, name, value)
+
+
+class _Completions:
+    """What was generated and scored, and is not used up: nothing where the next step generates."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        every = self._trainer.args.steps_per_generation * self._trainer.num_iterations
+        return {"inputs": self._trainer._buffered_inputs if self._trainer._step % every else None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        from accelerate.utils import send_to_device
+
+        self._trainer._buffered_inputs = send_to_device(state["inputs"], self._trainer.args.device)
