@@ -8,13 +8,18 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint con
 # Ranks share the cores; one thread each, here and in everything that is started.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help install demo test check bench faults sweep clean
+# Test files run in so many lanes; each has ranks of its own.
+LANES ?= 2
+PYTEST := $(BIN)/python -m pytest --numprocesses $(LANES) --dist loadfile
+
+.PHONY: help install demo test long check bench faults sweep clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make install  create $(VENV) with exact versions"
 	@echo "make demo     the whole way on this machine, into demo-out/"
-	@echo "make test     all tests"
+	@echo "make test     all tests but the long ones"
+	@echo "make long     the long ones: the demo, conversions of 46 architectures, scripts as users start them (minutes)"
 	@echo "make check    lint, format, types, and the tests of the package's shape"
 	@echo "make bench    loads and saves against their floors and transformers' own, digest speed (minutes)"
 	@echo "make faults   every fault of tests/faults at every place, and a table of what it led to (minutes)"
@@ -39,7 +44,10 @@ demo: install
 	$(BIN)/python -m shardwise demo --out demo-out
 
 test: install
-	$(BIN)/python -m pytest
+	$(PYTEST) -m "not slow"
+
+long: install
+	$(PYTEST) -m slow
 
 check: install
 	$(BIN)/ruff check .

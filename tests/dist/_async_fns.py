@@ -242,6 +242,8 @@ def interrupted_wait(root: str) -> dict[str, Any]:
     state = state_at(1, 3_000_000)
     found: dict[str, Any] = {}
     with sw.Checkpointer(root, mode="async") as checkpointer:
+        gate, own = threading.Event(), os.fsync
+        os.fsync = lambda fd: (gate.wait(), own(fd))[1]  # the save can't end before the interrupt
         checkpointer.save(state, 1)
         expected = bits(state)
         timer = threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGINT))
@@ -256,6 +258,8 @@ def interrupted_wait(root: str) -> dict[str, Any]:
         finally:
             timer.join()
             signal.signal(signal.SIGINT, before)
+            gate.set()
+            os.fsync = own
         set_values(state, 2)
         checkpointer.save(state, 2)
         checkpointer.wait()

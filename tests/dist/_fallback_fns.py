@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen3Config
-from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 import shardwise as sw
@@ -50,8 +55,10 @@ class LargestRowFirst(ConversionOps):
         return {target_patterns[0]: weight.roll(-int(weight.norm(dim=1).argmax().item()), dims=0)}
 
 
-def register() -> None:
+@contextmanager
+def registered() -> Iterator[None]:
     """For Qwen3 models of this process; ``from_pretrained`` uses them too."""
+    kept = get_checkpoint_conversion_mapping("qwen3")
     register_checkpoint_conversion_mapping(
         "qwen3",
         [
@@ -61,6 +68,10 @@ def register() -> None:
         ],
         overwrite=True,
     )
+    try:
+        yield
+    finally:
+        register_checkpoint_conversion_mapping("qwen3", kept or [], overwrite=True)
 
 
 def make_checkpoint(directory: Path) -> None:
@@ -95,9 +106,9 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+@registered()
 def load_beside_ordinary(directory: str, dtype: str) -> dict[str, Any]:
     """Differences from the ordinary load, and what the report says."""
-    register()
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     model, report = sw.load_pretrained(directory, mesh, dtype=dtype)
     ordinary = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).state_dict()
@@ -113,8 +124,8 @@ def load_beside_ordinary(directory: str, dtype: str) -> dict[str, Any]:
     }
 
 
+@registered()
 def load_error(directory: str, staging_bytes: int) -> str:
-    register()
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     try:
         sw.load_pretrained(directory, mesh, io=sw.IOOptions(staging_bytes=staging_bytes, timeout_s=60))
@@ -123,8 +134,8 @@ def load_error(directory: str, staging_bytes: int) -> str:
     return "none"
 
 
+@registered()
 def export_error(directory: str, out: str) -> str:
-    register()
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     model, _ = sw.load_pretrained(directory, mesh)
     try:
