@@ -18,6 +18,8 @@ def no_collections() -> Iterator[None]:
     goes on. Blocks may be nested, and run in several threads: the last that ends leaves the collector on.
     """
     was_on = gc.isenabled()
+    if was_on:
+        gc.collect(1)  # young garbage, a model that was dropped just before: it would become old, and stay
     gc.disable()
     try:
         yield

@@ -27,12 +27,14 @@ class Script:
     seedable: bool
     save_after: int | None
     shuffle: bool = True
+    own_generator: bool = False
 
     @property
     def name(self) -> str:
         return "-".join(
             ("stateful" if self.stateful else "plain", "seedable" if self.seedable else "default")
             + (() if self.shuffle else ("in-order",))
+            + (("generator",) if self.own_generator else ())
             + ("between" if self.save_after is None else f"after{self.save_after}",)
         )
 
@@ -56,7 +58,10 @@ class Run:
         model = Dropped()
         swa.shard(accelerator, model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
-        loader = DataLoader(list(range(SAMPLES)), batch_size=PER_RANK, shuffle=script.shuffle)
+        generator = torch.Generator().manual_seed(torch.initial_seed()) if script.own_generator else None
+        loader = DataLoader(
+            list(range(SAMPLES)), batch_size=PER_RANK, shuffle=script.shuffle, generator=generator
+        )
         self.model, self.optimizer, self.loader = swa.prepare(accelerator, model, optimizer, loader)
 
     def step(self, numbers: torch.Tensor) -> None:

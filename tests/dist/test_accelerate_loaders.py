@@ -24,6 +24,9 @@ EXACT = [
     Script(stateful=False, seedable=True, save_after=None),
     Script(stateful=False, seedable=False, save_after=LAST),
     Script(stateful=False, seedable=False, save_after=None),
+    Script(stateful=True, seedable=False, save_after=LAST, own_generator=True),
+    Script(stateful=True, seedable=False, save_after=None, own_generator=True),
+    Script(stateful=False, seedable=False, save_after=None, own_generator=True),
 ]
 #: The same samples once those that were consumed are skipped, but a draw of random numbers more.
 SAME_SAMPLES = [

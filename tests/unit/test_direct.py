@@ -156,3 +156,19 @@ def test_an_existing_file_is_not_touched(tmp_path: Path) -> None:
         pass
     assert (tmp_path / "file").read_bytes() == b"old"
     assert no_thread_is_left()
+
+
+def test_without_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at the end of a process, from Python 3.12 on, where a save that goes on behind is still written."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    content = os.urandom(3 * BUFFER + 5)
+    with DirectWriter(str(tmp_path / "file")) as file:
+        file.write(content)
+    assert (tmp_path / "file").read_bytes() == content
+    monkeypatch.setattr(os, "write", failing(2, errno.ENOSPC))
+    with pytest.raises(CheckpointError, match="No space"), DirectWriter(str(tmp_path / "full")) as file:
+        file.write(content)

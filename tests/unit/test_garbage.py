@@ -32,6 +32,8 @@ def make(count: int) -> list[list[int]]:
 
 def test_none_in_the_block_nor_behind_it(collections: list[int]) -> None:
     with no_collections():
+        assert collections == [1], "what was dropped just before"
+        collections.clear()
         assert not gc.isenabled()
         with no_collections():
             kept = make(50_000)

@@ -89,14 +89,17 @@ def _set_position(loader: Any, position: Mapping[str, Any]) -> None:
         sampler.initial_seed = position["initial_seed"]
     if hasattr(loader, "set_epoch"):
         loader.set_epoch(position["epoch"])
-    if not position["inside"]:  # else they have drawn this epoch's order already, and would draw another one
-        live = _generators(loader)
-        for name in live.keys() & position["generators"].keys():
-            live[name].set_state(position["generators"][name])
     if "state" in position:
         loader.load_state_dict(position["state"])
         loader.dl_state_dict = position["state"]  # what a save before the first batch stores
-        make_iterator(loader.base_dataloader)
+        make_iterator(loader.base_dataloader)  # draws from the loader's generator, where it has one
+    has_drawn = (position.get("state") or {}).get("_sampler_iter_state") is not None
+    if (
+        not position["inside"] or has_drawn
+    ):  # else they would draw another order of the epoch that begins again
+        live = _generators(loader)
+        for name in live.keys() & position["generators"].keys():
+            live[name].set_state(position["generators"][name])
 
 
 def _caveats(loader: Any, position: Mapping[str, Any]) -> Iterator[str]:

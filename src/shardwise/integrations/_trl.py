@@ -66,7 +66,8 @@ class References(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """A sharded tensor that is copied into a plain one is gathered first, by all ranks of its mesh."""
-        if func is torch.Tensor.copy_ and isinstance(args[1], DTensor) and not isinstance(args[0], DTensor):
+        kinds = [isinstance(found, DTensor) for found in args[:2]]
+        if func is torch.Tensor.copy_ and kinds == [False, True]:
             args = (args[0], args[1].full_tensor(), *args[2:])
         return func(*args, **(kwargs or {}))
 
@@ -149,13 +150,19 @@ def _is_trained_shard(weight: torch.Tensor) -> bool:
 # State
 
 
+def stores_completions(trainer: Any) -> bool:
+    """Whether a trainer keeps its completions as GRPO's and RLOO's do. Others keep other things, and count otherwise."""
+    names = ("_buffered_inputs", "num_iterations", *_Counters.names)
+    return all(hasattr(trainer, name) for name in names) and hasattr(trainer.args, "steps_per_generation")
+
+
 def generation_state(trainer: Trainer, source: str | None) -> dict[str, Any]:
     """What a trainer that generates must keep over a resume, as extras of its state; nothing of other trainers.
 
     Completions that wait for their steps differ between ranks: from ``source``, a checkpoint, they are taken by as many
     ranks as wrote it. Other numbers of ranks generate anew, and the report says so. Collective with a ``source``.
     """
-    if not hasattr(trainer, "_buffered_inputs"):
+    if not stores_completions(trainer):
         return {}
     state: dict[str, Any] = {"generation": _Counters(trainer), "completions": _Completions(trainer)}
     if source is not None:

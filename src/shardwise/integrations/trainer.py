@@ -55,7 +55,7 @@ from ._trainer_folder import (
     set_newer_aside,
 )
 from ._trainer_prepare import Groups, adopt, groups_of, put_back
-from ._trl import References, gather_head, generation_state
+from ._trl import References, gather_head, generation_state, stores_completions
 from .peft import save_adapter
 
 if TYPE_CHECKING:
@@ -346,6 +346,8 @@ class ShardwiseTrainer(Trainer):
         self._run.rng = capture_rng()
         saved, now = state.extra["trainer"]["global_batch_size"], self._global_batch_size
         found = []
+        if hasattr(self, "_buffered_inputs") and not stores_completions(self):
+            found.append(f"completions that {type(self).__name__} keeps for later steps are not stored")
         if not with_optimizer:
             found.append(
                 "the checkpoint holds the model only (save_only_model): optimizer and learning rate begin anew"

@@ -21,6 +21,8 @@ __all__ = ["DirectWriter"]
 BUFFER_BYTES = 8 * 1024**2
 #: Of offsets, lengths and memory: the sector of every disk divides it.
 _ALIGNMENT = 4096
+#: Of a write past the page cache, by file systems that take the flag.
+_REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
 #: Linux only.
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
@@ -42,10 +44,17 @@ class DirectWriter(FileWriter):
         self._full: queue.SimpleQueue[tuple[NDArray[np.uint8], int] | None] = queue.SimpleQueue()
         self._ended = threading.Event()
         super().__enter__()
+        self._has_thread = True
         try:
             self._is_direct = _switch(self._fd, on=True)
-            threading.Thread(target=self._write_buffers, name="shardwise-write").start()
+            # A daemon: whoever writes waits for it, and what interrupts that must not keep the process from ending.
+            threading.Thread(target=self._write_buffers, name="shardwise-write", daemon=True).start()
+        except (
+            RuntimeError
+        ):  # at the end of a process Python starts none, nor does a system that is out of them
+            self._has_thread = False
         except BaseException:
+            self._full.put(None)
             self._close(has_failed=True)
             raise
         return self
@@ -61,7 +70,6 @@ class DirectWriter(FileWriter):
             done += count
             if self._used == BUFFER_BYTES:
                 self._hand_over()
-                self._buffer = self._free.get()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -73,7 +81,8 @@ class DirectWriter(FileWriter):
                 self._hand_over()
         finally:
             self._full.put(None)
-            self._ended.wait()  # not join(): when Ctrl-C interrupts that, Python 3.11 takes the thread for ended
+            if self._has_thread:
+                self._ended.wait()  # not join(): when Ctrl-C interrupts that, Python 3.11 takes the thread for ended
             if kind is None and self._failure is not None:
                 self._close(has_failed=True)
                 raise self._failure
@@ -82,7 +91,11 @@ class DirectWriter(FileWriter):
     def _hand_over(self) -> None:
         if self._failure is not None:
             raise self._failure
-        self._full.put((self._buffer, self._used))
+        if self._has_thread:
+            self._full.put((self._buffer, self._used))
+            self._buffer = self._free.get()
+        else:
+            self._write_out(self._buffer.data[: self._used])
         if self._on_progress is not None:
             self._on_progress(self._used)
         self._used = 0
@@ -110,7 +123,7 @@ class DirectWriter(FileWriter):
             try:
                 count = os.write(self._fd, view[done:aligned])
             except OSError as error:
-                if self._is_direct and error.errno == errno.EINVAL:  # a larger alignment, or none will do
+                if self._is_direct and error.errno in _REFUSALS:  # a larger alignment, or none will do
                     aligned = done
                     continue
                 raise self._error(error) from error
