@@ -192,11 +192,15 @@ def _add_recipe(result: Matched, w: Wanted, found: list[Made], catalog: Catalog)
         order = (w.name, *w.aliases)
         found.sort(key=lambda made: order.index(made.target))
     problems = [problem for made in found if (problem := _misfit(w, made, catalog))]
-    result.problems += problems
-    if not problems:
-        tiles, empty = found[0].tiles, () if found[0].tiles else found[0].sources
-        result.recipes[w.name] = Recipe(w.name, tiles, tuple(made.tiles for made in found[1:]), empty)
-        result.conversions.update((m.tiles[0].source, m.host) for m in found if m.host)
+    if problems:
+        result.problems += problems
+        return
+    first = found[0]
+    others = tuple([made.tiles for made in found[1:]]) if len(found) > 1 else ()
+    result.recipes[w.name] = Recipe(w.name, first.tiles, others, () if first.tiles else first.sources)
+    for made in found:
+        if made.host:
+            result.conversions[made.tiles[0].source] = made.host
 
 
 def _misfit(w: Wanted, made: Made, catalog: Catalog) -> str | None:
