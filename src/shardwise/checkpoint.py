@@ -31,7 +31,7 @@ from .store.lock import DirectoryLock
 from .store.save import SaveReport, write_checkpoint
 from .store.stage import StagingBuffer
 
-__all__ = ["Checkpointer", "restore", "save"]
+__all__ = ["Checkpointer", "is_damage", "restore", "save"]
 
 _log = logging.getLogger(__name__)
 _NUMBERS = itertools.count()
@@ -278,7 +278,7 @@ class Checkpointer:
                         quick_check(path, candidate, ranks.tick)
                 report = restore_into(state, path, ranks, self._io)
             except ShardwiseError as error:
-                if not _is_damage(error):
+                if not is_damage(error):
                     raise
                 damaged[candidate] = str(error)
                 if ranks.rank == 0:
@@ -387,7 +387,7 @@ def _is_whole(path: str, step: int, on_progress: Callable[[], object]) -> bool:
     return True
 
 
-def _is_damage(error: ShardwiseError) -> bool:
+def is_damage(error: ShardwiseError) -> bool:
     """Whether an error means that stored bytes are lost or wrong, on whichever rank.
 
     A file that can't be opened or read for another reason (too many open files, permissions, a server that is

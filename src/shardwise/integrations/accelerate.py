@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from .. import checkpoint
 from ..dist import Ranks
@@ -48,6 +47,7 @@ from ._accelerate_settings import (
     takes_over_checkpointing,
     warn_of_empty_shards,
 )
+from ._prepare import groups_of, put_back
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -199,14 +199,11 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
     never, which :func:`save_state` refuses. In all else it is ``accelerator.prepare``.
     """
     optimizers = [found for found in objects if isinstance(found, torch.optim.Optimizer)]
-    before = [[list(group["params"]) for group in o.param_groups] for o in optimizers]
-    sharded = any(isinstance(p, DTensor) for groups in before for group in groups for p in group)
+    before = [groups_of(optimizer) for optimizer in optimizers]
     prepared = accelerator.prepare(*objects)
-    if sharded:
-        for optimizer, groups in zip(optimizers, before, strict=True):
-            for group, parameters in zip(optimizer.param_groups, groups, strict=True):
-                group["params"] = parameters
-    for optimizer in optimizers:
+    for optimizer, groups in zip(optimizers, before, strict=True):
+        if groups is not None:
+            put_back(optimizer, groups)
         watch_steps(optimizer)
     return prepared
 

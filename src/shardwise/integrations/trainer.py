@@ -40,6 +40,7 @@ from ..state.rng import capture_rng, restore_rng
 from ..state.train_state import TrainState
 from . import accelerate as swa
 from ._accelerate_settings import check_supported
+from ._prepare import Groups, adopt, groups_of, put_back
 from ._trainer_folder import (
     ADAPTER,
     FULL,
@@ -54,7 +55,6 @@ from ._trainer_folder import (
     rotate,
     set_newer_aside,
 )
-from ._trainer_prepare import Groups, adopt, groups_of, put_back
 from ._trl import References, gather_head, generation_state, stores_completions
 from .peft import save_adapter
 
@@ -328,7 +328,7 @@ class ShardwiseTrainer(Trainer):
                 try:
                     self._restore(checkpoint_dir)
                 except ShardwiseError as error:
-                    if not (self._run.falls_back and checkpoint._is_damage(error)):
+                    if not (self._run.falls_back and checkpoint.is_damage(error)):
                         raise
                     self._run.damaged[self.state.global_step] = str(error)
                     if Ranks.current().rank == 0:

@@ -129,8 +129,8 @@ class DirectWriter(FileWriter):
                 raise self._error(error) from error
             done += count
             self.nbytes += count
-            if done % _ALIGNMENT:
-                aligned = done if self._is_direct else aligned
+            if self._is_direct and done % _ALIGNMENT:
+                aligned = done
 
 
 def _buffer() -> NDArray[np.uint8]:
