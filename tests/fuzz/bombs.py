@@ -14,7 +14,7 @@ from shardwise.catalog.open import open_catalog
 from shardwise.converting import convert
 from shardwise.planner import plan_pretrained
 from shardwise.proof.quick import quick_check
-from tests.fuzz.targets import Call, Seeds, copied, fix_checksums, replaced, resumed, verified
+from tests.fuzz.targets import Call, Seeds, copied, fix_checksums, replaced, restored, resumed, verified
 
 __all__ = ["BOMBS", "CPU_S", "MEMORY_BYTES"]
 
@@ -57,7 +57,6 @@ _TUPLES = b")" + b"2\x86" * 60
 _PICKLES = {
     "hash_dag": b"\x80\x02}" + _TUPLES + b"K\x01s.",
     "memo_index": b"\x80\x02}r\xff\xff\xff\x0f.",
-    "list_dag": b"\x80\x02}" + _text("model") + b"}" + _text("a") + _lists(9, 60) + b"ss.",
 }
 
 
@@ -88,6 +87,13 @@ def _dcp_bomb(name: str) -> None:
 for _name in _PICKLES:
     _torch_bomb(_name)
     _dcp_bomb(_name)
+
+
+@_bomb(restored, lambda place: convert(place, place.parent / "out"))
+def _pickle_list_dag_located(seeds: Seeds, place: Path) -> None:
+    """A list of the same list 60 times, nine times over, in which a reader looks for tensors."""
+    copied(seeds["full_state"], place)
+    replaced(place / "optimizer.bin", _archive(b"\x80\x02}" + _text("state") + _lists(9, 60) + b"s."))
 
 
 @_bomb(open_catalog)
@@ -162,9 +168,12 @@ def _manifest_strided_twice(seeds: Seeds, place: Path) -> None:
     """Two strided cuts of 65,536 on one dim: 4 billion intervals."""
 
     def change(document: dict) -> None:
+        document["world_size"] = 4
         for geometry in document["geometries"]:
-            geometry |= {"axis_sizes": [1, 1], "axis_names": ["a", "b"], "ranks": [[0]]}
+            geometry |= {"axis_sizes": [2, 2], "axis_names": ["a", "b"], "ranks": [0, 1, 2, 3]}
             geometry["cuts"] = [["strided", 0, 65_536], ["strided", 0, 65_536]]
+        for entry in document["models"]["model"].values():
+            entry["shape"] = [2**40, *entry["shape"][1:]]
 
     _changed_manifest(seeds, place, change)
 

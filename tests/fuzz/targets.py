@@ -33,7 +33,18 @@ from tests.fuzz.mutate import (
 )
 from tests.fuzz.seeds import Net, state_of
 
-__all__ = ["TARGETS", "Call", "Seeds", "Target", "copied", "fix_checksums", "replaced", "resumed", "verified"]
+__all__ = [
+    "TARGETS",
+    "Call",
+    "Seeds",
+    "Target",
+    "copied",
+    "fix_checksums",
+    "replaced",
+    "restored",
+    "resumed",
+    "verified",
+]
 
 Seeds = dict[str, Path]
 Call = Callable[[Path], object]
@@ -103,7 +114,7 @@ def _converted(place: Path) -> None:
     assert sw.verify(out).ok, "convert published what does not verify"
 
 
-def _restored(place: Path) -> None:
+def restored(place: Path) -> None:
     sw.restore(state_of(3), place)
 
 
@@ -216,13 +227,13 @@ def _load(rng: random.Random, seeds: Seeds, place: Path) -> None:
 # ------------------------------------------------------------------------------ runs of other programs
 
 
-@_target(3, _converted, _restored)
+@_target(3, _converted, restored)
 def _dcp_run(rng: random.Random, seeds: Seeds, place: Path) -> None:
     copied(seeds["dcp"], place)
     replaced(place / ".metadata", mutate_pickle(rng, _bytes(seeds["dcp"] / ".metadata"), 2))
 
 
-@_target(3, _converted, _restored)
+@_target(3, _converted, restored)
 def _trainer_run(rng: random.Random, seeds: Seeds, place: Path) -> None:
     copied(seeds["trainer"], place)
     name = rng.choice(("trainer_state.json", "optimizer.pt", "scheduler.pt"))
@@ -233,7 +244,7 @@ def _trainer_run(rng: random.Random, seeds: Seeds, place: Path) -> None:
     replaced(place / name, changed)
 
 
-@_target(3, _converted, _restored, _restored)
+@_target(3, _converted, restored, restored)
 def _full_state(rng: random.Random, seeds: Seeds, place: Path) -> None:
     copied(seeds["full_state"], place)
     name = rng.choice(("pytorch_model_fsdp.bin", "optimizer.bin", "scheduler.bin"))
