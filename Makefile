@@ -10,9 +10,12 @@ export OMP_NUM_THREADS := 1
 
 # Test files run in so many lanes; each has ranks of its own.
 LANES ?= 2
+# How long `make fuzz` makes new inputs, after those that were findings once.
+FUZZ_SECONDS ?= 600
+
 PYTEST := $(BIN)/python -m pytest --numprocesses $(LANES) --dist loadfile
 
-.PHONY: help install demo test long check bench faults sweep clean
+.PHONY: help install demo test long check bench faults fuzz sweep clean
 .DEFAULT_GOAL := help
 
 help:
@@ -23,6 +26,7 @@ help:
 	@echo "make check    lint, format, types, and the tests of the package's shape"
 	@echo "make bench    loads and saves against their floors and transformers' own, digest speed (minutes)"
 	@echo "make faults   every fault of tests/faults at every place, and a table of what it led to (minutes)"
+	@echo "make fuzz     damaged and hostile files into every reader (FUZZ_SECONDS=600)"
 	@echo "make sweep    sharded against ordinary load for every architecture (an hour)"
 	@echo "make clean    remove caches and products, keep $(VENV)"
 
@@ -65,6 +69,9 @@ bench: install
 faults: install
 	$(BIN)/python -m tests.faults.table
 	SHARDWISE_KILLS=20 $(BIN)/python -m pytest tests/faults/test_kill.py
+
+fuzz: install
+	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS)
 
 sweep: install
 	$(BIN)/python benchmarks/sweep.py --table docs/architectures.md
