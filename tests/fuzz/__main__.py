@@ -142,7 +142,7 @@ class _Campaign:
                 break
             # The target that is furthest behind its share.
             name = min(self.names, key=lambda n: self.done[n] / weights[n])
-            count = max(1, _BATCH * weights[name] // 30)
+            count = max(20, _BATCH * weights[name] // 90)
             if self.options.inputs is not None:
                 count = min(count, -(-self.options.inputs * weights[name] // total))
             left = None if self.options.inputs is not None else self.options.seconds - elapsed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import json
 import pickletools
@@ -131,16 +130,21 @@ def _places(value: Any, found: list[tuple[Any, Any]], most: int = 2000) -> list[
     return found
 
 
+def _copy(value: Any) -> Any:
+    """A copy of a JSON value: several times as fast as ``copy.deepcopy``."""
+    return json.loads(json.dumps(value))
+
+
 def mutate_json(rng: random.Random, value: Any, most: int = 4) -> Any:
     """A JSON value with one to ``most`` changes: other leaves, lost, renamed, swapped, repeated or nested nodes."""
-    value = copy.deepcopy(value)
+    value = _copy(value)
     for _ in range(rng.randint(1, most)):
         places = _places(value, [])
         if not places:
             return _leaf(rng)
         container, key = rng.choice(places)
         other, other_key = rng.choice(places)
-        _change(rng, container, key, copy.deepcopy(other[other_key]) if other_key in _keys(other) else None)
+        _change(rng, container, key, _copy(other[other_key]) if other_key in _keys(other) else None)
     return value
 
 
@@ -165,7 +169,7 @@ def _change(rng: random.Random, container: Any, key: Any, other: Any) -> None:
     elif kind == 6 and isinstance(container[key], int) and not isinstance(container[key], bool):
         container[key] += rng.choice((-1, 1, 8, -8, 2**31, 2**62))
     elif kind == 7 and isinstance(container, list):
-        container.extend(copy.deepcopy(container[key]) for _ in range(rng.choice((1, 2, 64, 200))))
+        container.extend(_copy(container[key]) for _ in range(rng.choice((1, 2, 64, 200))))
     elif kind == 8:
         for _ in range(rng.choice((1, 2, 30, 150))):
             container[key] = [container[key]] if rng.random() < 0.5 else {"x": container[key]}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import random
@@ -174,44 +173,44 @@ _COMMANDS = (
 # ----------------------------------------------------------------------------------- files of weights
 
 
-@_target(30, open_catalog)
+@_target(90, open_catalog)
 def _header(rng: random.Random, seeds: Seeds, place: Path) -> None:
     replaced(place / "model.safetensors", mutate_header(rng, _bytes(seeds["trainer"] / "model.safetensors")))
 
 
-@_target(20, open_catalog)
+@_target(60, open_catalog)
 def _index(rng: random.Random, seeds: Seeds, place: Path) -> None:
     copied(seeds["hub"], place)
     name = "model.safetensors.index.json"
     replaced(place / name, mutated_text(rng, json.loads(_bytes(seeds["hub"] / name))))
 
 
-@_target(25, open_catalog)
+@_target(75, open_catalog)
 def _torch_archive(rng: random.Random, seeds: Seeds, place: Path) -> None:
     replaced(
         place / "pytorch_model.bin", mutate_archive(rng, _bytes(seeds["torch_file"] / "pytorch_model.bin"))
     )
 
 
-@_target(5, lambda place: open_catalog(place / "model.pt"))
+@_target(10, lambda place: open_catalog(place / "model.pt"))
 def _torch_legacy(rng: random.Random, seeds: Seeds, place: Path) -> None:
     replaced(place / "model.pt", mutate_bytes(rng, _bytes(seeds["torch_file"] / "legacy.pt")))
 
 
-@_target(10, open_catalog)
+@_target(30, open_catalog)
 def _torch_index(rng: random.Random, seeds: Seeds, place: Path) -> None:
     copied(seeds["torch_index"], place)
     name = "pytorch_model.bin.index.json"
     replaced(place / name, mutated_text(rng, json.loads(_bytes(seeds["torch_index"] / name))))
 
 
-@_target(25, open_catalog)
+@_target(75, open_catalog)
 def _dcp_metadata(rng: random.Random, seeds: Seeds, place: Path) -> None:
     copied(seeds["dcp"], place)
     replaced(place / ".metadata", mutate_pickle(rng, _bytes(seeds["dcp"] / ".metadata")))
 
 
-@_target(5, open_catalog)
+@_target(15, open_catalog)
 def _dcp_data(rng: random.Random, seeds: Seeds, place: Path) -> None:
     copied(seeds["dcp"], place)
     data = next(path for path in seeds["dcp"].iterdir() if path.suffix == ".distcp")
@@ -262,7 +261,7 @@ def _decoded(place: Path) -> None:
 _ENCODED: list[tuple[Any, bytes]] = []
 
 
-@_target(30, _decoded)
+@_target(90, _decoded)
 def _typed_json(rng: random.Random, seeds: Seeds, place: Path) -> None:
     if not _ENCODED:
         for name, value in state_of(1).extra.items():
@@ -305,12 +304,12 @@ def _one_step(rng: random.Random, seeds: Seeds, place: Path) -> Path:
     return copied(seeds[rng.choice(("run", "spread"))] / "step-00000001", place / "step-00000001")
 
 
-@_target(15, lambda place: open_catalog(place / "step-00000001"))
+@_target(45, lambda place: open_catalog(place / "step-00000001"))
 def _manifest(rng: random.Random, seeds: Seeds, place: Path) -> None:
     _mutate_manifest(rng, _one_step(rng, seeds, place))
 
 
-@_target(3, verified)
+@_target(5, verified)
 def _manifest_verify(rng: random.Random, seeds: Seeds, place: Path) -> None:
     _mutate_manifest(rng, _one_step(rng, seeds, place))
 
@@ -335,7 +334,7 @@ def _slices(rng: random.Random, seeds: Seeds, place: Path) -> None:
     replaced(file, changed if changed != before else before + b"x")
 
 
-@_target(3, resumed)
+@_target(5, resumed)
 def _resume_documents(rng: random.Random, seeds: Seeds, place: Path) -> None:
     copied(seeds["run"], place)
     step = place / "step-00000002"
@@ -344,7 +343,7 @@ def _resume_documents(rng: random.Random, seeds: Seeds, place: Path) -> None:
     if rng.random() < 0.3:
         changed = mutate_json(rng, document)
     else:
-        changed = copy.deepcopy(document)
+        changed = dict(document)
         name = rng.choice(sorted(changed))
         is_nested = isinstance(changed[name], (dict, list))
         changed[name] = mutate_json(rng, changed[name]) if is_nested else rng.choice(([], {}, "x"))
