@@ -158,7 +158,7 @@ class _Optimizer(Receiver):
             refuse_other_kind(self._optimizer, stored["groups"])
         elif saved != now:
             raise StateError(
-                f"{self._path}: holds state of {shown(saved)}, the optimizer is {now}; use the same one"
+                f"{self._path}: holds state of {saved}, the optimizer is {now}; use the same one"
             )
 
     def restore(self, stored: Any) -> Iterable[str]:
@@ -297,7 +297,7 @@ def _check_schedulers(saved: Any, now: Any, name: str = "scheduler") -> None:
             _check_schedulers(saved[key], now[key], f"{name}.{key}")
     elif saved and now and saved != now:
         raise StateError(
-            f"{name}: the checkpoint holds the state of a {shown(saved)}, this run has a {now}; use the same one, or leave "
+            f"{name}: the checkpoint holds the state of a {saved}, this run has a {now}; use the same one, or leave "
             f"it out of the state"
         )
 

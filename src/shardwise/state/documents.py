@@ -15,7 +15,7 @@ from ..catalog.documents import Document, document_named
 from ..catalog.manifest import Manifest, TensorEntry
 from ..dtypes import torch_dtype
 from ..errors import FormatError, StateError
-from ..limits import MAX_COUNT, shown
+from ..limits import MAX_COUNT, MAX_TEXT_CHARS, shown
 from .rng import host_states
 
 __all__ = ["check_form", "check_position"]
@@ -51,15 +51,20 @@ def _classes(where: str, value: Any, meaning: Document, manifest: Manifest) -> N
 
 
 def _check_texts(value: Any, where: str) -> None:
-    if not isinstance(value, str):
+    if not _is_class(value):
         for key, one in _mapping(value, where, of_text=False).items():
             _check_texts(one, f"{where}.{shown(key)}")
+
+
+def _is_class(value: Any) -> bool:
+    """Whether a value may be the name of a class, which errors repeat."""
+    return isinstance(value, str) and len(value) <= MAX_TEXT_CHARS
 
 
 def _optimizer(where: str, value: Any, meaning: Document, manifest: Manifest) -> None:
     found = _mapping(value, where)
     unknown = found.keys() - {"class", "model", "groups", "values", "unseen_gradients"}
-    if unknown or not isinstance(found.get("class"), str | None):
+    if unknown or "class" not in found or not (found["class"] is None or _is_class(found["class"])):
         raise FormatError(f"{where}: expected a class, groups and values, got {shown(found)}")
     if found.get("model", next(iter(manifest.models))) not in list(manifest.models):
         raise FormatError(f"{where}: the model {shown(found['model'])} is not in the checkpoint")
