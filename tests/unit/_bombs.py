@@ -20,6 +20,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.catalog.manifest import read_manifest
+from shardwise.converting import convert
 from shardwise.errors import ShardwiseError
 from shardwise.proof.quick import quick_check
 from tests.harness.hostile import edit_documents, edit_manifest, put_file
@@ -115,13 +116,13 @@ def header_shape(folder: Path) -> Callable[[], object]:
     header = {"weight": {"dtype": "F32", "shape": [0, 2**61, 2**61], "data_offsets": [0, 0]}}
     text = json.dumps(header).encode()
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
-    return lambda: sw.convert(folder, folder.with_name(f"{folder.name}-out"))
+    return lambda: convert(folder, folder.with_name(f"{folder.name}-out"))
 
 
 def manifest_shape(folder: Path) -> Callable[[], object]:
     step = saved(folder)
     edit_manifest(step, lambda m: m["models"]["model"]["weight"].update(shape=[0, 2**61, 2**61]))
-    return lambda: sw.convert(step, folder / "out")
+    return lambda: convert(step, folder / "out")
 
 
 def document(value: Any) -> Bomb:
@@ -188,7 +189,7 @@ def empty_pipe(folder: Path) -> Callable[[], object]:
 
 BOMBS: dict[str, Bomb] = {
     "pipe for state.json, restore": pipe("state.json", resumed),
-    "pipe for state.json, convert": pipe("state.json", lambda s: sw.convert(s, s.with_name("out"))),
+    "pipe for state.json, convert": pipe("state.json", lambda s: convert(s, s.with_name("out"))),
     "pipe for the manifest": pipe("manifest.json", lambda s: read_manifest(s)),
     "pipe for an empty file": empty_pipe,
     "packed count": packed_count,

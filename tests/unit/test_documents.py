@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.converting import convert
 from shardwise.errors import FormatError, ShardwiseError, StateError, VersionError
 from tests.harness.hostile import edit_documents, edit_manifest, put_file, run
 
@@ -156,7 +157,7 @@ def test_documents_that_are_no_json_object(step: Path, name: str, content: bytes
     assert any(name in problem for problem in sw.verify(step).problems)
     if name == "state.json":
         with pytest.raises(FormatError, match=name):
-            sw.convert(step, step.with_name("out"))
+            convert(step, step.with_name("out"))
         assert not step.with_name("out").exists()
 
 

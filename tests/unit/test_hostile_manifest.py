@@ -16,6 +16,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.catalog.manifest import read_manifest
+from shardwise.converting import convert
 from shardwise.errors import CheckpointError, FormatError, IntegrityError, ShardwiseError, StateError
 from shardwise.proof.quick import check_files, quick_check
 from tests.harness.hostile import edit_manifest, put_file, run
@@ -45,7 +46,7 @@ def test_a_models_name_does_not_leave_the_directory(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     before = tree(tmp_path)
     with pytest.raises(ShardwiseError) as caught:
-        sw.convert(source, tmp_path / "there" / "out")
+        convert(source, tmp_path / "there" / "out")
     assert tree(tmp_path) == before, "nothing was written anywhere"
     assert isinstance(caught.value, FormatError)
     assert "'../../escaped' of a model or an optimizer is not a word" in str(caught.value)
@@ -107,7 +108,7 @@ def test_malformed_manifests(step: Path, name: str) -> None:
             use(step)
         assert len(str(caught.value)) < 1000
     with pytest.raises(FormatError, match="malformed manifest"):
-        sw.convert(step, step.with_name("out"))
+        convert(step, step.with_name("out"))
     assert not step.with_name("out").exists()
 
 
@@ -202,7 +203,7 @@ def test_a_run_of_a_negative_step_is_not_converted(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, source / "pytorch_model.bin")
     (source / "trainer_state.json").write_text('{"global_step": -5}')
     with pytest.raises(ShardwiseError):
-        sw.convert(source, tmp_path / "out")
+        convert(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -214,7 +215,7 @@ def test_a_conversion_of_damaged_tensors_publishes_nothing_even_for_a_moment(
     own = os.rename
     monkeypatch.setattr(os, "rename", lambda a, b: (renamed.append(b), own(a, b))[1])
     with pytest.raises(IntegrityError, match=r"content of 1 tensors differs .*layer\.weight"):
-        sw.convert(step, tmp_path / "out")
+        convert(step, tmp_path / "out")
     assert renamed == []
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step"]
 
@@ -224,7 +225,7 @@ def test_names_as_long_as_a_file_system_allows(tmp_path: Path) -> None:
     for name in ("x" * 255, "ü" * 127):
         sw.save(state, tmp_path / name)
         assert sw.verify(tmp_path / name).ok
-        sw.convert(tmp_path / name, tmp_path / f"y{name[1:]}")
+        convert(tmp_path / name, tmp_path / f"y{name[1:]}")
         sw.export_hf(tmp_path / name, tmp_path / f"z{name[1:]}")
     assert not [n for n in os.listdir(tmp_path) if n.startswith(".")]
 
@@ -274,4 +275,4 @@ def test_companions_are_read_from_inside(step: Path) -> None:
     with (step / "model" / "config.json").open("wb") as stream:
         stream.truncate(300 * 1024**2)
     with pytest.raises(FormatError, match=r"config\.json: file has 314572800 bytes"):
-        sw.convert(step, step.with_name("out"))
+        convert(step, step.with_name("out"))

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ..dtypes import ITEMSIZE
 from ..errors import FormatError, IntegrityError, SourceError, VersionError
@@ -21,6 +21,7 @@ from ..limits import (
     MAX_COUNT,
     MAX_DIMS,
     MAX_HEADER_BYTES,
+    MAX_TEXT_CHARS,
     cause,
     fits,
     is_inside,
@@ -99,8 +100,8 @@ def parse_manifest(raw: bytes, path: str) -> Manifest:
         )
     try:
         return _from_document(document)
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise FormatError(f"malformed manifest ({cause(error)})", path=path) from error
+    except _WRONG as error:
+        raise FormatError(f"malformed manifest: {_said(error)}", path=path) from error
 
 
 def _no_manifest(root: str) -> str:
@@ -116,20 +117,15 @@ def _no_manifest(root: str) -> str:
 
 
 def _from_document(d: dict[str, Any]) -> Manifest:
-    files = {_file_name(n): _file(f) for n, f in d["files"].items()}
+    files = _each(d["files"], _file_name, _file)
     world_size = _count(d["world_size"], 1, _MAX_RANKS)
     for rank in range(world_size):
         if f"rank/{rank:05d}.json" not in files:
             raise ValueError(f"the world size is {world_size}, and no file is of rank {rank}")
     geometries = tuple([_geometry(g, world_size) for g in d["geometries"]])
     spreads = [_spread(g) for g in geometries]
-    packed = {
-        _word(o): {_text(n): _packed(p, world_size) for n, p in ps.items()} for o, ps in d["packed"].items()
-    }
-    models = {
-        _word(m): {_text(n): _tensor(t, spreads, packed) for n, t in ts.items()}
-        for m, ts in d["models"].items()
-    }
+    packed = _each(d["packed"], _word, lambda ps: _each(ps, _text, lambda p: _packed(p, world_size)))
+    models = _each(d["models"], _word, lambda ts: _each(ts, _text, lambda t: _tensor(t, spreads, packed)))
     _check_packs(models, packed)
     _check_work(models, spreads, len(files))
     return Manifest(
@@ -149,6 +145,27 @@ def _from_document(d: dict[str, Any]) -> Manifest:
             for m, ts in d["hub_tensors"].items()
         },
     )
+
+
+_Of = TypeVar("_Of")
+_WRONG = (ValueError, LookupError, TypeError, AttributeError)
+
+
+def _each(
+    values: Mapping[str, Any], check: Callable[[Any], str], make: Callable[[Any], _Of]
+) -> dict[str, _Of]:
+    """The checked names and values of a mapping. What is wrong with one is said with its name before it."""
+    found = {}
+    for name, value in values.items():
+        try:
+            found[check(name)] = make(value)
+        except _WRONG as error:
+            raise ValueError(f"{shown(name)}: {_said(error)}") from error
+    return found
+
+
+def _said(error: Exception) -> str:
+    return str(error)[:MAX_TEXT_CHARS] if type(error) is ValueError else cause(error)
 
 
 _MAX_RANKS = 2**20
@@ -347,5 +364,7 @@ def _file_name(name: str) -> str:
 
 def _file(f: dict[str, Any]) -> FileEntry:
     nbytes = _count(f["nbytes"])
-    header = _count(f["header_bytes"], 0, min(nbytes, MAX_HEADER_BYTES))
+    header = _count(f["header_bytes"], 0, nbytes)
+    if header > MAX_HEADER_BYTES:
+        raise ValueError(f"header_bytes is {header}, the limit is {MAX_HEADER_BYTES}")
     return FileEntry(nbytes, header, _text(f["header_xxh3"]), _texts(f.get("blocks", [])))
