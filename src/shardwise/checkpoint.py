@@ -59,7 +59,8 @@ def restore(state: TrainState, path: str | os.PathLike[str], *, io: IOOptions | 
     torch's own examples write: without digests, and without RNG and data position, which are not stored there in a
     form that is read.
 
-    Under whatever mesh and world size this run has. Every rank of the default process group must call it.
+    Under whatever mesh and world size this run has. The directory may have any name: whoever names it says which step is
+    meant, and the report's ``step`` is the one that its manifest holds. Every rank of the default process group must call it.
     RNG comes last. Memory: staging only, besides what the state itself needs. Raises
     :class:`SourceError`, :class:`IntegrityError`, :class:`PlanError`, :class:`StateError` or
     :class:`RankError`, alike on every living rank; the state is then undefined until a restore succeeds.
@@ -262,7 +263,8 @@ class Checkpointer:
 
         Damaged steps are skipped with a warning and set aside as ``step-N.damaged-…``; steps newer than
         the one resumed from are set aside as ``step-N.superseded-…``, so that a run that goes on from an
-        older step and is stopped again finds its own line. Collective.
+        older step and is stopped again finds its own line. Damaged is also a step whose manifest is another step's (an
+        old one, or a directory that was renamed), and one with a document that is malformed. Collective.
 
         Raises :class:`NoCheckpointError` if steps exist and none is valid; :class:`PlanError` or
         :class:`StateError` if a valid step does not fit the live objects (nothing is set aside then).
@@ -391,7 +393,8 @@ def is_damage(error: ShardwiseError) -> bool:
     """Whether an error means that stored bytes are lost or wrong, on whichever rank.
 
     A file that can't be opened or read for another reason (too many open files, permissions, a server that is
-    away), or a later format version, is no damage: nothing may be set aside for it.
+    away), a later format version, or a valid state that the live objects do not fit, is no damage: nothing may be set
+    aside for it.
     """
     if isinstance(error, RankError):
         kinds = ("IntegrityError", "FormatError")

@@ -16,7 +16,7 @@ import torch
 
 from .catalog import StoredTensor
 from .catalog.checkpoint import directory, packed_name, replicated
-from .catalog.manifest import read_manifest
+from .catalog.manifest import Manifest
 from .catalog.slices import SliceTensor, assign_owners
 from .dist import Ranks
 from .dtypes import code_of, torch_dtype
@@ -35,7 +35,6 @@ from .recipe.tiles import identity
 from .state.optimizer import Drained
 from .state.snapshot import Live, ModelPart, OptimizerPart, Snapshot, layout_hash
 from .store.collect import Collected, Lineage
-from .store.publish import discard
 from .store.save import Piece, live_piece, publish_collected
 from .stored_run import ModelContents, OptimizerContents, RunContents, contents_of_run
 
@@ -120,10 +119,9 @@ def convert(
     )
     with FileReader(ranks.tick) as files:
         stream = _Stream(run, origins, files, Staging(io))
-        written = publish_collected(collected, final, ranks, stream.tensor_of, _PIECE_BYTES)
-    with ranks.agree("compare digests"):
-        if ranks.rank == 0:
-            _compare_digests(run, final)
+        written = publish_collected(
+            collected, final, ranks, stream.tensor_of, _PIECE_BYTES, lambda made: _compare_digests(run, made)
+        )
     return ConvertReport(
         path=final,
         source=os.fspath(source),
@@ -149,17 +147,15 @@ def _companions(run: RunContents) -> dict[str, bytes]:
     }
 
 
-def _compare_digests(run: RunContents, final: str) -> None:
-    """With those that the source recorded. A checkpoint that differs does not stay."""
-    entries = read_manifest(final).models
+def _compare_digests(run: RunContents, made: Manifest) -> None:
+    """With those that the source recorded, before anything is published."""
     wrong = [
         f"{name}" if len(run.models) == 1 else f"{model} {name}"
         for model, contents in run.models.items()
         for name, digest in contents.catalog.digests.items()
-        if entries[model][name].digest != digest
+        if made.models[model][name].digest != digest
     ]
     if wrong:
-        discard(final)
         raise IntegrityError(
             f"content of {len(wrong)} tensors differs from what was saved: {', '.join(wrong[:20])}; nothing was "
             f"converted. See what 'shardwise verify' says of the source",

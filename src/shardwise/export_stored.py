@@ -15,6 +15,7 @@ from .dtypes import itemsize
 from .errors import CheckpointError, IntegrityError, SourceError
 from .hub_contents import Contents, as_named, inverted, reverted
 from .layout.boxes import Box
+from .limits import inside
 from .place.box import read_recipe, wanted_box
 from .place.copy import Destination, FileFiller, Staging, write_back
 from .plan import IOOptions
@@ -88,7 +89,7 @@ class StoredJob:
         if self._config is not None:
             return self._config
         if self._manifest is not None:
-            return os.path.join(self._path, directory("model", self._model))
+            return inside(self._path, directory("model", self._model))
         return self._path if os.path.isdir(self._path) else os.path.dirname(self._path)
 
     def _unless_deleted(self, error: SourceError) -> Exception:

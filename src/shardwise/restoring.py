@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch
 import xxhash
 
 from .catalog.checkpoint import catalog_of_checkpoint
 from .catalog.manifest import Manifest, TensorEntry
 from .dist import Ranks
 from .dtypes import code_of
-from .errors import IntegrityError, SourceError, StateError
-from .foreign import refuse_other_kind
+from .errors import StateError
 from .garbage import no_collections
 from .layout.model import geometries_of, reshard
 from .layout.placements import mesh_text
@@ -25,15 +21,17 @@ from .loading import fill
 from .names import NamedTensor, named_tensors
 from .plan import IOOptions
 from .recipe.match import Rules
+from .restoring_documents import check_documents, receivers_of, restore_documents
 from .restoring_optimizer import TrainedBy, restore_optimizer, same_place
-from .state.data import data_caveats, make_iterator
-from .state.gradients import UNSEEN_GRADIENTS, clear_gradients, refuse_unreduced
+from .state.data import data_caveats
+from .state.documents import check_form
+from .state.gradients import clear_gradients, refuse_unreduced
 from .state.rng import derive_rng, restore_rng
-from .state.snapshot import classes_of, modules_with_state, trained_model
+from .state.snapshot import trained_model
 from .state.train_state import TrainState, document_of
-from .state.typed_json import decode
 from .store.collect import software_versions
 from .store.visible import first_view
+from .stored_documents import decode_documents, read_documents
 
 __all__ = ["ResumeReport", "restore_into"]
 
@@ -102,7 +100,8 @@ def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> R
         catalogs = {name: catalog_of_checkpoint(path, name, manifest=manifest) for name in state.models}
         own_files = ranks.rank if manifest.world_size == ranks.world_size else None
         documents = _read_documents(path, manifest, own_files)
-        _check_wanted_documents(state, documents, manifest, path)
+        receivers = receivers_of(state, path)
+        check_documents(receivers, documents, manifest, path)
     loaded = [
         fill(model, catalogs[name], Rules(), io=io, ranks=ranks, verify="digest")
         for name, model in state.models.items()
@@ -120,7 +119,7 @@ def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> R
         part = TrainedBy(name, optimizer, trained, state.models[trained], named[trained])
         filled.append(restore_optimizer(part, manifest, stored, path, documents, ranks, io))
     with ranks.agree("restore documents"):
-        restored, left = _apply_documents(state, documents, named, manifest)
+        restored, left = restore_documents(receivers, state, documents, manifest)
         caveats = data_caveats(state.dataloader)
         differences = _differences(state, manifest, ranks, named)
         differences += tuple(line for o in filled for line in o.differences)
@@ -188,92 +187,13 @@ def _check_models(state: TrainState, manifest: Manifest, path: str) -> None:
 
 
 def _read_documents(path: str, manifest: Manifest, rank: int | None) -> dict[str, Any]:
-    """The documents shared by all ranks, and this rank's own if the world size is the saved one."""
-    documents = _read_document(path, manifest, "state")
+    """The documents shared by all ranks, and this rank's own if the world size is the saved one; each of its form."""
+    stored = read_documents(path, manifest, "state")
     if rank is not None:
-        documents |= _read_document(path, manifest, f"rank/{rank:05d}")
+        stored |= read_documents(path, manifest, f"rank/{rank:05d}")
+    documents = decode_documents(stored, path)
+    check_form(documents, manifest)
     return documents
-
-
-def _read_document(path: str, manifest: Manifest, stem: str) -> dict[str, Any]:
-    from safetensors.torch import load
-
-    text = read_checked(path, manifest, f"{stem}.json")
-    tensors: dict[str, torch.Tensor] = {}
-    if f"{stem}.safetensors" in manifest.files:
-        tensors = load(read_checked(path, manifest, f"{stem}.safetensors"))
-    documents = {}
-    for name, document in json.loads(text).items():
-        own = {k.removeprefix(f"{name}/"): t for k, t in tensors.items() if k.startswith(f"{name}/")}
-        documents[name] = decode(document, own)
-    return documents
-
-
-def read_checked(path: str, manifest: Manifest, name: str) -> bytes:
-    """A small file of a checkpoint, compared with its checksum. Raises :class:`IntegrityError`."""
-    entry = manifest.files.get(name)
-    file = os.path.join(path, name)
-    if entry is None:
-        raise IntegrityError("is not listed in the manifest", path=file)
-    try:
-        with open(file, "rb") as stream:
-            content = stream.read(entry.nbytes + 1)
-    except FileNotFoundError as error:
-        raise IntegrityError("lost: no such file", path=file) from error
-    except OSError as error:
-        raise SourceError(f"can't be read: {error.strerror}", path=file) from error
-    if len(content) != entry.nbytes or xxhash.xxh3_64_hexdigest(content) != entry.header_xxh3:
-        raise IntegrityError("content differs from its checksum: damaged", path=file)
-    return content
-
-
-def _check_wanted_documents(
-    state: TrainState, documents: dict[str, Any], manifest: Manifest, path: str
-) -> None:
-    """Refuse, before anything is changed, to go on without state that the caller asks for."""
-    wanted = [n for n in ("scheduler", "scaler", "dataloader") if getattr(state, n) is not None]
-    wanted += [f"extra.{n}" for n in state.extra if f"extra.{n}" in manifest.local_documents]
-    for name in state.optimizers:
-        wanted.append(document_of("optimizer", name))
-        wanted += [n for n in (document_of("optimizer", name, "opaque"),) if n in manifest.local_documents]
-    for name, model in state.models.items():
-        if any(True for _ in modules_with_state(model)):
-            wanted.append(document_of("model", name, "modules"))
-    for name in wanted:
-        if name in documents:
-            several: Any = getattr(state, name) if name in ("scheduler", "scaler", "dataloader") else None
-            lost = sorted(several.keys() - documents[name].keys()) if _is_several(several) else []
-            if lost:
-                raise StateError(f"{path}: holds no {name} of {lost}; leave it out of the state")
-            continue
-        if name in manifest.local_documents:
-            raise StateError(
-                f"{path}: {name} was stored per rank by {manifest.world_size} ranks, and this run has another number: its "
-                f"state can't be carried over. Use one whose state is equal on all ranks, or leave it out of the state"
-            )
-        raise StateError(f"{path}: holds no {name}; leave it out of the state, or give the step that has it")
-    _check_schedulers(
-        documents.get("classes", {}).get("scheduler", {}), classes_of(state).get("scheduler", {})
-    )
-    for name, optimizer in state.optimizers.items():
-        saved = documents[document_of("optimizer", name)]["class"]
-        now = type(optimizer).__qualname__
-        if saved is None:  # a converted checkpoint, whose source did not say
-            refuse_other_kind(optimizer, documents[document_of("optimizer", name)]["groups"])
-        elif saved != now:
-            raise StateError(f"{path}: holds state of {saved}, the optimizer is {now}; use the same one")
-
-
-def _check_schedulers(saved: Any, now: Any, name: str = "scheduler") -> None:
-    """A scheduler takes the state of any other without a word."""
-    if isinstance(saved, dict) and isinstance(now, dict):
-        for key in saved.keys() & now.keys():
-            _check_schedulers(saved[key], now[key], f"{name}.{key}")
-    elif saved and now and saved != now:
-        raise StateError(
-            f"{name}: the checkpoint holds the state of a {saved}, this run has a {now}; use the same one, or leave it "
-            f"out of the state"
-        )
 
 
 def _under_live_names(
@@ -299,105 +219,6 @@ def _under_live_names(
         if opaque in found:
             found[opaque] = {live.get(n, n): v for n, v in found[opaque].items()}
     return replace(manifest, models={**manifest.models, model: entries}), found
-
-
-def _apply_documents(
-    state: TrainState,
-    documents: dict[str, Any],
-    named: Mapping[str, tuple[NamedTensor, ...]],
-    manifest: Manifest,
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Give scheduler, scaler, data position, extras, modules and rank-local buffers their state back.
-
-    Returns what was restored, and what was not, with the rule.
-    """
-    optimizers = {document_of("optimizer", n): n for n in manifest.packed}
-    applied = {
-        "step",
-        "rng",
-        "classes",
-        *optimizers,
-        *(document_of("optimizer", n, "opaque") for n in manifest.packed),
-    }
-    buffers = {document_of("model", n, "buffers"): n for n in manifest.models}
-    modules = {document_of("model", n, "modules"): n for n in manifest.models}
-    restored: list[str] = []
-    left = [f"{n}: not in the checkpoint" for n in map("extra.{}".format, state.extra) if n not in documents]
-    for name in manifest.local_documents:
-        if name in buffers and name not in documents:
-            left.append(f"{name} that differed between ranks: every rank has those of one rank now")
-        elif name not in documents and name not in applied:
-            left.append(f"{name}: stored per rank, and this run has another number of ranks")
-    given = state.optimizers
-    left += [
-        f"{d}: not given to this run" for d, n in optimizers.items() if d in documents and n not in given
-    ]
-    left += [f"model {n}: not given to this run" for n in manifest.models if n not in state.models]
-    left += [
-        f"{d}: not stored: {UNSEEN_GRADIENTS}"
-        for d in optimizers
-        if d in documents and documents[d].get("unseen_gradients")
-    ]
-    for name, value in documents.items():
-        if name in applied or {**buffers, **modules}.get(name, next(iter(state.models))) not in state.models:
-            continue
-        if name in modules:
-            for path, module in modules_with_state(state.models[modules[name]]):
-                module.set_extra_state(value[path])
-        elif name in buffers:
-            by_name = {t.name: t.tensor for t in named[buffers[name]]}
-            for buffer, content in value.items():
-                by_name[buffer].detach().copy_(content)
-        elif name.startswith("extra."):
-            key = name.removeprefix("extra.")
-            target: Any = state.extra.get(key)
-            if hasattr(target, "load_state_dict"):
-                _load_state(target, value, name)
-            elif key in state.extra:
-                state.extra[key] = value
-            else:
-                left.append(f"{name}: not among this run's extras")
-                continue
-        elif (target := getattr(state, name)) is None:
-            left.append(f"{name}: not given to this run")
-            continue
-        else:
-            left += _give(target, value, name)
-        restored.append(name)
-    return tuple(restored), tuple(left)
-
-
-def _give(target: Any, value: Any, name: str) -> Iterator[str]:
-    """State to an object, or to several by name. Yields what is stored and was not asked for."""
-    if not _is_several(target):
-        _load_state(target, value, name)
-        if name == "scaler" and value and not target.state_dict():
-            yield "scaler: it is disabled in this run"
-        if name.partition(".")[0] == "dataloader":
-            make_iterator(target)
-        return
-    for key, one in value.items():
-        if key in target:
-            yield from _give(target[key], one, f"{name}.{key}")
-        else:
-            yield f"{name}.{key}: not given to this run"
-
-
-def _load_state(target: Any, value: Any, name: str) -> None:
-    """Raises :class:`StateError` naming the object, whatever it raises itself."""
-    try:
-        target.load_state_dict(value)
-    except StateError:
-        raise
-    except Exception as error:
-        raise StateError(
-            f"{name}: {type(target).__qualname__}.load_state_dict does not take what was saved ({type(error).__name__}: "
-            f"{error}); use the same object as the saved run, or leave it out of the state"
-        ) from error
-
-
-def _is_several(target: Any) -> bool:
-    return isinstance(target, Mapping) and not hasattr(target, "load_state_dict")
 
 
 def _restore_rng(documents: dict[str, Any], manifest: Manifest, ranks: Ranks) -> str:

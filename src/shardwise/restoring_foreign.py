@@ -28,6 +28,7 @@ from .plan import IOOptions, build_plan
 from .read import FileReader
 from .recipe.match import Rules, match_rules, renamed
 from .restoring import ResumeReport
+from .restoring_documents import load_state
 from .state.gradients import clear_gradients
 from .state.optimizer import fill_groups, parameter_names, place_scalars, place_states, place_values
 from .state.rng import derive_rng
@@ -68,7 +69,7 @@ def restore_foreign(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -
         bytes_read, tensors = bytes_read + more, tensors + filled
     with ranks.agree("restore documents"):
         for name, value in documents.items():
-            getattr(state, name).load_state_dict(value)
+            load_state(state.scheduler if name == "scheduler" else state.scaler, value, name)
         rng = derive_rng(seed=torch.initial_seed() % 2**63, step=step, rank=ranks.rank)
     return ResumeReport(
         path=path,
@@ -111,7 +112,7 @@ def _documents(state: TrainState, run: ForeignRun) -> dict[str, Any]:
     """State of scheduler and scaler. Raises :class:`StateError` for one that is asked for and not there."""
     found = {}
     for name in ("scheduler", "scaler"):
-        live = getattr(state, name)
+        live = state.scheduler if name == "scheduler" else state.scaler
         if live is None:
             continue
         if not hasattr(live, "load_state_dict"):
@@ -128,9 +129,13 @@ def _with_keys_of(live: Any, stored: Any) -> Any:
     numbers = bool(live) and all(isinstance(key, int) for key in live)
     found = {}
     for key, value in stored.items():
-        own = texts.get(key, int(key) if numbers and str(key).isdigit() else key)
+        own = texts.get(key, int(key) if numbers and _is_number(key) else key)
         found[own] = _with_keys_of(live.get(own), value)
     return Counter(found) if isinstance(live, Counter) else found
+
+
+def _is_number(key: Any) -> bool:
+    return isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20
 
 
 def _restore_optimizer(

@@ -15,11 +15,12 @@ from .catalog.checkpoint import catalog_of_slices, optimizer_tensors, packed_nam
 from .catalog.manifest import Manifest, TensorEntry
 from .dist import Ranks
 from .dtypes import code_of, torch_dtype
-from .errors import IntegrityError, StateError
+from .errors import FormatError, IntegrityError, StateError
 from .garbage import no_collections
 from .layout.model import geometries_of, local_tensor, wanted_states
 from .layout.placements import Geometry
 from .layout.wanted import Layout, Wanted, whole_tensor
+from .limits import shown
 from .names import NamedTensor
 from .place.copy import Destination, Staging, execute
 from .plan import IOOptions, Plan, build_plan
@@ -124,6 +125,11 @@ def _check_opaque(
     geometries: Mapping[str, Geometry],
 ) -> None:
     """Rank-local state fits the same cut of its parameter only."""
+    lost = [n for n in opaque if n not in entries or n not in geometries]
+    if lost:
+        raise FormatError(
+            f"the checkpoint holds optimizer state of {shown(lost[0])}, which is no tensor of its model"
+        )
     moved = [n for n in opaque if not same_place(manifest.geometries[entries[n].geometry], geometries[n])]
     if moved:
         raise StateError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -19,10 +18,11 @@ from .catalog.checkpoint import (
     packed_name,
 )
 from .catalog.manifest import MANIFEST_NAME, Manifest, read_manifest
-from .errors import ShardwiseError, StateError
+from .errors import FormatError, ShardwiseError, StateError
 from .foreign import ForeignRun, StoredOptimizer, find_run
 from .foreign_values import plain_tensor
 from .layout.wanted import Layout, whole_tensor
+from .limits import MAX_COUNT, inside
 from .names import named_tensors
 from .plan import IOOptions, build_plan
 from .pretrained import build_meta
@@ -32,10 +32,11 @@ from .recipe.match import Recipe, Rules, match_rules, same_names
 from .recipe.record import Origin
 from .recipe.tiles import identity
 from .recipe.transformers import hub_rules
-from .restoring import read_checked
+from .state.documents import check_form
 from .state.train_state import document_of
 from .state.typed_json import Encoded, encode
 from .store.companions import read_companions
+from .stored_documents import decode_documents, read_documents
 
 __all__ = [
     "ModelContents",
@@ -187,6 +188,8 @@ def as_config_says(catalog: Catalog, model: Any, io: IOOptions) -> ModelContents
 
 
 def _of_foreign(run: ForeignRun, models: Mapping[str, ModelContents]) -> RunContents:
+    if not 0 <= run.step <= MAX_COUNT:
+        raise FormatError(f"is of step {run.step}, expected a number from 0 to {MAX_COUNT}", path=run.path)
     documents: dict[str, Any] = {"step": run.step}
     optimizers: dict[str, OptimizerContents] = {}
     left = [f"{n}: not used by the model's class" for m in models.values() for n in m.unused]
@@ -278,7 +281,7 @@ def _of_checkpoint(root: str) -> RunContents:
     models = {}
     for name, entries in manifest.models.items():
         found = as_stored(catalog_of_checkpoint(root, name))
-        folder = os.path.join(root, directory("model", name))
+        folder = inside(root, directory("model", name))
         models[name] = replace(
             found,
             buffers=frozenset(n for n, t in entries.items() if t.kind == "buffer"),
@@ -317,14 +320,11 @@ def _stored_optimizer(root: str, manifest: Manifest, name: str) -> OptimizerCont
 
 
 def _documents(root: str, manifest: Manifest) -> dict[str, Encoded]:
-    """The documents that all ranks share, as they are."""
-    from safetensors.torch import load
-
-    tensors: dict[str, torch.Tensor] = {}
-    if "state.safetensors" in manifest.files:
-        tensors = load(read_checked(root, manifest, "state.safetensors"))
-    found = {}
-    for name, document in json.loads(read_checked(root, manifest, "state.json")).items():
-        own = {k.removeprefix(f"{name}/"): t for k, t in tensors.items() if k.startswith(f"{name}/")}
-        found[name] = Encoded(document, own, ())
+    """The documents that all ranks share, as they are stored; each is what a restore would take."""
+    found = read_documents(root, manifest, "state")
+    for name, document in found.items():
+        try:
+            check_form(decode_documents({name: document}, root), manifest)
+        except StateError:
+            continue  # it names an enum whose module this process need not know
     return found

@@ -137,15 +137,22 @@ def _beside() -> Iterator[_Damage]:
     ):
         fault, words = "no step under a step's name", ("step-00000003",)
         yield _Damage(fault, f"{beside}: {what}", work, 2, words, verify_finds=False)
+    yield _Damage(
+        "step under another's name",
+        f"{beside}: copy of step 2 as step 3",
+        lambda r: _copy_in_part(r, third(r).name),
+        2,
+        ("holds step 2, not 3",),
+        verify_finds=False,
+    )
+    renamed: Callable[[Path], Any] = lambda r: second(r).rename(third(r))  # noqa: E731
+    yield _Damage("step under another's name", f"{whole}: renamed", renamed, words=("holds step 2, not 3",))
+    yield _Damage("old manifest", f"{whole}: of step 1", _other_manifest, words=("holds step 1, not 2",))
     for what, work, words in (
-        ("copy of a step under another's name", lambda r: _copy_in_part(r, third(r).name), ("holds step 2",)),
-        ("renamed step", lambda r: second(r).rename(third(r)), ("holds step 2",)),
-        ("manifest of another step", _other_manifest, ("holds step 1",)),
         ("later format version", _later_version, ("format version 7",)),
         ("no step valid", _damage_all, ("none is valid",)),
     ):
-        in_second = "copy" not in what
-        yield _Damage("resume refused", f"whole step: {what}", work, None, words, verify_finds=in_second)
+        yield _Damage("resume refused", f"whole step: {what}", work, None, words)
 
 
 def _empty(step: Path) -> None:

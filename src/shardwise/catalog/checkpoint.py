@@ -14,6 +14,7 @@ from ..errors import FormatError
 from ..garbage import no_collections
 from ..layout.boxes import Box
 from ..layout.placements import Cut, Geometry
+from ..limits import MAX_COUNT, inside, shown
 from .manifest import Manifest, read_manifest
 from .records import Catalog, Chunks, SharedChunk, StoredFile, StoredTensor
 from .slices import SliceTensor, file_name
@@ -109,7 +110,7 @@ def catalog_of_slices(
     Costs O(tensors + files): where single slices lie is found when a plan asks for them.
     """
     folder = directory(kind, name)
-    if sum(math.prod(t.shape) * itemsize(t.dtype) for t in tensors) >= 2**62:
+    if sum(math.prod(t.shape) * itemsize(t.dtype) for t in tensors) >= MAX_COUNT:
         raise FormatError(f"{folder}: holds more bytes than any file can", path=root)
     if len({t.name for t in tensors}) < len(tensors):
         raise FormatError(f"{folder}: two tensors have one name", path=root)
@@ -123,7 +124,7 @@ def catalog_of_slices(
             entry = manifest.files.get(relative)
             if entry is None:
                 raise FormatError(f"manifest lists no {relative}, which its tensors need", path=root)
-            path = os.path.join(root, relative)
+            path = inside(root, relative)
             stored_files.append(StoredFile(path, entry.nbytes))
             files[rank, k] = path, entry.header_bytes
     slice_files = _SliceFiles(spread, files)
@@ -160,5 +161,5 @@ def model_named(manifest: Manifest, model: str | None, path: str) -> str:
     found = model or ("model" if len(manifest.models) != 1 else next(iter(manifest.models)))
     if found not in manifest.models:
         what = "say which one" if model is None else f"not {model!r}"
-        raise FormatError(f"holds models {sorted(manifest.models)}; {what}", path=path)
+        raise FormatError(f"holds models {shown(sorted(manifest.models))}; {what}", path=path)
     return found

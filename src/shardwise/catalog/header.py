@@ -17,6 +17,7 @@ from reprlib import repr as brief
 
 from ..dtypes import itemsize
 from ..errors import FormatError, SourceError
+from ..limits import fits
 
 __all__ = ["MAX_HEADER_BYTES", "Entry", "Header", "check_regular", "read_header"]
 
@@ -151,6 +152,8 @@ def _entry(
         expected = math.prod(shape) * itemsize(dtype)
     except FormatError as error:
         raise FormatError(f"{where}: {error}", path=path) from None
+    if not fits(shape, itemsize(dtype)):
+        raise FormatError(f"{where}: shape {brief(shape)} has strides of more than 2^62 bytes", path=path)
     if expected != span[1] - span[0]:
         raise FormatError(
             f"{where}: {dtype} of shape {brief(shape)} takes {brief(expected)} bytes, but its range has "

@@ -1,177 +1,63 @@
-"""The manifest: the JSON that makes a directory a checkpoint. O(tensors), and all that planning reads.
+"""Reading a manifest: the JSON that makes a directory a checkpoint. Written last, checksummed by its own xxh3.
 
-Format version 1, see docs/format.md. Written last, checksummed by its own xxh3 over the canonical text
-of everything else in it.
+Everything in it is checked here, once: names, numbers, and what they would cost whoever uses them.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from reprlib import repr as brief
-from typing import Any
-
-import xxhash
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from ..dtypes import ITEMSIZE
 from ..errors import FormatError, IntegrityError, SourceError, VersionError
 from ..garbage import no_collections
-from ..layout.placements import RULE_VERSION, Cut, Geometry
-from .header import check_regular
+from ..layout.placements import RULE_VERSION, Cut, Geometry, blocks_of
+from ..limits import (
+    MAX_BLOCKS,
+    MAX_COUNT,
+    MAX_DIMS,
+    MAX_HEADER_BYTES,
+    MAX_TEXT_CHARS,
+    cause,
+    fits,
+    is_inside,
+    is_text,
+    is_word,
+    parse_json,
+    read_small,
+    shown,
+)
+from .manifest_records import (
+    BLOCK_BYTES,
+    FORMAT,
+    GRADIENT,
+    MANIFEST_NAME,
+    VERSION,
+    FileEntry,
+    Manifest,
+    Packed,
+    StateEntry,
+    TensorEntry,
+    checksum_of,
+)
 from .steps import of_steps
 
 __all__ = [
     "BLOCK_BYTES",
+    "GRADIENT",
     "MANIFEST_NAME",
     "FileEntry",
     "Manifest",
+    "Packed",
     "StateEntry",
     "TensorEntry",
+    "parse_manifest",
     "read_manifest",
 ]
-
-MANIFEST_NAME = "manifest.json"
-FORMAT = "shardwise-checkpoint"
-VERSION = 1
-#: Payload is checksummed in blocks of this many bytes.
-BLOCK_BYTES = 16 * 1024**2
-
-
-@dataclass(frozen=True, slots=True)
-class FileEntry:
-    """A file of a checkpoint: its size, the checksum of its header (or of the whole of a small file), and the
-    checksums of its payload's 16 MiB blocks."""
-
-    nbytes: int
-    header_bytes: int
-    header_xxh3: str
-    blocks: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class StateEntry:
-    """An optimizer state of a parameter: a tensor spread like it, or an element of a packed tensor."""
-
-    dtype: str
-    digest: int = 0
-    owner: int = 0
-    packed: str | None = None
-    index: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """A parameter or persistent buffer. ``aliases`` are its tied names; ``stored_aliases`` have bytes of their own.
-
-    ``states`` maps optimizer name → state name → entry.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    geometry: int
-    digest: int
-    owner: int = 0
-    kind: str = "parameter"
-    aliases: tuple[str, ...] = ()
-    stored_aliases: tuple[str, ...] = ()
-    states: Mapping[str, Mapping[str, StateEntry]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """0-d optimizer states of many parameters, stored as one 1-D tensor."""
-
-    dtype: str
-    count: int
-    digest: int
-    owner: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
-    """Everything about a checkpoint but its payload."""
-
-    step: int
-    run_id: str
-    parent_step: int | None
-    world_size: int
-    seed: int
-    geometries: tuple[Geometry, ...]
-    models: Mapping[str, Mapping[str, TensorEntry]]
-    packed: Mapping[str, Mapping[str, Packed]]
-    files: Mapping[str, FileEntry]
-    software: Mapping[str, str]
-    hub_tensors: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
-    local_documents: tuple[str, ...] = ()
-
-    def to_text(self) -> str:
-        """The manifest's JSON text, its own checksum included."""
-        document = self._document()
-        document["xxh3"] = _checksum(document)
-        return json.dumps(document, separators=(",", ":"), allow_nan=False)
-
-    def _document(self) -> dict[str, Any]:
-        return {
-            "format": FORMAT,
-            "version": VERSION,
-            "step": self.step,
-            "run_id": self.run_id,
-            "parent_step": self.parent_step,
-            "world_size": self.world_size,
-            "seed": self.seed,
-            "software": dict(self.software),
-            "geometries": [_geometry_json(g) for g in self.geometries],
-            "models": {m: {n: _tensor_json(t) for n, t in ts.items()} for m, ts in self.models.items()},
-            "packed": {
-                o: {n: {**asdict(p), "digest": f"{p.digest:016x}"} for n, p in ps.items()}
-                for o, ps in self.packed.items()
-            },
-            "local_documents": list(self.local_documents),
-            "hub_tensors": {m: dict(shapes) for m, shapes in self.hub_tensors.items()},
-            "files": {n: _sparse(asdict(f)) for n, f in self.files.items()},
-        }
-
-
-def _geometry_json(g: Geometry) -> dict[str, Any]:
-    return {
-        "axis_sizes": g.axis_sizes,
-        "axis_names": g.axis_names,
-        "cuts": [[c.kind, c.dim, c.split_factor] for c in g.cuts],
-        "ranks": g.ranks,
-        "fsdp_order": g.fsdp_order,
-        "rule": RULE_VERSION,
-    }
-
-
-def _sparse(value: dict[str, Any]) -> dict[str, Any]:
-    """Without empty and zero optional fields: they are the defaults that reading fills in."""
-    keep = {"nbytes", "header_bytes", "dtype", "shape", "geometry", "digest"}
-    return {k: v for k, v in value.items() if k in keep or (v not in (0, None) and v != () and v != {})}
-
-
-def _tensor_json(t: TensorEntry) -> dict[str, Any]:
-    one = {f: getattr(t, f) for f in ("dtype", "shape", "geometry", "owner", "aliases", "stored_aliases")}
-    one["digest"] = f"{t.digest:016x}"
-    if t.kind != "parameter":
-        one["kind"] = t.kind
-    one["states"] = {o: {s: _state_json(e) for s, e in states.items()} for o, states in t.states.items()}
-    return _sparse(one)
-
-
-def _state_json(e: StateEntry) -> dict[str, Any]:
-    if e.packed is not None:
-        return {"dtype": e.dtype, "packed": e.packed, "index": e.index}
-    return _sparse({"dtype": e.dtype, "digest": f"{e.digest:016x}", "owner": e.owner})
-
-
-def _checksum(document: dict[str, Any]) -> str:
-    text = json.dumps(
-        {k: v for k, v in document.items() if k != "xxh3"}, separators=(",", ":"), sort_keys=True
-    )
-    return xxhash.xxh3_64_hexdigest(text.encode())
 
 
 @no_collections()
@@ -183,33 +69,39 @@ def read_manifest(root: str | os.PathLike[str]) -> Manifest:
     """
     path = os.path.join(os.fspath(root), MANIFEST_NAME)
     try:
-        check_regular(path)
-        with open(path, "rb") as file:
-            raw = file.read()
-    except IsADirectoryError as error:
-        raise FormatError("is a directory, not a file", path=path) from error
-    except OSError as error:
-        if isinstance(error, (FileNotFoundError, NotADirectoryError)):
+        raw = read_small(path, "manifest")
+    except FormatError:
+        raise
+    except SourceError as error:
+        if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
             raise SourceError(_no_manifest(os.fspath(root)), path=os.fspath(root)) from error
-        raise SourceError(f"can't be read: {error.strerror or error}", path=path) from error
+        raise
+    return parse_manifest(raw, path)
+
+
+def parse_manifest(raw: bytes, path: str) -> Manifest:
+    """The manifest that a text is; everything in it is checked. Raises as :func:`read_manifest`, naming ``path``."""
+    document = parse_json(raw, path, "manifest")
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        found = document.get("format") if isinstance(document, dict) else document
+        raise FormatError(
+            f"not a checkpoint manifest: format is {shown(found)}, expected {FORMAT!r}", path=path
+        )
     try:
-        document = json.loads(raw)
-        if document["format"] != FORMAT:
-            raise FormatError(f"format is {brief(document['format'])}, expected {FORMAT!r}", path=path)
-        checksum = _checksum(document)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise FormatError(f"not a checkpoint manifest ({error!r})", path=path) from error
+        checksum = checksum_of(document)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"not a checkpoint manifest ({cause(error)})", path=path) from error
     if checksum != document.get("xxh3"):
         raise IntegrityError("its checksum does not match its content: damaged", path=path)
     if document.get("version") != VERSION:
         raise VersionError(
-            f"format version {brief(document.get('version'))}, this release reads {VERSION}; update shardwise",
+            f"format version {shown(document.get('version'))}, this release reads {VERSION}; update shardwise",
             path=path,
         )
     try:
         return _from_document(document)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise FormatError(f"malformed manifest ({error!r})", path=path) from error
+    except _WRONG as error:
+        raise FormatError(f"malformed manifest: {_said(error)}", path=path) from error
 
 
 def _no_manifest(root: str) -> str:
@@ -220,14 +112,22 @@ def _no_manifest(root: str) -> str:
     return "no such directory"
 
 
-# What follows trusts no value: a right checksum only says that nobody changed the text by accident.
+# What follows trusts no value: a right checksum only says that nobody changed the text by accident. Names of models
+# and optimizers become folders, those of files paths: none that leaves the directory gets past here.
 
 
 def _from_document(d: dict[str, Any]) -> Manifest:
+    files = _each(d["files"], _file_name, _file)
     world_size = _count(d["world_size"], 1, _MAX_RANKS)
-    geometries = tuple(_geometry(g, world_size) for g in d["geometries"])
+    for rank in range(world_size):
+        if f"rank/{rank:05d}.json" not in files:
+            raise ValueError(f"the world size is {world_size}, and no file is of rank {rank}")
+    geometries = tuple([_geometry(g, world_size) for g in d["geometries"]])
     spreads = [_spread(g) for g in geometries]
-    packed = {o: {n: _packed(p, world_size) for n, p in ps.items()} for o, ps in d["packed"].items()}
+    packed = _each(d["packed"], _word, lambda ps: _each(ps, _text, lambda p: _packed(p, world_size)))
+    models = _each(d["models"], _word, lambda ts: _each(ts, _text, lambda t: _tensor(t, spreads, packed)))
+    _check_packs(models, packed)
+    _check_work(models, spreads, len(files))
     return Manifest(
         step=_count(d["step"]),
         run_id=_text(d["run_id"]),
@@ -235,97 +135,151 @@ def _from_document(d: dict[str, Any]) -> Manifest:
         world_size=world_size,
         seed=_count(d["seed"], 0, 2**64),
         geometries=geometries,
-        models={m: {n: _tensor(t, spreads, packed) for n, t in ts.items()} for m, ts in d["models"].items()},
+        models=models,
         packed=packed,
-        files={n: _file(n, f) for n, f in d["files"].items()},
+        files=files,
         software={_text(k): _text(v) for k, v in d["software"].items()},
         local_documents=_texts(d["local_documents"]),
-        hub_tensors={m: {n: _counts(s) for n, s in ts.items()} for m, ts in d["hub_tensors"].items()},
+        hub_tensors={
+            _known(m, models): {_text(n): _shape(s) for n, s in ts.items()}
+            for m, ts in d["hub_tensors"].items()
+        },
     )
 
 
+_Of = TypeVar("_Of")
+_WRONG = (ValueError, LookupError, TypeError, AttributeError)
+
+
+def _each(
+    values: Mapping[str, Any], check: Callable[[Any], str], make: Callable[[Any], _Of]
+) -> dict[str, _Of]:
+    """The checked names and values of a mapping. What is wrong with one is said with its name before it."""
+    found = {}
+    for name, value in values.items():
+        try:
+            found[check(name)] = make(value)
+        except _WRONG as error:
+            raise ValueError(f"{shown(name)}: {_said(error)}") from error
+    return found
+
+
+def _said(error: Exception) -> str:
+    return str(error)[:MAX_TEXT_CHARS] if type(error) is ValueError else cause(error)
+
+
 _MAX_RANKS = 2**20
-_MAX_DIMS = 64
-_MAX_SPLIT_FACTOR = 2**16
+#: Places (ranks × blocks) over which shapes may be spread: so many, and as many more for each tensor and file listed.
+_MIN_PLACES, _PLACES_EACH = 2**20, 64
 
 
-def _count(value: Any, low: int = 0, high: int = 2**62) -> int:
+def _count(value: Any, low: int = 0, high: int = MAX_COUNT) -> int:
     if type(value) is not int or not low <= value <= high:  # True is none
-        raise ValueError(f"{brief(value)} is not a number from {low} to {high}")
+        raise ValueError(f"{shown(value)} is not a number from {low} to {high}")
     return value
 
 
 def _counts(value: Any, low: int = 0) -> tuple[int, ...]:
     if not isinstance(value, list) or len(value) > _MAX_RANKS:
-        raise ValueError(f"{brief(value)} is not a list of numbers")
+        raise ValueError(f"{shown(value)} is not a list of numbers")
     return tuple([_count(n, low) for n in value])
 
 
+def _shape(value: Any, itemsize: int = 1) -> tuple[int, ...]:
+    shape = _counts(value)
+    if not fits(shape, itemsize):
+        raise ValueError(f"shape {shown(shape)} has more than {MAX_DIMS} dims, or more bytes than 2^62")
+    return shape
+
+
 def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{brief(value)} is not text")
+    if not is_text(value):
+        raise ValueError(f"{shown(value)} is not text")
     return value
 
 
 def _texts(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list):
-        raise ValueError(f"{brief(value)} is not a list of text")
-    return tuple(map(_text, value))
+        raise ValueError(f"{shown(value)} is not a list of text")
+    return tuple([_text(v) for v in value])
+
+
+def _word(value: Any) -> str:
+    """The name of a model or an optimizer, by the rule of ``TrainState``."""
+    if not is_word(value):
+        raise ValueError(
+            f"the name {shown(value)} of a model or an optimizer is not a word (letters, digits, '_', '-')"
+        )
+    return value
+
+
+def _known(name: Any, held: Mapping[str, Any]) -> str:
+    if name not in held:
+        raise ValueError(f"{shown(name)} is none of {shown(sorted(held))}")
+    return str(name)
 
 
 def _digest(value: Any) -> int:
-    return _count(int(_text(value), 16), 0, 2**64 - 1)
+    if not re.fullmatch("[0-9a-f]{16}", _text(value)):
+        raise ValueError(f"{shown(value)} is not a digest of 16 hexadecimal digits")
+    return int(value, 16)
 
 
 def _dtype(value: Any) -> str:
     if _text(value) not in ITEMSIZE:
-        raise ValueError(f"unknown stored dtype {brief(value)}")
+        raise ValueError(f"unknown stored dtype {shown(value)}")
     return str(value)
 
 
 def _geometry(g: dict[str, Any], world_size: int) -> Geometry:
     if g["rule"] != RULE_VERSION:
-        raise ValueError(f"cutting rule {brief(g['rule'])}, this release knows {RULE_VERSION}")
+        raise ValueError(f"cutting rule {shown(g['rule'])}, this release knows {RULE_VERSION}")
     sizes, names, ranks = _counts(g["axis_sizes"], 1), _texts(g["axis_names"]), _counts(g["ranks"])
-    cuts = tuple(_cut(kind, dim, factor) for kind, dim, factor in g["cuts"])
-    if not len(sizes) == len(names) == len(cuts) <= _MAX_DIMS:
+    cuts = tuple([_cut(kind, dim, factor) for kind, dim, factor in g["cuts"]])
+    if not len(sizes) == len(names) == len(cuts) <= MAX_DIMS:
         raise ValueError(f"a geometry of {len(sizes)} sizes, {len(names)} names and {len(cuts)} cuts")
     if math.prod(sizes) != len(ranks) or len(set(ranks)) != len(ranks) or max(ranks) >= world_size:
-        raise ValueError(f"axes of {brief(sizes)} do not hold ranks {brief(ranks)} of {world_size}")
+        raise ValueError(f"axes of {shown(sizes)} do not hold ranks {shown(ranks)} of {world_size}")
     if not isinstance(g["fsdp_order"], bool):
-        raise ValueError(f"fsdp_order is {brief(g['fsdp_order'])}")
+        raise ValueError(f"fsdp_order is {shown(g['fsdp_order'])}")
     return Geometry(sizes, names, cuts, ranks, g["fsdp_order"])
 
 
 def _cut(kind: Any, dim: Any, factor: Any) -> Cut:
     if kind not in ("replicate", "shard", "strided"):
-        raise ValueError(f"unknown kind of cut {brief(kind)}")
-    return Cut(kind, _count(dim, 0, _MAX_DIMS), _count(factor, 1, _MAX_SPLIT_FACTOR))
+        raise ValueError(f"unknown kind of cut {shown(kind)}")
+    return Cut(kind, _count(dim, 0, MAX_DIMS), _count(factor, 1, MAX_BLOCKS))
 
 
 @dataclass(frozen=True, slots=True)
 class _Spread:
-    """What a tensor must fit that is spread by a geometry."""
+    """What a tensor must fit that is spread by a geometry, and over how many places it lies then."""
 
     replicas: int
     least_dims: int
+    places: int
 
 
 def _spread(g: Geometry) -> _Spread:
     axes = zip(g.axis_sizes, g.cuts, strict=True)
     replicas = math.prod(n for n, c in axes if c.kind == "replicate")
-    return _Spread(replicas, max((c.dim + 1 for c in g.cuts if c.kind != "replicate"), default=0))
+    blocks = blocks_of(g)
+    if blocks > MAX_BLOCKS:
+        raise ValueError(f"strided cuts make {blocks} blocks, the limit is {MAX_BLOCKS}")
+    least_dims = max((c.dim + 1 for c in g.cuts if c.kind != "replicate"), default=0)
+    return _Spread(replicas, least_dims, len(g.ranks) * blocks)
 
 
 def _tensor(
     t: dict[str, Any], spreads: Sequence[_Spread], packed: Mapping[str, Mapping[str, Packed]]
 ) -> TensorEntry:
-    shape, index = _counts(t["shape"]), _count(t["geometry"], 0, len(spreads) - 1)
+    dtype = _dtype(t["dtype"])
+    shape, index = _shape(t["shape"], ITEMSIZE[dtype]), _count(t["geometry"], 0, len(spreads) - 1)
     replicas = spreads[index].replicas
-    if not spreads[index].least_dims <= len(shape) <= _MAX_DIMS:
-        raise ValueError(f"shape {brief(shape)} has not the dims that geometry {index} cuts")
+    if spreads[index].least_dims > len(shape):
+        raise ValueError(f"shape {shown(shape)} has not the dims that geometry {index} cuts")
     return TensorEntry(
-        dtype=_dtype(t["dtype"]),
+        dtype=dtype,
         shape=shape,
         geometry=index,
         digest=_digest(t["digest"]),
@@ -334,17 +288,24 @@ def _tensor(
         aliases=_texts(t.get("aliases", [])),
         stored_aliases=_texts(t.get("stored_aliases", [])),
         states={
-            o: {s: _state(e, replicas, packed.get(o, {})) for s, e in states.items()}
+            _known(o, packed): {s: _state(s, e, shape, replicas, packed[o]) for s, e in states.items()}
             for o, states in t.get("states", {}).items()
         },
     )
 
 
-def _state(e: dict[str, Any], replicas: int, packed: Mapping[str, Packed]) -> StateEntry:
+def _state(
+    name: Any, e: dict[str, Any], shape: tuple[int, ...], replicas: int, packed: Mapping[str, Packed]
+) -> StateEntry:
     dtype = _dtype(e["dtype"])
     if e.get("packed") is not None:
+        if _text(name) == GRADIENT and shape:
+            raise ValueError(f"a gradient of one element, and its parameter has shape {shown(shape)}")
         index = _count(e["index"], 0, packed[_text(e["packed"])].count - 1)
         return StateEntry(dtype, packed=e["packed"], index=index)
+    if "." in _text(name):  # slice files name a state <parameter>.<state>
+        raise ValueError(f"the optimizer state {shown(name)} has a dot in its name")
+    _shape(list(shape), ITEMSIZE[dtype])
     return StateEntry(dtype, _digest(e["digest"]), _count(e.get("owner", 0), 0, replicas - 1))
 
 
@@ -353,9 +314,57 @@ def _packed(p: dict[str, Any], world_size: int) -> Packed:
     return Packed(_dtype(p["dtype"]), _count(p["count"]), _digest(p["digest"]), owner)
 
 
-def _file(name: str, f: dict[str, Any]) -> FileEntry:
-    if {"", ".", ".."} & set(name.split("/")) or "\\" in name or b"\0" in os.fsencode(name):
-        raise ValueError(f"file name {name!r} leaves the checkpoint directory")
+def _check_packs(
+    models: Mapping[str, Mapping[str, TensorEntry]], packed: Mapping[str, Mapping[str, Packed]]
+) -> None:
+    """Each element of a pack is the state of one parameter, and all states of an optimizer are of one model."""
+    if not models:
+        raise ValueError("no model")
+    used: dict[tuple[str, str], set[int]] = {}
+    trained: dict[str, str] = {}
+    for model, entries in models.items():
+        for t in entries.values():
+            for optimizer, states in t.states.items():
+                if trained.setdefault(optimizer, model) != model:
+                    raise ValueError(f"{optimizer} has states of {trained[optimizer]} and of {model}")
+                for e in states.values():
+                    if e.packed is None:
+                        continue
+                    places = used.setdefault((optimizer, e.packed), set())
+                    if e.index in places:
+                        raise ValueError(f"two states are element {e.index} of the pack {shown(e.packed)}")
+                    places.add(e.index)
+    for optimizer, packs in packed.items():
+        for name, p in packs.items():
+            found = len(used.get((optimizer, name), ()))
+            if p.count != found:
+                raise ValueError(
+                    f"the pack {shown(name)} has {p.count} elements, and {found} states refer to it"
+                )
+
+
+def _check_work(
+    models: Mapping[str, Mapping[str, TensorEntry]], spreads: Sequence[_Spread], files: int
+) -> None:
+    """Where slices lie is worked out per shape and geometry, for every rank and block: in proportion to what is listed."""
+    kinds = {(t.shape, t.geometry) for entries in models.values() for t in entries.values()}
+    places = sum(spreads[geometry].places for _, geometry in kinds)
+    listed = files + sum(map(len, models.values()))
+    if places > _MIN_PLACES + _PLACES_EACH * listed:
+        raise ValueError(
+            f"{len(kinds)} shapes are spread over {places} places, too many for {listed} tensors and files"
+        )
+
+
+def _file_name(name: str) -> str:
+    if not is_inside(name) or name == MANIFEST_NAME:
+        raise ValueError(f"file name {shown(name)} leaves the checkpoint directory, or is the manifest's own")
+    return name
+
+
+def _file(f: dict[str, Any]) -> FileEntry:
     nbytes = _count(f["nbytes"])
     header = _count(f["header_bytes"], 0, nbytes)
+    if header > MAX_HEADER_BYTES:
+        raise ValueError(f"header_bytes is {header}, the limit is {MAX_HEADER_BYTES}")
     return FileEntry(nbytes, header, _text(f["header_xxh3"]), _texts(f.get("blocks", [])))

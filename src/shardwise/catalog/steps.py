@@ -2,13 +2,43 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import re
+from collections.abc import Container
+from typing import Any
 
-__all__ = ["STEP_NAME", "of_steps"]
+from ..errors import StateError
+from ..limits import MAX_COUNT, shown
 
-#: What a published step's directory is called.
-STEP_NAME = re.compile(r"step-(\d{8,})")
+__all__ = ["STEP_NAME", "checked_step", "misnamed", "of_steps"]
+
+#: What a published step's directory is called: one name for each step, and no other for the same one.
+STEP_NAME = re.compile("step-([0-9]{8}|[1-9][0-9]{8,18})")
+#: What the HF Trainer calls it, and the file that tells its checkpoints from a user's own of that name.
+_TRAINER_NAME, _TRAINER_FILE = re.compile("checkpoint-([0-9]{1,19})"), "trainer_state.json"
+
+
+def checked_step(step: Any) -> int:
+    """``step`` as a number. Raises :class:`StateError` for one that no manifest can hold, and no name can say."""
+    if not hasattr(step, "__index__") or not 0 <= (found := operator.index(step)) <= MAX_COUNT:
+        raise StateError(f"step must be an integer from 0 to 2^62, got {shown(step)}")
+    return found
+
+
+def misnamed(root: str, step: int, files: Container[str]) -> str | None:
+    """What is wrong if a directory has the name of another step than its manifest holds; None otherwise.
+
+    A directory of any other name may hold any step: the caller says which one is meant by naming the directory.
+    """
+    name = os.path.basename(os.path.abspath(root))
+    found = STEP_NAME.fullmatch(name) or (_TRAINER_NAME.fullmatch(name) if _TRAINER_FILE in files else None)
+    if found is None or int(found[1]) == step:
+        return None
+    return (
+        f"holds step {step}, not {int(found[1])} as its name says: an old manifest, or a step under another's name. If it "
+        f"was renamed, give it the name that it was published under"
+    )
 
 
 def of_steps(root: str) -> str | None:

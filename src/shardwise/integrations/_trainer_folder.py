@@ -18,10 +18,10 @@ from ..catalog.manifest import MANIFEST_NAME, read_manifest
 from ..dist import Ranks
 from ..errors import CheckpointError, FormatError, IntegrityError, NoCheckpointError
 from ..proof.quick import quick_check
-from ..restoring import read_checked
 from ..store.lock import DirectoryLock
 from ..store.publish import discard, sweep_leftovers
 from ..store.write import fsync_directory
+from ..stored_documents import document_names
 
 __all__ = [
     "ADAPTER",
@@ -98,8 +98,7 @@ def is_ours(path: str) -> bool:
 def has_optimizer(path: str) -> bytes:
     """Whether a shardwise checkpoint holds an optimizer: ``save_only_model`` leaves it out. Nothing if not."""
     manifest = read_manifest(path)
-    documents = json.loads(read_checked(path, manifest, "state.json"))
-    return b"1" if "optimizer" in (*documents, *manifest.local_documents) else b""
+    return b"1" if "optimizer" in document_names(path, manifest) else b""
 
 
 def checkpoints(root: str) -> dict[int, str]:

@@ -29,6 +29,7 @@ __all__ = [
     "RULE_VERSION",
     "Cut",
     "Geometry",
+    "blocks_of",
     "cut_boxes",
     "cutting_axes",
     "dim_intervals",
@@ -133,6 +134,18 @@ def _cut_order(
                 place = 0
         order.insert(place, (axis, cut, factor))
     return order
+
+
+def blocks_of(geometry: Geometry) -> int:
+    """Into how many blocks the strided cuts of a geometry cut a tensor at most, over all dims.
+
+    Those that the order of FSDP and TP explains do not count; the others bound how many boxes one rank holds.
+    """
+    blocks = 1
+    for dim in {cut.dim for cut in geometry.cuts if cut.kind != "replicate"}:
+        order = _cut_order(cutting_axes(geometry, dim), geometry.axis_sizes, geometry.fsdp_order)
+        blocks *= math.prod(factor for _, _, factor in order)
+    return blocks
 
 
 def _dim_intervals(

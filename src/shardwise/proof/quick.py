@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import stat
+from collections.abc import Callable, Iterator
 
 import xxhash
 
-from ..catalog.manifest import MANIFEST_NAME, Manifest, read_manifest
-from ..errors import CheckpointError, IntegrityError, SourceError
+from ..catalog.manifest import BLOCK_BYTES, MANIFEST_NAME, Manifest, read_manifest
+from ..errors import IntegrityError, SourceError
+from ..limits import inside
 from ..read import FileReader
 
-__all__ = ["check_files", "quick_check"]
+__all__ = ["check_files", "quick_check", "read_head"]
 
 
 def quick_check(path: str, step: int, on_progress: Callable[[], object] = lambda: None) -> Manifest:
@@ -19,20 +21,30 @@ def quick_check(path: str, step: int, on_progress: Callable[[], object] = lambda
 
     Resuming reads no headers, and at another world size not the files of the old ranks: what it takes for
     valid must nevertheless be what ``verify`` does. Reads no payload. Rank-local; raises for the first thing that
-    is wrong: :class:`SourceError`, :class:`IntegrityError`, :class:`CheckpointError` (it holds another step).
+    is wrong: :class:`SourceError`, :class:`IntegrityError` (also if it holds another step).
     """
     manifest = check_files(path, step, on_progress)
     with FileReader() as reader:
         for name, entry in manifest.files.items():
-            head = bytearray(entry.header_bytes)
-            reader.read_into(os.path.join(path, name), 0, memoryview(head))
-            if xxhash.xxh3_64_hexdigest(head) != entry.header_xxh3:
+            total = xxhash.xxh3_64()
+            for piece in read_head(reader, inside(path, name), entry.header_bytes):
+                total.update(piece)
+            if total.hexdigest() != entry.header_xxh3:
                 what = "content" if entry.header_bytes == entry.nbytes else "header"
                 raise IntegrityError(
                     f"{what} differs from its checksum: damaged", path=os.path.join(path, name)
                 )
             on_progress()
     return manifest
+
+
+def read_head(reader: FileReader, file: str, nbytes: int) -> Iterator[memoryview]:
+    """The first bytes of a file, in pieces of at most 16 MiB that share one buffer."""
+    view = memoryview(bytearray(min(nbytes, BLOCK_BYTES)))
+    for done in range(0, nbytes, BLOCK_BYTES):
+        piece = view[: nbytes - done]
+        reader.read_into(file, done, piece)
+        yield piece
 
 
 def check_files(path: str, step: int, on_progress: Callable[[], object] = lambda: None) -> Manifest:
@@ -48,20 +60,24 @@ def check_files(path: str, step: int, on_progress: Callable[[], object] = lambda
         raise SourceError(f"can't be read: {error.strerror}", path=path) from error
     manifest = read_manifest(path)
     if manifest.step != step:
-        raise CheckpointError(
-            f"{path}: holds step {manifest.step}, not {step}; give it the name that it was published under"
+        raise IntegrityError(
+            f"holds step {manifest.step}, not {step}: an old manifest, or a step under another's name. If it was renamed, "
+            f"give it the name that it was published under",
+            path=path,
         )
     for name, entry in manifest.files.items():
-        file = os.path.join(path, name)
+        file = inside(path, name)
         try:
-            size = os.stat(file).st_size
+            status = os.stat(file)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise IntegrityError("lost: no such file", path=file) from error
         except OSError as error:
             raise SourceError(f"can't be read: {error.strerror}", path=file) from error
-        if size != entry.nbytes:
+        if not stat.S_ISREG(status.st_mode):
+            raise IntegrityError("is no regular file", path=file)
+        if status.st_size != entry.nbytes:
             raise IntegrityError(
-                f"{size} bytes, expected {entry.nbytes}: truncated or overwritten", path=file
+                f"{status.st_size} bytes, expected {entry.nbytes}: truncated or overwritten", path=file
             )
         on_progress()
     return manifest

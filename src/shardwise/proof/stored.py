@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+import re
+import stat
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,12 +17,16 @@ from typing import Any
 import xxhash
 
 from ..catalog.checkpoint import catalog_of_slices, directory, model_tensors, optimizer_tensors, packed_name
+from ..catalog.documents import parse_documents, refuse_unknown
 from ..catalog.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry, Manifest, read_manifest
 from ..catalog.slices import Slice, SliceTensor, file_name, header_bytes, rank_files
+from ..catalog.steps import misnamed
 from ..dtypes import itemsize
 from ..errors import ShardwiseError
+from ..limits import inside, read_small
 from ..read.files import FileReader
 from .digest import finish, partial_sum_bytes
+from .quick import read_head
 
 __all__ = ["VerifyReport", "boxes_of_run", "model_of", "pieces", "verify"]
 
@@ -56,7 +62,8 @@ def verify(
 
     Checked: the manifest's own checksum; that exactly its files are there with their sizes; the checksum of
     every header, small file and 16 MiB block; that headers say what the manifest says; that slices cover
-    every tensor exactly once; and every tensor's digest, recomputed from the stored bytes.
+    every tensor exactly once; that documents are JSON and of names that this release knows; every tensor's digest,
+    recomputed from the stored bytes; and, of a directory with the name of a step, that it holds that step.
 
     ``on_progress(done, total)`` is called with bytes, from one thread at a time. ``threads``: default as many as the
     process may run on, at most 8; memory: 17 MiB each. Rank-local. Raises :class:`SourceError` (or a subclass) only
@@ -85,19 +92,48 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _file_set_problems(root: str, manifest: Manifest) -> list[str]:
-    found = set()
+def _document_problems(root: str, manifest: Manifest, bad: Collection[str]) -> Iterator[str]:
+    """Of files of documents that are there in their size, what no reader takes; ``bad`` ones are named already."""
+    try:
+        refuse_unknown(manifest.local_documents, manifest, os.path.join(root, MANIFEST_NAME))
+    except ShardwiseError as error:
+        yield f"{MANIFEST_NAME}: {error}"
+    for name in manifest.files:
+        if name in bad or not re.fullmatch(r"state\.json|rank/[0-9]{5,}\.json", name):
+            continue
+        path = inside(root, name)
+        try:
+            parse_documents(read_small(path), manifest, path)
+        except ShardwiseError as error:
+            yield f"{name}: {error}"
+
+
+def _file_set_problems(root: str, manifest: Manifest) -> tuple[list[str], set[str]]:
+    """What is wrong with the files as such, and the names of those that can't be read."""
+    found, bad = set(), set()
     for folder, _, names in os.walk(root):
         found |= {os.path.relpath(os.path.join(folder, n), root).replace(os.sep, "/") for n in names}
     problems = [
         f"{n}: not listed in the manifest" for n in sorted(found - set(manifest.files) - {MANIFEST_NAME})
     ]
     for name, entry in manifest.files.items():
-        if name not in found:
-            problems.append(f"{name}: lost")
-        elif (size := os.stat(os.path.join(root, name)).st_size) != entry.nbytes:
-            problems.append(f"{name}: {size} bytes, expected {entry.nbytes}: truncated or overwritten")
-    return problems
+        wrong = _wrong_file(inside(root, name), entry.nbytes) if name in found else "lost"
+        if wrong is not None:
+            problems.append(f"{name}: {wrong}")
+            bad.add(name)
+    return problems, bad
+
+
+def _wrong_file(path: str, nbytes: int) -> str | None:
+    try:
+        status = os.stat(path)
+    except OSError as error:  # a link to nothing, or to itself
+        return f"lost ({error.strerror})"
+    if not stat.S_ISREG(status.st_mode):
+        return "is no regular file"
+    if status.st_size != nbytes:
+        return f"{status.st_size} bytes, expected {nbytes}: truncated or overwritten"
+    return None
 
 
 def _slice_sets(manifest: Manifest) -> Iterator[tuple[str, str, list[SliceTensor], dict[str, int]]]:
@@ -152,7 +188,10 @@ class _Verification:
         self._found: dict[
             tuple[int, int], list[str]
         ] = {}  # by file and block, so that the order is always the same
-        self._first = _file_set_problems(root, manifest)
+        wrong_files, self._bad = _file_set_problems(root, manifest)
+        wrong_name = misnamed(root, manifest.step, manifest.files)
+        self._first = [f"{MANIFEST_NAME}: {wrong_name}"] * bool(wrong_name) + wrong_files
+        self._last: list[str] = []
         self._parts = list(_slice_sets(manifest))
         self._sums: list[dict[str, int]] = [dict.fromkeys(digests, 0) for *_, digests in self._parts]
         self._unread: list[set[str]] = [set() for _ in self._parts]
@@ -175,10 +214,16 @@ class _Verification:
                     ended.result()
             finally:
                 self._stopped = True
+        bad = self._bad | {self._files[f].name for f, _ in self._found}
+        self._last = list(_document_problems(self._root, self._manifest, bad))
 
     def problems(self) -> tuple[str, ...]:
         """What is wrong, files first."""
-        lines = [*self._first, *(line for key in sorted(self._found) for line in self._found[key])]
+        lines = [
+            *self._first,
+            *(line for key in sorted(self._found) for line in self._found[key]),
+            *self._last,
+        ]
         for (_, name, stored, digests), sums, unread in zip(
             self._parts, self._sums, self._unread, strict=True
         ):
@@ -209,7 +254,7 @@ class _Verification:
         for name, entry in self._manifest.files.items():
             part, own = slices.get(name, (0, ()))
             file = _File(name, entry, part, own)
-            if any(p.startswith(f"{name}:") for p in self._first):
+            if name in self._bad:
                 self._unread[part] |= {s.tensor.name for s in own}
             elif own and sum(s.nbytes for s in own) != file.payload_bytes:
                 self._first.append(f"{name}: {file.payload_bytes} bytes of payload, its tensors take others")
@@ -232,7 +277,12 @@ class _Verification:
                 length = _length_of(file, block)
                 if len(buffer) < length:
                     buffer = bytearray(length)
-                lines, sums = self._check(file, block, reader, memoryview(buffer)[:length])
+                try:
+                    lines, sums = self._check(file, block, reader, memoryview(buffer)[:length])
+                except ShardwiseError as error:
+                    lines, sums = [f"{file.name}: {error}"], []
+                    with self._lock:
+                        self._unread[file.part] |= {s.tensor.name for s in file.slices}
                 with self._lock:
                     if lines:
                         self._found[task] = lines
@@ -243,15 +293,11 @@ class _Verification:
         self, file: _File, block: int, reader: FileReader, view: memoryview
     ) -> tuple[list[str], list[tuple[str, int]]]:
         """Problems of the header (block -1) or a block of payload, and its share of the sums of tensors."""
-        offset = 0 if block < 0 else file.entry.header_bytes + block * BLOCK_BYTES
-        try:
-            reader.read_into(os.path.join(self._root, file.name), offset, view)
-        except ShardwiseError as error:
-            with self._lock:
-                self._unread[file.part] |= {s.tensor.name for s in file.slices}
-            return [f"{file.name}: {error}"], []
+        path = inside(self._root, file.name)
         if block < 0:
-            return list(_header_problems(file, view)), []
+            return list(_header_problems(file, read_head(reader, path, file.entry.header_bytes))), []
+        offset = file.entry.header_bytes + block * BLOCK_BYTES
+        reader.read_into(path, offset, view)
         lines = []
         if block < len(file.entry.blocks) and xxhash.xxh3_64_hexdigest(view) != file.entry.blocks[block]:
             lines = [f"{file.name}: bytes {offset} to {offset + view.nbytes} differ from their checksum"]
@@ -269,16 +315,20 @@ def _blocks_in(file: _File) -> int:
 
 
 def _length_of(file: _File, block: int) -> int:
-    return (
-        file.entry.header_bytes if block < 0 else min(BLOCK_BYTES, file.payload_bytes - block * BLOCK_BYTES)
-    )
+    return 0 if block < 0 else min(BLOCK_BYTES, file.payload_bytes - block * BLOCK_BYTES)
 
 
-def _header_problems(file: _File, header: memoryview) -> Iterator[str]:
+def _header_problems(file: _File, header: Iterator[memoryview]) -> Iterator[str]:
     entry = file.entry
-    if xxhash.xxh3_64_hexdigest(header) != entry.header_xxh3:
+    expected = header_bytes(file.slices) if file.slices else b""
+    total, at, is_expected = xxhash.xxh3_64(), 0, not expected or len(expected) == entry.header_bytes
+    for piece in header:
+        total.update(piece)
+        is_expected = is_expected and (not expected or expected[at : at + piece.nbytes] == piece)
+        at += piece.nbytes
+    if total.hexdigest() != entry.header_xxh3:
         yield f"{file.name}: {'content' if entry.header_bytes == entry.nbytes else 'header'} differs from its checksum"
-    elif file.slices and bytes(header) != header_bytes(file.slices):
+    elif not is_expected:
         yield f"{file.name}: header does not say what the manifest says"
     if len(entry.blocks) != _blocks_in(file):
         yield f"{file.name}: manifest has {len(entry.blocks)} block checksums, expected {_blocks_in(file)}"
@@ -316,8 +366,8 @@ def boxes_of_run(
     inner = math.prod(sizes[1:])
 
     def part_of(row: int, low: int, high: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        for inside, held in boxes_of_run(start[1:], sizes[1:], low, high):
-            yield (start[0] + row, *inside), (1, *held)
+        for within, held in boxes_of_run(start[1:], sizes[1:], low, high):
+            yield (start[0] + row, *within), (1, *held)
 
     (top, left), (bottom, right) = divmod(first, inner), divmod(stop, inner)
     if top == bottom:

@@ -7,13 +7,15 @@ import collections
 import enum
 import math
 import pathlib
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from ..errors import FormatError, StateError
+from ..limits import MAX_COLLISIONS, MAX_DIMS, cause, shown
 from .encoding import FACTORIES, MAX_DEPTH, TAG, imported
 
 __all__ = ["LEFT_OUT", "Decoder"]
@@ -32,6 +34,7 @@ class Decoder:
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
         self._made: dict[str, torch.Tensor] = {}
+        self._used: set[str] = set()  # by arrays
         self._depth = 0
 
     def decode(self, node: Any) -> Any:
@@ -56,11 +59,13 @@ class Decoder:
         tag = node[TAG]
         build = _BUILDERS.get(tag) if isinstance(tag, str) else None
         if build is None:
-            raise FormatError(f"typed JSON has the unknown kind {tag!r}; was a newer shardwise used?")
+            raise FormatError(f"typed JSON has the unknown kind {shown(tag)}; was a newer shardwise used?")
         try:
             return build(self, node)
-        except (KeyError, TypeError, ValueError, OverflowError, RuntimeError, AttributeError) as error:
-            raise FormatError(f"typed JSON has a malformed {tag!r}: {error!r} in {str(node)[:99]}") from error
+        except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError, AttributeError) as error:
+            raise FormatError(
+                f"typed JSON has a malformed {tag!r}: {cause(error)} in {shown(node)}"
+            ) from error
 
     def items(self, node: Any) -> list[Any]:
         decoded = [self.decode(item) for item in _listed(node)]
@@ -68,42 +73,48 @@ class Decoder:
 
     def members(self, node: Any) -> list[Any]:
         decoded = [self.decode(item) for item in _listed(node)]
-        return [value for value in decoded if value is not LEFT_OUT]
+        return _hashable([value for value in decoded if value is not LEFT_OUT])
 
     def pairs(self, node: Any) -> dict[Any, Any]:
         decoded = [(self.decode(key), self.decode(value)) for key, value in _listed(node)]
+        _hashable(key for key, _ in decoded)
         return {key: value for key, value in decoded if key is not LEFT_OUT and value is not LEFT_OUT}
 
     def stored(self, key: Any) -> torch.Tensor:
         if not isinstance(key, str) or key not in self._tensors:
-            raise FormatError(f"typed JSON refers to the tensor {key!r}, which is not there")
+            raise FormatError(f"typed JSON refers to the tensor {shown(key)}, which is not there")
         return self._tensors[key].detach()
 
     def tensor(self, node: dict[str, Any]) -> torch.Tensor:
-        key, shape = node["key"], list(node["shape"])
+        key, shape = node["key"], _shape(node["shape"])
         if key in self._made:
             return self._made[key]
         stored, dtype = self.stored(key), _torch_dtype(node["dtype"])
+        if node["dtype"].startswith(("qint", "quint")):
+            raise ValueError("a quantized tensor is more than its bytes")
         value = stored.to("cpu", copy=True).contiguous()
         if value.dtype is not dtype and value.dtype is torch.uint8:
             value = value.view(dtype).reshape(shape)
         if value.dtype is not dtype or list(value.shape) != shape:
             found = f"{value.dtype} {list(value.shape)}"
-            raise FormatError(f"tensor {key!r} should be {dtype} {shape}, but it is {found}")
+            raise FormatError(f"tensor {shown(key)} should be {dtype} {shape}, but it is {found}")
         self._made[key] = value
         return value
 
     def array(self, node: dict[str, Any]) -> np.ndarray[Any, Any]:
         content = self.stored(node["key"]).to("cpu").contiguous()
+        if node["key"] in self._used:  # each copies it: many references would be more than what is stored
+            raise ValueError("two arrays refer to one tensor")
+        self._used.add(node["key"])
         if content.dtype is not torch.uint8 or content.dim() != 1:
             raise ValueError("an array's tensor holds bytes")
-        dtype, shape = self.array_dtype(node["dtype"]), tuple(node["shape"])
+        dtype, shape = self.array_dtype(node["dtype"]), tuple(_shape(node["shape"]))
         if dtype.hasobject or math.prod(shape) * dtype.itemsize != content.numel():
             raise ValueError("the array's bytes do not fit its dtype and shape")
         return np.ndarray(shape, dtype, bytearray(content.numpy().tobytes()))
 
     def array_dtype(self, descr: Any) -> np.dtype[Any]:
-        dtype: np.dtype[Any] = np.lib.format.descr_to_dtype(self.decode(descr))
+        dtype: np.dtype[Any] = np.lib.format.descr_to_dtype(_checked_descr(self.decode(descr)))
         return dtype
 
     def array_scalar(self, node: dict[str, Any]) -> Any:
@@ -119,6 +130,48 @@ def _listed(node: Any) -> list[Any]:
     return node
 
 
+def _shape(node: Any) -> list[int]:
+    if len(_listed(node)) > MAX_DIMS or not all(type(n) is int and 0 <= n < 2**63 for n in node):
+        raise ValueError(f"expected a shape of at most {MAX_DIMS} dims")
+    return list(node)
+
+
+def _hashable(keys: Iterable[Any]) -> list[Any]:
+    """The keys of a set or dict. Refuses many that share one hash: putting them in takes the square of their number.
+
+    Python's numbers hash to their value modulo 2^61 - 1, and tuples by their items, so that anyone can make such keys.
+    """
+    found = list(keys)
+    most = max(Counter(map(hash, found)).values(), default=0)
+    if most > MAX_COLLISIONS:
+        raise ValueError(f"{most} keys have one hash, the limit is {MAX_COLLISIONS}")
+    return found
+
+
+def _checked_descr(descr: Any, depth: int = 0) -> Any:
+    """A dtype as numpy describes it (as in .npy headers): text, a list of fields, or a pair of a dtype and a shape."""
+    if isinstance(descr, str) and descr.isascii() and 0 < len(descr) < 100 and "," not in descr:
+        return descr
+    if depth < MAX_DIMS and isinstance(descr, tuple) and len(descr) == 2:
+        shape = descr[1] if isinstance(descr[1], tuple) else (descr[1],)
+        return (_checked_descr(descr[0], depth + 1), tuple(_shape(list(shape))))
+    if depth < MAX_DIMS and isinstance(descr, list):
+        return [_checked_field(field, depth) for field in descr]
+    raise ValueError(f"{shown(descr)} describes no numpy dtype")
+
+
+def _checked_field(field: Any, depth: int) -> tuple[Any, ...]:
+    if not isinstance(field, tuple) or len(field) not in (2, 3):
+        raise ValueError(f"{shown(field)} describes no field of a numpy dtype")
+    title_and_name = field[0] if isinstance(field[0], tuple) and len(field[0]) == 2 else ("", field[0])
+    if not all(isinstance(text, str) for text in title_and_name):
+        raise ValueError(f"{shown(field[0])} is no name of a field")
+    shape = (
+        [tuple(_shape(list(field[2] if isinstance(field[2], tuple) else (field[2],))))] if field[2:] else []
+    )
+    return (field[0], _checked_descr(field[1], depth + 1), *shape)
+
+
 def _unbase64(text: str) -> bytes:
     return base64.b64decode(text, validate=True)
 
@@ -126,7 +179,7 @@ def _unbase64(text: str) -> bytes:
 def _torch_dtype(name: str) -> torch.dtype:
     dtype = vars(torch).get(name)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"no dtype of torch: {name!r}")
+        raise ValueError(f"no dtype of torch: {shown(name)}")
     return dtype
 
 
@@ -143,9 +196,9 @@ def _factory(name: str | None) -> type | None:
 def _enum_member(node: dict[str, Any]) -> enum.Enum:
     cls = imported(node["class"])
     if not (isinstance(cls, type) and issubclass(cls, enum.Enum)):
-        raise StateError(f"no enum {node['class']} is imported; import its module before resuming")
+        raise StateError(f"no enum {shown(node['class'])} is imported; import its module before resuming")
     if node["name"] not in cls.__members__:
-        raise StateError(f"the enum {node['class']} has no member {node['name']!r} any more")
+        raise StateError(f"the enum {shown(node['class'])} has no member {shown(node['name'])} any more")
     member: enum.Enum = cls.__members__[node["name"]]
     return member
 

@@ -19,6 +19,7 @@ import torch
 
 from ..dtypes import code_of
 from ..errors import FormatError, StateError
+from ..limits import is_text
 
 __all__ = ["FACTORIES", "FUNCTIONS", "MAX_DEPTH", "TAG", "Encoder", "imported"]
 
@@ -182,7 +183,7 @@ def _shown(key: Any) -> str:
 
 
 def _is_text(value: str) -> bool:
-    return value.isascii() or not any("\ud800" <= char <= "\udfff" for char in value)
+    return is_text(value)
 
 
 def _text(value: str) -> Any:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .._compat import fsdp_unreduced_ids
+from ..catalog.manifest import GRADIENT
 from ..errors import StateError
 from ..layout.model import local_tensor
 from ..names import named_tensors
@@ -34,9 +35,6 @@ __all__ = [
     "waiting_gradients",
     "watch_steps",
 ]
-
-#: Under this key a gradient is stored beside the optimizer states of its parameter.
-GRADIENT = "__grad__"
 
 UNSEEN_GRADIENTS = (
     "gradients that were there before the first TrainState, of which nobody saw whether a step had used them"

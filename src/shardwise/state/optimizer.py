@@ -175,6 +175,11 @@ def fill_groups(optimizer: Optimizer, names: Mapping[int, str], groups: list[dic
         for key, value in stored["options"].items():
             current = group.get(key)
             if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor):
+                if current.shape != value.shape:
+                    raise StateError(
+                        f"the setting {key!r} of the optimizer is a tensor of shape {list(current.shape)}, and was saved as "
+                        f"one of {list(value.shape)}; make the optimizer as in the saved run"
+                    )
                 current.copy_(value)
             else:
                 group[key] = value

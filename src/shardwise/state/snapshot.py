@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from torch.optim import Optimizer
 
 from ..catalog.checkpoint import packed_name, replicated
 from ..catalog.slices import SliceTensor, assign_owners
+from ..catalog.steps import checked_step
 from ..dtypes import code_of
 from ..errors import StateError
 from ..garbage import no_collections
@@ -106,8 +106,7 @@ def take_snapshot(state: TrainState, step: int) -> Snapshot:
 
     Raises :class:`StateError` naming what can't be expressed, before anything is written.
     """
-    if not hasattr(step, "__index__") or (step := operator.index(step)) < 0:
-        raise StateError(f"step must be an integer that is not negative, got {step!r}")
+    step = checked_step(step)
     models = tuple(_model_part(name, model) for name, model in state.models.items())
     optimizers = tuple(_optimizer_part(name, o, state, models) for name, o in state.optimizers.items())
     pieces = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +9,9 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from ..catalog.documents import document_of
 from ..errors import StateError
+from ..limits import is_word
 from .gradients import bare_optimizer, watch_steps
 
 __all__ = ["TrainState", "document_of"]
@@ -74,7 +75,7 @@ def _checked(given: Mapping[str, Any], what: str, kind: type) -> dict[str, Any]:
                 f"{what}: expected a {kind.__module__}.{kind.__name__}, or several by name, got a "
                 f"{type(one).__name__} ({name!r})"
             )
-    bad = [name for name in given if not isinstance(name, str) or not re.fullmatch(r"\w[\w-]*", name)]
+    bad = [name for name in given if not is_word(name)]
     if bad or not given:
         raise StateError(
             f"{what}={{…}}: names must be words (letters, digits, '_', '-'), got {bad}"
@@ -82,14 +83,3 @@ def _checked(given: Mapping[str, Any], what: str, kind: type) -> dict[str, Any]:
             else f"{what}={{}}: holds none"
         )
     return dict(given)
-
-
-def document_of(kind: str, name: str, what: str = "") -> str:
-    """Name of the document of a model or an optimizer: ``optimizer``, ``optimizers.critic``, ``optimizers.critic.opaque``.
-
-    Of a single model, which is called ``model``, only ``what``.
-    """
-    stem = kind if name == kind else f"{kind}s.{name}"
-    if not what:
-        return stem
-    return what if stem == "model" else f"{stem}.{what}"

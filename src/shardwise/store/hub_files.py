@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import math
 import os
-import secrets
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..catalog import Chunk, StoredTensor
+from ..catalog.safetensors import catalog_of_safetensors
 from ..dist import Ranks
 from ..dtypes import itemsize
-from ..errors import CheckpointError
+from ..errors import CheckpointError, SourceError
 from ..layout.boxes import whole
+from ..limits import inside
+from .publish import temporary_beside
 from .write import fsync_directory, make_directories, write_file
 
 __all__ = ["INDEX_NAME", "HubFiles", "header_of", "lay_out", "prepare_files", "publish_files"]
@@ -93,10 +95,9 @@ def prepare_files(final: str, output: HubFiles, ranks: Ranks) -> str:
 
     def make() -> bytes:
         _refuse_taken(final)
-        parent, name = os.path.split(final)
-        path = os.path.join(parent, f".tmp-{name}-{secrets.token_hex(8)}")
+        path = temporary_beside(final)
         try:
-            make_directories(parent)
+            make_directories(os.path.dirname(path))
             os.mkdir(path)
             for file, header in output.headers.items():
                 os.makedirs(os.path.join(path, os.path.dirname(file)), exist_ok=True)
@@ -130,14 +131,15 @@ def publish_files(
 ) -> None:
     """Index and small files, fsync, and the final name. For rank 0, after every rank synced its bytes.
 
-    Raises :class:`CheckpointError` if not all bytes were written.
+    Raises :class:`CheckpointError` if not all bytes were written, or the headers are not what a reader takes.
     """
     if bytes_written != output.total_bytes:
         raise CheckpointError(f"{final}: ranks wrote {bytes_written} bytes, expected {output.total_bytes}")
     if output.index is not None:
         write_file(os.path.join(temporary, INDEX_NAME), output.index)
     for name, content in companions.items():
-        write_file(os.path.join(temporary, name), content)
+        write_file(inside(temporary, name), content)
+    _check_readable(temporary, final, output)
     for folder in dict.fromkeys((*map(os.path.dirname, output.headers), "")):
         fsync_directory(os.path.join(temporary, folder))
     try:
@@ -147,3 +149,18 @@ def publish_files(
     except OSError as error:
         raise CheckpointError(f"{final}: can't be published: {error.strerror}") from error
     fsync_directory(os.path.dirname(final))
+
+
+def _check_readable(temporary: str, final: str, output: HubFiles) -> None:
+    """Read headers and index as any load does, before anything has the final name."""
+    if not output.tensors:
+        return
+    try:
+        found = catalog_of_safetensors(temporary)
+    except SourceError as error:
+        raise CheckpointError(
+            f"{final}: nothing is published, because no reader would take it: {error}"
+        ) from error
+    kinds = {n: (t.dtype, t.shape) for n, t in found.tensors.items()}
+    if kinds != {n: (t.dtype, t.shape) for n, t in output.tensors.items()}:
+        raise CheckpointError(f"{final}: nothing is published: its headers do not say what was to be written")

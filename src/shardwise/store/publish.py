@@ -8,15 +8,15 @@ the whole step. Leftovers of a killed save keep their nonce, so they can't mix i
 from __future__ import annotations
 
 import contextlib
-import operator
 import os
 import secrets
 import shutil
 from collections.abc import Iterable, Mapping
 
-from ..catalog.manifest import MANIFEST_NAME, FileEntry, Manifest
-from ..catalog.steps import STEP_NAME
-from ..errors import CheckpointError, StateError
+from ..catalog.manifest import MANIFEST_NAME, FileEntry, Manifest, parse_manifest
+from ..catalog.steps import STEP_NAME, checked_step
+from ..errors import CheckpointError, SourceError
+from ..limits import inside
 from .write import fsync_directory, make_directories, write_file
 
 __all__ = [
@@ -26,19 +26,20 @@ __all__ = [
     "published_steps",
     "set_aside",
     "step_name",
+    "temporary_beside",
     "sweep_leftovers",
     "was_ever_published",
     "write_hint",
 ]
 
 _TEMPORARY, _TRASH = ".tmp-", ".trash-"
+#: Of the 255 that a name may have; the rest is for the prefix and the nonce.
+_MOST_NAME_BYTES = 200
 
 
 def step_name(step: int) -> str:
-    """Directory name of a step. Raises :class:`StateError` for what is no integer."""
-    if not hasattr(step, "__index__"):
-        raise StateError(f"step must be an integer that is not negative, got {step!r}")
-    return f"step-{operator.index(step):08d}"
+    """Directory name of a step. Raises :class:`StateError` for what is none."""
+    return f"step-{checked_step(step):08d}"
 
 
 def published_steps(root: str) -> dict[int, str]:
@@ -64,24 +65,31 @@ def _names_in(root: str) -> list[str]:
 
 def make_temporary(final: str, folders: Iterable[str]) -> str:
     """A fresh temporary directory beside ``final``, with these folders in it. For rank 0."""
-    parent, name = os.path.split(os.path.abspath(final))
-    path = os.path.join(parent, f"{_TEMPORARY}{name}-{secrets.token_hex(8)}")
+    path = temporary_beside(final)
     try:
-        make_directories(parent)
+        make_directories(os.path.dirname(path))
         os.mkdir(path)
         for folder in folders:
-            os.makedirs(os.path.join(path, folder), exist_ok=True)
+            os.makedirs(inside(path, folder), exist_ok=True)
     except OSError as error:
         shutil.rmtree(path, ignore_errors=True)
         raise CheckpointError(f"{path}: can't be created: {error.strerror}") from error
     return path
 
 
+def temporary_beside(final: str, prefix: str = _TEMPORARY) -> str:
+    """A fresh name beside ``final`` that begins like it, and is not longer than a file system allows if ``final`` is not."""
+    parent, name = os.path.split(os.path.abspath(final))
+    while len(os.fsencode(name)) > _MOST_NAME_BYTES:
+        name = name[:-1]
+    return os.path.join(parent, f"{prefix}{name}-{secrets.token_hex(8)}")
+
+
 def commit(temporary: str, final: str, manifest: Manifest) -> None:
     """Turn a complete temporary directory into a published one. For rank 0, after every rank synced its files.
 
-    Raises :class:`CheckpointError` if the files on disk are not exactly the manifest's, or if ``final``
-    is there already (a published directory is never written again).
+    Raises :class:`CheckpointError` if the files on disk are not exactly the manifest's, if its text is not one that
+    :func:`read_manifest` takes, or if ``final`` is there already (a published directory is never written again).
     """
     found = _files_in(temporary)
     expected: Mapping[str, FileEntry] = manifest.files
@@ -94,7 +102,12 @@ def commit(temporary: str, final: str, manifest: Manifest) -> None:
     ]
     if wrong:
         raise CheckpointError(f"{temporary}: files differ from what the ranks wrote: {'; '.join(wrong[:10])}")
-    write_file(os.path.join(temporary, MANIFEST_NAME), manifest.to_text().encode())
+    text = manifest.to_text().encode()
+    try:
+        parse_manifest(text, final)
+    except SourceError as error:
+        raise CheckpointError(f"nothing is published, because no reader would take it: {error}") from error
+    write_file(os.path.join(temporary, MANIFEST_NAME), text)
     for folder in sorted({os.path.dirname(n) for n in expected} | {""}, reverse=True):
         fsync_directory(os.path.join(temporary, folder))
     if os.path.lexists(final):
@@ -142,10 +155,12 @@ def set_aside(path: str, why: str) -> str:
 
 def discard(path: str) -> None:
     """Delete a directory; renamed first, so that a half-deleted step is never taken for one."""
-    parent, name = os.path.split(path)
-    trash = os.path.join(parent, f"{_TRASH}{name}-{secrets.token_hex(4)}")
+    trash = temporary_beside(path, _TRASH)
     os.rename(path, trash)
-    shutil.rmtree(trash, ignore_errors=True)
+    if os.path.islink(trash):  # the link goes, and what it stands for stays
+        os.unlink(trash)
+    else:
+        shutil.rmtree(trash, ignore_errors=True)
 
 
 def sweep_leftovers(root: str) -> list[str]:

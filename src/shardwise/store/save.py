@@ -23,6 +23,7 @@ from ..errors import CheckpointError, StateError
 from ..layout.boxes import Box, LocalBox
 from ..layout.model import local_tensor
 from ..layout.placements import Geometry, cut_boxes
+from ..limits import inside
 from ..proof.digest import finish, partial_sum
 from ..proof.model import replica_totals
 from ..proof.stored import pieces
@@ -117,11 +118,12 @@ def publish_collected(
     ranks: Ranks,
     tensor_of: TensorOf = live_piece,
     most_bytes: int | None = None,
+    prove: Callable[[Manifest], None] = lambda manifest: None,
 ) -> int:
     """Write, agree, commit. Collective; on failure nothing is published. Returns the bytes that this rank wrote.
 
     ``tensor_of`` is called once for each of :func:`pieces_of`, in that order; for each in several parts, where it has
-    more than ``most_bytes``.
+    more than ``most_bytes``. ``prove`` is called on rank 0 before the commit, with the digests of what was written.
     """
     first_final, temporary = _make_temporary(final, collected, ranks)
     try:
@@ -136,7 +138,9 @@ def publish_collected(
         gathered = ranks.gather("file records", _pack(files, sums))
         with ranks.agree("publish checkpoint"):
             if gathered is not None:
-                commit(temporary, final, _manifest(collected, ranks, gathered))
+                manifest = _manifest(collected, ranks, gathered)
+                prove(manifest)
+                commit(temporary, final, manifest)
     except BaseException:
         if ranks.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -192,8 +196,9 @@ def _write_rank(
     if ranks.rank == 0:
         _write_pieces(root, "state", collected.shared, files)
         for name, content in collected.companions.items():
-            make_directories(os.path.dirname(os.path.join(root, name)))
-            files[name] = write_file(os.path.join(root, name), content)
+            file = inside(root, name)
+            make_directories(os.path.dirname(file))
+            files[name] = write_file(file, content)
     return files, sums
 
 

@@ -12,6 +12,7 @@ import xxhash
 from ..catalog.manifest import MANIFEST_NAME, Manifest, read_manifest
 from ..dist import Ranks
 from ..errors import CheckpointError, ShardwiseError, SourceError
+from ..limits import read_small
 
 __all__ = ["FirstView", "await_folders", "first_view"]
 
@@ -49,7 +50,7 @@ class FirstView:
     def _is_manifest(self, checksum: str) -> bool:
         try:
             return _checksum(self._path) == checksum
-        except OSError:
+        except SourceError:
             return False
 
 
@@ -84,8 +85,7 @@ def await_folders(path: str, folders: Sequence[str], ranks: Ranks) -> None:
 
 
 def _checksum(path: str) -> str:
-    with open(os.path.join(path, MANIFEST_NAME), "rb") as file:
-        return xxhash.xxh3_64_hexdigest(file.read())
+    return xxhash.xxh3_64_hexdigest(read_small(os.path.join(path, MANIFEST_NAME), "manifest"))
 
 
 def _unseen(path: str, names: Collection[str]) -> set[str]:

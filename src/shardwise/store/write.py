@@ -9,8 +9,9 @@ from types import TracebackType
 
 import xxhash
 
-from ..catalog.manifest import FileEntry
+from ..catalog.manifest import BLOCK_BYTES, FileEntry
 from ..errors import CheckpointError
+from ..limits import MAX_HEADER_BYTES
 
 __all__ = ["FileWriter", "fsync_directory", "make_directories", "write_file"]
 
@@ -74,10 +75,17 @@ class FileWriter:
 
 
 def write_file(path: str, content: bytes) -> FileEntry:
-    """Write and sync a small file whole. Returns its manifest entry."""
+    """Write and sync a small file whole. Returns its manifest entry: of the first 100 MB, and blocks of what follows."""
     with FileWriter(path) as file:
         file.write(content)
-    return FileEntry(len(content), len(content), xxhash.xxh3_64_hexdigest(content))
+    head, view = min(len(content), MAX_HEADER_BYTES), memoryview(content)
+    blocks = range(head, len(content), BLOCK_BYTES)
+    return FileEntry(
+        len(content),
+        head,
+        xxhash.xxh3_64_hexdigest(view[:head]),
+        tuple([xxhash.xxh3_64_hexdigest(view[at : at + BLOCK_BYTES]) for at in blocks]),
+    )
 
 
 def make_directories(path: str) -> None:

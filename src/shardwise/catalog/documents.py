@@ -1,0 +1,94 @@
+"""The documents that a checkpoint may hold, by name: a closed list. Pure; their content is another matter.
+
+A name that is not in it is refused where the names are read, so that no name of a file ever picks what it is given to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..errors import FormatError, VersionError
+from ..limits import parse_json, shown
+from .manifest import Manifest
+
+__all__ = ["Document", "Kind", "document_named", "document_of", "parse_documents", "refuse_unknown"]
+
+Kind = Literal[
+    "step",
+    "rng",
+    "classes",
+    "scheduler",
+    "scaler",
+    "dataloader",
+    "extra",
+    "optimizer",
+    "opaque",
+    "buffers",
+    "modules",
+]
+_OF_A_RUN: tuple[Kind, ...] = ("step", "rng", "classes", "scheduler", "scaler", "dataloader")
+_EXTRA = "extra."
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """What a document's name says: of which kind it is, and whose (a model, an optimizer, an extra) if not the run's."""
+
+    kind: Kind
+    owner: str = ""
+
+
+def document_of(kind: str, name: str, what: str = "") -> str:
+    """Name of the document of a model or an optimizer: ``optimizer``, ``optimizers.critic``, ``optimizers.critic.opaque``.
+
+    Of a single model, which is called ``model``, only ``what``.
+    """
+    stem = kind if name == kind else f"{kind}s.{name}"
+    if not what:
+        return stem
+    return what if stem == "model" else f"{stem}.{what}"
+
+
+def document_named(name: str, manifest: Manifest) -> Document | None:
+    """What a name of a document means in a checkpoint; None if this release gives it no meaning."""
+    for kind in _OF_A_RUN:
+        if name == kind:
+            return Document(kind)
+    if name.startswith(_EXTRA):
+        return Document("extra", name.removeprefix(_EXTRA))
+    for optimizer in manifest.packed:
+        if name == document_of("optimizer", optimizer):
+            return Document("optimizer", optimizer)
+        if name == document_of("optimizer", optimizer, "opaque"):
+            return Document("opaque", optimizer)
+    for model in manifest.models:
+        if name == document_of("model", model, "buffers"):
+            return Document("buffers", model)
+        if name == document_of("model", model, "modules"):
+            return Document("modules", model)
+    return None
+
+
+def refuse_unknown(names: Iterable[str], manifest: Manifest, path: str) -> None:
+    """Raise :class:`VersionError` for a name that means nothing to this release."""
+    for name in names:
+        if document_named(name, manifest) is None:
+            raise VersionError(
+                f"holds a document {shown(name)}, which this release does not know: a later release wrote it, or the file "
+                f"was changed. Update shardwise, or take another checkpoint",
+                path=path,
+            )
+
+
+def parse_documents(content: bytes, manifest: Manifest, path: str) -> dict[str, Any]:
+    """The documents in a JSON file of a checkpoint, as they are stored, by name.
+
+    Raises :class:`FormatError` if the file is not a JSON object, :class:`VersionError` for an unknown name.
+    """
+    found = parse_json(content, path)
+    if not isinstance(found, dict):
+        raise FormatError(f"expected a JSON object of documents, got {shown(found)}", path=path)
+    refuse_unknown(found, manifest, path)
+    return found

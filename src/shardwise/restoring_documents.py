@@ -1,0 +1,339 @@
+"""Giving documents back: each to its receiver, of a closed list. A name that a file holds never picks an attribute.
+
+A receiver says what must be there before anything is changed (:meth:`Receiver.check`, :meth:`Receiver.missing`), and takes
+its document when tensors are restored (:meth:`Receiver.restore`). Optimizers and random generators have documents, too,
+which others apply: optimizers with their tensors, generators last of all.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from .catalog.documents import document_named, document_of
+from .catalog.manifest import Manifest
+from .errors import FormatError, StateError
+from .foreign import refuse_other_kind
+from .limits import cause, shown
+from .names import named_tensors
+from .state.data import ResumableLoader, make_iterator
+from .state.documents import check_position
+from .state.gradients import UNSEEN_GRADIENTS
+from .state.snapshot import classes_of, modules_with_state
+from .state.train_state import TrainState
+
+__all__ = ["Receiver", "check_documents", "load_state", "receivers_of", "restore_documents"]
+
+
+class Receiver(ABC):
+    """What a document of one name is given to in this run."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        """Of the document."""
+
+    @abstractmethod
+    def check(self, stored: Any) -> None:
+        """Raise :class:`StateError` if a document does not fit, :class:`FormatError` if it is damaged. Changes nothing."""
+
+    @abstractmethod
+    def restore(self, stored: Any) -> Iterable[str]:
+        """Take a document that was checked. Returns what of it this run does not take, a line each."""
+
+    def missing(self, manifest: Manifest, path: str) -> None:
+        """Raise :class:`StateError` if this run can't go on without the document."""
+        if self.name in manifest.local_documents:
+            raise StateError(
+                f"{path}: {self.name} was stored per rank by {manifest.world_size} ranks, and this run has another number: "
+                f"its state can't be carried over. Use one whose state is equal on all ranks, or leave it out of the state"
+            )
+        raise StateError(
+            f"{path}: holds no {self.name}; leave it out of the state, or give the step that has it"
+        )
+
+
+class _Stateful(Receiver):
+    """Scheduler, scaler or data loader: an object with ``load_state_dict``, or several by name."""
+
+    def __init__(self, name: str, target: Any) -> None:
+        super().__init__(name)
+        self._target = target
+
+    def check(self, stored: Any) -> None:
+        _check_state(self._target, stored, self.name)
+
+    def restore(self, stored: Any) -> Iterable[str]:
+        return _give(self._target, stored, self.name)
+
+
+class _Extra(Receiver):
+    """A further piece of state: an object with ``load_state_dict``, or a plain value that is put back into the dict."""
+
+    def __init__(self, name: str, extra: dict[str, Any], key: str) -> None:
+        super().__init__(name)
+        self._extra, self._key = extra, key
+
+    def check(self, stored: Any) -> None:
+        pass  # any value that typed JSON holds may be one
+
+    def restore(self, stored: Any) -> Iterable[str]:
+        target = self._extra[self._key]
+        if hasattr(target, "load_state_dict"):
+            load_state(target, stored, self.name)
+        else:
+            self._extra[self._key] = stored
+        return ()
+
+    def missing(self, manifest: Manifest, path: str) -> None:
+        if self.name in manifest.local_documents:
+            super().missing(manifest, path)
+
+
+class _Modules(Receiver):
+    """State that modules keep beside tensors."""
+
+    def __init__(self, name: str, model: nn.Module) -> None:
+        super().__init__(name)
+        self._model = model
+
+    def check(self, stored: Any) -> None:
+        lost = [path for path, _ in modules_with_state(self._model) if path not in stored]
+        if lost:
+            raise StateError(
+                f"{self.name}: the checkpoint holds no extra state of the module {lost[0]!r}; resume with the model that was "
+                f"saved"
+            )
+
+    def restore(self, stored: Any) -> Iterable[str]:
+        modules = dict(modules_with_state(self._model))
+        for path, module in modules.items():
+            _call(module.set_extra_state, stored[path], f"{self.name}[{path!r}]", module, "set_extra_state")
+        return [
+            f"{self.name}[{shown(path)}]: the module keeps no such state"
+            for path in stored
+            if path not in modules
+        ]
+
+    def missing(self, manifest: Manifest, path: str) -> None:
+        if any(True for _ in modules_with_state(self._model)):
+            super().missing(manifest, path)
+
+
+class _Buffers(Receiver):
+    """Plain buffers that differed between ranks."""
+
+    def __init__(self, name: str, model: nn.Module) -> None:
+        super().__init__(name)
+        self._model = model
+
+    def check(self, stored: Any) -> None:
+        pass  # they are the manifest's tensors, which the load proves to be the model's
+
+    def restore(self, stored: Any) -> Iterable[str]:
+        live = {alias: t.tensor for t in named_tensors(self._model) for alias in t.names}
+        for name, content in stored.items():
+            live[name].detach().copy_(content)
+        return ()
+
+    def missing(self, manifest: Manifest, path: str) -> None:
+        pass
+
+
+class _Optimizer(Receiver):
+    """Settings and values of an optimizer, which :mod:`.restoring_optimizer` applies with its tensors."""
+
+    def __init__(self, name: str, optimizer: Optimizer, path: str) -> None:
+        super().__init__(name)
+        self._optimizer, self._path = optimizer, path
+
+    def check(self, stored: Any) -> None:
+        saved, now = stored["class"], type(self._optimizer).__qualname__
+        if saved is None:  # a converted checkpoint, whose source did not say
+            refuse_other_kind(self._optimizer, stored["groups"])
+        elif saved != now:
+            raise StateError(
+                f"{self._path}: holds state of {saved}, the optimizer is {now}; use the same one"
+            )
+
+    def restore(self, stored: Any) -> Iterable[str]:
+        return [f"{self.name}: not stored: {UNSEEN_GRADIENTS}"] * bool(stored.get("unseen_gradients"))
+
+
+class _Opaque(Receiver):
+    """Tensors of an optimizer that only their rank can make sense of; they are applied with the rest of it."""
+
+    def check(self, stored: Any) -> None:
+        pass
+
+    def restore(self, stored: Any) -> Iterable[str]:
+        return ()
+
+    def missing(self, manifest: Manifest, path: str) -> None:
+        if self.name in manifest.local_documents:
+            super().missing(manifest, path)
+
+
+class _Classes(Receiver):
+    """The class of each scheduler: one takes the state of any other without a word."""
+
+    def __init__(self, state: TrainState) -> None:
+        super().__init__("classes")
+        self._now = classes_of(state).get("scheduler", {})
+
+    def check(self, stored: Any) -> None:
+        _check_schedulers(stored.get("scheduler", {}), self._now)
+
+    def restore(self, stored: Any) -> Iterable[str]:
+        return ()
+
+    def missing(self, manifest: Manifest, path: str) -> None:
+        pass
+
+
+def receivers_of(state: TrainState, path: str) -> list[Receiver]:
+    """Everything in a training state that takes a document. ``path`` is the checkpoint's, for errors."""
+    found: list[Receiver] = [_Classes(state)]
+    for name, target in (
+        ("scheduler", state.scheduler),
+        ("scaler", state.scaler),
+        ("dataloader", state.dataloader),
+    ):
+        if target is not None:
+            found.append(_Stateful(name, target))
+    found += [_Extra(f"extra.{key}", state.extra, key) for key in state.extra]
+    for name, optimizer in state.optimizers.items():
+        found.append(_Optimizer(document_of("optimizer", name), optimizer, path))
+        found.append(_Opaque(document_of("optimizer", name, "opaque")))
+    for name, model in state.models.items():
+        found.append(_Modules(document_of("model", name, "modules"), model))
+        found.append(_Buffers(document_of("model", name, "buffers"), model))
+    return found
+
+
+def check_documents(
+    receivers: Iterable[Receiver], documents: Mapping[str, Any], manifest: Manifest, path: str
+) -> None:
+    """Refuse, before anything is changed, documents that do not fit, and to go on without those that are asked for."""
+    for receiver in receivers:
+        if receiver.name in documents:
+            receiver.check(documents[receiver.name])
+        elif receiver.name in (document_of("optimizer", name) for name in manifest.packed):
+            raise FormatError(f"holds tensors of {receiver.name}, and not its document", path=path)
+        else:
+            receiver.missing(manifest, path)
+
+
+#: Documents of these kinds are no state of their own in a report: others apply them.
+_APPLIED_ELSEWHERE = frozenset({"step", "rng", "classes", "optimizer", "opaque"})
+
+
+def restore_documents(
+    receivers: Iterable[Receiver], state: TrainState, documents: Mapping[str, Any], manifest: Manifest
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Give every document to its receiver. Returns what was restored, and what was not, with the rule."""
+    by_name = {receiver.name: receiver for receiver in receivers}
+    restored: list[str] = []
+    left = list(_left_behind(state, documents, manifest))
+    for name, value in documents.items():
+        meaning = document_named(name, manifest)
+        assert meaning is not None, "unknown names are refused where they are read"
+        if name in by_name:
+            left += by_name[name].restore(value)
+            if meaning.kind not in _APPLIED_ELSEWHERE:
+                restored.append(name)
+        elif meaning.kind == "extra":
+            left.append(f"{name}: not among this run's extras")
+        elif meaning.kind in ("scheduler", "scaler", "dataloader", "optimizer"):
+            left.append(f"{name}: not given to this run")
+    return tuple(restored), tuple(left)
+
+
+def _left_behind(state: TrainState, documents: Mapping[str, Any], manifest: Manifest) -> Iterator[str]:
+    """What this run asks for or the checkpoint holds, and no document is there for."""
+    for key in state.extra:
+        if f"extra.{key}" not in documents:
+            yield f"extra.{key}: not in the checkpoint"
+    for name in manifest.local_documents:
+        meaning = document_named(name, manifest)
+        if name in documents or meaning is None:
+            continue
+        if meaning.kind == "buffers":
+            yield f"{name} that differed between ranks: every rank has those of one rank now"
+        elif meaning.kind not in _APPLIED_ELSEWHERE:
+            yield f"{name}: stored per rank, and this run has another number of ranks"
+    for name in manifest.models:
+        if name not in state.models:
+            yield f"model {name}: not given to this run"
+
+
+def _check_state(target: Any, stored: Any, name: str) -> None:
+    """What can be told of a state before an object gets it."""
+    if _is_several(target):
+        if not isinstance(stored, Mapping):
+            raise FormatError(f"{name}: expected the states of several by name, got {shown(stored)}")
+        lost = sorted(target.keys() - stored.keys())
+        if lost:
+            raise StateError(f"the checkpoint holds no {name} of {lost}; leave it out of the state")
+        for key, one in target.items():
+            _check_state(one, stored[key], f"{name}.{key}")
+    elif isinstance(target, LRScheduler | torch.amp.GradScaler | ResumableLoader):
+        if not isinstance(stored, dict) or not all(isinstance(key, str) for key in stored):
+            raise FormatError(
+                f"{name}: expected a state of a {type(target).__qualname__}, got {shown(stored)}"
+            )
+        if isinstance(target, ResumableLoader):
+            check_position(stored, name)
+
+
+def _check_schedulers(saved: Any, now: Any, name: str = "scheduler") -> None:
+    if isinstance(saved, dict) and isinstance(now, dict):
+        for key in saved.keys() & now.keys():
+            _check_schedulers(saved[key], now[key], f"{name}.{key}")
+    elif saved and now and saved != now:
+        raise StateError(
+            f"{name}: the checkpoint holds the state of a {saved}, this run has a {now}; use the same one, or leave "
+            f"it out of the state"
+        )
+
+
+def _give(target: Any, value: Any, name: str) -> Iterator[str]:
+    """State to an object, or to several by name. Yields what is stored and was not asked for."""
+    if not _is_several(target):
+        load_state(target, value, name)
+        if name == "scaler" and value and not target.state_dict():
+            yield "scaler: it is disabled in this run"
+        if name.partition(".")[0] == "dataloader":
+            make_iterator(target)
+        return
+    for key, one in value.items():
+        if key in target:
+            yield from _give(target[key], one, f"{name}.{key}")
+        else:
+            yield f"{name}.{key}: not given to this run"
+
+
+def load_state(target: Any, value: Any, name: str) -> None:
+    """``target.load_state_dict(value)``. Raises :class:`StateError` naming the object, whatever it raises itself."""
+    _call(target.load_state_dict, value, name, target, "load_state_dict")
+
+
+def _call(take: Any, value: Any, name: str, target: Any, method: str) -> None:
+    try:
+        take(value)
+    except StateError:
+        raise
+    except Exception as error:
+        raise StateError(
+            f"{name}: {type(target).__qualname__}.{method} does not take what was saved ({cause(error)}); use the same "
+            f"object as the saved run, or leave it out of the state"
+        ) from error
+
+
+def _is_several(target: Any) -> bool:
+    return isinstance(target, Mapping) and not hasattr(target, "load_state_dict")

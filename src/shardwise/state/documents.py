@@ -1,0 +1,173 @@
+"""The form of every document that a checkpoint may hold, checked whole before anything is done with one.
+
+A document that is not of its form is damage: :class:`FormatError`. Whether one of the right form fits the live objects is
+another question, and another error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ..catalog.documents import Document, document_named
+from ..catalog.manifest import Manifest, TensorEntry
+from ..dtypes import torch_dtype
+from ..errors import FormatError, StateError
+from ..limits import MAX_COUNT, MAX_TEXT_CHARS, shown
+from .rng import host_states
+
+__all__ = ["check_form", "check_position"]
+
+
+def check_form(documents: Mapping[str, Any], manifest: Manifest) -> None:
+    """Raise :class:`FormatError` naming the first of the decoded documents that is not of its form, and where."""
+    for name, value in documents.items():
+        meaning = document_named(name, manifest)
+        assert meaning is not None, "unknown names are refused where they are read"
+        form = _FORMS.get(meaning.kind)
+        if form is not None:
+            form(name, value, meaning, manifest)
+
+
+def _step(where: str, value: Any, meaning: Document, manifest: Manifest) -> None:
+    if type(value) is not int or value != manifest.step:
+        raise FormatError(f"{where} is {shown(value)}, and the manifest's is {manifest.step}")
+
+
+def _rng(where: str, value: Any, meaning: Document, manifest: Manifest) -> None:
+    try:
+        host_states(value)
+    except StateError as error:
+        raise FormatError(f"{where}: {error}") from error
+
+
+def _classes(where: str, value: Any, meaning: Document, manifest: Manifest) -> None:
+    for of, named in _mapping(value, where).items():
+        if of != "scheduler":
+            raise FormatError(f"{where}: expected the classes of schedulers only, got {shown(of)}")
+        _check_texts(named, f"{where}.{of}")
+
+
+def _check_texts(value: Any, where: str) -> None:
+    if not _is_class(value):
+        for key, one in _mapping(value, where, of_text=False).items():
+            _check_texts(one, f"{where}.{shown(key)}")
+
+
+def _is_class(value: Any) -> bool:
+    """Whether a value may be the name of a class, which errors repeat."""
+    return isinstance(value, str) and len(value) <= MAX_TEXT_CHARS
+
+
+def _optimizer(where: str, value: Any, meaning: Document, manifest: Manifest) -> None:
+    found = _mapping(value, where)
+    unknown = found.keys() - {"class", "model", "groups", "values", "unseen_gradients"}
+    if unknown or "class" not in found or not (found["class"] is None or _is_class(found["class"])):
+        raise FormatError(f"{where}: expected a class, groups and values, got {shown(found)}")
+    if found.get("model", next(iter(manifest.models))) not in list(manifest.models):
+        raise FormatError(f"{where}: the model {shown(found['model'])} is not in the checkpoint")
+    groups = found.get("groups")
+    if not isinstance(groups, list):
+        raise FormatError(f"{where}.groups: expected a list, got {shown(groups)}")
+    for k, group in enumerate(groups):
+        _group(group, f"{where}.groups[{k}]")
+    for name, states in _mapping(found.get("values"), f"{where}.values").items():
+        _mapping(states, f"{where}.values[{shown(name)}]", of_text=False)
+
+
+def _group(group: Any, where: str) -> None:
+    names = _mapping(group, where).get("names")
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise FormatError(f"{where}.names: expected a list of text, got {shown(names)}")
+    options = _mapping(group.get("options"), f"{where}.options")
+    if "params" in options:  # a group keeps its parameters under this key
+        raise FormatError(f"{where}.options: 'params' is no option")
+
+
+def _opaque(where: str, value: Any, meaning: Document, manifest: Manifest) -> None:
+    for name, states in _mapping(value, where).items():
+        for key, state in _mapping(states, f"{where}[{shown(name)}]", of_text=False).items():
+            if not isinstance(state, torch.Tensor):
+                raise FormatError(
+                    f"{where}[{shown(name)}].{shown(key)}: expected a tensor, got {shown(state)}"
+                )
+
+
+def _buffers(where: str, value: Any, meaning: Document, manifest: Manifest) -> None:
+    entries = manifest.models[meaning.owner]
+    for name, content in _mapping(value, where).items():
+        if not isinstance(content, torch.Tensor) or not _is_of(content, entries.get(name)):
+            raise FormatError(
+                f"{where}: {shown(name)} is no tensor of the model, or has another dtype or shape"
+            )
+
+
+def _is_of(content: torch.Tensor, entry: TensorEntry | None) -> bool:
+    return entry is not None and (content.dtype, tuple(content.shape)) == (
+        torch_dtype(entry.dtype),
+        entry.shape,
+    )
+
+
+def _modules(where: str, value: Any, meaning: Document, manifest: Manifest) -> None:
+    _mapping(value, where)
+
+
+_FORMS: dict[str, Callable[[str, Any, Document, Manifest], None]] = {
+    "step": _step,
+    "rng": _rng,
+    "classes": _classes,
+    "optimizer": _optimizer,
+    "opaque": _opaque,
+    "buffers": _buffers,
+    "modules": _modules,
+}
+
+
+def check_position(value: Any, where: str) -> None:
+    """Raise :class:`FormatError` unless ``value`` has the form of a :class:`ResumableLoader`'s state, of any version."""
+    position = _mapping(value, where)
+    if position.get("version") != 1:
+        return  # which the loader refuses itself
+    if "sampler" in position:
+        _mapping(position["sampler"], f"{where}.sampler")
+        return
+    _mapping(position.get("loader"), f"{where}.loader")
+    for name in ("epoch", "consumed"):
+        if type(position.get(name)) is not int or not 0 <= position[name] <= MAX_COUNT:
+            raise FormatError(f"{where}.{name} is {shown(position.get(name))}, expected a number from 0")
+    paths = _check_parts(position.get("now"), f"{where}.now")
+    start = position.get("start")
+    if start is not None:
+        if _check_parts(start, f"{where}.start") != paths:
+            raise FormatError(f"{where}: the epoch began with other parts of the loader than it has now")
+        try:
+            host_states(start.get("rng"))
+        except StateError as error:
+            raise FormatError(f"{where}.start: {error}") from error
+    for holder in (position, start or {"workers_kept": False}):
+        if not isinstance(holder.get("workers_kept"), bool):
+            raise FormatError(
+                f"{where}.workers_kept is {shown(holder.get('workers_kept'))}, expected true or false"
+            )
+
+
+def _check_parts(value: Any, where: str) -> tuple[list[str], list[str]]:
+    """Of states of a loader's parts, the paths of those with generators, and of those with epochs."""
+    generators = _mapping(_mapping(value, where).get("generators"), f"{where}.generators")
+    epochs = _mapping(value.get("epochs"), f"{where}.epochs")
+    if not all(
+        isinstance(state, torch.Tensor) and state.dtype is torch.uint8 for state in generators.values()
+    ):
+        raise FormatError(f"{where}.generators: expected states of generators")
+    if not all(type(epoch) is int for epoch in epochs.values()):
+        raise FormatError(f"{where}.epochs: expected numbers")
+    return sorted(generators), sorted(epochs)
+
+
+def _mapping(value: Any, where: str, *, of_text: bool = True) -> dict[Any, Any]:
+    if not isinstance(value, dict) or (of_text and not all(isinstance(key, str) for key in value)):
+        raise FormatError(f"{where}: expected a mapping{' with text as keys' * of_text}, got {shown(value)}")
+    return value

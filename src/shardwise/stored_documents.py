@@ -1,0 +1,103 @@
+"""Reading the documents of a checkpoint: files compared with their checksums, names known, tensors beside them."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import xxhash
+
+from .catalog.documents import parse_documents, refuse_unknown
+from .catalog.manifest import BLOCK_BYTES, MANIFEST_NAME, Manifest
+from .errors import FormatError, IntegrityError, SourceError
+from .limits import MAX_JSON_BYTES, cause, inside, read_small
+from .state.typed_json import Encoded, decode
+
+__all__ = ["decode_documents", "document_names", "read_checked", "read_documents"]
+
+
+def document_names(path: str, manifest: Manifest) -> set[str]:
+    """The documents of a checkpoint that all ranks share, and those that each rank has, by name. Raises as below."""
+    shared = parse_documents(read_checked(path, manifest, "state.json", MAX_JSON_BYTES), manifest, path)
+    return {*shared, *manifest.local_documents}
+
+
+def read_documents(path: str, manifest: Manifest, stem: str) -> dict[str, Encoded]:
+    """The documents in ``<stem>.json`` (``state``, or a rank's), with their tensors, as they are stored.
+
+    Raises :class:`IntegrityError` if a file is lost or differs from its checksum, :class:`FormatError` if it is not
+    what :mod:`.state.typed_json` writes, :class:`VersionError` for a document that this release does not know.
+    """
+    refuse_unknown(manifest.local_documents, manifest, os.path.join(path, MANIFEST_NAME))
+    content = read_checked(path, manifest, f"{stem}.json", MAX_JSON_BYTES)
+    documents = parse_documents(content, manifest, inside(path, f"{stem}.json"))
+    tensors = _tensors(path, manifest, f"{stem}.safetensors")
+    keys = sorted(tensors)
+    found = {}
+    for name, document in documents.items():
+        found[name] = Encoded(document, {k: tensors[f"{name}/{k}"] for k in _below(f"{name}/", keys)}, ())
+    return found
+
+
+def _below(prefix: str, keys: Sequence[str]) -> Iterator[str]:
+    """Of sorted keys those that begin with ``prefix``, without it."""
+    place = bisect_left(keys, prefix)
+    while place < len(keys) and keys[place].startswith(prefix):
+        yield keys[place].removeprefix(prefix)
+        place += 1
+
+
+def decode_documents(stored: Mapping[str, Encoded], path: str) -> dict[str, Any]:
+    """The values of documents, by name. Raises :class:`FormatError` naming the document, :class:`StateError` for an
+    enum whose module is not imported."""
+    found = {}
+    for name, document in stored.items():
+        try:
+            found[name] = decode(document.document, document.tensors)
+        except FormatError as error:
+            raise FormatError(f"document {name!r}: {error}", path=path) from error
+    return found
+
+
+def _tensors(path: str, manifest: Manifest, name: str) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load
+
+    if name not in manifest.files:
+        return {}
+    content = read_checked(path, manifest, name)
+    try:
+        return load(content)
+    except Exception as error:  # it names no class of what its parser, torch and numpy raise
+        raise FormatError(f"not a safetensors file ({cause(error)})", path=inside(path, name)) from error
+
+
+def read_checked(path: str, manifest: Manifest, name: str, max_bytes: int | None = None) -> bytes:
+    """A small file of a checkpoint, compared with its checksums. Rank-local.
+
+    Raises :class:`IntegrityError` if it is not listed, lost, or has another content; :class:`FormatError` if it is no
+    file or has more than ``max_bytes``.
+    """
+    entry = manifest.files.get(name)
+    if entry is None:
+        raise IntegrityError("is not listed in the manifest", path=os.path.join(path, name))
+    file = inside(path, name)
+    if max_bytes is not None and entry.nbytes > max_bytes:
+        raise FormatError(f"has {entry.nbytes} bytes, the limit is {max_bytes}", path=file)
+    try:
+        content = read_small(file, max_bytes=max(entry.nbytes, MAX_JSON_BYTES))
+    except MemoryError as error:
+        raise SourceError(f"its {entry.nbytes} bytes do not fit into memory", path=file) from error
+    except SourceError as error:
+        if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+            raise IntegrityError("lost: no such file", path=file) from error
+        raise
+    view = memoryview(content)
+    found = [xxhash.xxh3_64_hexdigest(view[: entry.header_bytes])]
+    for begin in range(entry.header_bytes, entry.nbytes, BLOCK_BYTES):
+        found.append(xxhash.xxh3_64_hexdigest(view[begin : begin + BLOCK_BYTES]))
+    if len(content) != entry.nbytes or found != [entry.header_xxh3, *entry.blocks]:
+        raise IntegrityError("content differs from its checksum: damaged", path=file)
+    return content
