@@ -1,19 +1,20 @@
 """Training runs as others store them, in one record: Accelerate, the HF Trainer, torchtitan, transformers, torch.
 
 Models are catalogs, optimizers tensors named ``<parameter>.<state>`` and settings. What is no tensor (settings of
-parameter groups, a scheduler's state) is a pickle, which only ``torch.load(weights_only=True)`` or a reader that
-knows nothing but plain values gets to see.
+parameter groups, a scheduler's state) is a pickle, which only :mod:`.catalog.pickles` gets to see: it knows nothing
+but plain values.
 """
 
 from __future__ import annotations
 
-import json
+import hashlib
 import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from .catalog import Catalog, StoredTensor
@@ -23,7 +24,16 @@ from .catalog.safetensors import has_safetensors
 from .catalog.steps import of_steps
 from .catalog.torchfile import FULL_STATE_STEM, read_torch_file
 from .errors import FormatError, SourceError, StateError
-from .foreign_values import Objects, nested, plain_tensor, plain_values, step_in
+from .foreign_values import (
+    Objects,
+    PlainValues,
+    count_of_steps,
+    nested,
+    plain_tensor,
+    plain_values,
+    step_in,
+)
+from .limits import brief, read_json
 
 __all__ = ["ForeignRun", "StoredOptimizer", "find_run", "is_foreign", "refuse_other_kind"]
 
@@ -70,7 +80,7 @@ class StoredOptimizer:
         by_live = {live.get(owner, owner): options for owner, options in self.settings.items()}
         for k, names in enumerate(members):
             each = [by_live.get(n, {}) for n in names]
-            if any(options != each[0] for options in each):
+            if len({_as_text(options) for options in each}) > 1:
                 raise StateError(
                     f"parameter group {k} of this run holds parameters that had different settings when they were "
                     f"saved; build the groups as the saved run did"
@@ -82,14 +92,24 @@ class StoredOptimizer:
         """Names and options of each group; without stored groups, one for each set of equal settings."""
         if self.groups is not None:
             return self.groups_like((), {})
-        members: list[list[str]] = []
+        members: dict[str, list[str]] = {}
         for name, options in self.settings.items():
-            same = (m for m in members if self.settings[m[0]] == options)
-            own = next(same, None)
-            if own is None:
-                members.append(own := [])
-            own.append(name)
-        return self.groups_like(members, {})
+            members.setdefault(_as_text(options), []).append(name)
+        return self.groups_like(tuple(members.values()), {})
+
+
+def _as_text(options: Mapping[str, Any]) -> str:
+    """Equal settings as equal text: tensors can't be compared as a whole."""
+
+    def comparable(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            raw = value.reshape(-1).view(torch.uint8).numpy().tobytes()
+            return value.dtype, value.shape, hashlib.sha256(raw).hexdigest()
+        if type(value) in (list, tuple):
+            return [type(value), *map(comparable, value)]
+        return value
+
+    return repr([(key, comparable(options[key])) for key in sorted(options)])
 
 
 def is_foreign(path: str) -> bool:
@@ -189,14 +209,16 @@ class ForeignRun:
         source = self.optimizers[k]
         return _of_file(source) if os.path.isfile(source) else _of_dcp(self._dcp(source))
 
-    def document(self, name: str) -> Any:
+    def document(self, name: str) -> dict[Any, Any]:
         """State of ``scheduler`` or ``scaler``, with text for every key of mappings if it lies in a state dict."""
         file = next((f for f in _DOCUMENT_FILES[name] if _has(self.path, f)), None)
         if file is not None:
             path = os.path.join(self.path, file)
-            with open(path, "rb") as stream:
-                return plain_values(stream.read(), path)
-        for source in {*self.models, *self.optimizers}:
+            found = plain_values(path)
+            if type(found) is not dict:
+                raise FormatError(f"holds {brief(found)}, and a {name}'s state is a dict", path=path)
+            return found
+        for source in dict.fromkeys((*self.models, *self.optimizers)):
             if _has(source, METADATA_NAME):
                 found = nested(self._dcp(source), _DOCUMENT_KEYS[name])
                 if found:
@@ -210,11 +232,10 @@ class ForeignRun:
         """The step that the HF Trainer notes, or that is in a state dict, or torchtitan's folder's; 0 if nothing says."""
         file = os.path.join(self.path, "trainer_state.json")
         if os.path.isfile(file):
-            try:
-                with open(file, "rb") as stream:
-                    return int(json.load(stream).get("global_step", 0))
-            except (ValueError, TypeError, AttributeError) as error:
-                raise FormatError(f"not the HF Trainer's state: {error}", path=file) from error
+            document = read_json(file, "the HF Trainer's state")
+            if not isinstance(document, dict):
+                raise FormatError("not the HF Trainer's state: not a JSON object", path=file)
+            return count_of_steps(document.get("global_step", 0), "global_step", file)
         for source in dict.fromkeys((*self.models, *self.optimizers)):
             if _has(source, METADATA_NAME) and (step := step_in(self._dcp(source))):
                 return step
@@ -277,8 +298,8 @@ def _of_dcp(found: DcpCheckpoint) -> StoredOptimizer:
             owner, _, key = rest.removeprefix("param_groups.").rpartition(".")
             items.setdefault(owner, {})[key] = plain_tensor(t)
     catalog = replace(found.catalog, tensors=tensors)
-    if all(owner.isdigit() for owner in items):
-        groups = [items[owner] for owner in sorted(items, key=int)]
+    if all(re.fullmatch("[0-9]{1,9}", owner) for owner in items):
+        groups = [_group(items[owner], catalog.root) for owner in sorted(items, key=int)]
         return StoredOptimizer(catalog, values, groups, {})
     settings = {o: {k: v for k, v in options.items() if k != "params"} for o, options in items.items()}
     return StoredOptimizer(catalog, values, None, settings)
@@ -296,8 +317,7 @@ def _of_file(path: str) -> StoredOptimizer:
             f"{path}: keeps the optimizer's state by the number of each parameter, not by its name; save it as FSDP "
             f"does (get_optimizer_state_dict)"
         )
-    if not all(isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups):
-        raise FormatError("an optimizer's group is a dict with a list of params", path=path)
+    plain = PlainValues(path, file.nbytes, plain_tensor)
     tensors: dict[str, StoredTensor] = {}
     values: dict[str, dict[str, Any]] = {}
     for owner, states in state.items():
@@ -305,12 +325,19 @@ def _of_file(path: str) -> StoredOptimizer:
             if isinstance(value, StoredTensor):
                 tensors[f"{owner}.{key}"] = replace(value, name=f"{owner}.{key}")
             else:
-                values.setdefault(owner, {})[str(key)] = value
-    plain = [
-        {str(k): plain_tensor(v) if isinstance(v, StoredTensor) else v for k, v in group.items()}
-        for group in groups
-    ]
-    return StoredOptimizer(Catalog("full state", path, tensors, (file,)), values, plain, {})
+                values.setdefault(owner, {})[str(key)] = plain.of(value)
+    settings = [_group(plain.of(group), path) for group in groups]
+    return StoredOptimizer(Catalog("full state", path, tensors, (file,)), values, settings, {})
+
+
+def _group(found: Any, path: str) -> dict[str, Any]:
+    """The settings of a group. Raises :class:`FormatError` if it does not list its parameters by name."""
+    params = found.get("params") if type(found) is dict else None
+    if type(params) is not list or not all(isinstance(n, str) for n in params):
+        raise FormatError(
+            f"an optimizer's group is a dict with a list of params by name, got {brief(found)}", path=path
+        )
+    return {str(k): v for k, v in found.items()}
 
 
 #: What schedulers add to the settings of a group.

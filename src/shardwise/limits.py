@@ -11,7 +11,7 @@ import os
 import re
 import stat
 from collections.abc import Sequence
-from reprlib import repr as brief
+from reprlib import Repr
 from typing import Any, TypeGuard
 
 from .errors import FormatError, SourceError
@@ -30,6 +30,39 @@ MAX_BLOCKS = 2**16
 MAX_COLLISIONS = 64
 #: Text of another error, or of a value, that an error repeats.
 MAX_TEXT_CHARS = 300
+#: Name of a tensor, a file or a class: names stand in every record and every error.
+MAX_NAME_CHARS = 1024
+#: A pickle that describes tensors (``data.pkl``, ``.metadata``): about 150 bytes a chunk.
+MAX_PICKLE_BYTES = 1024**3
+#: Text, bytes and whole numbers in a pickle.
+MAX_PICKLED_TEXT_BYTES, MAX_PICKLED_INT_BYTES = 1024**2, 32
+#: Containers in one another in a pickle. Real ones nest nine deep.
+MAX_PICKLE_DEPTH = 32
+#: Values that a walk through a pickle meets, for each of its bytes: what refers to shared parts is met again.
+MAX_VISITS_PER_BYTE = 16
+#: The list of members of a zip file, at about 100 bytes a tensor.
+MAX_ZIP_DIRECTORY_BYTES = 64 * 1024**2
+#: A value that is no weight and is read whole: a setting, a scheduler's state, a step.
+MAX_VALUE_BYTES = 64 * 1024**2
+#: Bytes of all tensors of a torch file, for each byte of the file: tied tensors lie in one storage.
+MAX_BYTES_PER_BYTE = 64
+#: Comparisons that find overlapping chunks, for each chunk of a tensor.
+MAX_COMPARISONS_PER_CHUNK = 64
+#: A number in config.json that counts layers, labels, heads and the like. Config classes make lists so long.
+MAX_CONFIG_COUNT = 2**16
+#: Modules and parameters that a config may build, for each tensor that is stored, and with none.
+MAX_MODULES_PER_TENSOR, MAX_MODULES = 64, 20_000
+
+_brief = Repr()
+_brief.maxlevel, _brief.maxother, _brief.maxstring = 2, 80, 80
+
+
+def brief(value: Any) -> str:
+    """A few hundred characters of any value's ``repr``, for an error. Never walks the whole of it, and never fails."""
+    try:
+        return _brief.repr(value)
+    except Exception:  # integers of more than 4,300 digits; any class of typed JSON may print badly
+        return f"<{type(value).__name__}>"
 
 
 def parse_json(raw: bytes | str, path: str, what: str = "file") -> Any:
@@ -115,9 +148,37 @@ def cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"
 
 
-def shown(value: object) -> str:
-    """A value for an error: cut, and printable whatever it is."""
-    try:
-        return brief(value)
-    except Exception:  # integers of 4,300 digits; any class of the closed list may print badly
-        return f"<{type(value).__name__}>"
+def numel_of(shape: Sequence[int], what: str, path: str | None = None) -> int:
+    """Elements of a shape that a file gave. Raises :class:`FormatError` for one that no tensor has.
+
+    Refused: more than :data:`MAX_DIMS` dims, dims that are no counts, a product above :data:`MAX_COUNT` / 16 (so that
+    bytes of any dtype stay counts) even where another dim is 0, because torch multiplies those, too.
+    """
+    if not isinstance(shape, Sequence) or len(shape) > MAX_DIMS:
+        got = f"{len(shape)} dims" if isinstance(shape, Sequence) else brief(shape)
+        raise FormatError(f"{what}: shape has {got}, the limit is {MAX_DIMS}", path=path)
+    product, numel = 1, 1
+    for n in shape:
+        if not is_count(n):
+            raise FormatError(f"{what}: shape {brief(shape)} is malformed", path=path)
+        product, numel = product * max(n, 1), numel * n
+    if product > MAX_COUNT // 16:
+        raise FormatError(
+            f"{what}: shape {brief(shape)} is too large; the limit is {MAX_COUNT // 16} elements", path=path
+        )
+    return numel
+
+
+def is_count(value: object) -> bool:
+    """Whether a value of a file is a whole number from 0 to :data:`MAX_COUNT`."""
+    return type(value) is int and 0 <= value <= MAX_COUNT
+
+
+def check_name(name: object, what: str, path: str | None = None) -> str:
+    """``name`` if it can be one. Raises :class:`FormatError`: no text, too long, or no Unicode (half a surrogate)."""
+    if not isinstance(name, str) or len(name) > MAX_NAME_CHARS:
+        limit = f"; the limit is {MAX_NAME_CHARS} characters" if isinstance(name, str) else ""
+        raise FormatError(f"{what} {brief(name)} is no name{limit}", path=path)
+    if not is_text(name):
+        raise FormatError(f"{what} {brief(name)} is no Unicode text", path=path)
+    return name

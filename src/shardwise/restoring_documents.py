@@ -20,7 +20,7 @@ from .catalog.documents import document_named, document_of
 from .catalog.manifest import Manifest
 from .errors import FormatError, StateError
 from .foreign import refuse_other_kind
-from .limits import cause, shown
+from .limits import brief, cause
 from .names import named_tensors
 from .state.data import ResumableLoader, make_iterator
 from .state.documents import check_position
@@ -115,7 +115,7 @@ class _Modules(Receiver):
         for path, module in modules.items():
             _call(module.set_extra_state, stored[path], f"{self.name}[{path!r}]", module, "set_extra_state")
         return [
-            f"{self.name}[{shown(path)}]: the module keeps no such state"
+            f"{self.name}[{brief(path)}]: the module keeps no such state"
             for path in stored
             if path not in modules
         ]
@@ -276,7 +276,7 @@ def _check_state(target: Any, stored: Any, name: str) -> None:
     """What can be told of a state before an object gets it."""
     if _is_several(target):
         if not isinstance(stored, Mapping):
-            raise FormatError(f"{name}: expected the states of several by name, got {shown(stored)}")
+            raise FormatError(f"{name}: expected the states of several by name, got {brief(stored)}")
         lost = sorted(target.keys() - stored.keys())
         if lost:
             raise StateError(f"the checkpoint holds no {name} of {lost}; leave it out of the state")
@@ -285,7 +285,7 @@ def _check_state(target: Any, stored: Any, name: str) -> None:
     elif isinstance(target, LRScheduler | torch.amp.GradScaler | ResumableLoader):
         if not isinstance(stored, dict) or not all(isinstance(key, str) for key in stored):
             raise FormatError(
-                f"{name}: expected a state of a {type(target).__qualname__}, got {shown(stored)}"
+                f"{name}: expected a state of a {type(target).__qualname__}, got {brief(stored)}"
             )
         if isinstance(target, ResumableLoader):
             check_position(stored, name)

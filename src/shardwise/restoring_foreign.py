@@ -5,6 +5,7 @@ The model and the optimizer's tensors are read by byte ranges like any source; :
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from .foreign import ForeignRun, StoredOptimizer, find_run, refuse_other_kind
 from .layout.model import geometries_of, local_tensor, wanted_of
 from .layout.placements import mesh_text
 from .layout.wanted import Layout, Wanted, whole_tensor
+from .limits import brief
 from .loading import fill
 from .names import NamedTensor, named_tensors
 from .place.copy import Destination, Staging, execute
@@ -28,7 +30,6 @@ from .plan import IOOptions, build_plan
 from .read import FileReader
 from .recipe.match import Rules, match_rules, renamed
 from .restoring import ResumeReport
-from .restoring_documents import load_state
 from .state.gradients import clear_gradients
 from .state.optimizer import fill_groups, parameter_names, place_scalars, place_states, place_values
 from .state.rng import derive_rng
@@ -69,7 +70,7 @@ def restore_foreign(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -
         bytes_read, tensors = bytes_read + more, tensors + filled
     with ranks.agree("restore documents"):
         for name, value in documents.items():
-            load_state(state.scheduler if name == "scheduler" else state.scaler, value, name)
+            _apply(state.scheduler if name == "scheduler" else state.scaler, name, value, run.path)
         rng = derive_rng(seed=torch.initial_seed() % 2**63, step=step, rank=ranks.rank)
     return ResumeReport(
         path=path,
@@ -117,8 +118,25 @@ def _documents(state: TrainState, run: ForeignRun) -> dict[str, Any]:
             continue
         if not hasattr(live, "load_state_dict"):
             raise StateError(f"{name}: several by name can't be restored from such a checkpoint; give one")
-        found[name] = _with_keys_of(live.state_dict(), run.document(name))
+        document = run.document(name)
+        # torch's schedulers take every entry as an attribute.
+        methods = [k for k in document if isinstance(k, str) and callable(getattr(type(live), k, None))]
+        if methods:
+            raise StateError(
+                f"{run.path}: its {name} holds {brief(methods[0])}, which is a method of {type(live).__qualname__}: damaged"
+            )
+        found[name] = _with_keys_of(live.state_dict(), document)
     return found
+
+
+def _apply(live: Any, name: str, value: Any, path: str) -> None:
+    try:
+        live.load_state_dict(value)
+    except Exception as error:  # any class, with values of a kind that it does not expect
+        raise StateError(
+            f"{path}: its {name} can't be put into this run's {type(live).__qualname__} ({type(error).__name__}: "
+            f"{brief(str(error))}); use the same class as the saved run, or leave {name} out of the state"
+        ) from error
 
 
 def _with_keys_of(live: Any, stored: Any) -> Any:
@@ -129,13 +147,9 @@ def _with_keys_of(live: Any, stored: Any) -> Any:
     numbers = bool(live) and all(isinstance(key, int) for key in live)
     found = {}
     for key, value in stored.items():
-        own = texts.get(key, int(key) if numbers and _is_number(key) else key)
+        own = texts.get(key, int(key) if numbers and re.fullmatch("[0-9]{1,18}", str(key)) else key)
         found[own] = _with_keys_of(live.get(own), value)
     return Counter(found) if isinstance(live, Counter) else found
-
-
-def _is_number(key: Any) -> bool:
-    return isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20
 
 
 def _restore_optimizer(

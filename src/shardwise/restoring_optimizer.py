@@ -20,7 +20,7 @@ from .garbage import no_collections
 from .layout.model import geometries_of, local_tensor, wanted_states
 from .layout.placements import Geometry
 from .layout.wanted import Layout, Wanted, whole_tensor
-from .limits import shown
+from .limits import brief
 from .names import NamedTensor
 from .place.copy import Destination, Staging, execute
 from .plan import IOOptions, Plan, build_plan
@@ -128,7 +128,7 @@ def _check_opaque(
     lost = [n for n in opaque if n not in entries or n not in geometries]
     if lost:
         raise FormatError(
-            f"the checkpoint holds optimizer state of {shown(lost[0])}, which is no tensor of its model"
+            f"the checkpoint holds optimizer state of {brief(lost[0])}, which is no tensor of its model"
         )
     moved = [n for n in opaque if not same_place(manifest.geometries[entries[n].geometry], geometries[n])]
     if moved:

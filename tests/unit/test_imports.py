@@ -135,8 +135,8 @@ def test_imports_go_down(module: str) -> None:
 
 @every_module
 def test_no_pickle_and_no_tests(module: str) -> None:
-    """Only what reads others' pickles may: by an unpickler that knows the format's names and nothing behind them."""
-    forbidden = {"tests"} | (PICKLES if module not in ("catalog.dcp", "catalog.torchfile") else set())
+    """Also not to read pickles that others wrote: ``catalog.pickles`` interprets them itself."""
+    forbidden = {"tests"} | PICKLES
     found = [
         f"{_where(module, item.line)} imports {item.name}"
         for item in _imports(module)

@@ -14,7 +14,7 @@ from ..errors import FormatError
 from ..garbage import no_collections
 from ..layout.boxes import Box
 from ..layout.placements import Cut, Geometry
-from ..limits import MAX_COUNT, inside, shown
+from ..limits import MAX_COUNT, brief, inside
 from .manifest import Manifest, read_manifest
 from .records import Catalog, Chunks, SharedChunk, StoredFile, StoredTensor
 from .slices import SliceTensor, file_name
@@ -161,5 +161,5 @@ def model_named(manifest: Manifest, model: str | None, path: str) -> str:
     found = model or ("model" if len(manifest.models) != 1 else next(iter(manifest.models)))
     if found not in manifest.models:
         what = "say which one" if model is None else f"not {model!r}"
-        raise FormatError(f"holds models {shown(sorted(manifest.models))}; {what}", path=path)
+        raise FormatError(f"holds models {brief(sorted(manifest.models))}; {what}", path=path)
     return found

@@ -10,27 +10,40 @@ name is refused.
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from ..errors import FormatError, IntegrityError, SourceError
 from ..layout.boxes import Box
+from ..limits import MAX_DIMS, MAX_PICKLE_DEPTH, brief, check_name, inside, is_count, numel_of
+from .header import check_regular
+from .pickles import Name, Names, Record, is_name_of, unpickled
 from .records import Catalog, Chunk, StoredFile, StoredTensor, assemble
-from .torchfile import DTYPE_NAMES, Archive, Saved, is_name_of, plain_args, to_dict, to_tuple, unpickled
+from .torchfile import DTYPE_NAMES, Archive, Dtype, Saved, plain_args, to_dict, to_tuple
 
-__all__ = ["METADATA_NAME", "ByteRange", "DcpCheckpoint", "catalog_of_dcp", "model_in", "read_dcp"]
+__all__ = [
+    "METADATA_NAME",
+    "ByteRange",
+    "DcpCheckpoint",
+    "ItemFiles",
+    "catalog_of_dcp",
+    "model_in",
+    "read_dcp",
+]
 
 METADATA_NAME = ".metadata"
 _MODEL_PATHS: tuple[tuple[str, ...], ...] = (("model",), ("app", "model"), ("state", "model"))
 #: Entries of a state dict that are no model's, where the model's tensors lie at the top (torchtitan).
 _BESIDE = frozenset(("optimizer", "optim", "lr_scheduler", "scheduler", "dataloader", "train_state"))
-_MOST_METADATA_BYTES = 4 * 1024**3
 
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
-    """Where an item that is no tensor lies: a pickle, to be read with ``torch.load(weights_only=True)`` only."""
+    """Where an item that is no tensor lies: a pickle, to be read by :mod:`.pickles` only."""
 
     path: str
     offset_bytes: int
@@ -78,66 +91,32 @@ def read_dcp(path: str | os.PathLike[str]) -> DcpCheckpoint:
     :class:`IntegrityError` (a file that is lost or truncated).
     """
     root = os.fspath(path)
-    metadata = _read_metadata(os.path.join(root, METADATA_NAME))
+    file = os.path.join(root, METADATA_NAME)
     try:
-        return _described(metadata, root)
-    except (AttributeError, TypeError, ValueError, IndexError, KeyError) as error:
-        raise FormatError(
-            f"its metadata does not have the parts of DCP's ({type(error).__name__}: {error}): damaged",
-            path=os.path.join(root, METADATA_NAME),
-        ) from error
-
-
-def _described(metadata: Any, root: str) -> DcpCheckpoint:
-    locations = {}
-    for index, where in _mapping(metadata, "storage_data").items():
-        offset = getattr(index, "offset", None)
-        locations[(index.fqn, None if offset is None else tuple(offset))] = _range_of(where, root)
-    files = _Files()
-    tensors: dict[str, StoredTensor] = {}
-    objects: dict[str, ByteRange] = {}
-    with files:
-        for name, entry in _mapping(metadata, "state_dict_metadata").items():
-            if isinstance(entry, _Object):
-                where = locations.get((name, None)) or locations.get((name, ()))
-                if where is None:
-                    raise FormatError(f"lists no bytes of {name!r}", path=os.path.join(root, METADATA_NAME))
-                objects[name] = where
-            else:
-                tensors[name] = _tensor(name, entry, locations, files, root)
-        stored_files = tuple(StoredFile(p, n) for p, n in files.sizes.items())
-    paths = {n: tuple(p) for n, p in (getattr(metadata, "planner_data", None) or {}).items()}
+        metadata = _read_metadata(file)
+        locations = _locations(metadata, root)
+        paths = {_name(n): _path(p) for n, p in _mapping(metadata, "planner_data", {}).items()}
+        tensors: dict[str, StoredTensor] = {}
+        objects: dict[str, ByteRange] = {}
+        with ItemFiles() as files:
+            for key, entry in _mapping(metadata, "state_dict_metadata").items():
+                name = _name(key)
+                if type(entry) is Record and entry.kind == _OBJECT:
+                    objects[name] = _only_place(locations.get(name, {}), name)
+                else:
+                    tensors[name] = _tensor(name, entry, locations.get(name, {}), files)
+            stored_files = tuple(StoredFile(p, n) for p, n in files.sizes.items())
+    except FormatError as error:
+        raise error if error.path else FormatError(str(error), path=file) from None
     return DcpCheckpoint(Catalog("dcp", root, tensors, stored_files), objects, paths)
 
 
 # ----------------------------------------------------------------------------------------------------
-# The two pickles, without anything behind their names
+# The pickle of the metadata, without anything behind its names
 
 
-class _Record:
-    """Stands for a dataclass of DCP: takes whatever state comes."""
-
-    def __init__(self, *args: Any) -> None:
-        self.args = args
-
-    def __setstate__(self, state: Any) -> None:
-        if isinstance(state, dict):
-            self.__dict__.update(state)
-        else:
-            self.args = state
-
-
-class _Index(_Record):
-    """MetadataIndex: a key of a dict, and frozen there."""
-
-    fqn: str
-
-    def __hash__(self) -> int:
-        return id(self)
-
-
-class _Object(_Record):
-    """BytesStorageMetadata: an item that is no tensor."""
+#: BytesStorageMetadata: an item that is no tensor.
+_OBJECT = "an item"
 
 
 def _memory_format(value: Any) -> str:
@@ -153,50 +132,83 @@ def _member(owner: Any, name: Any) -> str:
 
 
 _METADATA = "torch.distributed.checkpoint.metadata"
-_NAMES: dict[tuple[str, str], Any] = {
-    **{
-        (_METADATA, name): _Record
-        for name in (
-            "Metadata",
-            "TensorStorageMetadata",
-            "TensorProperties",
-            "ChunkStorageMetadata",
-            "StorageMeta",
-        )
-    },
-    (_METADATA, "MetadataIndex"): _Index,
-    (_METADATA, "BytesStorageMetadata"): _Object,
-    (_METADATA, "_MEM_FORMAT_ENCODING"): _memory_format,
-    ("builtins", "getattr"): _member,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Record,
-    ("torch", "Size"): to_tuple,
-    ("torch.serialization", "_get_layout"): plain_args,
-    **{("pathlib", name): plain_args for name in ("PosixPath", "PurePosixPath", "Path", "WindowsPath")},
-    ("collections", "OrderedDict"): to_dict,
-    **{("torch", name): code for name, code in DTYPE_NAMES.items()},
+_RECORDS = (
+    (_METADATA, "Metadata"),
+    (_METADATA, "TensorStorageMetadata"),
+    (_METADATA, "TensorProperties"),
+    (_METADATA, "ChunkStorageMetadata"),
+    (_METADATA, "StorageMeta"),
+    (_METADATA, "MetadataIndex"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+)
+_NAMES: Names = {
+    **{names: Name(partial(Record, names[1])) for names in _RECORDS},
+    (_METADATA, "BytesStorageMetadata"): Name(partial(Record, _OBJECT)),
+    (_METADATA, "_MEM_FORMAT_ENCODING"): Name(_memory_format),
+    ("builtins", "getattr"): Name(_member),
+    ("torch", "Size"): Name(to_tuple),
+    ("torch.serialization", "_get_layout"): Name(plain_args),
+    **{("pathlib", name): Name(plain_args) for name in ("PosixPath", "PurePosixPath", "Path", "WindowsPath")},
+    ("collections", "OrderedDict"): Name(to_dict),
+    **{("torch", name): Dtype(code) for name, code in DTYPE_NAMES.items()},
 }
 
 
 def _read_metadata(file: str) -> Any:
     try:
-        nbytes = os.stat(file).st_size
-        if nbytes > _MOST_METADATA_BYTES:
-            raise FormatError(f"{nbytes} bytes of metadata", path=file)
+        check_regular(file)
         with open(file, "rb") as stream:
-            content = stream.read()
+            return unpickled(stream.read, os.fstat(stream.fileno()).st_size, _NAMES, file)
     except FileNotFoundError as error:
         raise SourceError(
             "no .metadata: not a DCP checkpoint, or one whose save did not end", path=file
         ) from error
     except OSError as error:
         raise SourceError(f"can't be read: {error.strerror}", path=file) from error
-    return unpickled(content, _NAMES, file)
 
 
-def _mapping(metadata: Any, name: str) -> dict[Any, Any]:
-    found = getattr(metadata, name, None)
-    if not isinstance(found, dict):
-        raise FormatError(f"its metadata has no {name}; expected that of torch's FileSystemWriter")
+_MISSING: Any = object()
+
+
+def _part(record: Any, name: str, default: Any = _MISSING) -> Any:
+    """A part of a record's state."""
+    state = record.state if type(record) is Record else None
+    found = state.get(name, default) if type(state) is dict else _MISSING
+    if found is _MISSING:
+        kind = record.kind if type(record) is Record else "metadata"
+        raise FormatError(f"its {kind} has no {name}; expected that of torch's FileSystemWriter: damaged")
+    return found
+
+
+def _mapping(record: Any, name: str, default: Any = _MISSING) -> dict[Any, Any]:
+    found = _part(record, name, default)
+    if found is None and default is not _MISSING:
+        return {}
+    if type(found) is not dict:
+        raise FormatError(f"its {name} is no dict; expected that of torch's FileSystemWriter: damaged")
+    return found
+
+
+def _name(value: Any) -> str:
+    return check_name(value, "tensor")
+
+
+def _path(value: Any) -> tuple[str | int, ...]:
+    """The path of an item in the state dict: keys and places in lists."""
+    if type(value) is not tuple or not 0 < len(value) <= MAX_PICKLE_DEPTH:
+        raise FormatError(f"the path {brief(value)} of an item is malformed: damaged")
+    for part in value:
+        if not is_count(part):
+            check_name(part, "a part of a path")
+    return value
+
+
+def _counts(record: Any, name: str) -> tuple[int, ...]:
+    """A shape or an offset."""
+    found = _part(record, name)
+    if type(found) is not tuple or len(found) > MAX_DIMS or not all(map(is_count, found)):
+        got = f"{len(found)} dims" if type(found) is tuple and len(found) > MAX_DIMS else brief(found)
+        raise FormatError(f"{name} {got} malformed; a tensor has at most {MAX_DIMS} dims: damaged")
     return found
 
 
@@ -204,60 +216,97 @@ def _mapping(metadata: Any, name: str) -> dict[Any, Any]:
 # Chunks
 
 
-def _range_of(where: Any, root: str) -> ByteRange:
-    relative, offset, nbytes = where.relative_path, where.offset, where.length
-    if not isinstance(relative, str) or os.path.isabs(relative) or ".." in relative.split("/"):
-        raise FormatError(f"points at {relative!r}, outside its directory", path=root)
-    if getattr(where, "transform_descriptors", None):
-        raise FormatError(
-            f"{relative} is compressed ({where.transform_descriptors}); write the checkpoint without",
-            path=root,
-        )
-    if not all(isinstance(n, int) and n >= 0 for n in (offset, nbytes)):
-        raise FormatError(f"{relative}: byte range {offset!r} + {nbytes!r}", path=root)
-    return ByteRange(os.path.join(root, relative), offset, nbytes)
+#: Where the parts of a tensor lie, by the text of the index at which each begins. Python salts the hash of text, so
+#: that no file can choose keys that collide, as it can with tuples of numbers.
+_Places = dict[str, ByteRange]
+_NO_INDEX = "none"
 
 
-def _tensor(
-    name: str,
-    entry: Any,
-    locations: Mapping[tuple[str, tuple[int, ...] | None], ByteRange],
-    files: _Files,
-    root: str,
-) -> StoredTensor:
-    shape, code = tuple(entry.size), entry.properties.args[0]
-    if not isinstance(code, str):
-        raise FormatError(f"{name!r} has a dtype that can't be read", path=root)
-    chunks = []
-    for chunk in entry.chunks:
-        start, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
-        box = Box(start, tuple(a + n for a, n in zip(start, sizes, strict=True)))
-        if not box.numel and shape != sizes:
-            continue  # the empty part of a rank without rows
-        where = locations.get((name, start))
-        if where is None and not start:
-            where = locations.get((name, None))
-        if where is None:
-            raise FormatError(f"lists no bytes of {name!r} at {start}", path=root)
-        chunks.append(Chunk(box, where.path, files.payload(where, code, sizes, name)))
-    if not chunks or 0 in shape:
-        return StoredTensor(name, code, shape, ())
-    found = assemble(name, code, chunks)
-    if found.shape != shape:
-        raise FormatError(
-            f"chunks of {name!r} make shape {list(found.shape)}, expected {list(shape)}", path=root
-        )
+def _locations(metadata: Any, root: str) -> dict[str, _Places]:
+    """Where everything lies, by name. No two byte ranges share a byte, so that no byte is looked at twice."""
+    found: dict[str, _Places] = {}
+    for index, info in _mapping(metadata, "storage_data").items():
+        offset = _part(index, "offset", None)
+        begin = _NO_INDEX if offset is None else str(_counts(index, "offset"))
+        found.setdefault(_name(_part(index, "fqn")), {})[begin] = _range_of(info, root)
+    ranges = sorted((r.path, r.offset_bytes, r.nbytes) for places in found.values() for r in places.values())
+    for (path, start, nbytes), (other, after, _) in pairwise(ranges):
+        if path == other and after < start + nbytes:
+            raise FormatError(f"lists bytes {after} to {start + nbytes} for two items", path=path)
     return found
 
 
-class _Files:
-    """Finds where the elements of a ``torch.save``d tensor lie in a file."""
+def _range_of(info: Any, root: str) -> ByteRange:
+    relative, offset, nbytes = (_part(info, name) for name in ("relative_path", "offset", "length"))
+    if not is_count(offset) or not is_count(nbytes):
+        raise FormatError(f"{brief(relative)}: byte range {brief(offset)} + {brief(nbytes)} is malformed")
+    if transforms := _part(info, "transform_descriptors", None):
+        raise FormatError(
+            f"{brief(relative)} is compressed ({brief(transforms)}); write the checkpoint without", path=root
+        )
+    try:
+        path = inside(root, check_name(relative, "file"))
+    except FormatError:
+        raise FormatError(f"points at {brief(relative)}, outside its directory", path=root) from None
+    return ByteRange(path, offset, nbytes)
+
+
+def _only_place(places: _Places, name: str) -> ByteRange:
+    where = places.get(_NO_INDEX) or places.get("()")
+    if where is None:
+        raise FormatError(f"lists no bytes of {name!r}")
+    return where
+
+
+def _tensor(name: str, entry: Any, places: _Places, files: ItemFiles) -> StoredTensor:
+    shape, code = _counts(entry, "size"), _code_of(_part(entry, "properties"), name)
+    numel_of(shape, f"tensor {name!r}")
+    parts = _part(entry, "chunks")
+    if type(parts) is not list:
+        raise FormatError(f"{name!r} has no list of chunks: damaged")
+    if 0 in shape:
+        return StoredTensor(name, code, shape, ())
+    chunks, seen = [], set()
+    for part in parts:
+        start, sizes = _counts(part, "offsets"), _counts(part, "sizes")
+        if len(start) != len(shape) or any(a + n > m for a, n, m in zip(start, sizes, shape, strict=True)):
+            raise FormatError(
+                f"a chunk of {name!r} at {brief(start)} with sizes {brief(sizes)} is not a part of shape "
+                f"{brief(shape)}: damaged"
+            )
+        if 0 in sizes:
+            continue  # the empty part of a rank without rows
+        where = places.get(str(start)) or (None if start else places.get(_NO_INDEX))
+        if where is None or str(start) in seen:
+            count = "no bytes" if where is None else "two chunks"
+            raise FormatError(f"lists {count} of {name!r} at {brief(start)}")
+        seen.add(str(start))
+        box = Box(start, tuple(a + n for a, n in zip(start, sizes, strict=True)))
+        chunks.append(Chunk(box, where.path, files.payload(where, code, sizes, name)))
+    found = assemble(name, code, chunks) if chunks else None
+    if found is None or found.shape != shape:
+        got = list(found.shape) if found else "nothing"
+        raise FormatError(f"chunks of {name!r} make shape {got}, expected {list(shape)}")
+    return found
+
+
+def _code_of(properties: Any, name: str) -> str:
+    """The dtype is the first part of TensorProperties, whose state is a tuple."""
+    state = properties.state if type(properties) is Record else None
+    dtype = state[0] if type(state) is tuple and state else None
+    if type(dtype) is not Dtype or dtype.code is None:
+        raise FormatError(f"{name!r} has a dtype that can't be read")
+    return dtype.code
+
+
+class ItemFiles:
+    """Keeps the files of items open, and finds where the elements of a ``torch.save``d tensor lie in them."""
 
     def __init__(self) -> None:
         self.sizes: dict[str, int] = {}
         self._open: dict[str, int] = {}
 
-    def __enter__(self) -> _Files:
+    def __enter__(self) -> ItemFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -266,7 +315,7 @@ class _Files:
 
     def payload(self, where: ByteRange, code: str, sizes: tuple[int, ...], name: str) -> int:
         """Offset, in the file, of the elements of one chunk. Raises :class:`FormatError` if they don't lie row by row."""
-        archive = Archive(self._fd(where), where.offset_bytes, where.nbytes, where.path)
+        archive = Archive(self.fd(where), where.offset_bytes, where.nbytes, where.path)
         saved = archive.content
         if not isinstance(saved, Saved) or saved.code not in (code, None) or saved.sizes != sizes:
             raise FormatError(
@@ -274,7 +323,8 @@ class _Files:
             )
         return archive.payload(saved, code, name)
 
-    def _fd(self, where: ByteRange) -> int:
+    def fd(self, where: ByteRange) -> int:
+        """Descriptor of the file in which an item lies, and lies whole. Raises :class:`SourceError`."""
         if where.path not in self._open:
             try:
                 fd = os.open(where.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -285,7 +335,10 @@ class _Files:
             while len(self._open) >= 64:
                 os.close(self._open.pop(next(iter(self._open))))
             self._open[where.path] = fd
-            self.sizes[where.path] = os.fstat(fd).st_size
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise FormatError("can't be read: not a regular file", path=where.path)
+            self.sizes[where.path] = status.st_size
         if where.offset_bytes + where.nbytes > self.sizes[where.path]:
             raise IntegrityError(
                 f"{self.sizes[where.path]} bytes, but a chunk ends at {where.offset_bytes + where.nbytes}: truncated",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..errors import FormatError, VersionError
-from ..limits import parse_json, shown
+from ..limits import brief, parse_json
 from .manifest import Manifest
 
 __all__ = ["Document", "Kind", "document_named", "document_of", "parse_documents", "refuse_unknown"]
@@ -76,7 +76,7 @@ def refuse_unknown(names: Iterable[str], manifest: Manifest, path: str) -> None:
     for name in names:
         if document_named(name, manifest) is None:
             raise VersionError(
-                f"holds a document {shown(name)}, which this release does not know: a later release wrote it, or the file "
+                f"holds a document {brief(name)}, which this release does not know: a later release wrote it, or the file "
                 f"was changed. Update shardwise, or take another checkpoint",
                 path=path,
             )
@@ -89,6 +89,6 @@ def parse_documents(content: bytes, manifest: Manifest, path: str) -> dict[str, 
     """
     found = parse_json(content, path)
     if not isinstance(found, dict):
-        raise FormatError(f"expected a JSON object of documents, got {shown(found)}", path=path)
+        raise FormatError(f"expected a JSON object of documents, got {brief(found)}", path=path)
     refuse_unknown(found, manifest, path)
     return found

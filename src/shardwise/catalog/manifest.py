@@ -22,6 +22,7 @@ from ..limits import (
     MAX_DIMS,
     MAX_HEADER_BYTES,
     MAX_TEXT_CHARS,
+    brief,
     cause,
     fits,
     is_inside,
@@ -29,7 +30,6 @@ from ..limits import (
     is_word,
     parse_json,
     read_small,
-    shown,
 )
 from .manifest_records import (
     BLOCK_BYTES,
@@ -85,7 +85,7 @@ def parse_manifest(raw: bytes, path: str) -> Manifest:
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         found = document.get("format") if isinstance(document, dict) else document
         raise FormatError(
-            f"not a checkpoint manifest: format is {shown(found)}, expected {FORMAT!r}", path=path
+            f"not a checkpoint manifest: format is {brief(found)}, expected {FORMAT!r}", path=path
         )
     try:
         checksum = checksum_of(document)
@@ -95,7 +95,7 @@ def parse_manifest(raw: bytes, path: str) -> Manifest:
         raise IntegrityError("its checksum does not match its content: damaged", path=path)
     if document.get("version") != VERSION:
         raise VersionError(
-            f"format version {shown(document.get('version'))}, this release reads {VERSION}; update shardwise",
+            f"format version {brief(document.get('version'))}, this release reads {VERSION}; update shardwise",
             path=path,
         )
     try:
@@ -160,7 +160,7 @@ def _each(
         try:
             found[check(name)] = make(value)
         except _WRONG as error:
-            raise ValueError(f"{shown(name)}: {_said(error)}") from error
+            raise ValueError(f"{brief(name)}: {_said(error)}") from error
     return found
 
 
@@ -175,32 +175,32 @@ _MIN_PLACES, _PLACES_EACH = 2**20, 64
 
 def _count(value: Any, low: int = 0, high: int = MAX_COUNT) -> int:
     if type(value) is not int or not low <= value <= high:  # True is none
-        raise ValueError(f"{shown(value)} is not a number from {low} to {high}")
+        raise ValueError(f"{brief(value)} is not a number from {low} to {high}")
     return value
 
 
 def _counts(value: Any, low: int = 0) -> tuple[int, ...]:
     if not isinstance(value, list) or len(value) > _MAX_RANKS:
-        raise ValueError(f"{shown(value)} is not a list of numbers")
+        raise ValueError(f"{brief(value)} is not a list of numbers")
     return tuple([_count(n, low) for n in value])
 
 
 def _shape(value: Any, itemsize: int = 1) -> tuple[int, ...]:
     shape = _counts(value)
     if not fits(shape, itemsize):
-        raise ValueError(f"shape {shown(shape)} has more than {MAX_DIMS} dims, or more bytes than 2^62")
+        raise ValueError(f"shape {brief(shape)} has more than {MAX_DIMS} dims, or more bytes than 2^62")
     return shape
 
 
 def _text(value: Any) -> str:
     if not is_text(value):
-        raise ValueError(f"{shown(value)} is not text")
+        raise ValueError(f"{brief(value)} is not text")
     return value
 
 
 def _texts(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list):
-        raise ValueError(f"{shown(value)} is not a list of text")
+        raise ValueError(f"{brief(value)} is not a list of text")
     return tuple([_text(v) for v in value])
 
 
@@ -208,46 +208,46 @@ def _word(value: Any) -> str:
     """The name of a model or an optimizer, by the rule of ``TrainState``."""
     if not is_word(value):
         raise ValueError(
-            f"the name {shown(value)} of a model or an optimizer is not a word (letters, digits, '_', '-')"
+            f"the name {brief(value)} of a model or an optimizer is not a word (letters, digits, '_', '-')"
         )
     return value
 
 
 def _known(name: Any, held: Mapping[str, Any]) -> str:
     if name not in held:
-        raise ValueError(f"{shown(name)} is none of {shown(sorted(held))}")
+        raise ValueError(f"{brief(name)} is none of {brief(sorted(held))}")
     return str(name)
 
 
 def _digest(value: Any) -> int:
     if not re.fullmatch("[0-9a-f]{16}", _text(value)):
-        raise ValueError(f"{shown(value)} is not a digest of 16 hexadecimal digits")
+        raise ValueError(f"{brief(value)} is not a digest of 16 hexadecimal digits")
     return int(value, 16)
 
 
 def _dtype(value: Any) -> str:
     if _text(value) not in ITEMSIZE:
-        raise ValueError(f"unknown stored dtype {shown(value)}")
+        raise ValueError(f"unknown stored dtype {brief(value)}")
     return str(value)
 
 
 def _geometry(g: dict[str, Any], world_size: int) -> Geometry:
     if g["rule"] != RULE_VERSION:
-        raise ValueError(f"cutting rule {shown(g['rule'])}, this release knows {RULE_VERSION}")
+        raise ValueError(f"cutting rule {brief(g['rule'])}, this release knows {RULE_VERSION}")
     sizes, names, ranks = _counts(g["axis_sizes"], 1), _texts(g["axis_names"]), _counts(g["ranks"])
     cuts = tuple([_cut(kind, dim, factor) for kind, dim, factor in g["cuts"]])
     if not len(sizes) == len(names) == len(cuts) <= MAX_DIMS:
         raise ValueError(f"a geometry of {len(sizes)} sizes, {len(names)} names and {len(cuts)} cuts")
     if math.prod(sizes) != len(ranks) or len(set(ranks)) != len(ranks) or max(ranks) >= world_size:
-        raise ValueError(f"axes of {shown(sizes)} do not hold ranks {shown(ranks)} of {world_size}")
+        raise ValueError(f"axes of {brief(sizes)} do not hold ranks {brief(ranks)} of {world_size}")
     if not isinstance(g["fsdp_order"], bool):
-        raise ValueError(f"fsdp_order is {shown(g['fsdp_order'])}")
+        raise ValueError(f"fsdp_order is {brief(g['fsdp_order'])}")
     return Geometry(sizes, names, cuts, ranks, g["fsdp_order"])
 
 
 def _cut(kind: Any, dim: Any, factor: Any) -> Cut:
     if kind not in ("replicate", "shard", "strided"):
-        raise ValueError(f"unknown kind of cut {shown(kind)}")
+        raise ValueError(f"unknown kind of cut {brief(kind)}")
     return Cut(kind, _count(dim, 0, MAX_DIMS), _count(factor, 1, MAX_BLOCKS))
 
 
@@ -277,7 +277,7 @@ def _tensor(
     shape, index = _shape(t["shape"], ITEMSIZE[dtype]), _count(t["geometry"], 0, len(spreads) - 1)
     replicas = spreads[index].replicas
     if spreads[index].least_dims > len(shape):
-        raise ValueError(f"shape {shown(shape)} has not the dims that geometry {index} cuts")
+        raise ValueError(f"shape {brief(shape)} has not the dims that geometry {index} cuts")
     return TensorEntry(
         dtype=dtype,
         shape=shape,
@@ -300,11 +300,11 @@ def _state(
     dtype = _dtype(e["dtype"])
     if e.get("packed") is not None:
         if _text(name) == GRADIENT and shape:
-            raise ValueError(f"a gradient of one element, and its parameter has shape {shown(shape)}")
+            raise ValueError(f"a gradient of one element, and its parameter has shape {brief(shape)}")
         index = _count(e["index"], 0, packed[_text(e["packed"])].count - 1)
         return StateEntry(dtype, packed=e["packed"], index=index)
     if "." in _text(name):  # slice files name a state <parameter>.<state>
-        raise ValueError(f"the optimizer state {shown(name)} has a dot in its name")
+        raise ValueError(f"the optimizer state {brief(name)} has a dot in its name")
     _shape(list(shape), ITEMSIZE[dtype])
     return StateEntry(dtype, _digest(e["digest"]), _count(e.get("owner", 0), 0, replicas - 1))
 
@@ -332,14 +332,14 @@ def _check_packs(
                         continue
                     places = used.setdefault((optimizer, e.packed), set())
                     if e.index in places:
-                        raise ValueError(f"two states are element {e.index} of the pack {shown(e.packed)}")
+                        raise ValueError(f"two states are element {e.index} of the pack {brief(e.packed)}")
                     places.add(e.index)
     for optimizer, packs in packed.items():
         for name, p in packs.items():
             found = len(used.get((optimizer, name), ()))
             if p.count != found:
                 raise ValueError(
-                    f"the pack {shown(name)} has {p.count} elements, and {found} states refer to it"
+                    f"the pack {brief(name)} has {p.count} elements, and {found} states refer to it"
                 )
 
 
@@ -358,7 +358,7 @@ def _check_work(
 
 def _file_name(name: str) -> str:
     if not is_inside(name) or name == MANIFEST_NAME:
-        raise ValueError(f"file name {shown(name)} leaves the checkpoint directory, or is the manifest's own")
+        raise ValueError(f"file name {brief(name)} leaves the checkpoint directory, or is the manifest's own")
     return name
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 
 from ..errors import FormatError, SourceError
 from ..layout.boxes import Box, whole
-from .header import Entry, Header, check_regular, read_header
+from .header import Entry, Header, read_header
+from .index import read_weight_map
 from .records import Catalog, Chunk, StoredFile, StoredTensor, assemble
 from .steps import of_steps
 
@@ -54,7 +54,7 @@ def has_safetensors(root: str) -> bool:
 def _files_of(root: str) -> tuple[list[str], dict[str, str] | None]:
     index = os.path.join(root, INDEX_NAME)
     if os.path.exists(index):
-        weight_map = _read_index(index)
+        weight_map = read_weight_map(index)
         return sorted(set(weight_map.values())), weight_map
     if os.path.exists(os.path.join(root, SINGLE_NAME)):
         return [SINGLE_NAME], None
@@ -77,36 +77,6 @@ def _listed(root: str) -> list[str]:
         return os.listdir(root)
     except OSError as error:
         raise SourceError(f"can't be read: {error.strerror or error}", path=root) from error
-
-
-def _read_index(path: str) -> dict[str, str]:
-    try:
-        check_regular(path)
-        with open(path, encoding="utf-8") as file:
-            document = json.load(file)
-        weight_map = document["weight_map"]
-    except OSError as error:
-        raise SourceError(f"can't be read: {error.strerror or error}", path=path) from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise FormatError(f"not an index with a weight_map ({error!r})", path=path) from error
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise FormatError("weight_map is empty or not an object", path=path)
-    for name, file_name in weight_map.items():
-        if not _is_file_name(file_name):
-            raise FormatError(
-                f"{name!r} is mapped to {file_name!r}, which is not a plain file name", path=path
-            )
-    return weight_map
-
-
-def _is_file_name(value: object) -> bool:
-    """Whether a value names a file of the directory itself, in a way that the system can take."""
-    if not isinstance(value, str) or os.path.basename(value) != value or value in ("", ".", ".."):
-        return False
-    try:
-        return b"\0" not in os.fsencode(value)
-    except UnicodeEncodeError:  # half a surrogate pair
-        return False
 
 
 def _check_index(root: str, weight_map: dict[str, str], headers: dict[str, Header]) -> None:

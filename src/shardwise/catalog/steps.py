@@ -9,7 +9,7 @@ from collections.abc import Container
 from typing import Any
 
 from ..errors import StateError
-from ..limits import MAX_COUNT, shown
+from ..limits import MAX_COUNT, brief
 
 __all__ = ["STEP_NAME", "checked_step", "misnamed", "of_steps"]
 
@@ -22,7 +22,7 @@ _TRAINER_NAME, _TRAINER_FILE = re.compile("checkpoint-([0-9]{1,19})"), "trainer_
 def checked_step(step: Any) -> int:
     """``step`` as a number. Raises :class:`StateError` for one that no manifest can hold, and no name can say."""
     if not hasattr(step, "__index__") or not 0 <= (found := operator.index(step)) <= MAX_COUNT:
-        raise StateError(f"step must be an integer from 0 to 2^62, got {shown(step)}")
+        raise StateError(f"step must be an integer from 0 to 2^62, got {brief(step)}")
     return found
 
 

@@ -1,43 +1,47 @@
 """Files that ``torch.save`` writes: where the elements of their tensors lie, without unpickling anything but records.
 
 The format is torch's zip container (torch 1.6-2.13): ``data.pkl`` describes tensors, each ``data/<key>`` holds the
-elements of one storage, uncompressed. The pickle is read with names that stand for plain records and nothing behind
-them; any other name is refused.
+elements of one storage, uncompressed. :mod:`.pickles` reads the pickle with names that stand for plain records and
+nothing behind them; any other name is refused.
 """
 
 from __future__ import annotations
 
-import inspect
-import io
-import json
 import math
 import os
-import pickle
-import zipfile
-from collections.abc import Callable, Mapping
+import stat
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..dtypes import itemsize
 from ..errors import FormatError, SourceError
 from ..layout.boxes import whole
+from ..limits import MAX_BYTES_PER_BYTE, MAX_NAME_CHARS, brief, check_name, inside, is_count, numel_of
+from .index import read_weight_map
+from .pickles import Name, Names, check_key, unpickled
 from .records import Catalog, Chunk, StoredFile, StoredTensor
+from .torchzip import MemberReader, TorchZip
 
 __all__ = [
     "DTYPE_NAMES",
     "FULL_STATE_STEM",
+    "TENSOR_NAMES",
     "Archive",
+    "Dtype",
     "Saved",
     "catalog_of_torch_file",
     "catalog_of_torch_files",
     "has_torch_files",
     "is_torch_file",
-    "is_name_of",
+    "located",
+    "opened",
     "plain_args",
     "read_torch_file",
     "to_dict",
     "to_tuple",
-    "unpickled",
 ]
 
 DTYPE_NAMES = {
@@ -74,6 +78,13 @@ _STORAGES = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Dtype:
+    """A dtype, or the class of a storage of it; None for bytes of any dtype."""
+
+    code: str | None
+
+
 def plain_args(*args: Any) -> Any:
     """Stands for a function: gives its arguments."""
     return args
@@ -84,92 +95,9 @@ def to_tuple(values: Any = ()) -> tuple[Any, ...]:
     return tuple(values)
 
 
-class _Dict(dict[Any, Any]):
-    def __setstate__(self, state: Any) -> None:
-        """Forgets the attributes (``_metadata`` of state dicts)."""
-
-
 def to_dict() -> dict[Any, Any]:
     """Stands for ``OrderedDict``."""
-    return _Dict()
-
-
-class _Callable:
-    """One of our functions, of which a pickle can't change the attributes (BUILD)."""
-
-    __slots__ = ("_work",)
-
-    def __init__(self, work: Callable[..., Any]) -> None:
-        self._work = work
-
-    def __call__(self, *args: Any) -> Any:
-        return self._work(*args)
-
-    def __setstate__(self, state: Any) -> None:
-        raise ValueError("state for a function")
-
-
-def is_name_of(found: Any, work: Callable[..., Any]) -> bool:
-    """Whether something in a pickle is the name behind which ``work`` stands."""
-    return isinstance(found, _Callable) and found._work is work
-
-
-class _Unpickler(pickle.Unpickler):
-    """Knows only the names that it is given; makes records of them."""
-
-    def __init__(self, stream: io.BytesIO, names: Mapping[tuple[str, str], Any]) -> None:
-        super().__init__(stream)
-        self._names = names
-
-    def find_class(self, module: str, name: str) -> Any:
-        try:
-            found = self._names[module, name]
-        except KeyError:
-            raise FormatError(
-                f"refused: its pickle asks for {module}.{name}, which is not a part of the format"
-            ) from None
-        return _Callable(found) if inspect.isfunction(found) else found
-
-    def persistent_load(self, pid: Any) -> Any:
-        return pid
-
-
-def unpickled(content: bytes, names: Mapping[tuple[str, str], Any], file: str) -> Any:
-    """What a pickle describes, in terms of ``names`` only. Raises :class:`FormatError` for any other name."""
-    try:
-        return _Unpickler(io.BytesIO(content), names).load()
-    except FormatError as error:
-        raise FormatError(str(error), path=file) from None
-    except Exception as error:  # a pickle can fail in any way
-        raise FormatError(f"can't be read ({type(error).__name__}: {error}): damaged", path=file) from error
-
-
-class _Window(io.RawIOBase):
-    """A byte range of a file, as a file."""
-
-    def __init__(self, fd: int, begin: int, nbytes: int) -> None:
-        self._fd, self._begin, self._nbytes, self._at = fd, begin, nbytes, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._nbytes}[whence]
-        self._at = max(0, base + offset)
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        length = max(0, min(view.nbytes, self._nbytes - self._at))
-        count = os.preadv(self._fd, [view[:length]], self._begin + self._at) if length else 0
-        self._at += count
-        return count
+    return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,51 +113,99 @@ class Saved:
 
 def _rebuilt(
     storage: Any,
-    offset: int,
+    offset: Any,
     sizes: Any,
     strides: Any,
     grad: Any = False,
     hooks: Any = None,
     metadata: Any = None,
 ) -> Saved:
-    kind, code, key, *_ = storage
-    if kind != "storage":
-        raise ValueError(f"a tensor of {kind!r}")
+    kind, dtype, key, *_ = storage
+    if kind != "storage" or type(dtype) is not Dtype or type(key) is not str:
+        raise ValueError(f"a tensor of {brief(kind)}")
     if metadata:
-        raise ValueError(f"a tensor that is a view of its storage as {metadata!r} (negated, conjugated)")
-    if offset < 0 or any(n < 0 for n in (*sizes, *strides)):
-        raise ValueError(f"a tensor at {offset} of shape {tuple(sizes)} and strides {tuple(strides)}")
-    return Saved(str(key), code, int(offset), tuple(map(int, sizes)), tuple(map(int, strides)))
+        raise ValueError(f"a tensor that is a view of its storage as {brief(metadata)} (negated, conjugated)")
+    if not is_count(offset) or type(sizes) is not tuple or type(strides) is not tuple:
+        raise ValueError(f"a tensor at {brief(offset)} of shape {brief(sizes)} and strides {brief(strides)}")
+    numel_of(sizes, "a tensor")
+    if len(strides) != len(sizes) or not all(map(is_count, strides)):
+        raise ValueError(f"a tensor of shape {brief(sizes)} and strides {brief(strides)}")
+    return Saved(key, dtype.code, offset, sizes, strides)
 
 
-def _parameter(data: Saved, *_: Any) -> Saved:
+def _parameter(data: Any, *_: Any) -> Saved:
+    if type(data) is not Saved:
+        raise ValueError("a parameter that is no tensor")
     return data
 
 
 def _rebuilt_typed(
     storage: Any,
-    offset: int,
+    offset: Any,
     sizes: Any,
     strides: Any,
     grad: Any,
     hooks: Any,
-    code: str,
+    dtype: Any,
     metadata: Any = None,
 ) -> Saved:
     """``_rebuild_tensor_v3``: dtypes that no storage class stands for."""
-    saved = _rebuilt(storage, offset, sizes, strides, metadata=metadata)
-    return Saved(saved.key, code, saved.offset, saved.sizes, saved.strides)
+    if type(dtype) is not Dtype:
+        raise ValueError(f"a tensor of dtype {brief(dtype)}")
+    return replace(_rebuilt(storage, offset, sizes, strides, metadata=metadata), code=dtype.code)
 
 
-_TENSOR_NAMES: dict[tuple[str, str], Callable[..., Any] | str | None] = {
-    ("torch._utils", "_rebuild_tensor_v2"): _rebuilt,
-    ("torch._utils", "_rebuild_tensor_v3"): _rebuilt_typed,
-    ("torch._utils", "_rebuild_parameter"): _parameter,
-    ("collections", "OrderedDict"): to_dict,
-    ("torch", "Size"): to_tuple,
-    **{("torch", name): code for name, code in _STORAGES.items()},
-    ("torch.storage", "UntypedStorage"): None,
-    **{("torch", name): code for name, code in DTYPE_NAMES.items()},
+def _encoded(text: Any, encoding: Any) -> bytes:
+    """Stands for ``_codecs.encode``, by which protocol 2 stores bytes."""
+    if type(text) is not str or encoding != "latin1":
+        raise ValueError(f"bytes of {brief(text)} in {brief(encoding)}")
+    return text.encode("latin1")
+
+
+def _bytes(content: Any = b"") -> bytes:
+    """Stands for ``bytes`` and ``bytearray``; never makes room for a number of them."""
+    if type(content) is not bytes:
+        raise ValueError(f"bytes of {brief(content)}")
+    return content
+
+
+def _set(values: Any = ()) -> set[Any]:
+    return {check_key(value) for value in values}
+
+
+def _counter(counts: Any = None) -> Counter[Any]:
+    if counts is not None and type(counts) is not dict:
+        raise ValueError(f"a Counter of {brief(counts)}")
+    return Counter(counts)
+
+
+def _complex(real: Any, imaginary: Any) -> complex:
+    if type(real) is not float or type(imaginary) is not float:
+        raise ValueError(f"a complex number of {brief(real)} and {brief(imaginary)}")
+    return complex(real, imaginary)
+
+
+_BUILTINS: dict[str, Callable[..., Any]] = {
+    "bytes": _bytes,
+    "bytearray": _bytes,
+    "set": _set,
+    "complex": _complex,
+}
+
+#: The names of tensors and plain values: what ``torch.save`` writes of a state dict, and DCP of each item.
+TENSOR_NAMES: Names = {
+    ("torch._utils", "_rebuild_tensor_v2"): Name(_rebuilt),
+    ("torch._utils", "_rebuild_tensor_v3"): Name(_rebuilt_typed),
+    ("torch._utils", "_rebuild_parameter"): Name(_parameter),
+    ("collections", "OrderedDict"): Name(to_dict),
+    ("torch", "Size"): Name(to_tuple),
+    **{("torch", name): Dtype(code) for name, code in _STORAGES.items()},
+    ("torch.storage", "UntypedStorage"): Dtype(None),
+    **{("torch", name): Dtype(code) for name, code in DTYPE_NAMES.items()},
+    ("collections", "Counter"): Name(_counter),
+    ("_codecs", "encode"): Name(_encoded),
+    # Protocol 2 calls the module as Python 2 did.
+    **{(m, n): Name(work) for n, work in _BUILTINS.items() for m in ("builtins", "__builtin__")},
 }
 
 
@@ -238,48 +214,34 @@ class Archive:
 
     def __init__(self, fd: int, offset_bytes: int, nbytes: int, path: str) -> None:
         """Reads the zip's directory and ``data.pkl``. Raises :class:`FormatError`."""
-        self._fd, self._offset_bytes, self._path = fd, offset_bytes, path
-        window = _Window(fd, offset_bytes, nbytes)
-        try:
-            with zipfile.ZipFile(window) as archive:
-                self._entries = {i.filename.partition("/")[2]: i for i in archive.infolist()}
-                small = [i for n, i in self._entries.items() if n in ("data.pkl", "byteorder")]
-                if any(i.compress_type != zipfile.ZIP_STORED or i.file_size > nbytes for i in small):
-                    raise ValueError("its description is compressed")
-                described = archive.read(self._entries["data.pkl"])
-                has_order = "byteorder" in self._entries
-                self._order = archive.read(self._entries["byteorder"]) if has_order else b"little"
-        except (
-            zipfile.BadZipFile,
-            KeyError,
-            NotImplementedError,
-            RuntimeError,
-            OSError,
-            ValueError,
-        ) as error:
-            raise FormatError(f"not what torch.save writes: {error}", path=path) from error
-        self.content = unpickled(described, _TENSOR_NAMES, path)
+        self._path = path
+        self._zip = TorchZip(fd, offset_bytes, nbytes, path)
+        described = self._zip.members.get("data.pkl")
+        if described is None or not described.is_stored:
+            raise self._zip.wrong("its description (data.pkl) is lost or compressed")
+        reader = MemberReader(self._zip, described)
+        self.content = unpickled(reader, described.nbytes, TENSOR_NAMES, path)
+        reader.finish()
+        order = self._zip.members.get("byteorder")
+        self._is_little = order is None or MemberReader(self._zip, order)(16) == b"little"
 
     def payload(self, saved: Saved, code: str, name: str) -> int:
         """Offset, in the file, of a tensor's elements. Raises :class:`FormatError` if they don't lie row by row."""
         size = itemsize(code)
-        data = self._entries.get(f"data/{saved.key}")
+        data = self._zip.members.get(f"data/{saved.key}")
         if (
             data is None
-            or data.compress_type != zipfile.ZIP_STORED
-            or self._order != b"little"
-            or saved.offset < 0
+            or not data.is_stored
+            or not self._is_little
             or not _is_row_major(saved.sizes, saved.strides)
-            or (saved.offset + math.prod(saved.sizes)) * size > data.file_size
+            or (saved.offset + math.prod(saved.sizes)) * size > data.nbytes
         ):
             raise FormatError(
-                f"{name!r} does not lie row by row (shape {list(saved.sizes)}, strides {list(saved.strides)}); "
-                f"save it from a contiguous tensor",
+                f"{brief(name)} does not lie row by row (shape {brief(list(saved.sizes))}, strides "
+                f"{brief(list(saved.strides))}); save it from a contiguous tensor",
                 path=self._path,
             )
-        local = os.pread(self._fd, 30, self._offset_bytes + data.header_offset)  # it tells its own length
-        lengths = int.from_bytes(local[26:28], "little") + int.from_bytes(local[28:30], "little")
-        return self._offset_bytes + data.header_offset + 30 + lengths + saved.offset * size
+        return self._zip.offset_of(data) + saved.offset * size
 
 
 def is_torch_file(path: str) -> bool:
@@ -306,18 +268,11 @@ def catalog_of_torch_files(root: str) -> Catalog:
     index = os.path.join(root, TORCH_INDEX_NAME)
     if not os.path.isfile(index):
         return replace(catalog_of_torch_file(os.path.join(root, TORCH_SINGLE_NAME)), root=root)
-    try:
-        with open(index, "rb") as stream:
-            weight_map = json.load(stream)["weight_map"]
-        names = sorted({str(n) for n in weight_map.values()})
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        raise FormatError(f"not an index of files: {error}", path=index) from error
-    if any(os.path.basename(n) != n for n in names):
-        raise FormatError(f"names files outside its directory: {names}", path=index)
+    weight_map = read_weight_map(index)
     tensors: dict[str, StoredTensor] = {}
     files: list[StoredFile] = []
-    for name in names:
-        part = catalog_of_torch_file(os.path.join(root, name))
+    for name in sorted(set(weight_map.values())):
+        part = catalog_of_torch_file(inside(root, name))
         twice = sorted(tensors.keys() & part.tensors.keys())
         if twice:
             raise FormatError(f"{twice[0]!r} is stored twice, in {name} and before", path=index)
@@ -338,6 +293,14 @@ def catalog_of_torch_file(path: str | os.PathLike[str]) -> Catalog:
     if not isinstance(content, dict):
         raise FormatError("holds no dict of tensors", path=file.path)
     tensors = {str(n): replace(t, name=str(n)) for n, t in content.items()}
+    if len(tensors) != len(content):
+        raise FormatError("two of its names are alike but for their kind (1 and '1')", path=file.path)
+    if sum(t.nbytes for t in tensors.values()) > MAX_BYTES_PER_BYTE * file.nbytes:
+        raise FormatError(
+            f"its tensors lie in one another: together they have more than {MAX_BYTES_PER_BYTE} times the bytes of "
+            f"the file",
+            path=file.path,
+        )
     kind = "full state" if os.path.basename(file.path).startswith(FULL_STATE_STEM) else "torch"
     return Catalog(kind, file.path, tensors, (file,))
 
@@ -356,19 +319,28 @@ def read_torch_file(
 ) -> tuple[Any, StoredFile]:
     """What one ``torch.save``d file holds: dicts and lists as they are, and where each tensor in them lies.
 
-    ``pick`` takes the part that is wanted, before tensors are looked for. Rank-local; reads the zip's directory, the description and 30 bytes a tensor, no payload. Raises
-    :class:`SourceError`, :class:`FormatError` (other names than those of tensors, elements that do not lie row by
-    row, a file in the old format before torch 1.6).
+    ``pick`` takes the part that is wanted, before tensors are looked for. Rank-local; reads the zip's directory, the
+    description and 30 bytes a tensor, no payload. Raises :class:`SourceError`, :class:`FormatError` (other names than
+    those of tensors and plain values, elements that do not lie row by row, a file in the old format before torch 1.6).
     """
     file = os.fspath(path)
-    try:
-        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        raise SourceError(f"can't be opened: {error.strerror}", path=file) from error
-    try:
-        nbytes = os.fstat(fd).st_size
+    with opened(file) as (fd, nbytes):
         archive = Archive(fd, 0, nbytes, file)
-        return _located(archive, pick(archive.content), (), file), StoredFile(file, nbytes)
+        return located(archive, pick(archive.content), file), StoredFile(file, nbytes)
+
+
+@contextmanager
+def opened(path: str) -> Iterator[tuple[int, int]]:
+    """Descriptor and size of a regular file, closed at the end. Raises :class:`SourceError`; never blocks on a pipe."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (OSError, ValueError) as error:  # ValueError: NUL in the caller's path
+        raise SourceError(f"can't be opened: {getattr(error, 'strerror', error)}", path=path) from error
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise FormatError("can't be read: not a regular file", path=path)
+        yield fd, status.st_size
     finally:
         os.close(fd)
 
@@ -377,10 +349,10 @@ def read_torch_file(
 _MAX_DEPTH = 8
 
 
-def _located(archive: Archive, value: Any, path: tuple[Any, ...], file: str) -> Any:
+def located(archive: Archive, value: Any, file: str, path: tuple[Any, ...] = ()) -> Any:
     """``value`` with each tensor's place in the file instead of its description."""
     if isinstance(value, Saved):
-        name = ".".join(map(str, path))
+        name = check_name(".".join(map(str, path)), "the place of a tensor", file)
         if value.code is None:
             raise FormatError(f"{name!r} has a dtype that can't be read", path=file)
         chunks: tuple[Chunk, ...] = ()
@@ -389,11 +361,16 @@ def _located(archive: Archive, value: Any, path: tuple[Any, ...], file: str) -> 
         return StoredTensor(name, value.code, value.sizes, chunks)
     if len(path) == _MAX_DEPTH:
         return value
-    if isinstance(value, dict):
-        return {k: _located(archive, v, (*path, k), file) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_located(archive, v, (*path, k), file) for k, v in enumerate(value)]
+    if type(value) is dict:
+        return {k: located(archive, v, file, (*path, _part(k))) for k, v in value.items()}
+    if type(value) is list:
+        return [located(archive, v, file, (*path, k)) for k, v in enumerate(value)]
     return value
+
+
+def _part(key: Any) -> str:
+    """A key as a part of a name, no longer than a name may be."""
+    return str(key)[: MAX_NAME_CHARS + 1] if isinstance(key, str | int) else brief(key)
 
 
 def _is_row_major(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+
+from ..errors import FormatError
+from ..limits import MAX_COMPARISONS_PER_CHUNK
 
 __all__ = ["Box", "LocalBox", "find_overlap", "whole"]
 
@@ -55,16 +59,38 @@ def whole(shape: Sequence[int]) -> Box:
 def find_overlap(boxes: Iterable[Box]) -> tuple[Box, Box] | None:
     """Two of the boxes that share an element, or None.
 
-    Sweeps along dim 0, so that N boxes cut along dim 0 cost O(N log N), not O(N²).
+    Boxes that are cells of a grid, as cuts along dims make them, cost O(N log N). Others are swept along the dim that
+    tells most of them apart. Raises :class:`FormatError` where that takes more than
+    :data:`~shardwise.limits.MAX_COMPARISONS_PER_CHUNK` comparisons a box.
     """
     live = sorted(b for b in boxes if b.numel)
-    if live and not live[0].start:  # 0-d: two boxes are two copies of one element
-        return (live[0], live[1]) if len(live) > 1 else None
+    for first, second in pairwise(live):
+        if first == second:
+            return first, second
+    if not live or not live[0].start:
+        return None
+    cuts = [_distinct(sorted((b.start[d], b.stop[d]) for b in live)) for d in range(len(live[0].start))]
+    if all(before[1] <= after[0] for cut in cuts for before, after in pairwise(cut)):
+        return None
+    dim = max(range(len(cuts)), key=lambda d: len(cuts[d]))
+    live.sort(key=lambda b: b.start[dim])
+    left = MAX_COMPARISONS_PER_CHUNK * len(live)
     open_boxes: list[Box] = []
     for box in live:
-        open_boxes = [b for b in open_boxes if b.stop[0] > box.start[0]]
+        open_boxes = [b for b in open_boxes if b.stop[dim] > box.start[dim]]
+        left -= len(open_boxes)
+        if left < 0:
+            raise FormatError(
+                f"{len(live)} chunks of a tensor are cut so irregularly that it takes more than "
+                f"{MAX_COMPARISONS_PER_CHUNK} comparisons for each to prove that none overlap"
+            )
         for other in open_boxes:
             if other.intersect(box):
                 return other, box
         open_boxes.append(box)
     return None
+
+
+def _distinct(ordered: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Each once. By comparison, not in a set: a file could choose pairs of numbers whose hashes collide."""
+    return [pair for k, pair in enumerate(ordered) if not k or pair != ordered[k - 1]]

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..errors import FormatError, StateError
-from ..limits import MAX_COLLISIONS, MAX_DIMS, cause, shown
+from ..limits import MAX_COLLISIONS, MAX_DIMS, brief, cause
 from .encoding import FACTORIES, MAX_DEPTH, TAG, imported
 
 __all__ = ["LEFT_OUT", "Decoder"]
@@ -59,12 +59,12 @@ class Decoder:
         tag = node[TAG]
         build = _BUILDERS.get(tag) if isinstance(tag, str) else None
         if build is None:
-            raise FormatError(f"typed JSON has the unknown kind {shown(tag)}; was a newer shardwise used?")
+            raise FormatError(f"typed JSON has the unknown kind {brief(tag)}; was a newer shardwise used?")
         try:
             return build(self, node)
         except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError, AttributeError) as error:
             raise FormatError(
-                f"typed JSON has a malformed {tag!r}: {cause(error)} in {shown(node)}"
+                f"typed JSON has a malformed {tag!r}: {cause(error)} in {brief(node)}"
             ) from error
 
     def items(self, node: Any) -> list[Any]:
@@ -82,7 +82,7 @@ class Decoder:
 
     def stored(self, key: Any) -> torch.Tensor:
         if not isinstance(key, str) or key not in self._tensors:
-            raise FormatError(f"typed JSON refers to the tensor {shown(key)}, which is not there")
+            raise FormatError(f"typed JSON refers to the tensor {brief(key)}, which is not there")
         return self._tensors[key].detach()
 
     def tensor(self, node: dict[str, Any]) -> torch.Tensor:
@@ -97,7 +97,7 @@ class Decoder:
             value = value.view(dtype).reshape(shape)
         if value.dtype is not dtype or list(value.shape) != shape:
             found = f"{value.dtype} {list(value.shape)}"
-            raise FormatError(f"tensor {shown(key)} should be {dtype} {shape}, but it is {found}")
+            raise FormatError(f"tensor {brief(key)} should be {dtype} {shape}, but it is {found}")
         self._made[key] = value
         return value
 
@@ -157,15 +157,15 @@ def _checked_descr(descr: Any, depth: int = 0) -> Any:
         return (_checked_descr(descr[0], depth + 1), tuple(_shape(list(shape))))
     if depth < MAX_DIMS and isinstance(descr, list):
         return [_checked_field(field, depth) for field in descr]
-    raise ValueError(f"{shown(descr)} describes no numpy dtype")
+    raise ValueError(f"{brief(descr)} describes no numpy dtype")
 
 
 def _checked_field(field: Any, depth: int) -> tuple[Any, ...]:
     if not isinstance(field, tuple) or len(field) not in (2, 3):
-        raise ValueError(f"{shown(field)} describes no field of a numpy dtype")
+        raise ValueError(f"{brief(field)} describes no field of a numpy dtype")
     title_and_name = field[0] if isinstance(field[0], tuple) and len(field[0]) == 2 else ("", field[0])
     if not all(isinstance(text, str) for text in title_and_name):
-        raise ValueError(f"{shown(field[0])} is no name of a field")
+        raise ValueError(f"{brief(field[0])} is no name of a field")
     shape = (
         [tuple(_shape(list(field[2] if isinstance(field[2], tuple) else (field[2],))))] if field[2:] else []
     )
@@ -179,7 +179,7 @@ def _unbase64(text: str) -> bytes:
 def _torch_dtype(name: str) -> torch.dtype:
     dtype = vars(torch).get(name)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"no dtype of torch: {shown(name)}")
+        raise ValueError(f"no dtype of torch: {brief(name)}")
     return dtype
 
 
@@ -196,9 +196,9 @@ def _factory(name: str | None) -> type | None:
 def _enum_member(node: dict[str, Any]) -> enum.Enum:
     cls = imported(node["class"])
     if not (isinstance(cls, type) and issubclass(cls, enum.Enum)):
-        raise StateError(f"no enum {shown(node['class'])} is imported; import its module before resuming")
+        raise StateError(f"no enum {brief(node['class'])} is imported; import its module before resuming")
     if node["name"] not in cls.__members__:
-        raise StateError(f"the enum {shown(node['class'])} has no member {shown(node['name'])} any more")
+        raise StateError(f"the enum {brief(node['class'])} has no member {brief(node['name'])} any more")
     member: enum.Enum = cls.__members__[node["name"]]
     return member
 

@@ -15,7 +15,7 @@ from ..catalog.documents import Document, document_named
 from ..catalog.manifest import Manifest, TensorEntry
 from ..dtypes import torch_dtype
 from ..errors import FormatError, StateError
-from ..limits import MAX_COUNT, MAX_TEXT_CHARS, shown
+from ..limits import MAX_COUNT, MAX_TEXT_CHARS, brief
 from .rng import host_states
 
 __all__ = ["check_form", "check_position"]
@@ -33,7 +33,7 @@ def check_form(documents: Mapping[str, Any], manifest: Manifest) -> None:
 
 def _step(where: str, value: Any, meaning: Document, manifest: Manifest) -> None:
     if type(value) is not int or value != manifest.step:
-        raise FormatError(f"{where} is {shown(value)}, and the manifest's is {manifest.step}")
+        raise FormatError(f"{where} is {brief(value)}, and the manifest's is {manifest.step}")
 
 
 def _rng(where: str, value: Any, meaning: Document, manifest: Manifest) -> None:
@@ -46,14 +46,14 @@ def _rng(where: str, value: Any, meaning: Document, manifest: Manifest) -> None:
 def _classes(where: str, value: Any, meaning: Document, manifest: Manifest) -> None:
     for of, named in _mapping(value, where).items():
         if of != "scheduler":
-            raise FormatError(f"{where}: expected the classes of schedulers only, got {shown(of)}")
+            raise FormatError(f"{where}: expected the classes of schedulers only, got {brief(of)}")
         _check_texts(named, f"{where}.{of}")
 
 
 def _check_texts(value: Any, where: str) -> None:
     if not _is_class(value):
         for key, one in _mapping(value, where, of_text=False).items():
-            _check_texts(one, f"{where}.{shown(key)}")
+            _check_texts(one, f"{where}.{brief(key)}")
 
 
 def _is_class(value: Any) -> bool:
@@ -65,22 +65,22 @@ def _optimizer(where: str, value: Any, meaning: Document, manifest: Manifest) ->
     found = _mapping(value, where)
     unknown = found.keys() - {"class", "model", "groups", "values", "unseen_gradients"}
     if unknown or "class" not in found or not (found["class"] is None or _is_class(found["class"])):
-        raise FormatError(f"{where}: expected a class, groups and values, got {shown(found)}")
+        raise FormatError(f"{where}: expected a class, groups and values, got {brief(found)}")
     if found.get("model", next(iter(manifest.models))) not in list(manifest.models):
-        raise FormatError(f"{where}: the model {shown(found['model'])} is not in the checkpoint")
+        raise FormatError(f"{where}: the model {brief(found['model'])} is not in the checkpoint")
     groups = found.get("groups")
     if not isinstance(groups, list):
-        raise FormatError(f"{where}.groups: expected a list, got {shown(groups)}")
+        raise FormatError(f"{where}.groups: expected a list, got {brief(groups)}")
     for k, group in enumerate(groups):
         _group(group, f"{where}.groups[{k}]")
     for name, states in _mapping(found.get("values"), f"{where}.values").items():
-        _mapping(states, f"{where}.values[{shown(name)}]", of_text=False)
+        _mapping(states, f"{where}.values[{brief(name)}]", of_text=False)
 
 
 def _group(group: Any, where: str) -> None:
     names = _mapping(group, where).get("names")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise FormatError(f"{where}.names: expected a list of text, got {shown(names)}")
+        raise FormatError(f"{where}.names: expected a list of text, got {brief(names)}")
     options = _mapping(group.get("options"), f"{where}.options")
     if "params" in options:  # a group keeps its parameters under this key
         raise FormatError(f"{where}.options: 'params' is no option")
@@ -88,10 +88,10 @@ def _group(group: Any, where: str) -> None:
 
 def _opaque(where: str, value: Any, meaning: Document, manifest: Manifest) -> None:
     for name, states in _mapping(value, where).items():
-        for key, state in _mapping(states, f"{where}[{shown(name)}]", of_text=False).items():
+        for key, state in _mapping(states, f"{where}[{brief(name)}]", of_text=False).items():
             if not isinstance(state, torch.Tensor):
                 raise FormatError(
-                    f"{where}[{shown(name)}].{shown(key)}: expected a tensor, got {shown(state)}"
+                    f"{where}[{brief(name)}].{brief(key)}: expected a tensor, got {brief(state)}"
                 )
 
 
@@ -100,7 +100,7 @@ def _buffers(where: str, value: Any, meaning: Document, manifest: Manifest) -> N
     for name, content in _mapping(value, where).items():
         if not isinstance(content, torch.Tensor) or not _is_of(content, entries.get(name)):
             raise FormatError(
-                f"{where}: {shown(name)} is no tensor of the model, or has another dtype or shape"
+                f"{where}: {brief(name)} is no tensor of the model, or has another dtype or shape"
             )
 
 
@@ -137,7 +137,7 @@ def check_position(value: Any, where: str) -> None:
     _mapping(position.get("loader"), f"{where}.loader")
     for name in ("epoch", "consumed"):
         if type(position.get(name)) is not int or not 0 <= position[name] <= MAX_COUNT:
-            raise FormatError(f"{where}.{name} is {shown(position.get(name))}, expected a number from 0")
+            raise FormatError(f"{where}.{name} is {brief(position.get(name))}, expected a number from 0")
     paths = _check_parts(position.get("now"), f"{where}.now")
     start = position.get("start")
     if start is not None:
@@ -150,7 +150,7 @@ def check_position(value: Any, where: str) -> None:
     for holder in (position, start or {"workers_kept": False}):
         if not isinstance(holder.get("workers_kept"), bool):
             raise FormatError(
-                f"{where}.workers_kept is {shown(holder.get('workers_kept'))}, expected true or false"
+                f"{where}.workers_kept is {brief(holder.get('workers_kept'))}, expected true or false"
             )
 
 
@@ -169,5 +169,5 @@ def _check_parts(value: Any, where: str) -> tuple[list[str], list[str]]:
 
 def _mapping(value: Any, where: str, *, of_text: bool = True) -> dict[Any, Any]:
     if not isinstance(value, dict) or (of_text and not all(isinstance(key, str) for key in value)):
-        raise FormatError(f"{where}: expected a mapping{' with text as keys' * of_text}, got {shown(value)}")
+        raise FormatError(f"{where}: expected a mapping{' with text as keys' * of_text}, got {brief(value)}")
     return value

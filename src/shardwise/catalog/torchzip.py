@@ -1,0 +1,151 @@
+"""The zip container of ``torch.save``: which members it has and where their bytes lie, with nothing else of zip read.
+
+torch (1.6-2.13) stores members uncompressed, writes zip64 records and no comment, so that the directory's place
+follows from the last 22 bytes. Format: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, 4.3.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..errors import FormatError, SourceError
+from ..limits import MAX_COUNT, MAX_ZIP_DIRECTORY_BYTES, brief
+
+__all__ = ["Member", "MemberReader", "TorchZip"]
+
+_END = struct.Struct("<4s4H2LH")
+_END64 = struct.Struct("<4sQ2H2L4Q")
+_LOCATOR = struct.Struct("<4sLQL")
+_ENTRY = struct.Struct("<4s6H3L5H2L")
+_LOCAL_BYTES = 30
+_16, _32 = 2**16 - 1, 2**32 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A member: whether its bytes are stored as they are, how many, their CRC, where its own header begins."""
+
+    is_stored: bool
+    nbytes: int
+    crc: int
+    header_at: int
+
+
+class TorchZip:
+    """The members of one container in a byte range of an open file, by their names without the archive's folder.
+
+    Raises :class:`FormatError` for anything that torch does not write, :class:`SourceError` if reading fails. Reads
+    the directory only: at most :data:`~shardwise.limits.MAX_ZIP_DIRECTORY_BYTES`.
+    """
+
+    def __init__(self, fd: int, begin: int, nbytes: int, path: str) -> None:
+        self._fd, self.begin, self._nbytes, self._path = fd, begin, nbytes, path
+        count, at, length = self._find_directory()
+        if length > MAX_ZIP_DIRECTORY_BYTES:
+            raise self.wrong(f"its directory has {length} bytes, the limit is {MAX_ZIP_DIRECTORY_BYTES}")
+        self.members = dict(self._entries(self.read(at, length)))
+        if len(self.members) != count:
+            raise self.wrong(f"its directory holds {len(self.members)} names, and says {count}")
+
+    def offset_of(self, member: Member) -> int:
+        """Where a member's bytes begin in the file. They all lie in the container."""
+        local = self.read(member.header_at, _LOCAL_BYTES)  # it tells its own length
+        lengths = int.from_bytes(local[26:28], "little") + int.from_bytes(local[28:30], "little")
+        at = member.header_at + _LOCAL_BYTES + lengths
+        if local[:4] != b"PK\3\4" or at + member.nbytes > self._nbytes:
+            raise self.wrong("a member does not lie in it: damaged or truncated")
+        return self.begin + at
+
+    def read(self, at: int, nbytes: int) -> bytes:
+        """Bytes of the container. Raises :class:`FormatError` if it ends before."""
+        if not 0 <= at <= self._nbytes - nbytes:
+            raise self.wrong("it is truncated")
+        try:
+            found = os.pread(self._fd, nbytes, self.begin + at)
+        except OSError as error:
+            raise SourceError(f"can't be read: {error.strerror}", path=self._path) from error
+        if len(found) != nbytes:
+            raise self.wrong("it is truncated")
+        return found
+
+    def _find_directory(self) -> tuple[int, int, int]:
+        """Its number of entries, where it begins, its length."""
+        tail = self._nbytes - _END.size
+        mark, _, _, _, count, length, at, comment = _END.unpack(self.read(tail, _END.size))
+        if mark != b"PK\5\6" or comment:
+            raise self.wrong("it does not end like a zip file (files from before torch 1.6 do not)")
+        if count == _16 or _32 in (length, at):
+            mark, _, end, _ = _LOCATOR.unpack(self.read(tail - _LOCATOR.size, _LOCATOR.size))
+            if mark != b"PK\6\7":
+                raise self.wrong("it has no zip64 locator")
+            mark, *_, count, length, at = _END64.unpack(self.read(end, _END64.size))
+            if mark != b"PK\6\6":
+                raise self.wrong("it has no zip64 record")
+        return count, at, length
+
+    def _entries(self, directory: bytes) -> Iterator[tuple[str, Member]]:
+        at = 0
+        while at < len(directory):
+            if at + _ENTRY.size > len(directory):
+                raise self.wrong("its directory is truncated")
+            fields = _ENTRY.unpack_from(directory, at)
+            mark, method, crc, packed, nbytes, header_at = (fields[k] for k in (0, 4, 7, 8, 9, 16))
+            lengths = fields[10:13]  # of the name, further fields, a comment
+            begin = at + _ENTRY.size
+            at = begin + sum(lengths)
+            if mark != b"PK\1\2" or at > len(directory):
+                raise self.wrong("its directory is damaged")
+            try:
+                name = directory[begin : begin + lengths[0]].decode().partition("/")[2]
+            except UnicodeDecodeError:
+                raise self.wrong("a name in its directory is no text") from None
+            more = directory[begin + lengths[0] : begin + lengths[0] + lengths[1]]
+            large = _zip64(more)
+            nbytes, packed, header_at = (
+                next(large, -1) if n == _32 else n for n in (nbytes, packed, header_at)
+            )
+            if not all(0 <= n <= MAX_COUNT for n in (nbytes, packed, header_at)):
+                raise self.wrong(f"its directory gives {brief(name)} no size")
+            yield name, Member(method == 0 and nbytes == packed, nbytes, crc, header_at)
+
+    def wrong(self, what: str) -> FormatError:
+        """An error of this container."""
+        return FormatError(f"not what torch.save writes: {what}", path=self._path)
+
+
+def _zip64(more: bytes) -> Iterator[int]:
+    """The numbers of the zip64 field among an entry's further fields, in order."""
+    at = 0
+    while at + 4 <= len(more):
+        kind, length = struct.unpack_from("<2H", more, at)
+        if kind == 1:
+            for k in range(at + 4, min(at + 4 + length, len(more)) - 7, 8):
+                yield int.from_bytes(more[k : k + 8], "little")
+            return
+        at += 4 + length
+
+
+class MemberReader:
+    """Reads a stored member from its beginning, piece by piece, and checks its CRC at the end."""
+
+    def __init__(self, archive: TorchZip, member: Member) -> None:
+        self._archive, self._member = archive, member
+        self._at = archive.offset_of(member) - archive.begin
+        self._left, self._crc = member.nbytes, 0
+
+    def __call__(self, nbytes: int) -> bytes:
+        found = self._archive.read(self._at, min(nbytes, self._left))
+        self._at, self._left = self._at + len(found), self._left - len(found)
+        self._crc = zlib.crc32(found, self._crc)
+        return found
+
+    def finish(self) -> None:
+        """Read what is left. Raises :class:`FormatError` if the content is not that of which the CRC was taken."""
+        while self._left:
+            self(1024**2)
+        if self._crc != self._member.crc:
+            raise self._archive.wrong("its description differs from its CRC: damaged")
