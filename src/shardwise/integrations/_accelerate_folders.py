@@ -8,6 +8,7 @@ import shutil
 from typing import TYPE_CHECKING
 
 from ..errors import CheckpointError, NoCheckpointError
+from ..patience import patiently
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -59,7 +60,7 @@ def newest(accelerator: Accelerator) -> str:
 def delete_oldest(folder: str, limit: int) -> bytes:
     """Keep the ``limit`` newest beside ``folder``."""
     for _, old in _folders(os.path.dirname(folder))[:-limit]:
-        shutil.rmtree(old)
+        patiently(shutil.rmtree, old)
     return b""
 
 

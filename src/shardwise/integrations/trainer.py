@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -34,6 +33,7 @@ from ..dist import Ranks
 from ..errors import CheckpointError, ShardError, ShardwiseError
 from ..export import export_hf
 from ..loading import load as _load
+from ..patience import remove_tree
 from ..proof.report import LoadReport
 from ..restoring import ResumeReport
 from ..state.rng import capture_rng, restore_rng
@@ -272,7 +272,8 @@ class ShardwiseTrainer(Trainer):
                     move_into(target, folder, ADAPTER if with_adapters else FULL)
         finally:
             if ranks.rank == 0:
-                shutil.rmtree(folder, ignore_errors=True)
+                with ranks.patience():
+                    remove_tree(folder)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import secrets
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from ..dist import Ranks
 from ..dtypes import itemsize
 from ..errors import CheckpointError
 from ..layout.boxes import whole
+from ..patience import patiently, remove_tree
 from .write import fsync_directory, make_directories, write_file
 
 __all__ = ["INDEX_NAME", "HubFiles", "header_of", "lay_out", "prepare_files", "publish_files"]
@@ -97,13 +97,13 @@ def prepare_files(final: str, output: HubFiles, ranks: Ranks) -> str:
         path = os.path.join(parent, f".tmp-{name}-{secrets.token_hex(8)}")
         try:
             make_directories(parent)
-            os.mkdir(path)
+            patiently(os.mkdir, path)
             for file, header in output.headers.items():
-                os.makedirs(os.path.join(path, os.path.dirname(file)), exist_ok=True)
+                patiently(os.makedirs, os.path.join(path, os.path.dirname(file)), exist_ok=True)
                 write_file(os.path.join(path, file), header)
-                os.truncate(os.path.join(path, file), output.sizes[file])
+                patiently(os.truncate, os.path.join(path, file), output.sizes[file])
         except (OSError, CheckpointError) as error:
-            shutil.rmtree(path, ignore_errors=True)
+            remove_tree(path)
             reason = error.strerror if isinstance(error, OSError) else error
             raise CheckpointError(f"{path}: can't be created: {reason}") from error
         return path.encode()
@@ -142,8 +142,8 @@ def publish_files(
         fsync_directory(os.path.join(temporary, folder))
     try:
         if os.path.isdir(final):
-            os.rmdir(final)
-        os.rename(temporary, final)
+            patiently(os.rmdir, final)
+        patiently(os.rename, temporary, final)
     except OSError as error:
         raise CheckpointError(f"{final}: can't be published: {error.strerror}") from error
     fsync_directory(os.path.dirname(final))
