@@ -21,6 +21,7 @@ from typing import Any
 from ..dtypes import itemsize
 from ..errors import FormatError, SourceError
 from ..layout.boxes import whole
+from ..patience import patiently
 from .records import Catalog, Chunk, StoredFile, StoredTensor
 
 __all__ = [
@@ -167,7 +168,7 @@ class _Window(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
         length = max(0, min(view.nbytes, self._nbytes - self._at))
-        count = os.preadv(self._fd, [view[:length]], self._begin + self._at) if length else 0
+        count = patiently(os.preadv, self._fd, [view[:length]], self._begin + self._at) if length else 0
         self._at += count
         return count
 

@@ -33,7 +33,7 @@ def make_room(folder: str, *, automatic: bool) -> bytes:
     Raises :class:`CheckpointError` if it holds something.
     """
     if os.path.isdir(folder) and not os.listdir(folder):
-        os.rmdir(folder)
+        patiently(os.rmdir, folder)
     if os.path.lexists(folder):
         raise CheckpointError(
             f"{folder}: holds something already, and a published checkpoint is never overwritten; "
@@ -44,7 +44,7 @@ def make_room(folder: str, *, automatic: bool) -> bytes:
                 "ProjectConfiguration(automatic_checkpoint_naming=True, total_limit=…) and no output_dir"
             )
         )
-    os.makedirs(os.path.dirname(folder), exist_ok=True)
+    patiently(os.makedirs, os.path.dirname(folder), exist_ok=True)
     return b""
 
 

@@ -33,7 +33,7 @@ from ..dist import Ranks
 from ..errors import CheckpointError, ShardError, ShardwiseError
 from ..export import export_hf
 from ..loading import load as _load
-from ..patience import remove_tree
+from ..patience import patiently, remove_tree
 from ..proof.report import LoadReport
 from ..restoring import ResumeReport
 from ..state.rng import capture_rng, restore_rng
@@ -191,7 +191,7 @@ class ShardwiseTrainer(Trainer):
         with tempfile.TemporaryDirectory(prefix="shardwise-") as staging:
             folder = os.path.join(staging, name)
             with ranks.agree("write Trainer's files"):
-                os.mkdir(folder)
+                patiently(os.mkdir, folder)
                 self._staging = staging
                 try:
                     super()._save_checkpoint(model, trial)
@@ -258,7 +258,7 @@ class ShardwiseTrainer(Trainer):
         ranks = Ranks.current()
 
         def name() -> bytes:
-            os.makedirs(target, exist_ok=True)
+            patiently(os.makedirs, target, exist_ok=True)
             return os.path.join(target, f".tmp-export-{secrets.token_hex(8)}").encode()
 
         folder = ranks.on_first("make room for the export", name).decode()
