@@ -29,6 +29,9 @@ WINDOW_BYTES = 64 * 1024**2
 _STEP_BYTES = 16 * 1024**2
 #: Ranges that lie so near to each other are taken as one: the kernel reads ahead what lies between.
 _GAP_BYTES = 128 * 1024
+#: The kernel keeps pages in groups, and gives back only those that a range holds whole: each range begins before the
+#: group in which the range before it ended.
+_GROUP_BYTES = 4 * 1024**2
 
 
 def page_cache_for(io: IOOptions, devices: Iterable[torch.device]) -> Chosen:
@@ -46,7 +49,7 @@ def shares_memory(device: torch.device) -> bool:
         return True
     try:
         properties = torch.get_device_module(device).get_device_properties(device)
-    except (RuntimeError, AttributeError):  # a backend that tells nothing
+    except (RuntimeError, AssertionError, AttributeError):  # no driver, or a backend that tells nothing
         return False
     return bool(getattr(properties, "is_integrated", False))
 
@@ -92,7 +95,7 @@ class Pages:
         while nbytes > 0:
             fd, start, stop = run = self._read[0]
             count = min(nbytes, stop - start)
-            first = start // mmap.PAGESIZE * mmap.PAGESIZE
+            first = max(0, start // mmap.PAGESIZE * mmap.PAGESIZE - _GROUP_BYTES)
             _advise(fd, first, start + count - first)
             if count == stop - start:
                 self._read.popleft()
@@ -103,7 +106,7 @@ class Pages:
 
 
 def _advise(fd: int, start: int, length: int) -> None:
-    """Give pages back; those that the range holds only in part stay. ``length`` 0: to the end of the file."""
+    """Give pages back. ``length`` 0: to the end of the file."""
     if hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError):
             os.posix_fadvise(fd, start, length, os.POSIX_FADV_DONTNEED)
