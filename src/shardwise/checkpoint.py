@@ -27,7 +27,7 @@ from .state.train_state import TrainState
 from .store import publish
 from .store.behind import SaveBehind, reserve_for
 from .store.collect import Lineage, collect
-from .store.lock import DirectoryLock
+from .store.lock import DirectoryLock, check_held
 from .store.save import SaveReport, write_checkpoint
 from .store.stage import StagingBuffer
 
@@ -82,7 +82,8 @@ class Checkpointer:
     Args:
         root: directory of the steps; made if needed. One run at a time holds it (advisory lock).
         keep_last: how many of the newest valid steps stay; None keeps all. Valid is here: manifest intact, every
-            file there with its size. A damaged step is not counted, and goes when enough newer ones are valid.
+            file there with its size. Payload is not read: a step whose bytes have rotted counts as valid, which only
+            a resume or ``verify`` finds. A damaged step is not counted, and goes when enough newer ones are valid.
         keep_every: steps divisible by this stay for good.
         mode: ``"sync"``: ``save`` returns when the step is published. ``"async"``: when the state is copied;
             hashing, writing and publishing go on in a thread.
@@ -93,7 +94,8 @@ class Checkpointer:
         io: staging of a resume, and time limits.
 
     Every rank of the default process group must make each call. Raises :class:`LockedError` on every rank
-    if another run holds the directory. Call :meth:`close` before ``destroy_process_group``: a save that goes on behind
+    if another run holds the directory, or has taken it since: the lock is checked at each save, and again right before
+    the step appears. Call :meth:`close` before ``destroy_process_group``: a save that goes on behind
     needs the group to agree. After a :class:`RankError` that names missing ranks start the processes anew: those that
     were only slow are at another call than the rest.
     """
@@ -238,8 +240,10 @@ class Checkpointer:
         collected = collect(state, step, lineage, ranks)
         reserve_for(collected, buffer, ranks, self._max_staging_bytes)
         others = Ranks.current(timeout_s=self._io.timeout_s, channel=self._channel)
-        self._behind = SaveBehind(collected, final, buffer, others, lambda: self._retain(step, others))
-        return self._behind.copy()
+        with ranks.agree("copy documents"):
+            behind = SaveBehind(collected, final, buffer, others, lambda: self._retain(step, others))
+        self._behind = behind
+        return behind.copy()
 
     def _refuse_if_busy(self, ranks: Ranks) -> None:
         running = ranks.combine(
@@ -299,6 +303,7 @@ class Checkpointer:
     def _check_line(self, step: int) -> bytes:
         """Refuse to mix runs: what a resume would find must be this run's own line. For rank 0."""
         self._check_open()
+        check_held(self.root)
         steps = publish.published_steps(self.root)
         if steps and self._lineage is None:
             raise CheckpointError(
@@ -375,7 +380,7 @@ class Checkpointer:
             elif self._keep_every is None or step % self._keep_every:
                 try:
                     publish.discard(path)
-                except OSError as error:
+                except (OSError, CheckpointError) as error:
                     _log.warning("can't delete step %d: %s", step, error)
 
 

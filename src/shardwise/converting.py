@@ -29,6 +29,7 @@ from .place.copy import Staging
 from .plan import IOOptions
 from .read import FileReader
 from .read.converted import ConvertingReader
+from .read.page_cache import page_cache_for
 from .recipe.host import HostConversion
 from .recipe.match import Recipe
 from .recipe.tiles import identity
@@ -117,7 +118,7 @@ def convert(
         software={**run.software, "converted from": run.kind},
         hub_tensors={n: m.hub_tensors for n, m in run.models.items() if m.hub_tensors is not None},
     )
-    with FileReader(ranks.tick) as files:
+    with FileReader(ranks.tick, page_cache=page_cache_for(io, ())) as files:
         stream = _Stream(run, origins, files, Staging(io))
         written = publish_collected(
             collected, final, ranks, stream.tensor_of, _PIECE_BYTES, lambda made: _compare_digests(run, made)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from shardwise import errors
 from shardwise.errors import CheckpointError, RankError
+from shardwise.patience import LIMIT, Watch, watched
 from shardwise.rounds import Call, Link, cause_of, link_of, look_period_s, shorten, text_of
 
 __all__ = ["Claim", "Ranks"]
@@ -28,7 +29,8 @@ class Ranks:
 
     All ranks must make the same calls in the same order; `tick` is free. A call returns on every rank or
     raises the same `RankError` on every living rank. ``timeout_s`` bounds the time *without progress*
-    (neither arriving nor ticking), not the time that work takes. With one rank nothing is sent and
+    (neither arriving, nor ticking, nor in a system call on a file), not the time that work takes. One system call
+    counts as progress for ten times ``timeout_s`` (:mod:`.patience`). With one rank nothing is sent and
     exceptions pass unchanged.
 
     A rank that is killed or stopped is named after ``timeout_s``. Limit: while a *stopped* process hosts a
@@ -76,7 +78,8 @@ class Ranks:
         own: BaseException | None = None
         claim = Claim()
         try:
-            yield claim
+            with self.patience():
+                yield claim
         except BaseException as error:
             if self.world_size == 1 or self._link().is_agreed(error):
                 raise
@@ -98,7 +101,8 @@ class Ranks:
         own: BaseException | None = None
         payload = b""
         try:
-            payload = work()
+            with self.patience():
+                payload = work()
         except BaseException as error:
             if self.world_size == 1 or self._link().is_agreed(error):
                 raise
@@ -149,6 +153,22 @@ class Ranks:
             raise refusal or getattr(errors, kind.decode())(content.decode())
         return content
 
+    @contextmanager
+    def patience(self) -> Iterator[None]:
+        """System calls that go through :func:`.patience.patiently` in the block count as progress. Rank-local.
+
+        `agree`, `combine` and `on_first` do this for their work.
+        """
+        if self.world_size == 1:
+            yield
+            return
+        watch = Watch(self.tick, look_period_s(self.timeout_s), LIMIT * self.timeout_s)
+        try:
+            with watched(watch):
+                yield
+        finally:
+            watch.end()
+
     def tick(self, amount: int = 1) -> None:
         """Tell the others that this rank makes progress. Call it for each block read or written.
 
@@ -161,7 +181,10 @@ class Ranks:
     def _link(self) -> Link:
         group = self._group() if self._group is not None else None
         if group is None or group is not dist.group.WORLD:
-            raise ValueError("the process group of this Ranks was destroyed; call Ranks.current() again")
+            raise CheckpointError(
+                "the process group was destroyed while ranks still had to agree; call close() of a Checkpointer (or "
+                "leave its block) before destroy_process_group()"
+            )
         return link_of(group, self.rank, self.world_size, self.channel)
 
 

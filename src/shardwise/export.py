@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -29,6 +28,7 @@ from .hub_contents import Contents, as_named, inverted, reverted
 from .layout.model import geometries_of, local_tensor, reshard, wanted_of
 from .model_class import import_code, in_turn
 from .names import named_tensors, unwrap
+from .patience import remove_tree
 from .place.copy import Destination, FileFiller, Staging, write_back
 from .plan import IOOptions
 from .plan.build import transfers_of
@@ -147,7 +147,8 @@ def write_out(
                 publish_files(temporary, final, output, companions, total)
     except BaseException:
         if ranks.rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
+            with ranks.patience():
+                remove_tree(temporary)
         raise
     return written
 

@@ -24,6 +24,7 @@ from .pretrained import build_meta
 from .proof.digest import finish, partial_sum
 from .proof.stored import pieces
 from .read import FileReader
+from .read.page_cache import page_cache_for
 from .recipe.match import Recipe
 from .recipe.tiles import Tile
 from .recipe.transformers import hub_rules
@@ -62,7 +63,7 @@ class StoredJob:
         self._room = Staging(io)
         self._manifest: Manifest | None = None
         self._model = "model"
-        self._files = FileReader(on_progress)
+        self._files = FileReader(on_progress, page_cache=page_cache_for(io, ()))
         try:
             self._catalog = self._open(model)
             self._files.hold(f.path for f in self._catalog.files)

@@ -30,6 +30,7 @@ from .plan import IOOptions, Plan, build_plan
 from .proof.report import LoadReport
 from .read import FileReader
 from .read.converted import ConvertingReader
+from .read.page_cache import page_cache_for
 from .recipe.adapters import wrapped
 from .recipe.host import HostConversion
 from .recipe.match import Declaration, Recipe, Resolve, Rules, match_rules, matches_any, renamed, same_names
@@ -130,13 +131,16 @@ def fill(
             check_rules(model, new)
         claim.alike(_fingerprint(plan), lambda _: _describe(plan))
     planned = time.perf_counter()
-    with ranks.agree("read"), FileReader(ranks.tick) as files:
-        reader = ConvertingReader(files, plan.conversions, catalog.tensors)
+    with ranks.agree("read"):
         materialize(model, device or default_device(model))
-        destination = Destination(_local_tensors(model))
+        local = _local_tensors(model)
+        page_cache = page_cache_for(io, (t.device for t in local.values()))
+        destination = Destination(local)
         staging = Staging(_beside(plan.conversions, io), plan.staging_bytes)
-        execute(plan.transfers, reader, destination, staging)
-        compare(plan.checks, reader, destination, staging)
+        with FileReader(ranks.tick, page_cache=page_cache) as files:
+            reader = ConvertingReader(files, plan.conversions, catalog.tensors)
+            execute(plan.transfers, reader, destination, staging)
+            compare(plan.checks, reader, destination, staging)
     if new:
         # A round of its own: magnitudes of DoRA may be gathered, and nobody may wait there for a rank that failed.
         with ranks.agree("initialize"):
@@ -162,6 +166,7 @@ def fill(
         ignored_files=plan.ignored_files,
         verified="digest" if compared and compared == len(plan.recipes) else "cover",
         digests_compared=compared,
+        page_cache=page_cache,
     )
 
 

@@ -17,6 +17,7 @@ from ._compat import modules_cache, remote_class
 from .catalog.steps import of_steps
 from .dist import Ranks
 from .errors import FormatError, ShardwiseError, SourceError
+from .patience import patiently
 
 __all__ = ["code_of_auto_map", "config_and_class", "home_of", "import_code", "in_turn", "read_config"]
 
@@ -190,6 +191,6 @@ def in_turn(ranks: Ranks, work: Callable[[], T]) -> T:
 
 def _identity(directory: str) -> str:
     """The same on ranks that see the same directory through the same mount, different on all others."""
-    os.makedirs(directory, exist_ok=True)
+    patiently(os.makedirs, directory, exist_ok=True)
     found = os.stat(directory)
     return f"{socket.gethostname()}/{found.st_dev}/{found.st_ino}"

@@ -28,6 +28,7 @@ from .names import NamedTensor, named_tensors
 from .place.copy import Destination, Staging, execute
 from .plan import IOOptions, build_plan
 from .read import FileReader
+from .read.page_cache import page_cache_for
 from .recipe.match import Rules, match_rules, renamed
 from .restoring import ResumeReport
 from .state.gradients import clear_gradients
@@ -190,9 +191,10 @@ def _restore_optimizer(
 
         matched = match_rules(stored.catalog, wanted, Rules(renamed(rename)))
         plan = build_plan(stored.catalog, Layout(tuple(wanted)), matched, io)
-    with ranks.agree("read optimizer state"), FileReader(ranks.tick) as reader:
-        destination = Destination({n: local_tensor(t) for n, t in tensors.items()} | small)
-        execute(plan.transfers, reader, destination, Staging(io, plan.staging_bytes))
+    local = {n: local_tensor(t) for n, t in tensors.items()} | small
+    page_cache = page_cache_for(io, (t.device for t in local.values()))
+    with ranks.agree("read optimizer state"), FileReader(ranks.tick, page_cache=page_cache) as reader:
+        execute(plan.transfers, reader, Destination(local), Staging(io, plan.staging_bytes))
         place_scalars(optimizer, names, scalars, before)
         place_values(optimizer, names, values)
     return reader.bytes_read, len(tensors) + len(small)

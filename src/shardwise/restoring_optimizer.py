@@ -27,6 +27,7 @@ from .plan import IOOptions, Plan, build_plan
 from .proof.digest import tensor_digest
 from .proof.model import live_digests
 from .read import FileReader
+from .read.page_cache import page_cache_for
 from .recipe.match import Rules, match_rules, renamed
 from .state.gradients import GRADIENT, place_gradients
 from .state.optimizer import fill_groups, parameter_names, place_scalars, place_states, place_values
@@ -96,11 +97,10 @@ def restore_optimizer(
         catalog = catalog_of_slices(path, stored, "optimizer", part.name, slices)
         live = {alias: t.name for t in part.named for alias in t.names}
         plan = _plan_states(catalog, tensors, packed, geometries, live, io)
-    with ranks.agree("read optimizer state"), FileReader(ranks.tick) as reader:
-        destination = Destination(
-            {n: local_tensor(t) for n, t in tensors.items()} | {packed_name(k): t for k, t in packed.items()}
-        )
-        execute(plan.transfers, reader, destination, Staging(io, plan.staging_bytes))
+    local = {n: local_tensor(t) for n, t in tensors.items()} | {packed_name(k): t for k, t in packed.items()}
+    page_cache = page_cache_for(io, (t.device for t in local.values()))
+    with ranks.agree("read optimizer state"), FileReader(ranks.tick, page_cache=page_cache) as reader:
+        execute(plan.transfers, reader, Destination(local), Staging(io, plan.staging_bytes))
     _check_state_digests(part, manifest, tensors, packed, geometries, path, ranks)
     with ranks.agree("place optimizer state"):
         scalars: dict[str, dict[str, torch.Tensor]] = {}

@@ -7,7 +7,8 @@ A rank that is stopped inside a gloo collective poisons the group for good. Rank
 
 The verdict is set once (compare-and-set), so all ranks read the same one whoever wrote it, whenever they
 read it: waiting ranks write it themselves when rank 0 makes no progress. Progress is ``beat/<rank>``, which
-`Ranks.tick` advances about once a second from the working thread; there are no background threads.
+`Ranks.tick` advances about once a second from the working thread, or while that is in a system call on a file from
+the thread that watches it (:mod:`.patience`).
 """
 
 from __future__ import annotations
@@ -173,6 +174,9 @@ class Link:
         self._posted = 0  # the last round at which this rank has arrived
         self._ticks = 0
         self._ticked = 0.0
+        self._beating = (
+            threading.Lock()
+        )  # a beat that a thread made before this rank arrived must not come after it
         self._prepared = False
         self._broken = False
         self._unswept: list[str] = []
@@ -388,7 +392,8 @@ class Link:
         return Status(self._round, call.kind, call.label, cause_of(own), fingerprint)
 
     def _beat(self) -> None:
-        self._store.set(f"beat/{self._rank}", f"{self._posted} {self._ticks}".encode())
+        with self._beating:
+            self._store.set(f"beat/{self._rank}", f"{self._posted} {self._ticks}".encode())
 
     def _publish(self, verdict: Verdict, inline: bytes = b"") -> Verdict:
         """Make this the verdict unless there is one; returns the one that holds."""

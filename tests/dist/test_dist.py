@@ -150,7 +150,7 @@ def test_agreement(world_size: int, tmp_path: Path) -> None:
 
     # 60 rounds leave nothing; a rank that is ahead may have begun the next one.
     assert notes[0]["growth"]["value"] < 3, "a long run must not grow the store"
-    assert notes[0]["destroyed"]["error"] == "ValueError"
+    assert notes[0]["destroyed"]["error"] == "CheckpointError"
     all_raise(notes[1:], "anew-left", "rank 0: KeyboardInterrupt", causes=[0])
     all_raise(notes, "anew", "rank 1: OSError: anew", causes=[1])
 

@@ -14,6 +14,7 @@ import os
 import pickle
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +32,9 @@ __all__ = [
     "record_into",
     "recorded",
     "short_write_at",
+    "slow_at",
     "stop_at",
+    "stop_inside",
     "through",
     "watched",
 ]
@@ -190,6 +193,29 @@ def stop_at(number: int) -> Hook:
     def hook(call: Call, do: Callable[[], Any]) -> Any:
         if call.number == number:
             os.kill(os.getpid(), signal.SIGSTOP)
+        return do()
+
+    return hook
+
+
+def stop_inside(number: int) -> Hook:
+    """SIGSTOP while a call goes on, which takes a second after somebody sends SIGCONT."""
+
+    def hook(call: Call, do: Callable[[], Any]) -> Any:
+        if call.number == number:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+            time.sleep(1.3)
+        return do()
+
+    return hook
+
+
+def slow_at(number: int, seconds: float) -> Hook:
+    """A call that takes long in the kernel."""
+
+    def hook(call: Call, do: Callable[[], Any]) -> Any:
+        if call.number == number:
+            time.sleep(seconds)
         return do()
 
     return hook

@@ -41,15 +41,17 @@ class _Slow(Dataset[int]):
 
 def lock_rows(context: Context) -> Iterator[Row]:
     started = time.monotonic()
-    pairs = context.all([lambda: _two_runs(context, False), lambda: _two_runs(context, True)])
+    kinds = ("alone", "workers", "reads")
+    pairs = context.all([lambda kind=kind: _two_runs(context, kind) for kind in kinds])
     cases = [case for pair in pairs for case in pair]
     (by_rank,) = context.batches([context.fresh(1)], _open_twice)
     cases.append(_judge_opened_twice(by_rank))
     yield from rows_of("two runs on one directory", cases, time.monotonic() - started)
 
 
-def _two_runs(context: Context, with_workers: bool) -> Scenario[list[Case]]:
-    root, ready = context.fresh(1), context.base / f"ready-{with_workers}"
+def _two_runs(context: Context, kind: str) -> Scenario[list[Case]]:
+    root, ready = context.fresh(1), context.base / f"ready-{kind}"
+    with_workers = kind == "workers"
 
     def hold() -> None:
         """Hold the directory, with workers of a loader that inherited everything, until killed."""
@@ -60,6 +62,9 @@ def _two_runs(context: Context, with_workers: bool) -> Scenario[list[Case]]:
             batches = iter(DataLoader(_Slow(), num_workers=2, batch_size=1, multiprocessing_context="fork"))
             next(batches)
             pids = [worker.pid for worker in batches._workers]  # type: ignore[attr-defined]
+        if kind == "reads":  # as a backup does
+            (root / ".lock").read_bytes()
+            shutil.copytree(root, context.base / f"backup-{dist.get_rank()}")
         if dist.get_rank() == 0:
             ready.with_suffix(".part").write_text(f"{os.getpid()} " + " ".join(map(str, pids)))
             ready.with_suffix(".part").rename(ready)
@@ -72,7 +77,7 @@ def _two_runs(context: Context, with_workers: bool) -> Scenario[list[Case]]:
     second = context.forks.start(2, lambda: find(root))
     yield second.ended
     refused = agreed([second.result(rank) for rank in (0, 1)])
-    place = "while the first lives"
+    place = "while the first lives" + (", which has read its lock file" if kind == "reads" else "")
     if not isinstance(refused, str) and refused.error.startswith("LockedError") and str(pid) in refused.error:
         cases = [Case(place, "error")]
     else:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 import shardwise as sw
-from tests.faults.calls import phase_of, stop_at, through, watched
+from tests.faults.calls import phase_of, stop_at, stop_inside, through, watched
 from tests.faults.forks import Launch, Scenario
 from tests.faults.rows import Case, Context, Row, agreed, judge, rows_of
 from tests.faults.tiny import IO, Attempt, Found, Tiny, attempt, find, outcome_of
@@ -30,6 +30,8 @@ class _Stop:
     victim: int
     number: int
     label: str
+    inside: bool = False
+    """While the call goes on, not before it: what ticks for a slow call is stopped, too."""
 
     @property
     def holds_lock(self) -> bool:
@@ -40,6 +42,8 @@ class _Stop:
     def place(self) -> str:
         phase = "" if self.what == "resume" else f", {phase_of(self.label)}"
         save = self.what if self.what == "resume" else f"{self.what} save"
+        if self.inside:
+            return f"rank {self.victim}, {save}, in a slow call: call {self.number}, {self.label}"
         return f"rank {self.victim}, {save}{phase}: before call {self.number}, {self.label}"
 
 
@@ -53,6 +57,9 @@ def stop_rows(context: Context) -> Iterator[Row]:
             if what == "async":
                 numbered = numbered[::3]  # the thread behind makes the same calls
             stops += [_Stop(what, victim, n, label) for n, label in context.sample(numbered, 1)]
+            if what == "sync":
+                syncs = [(n, label) for n, label in numbered if label.startswith("fsync ")]
+                stops += [_Stop(what, victim, n, label, inside=True) for n, label in context.sample(syncs, 1)]
     cases = context.all([lambda s=s: _stop(context, s) for s in stops])
     yield from rows_of("SIGSTOP past the timeout", cases, time.monotonic() - started)
 
@@ -79,7 +86,8 @@ def _stop(context: Context, stop: _Stop) -> Scenario[Case]:
     if stop.what == "resume":
         launch = context.forks.start(2, _resume_stopped, root, stop)
     else:
-        launch = context.forks.start(2, attempt, root, stop.what, {stop.victim: stop_at(stop.number)})
+        hook = (stop_inside if stop.inside else stop_at)(stop.number)
+        launch = context.forks.start(2, attempt, root, stop.what, {stop.victim: hook})
     yield lambda: launch.has_stopped(stop.victim)
     yield lambda: launch.ended([other])
     if launch.hung or stop.victim not in launch.stopped:

@@ -22,8 +22,10 @@ from tests.faults.directories import late_rows, lock_rows, retention_rows
 from tests.faults.failures import eio_rows, full_disk_rows, limit_rows, short_write_rows
 from tests.faults.forks import Forks
 from tests.faults.kills import kill_rows
+from tests.faults.lost_locks import lost_lock_rows
 from tests.faults.lost_writes import lost_write_rows
 from tests.faults.rows import Context, Row, render
+from tests.faults.slow import slow_rows
 from tests.faults.stops import stop_rows
 
 __all__ = ["FAULTS", "main"]
@@ -38,7 +40,9 @@ FAULTS: dict[str, Callable[[Context], Iterator[Row]]] = {
     "damage": damage_rows,
     "beside": beside_rows,
     "stop": stop_rows,
+    "slow": slow_rows,
     "lock": lock_rows,
+    "lost lock": lost_lock_rows,
     "late": late_rows,
     "retention": retention_rows,
 }

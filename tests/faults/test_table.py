@@ -17,7 +17,7 @@ pytestmark = pytest.mark.faults
 #: Those of ``tests.faults.table``, which is not imported here because it imports torch.
 NAMES = (
     *("kill", "lost writes", "eio", "short writes", "limit", "full disk"),
-    *("damage", "beside", "stop", "lock", "late", "retention"),
+    *("damage", "beside", "stop", "slow", "lock", "lost lock", "late", "retention"),
 )
 
 

@@ -18,7 +18,11 @@ SOURCE = Path(__file__).resolve().parents[2] / "src" / "shardwise"
 #: below state and store, which may use everything that a load is made of.
 LAYERS: dict[str, int] = {
     **dict.fromkeys(
-        ("errors", "limits", "dtypes", "names", "_compat", "_peft", "dist", "rounds", "garbage"), 0
+        (
+            *("errors", "limits", "dtypes", "names", "_compat", "_peft", "dist", "rounds", "garbage"),
+            "patience",
+        ),
+        0,
     ),
     **dict.fromkeys(("catalog", "layout", "recipe"), 1),
     "plan": 2,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from ..errors import FormatError, SourceError
 from ..limits import MAX_COUNT, MAX_ZIP_DIRECTORY_BYTES, brief
+from ..patience import patiently
 
 __all__ = ["Member", "MemberReader", "TorchZip"]
 
@@ -65,7 +66,7 @@ class TorchZip:
         if not 0 <= at <= self._nbytes - nbytes:
             raise self.wrong("it is truncated")
         try:
-            found = os.pread(self._fd, nbytes, self.begin + at)
+            found = patiently(os.pread, self._fd, nbytes, self.begin + at)
         except OSError as error:
             raise SourceError(f"can't be read: {error.strerror}", path=self._path) from error
         if len(found) != nbytes:

@@ -8,6 +8,7 @@ import shutil
 from typing import TYPE_CHECKING
 
 from ..errors import CheckpointError, NoCheckpointError
+from ..patience import patiently
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -32,7 +33,7 @@ def make_room(folder: str, *, automatic: bool) -> bytes:
     Raises :class:`CheckpointError` if it holds something.
     """
     if os.path.isdir(folder) and not os.listdir(folder):
-        os.rmdir(folder)
+        patiently(os.rmdir, folder)
     if os.path.lexists(folder):
         raise CheckpointError(
             f"{folder}: holds something already, and a published checkpoint is never overwritten; "
@@ -43,7 +44,7 @@ def make_room(folder: str, *, automatic: bool) -> bytes:
                 "ProjectConfiguration(automatic_checkpoint_naming=True, total_limit=…) and no output_dir"
             )
         )
-    os.makedirs(os.path.dirname(folder), exist_ok=True)
+    patiently(os.makedirs, os.path.dirname(folder), exist_ok=True)
     return b""
 
 
@@ -59,7 +60,7 @@ def newest(accelerator: Accelerator) -> str:
 def delete_oldest(folder: str, limit: int) -> bytes:
     """Keep the ``limit`` newest beside ``folder``."""
     for _, old in _folders(os.path.dirname(folder))[:-limit]:
-        shutil.rmtree(old)
+        patiently(shutil.rmtree, old)
     return b""
 
 

@@ -9,7 +9,6 @@ import logging
 import os
 import re
 import secrets
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 from ..catalog.manifest import MANIFEST_NAME, read_manifest
 from ..dist import Ranks
 from ..errors import CheckpointError, FormatError, IntegrityError, NoCheckpointError
+from ..patience import patiently, remove_tree
 from ..proof.quick import quick_check
 from ..store.lock import DirectoryLock
 from ..store.publish import discard, sweep_leftovers
@@ -151,7 +151,7 @@ def set_newer_aside(root: str, run: Run) -> bytes:
         why = "damaged" if step in run.damaged else "superseded"
         aside = os.path.join(root, f"_{why}-{os.path.basename(path)}-{secrets.token_hex(4)}")
         try:
-            os.rename(path, aside)
+            patiently(os.rename, path, aside)
         except OSError as error:
             raise CheckpointError(f"{path}: can't be set aside: {error.strerror}") from error
         fsync_directory(root)
@@ -175,7 +175,7 @@ def rotate(root: str, limit: int | None, best: str | None) -> bytes:
     for path in [p for p in reversed(found) if p not in kept][: max(excess, 0)]:
         try:
             discard(path)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             _log.warning("can't delete %s: %s", path, error)
     return b""
 
@@ -197,9 +197,9 @@ def move_into(target: str, folder: str, weights: re.Pattern[str]) -> None:
     for name in new:
         to = os.path.join(target, name)
         if os.path.isdir(to) and not os.path.islink(to):
-            shutil.rmtree(to)
-        os.replace(os.path.join(folder, name), to)
+            remove_tree(to)
+        patiently(os.replace, os.path.join(folder, name), to)
     for name in os.listdir(target):
         if weights.fullmatch(name) and name not in new:
-            os.unlink(os.path.join(target, name))
+            patiently(os.unlink, os.path.join(target, name))
     fsync_directory(target)

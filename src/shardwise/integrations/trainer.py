@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -34,6 +33,7 @@ from ..dist import Ranks
 from ..errors import CheckpointError, ShardError, ShardwiseError
 from ..export import export_hf
 from ..loading import load as _load
+from ..patience import patiently, remove_tree
 from ..proof.report import LoadReport
 from ..restoring import ResumeReport
 from ..state.rng import capture_rng, restore_rng
@@ -191,7 +191,7 @@ class ShardwiseTrainer(Trainer):
         with tempfile.TemporaryDirectory(prefix="shardwise-") as staging:
             folder = os.path.join(staging, name)
             with ranks.agree("write Trainer's files"):
-                os.mkdir(folder)
+                patiently(os.mkdir, folder)
                 self._staging = staging
                 try:
                     super()._save_checkpoint(model, trial)
@@ -258,7 +258,7 @@ class ShardwiseTrainer(Trainer):
         ranks = Ranks.current()
 
         def name() -> bytes:
-            os.makedirs(target, exist_ok=True)
+            patiently(os.makedirs, target, exist_ok=True)
             return os.path.join(target, f".tmp-export-{secrets.token_hex(8)}").encode()
 
         folder = ranks.on_first("make room for the export", name).decode()
@@ -272,7 +272,8 @@ class ShardwiseTrainer(Trainer):
                     move_into(target, folder, ADAPTER if with_adapters else FULL)
         finally:
             if ranks.rank == 0:
-                shutil.rmtree(folder, ignore_errors=True)
+                with ranks.patience():
+                    remove_tree(folder)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

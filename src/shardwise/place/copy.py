@@ -12,6 +12,7 @@ import torch
 
 from ..dtypes import itemsize, torch_dtype
 from ..errors import CheckpointError, PlanError
+from ..patience import PIECE_BYTES, patiently, write_behind
 from ..plan.records import IOOptions, StridedLoop, Transfer
 from ..read.converted import Reader
 
@@ -174,13 +175,14 @@ def _stage(transfer: Transfer, reader: Reader, destination: Destination, staging
 class FileFiller:
     """Writes byte ranges into existing files of a directory, and syncs them when the block is left without error.
 
-    Rank-local; several ranks may fill disjoint ranges of one file. Raises :class:`CheckpointError`.
+    They are written to disk on the way, so that fsync has little to do. Rank-local; several ranks may fill disjoint ranges of one file. Raises :class:`CheckpointError`.
     """
 
     def __init__(self, root: str, on_progress: Callable[[int], object] | None = None) -> None:
         self.bytes_written = 0
         self._root = root
         self._fds: dict[str, int] = {}
+        self._cached_bytes: dict[str, int] = {}  # of each file since the kernel was last told to write them
         self._on_progress = on_progress
 
     def __enter__(self) -> FileFiller:
@@ -193,25 +195,30 @@ class FileFiller:
             for name, fd in self._fds.items():
                 if kind is None:
                     try:
-                        os.fsync(fd)
+                        patiently(os.fsync, fd)
                     except OSError as failure:
                         raise CheckpointError(
                             f"{self._root}/{name}: fsync failed: {failure.strerror}"
                         ) from failure
         finally:
             while self._fds:
-                os.close(self._fds.popitem()[1])
+                patiently(os.close, self._fds.popitem()[1])
 
     def write_at(self, name: str, offset_bytes: int, view: memoryview) -> None:
         """Write bytes at an offset of a file."""
         try:
             if name not in self._fds:
-                self._fds[name] = os.open(os.path.join(self._root, name), os.O_WRONLY | os.O_CLOEXEC)
-            done = 0
+                path = os.path.join(self._root, name)
+                self._fds[name] = patiently(os.open, path, os.O_WRONLY | os.O_CLOEXEC)
+            fd, done = self._fds[name], 0
             while done < view.nbytes:
-                count = os.pwrite(self._fds[name], view[done : done + _WRITE_BYTES], offset_bytes + done)
+                count = patiently(os.pwrite, fd, view[done : done + _WRITE_BYTES], offset_bytes + done)
                 done += count
                 self.bytes_written += count
+                self._cached_bytes[name] = self._cached_bytes.get(name, 0) + count
+                if self._cached_bytes[name] >= PIECE_BYTES:
+                    self._cached_bytes[name] = 0
+                    patiently(write_behind, fd)
                 if self._on_progress is not None:
                     self._on_progress(count)
         except OSError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from ..dtypes import itemsize
 from ..layout.wanted import Wanted
@@ -28,13 +29,23 @@ class IOOptions:
     """Host memory for casts, strided runs and device copies, per rank."""
 
     timeout_s: float = 300.0
-    """A rank that makes no progress for this long counts as missing."""
+    """A rank that makes no progress for this long counts as missing: the others raise :class:`RankError`, which names it.
+
+    It bounds the time without progress, not the time that work takes. Bytes that arrive are progress, and so is one
+    system call on a file (a slow fsync, close, rename or unlink), for ten times as long."""
+
+    page_cache: Literal["keep", "release", "auto"] = "auto"
+    """Whether files that were read stay in the kernel's page cache. ``"release"`` gives the pages back while reading,
+    also those that were cached before. ``"auto"``: release where the tensors go to a device that shares memory with
+    the host (MPS, integrated GPUs), else keep. An export or a conversion of stored tensors keeps them, if not told."""
 
     def __post_init__(self) -> None:
         if self.staging_bytes < LEAST_STAGING_BYTES:
             raise ValueError(f"staging_bytes must be at least 1 MiB, got {self.staging_bytes}")
         if self.timeout_s <= 0:
             raise ValueError(f"timeout_s must be positive, got {self.timeout_s}")
+        if self.page_cache not in ("keep", "release", "auto"):
+            raise ValueError(f"page_cache must be 'keep', 'release' or 'auto', got {self.page_cache!r}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,8 @@ class LoadReport:
     """How the load was proved: "digest" if every tensor's content was compared, else "cover"."""
     digests_compared: int
     """Tensors filled whose content digest was compared with the one that the source records."""
+    page_cache: str
+    """What became of the kernel's pages of the files: "keep" or "release"; see ``IOOptions.page_cache``."""
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values."""

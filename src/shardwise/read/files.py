@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 
 from ..errors import IntegrityError, SourceError
+from ..patience import patiently
+from .page_cache import Chosen, Pages
 
 __all__ = ["FileReader"]
 
@@ -20,11 +22,16 @@ _MOST_OPEN = 64
 class FileReader:
     """Keeps the files last opened open, and reads byte ranges into given memory. Not thread-safe; rank-local.
 
-    ``bytes_read`` counts what was asked for. ``on_progress(n)`` is called after each piece.
+    ``bytes_read`` counts what was asked for. ``on_progress(n)`` is called after each piece. With ``page_cache``
+    ``"release"`` the kernel's pages of what was read are given back.
     """
 
-    def __init__(self, on_progress: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self, on_progress: Callable[[int], None] | None = None, *, page_cache: Chosen = "keep"
+    ) -> None:
         self.bytes_read = 0
+        self.page_cache = page_cache
+        self._pages = Pages() if page_cache == "release" else None
         self._fds: dict[str, int] = {}
         self._held: dict[str, int] = {}
         self._on_progress = on_progress
@@ -41,7 +48,7 @@ class FileReader:
         """Close every file."""
         for opened in (self._fds, self._held):
             while opened:
-                os.close(opened.popitem()[1])
+                self._close(opened.popitem()[1])
 
     def hold(self, paths: Iterable[str]) -> None:
         """Open these files now and keep them: what is deleted meanwhile can still be read.
@@ -52,7 +59,7 @@ class FileReader:
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
         for path in paths:
             if len(self._held) < most and path not in self._held:
-                self._held[path] = _open(path)
+                self._held[path] = self._open_new(path)
 
     def read_into(self, path: str, offset_bytes: int, view: memoryview) -> None:
         """Fill ``view`` with the bytes at ``offset_bytes``. Raises :class:`SourceError` or, if the file ends
@@ -64,7 +71,7 @@ class FileReader:
         while done < length:
             piece = view[done : done + _PIECE_BYTES]
             try:
-                count = os.preadv(fd, [piece], offset_bytes + done)
+                count = patiently(os.preadv, fd, [piece], offset_bytes + done)
             except OSError as error:
                 raise SourceError(
                     f"reading {length} bytes at {offset_bytes} failed: {error.strerror}", path=path
@@ -74,22 +81,35 @@ class FileReader:
                     f"ends at byte {offset_bytes + done}, but {length} bytes were expected at {offset_bytes}: truncated",
                     path=path,
                 )
+            if self._pages is not None:
+                self._pages.read(fd, offset_bytes + done, offset_bytes + done + count)
             done += count
             self.bytes_read += count
             if self._on_progress is not None:
                 self._on_progress(count)
 
     def _open(self, path: str) -> int:
-        fd = _open(path)
+        fd = self._open_new(path)
         while len(self._fds) >= _MOST_OPEN:  # the one opened first is the least likely to be read again
-            os.close(self._fds.pop(next(iter(self._fds))))
+            self._close(self._fds.pop(next(iter(self._fds))))
         self._fds[path] = fd
         return fd
+
+    def _open_new(self, path: str) -> int:
+        fd = _open(path)
+        if self._pages is not None:
+            self._pages.open(fd)
+        return fd
+
+    def _close(self, fd: int) -> None:
+        if self._pages is not None:
+            self._pages.close(fd)
+        patiently(os.close, fd)
 
 
 def _open(path: str) -> int:
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        return patiently(os.open, path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError as error:
         raise IntegrityError("lost: no such file", path=path) from error
     except OSError as error:

@@ -77,10 +77,13 @@ class SaveBehind:
         return self._thread.ident is not None and not self._ended.is_set()
 
     def copy(self) -> SaveReport:
-        """Copy the state and start the thread; returns when training may change it. Raises what copying raises."""
+        """Copy the state and start the thread; returns when training may change it.
+
+        A failure ends the save on every rank alike: :meth:`wait` raises it.
+        """
         in_waves = sum(map(room_for, self._pieces)) > self._buffer.nbytes
         if in_waves:
-            self._thread.start()  # it makes the room; else it would only take time from the copying
+            self._start()  # it makes the room; else it would only take time from the copying
         nbytes = 0
         try:
             for piece in self._pieces:
@@ -88,11 +91,12 @@ class SaveBehind:
                 nbytes += piece.numel() * piece.element_size()
         except BaseException as error:
             self._buffer.fail(error)
-            raise
+            if not isinstance(error, Exception):
+                raise
         finally:
             self._pieces = []
             if not in_waves:
-                self._thread.start()
+                self._start()
         return SaveReport(
             path=self._final,
             step=self.step,
@@ -104,6 +108,14 @@ class SaveBehind:
             is_published=False,
         )
 
+    def _start(self) -> None:
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the system is out of threads: the save is made here and now
+            if self._pieces:  # there is no room for them
+                self._buffer.fail(error)
+            self._run()
+
     def wait(self) -> SaveReport:
         """Block until it is published. Raises what went wrong, on every rank alike."""
         self._ended.wait()  # not join(): when Ctrl-C interrupts that, Python 3.11 takes the thread for ended
@@ -114,7 +126,8 @@ class SaveBehind:
 
     def _run(self) -> None:
         try:
-            _lower_priority()
+            if threading.current_thread() is self._thread:
+                _lower_priority()
             written = publish_collected(
                 self._collected, self._final, self._ranks, lambda _: self._buffer.take()
             )

@@ -14,6 +14,7 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
+from ..patience import current_watch, patiently, watched
 from .write import FileWriter
 
 __all__ = ["DirectWriter"]
@@ -44,6 +45,7 @@ class DirectWriter(FileWriter):
         self._full: queue.SimpleQueue[tuple[NDArray[np.uint8], int] | None] = queue.SimpleQueue()
         self._ended = threading.Event()
         super().__enter__()
+        self._watch = current_watch()  # what the thread does is work of this one
         self._has_thread = True
         try:
             self._is_direct = _switch(self._fd, on=True)
@@ -103,14 +105,15 @@ class DirectWriter(FileWriter):
     # -- the thread --------------------------------------------------------------------------------------
 
     def _write_buffers(self) -> None:
-        while (found := self._full.get()) is not None:
-            buffer, used = found
-            try:
-                if self._failure is None:
-                    self._write_out(buffer.data[:used])
-            except BaseException as error:
-                self._failure = error
-            self._free.put(buffer)
+        with watched(self._watch):
+            while (found := self._full.get()) is not None:
+                buffer, used = found
+                try:
+                    if self._failure is None:
+                        self._write_out(buffer.data[:used])
+                except BaseException as error:
+                    self._failure = error
+                self._free.put(buffer)
         self._ended.set()
 
     def _write_out(self, view: memoryview) -> None:
@@ -121,7 +124,9 @@ class DirectWriter(FileWriter):
                 self._is_direct = _switch(self._fd, on=False)
                 aligned = view.nbytes
             try:
-                count = os.write(self._fd, view[done:aligned])
+                count = patiently(os.write, self._fd, view[done:aligned])
+                if not self._is_direct:
+                    self._count_cached(count)
             except OSError as error:
                 if self._is_direct and error.errno in _REFUSALS:  # a larger alignment, or none will do
                     aligned = done

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from ..dtypes import itemsize
 from ..errors import CheckpointError, SourceError
 from ..layout.boxes import whole
 from ..limits import inside
+from ..patience import patiently, remove_tree
 from .publish import temporary_beside
 from .write import fsync_directory, make_directories, write_file
 
@@ -98,13 +98,13 @@ def prepare_files(final: str, output: HubFiles, ranks: Ranks) -> str:
         path = temporary_beside(final)
         try:
             make_directories(os.path.dirname(path))
-            os.mkdir(path)
+            patiently(os.mkdir, path)
             for file, header in output.headers.items():
-                os.makedirs(os.path.join(path, os.path.dirname(file)), exist_ok=True)
+                patiently(os.makedirs, os.path.join(path, os.path.dirname(file)), exist_ok=True)
                 write_file(os.path.join(path, file), header)
-                os.truncate(os.path.join(path, file), output.sizes[file])
+                patiently(os.truncate, os.path.join(path, file), output.sizes[file])
         except (OSError, CheckpointError) as error:
-            shutil.rmtree(path, ignore_errors=True)
+            remove_tree(path)
             reason = error.strerror if isinstance(error, OSError) else error
             raise CheckpointError(f"{path}: can't be created: {reason}") from error
         return path.encode()
@@ -144,8 +144,8 @@ def publish_files(
         fsync_directory(os.path.join(temporary, folder))
     try:
         if os.path.isdir(final):
-            os.rmdir(final)
-        os.rename(temporary, final)
+            patiently(os.rmdir, final)
+        patiently(os.rename, temporary, final)
     except OSError as error:
         raise CheckpointError(f"{final}: can't be published: {error.strerror}") from error
     fsync_directory(os.path.dirname(final))

@@ -7,62 +7,152 @@ import errno
 import fcntl
 import json
 import os
+import secrets
 import socket
+import struct
 
 from ..errors import CheckpointError, LockedError
+from ..patience import patiently
 from .write import make_directories
 
-__all__ = ["DirectoryLock"]
+__all__ = ["DirectoryLock", "check_held"]
 
-
-_HELD: set[str] = set()
+#: Locks of this process, by the real path of their directory.
+_HELD: dict[str, DirectoryLock] = {}
+_TAKEN = (errno.EACCES, errno.EAGAIN)
+#: Linux: locks of the open file. Others have those of the process only.
+_SET_LOCK = getattr(fcntl, "F_OFD_SETLK", None)
+_closes_in_forks = False
 
 
 class DirectoryLock:
-    """``fcntl.lockf`` on ``<root>/.lock``, or a file of another ``name``, taken by rank 0 for as long as a Checkpointer is open.
+    """A lock on ``<root>/.lock``, or a file of another ``name``, held by rank 0 for as long as a Checkpointer is open.
 
-    A POSIX record lock belongs to the process: a killed run's lock is gone with it, and forked data-loader
-    workers do not inherit it. Raises :class:`LockedError` naming who holds it.
+    On Linux it belongs to the open file (``F_OFD_SETLK``): reading or copying the file in this process, as a backup
+    does, does not drop it. Where the system or the file system has only locks of the process (``lockf``), it does, and
+    :meth:`check` takes it again. A killed run's lock is gone with it: forked data-loader workers close the file as soon
+    as they start. Raises :class:`LockedError` naming who holds it.
     """
 
     def __init__(self, root: str, *, name: str = ".lock") -> None:
-        path = os.path.join(root, name)
+        self._path = os.path.join(root, name)
         self._root = os.path.realpath(root)
-        if self._root in _HELD:  # a record lock does not exclude its own process, and closing would drop it
+        self._pid = os.getpid()
+        if self._root in _HELD:  # a lock of the process does not exclude its own process
             raise LockedError(
                 f"{root}: this process holds it already, by another Checkpointer; close that one"
             )
         try:
             make_directories(root)
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._fd = patiently(os.open, self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             if os.path.exists(root) and not os.path.isdir(root):
                 raise CheckpointError(
                     f"{root}: is a file; give the directory that holds a run's steps"
                 ) from error
-            raise CheckpointError(f"{path}: can't be created: {error.strerror}") from error
+            raise CheckpointError(f"{self._path}: can't be created: {error.strerror}") from error
+        _HELD[self._root] = self  # before it is taken: a fork from here on must close the file
+        _close_in_forks()
         try:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            patiently(_lock, self._fd)
+            self._note_holder()
         except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                os.close(self._fd)
-                raise CheckpointError(f"{path}: can't be locked: {error.strerror}") from error
-            holder = os.read(self._fd, 1000).decode(errors="replace").strip()
-            os.close(self._fd)
+            holder = self._holder()
+            self.release()
+            if error.errno not in _TAKEN:
+                raise CheckpointError(f"{self._path}: can't be locked: {error.strerror}") from error
             raise LockedError(
                 f"{root}: another run writes checkpoints here ({holder or 'unknown'}); stop it, or give this "
                 f"run another directory"
             ) from error
-        _HELD.add(self._root)
+
+    def _note_holder(self) -> None:
+        """Say in the file who holds it: for people, and for :meth:`check`."""
+        note = {"host": socket.gethostname(), "pid": self._pid, "lease": secrets.token_hex(8)}
         # On a full disk, too: what is held is the lock, not the note of who holds it.
         with contextlib.suppress(OSError):
-            os.ftruncate(self._fd, 0)
-            os.pwrite(self._fd, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode(), 0)
+            patiently(os.ftruncate, self._fd, 0)
+            patiently(os.pwrite, self._fd, json.dumps(note).encode(), 0)
+        self._lease = self._holder()
+
+    def _holder(self) -> str:
+        return patiently(os.pread, self._fd, 1000, 0).decode(errors="replace").strip()
+
+    def check(self) -> None:
+        """Raise :class:`LockedError` unless this process still holds the directory.
+
+        That is: the file under this name is the one that was locked, the lock is ours, and no run has noted itself as
+        holder since. A lock that was dropped (by a server that restarted) and that no other run took is taken again.
+        """
+        problem = self._problem()
+        if problem:
+            raise LockedError(
+                f"{self._path}: this run has lost its hold of the directory ({problem}); nothing is published. "
+                f"Stop the other run if there is one, leave {os.path.basename(self._path)} alone, and start again"
+            )
+
+    def _problem(self) -> str:
+        if self._fd < 0 or self._pid != os.getpid():
+            return "this process did not take it, or gave it back"
+        try:
+            named, held = patiently(os.stat, self._path), patiently(os.fstat, self._fd)
+            if (named.st_dev, named.st_ino) != (held.st_dev, held.st_ino):
+                return "another file has its name"
+            patiently(_lock, self._fd)
+            holder = self._holder()
+        except FileNotFoundError:
+            return "the file was deleted"
+        except OSError as error:
+            who = "another run has locked it" if error.errno in _TAKEN else "it can't be looked at"
+            return f"{who}: {error.strerror}"
+        return "" if holder == self._lease else f"it was taken by {holder or 'another run'}"
 
     def release(self) -> None:
         """Give the lock back. The file stays: deleting it would let two runs lock two files."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
-            _HELD.discard(self._root)
+            if _HELD.get(self._root) is self:
+                del _HELD[self._root]
             with contextlib.suppress(OSError):  # closed all the same, and the lock with it
-                os.close(fd)
+                patiently(os.close, fd)
+
+
+def check_held(root: str) -> None:
+    """Raise :class:`LockedError` if this process holds a lock on ``root`` and has lost it; see `DirectoryLock.check`.
+
+    Before anything in a directory appears, is renamed or is deleted. Costs four system calls.
+    """
+    lock = _HELD.get(os.path.realpath(root))
+    if lock is not None:
+        lock.check()
+
+
+def _lock(fd: int) -> None:
+    """Lock an open file, or find that it is locked by us. Raises ``OSError``; with `_TAKEN` if another holds it."""
+    if _SET_LOCK is not None:
+        # struct flock: type, whence, start, length (0: all), pid (0 it must be)
+        whole = struct.pack("hhqqixxxx", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        try:
+            fcntl.fcntl(fd, _SET_LOCK, whole)
+            return
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a kernel, or an emulated one, that does not know the command
+                raise
+    fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _close_in_forks() -> None:
+    """From the first lock on, let every forked child close the files: an open one would keep a killed run's lock."""
+    global _closes_in_forks
+    if not _closes_in_forks:
+        _closes_in_forks = True
+        os.register_at_fork(after_in_child=_forget_all)
+
+
+def _forget_all() -> None:
+    """In a forked child: the locks are the parent's. Closing unlocks nothing, because the parent has the file open."""
+    for lock in _HELD.values():
+        fd, lock._fd = lock._fd, -1
+        with contextlib.suppress(OSError):
+            os.close(fd)
+    _HELD.clear()

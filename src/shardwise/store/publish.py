@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import shutil
 from collections.abc import Iterable, Mapping
 
 from ..catalog.manifest import MANIFEST_NAME, FileEntry, Manifest, parse_manifest
 from ..catalog.steps import STEP_NAME, checked_step
 from ..errors import CheckpointError, SourceError
 from ..limits import inside
+from ..patience import patiently, remove_tree
+from .lock import check_held
 from .write import fsync_directory, make_directories, write_file
 
 __all__ = [
@@ -56,7 +57,7 @@ def was_ever_published(root: str) -> bool:
 def _names_in(root: str) -> list[str]:
     """Nothing, if there is no such directory; :class:`CheckpointError` if it can't be looked at."""
     try:
-        return os.listdir(root)
+        return patiently(os.listdir, root)
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -68,11 +69,11 @@ def make_temporary(final: str, folders: Iterable[str]) -> str:
     path = temporary_beside(final)
     try:
         make_directories(os.path.dirname(path))
-        os.mkdir(path)
+        patiently(os.mkdir, path)
         for folder in folders:
-            os.makedirs(inside(path, folder), exist_ok=True)
+            patiently(os.makedirs, inside(path, folder), exist_ok=True)
     except OSError as error:
-        shutil.rmtree(path, ignore_errors=True)
+        remove_tree(path)
         raise CheckpointError(f"{path}: can't be created: {error.strerror}") from error
     return path
 
@@ -89,7 +90,8 @@ def commit(temporary: str, final: str, manifest: Manifest) -> None:
     """Turn a complete temporary directory into a published one. For rank 0, after every rank synced its files.
 
     Raises :class:`CheckpointError` if the files on disk are not exactly the manifest's, if its text is not one that
-    :func:`read_manifest` takes, or if ``final`` is there already (a published directory is never written again).
+    :func:`read_manifest` takes, or if ``final`` is there already (a published directory is never written again);
+    :class:`LockedError` if this process held the directory above and has lost it.
     """
     found = _files_in(temporary)
     expected: Mapping[str, FileEntry] = manifest.files
@@ -112,8 +114,9 @@ def commit(temporary: str, final: str, manifest: Manifest) -> None:
         fsync_directory(os.path.join(temporary, folder))
     if os.path.lexists(final):
         raise CheckpointError(f"{final}: is published already and is never written again")
+    check_held(os.path.dirname(final))
     try:
-        os.rename(temporary, final)
+        patiently(os.rename, temporary, final)
     except OSError as error:
         raise CheckpointError(f"{final}: can't be published: {error.strerror}") from error
     fsync_directory(os.path.dirname(final))
@@ -125,7 +128,7 @@ def _files_in(root: str) -> dict[str, int]:
     for folder, _, names in os.walk(root):
         for name in names:
             path = os.path.join(folder, name)
-            found[os.path.relpath(path, root).replace(os.sep, "/")] = os.lstat(path).st_size
+            found[os.path.relpath(path, root).replace(os.sep, "/")] = patiently(os.lstat, path).st_size
     return found
 
 
@@ -135,18 +138,22 @@ def write_hint(root: str, step: int) -> None:
     hint = os.path.join(root, "latest")
     try:
         write_file(temporary, (step_name(step) + "\n").encode())
-        os.replace(temporary, hint)
+        patiently(os.replace, temporary, hint)
     except (OSError, CheckpointError) as error:
         with contextlib.suppress(OSError):
-            os.unlink(temporary)
+            patiently(os.unlink, temporary)
         raise CheckpointError(f"{hint}: can't be written: {error}") from error
 
 
 def set_aside(path: str, why: str) -> str:
-    """Rename a step to ``step-N.<why>-<nonce>``: kept, but never counted by resume or retention."""
+    """Rename a step to ``step-N.<why>-<nonce>``: kept, but never counted by resume or retention.
+
+    Raises :class:`CheckpointError`; :class:`LockedError` if this process held the directory and has lost it.
+    """
+    check_held(os.path.dirname(path))
     moved = f"{path}.{why}-{secrets.token_hex(4)}"
     try:
-        os.rename(path, moved)
+        patiently(os.rename, path, moved)
     except OSError as error:
         raise CheckpointError(f"{path}: can't be set aside: {error.strerror}") from error
     fsync_directory(os.path.dirname(path))
@@ -154,13 +161,17 @@ def set_aside(path: str, why: str) -> str:
 
 
 def discard(path: str) -> None:
-    """Delete a directory; renamed first, so that a half-deleted step is never taken for one."""
+    """Delete a directory; renamed first, so that a half-deleted step is never taken for one.
+
+    Raises ``OSError``; :class:`LockedError` if this process held the directory above and has lost it.
+    """
+    check_held(os.path.dirname(path))
     trash = temporary_beside(path, _TRASH)
-    os.rename(path, trash)
+    patiently(os.rename, path, trash)
     if os.path.islink(trash):  # the link goes, and what it stands for stays
-        os.unlink(trash)
+        patiently(os.unlink, trash)
     else:
-        shutil.rmtree(trash, ignore_errors=True)
+        remove_tree(trash)
 
 
 def sweep_leftovers(root: str) -> list[str]:
@@ -173,7 +184,7 @@ def sweep_leftovers(root: str) -> list[str]:
         path = os.path.join(root, name)
         with contextlib.suppress(OSError):
             if os.path.isdir(path) and not os.path.islink(path):
-                shutil.rmtree(path, ignore_errors=True)
+                remove_tree(path)
             else:
-                os.unlink(path)
+                patiently(os.unlink, path)
     return swept

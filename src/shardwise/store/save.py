@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -24,6 +23,7 @@ from ..layout.boxes import Box, LocalBox
 from ..layout.model import local_tensor
 from ..layout.placements import Geometry, cut_boxes
 from ..limits import inside
+from ..patience import remove_tree
 from ..proof.digest import finish, partial_sum
 from ..proof.model import replica_totals
 from ..proof.stored import pieces
@@ -136,14 +136,19 @@ def publish_collected(
             await_folders(temporary, _folders(collected), ranks)
             files, sums = _write_rank(temporary, collected, ranks, _in_parts(tensor_of, most_bytes))
         gathered = ranks.gather("file records", _pack(files, sums))
-        with ranks.agree("publish checkpoint"):
-            if gathered is not None:
-                manifest = _manifest(collected, ranks, gathered)
-                prove(manifest)
-                commit(temporary, final, manifest)
+
+        def publish() -> bytes:
+            assert gathered is not None
+            manifest = _manifest(collected, ranks, gathered)
+            prove(manifest)
+            commit(temporary, final, manifest)
+            return b""
+
+        ranks.on_first("publish checkpoint", publish)
     except BaseException:
         if ranks.rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
+            with ranks.patience():
+                remove_tree(temporary)
         raise
     return sum(f.nbytes for f in files.values())
 

@@ -39,10 +39,21 @@ class StagingBuffer:
         return self._memory.numel()
 
     def reserve(self, nbytes: int) -> None:
-        """Make room for ``nbytes``; memory that is there already is used again. Not while a save runs."""
+        """Make room for ``nbytes``; memory that is there already is used again. Not while a save runs.
+
+        Raises :class:`CheckpointError` if the system does not give that much.
+        """
         if nbytes > self.nbytes:
             self._memory = torch.empty(0, dtype=torch.uint8)  # freed before the next is allocated
-            self._memory = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=torch.accelerator.is_available())
+            try:
+                self._memory = torch.zeros(
+                    nbytes, dtype=torch.uint8, pin_memory=torch.accelerator.is_available()
+                )
+            except (RuntimeError, MemoryError) as error:
+                raise CheckpointError(
+                    f"the system does not give {nbytes} bytes of host memory for the copy of the state "
+                    f"({error}); give a smaller max_staging_bytes, or mode='sync'"
+                ) from error
         self._reset()
 
     def _reset(self) -> None:

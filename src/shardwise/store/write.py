@@ -12,6 +12,7 @@ import xxhash
 from ..catalog.manifest import BLOCK_BYTES, FileEntry
 from ..errors import CheckpointError
 from ..limits import MAX_HEADER_BYTES
+from ..patience import PIECE_BYTES, patiently, write_behind
 
 __all__ = ["FileWriter", "fsync_directory", "make_directories", "write_file"]
 
@@ -21,7 +22,8 @@ _PIECE_BYTES = 16 * 1024**2
 class FileWriter:
     """A new file that is written from front to back; leaving the block without an error syncs it to disk.
 
-    Refuses to overwrite. ``on_progress(n)`` is called after each piece. Raises :class:`CheckpointError`
+    Refuses to overwrite. ``on_progress(n)`` is called after each piece. What goes through the page cache is written
+    to disk on the way, so that fsync never has more than 128 MiB to do. Raises :class:`CheckpointError`
     naming the file (full disk, file size limit, I/O error, also one that only fsync reports).
     """
 
@@ -29,10 +31,12 @@ class FileWriter:
         self._path = path
         self._on_progress = on_progress
         self.nbytes = 0
+        self._cached_bytes = 0  # written through the page cache since the kernel was last told to write them
 
     def __enter__(self) -> FileWriter:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
-            self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            self._fd = patiently(os.open, self._path, flags, 0o644)
         except OSError as error:
             raise CheckpointError(f"{self._path}: can't be created: {error.strerror}") from error
         return self
@@ -43,13 +47,20 @@ class FileWriter:
         done = 0
         while done < view.nbytes:
             try:
-                count = os.write(self._fd, view[done : done + _PIECE_BYTES])
+                count = patiently(os.write, self._fd, view[done : done + _PIECE_BYTES])
+                self._count_cached(count)
             except OSError as error:
                 raise self._error(error) from error
             done += count
             self.nbytes += count
             if self._on_progress is not None:
                 self._on_progress(count)
+
+    def _count_cached(self, count: int) -> None:
+        self._cached_bytes += count
+        if self._cached_bytes >= PIECE_BYTES:
+            self._cached_bytes = 0
+            patiently(write_behind, self._fd)
 
     def _error(self, error: OSError) -> CheckpointError:
         return CheckpointError(f"{self._path}: writing failed after {self.nbytes} bytes: {error.strerror}")
@@ -59,7 +70,7 @@ class FileWriter:
     ) -> None:
         try:
             if kind is None:
-                os.fsync(self._fd)
+                patiently(os.fsync, self._fd)
         except OSError as failure:
             raise CheckpointError(f"{self._path}: fsync failed: {failure.strerror}") from failure
         finally:
@@ -68,7 +79,7 @@ class FileWriter:
     def _close(self, *, has_failed: bool) -> None:
         """On some network file systems close() is the first to tell that bytes did not arrive."""
         try:
-            os.close(self._fd)
+            patiently(os.close, self._fd)
         except OSError as failure:
             if not has_failed:
                 raise CheckpointError(f"{self._path}: closing failed: {failure.strerror}") from failure
@@ -91,23 +102,23 @@ def write_file(path: str, content: bytes) -> FileEntry:
 def make_directories(path: str) -> None:
     """A directory and what is missing above it; every new name is durable on return. Raises ``OSError``."""
     missing = []
-    while not os.path.isdir(path):
+    while not patiently(os.path.isdir, path):
         missing.append(path)
         path = os.path.dirname(path)
     for new in reversed(missing):
         # Another process was faster; or it is a file, which whoever opens something in it is told.
         with contextlib.suppress(FileExistsError):
-            os.mkdir(new)
+            patiently(os.mkdir, new)
         fsync_directory(os.path.dirname(new))
 
 
 def fsync_directory(path: str) -> None:
     """Make the names in a directory durable."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = patiently(os.open, path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            os.fsync(fd)
+            patiently(os.fsync, fd)
         finally:
-            os.close(fd)
+            patiently(os.close, fd)
     except OSError as error:
         raise CheckpointError(f"{path}: fsync failed: {error.strerror}") from error

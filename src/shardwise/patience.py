@@ -1,0 +1,173 @@
+"""System calls on files may take long: they count as progress, and large ones are cut into short ones.
+
+A rank that makes no progress for ``timeout_s`` counts as missing. In one system call Python can't tick, but the kernel
+works: a rank is not dead because a disk or a server is slow. So the calls of a block of work go through
+:func:`patiently`, and a thread that lives as long as the block ticks
+
+* while a call goes on, for at most ``LIMIT`` times the timeout: a server that is gone for good keeps a call for ever;
+* when a call has ended since it last looked.
+
+It does not tick for Python code between the calls, nor for a process that is killed or stopped: its threads are, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import ParamSpec, TypeVar
+
+from shardwise.errors import ShardwiseError
+
+__all__ = [
+    "LIMIT",
+    "PIECE_BYTES",
+    "Watch",
+    "current_watch",
+    "patiently",
+    "remove_tree",
+    "watched",
+    "write_behind",
+]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+#: For how many times the timeout one system call counts as progress.
+LIMIT = 10
+#: After so many bytes through the page cache the kernel is to write them, so that no fsync finds more than two pieces.
+PIECE_BYTES = 64 * 1024**2
+
+
+#: Of one thread in one block of work: how many calls it began and ended. Odd while it is in one.
+Count = list[int]
+
+
+class Watch:
+    """Ticks for the system calls of one block of work. Several threads may make them."""
+
+    def __init__(self, tick: Callable[[], object], period_s: float, limit_s: float) -> None:
+        self._tick = tick
+        self._period_s = period_s
+        self._limit_s = limit_s
+        self._counts: list[Count] = []
+        self._is_over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def count(self) -> Count:
+        """What a thread counts its calls in."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._look, name="shardwise-patience", daemon=True)
+            # At the end of a process Python starts none, nor does a system that is out of them: then nothing ticks.
+            with contextlib.suppress(RuntimeError):
+                self._thread.start()
+        count = [0]
+        self._counts.append(count)
+        return count
+
+    def end(self) -> None:
+        """No tick comes after this."""
+        self._is_over.set()
+        if self._thread is not None and self._thread.ident is not None:
+            self._thread.join()
+
+    def _look(self) -> None:
+        seen: dict[int, tuple[int, float]] = {}  # by thread, its count and since when it is that
+        while not self._is_over.wait(self._period_s):
+            now, is_moving = time.monotonic(), False
+            for k, (number,) in enumerate(tuple(self._counts)):
+                before, since = seen.get(k, (0, now))
+                if number != before:
+                    seen[k], is_moving = (number, now), True
+                elif number % 2 and now - since < self._limit_s:
+                    is_moving = True
+            if is_moving:
+                with contextlib.suppress(ShardwiseError):  # the group is gone: the next agreement says so
+                    self._tick()
+
+
+class _Here(threading.local):
+    watch: Watch | None = None
+    count: Count | None = None
+    """Of this thread's calls; made at the first one."""
+
+
+_here = _Here()
+
+
+@contextlib.contextmanager
+def watched(watch: Watch | None) -> Iterator[None]:
+    """System calls that this thread makes in the block are those of ``watch``; of no watch where it is None."""
+    before = _here.watch, _here.count
+    _here.watch, _here.count = watch, None
+    try:
+        yield
+    finally:
+        _here.watch, _here.count = before
+
+
+def current_watch() -> Watch | None:
+    """What watches this thread, for a helper thread that does a part of its work."""
+    return _here.watch
+
+
+def patiently(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """``call(*args, **kwargs)``, one system call on a file, which counts as progress of this rank's work.
+
+    Outside of a block of work (:meth:`.dist.Ranks.patience`) it is only the call. Costs a quarter of a microsecond.
+    """
+    count = _here.count
+    if count is None:
+        if _here.watch is None:
+            return call(*args, **kwargs)
+        count = _here.count = _here.watch.count()
+    count[0] += 1
+    try:
+        return call(*args, **kwargs)
+    finally:
+        count[0] += 1
+
+
+def remove_tree(path: str) -> None:
+    """Delete a directory with all that is in it, name by name. What can't be deleted stays; links are not followed."""
+    for folder, folders, names in os.walk(path, topdown=False):
+        for name in names:
+            with contextlib.suppress(OSError):
+                patiently(os.unlink, os.path.join(folder, name))
+        for name in folders:
+            inner = os.path.join(folder, name)
+            with contextlib.suppress(OSError):
+                patiently(os.unlink if os.path.islink(inner) else os.rmdir, inner)
+    with contextlib.suppress(OSError):
+        patiently(os.rmdir, path)
+
+
+def write_behind(fd: int) -> None:
+    """Wait until the kernel has written what it began to write at the call before; let it begin with the rest.
+
+    Called after each ``PIECE_BYTES`` it leaves at most two pieces for fsync, and the disk writes beside the caller.
+    Linux only (``sync_file_range``); elsewhere, and on file systems without it, nothing happens. Raises ``OSError``
+    if bytes could not be written: fsync does not say it again.
+    """
+    function = _sync_file_range()
+    if function is not None and function(fd, 0, 0, _WAIT_BEFORE | _WRITE):
+        code = ctypes.get_errno()
+        if code not in _NOT_HERE:
+            raise OSError(code, os.strerror(code))
+
+
+_WAIT_BEFORE, _WRITE = 1, 2  # of linux/fs.h
+_NOT_HERE = (errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EOPNOTSUPP, errno.EPERM)
+
+
+@functools.cache
+def _sync_file_range() -> Callable[..., int] | None:
+    found = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
+    if found is not None:
+        found.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return found

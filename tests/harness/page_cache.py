@@ -1,0 +1,55 @@
+"""What the kernel keeps of files in its page cache: measured, dropped. Linux."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from pathlib import Path
+
+__all__ = ["cached_bytes", "drop", "drops_pages"]
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def cached_bytes(*files: Path) -> int:
+    """How much of these files is in the page cache (mincore)."""
+    total = 0
+    for file in files:
+        if not file.stat().st_size:
+            continue
+        with file.open("rb") as stream:
+            mapped = mmap.mmap(stream.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+        pages = -(-len(mapped) // mmap.PAGESIZE)
+        resident = (ctypes.c_ubyte * pages)()
+        anchor = ctypes.c_char.from_buffer(mapped)
+        try:
+            found = _libc.mincore(
+                ctypes.c_void_p(ctypes.addressof(anchor)), ctypes.c_size_t(len(mapped)), resident
+            )
+            if found:
+                raise OSError(ctypes.get_errno(), "mincore failed")
+        finally:
+            del anchor
+            mapped.close()
+        total += sum(page & 1 for page in resident) * mmap.PAGESIZE
+    return total
+
+
+def drop(*files: Path) -> None:
+    """Sync files and let the kernel forget their pages."""
+    for file in files:
+        fd = os.open(file, os.O_RDONLY)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def drops_pages(directory: Path) -> bool:
+    """Whether files here can leave the page cache: those of a tmpfs have no other place."""
+    probe = directory / "probe"
+    probe.write_bytes(bytes(1024**2))
+    drop(probe)
+    left = cached_bytes(probe)
+    probe.unlink()
+    return left == 0
