@@ -28,7 +28,8 @@ from .recipe.match import Rules
 from .restoring_optimizer import TrainedBy, restore_optimizer, same_place
 from .state.data import data_caveats, make_iterator
 from .state.gradients import UNSEEN_GRADIENTS, clear_gradients, refuse_unreduced
-from .state.rng import derive_rng, restore_rng
+from .state.places import Places
+from .state.rng import devices_of, plan_rng
 from .state.snapshot import classes_of, modules_with_state, trained_model
 from .state.train_state import TrainState, document_of
 from .state.typed_json import decode
@@ -101,8 +102,16 @@ def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> R
         _check_models(state, manifest, path)
         catalogs = {name: catalog_of_checkpoint(path, name, manifest=manifest) for name in state.models}
         own_files = ranks.rank if manifest.world_size == ranks.world_size else None
-        documents = _read_documents(path, manifest, own_files)
+        places = Places()
+        documents = _read_documents(path, manifest, own_files, places)
         _check_wanted_documents(state, documents, manifest, path)
+        rng = plan_rng(
+            documents.get("rng"),
+            seed=manifest.seed,
+            step=manifest.step,
+            rank=ranks.rank,
+            devices=devices_of(state.models.values()),
+        )
     loaded = [
         fill(model, catalogs[name], Rules(), io=io, ranks=ranks, verify="digest")
         for name, model in state.models.items()
@@ -118,13 +127,14 @@ def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> R
     for name, optimizer in state.optimizers.items():
         trained = _same_model(name, trained_model(optimizer, named), documents, ranks)
         part = TrainedBy(name, optimizer, trained, state.models[trained], named[trained])
-        filled.append(restore_optimizer(part, manifest, stored, path, documents, ranks, io))
+        filled.append(restore_optimizer(part, manifest, stored, path, documents, places, ranks, io))
     with ranks.agree("restore documents"):
-        restored, left = _apply_documents(state, documents, named, manifest)
+        restored, left = _apply_documents(state, documents, named, manifest, places)
         caveats = data_caveats(state.dataloader)
         differences = _differences(state, manifest, ranks, named)
         differences += tuple(line for o in filled for line in o.differences)
-        rng = _restore_rng(documents, manifest, ranks)
+        differences += places.differences + rng.differences
+        rng.apply()
     return ResumeReport(
         path=path,
         step=manifest.step,
@@ -141,7 +151,7 @@ def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> R
         documents=restored,
         not_restored=left,
         caveats=caveats,
-        rng=rng,
+        rng=rng.rule,
         bytes_read=sum(report.bytes_read for report in loaded) + sum(o.bytes_read for o in filled),
         seconds=time.perf_counter() - started,
         damaged={},
@@ -187,15 +197,15 @@ def _check_models(state: TrainState, manifest: Manifest, path: str) -> None:
         )
 
 
-def _read_documents(path: str, manifest: Manifest, rank: int | None) -> dict[str, Any]:
+def _read_documents(path: str, manifest: Manifest, rank: int | None, places: Places) -> dict[str, Any]:
     """The documents shared by all ranks, and this rank's own if the world size is the saved one."""
-    documents = _read_document(path, manifest, "state")
+    documents = _read_document(path, manifest, "state", places)
     if rank is not None:
-        documents |= _read_document(path, manifest, f"rank/{rank:05d}")
+        documents |= _read_document(path, manifest, f"rank/{rank:05d}", places)
     return documents
 
 
-def _read_document(path: str, manifest: Manifest, stem: str) -> dict[str, Any]:
+def _read_document(path: str, manifest: Manifest, stem: str, places: Places) -> dict[str, Any]:
     from safetensors.torch import load
 
     text = read_checked(path, manifest, f"{stem}.json")
@@ -205,7 +215,7 @@ def _read_document(path: str, manifest: Manifest, stem: str) -> dict[str, Any]:
     documents = {}
     for name, document in json.loads(text).items():
         own = {k.removeprefix(f"{name}/"): t for k, t in tensors.items() if k.startswith(f"{name}/")}
-        documents[name] = decode(document, own)
+        documents[name] = decode(document, own, places)
     return documents
 
 
@@ -306,6 +316,7 @@ def _apply_documents(
     documents: dict[str, Any],
     named: Mapping[str, tuple[NamedTensor, ...]],
     manifest: Manifest,
+    places: Places,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Give scheduler, scaler, data position, extras, modules and rank-local buffers their state back.
 
@@ -343,7 +354,7 @@ def _apply_documents(
             continue
         if name in modules:
             for path, module in modules_with_state(state.models[modules[name]]):
-                module.set_extra_state(value[path])
+                module.set_extra_state(places.put(value[path], module.get_extra_state))
         elif name in buffers:
             by_name = {t.name: t.tensor for t in named[buffers[name]]}
             for buffer, content in value.items():
@@ -352,9 +363,9 @@ def _apply_documents(
             key = name.removeprefix("extra.")
             target: Any = state.extra.get(key)
             if hasattr(target, "load_state_dict"):
-                _load_state(target, value, name)
+                _load_state(target, value, name, places)
             elif key in state.extra:
-                state.extra[key] = value
+                state.extra[key] = places.put(value, lambda: target)  # noqa: B023, called at once
             else:
                 left.append(f"{name}: not among this run's extras")
                 continue
@@ -362,15 +373,15 @@ def _apply_documents(
             left.append(f"{name}: not given to this run")
             continue
         else:
-            left += _give(target, value, name)
+            left += _give(target, value, name, places)
         restored.append(name)
     return tuple(restored), tuple(left)
 
 
-def _give(target: Any, value: Any, name: str) -> Iterator[str]:
+def _give(target: Any, value: Any, name: str, places: Places) -> Iterator[str]:
     """State to an object, or to several by name. Yields what is stored and was not asked for."""
     if not _is_several(target):
-        _load_state(target, value, name)
+        _load_state(target, value, name, places)
         if name == "scaler" and value and not target.state_dict():
             yield "scaler: it is disabled in this run"
         if name.partition(".")[0] == "dataloader":
@@ -378,15 +389,17 @@ def _give(target: Any, value: Any, name: str) -> Iterator[str]:
         return
     for key, one in value.items():
         if key in target:
-            yield from _give(target[key], one, f"{name}.{key}")
+            yield from _give(target[key], one, f"{name}.{key}", places)
         else:
             yield f"{name}.{key}: not given to this run"
 
 
-def _load_state(target: Any, value: Any, name: str) -> None:
+def _load_state(target: Any, value: Any, name: str, places: Places) -> None:
     """Raises :class:`StateError` naming the object, whatever it raises itself."""
+    # A loader may start its workers to tell its state.
+    live = (lambda: None) if name.partition(".")[0] == "dataloader" else target.state_dict
     try:
-        target.load_state_dict(value)
+        target.load_state_dict(places.put(value, live))
     except StateError:
         raise
     except Exception as error:
@@ -398,13 +411,6 @@ def _load_state(target: Any, value: Any, name: str) -> None:
 
 def _is_several(target: Any) -> bool:
     return isinstance(target, Mapping) and not hasattr(target, "load_state_dict")
-
-
-def _restore_rng(documents: dict[str, Any], manifest: Manifest, ranks: Ranks) -> str:
-    if "rng" in documents:
-        restore_rng(documents["rng"])
-        return "restored per rank"
-    return derive_rng(seed=manifest.seed, step=manifest.step, rank=ranks.rank)
 
 
 def _differences(
