@@ -246,11 +246,13 @@ def per_rank(path: str) -> list[str]:
 
 
 def save_extra_alone(root: str, device: torch.device) -> list[str]:
-    """The same of one tensor on the device among extras."""
+    """The same of one tensor on the device, and one on the CPU, among extras."""
     model = nn.Linear(2, 2, device=device)
     for parameter in model.parameters():
         nn.init.ones_(parameter)
-    state = sw.TrainState(model=model, extra={"baseline": torch.arange(4.0, device=device)})
+    state = sw.TrainState(
+        model=model, extra={"baseline": torch.arange(4.0, device=device), "host": torch.ones(2)}
+    )
     sw.save(state, f"{root}/extra", step=1)
     return per_rank(f"{root}/extra")
 
@@ -259,13 +261,14 @@ def restore_extra_alone(root: str, device: torch.device) -> Any:
     """Into a run whose own tensor lies on the device, and into one that has none yet."""
     found = []
     for live in (torch.zeros(4, device=device), None):
-        state = sw.TrainState(model=nn.Linear(2, 2, device=device), extra={"baseline": live})
+        host = None if live is None else torch.zeros(2, device=device)
+        extra = {"baseline": live, "host": host}
+        state = sw.TrainState(model=nn.Linear(2, 2, device=device), extra=extra)
         report = sw.restore(state, f"{root}/extra")
         baseline = state.extra["baseline"]
         baseline.add_(torch.ones(4, device=device))
-        found.append(
-            (str(baseline.device), baseline.tolist(), [d for d in report.differences if "baseline" in d])
-        )
+        host_now = state.extra["host"].device
+        found.append((str(baseline.device), baseline.tolist(), str(host_now), report.differences))
     return found
 
 
