@@ -37,6 +37,7 @@ from .plan.build import transfers_of
 from .recipe.adapters import adapter_tensors
 from .recipe.match import castable
 from .recipe.tiles import Tile
+from .state.places import own_device
 
 __all__ = ["iter_full"]
 
@@ -54,7 +55,7 @@ def iter_full(
     """Lazily ``(name, full tensor)`` of everything that ``model`` stores, in the same order on every rank.
 
     What :func:`export_hf` would write, bit for bit, without files: every parameter and persistent buffer, ties
-    once, on the device of the model's mesh. Tensors are the caller's: nothing here keeps or changes them.
+    once, on the device of the model's mesh (of a model without a mesh: on its own). Tensors are the caller's: nothing here keeps or changes them.
 
     Args:
         model: a live model, sharded in any way or not at all.
@@ -71,7 +72,8 @@ def iter_full(
     meanwhile.
 
     Memory, besides the shards: ``bucket_bytes``, or the largest tensor if that is more, plus what the caller still
-    holds of the bucket before (one tensor in a plain ``for`` loop). Traffic: one sum over all ranks of each tensor.
+    holds of the bucket before (one tensor in a plain ``for`` loop). Where the process group can't add on the model's
+    device (a CPU model under NCCL alone), the bucket lies on the group's device and each tensor is copied. Traffic: one sum over all ranks of each tensor.
 
     Raises :class:`CheckpointError` (hub names of a model with adapters), :class:`FormatError` (a conversion that
     can't be turned round), :class:`StateError` (nothing loaded yet) or :class:`RankError` alike on every rank.
@@ -86,7 +88,8 @@ def iter_full(
         claim.alike(repr((bucket_bytes, given)).encode())
         parts = Destination({t.name: local_tensor(t.tensor) for t in named_tensors(model)})
         device = _device(model)
-    return _iterate(_buckets(full, bucket_bytes), parts, device, ranks)
+        sums_on = _where_ranks_sum(device) if ranks.world_size > 1 else device
+    return _iterate(_buckets(full, bucket_bytes), parts, (sums_on, device), ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,13 +169,22 @@ def _buckets(full: Sequence[_Full], bucket_bytes: int) -> Iterator[list[_Full]]:
 
 
 def _iterate(
-    buckets: Iterator[list[_Full]], parts: Destination, device: torch.device, ranks: Ranks
+    buckets: Iterator[list[_Full]],
+    parts: Destination,
+    devices: tuple[torch.device, torch.device],
+    ranks: Ranks,
 ) -> FullTensors:
+    sums_on, given_on = devices
     for bucket in buckets:
         # A generator's own variables live on while the caller holds it: no tensor may be left in one.
-        ready = _gather(bucket, parts, device, ranks)
+        ready = _gather(bucket, parts, sums_on, ranks)
         while ready:
-            yield ready.popleft()
+            yield _first(ready, given_on)
+
+
+def _first(ready: deque[tuple[str, torch.Tensor]], device: torch.device) -> tuple[str, torch.Tensor]:
+    name, tensor = ready.popleft()
+    return name, tensor.to(device)
 
 
 @torch.no_grad()
@@ -209,8 +221,22 @@ def _fill(full: torch.Tensor, one: _Full, parts: Destination) -> None:
 
 
 def _device(model: nn.Module) -> torch.device:
-    """Where the process group can add up: the device of the model's mesh, or of a model without one itself."""
+    """Where full tensors are given: the device of the model's mesh, or of a model without one itself."""
     tensors = [t.tensor for t in named_tensors(model)]
     if any(isinstance(t, DTensor) for t in tensors) or not tensors:
         return default_device(model)
     return tensors[0].device
+
+
+def _where_ranks_sum(device: torch.device) -> torch.device:
+    """``device`` where the default process group works on it, else this process's device of a type that it works on."""
+    kinds = [part.partition(":")[0] for part in str(dist.get_backend_config()).split(",")]
+    if device.type in kinds:
+        return device
+    found = next((own for own in map(own_device, kinds) if own.type in kinds), None)
+    if found is None:
+        raise StateError(
+            f"the default process group works on {', '.join(kinds)}, and this process has no such device; the model is "
+            f"on {device.type}. Start the group with a backend for {device.type}"
+        )
+    return found

@@ -26,7 +26,8 @@ from .restoring_optimizer import TrainedBy, restore_optimizer, same_place
 from .state.data import data_caveats
 from .state.documents import check_form
 from .state.gradients import clear_gradients, refuse_unreduced
-from .state.rng import derive_rng, restore_rng
+from .state.places import Places
+from .state.rng import devices_of, plan_rng
 from .state.snapshot import trained_model
 from .state.train_state import TrainState, document_of
 from .store.collect import software_versions
@@ -99,9 +100,17 @@ def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> R
         _check_models(state, manifest, path)
         catalogs = {name: catalog_of_checkpoint(path, name, manifest=manifest) for name in state.models}
         own_files = ranks.rank if manifest.world_size == ranks.world_size else None
-        documents = _read_documents(path, manifest, own_files)
-        receivers = receivers_of(state, path)
+        places = Places()
+        documents = _read_documents(path, manifest, own_files, places)
+        receivers = receivers_of(state, path, places)
         check_documents(receivers, documents, manifest, path)
+        rng = plan_rng(
+            documents.get("rng"),
+            seed=manifest.seed,
+            step=manifest.step,
+            rank=ranks.rank,
+            devices=devices_of(state.models.values()),
+        )
     loaded = [
         fill(model, catalogs[name], Rules(), io=io, ranks=ranks, verify="digest")
         for name, model in state.models.items()
@@ -117,13 +126,14 @@ def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> R
     for name, optimizer in state.optimizers.items():
         trained = _same_model(name, trained_model(optimizer, named), documents, ranks)
         part = TrainedBy(name, optimizer, trained, state.models[trained], named[trained])
-        filled.append(restore_optimizer(part, manifest, stored, path, documents, ranks, io))
+        filled.append(restore_optimizer(part, manifest, stored, path, documents, places, ranks, io))
     with ranks.agree("restore documents"):
         restored, left = restore_documents(receivers, state, documents, manifest)
         caveats = data_caveats(state.dataloader)
         differences = _differences(state, manifest, ranks, named)
         differences += tuple(line for o in filled for line in o.differences)
-        rng = _restore_rng(documents, manifest, ranks)
+        differences += places.differences + rng.differences
+        rng.apply()
     return ResumeReport(
         path=path,
         step=manifest.step,
@@ -140,7 +150,7 @@ def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> R
         documents=restored,
         not_restored=left,
         caveats=caveats,
-        rng=rng,
+        rng=rng.rule,
         bytes_read=sum(report.bytes_read for report in loaded) + sum(o.bytes_read for o in filled),
         seconds=time.perf_counter() - started,
         damaged={},
@@ -186,12 +196,12 @@ def _check_models(state: TrainState, manifest: Manifest, path: str) -> None:
         )
 
 
-def _read_documents(path: str, manifest: Manifest, rank: int | None) -> dict[str, Any]:
+def _read_documents(path: str, manifest: Manifest, rank: int | None, places: Places) -> dict[str, Any]:
     """The documents shared by all ranks, and this rank's own if the world size is the saved one; each of its form."""
     stored = read_documents(path, manifest, "state")
     if rank is not None:
         stored |= read_documents(path, manifest, f"rank/{rank:05d}")
-    documents = decode_documents(stored, path)
+    documents = decode_documents(stored, path, places)
     check_form(documents, manifest)
     return documents
 
@@ -219,13 +229,6 @@ def _under_live_names(
         if opaque in found:
             found[opaque] = {live.get(n, n): v for n, v in found[opaque].items()}
     return replace(manifest, models={**manifest.models, model: entries}), found
-
-
-def _restore_rng(documents: dict[str, Any], manifest: Manifest, ranks: Ranks) -> str:
-    if "rng" in documents:
-        restore_rng(documents["rng"])
-        return "restored per rank"
-    return derive_rng(seed=manifest.seed, step=manifest.step, rank=ranks.rank)
 
 
 def _differences(

@@ -25,10 +25,11 @@ from .names import named_tensors
 from .state.data import ResumableLoader, make_iterator
 from .state.documents import check_position
 from .state.gradients import UNSEEN_GRADIENTS
+from .state.places import Places
 from .state.snapshot import classes_of, modules_with_state
 from .state.train_state import TrainState
 
-__all__ = ["Receiver", "check_documents", "load_state", "receivers_of", "restore_documents"]
+__all__ = ["Receiver", "check_documents", "receivers_of", "restore_documents"]
 
 
 class Receiver(ABC):
@@ -61,23 +62,23 @@ class Receiver(ABC):
 class _Stateful(Receiver):
     """Scheduler, scaler or data loader: an object with ``load_state_dict``, or several by name."""
 
-    def __init__(self, name: str, target: Any) -> None:
+    def __init__(self, name: str, target: Any, places: Places) -> None:
         super().__init__(name)
-        self._target = target
+        self._target, self._places = target, places
 
     def check(self, stored: Any) -> None:
         _check_state(self._target, stored, self.name)
 
     def restore(self, stored: Any) -> Iterable[str]:
-        return _give(self._target, stored, self.name)
+        return _give(self._target, stored, self.name, self._places)
 
 
 class _Extra(Receiver):
     """A further piece of state: an object with ``load_state_dict``, or a plain value that is put back into the dict."""
 
-    def __init__(self, name: str, extra: dict[str, Any], key: str) -> None:
+    def __init__(self, name: str, extra: dict[str, Any], key: str, places: Places) -> None:
         super().__init__(name)
-        self._extra, self._key = extra, key
+        self._extra, self._key, self._places = extra, key, places
 
     def check(self, stored: Any) -> None:
         pass  # any value that typed JSON holds may be one
@@ -85,9 +86,9 @@ class _Extra(Receiver):
     def restore(self, stored: Any) -> Iterable[str]:
         target = self._extra[self._key]
         if hasattr(target, "load_state_dict"):
-            load_state(target, stored, self.name)
+            _load_state(target, stored, self.name, self._places)
         else:
-            self._extra[self._key] = stored
+            self._extra[self._key] = self._places.put(stored, lambda: target)
         return ()
 
     def missing(self, manifest: Manifest, path: str) -> None:
@@ -98,9 +99,9 @@ class _Extra(Receiver):
 class _Modules(Receiver):
     """State that modules keep beside tensors."""
 
-    def __init__(self, name: str, model: nn.Module) -> None:
+    def __init__(self, name: str, model: nn.Module, places: Places) -> None:
         super().__init__(name)
-        self._model = model
+        self._model, self._places = model, places
 
     def check(self, stored: Any) -> None:
         lost = [path for path, _ in modules_with_state(self._model) if path not in stored]
@@ -113,7 +114,8 @@ class _Modules(Receiver):
     def restore(self, stored: Any) -> Iterable[str]:
         modules = dict(modules_with_state(self._model))
         for path, module in modules.items():
-            _call(module.set_extra_state, stored[path], f"{self.name}[{path!r}]", module, "set_extra_state")
+            value = self._places.put(stored[path], module.get_extra_state)
+            _call(module.set_extra_state, value, f"{self.name}[{path!r}]", module, "set_extra_state")
         return [
             f"{self.name}[{brief(path)}]: the module keeps no such state"
             for path in stored
@@ -196,8 +198,9 @@ class _Classes(Receiver):
         pass
 
 
-def receivers_of(state: TrainState, path: str) -> list[Receiver]:
-    """Everything in a training state that takes a document. ``path`` is the checkpoint's, for errors."""
+def receivers_of(state: TrainState, path: str, places: Places) -> list[Receiver]:
+    """Everything in a training state that takes a document. ``path`` is the checkpoint's, for errors; ``places`` knows
+    where the documents' tensors lay."""
     found: list[Receiver] = [_Classes(state)]
     for name, target in (
         ("scheduler", state.scheduler),
@@ -205,13 +208,13 @@ def receivers_of(state: TrainState, path: str) -> list[Receiver]:
         ("dataloader", state.dataloader),
     ):
         if target is not None:
-            found.append(_Stateful(name, target))
-    found += [_Extra(f"extra.{key}", state.extra, key) for key in state.extra]
+            found.append(_Stateful(name, target, places))
+    found += [_Extra(f"extra.{key}", state.extra, key, places) for key in state.extra]
     for name, optimizer in state.optimizers.items():
         found.append(_Optimizer(document_of("optimizer", name), optimizer, path))
         found.append(_Opaque(document_of("optimizer", name, "opaque")))
     for name, model in state.models.items():
-        found.append(_Modules(document_of("model", name, "modules"), model))
+        found.append(_Modules(document_of("model", name, "modules"), model, places))
         found.append(_Buffers(document_of("model", name, "buffers"), model))
     return found
 
@@ -302,10 +305,10 @@ def _check_schedulers(saved: Any, now: Any, name: str = "scheduler") -> None:
         )
 
 
-def _give(target: Any, value: Any, name: str) -> Iterator[str]:
+def _give(target: Any, value: Any, name: str, places: Places) -> Iterator[str]:
     """State to an object, or to several by name. Yields what is stored and was not asked for."""
     if not _is_several(target):
-        load_state(target, value, name)
+        _load_state(target, value, name, places)
         if name == "scaler" and value and not target.state_dict():
             yield "scaler: it is disabled in this run"
         if name.partition(".")[0] == "dataloader":
@@ -313,14 +316,20 @@ def _give(target: Any, value: Any, name: str) -> Iterator[str]:
         return
     for key, one in value.items():
         if key in target:
-            yield from _give(target[key], one, f"{name}.{key}")
+            yield from _give(target[key], one, f"{name}.{key}", places)
         else:
             yield f"{name}.{key}: not given to this run"
 
 
-def load_state(target: Any, value: Any, name: str) -> None:
+def _load_state(target: Any, value: Any, name: str, places: Places) -> None:
     """``target.load_state_dict(value)``. Raises :class:`StateError` naming the object, whatever it raises itself."""
-    _call(target.load_state_dict, value, name, target, "load_state_dict")
+    # A loader may start its workers to tell its state.
+    live = (lambda: None) if name.partition(".")[0] == "dataloader" else target.state_dict
+
+    def take(stored: Any) -> None:
+        target.load_state_dict(places.put(stored, live))
+
+    _call(take, value, name, target, "load_state_dict")
 
 
 def _call(take: Any, value: Any, name: str, target: Any, method: str) -> None:

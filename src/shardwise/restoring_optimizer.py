@@ -31,6 +31,7 @@ from .read.page_cache import page_cache_for
 from .recipe.match import Rules, match_rules, renamed
 from .state.gradients import GRADIENT, place_gradients
 from .state.optimizer import fill_groups, parameter_names, place_scalars, place_states, place_values
+from .state.places import Places
 from .state.train_state import document_of
 
 __all__ = ["RestoredOptimizer", "TrainedBy", "restore_optimizer", "same_place"]
@@ -74,6 +75,7 @@ def restore_optimizer(
     stored: Manifest,
     path: str,
     documents: dict[str, Any],
+    places: Places,
     ranks: Ranks,
     io: IOOptions,
 ) -> RestoredOptimizer:
@@ -85,6 +87,7 @@ def restore_optimizer(
     with ranks.agree("plan optimizer state"):
         names = parameter_names(part.optimizer, part.named)
         document = documents[part.document]
+        _place_documents(part, names, documents, places)
         fill_groups(part.optimizer, names, document["groups"])
         spread = {n: _spread_states(t, part.name) for n, t in entries.items() if t.states.get(part.name)}
         tensors, scalars_before = place_states(part.optimizer, names, spread)
@@ -116,6 +119,18 @@ def restore_optimizer(
         if part.opaque in documents:
             place_values(part.optimizer, names, documents[part.opaque])
     return RestoredOptimizer(reader.bytes_read, len(tensors) + len(packed), len(gradients), differences)
+
+
+def _place_documents(
+    part: TrainedBy, names: Mapping[int, str], documents: Mapping[str, Any], places: Places
+) -> None:
+    """Tensors of the documents: hyper-parameters to where the live ones are, states to their parameter."""
+    groups = part.optimizer.param_groups
+    parameters = {names[id(p)]: p for group in groups for p in group["params"]}
+    places.put(documents[part.document]["groups"], lambda: [{"options": group} for group in groups])
+    for states in (documents[part.document]["values"], documents.get(part.opaque, {})):
+        for name, of_one in states.items():
+            places.put(of_one, lambda o=of_one, n=name: dict.fromkeys(o, parameters.get(n)))  # type: ignore[misc]
 
 
 def _check_opaque(

@@ -14,6 +14,7 @@ from .catalog.documents import parse_documents, refuse_unknown
 from .catalog.manifest import BLOCK_BYTES, MANIFEST_NAME, Manifest
 from .errors import FormatError, IntegrityError, SourceError
 from .limits import MAX_JSON_BYTES, cause, inside, read_small
+from .state.places import Places
 from .state.typed_json import Encoded, decode
 
 __all__ = ["decode_documents", "document_names", "read_checked", "read_documents"]
@@ -50,13 +51,13 @@ def _below(prefix: str, keys: Sequence[str]) -> Iterator[str]:
         place += 1
 
 
-def decode_documents(stored: Mapping[str, Encoded], path: str) -> dict[str, Any]:
+def decode_documents(stored: Mapping[str, Encoded], path: str, places: Places) -> dict[str, Any]:
     """The values of documents, by name. Raises :class:`FormatError` naming the document, :class:`StateError` for an
     enum whose module is not imported."""
     found = {}
     for name, document in stored.items():
         try:
-            found[name] = decode(document.document, document.tensors)
+            found[name] = decode(document.document, document.tensors, places)
         except FormatError as error:
             raise FormatError(f"document {name!r}: {error}", path=path) from error
     return found

@@ -33,6 +33,7 @@ from .recipe.record import Origin
 from .recipe.tiles import identity
 from .recipe.transformers import hub_rules
 from .state.documents import check_form
+from .state.places import Places
 from .state.train_state import document_of
 from .state.typed_json import Encoded, encode
 from .store.companions import read_companions
@@ -324,7 +325,7 @@ def _documents(root: str, manifest: Manifest) -> dict[str, Encoded]:
     found = read_documents(root, manifest, "state")
     for name, document in found.items():
         try:
-            check_form(decode_documents({name: document}, root), manifest)
+            check_form(decode_documents({name: document}, root, Places()), manifest)
         except StateError:
             continue  # it names an enum whose module this process need not know
     return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,7 +25,7 @@ from torch.utils.data import (
 from shardwise.errors import StateError
 from shardwise.place.meta_init import preserve_rng
 from shardwise.state.data import ResumableLoader
-from shardwise.state.rng import capture_host_rng, capture_rng, derive_rng, restore_rng
+from shardwise.state.rng import capture_host_rng, capture_rng, derive_rng, plan_rng, restore_rng
 from shardwise.state.typed_json import decode, encode
 
 
@@ -136,57 +135,27 @@ def test_a_bad_state_is_refused_whole(part: str) -> None:
     assert draws() == expected
 
 
-class FakeModule(types.SimpleNamespace):
-    """Stands for ``torch.cuda`` with two devices."""
-
-    def __init__(self, *, initialised: bool) -> None:
-        super().__init__(states=[torch.tensor([i], dtype=torch.uint8) for i in (1, 2)], on=initialised)
-
-    def is_initialized(self) -> bool:
-        return bool(self.on)
-
-    def get_rng_state(self, device: torch.device) -> torch.Tensor:
-        assert self.on, "asking would initialise it"
-        state: torch.Tensor = self.states[device.index]
-        return state.clone()
-
-    def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
-        self.states[device.index] = state
-
-
-@pytest.fixture
-def accelerator(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeModule]:
-    def install(*, initialised: bool = True, count: int = 2) -> FakeModule:
-        module = FakeModule(initialised=initialised)
-        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-        monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
-        monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-        return module
-
-    return install
-
-
-def test_every_device_in_use_is_captured(accelerator: Callable[..., FakeModule]) -> None:
-    module = accelerator()
-    state = stored(capture_rng())
-    module.states = [torch.zeros(1), torch.zeros(1)]
+def test_devices_of_another_process_are_refused_whole() -> None:
+    state = stored(capture_host_rng())
+    expected = draws()
+    strange = {"type": "xla", "own": [torch.zeros(16, dtype=torch.uint8)]}  # a kind that no test machine has
+    with pytest.raises(StateError, match="saved of a xla device, this process has") as caught:
+        restore_rng({**state, "accelerator": strange})
+    assert "derive_rng" not in str(caught.value), "is not public"
     restore_rng(state)
-    assert [int(s) for s in module.states] == [1, 2]
-    restore_rng(capture_host_rng())  # says nothing of devices
-    assert [int(s) for s in module.states] == [1, 2]
+    plan = plan_rng({**state, "accelerator": strange}, seed=0, step=0, rank=0)
+    assert draws() == expected, "a plan changes nothing"
+    assert "saved of a xla device" in plan.differences[0]
+    plan.apply()
+    assert draws() == expected, "the host's generators come back"
 
 
-def test_an_accelerator_not_in_use_is_left_alone(accelerator: Callable[..., FakeModule]) -> None:
-    accelerator(initialised=False)
-    assert capture_rng()["accelerator"] is None
-
-
-def test_other_devices_are_an_error(accelerator: Callable[..., FakeModule]) -> None:
-    accelerator()
-    state = capture_rng()
-    accelerator(count=1)
-    with pytest.raises(StateError, match=r"2 cuda devices, .* 1 of cuda; .*derive_rng"):
-        restore_rng(state)
+def test_a_plan_without_a_state_derives() -> None:
+    plan = plan_rng(None, seed=1, step=2, rank=3)
+    plan.apply()
+    found = draws()
+    assert plan.rule == derive_rng(seed=1, step=2, rank=3)
+    assert (found, plan.differences) == (draws(), ())
 
 
 # ---------------------------------------------------------------------------------------------- data position

@@ -17,6 +17,7 @@ import torch
 from ..errors import FormatError, StateError
 from ..limits import MAX_COLLISIONS, MAX_DIMS, brief, cause
 from .encoding import FACTORIES, MAX_DEPTH, TAG, imported
+from .places import Places, own_device
 
 __all__ = ["LEFT_OUT", "Decoder"]
 
@@ -31,8 +32,9 @@ LEFT_OUT = _LeftOut()
 class Decoder:
     """One document that is being read."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], places: Places | None = None) -> None:
         self._tensors = tensors
+        self._places = places
         self._made: dict[str, torch.Tensor] = {}
         self._used: set[str] = set()  # by arrays
         self._depth = 0
@@ -99,6 +101,8 @@ class Decoder:
             found = f"{value.dtype} {list(value.shape)}"
             raise FormatError(f"tensor {brief(key)} should be {dtype} {shape}, but it is {found}")
         self._made[key] = value
+        if self._places is not None:  # older documents say cuda:0
+            self._places.met(value, key, torch.device(node["device"]).type)
         return value
 
     def array(self, node: dict[str, Any]) -> np.ndarray[Any, Any]:
@@ -183,6 +187,12 @@ def _torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
+def _device(node: dict[str, Any]) -> torch.device:
+    stored = torch.device(node["name"])
+    own = own_device(stored.type)
+    return own if node.get("own") is True and own.type == stored.type else stored
+
+
 def _special_float(text: str) -> float:
     if text not in ("inf", "-inf", "nan"):
         raise ValueError("only inf, -inf and nan are written as text")
@@ -228,7 +238,7 @@ _BUILDERS: dict[str, Callable[[Decoder, dict[str, Any]], Any]] = {
     "tensor": Decoder.tensor,
     "torch.Size": lambda d, node: torch.Size(node["items"]),
     "torch.dtype": lambda d, node: _torch_dtype(node["name"]),
-    "torch.device": lambda d, node: torch.device(node["name"]),
+    "torch.device": lambda d, node: _device(node),
     "numpy.array": Decoder.array,
     "numpy.dtype": lambda d, node: d.array_dtype(node["dtype"]),
     "numpy.scalar": Decoder.array_scalar,

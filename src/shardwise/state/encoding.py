@@ -20,6 +20,7 @@ import torch
 from ..dtypes import code_of
 from ..errors import FormatError, StateError
 from ..limits import is_text
+from .places import own_device
 
 __all__ = ["FACTORIES", "FUNCTIONS", "MAX_DEPTH", "TAG", "Encoder", "imported"]
 
@@ -127,7 +128,7 @@ class Encoder:
             self._keys[id(value)] = self.put(_storable(value, where), where)
         dtype = str(value.dtype).removeprefix("torch.")
         fields = {"key": self._keys[id(value)], "dtype": dtype, "shape": list(value.shape)}
-        return {TAG: "tensor", **fields, "device": str(value.device)}
+        return {TAG: "tensor", **fields, "device": value.device.type}  # an index differs between ranks
 
     def array(self, value: np.ndarray[Any, Any], where: str) -> Any:
         if type(value) is not np.ndarray:
@@ -204,6 +205,13 @@ def _base64(value: bytes | bytearray) -> str:
     return base64.b64encode(value).decode("ascii")
 
 
+def _device(value: torch.device) -> Any:
+    # Each process has a device of its own; equal states give equal files, and find the device of whoever reads them.
+    if value.index is not None and value == own_device(value.type):
+        return {TAG: "torch.device", "name": value.type, "own": True}
+    return {TAG: "torch.device", "name": str(value)}
+
+
 def _tagged(tag: str, field: str, convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda value: {TAG: tag, field: convert(value)}
 
@@ -266,7 +274,7 @@ _LEAVES: dict[type, Callable[[Any], Any]] = {
     range: lambda v: {TAG: "range", "items": [_integer(n) for n in (v.start, v.stop, v.step)]},
     torch.Size: _tagged("torch.Size", "items", list),
     torch.dtype: _tagged("torch.dtype", "name", lambda value: str(value).removeprefix("torch.")),
-    torch.device: _tagged("torch.device", "name", str),
+    torch.device: _device,
     type(pathlib.Path()): _tagged("Path", "path", lambda value: _text(str(value))),
     pathlib.PurePosixPath: _tagged("PurePosixPath", "path", lambda value: _text(str(value))),
     pathlib.PureWindowsPath: _tagged("PureWindowsPath", "path", lambda value: _text(str(value))),

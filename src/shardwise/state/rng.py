@@ -1,34 +1,64 @@
 """The random generators of a process: capture, restore, derive.
 
 These are Python's ``random``, numpy's global generator, torch's CPU generator, and the default generator of
-every device of an accelerator that is in use. Generators that a program made itself are not among them.
+each of this process's own devices of an accelerator that is in use. Generators that a program made itself are not
+among them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from ..errors import StateError
 from ..limits import cause
+from .places import own_device
 
-__all__ = ["capture_host_rng", "capture_rng", "derive_rng", "host_states", "restore_rng"]
+__all__ = [
+    "RngPlan",
+    "capture_host_rng",
+    "capture_rng",
+    "derive_rng",
+    "devices_of",
+    "host_states",
+    "plan_rng",
+    "restore_rng",
+]
 
 #: Far more than the 625 words of a Mersenne twister.
 _MOST_BYTES = 2**16
 
 
-def capture_rng() -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class RngPlan:
+    """What a resume will do with the random generators. Making it changes nothing."""
+
+    rule: str
+    """In one line, for the report."""
+    differences: tuple[str, ...]
+    """Why the next draws are not those of a run that never stopped, where the rule does not say it alone."""
+    apply: Callable[[], Any]
+    """Sets the generators. Do it last when resuming."""
+
+
+def capture_rng(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
     """The state of every global generator of this process, in values that typed JSON can hold.
 
-    Draws nothing and does not initialise an accelerator: an accelerator that is not in use is left out.
+    Of an accelerator: this process's current device, and the other ones among ``devices`` (where its tensors lie),
+    in the order of their index. Other devices that it sees belong to other processes. Draws nothing and does not
+    initialise an accelerator: an accelerator that is not in use is left out.
     Raises :class:`StateError` if numpy's global generator was replaced by one that is no Mersenne twister.
     """
-    return {**capture_host_rng(), "accelerator": _capture_accelerator()}
+    own = _own_devices(devices) if _in_use() else []
+    states = [torch.get_device_module(d.type).get_rng_state(d).cpu() for d in own]
+    return {**capture_host_rng(), "accelerator": {"type": own[0].type, "own": states} if own else None}
 
 
 def capture_host_rng() -> dict[str, Any]:
@@ -53,21 +83,62 @@ def capture_host_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: dict[str, Any]) -> None:
-    """Give every generator the state that :func:`capture_rng` found. Do it last when resuming.
+    """Give every generator of this process the state that :func:`capture_rng` found in it.
 
-    Devices of an accelerator that is not in use yet get their state when it is first used; devices that
-    ``state`` does not name keep theirs. Raises :class:`StateError`, before anything is changed, if ``state``
-    is not such a capture or names another accelerator or number of devices than this process has.
+    Devices that ``state`` does not name keep theirs. Raises :class:`StateError`, before anything is changed, if
+    ``state`` is not such a capture or this process has not the devices that it names.
     """
-    python_state, numpy_state = host_states(state)
-    accelerator = state.get("accelerator")
-    module = _module_for(accelerator) if accelerator else None
-    random.setstate(python_state)
-    np.random.set_state(numpy_state)
-    torch.set_rng_state(state["torch"])
-    if accelerator and module:
-        for index, device_state in enumerate(accelerator["devices"]):
-            module.set_rng_state(device_state, torch.device(accelerator["type"], index))
+    set_host, accelerator = _checked_host(state), state.get("accelerator")
+    if accelerator is None:
+        set_host()
+        return
+    own = _own_devices()
+    states, why_not = _fitting(accelerator, own)
+    if why_not:
+        raise StateError(f"{why_not}; restore random states in a process with the same devices")
+    _set_devices(own, states)
+    set_host()
+
+
+def plan_rng(
+    state: dict[str, Any] | None, *, seed: int, step: int, rank: int, devices: Iterable[torch.device] = ()
+) -> RngPlan:
+    """How to go on from ``state``, which may come from a process with other devices. Changes nothing.
+
+    ``None`` (no captured state fits, at another world size): everything is derived by :func:`derive_rng`. Where the
+    accelerator is of another kind, or this process has another number of its devices: the host's generators get their
+    state, and the devices' are derived. ``devices``: as for :func:`capture_rng`.
+
+    Raises :class:`StateError` if ``state`` is not such a capture.
+    """
+
+    def derive() -> None:
+        derive_rng(seed=seed, step=step, rank=rank)
+
+    derived = _derived_text(seed=seed, step=step, rank=rank)
+    if state is None:
+        return RngPlan(derived, (), derive)
+    set_host, accelerator, own = _checked_host(state), state.get("accelerator"), _own_devices(devices)
+    if accelerator is None and not (own and _in_use()):
+        return RngPlan("restored per rank", (), set_host)
+    states, why_not = _fitting(accelerator, own)
+    if why_not and not own:
+        return RngPlan("restored per rank, on the host", (why_not,), set_host)
+    if why_not:
+
+        def derive_devices() -> None:
+            derive()  # torch seeds all devices at once, also those that are not initialised yet
+            set_host()
+
+        return RngPlan(
+            f"restored per rank; of the {own[0].type} device: {derived}", (why_not,), derive_devices
+        )
+
+    def restore() -> None:
+        _set_devices(own, states)
+        set_host()
+
+    return RngPlan("restored per rank", (), restore)
 
 
 def host_states(state: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -99,7 +170,7 @@ def _check_form(accelerator: Any) -> None:
     """Raise ``TypeError`` unless it is None, or what :func:`capture_rng` says of an accelerator."""
     if accelerator is None:
         return
-    states = accelerator["devices"]
+    states = accelerator["own"] if "own" in accelerator else accelerator["devices"]
     if not isinstance(accelerator["type"], str) or not isinstance(states, list):
         raise TypeError("expected a device type and a list of states")
     if not all(isinstance(s, torch.Tensor) and s.dtype is torch.uint8 and s.dim() == 1 for s in states):
@@ -113,14 +184,25 @@ def derive_rng(*, seed: int, step: int, rank: int) -> str:
     equal draws on every machine. Accelerators are seeded too, without being initialised. Ranks that must
     draw alike, such as tensor-parallel peers, pass the same number as ``rank``.
     """
-    for name, value in (("seed", seed), ("step", step), ("rank", rank)):
-        if not isinstance(value, int):
-            raise StateError(f"{name} must be an integer to derive random generators, got {value!r}")
+    rule = _derived_text(seed=seed, step=step, rank=rank)
     numpy_seed = np.frombuffer(_derive(seed, step, rank, "numpy"), dtype="<u4")
     random.seed(int.from_bytes(_derive(seed, step, rank, "python"), "little"))
     np.random.seed(numpy_seed)
     torch.manual_seed(int.from_bytes(_derive(seed, step, rank, "torch")[:8], "little") >> 1)
-    return f"random generators derived by blake2b from (seed {seed}, step {step}, rank {rank})"
+    return rule
+
+
+def devices_of(models: Iterable[nn.Module]) -> set[torch.device]:
+    """Where the tensors of models lie on this rank."""
+    return {t.device for model in models for t in (*model.parameters(), *model.buffers())}
+
+
+def _derived_text(**numbers: int) -> str:
+    for name, value in numbers.items():
+        if not isinstance(value, int):
+            raise StateError(f"{name} must be an integer to derive random generators, got {value!r}")
+    given = ", ".join(f"{name} {value}" for name, value in numbers.items())
+    return f"random generators derived by blake2b from ({given})"
 
 
 def _derive(seed: int, step: int, rank: int, generator: str) -> bytes:
@@ -144,29 +226,84 @@ def _unpack(packed: torch.Tensor) -> list[int]:
     return words
 
 
-def _capture_accelerator() -> dict[str, Any] | None:
-    device = torch.accelerator.current_accelerator()
+def _checked_host(state: dict[str, Any]) -> Callable[[], None]:
+    """What sets the host's generators, after a trial on new ones."""
+    python_state, numpy_state = host_states(state)
+
+    def set_host() -> None:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(state["torch"])
+
+    return set_host
+
+
+def _in_use() -> bool:
+    """Whether this process has initialised its accelerator; asking does not."""
+    device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
-        return None
-    module: Any = torch.get_device_module(device)
+        return False
     # Asking a device for its state initialises it; a module that can't tell is asked only if it is there.
-    in_use = getattr(module, "is_initialized", torch.accelerator.is_available)
-    if not in_use():
-        return None
-    count = torch.accelerator.device_count()
-    states = [module.get_rng_state(torch.device(device.type, index)).cpu() for index in range(count)]
-    return {"type": device.type, "devices": states}
+    in_use = getattr(torch.get_device_module(device), "is_initialized", torch.accelerator.is_available)
+    return bool(in_use())
 
 
-def _module_for(stored: dict[str, Any]) -> Any:
-    device = torch.accelerator.current_accelerator()
-    live_type = device.type if device is not None else None
-    live_count = torch.accelerator.device_count() if device is not None else 0
-    stored_type, stored_count = stored["type"], len(stored["devices"])
-    if (live_type, live_count) != (stored_type, stored_count):
-        live = f"{live_count} of {live_type}" if live_type else "none"
-        raise StateError(
-            f"the random state is of {stored_count} {stored_type} devices, and this process sees {live}; "
-            "make the same devices visible, or derive new random states with derive_rng"
-        )
-    return torch.get_device_module(stored_type)
+def _own_devices(devices: Iterable[torch.device] = ()) -> list[torch.device]:
+    """This process's devices: the current one first, then those of its tensors. None without an accelerator."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return []
+    current = own_device(accelerator.type)
+    others = {d.index for d in devices if d.type == current.type and d.index is not None} - {current.index}
+    return [current, *(torch.device(current.type, index) for index in sorted(others))]
+
+
+def _fitting(
+    accelerator: dict[str, Any] | None, own: list[torch.device]
+) -> tuple[list[torch.Tensor], str | None]:
+    """The stored states of this process's own devices, or why there are none for them."""
+    if accelerator is None:
+        return [], f"random generators: {own[0].type} was not in use when saved, and is now"
+    try:
+        kind, states = accelerator["type"], _own_states(accelerator, own)
+    except (KeyError, TypeError) as error:
+        raise StateError(f"this is no captured state of random generators: {error!r}") from error
+    if not own or own[0].type != kind:
+        now = f"this process has one of {own[0].type}" if own else "this process has no accelerator"
+        return [], f"random generators: saved of a {kind} device, {now}"
+    if states is None:
+        seen = f"saved of all {len(accelerator['devices'])} {kind} devices of a host"
+        return [], f"random generators: {seen}, and {torch.accelerator.device_count()} are visible now"
+    if len(states) != len(own):
+        return [], f"random generators: saved of {len(states)} {kind} devices, this process uses {len(own)}"
+    for device, state in zip(own, states, strict=True):
+        _try_state(device, state)
+    return states, None
+
+
+def _own_states(accelerator: dict[str, Any], own: list[torch.device]) -> list[torch.Tensor] | None:
+    if "own" in accelerator:
+        return list(accelerator["own"])
+    # Older checkpoints hold the states of all visible devices, by index, and do not say which was the process's own.
+    every: list[torch.Tensor] = list(accelerator["devices"])
+    if len(every) == 1:
+        return every
+    if own and own[0].type == accelerator["type"] and len(every) == torch.accelerator.device_count():
+        return [every[device.index] for device in own]
+    return None
+
+
+def _try_state(device: torch.device, state: Any) -> None:
+    """Raises :class:`StateError` if a generator of the device would not take it."""
+    if not isinstance(state, torch.Tensor) or state.dtype is not torch.uint8:
+        raise StateError(f"this is no captured state of a {device.type} generator: {type(state).__name__}")
+    if _in_use():
+        try:
+            torch.Generator(device).set_state(state)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise StateError(f"this is no captured state of a {device.type} generator: {error}") from error
+
+
+def _set_devices(own: list[torch.device], states: list[torch.Tensor]) -> None:
+    for device, state in zip(own, states, strict=True):
+        torch.get_device_module(device.type).set_rng_state(state, device)

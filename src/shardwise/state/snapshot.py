@@ -25,7 +25,7 @@ from ..proof.digest import partial_sum
 from ..recipe.transformers import is_transformers_model
 from .gradients import UNSEEN_GRADIENTS, refuse_unreduced
 from .optimizer import Drained, drain, parameter_names
-from .rng import capture_rng
+from .rng import capture_rng, devices_of
 from .scaler import refuse_unfinished_step
 from .schedulers import functions_left_out
 from .train_state import TrainState, document_of
@@ -186,7 +186,7 @@ def _optimizer_live(drained: Drained, model: ModelPart) -> list[Live]:
 def _pieces(
     state: TrainState, models: tuple[ModelPart, ...], optimizers: tuple[OptimizerPart, ...], step: int
 ) -> dict[str, Any]:
-    pieces: dict[str, Any] = {"step": step, "rng": capture_rng()}
+    pieces: dict[str, Any] = {"step": step, "rng": capture_rng(devices_of(state.models.values()))}
     live = state.optimizers
     for o in optimizers:
         pieces[document_of("optimizer", o.name)] = {

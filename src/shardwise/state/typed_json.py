@@ -19,6 +19,7 @@ import torch
 
 from .decoding import LEFT_OUT, Decoder
 from .encoding import Encoder
+from .places import Places
 
 __all__ = ["Encoded", "decode", "encode"]
 
@@ -55,11 +56,12 @@ def encode(value: Any, *, where: str = "state") -> Encoded:
     return Encoded(document, encoder.tensors, tuple(encoder.not_stored))
 
 
-def decode(document: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The value that :func:`encode` was given. Tensors are new, on the CPU, and need no gradient.
+def decode(document: Any, tensors: Mapping[str, torch.Tensor], places: Places | None = None) -> Any:
+    """The value that :func:`encode` was given. Tensors are new, on the CPU, and need no gradient;
+    ``places`` learns on which type of device they lay, and puts them there.
 
     Raises :class:`FormatError` if the document is not one of :func:`encode`'s or a tensor is missing or has
     another dtype or shape, and :class:`StateError` for an enum whose module is not imported.
     """
-    value = Decoder(tensors).decode(document)
+    value = Decoder(tensors, places).decode(document)
     return None if value is LEFT_OUT else value

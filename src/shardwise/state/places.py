@@ -1,0 +1,98 @@
+"""On which device a tensor of a document lay, and on which this process puts it.
+
+A checkpoint records the type of device only: ``cuda``, not ``cuda:3``, because ranks that hold equal state hold it on
+devices of their own.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["Places", "own_device"]
+
+
+def own_device(kind: str) -> torch.device:
+    """This process's current device of a type; the CPU where it has none of it."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type != kind:
+        return torch.device("cpu")
+    return torch.device(kind, torch.accelerator.current_device_index())
+
+
+class Places:
+    """The tensors of documents that were read, which lie on the CPU until :meth:`put`."""
+
+    def __init__(self) -> None:
+        self._met: dict[
+            int, tuple[torch.Tensor, str, str]
+        ] = {}  # by id; holds the tensor, so that ids stay its own
+        self._moved: dict[tuple[int, torch.device], torch.Tensor] = {}
+        self._differences: dict[str, str] = {}
+
+    def met(self, tensor: torch.Tensor, key: str, kind: str) -> None:
+        """A tensor was read that lay on a device of type ``kind``; ``key`` is its path for the report."""
+        self._met[id(tensor)] = (tensor, key, kind)
+
+    def put(self, value: Any, live: Callable[[], Any] = lambda: None) -> Any:
+        """``value`` with its tensors where the live ones are, else on this process's device of their type, else the CPU.
+
+        ``live`` gives what this run has in the value's place, and is called only if the value holds a tensor.
+        Containers are changed in place, tuples are made anew; one tensor that is met twice stays one.
+        """
+        if not self._holds_tensors(value):
+            return value
+        return self._put(value, live())
+
+    @property
+    def differences(self) -> tuple[str, ...]:
+        """One line for each tensor that is on another type of device than it was."""
+        return tuple(self._differences.values())
+
+    def _holds_tensors(self, value: Any) -> bool:
+        if isinstance(value, torch.Tensor):
+            return id(value) in self._met
+        return any(self._holds_tensors(part) for _, part in _parts(value))
+
+    def _put(self, value: Any, live: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._put_tensor(value, live)
+        changed = {key: self._put(part, _counterpart(live, key)) for key, part in _parts(value)}
+        if type(value) is tuple:
+            return tuple(changed.values())
+        for key, part in changed.items():
+            value[key] = part
+        return value
+
+    def _put_tensor(self, tensor: torch.Tensor, live: Any) -> torch.Tensor:
+        if id(tensor) not in self._met:
+            return tensor
+        _, key, kind = self._met[id(tensor)]
+        follows = isinstance(live, torch.Tensor) and not live.is_meta
+        device = live.device if follows else own_device(kind)
+        if device.type != kind:
+            self._differences[key] = f"{key}: a tensor saved on {kind}, now on {device.type}"
+        place = (id(tensor), device)
+        if place not in self._moved:
+            self._moved[place] = tensor.to(device)
+        return self._moved[place]
+
+
+def _parts(value: Any) -> list[tuple[Any, Any]]:
+    """What a container of typed JSON holds, by key; sets are left out, whose members have none."""
+    if isinstance(value, dict):
+        return list(value.items())
+    if isinstance(value, (list, collections.deque)) or type(value) is tuple:
+        return list(enumerate(value))
+    return []
+
+
+def _counterpart(live: Any, key: Any) -> Any:
+    if isinstance(live, Mapping):
+        return live.get(key)
+    if isinstance(live, (list, tuple, collections.deque)) and isinstance(key, int) and key < len(live):
+        return live[key]
+    return None

@@ -1,0 +1,180 @@
+"""State on a device that is not the CPU: saved and resumed where the process has other devices, or none."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+import torch
+
+from tests import models
+from tests.device import _fns as fns
+from tests.harness.launch import Launch
+
+# slow: the compiler's minute, and ranks that are started for each number of devices.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("simgpu")]
+Parts = list[dict[str, tuple[str, Any]]]
+
+
+def results(world_size: int, fn: Any, *args: Any) -> list[Any]:
+    with Launch(world_size, fn, *args) as job:
+        assert job.wait(300) == [0] * world_size
+        return [job.result(rank) for rank in range(world_size)]
+
+
+def of(parts: Parts, name: str) -> list[Any]:
+    """What a part gave on each rank; fails with its traceback if it raised."""
+    failed = [f"rank {r}:\n{p[name][1]}" for r, p in enumerate(parts) if p[name][0] != "ok"]
+    assert not failed, "\n".join(failed)
+    return [found[name][1] for found in parts]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("gpt2")
+    models.write_hub_directory("gpt2", directory, torch.float32)
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture(scope="module")
+def two(simgpu: None, source: str, root: str) -> Parts:
+    """Both ranks see both devices."""
+    return results(2, fns.on_two_visible, source, root)
+
+
+@pytest.fixture(scope="module")
+def others(two: Parts, source: str, root: str) -> Parts:
+    """Rank 0 sees four devices, rank 1 one."""
+    return results(2, fns.on_others_visible, source, root)
+
+
+@pytest.fixture(scope="module")
+def none(two: Parts, source: str, root: str) -> Parts:
+    """Both ranks on the CPU."""
+    return results(2, fns.on_none, source, root)
+
+
+def assert_same_steps(found: Any, expected: Any) -> None:
+    assert found[0] == expected[0], "losses"
+    assert found[1].keys() == expected[1].keys()
+    differing = [name for name, t in expected[1].items() if not torch.equal(found[1][name], t)]
+    assert not differing
+    assert found[2] == expected[2], "draws"
+
+
+def test_the_device_is_none_that_a_cpu_could_be() -> None:
+    (found,) = results(1, fns.what_the_device_shows)
+    assert found["unused"], "asking for the generators initialises no device"
+    assert found["reused"] == 2, "a host buffer that was used again too early shows"
+    assert (found["early"], found["late"]) == (0, 2), "a copy to the host that nothing waited for shows"
+    assert found["peek"] == -signal.SIGSEGV
+    assert "same device" in found["add"]
+    assert "No backend type associated with device type cpu" in found["sum"]
+    assert found["product"] == [[5, 14], [14, 50]]
+
+
+def test_resume_where_other_devices_are_visible(two: Parts, others: Parts) -> None:
+    for uninterrupted, (report, resumed) in zip(of(two, "begin"), of(others, "now"), strict=True):
+        assert_same_steps(resumed, uninterrupted)
+        assert report["exact"], report["differences"]
+        assert report["rng"] == "restored per rank"
+
+
+def test_checkpoints_with_the_generators_of_all_devices(two: Parts, others: Parts) -> None:
+    for uninterrupted, (report, resumed) in zip(of(two, "begin"), of(two, "as before"), strict=True):
+        assert_same_steps(resumed, uninterrupted)
+        assert report["exact"], report["differences"]
+    for rank, (report, _) in enumerate(of(others, "before")):
+        now = 4 if rank == 0 else 1
+        (line,) = report["differences"]
+        assert (
+            line == f"random generators: saved of all 2 simgpu devices of a host, and {now} are visible now"
+        )
+        assert f"of the simgpu device: random generators derived by blake2b from (seed {100}" in report["rng"]
+        assert f"step 2, rank {rank})" in report["rng"]
+        assert not report["exact"]
+
+
+def test_resume_on_the_cpu(two: Parts, none: Parts) -> None:
+    for rank, (report, resumed) in enumerate(of(none, "now")):
+        expected = of(two, "begin")[rank]
+        assert not report["exact"]
+        lost = "random generators: saved of a simgpu device, this process has no accelerator"
+        assert lost in report["differences"]
+        assert any(line.startswith("device: saved simulated accelerator") for line in report["differences"])
+        assert report["rng"] == "restored per rank, on the host"
+        assert len(resumed[0]) == len(expected[0])
+
+
+def test_equal_state_on_each_ranks_device_is_shared(two: Parts) -> None:
+    assert of(two, "extra") == [["rng"]] * 2
+
+
+def test_hyper_parameters_on_the_device(two: Parts) -> None:
+    assert of(two, "small") == [["extra.own", "rng"]] * 2
+
+
+def test_tensors_of_documents_come_back_to_the_device(two: Parts) -> None:
+    for rank, found in enumerate(of(two, "restored extra")):
+        assert found == [(f"simgpu:{rank}", [1, 2, 3, 4], [])] * 2
+
+
+def test_tensors_of_documents_follow_the_live_ones(others: Parts, none: Parts) -> None:
+    for parts, own in ((others, "simgpu:0"), (none, "cpu")):
+        for rank, (places, device, said, exact) in enumerate(of(parts, "small")):
+            assert {name: value for name, (_, value) in places.items()} == {
+                "lr": 0.5,
+                "beta": pytest.approx(0.99),
+                "base_lr": 0.5,
+                "extra": 0.5,
+                "own": 0.5 + rank,
+                "holder": 0.5,
+                "module": 0.5,
+                "host": 0.5,
+            }
+            devices = {name: place for name, (place, _) in places.items()}
+            assert devices == dict.fromkeys(devices, own) | {"host": "cpu"}
+            if own == "cpu":
+                assert not exact
+                assert "extra.baseline.value: a tensor saved on simgpu, now on cpu" in said
+                assert sum("a tensor saved on simgpu" in line for line in said) >= len(devices) - 1
+            else:
+                assert (said, exact, device) == ((), True, own)
+
+
+def test_full_tensors_of_a_cpu_model_under_a_group_of_the_device(two: Parts) -> None:
+    for rank, (on_cpu, on_device) in enumerate(of(two, "full")):
+        assert on_cpu == (["cpu"], [True, True])
+        assert on_device == ([f"simgpu:{rank}"], [True, True])
+
+
+def test_generators_of_another_process(two: Parts) -> None:
+    for rank, found in enumerate(of(two, "generators")):
+        derived = f"random generators derived by blake2b from (seed 1, step 2, rank {rank})"
+        for name, why in (
+            ("unused", "random generators: simgpu was not in use when saved, and is now"),
+            ("another kind", "random generators: saved of a cuda device, this process has one of simgpu"),
+            (
+                "two of one process",
+                "random generators: saved of 2 simgpu devices, this process uses 1",
+            ),
+            (
+                "nine visible, before",
+                "random generators: saved of all 9 simgpu devices of a host, and 2 are visible now",
+            ),
+        ):
+            rule, differences, host, device = found[name]
+            assert differences == (why,)
+            assert rule == f"restored per rank; of the simgpu device: {derived}"
+            assert (host, device) == (True, False)
+        assert found["one visible, before"] == ("restored per rank", (), True, True)
+
+
+def test_generators_of_a_process_with_several_devices(two: Parts) -> None:
+    assert of(two, "several") == [[True] * 4] * 2
