@@ -24,8 +24,11 @@ from .layout.placements import mesh_text
 from .loading import fill
 from .names import NamedTensor, named_tensors
 from .plan import IOOptions
+from .proof.report import LoadReport
 from .recipe.match import Rules
 from .restoring_optimizer import TrainedBy, restore_optimizer, same_place
+from .restoring_own import OwnState
+from .state.beyond_model import make_room, refuse_fsdp1
 from .state.data import data_caveats, make_iterator
 from .state.gradients import UNSEEN_GRADIENTS, clear_gradients, refuse_unreduced
 from .state.rng import derive_rng, restore_rng
@@ -94,19 +97,26 @@ def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> R
     seen = first_view(path, ranks)
     with ranks.agree("read manifest"):
         for model in state.models.values():
+            refuse_fsdp1(model)
             reshard(model)
             for optimizer in state.optimizers.values():
                 refuse_unreduced(optimizer, model)
         manifest = seen.manifest()
         _check_models(state, manifest, path)
+        for name, model in state.models.items():
+            make_room(model, {n: t.shape for n, t in manifest.models[name].items()})
         catalogs = {name: catalog_of_checkpoint(path, name, manifest=manifest) for name in state.models}
         own_files = ranks.rank if manifest.world_size == ranks.world_size else None
         documents = _read_documents(path, manifest, own_files)
         _check_wanted_documents(state, documents, manifest, path)
-    loaded = [
-        fill(model, catalogs[name], Rules(), io=io, ranks=ranks, verify="digest")
-        for name, model in state.models.items()
-    ]
+        own = OwnState(documents)
+
+    def filled_model(name: str) -> LoadReport:
+        return fill(state.models[name], catalogs[name], Rules(), io=io, ranks=ranks, verify="digest")
+
+    loaded = [filled_model(name) for name in state.models]
+    for name in own.give_to_models(state.models, ranks):
+        loaded.append(filled_model(name))
     with ranks.agree("match names"):
         named = {name: named_tensors(model) for name, model in state.models.items()}
         stored = manifest
@@ -119,11 +129,13 @@ def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> R
         trained = _same_model(name, trained_model(optimizer, named), documents, ranks)
         part = TrainedBy(name, optimizer, trained, state.models[trained], named[trained])
         filled.append(restore_optimizer(part, manifest, stored, path, documents, ranks, io))
+    with ranks.agree("give optimizers their own state"):
+        own.give_to_optimizers(state.given_optimizers, state.optimizers)
     with ranks.agree("restore documents"):
-        restored, left = _apply_documents(state, documents, named, manifest)
+        restored, left = _apply_documents(state, documents, named, manifest, own.documents)
         caveats = data_caveats(state.dataloader)
         differences = _differences(state, manifest, ranks, named)
-        differences += tuple(line for o in filled for line in o.differences)
+        differences += tuple(line for o in filled for line in o.differences) + own.differences
         rng = _restore_rng(documents, manifest, ranks)
     return ResumeReport(
         path=path,
@@ -136,9 +148,9 @@ def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> R
         digest=_digest_of_all(state, manifest),
         exact=not (differences or left or caveats),
         differences=differences,
-        tensors=sum(report.tensors for report in loaded),
+        tensors=sum(report.tensors for report in loaded[: len(state.models)]),
         optimizer_tensors=sum(o.tensors for o in filled),
-        documents=restored,
+        documents=restored + own.restored,
         not_restored=left,
         caveats=caveats,
         rng=rng,
@@ -306,6 +318,7 @@ def _apply_documents(
     documents: dict[str, Any],
     named: Mapping[str, tuple[NamedTensor, ...]],
     manifest: Manifest,
+    own: frozenset[str],
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Give scheduler, scaler, data position, extras, modules and rank-local buffers their state back.
 
@@ -316,6 +329,7 @@ def _apply_documents(
         "step",
         "rng",
         "classes",
+        *own,
         *optimizers,
         *(document_of("optimizer", n, "opaque") for n in manifest.packed),
     }

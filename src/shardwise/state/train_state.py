@@ -55,15 +55,19 @@ class TrainState:
 
     @property
     def optimizers(self) -> dict[str, Optimizer]:
-        """The optimizers by name, without Accelerate's wrapper; a single one is called ``optimizer``."""
-        if self.optimizer is None:
-            return {}
-        named = self.optimizer if isinstance(self.optimizer, Mapping) else {"optimizer": self.optimizer}
-        checked = _checked(named, "optimizer", Optimizer)
-        found = {name: bare_optimizer(optimizer) for name, optimizer in checked.items()}
+        """The optimizers by name, without what is wrapped around them; a single one is called ``optimizer``."""
+        found = {name: bare_optimizer(optimizer) for name, optimizer in self.given_optimizers.items()}
         for optimizer in found.values():  # here, because one may be given later than the others
             watch_steps(optimizer)
         return found
+
+    @property
+    def given_optimizers(self) -> dict[str, Optimizer]:
+        """The same by name as they were given: Accelerate's wrapper, or one with state of its own."""
+        if self.optimizer is None:
+            return {}
+        named = self.optimizer if isinstance(self.optimizer, Mapping) else {"optimizer": self.optimizer}
+        return _checked(named, "optimizer", Optimizer)
 
 
 def _checked(given: Mapping[str, Any], what: str, kind: type) -> dict[str, Any]:
