@@ -237,8 +237,10 @@ class Checkpointer:
         collected = collect(state, step, lineage, ranks)
         reserve_for(collected, buffer, ranks, self._max_staging_bytes)
         others = Ranks.current(timeout_s=self._io.timeout_s, channel=self._channel)
-        self._behind = SaveBehind(collected, final, buffer, others, lambda: self._retain(step, others))
-        return self._behind.copy()
+        with ranks.agree("copy documents"):  # if one rank has no memory for them, no rank saves
+            behind = SaveBehind(collected, final, buffer, others, lambda: self._retain(step, others))
+        self._behind = behind
+        return behind.copy()
 
     def _refuse_if_busy(self, ranks: Ranks) -> None:
         running = ranks.combine(

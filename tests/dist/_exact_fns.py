@@ -627,7 +627,7 @@ KINDS: dict[str, Kind] = {
     "checkpointed": module(lambda: mlp(WIDTH, checkpoint_wrapper(Hooked(8, 8)))),
     "state dict hooks": module(lambda: mlp(WIDTH, Hooked(8, 8))),
     "own save and load": module(lambda: mlp(WIDTH, Overriding(8, 8))),
-    "own save of an object": module(lambda: mlp(WIDTH, HoldsObject(8, 8)), "named", "model: [2.calls]"),
+    "own save of an object": module(lambda: mlp(WIDTH, HoldsObject(8, 8)), "named", "model: 2.calls"),
     "extra state": module(lambda: mlp(WIDTH, Extra(8, 8))),
     "cache that loading makes": module(lambda: mlp(WIDTH, Cached(8, 8))),
     "hook that saves less": module(lambda: mlp(WIDTH, HalfSaved(8, 8))),
@@ -660,7 +660,7 @@ SHARDED: dict[str, Kind] = {
     )
 }  # fmt: skip
 SHARDED["sharded state outside"] = Kind(
-    lambda: mlp(WIDTH, Shadow(8, 8)), sgd, "named", "model: [2.shadow]", sharded=True, more=shadowed
+    lambda: mlp(WIDTH, Shadow(8, 8)), sgd, "named", "model: 2.shadow", sharded=True, more=shadowed
 )
 
 
@@ -717,8 +717,9 @@ class Run:
             for t in named_tensors(model):
                 yield f"{name} {t.name}", raw(t.tensor)
         for name, optimizer in self.state.optimizers.items():
-            for number, state in enumerate(optimizer.state.values()):
-                for key, value in state.items():
+            live = [p for group in optimizer.param_groups for p in group["params"]]
+            for number, parameter in enumerate(live):
+                for key, value in optimizer.state.get(parameter, {}).items():
                     yield (
                         f"{name} {number} {key}",
                         raw(value) if isinstance(value, torch.Tensor) else repr(value).encode(),

@@ -15,9 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from ..errors import ShardwiseError
 from ..layout.model import local_tensor
+from .encoding import quantised_parts
 from .typed_json import encode
 
 __all__ = [
@@ -102,6 +104,8 @@ def same(a: Any, b: Any) -> bool:
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.dtype != b.dtype:
         return False
+    if a.is_quantized:
+        return b.is_quantized and same(quantised_parts(a), quantised_parts(b))
     left, right = (local_tensor(t).detach().to("cpu").contiguous().reshape(-1) for t in (a, b))
     return bool(torch.equal(left.view(torch.uint8), right.view(torch.uint8)))
 
@@ -111,8 +115,8 @@ def split_storable(leaves: Iterable[tuple[Path, Any]], what: str) -> Beyond:
     kept: list[tuple[Path, Any]] = []
     lines: dict[str, str] = {}
     nbytes = 0
-    for path, value in leaves:
-        why = ""
+    for path, live in leaves:
+        value, why = _without_parameters(live), ""
         try:
             encoded = encode((path, value), where="it")
         except ShardwiseError as error:
@@ -133,6 +137,15 @@ def split_storable(leaves: Iterable[tuple[Path, Any]], what: str) -> Beyond:
         else:
             kept.append((path, value))
     return Beyond(tuple(kept), lines)
+
+
+def _without_parameters(value: Any) -> Any:
+    """With the tensors of the parameters among a value of tuples, lists and dicts; it is new where it has any."""
+    if isinstance(value, nn.Parameter):
+        return value.detach()
+    if type(value) in (tuple, list):
+        return type(value)(map(_without_parameters, value))
+    return {k: _without_parameters(v) for k, v in value.items()} if type(value) is dict else value
 
 
 def path_text(path: Path) -> str:

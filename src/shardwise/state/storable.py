@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..dtypes import code_of
 from ..errors import FormatError, StateError
@@ -23,9 +22,9 @@ def refuse_unstorable(where: str, tensor: torch.Tensor) -> None:
 def _why_not(local: torch.Tensor) -> str:
     if is_lazy(local):
         return "is lazy and has no shape yet; run the model once before saving"
-    if is_traceable_wrapper_subclass(local):
+    if type(local).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return (
-            f"is a {type(local).__qualname__}, a tensor subclass that holds other tensors and can't be stored; "
+            f"is a {type(local).__qualname__}, a tensor subclass that says itself what its content is, and can't be stored; "
             f"expected a plain tensor. Use one, or keep it outside of the TrainState"
         )
     if local.is_nested or local.layout is not torch.strided:

@@ -42,7 +42,15 @@ class StagingBuffer:
         """Make room for ``nbytes``; memory that is there already is used again. Not while a save runs."""
         if nbytes > self.nbytes:
             self._memory = torch.empty(0, dtype=torch.uint8)  # freed before the next is allocated
-            self._memory = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=torch.accelerator.is_available())
+            try:
+                self._memory = torch.zeros(
+                    nbytes, dtype=torch.uint8, pin_memory=torch.accelerator.is_available()
+                )
+            except (RuntimeError, MemoryError) as error:
+                raise CheckpointError(
+                    f"can't allocate {nbytes} bytes of host memory for staging ({error}); give max_staging_bytes with "
+                    f"less, or mode='sync'"
+                ) from error
         self._reset()
 
     def _reset(self) -> None:
