@@ -59,7 +59,8 @@ class ResumeReport:
     exact: bool
     """Whether the next steps are promised to be bitwise those of a run that never stopped."""
     differences: tuple[str, ...]
-    """Why not, where they are not: other world size, versions, threads, devices, dtypes."""
+    """Why not, where they are not: other world size, versions, threads, devices, dtypes; what a model or an optimizer
+    would save by itself that was not stored, or that its own ``load_state_dict`` did not take back."""
     tensors: int
     """Model tensors restored; digests compared of all but those whose dtype differs (see ``differences``)."""
     optimizer_tensors: int

@@ -51,11 +51,18 @@ def has_own_loading(model: nn.Module) -> bool:
 
 
 def _differs_from_torch(model: nn.Module, methods: tuple[str, ...], hooks: tuple[str, ...]) -> bool:
-    return any(
-        any(getattr(type(m), n) is not getattr(nn.Module, n) or n in m.__dict__ for n in methods)
-        or any(not _is_wrappers(hook) for n in hooks for hook in getattr(m, n).values())
-        for m in model.modules()
-    )
+    plain: set[type] = set()
+    for module in model.modules():
+        kind = type(module)
+        if kind not in plain and any(getattr(kind, n) is not getattr(nn.Module, n) for n in methods):
+            return True
+        plain.add(kind)
+        own = module.__dict__
+        if any(n in own for n in methods) or any(
+            not _is_wrappers(hook) for n in hooks if own[n] for hook in own[n].values()
+        ):
+            return True
+    return False
 
 
 def _is_wrappers(hook: Any) -> bool:

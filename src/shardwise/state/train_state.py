@@ -23,6 +23,10 @@ class TrainState:
     Make it before training: its optimizers note after each step from then on which gradients it used. Gradients
     that wait for a step when a save comes (in the middle of an accumulation) are part of the state. Gradients that
     were there before the first ``TrainState``, and that no step has used since, are not: both reports say so.
+
+    What a model or an optimizer would save by itself besides (by its own ``state_dict``, its modules'
+    ``_save_to_state_dict``, or hooks) is stored too, and given back through its own ``load_state_dict``. What of it
+    can't be stored, and what does not arrive, both reports name. See docs/state.md.
     """
 
     model: nn.Module | Mapping[str, nn.Module]
