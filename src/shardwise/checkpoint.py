@@ -43,7 +43,8 @@ def save(
     """Write ``state`` as one checkpoint directory at ``path``: all of it or nothing.
 
     Every rank writes its own shards; replicas are written once. Every rank of the default process group
-    must call it. Memory: ≤ 32 MiB besides the live tensors on CPU. Raises :class:`StateError` before
+    must call it. Memory: ≤ 32 MiB besides the live tensors on CPU, and what tensors in documents take (of state that a
+    model or an optimizer saves by itself at most 64 MiB each). Raises :class:`StateError` before
     anything is written, :class:`CheckpointError` if ``path`` exists, :class:`RankError` on every rank.
     """
     io = io or IOOptions()
@@ -240,7 +241,7 @@ class Checkpointer:
         collected = collect(state, step, lineage, ranks)
         reserve_for(collected, buffer, ranks, self._max_staging_bytes)
         others = Ranks.current(timeout_s=self._io.timeout_s, channel=self._channel)
-        with ranks.agree("copy documents"):
+        with ranks.agree("copy documents"):  # if one rank has no memory for them, no rank saves
             behind = SaveBehind(collected, final, buffer, others, lambda: self._retain(step, others))
         self._behind = behind
         return behind.copy()

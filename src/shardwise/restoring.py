@@ -20,9 +20,12 @@ from .layout.placements import mesh_text
 from .loading import fill
 from .names import NamedTensor, named_tensors
 from .plan import IOOptions
+from .proof.report import LoadReport
 from .recipe.match import Rules
 from .restoring_documents import check_documents, receivers_of, restore_documents
 from .restoring_optimizer import TrainedBy, restore_optimizer, same_place
+from .restoring_own import OwnState
+from .state.beyond_model import make_room, refuse_fsdp1
 from .state.data import data_caveats
 from .state.documents import check_form
 from .state.gradients import clear_gradients, refuse_unreduced
@@ -55,7 +58,8 @@ class ResumeReport:
     exact: bool
     """Whether the next steps are promised to be bitwise those of a run that never stopped."""
     differences: tuple[str, ...]
-    """Why not, where they are not: other world size, versions, threads, devices, dtypes."""
+    """Why not, where they are not: other world size, versions, threads, devices, dtypes; what a model or an optimizer
+    would save by itself that was not stored, or that its own ``load_state_dict`` did not take back."""
     tensors: int
     """Model tensors restored; digests compared of all but those whose dtype differs (see ``differences``)."""
     optimizer_tensors: int
@@ -93,17 +97,21 @@ def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> R
     seen = first_view(path, ranks)
     with ranks.agree("read manifest"):
         for model in state.models.values():
+            refuse_fsdp1(model)
             reshard(model)
             for optimizer in state.optimizers.values():
                 refuse_unreduced(optimizer, model)
         manifest = seen.manifest()
         _check_models(state, manifest, path)
+        for name, model in state.models.items():
+            make_room(model, {n: t.shape for n, t in manifest.models[name].items()})
         catalogs = {name: catalog_of_checkpoint(path, name, manifest=manifest) for name in state.models}
         own_files = ranks.rank if manifest.world_size == ranks.world_size else None
         places = Places()
         documents = _read_documents(path, manifest, own_files, places)
         receivers = receivers_of(state, path, places)
         check_documents(receivers, documents, manifest, path)
+        own = OwnState(documents)
         rng = plan_rng(
             documents.get("rng"),
             seed=manifest.seed,
@@ -111,10 +119,13 @@ def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> R
             rank=ranks.rank,
             devices=devices_of(state.models.values()),
         )
-    loaded = [
-        fill(model, catalogs[name], Rules(), io=io, ranks=ranks, verify="digest")
-        for name, model in state.models.items()
-    ]
+
+    def filled_model(name: str) -> LoadReport:
+        return fill(state.models[name], catalogs[name], Rules(), io=io, ranks=ranks, verify="digest")
+
+    loaded = [filled_model(name) for name in state.models]
+    for name in own.give_to_models(state.models, ranks):
+        loaded.append(filled_model(name))
     with ranks.agree("match names"):
         named = {name: named_tensors(model) for name, model in state.models.items()}
         stored = manifest
@@ -127,12 +138,14 @@ def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> R
         trained = _same_model(name, trained_model(optimizer, named), documents, ranks)
         part = TrainedBy(name, optimizer, trained, state.models[trained], named[trained])
         filled.append(restore_optimizer(part, manifest, stored, path, documents, places, ranks, io))
+    with ranks.agree("give optimizers their own state"):
+        own.give_to_optimizers(state.given_optimizers, state.optimizers)
     with ranks.agree("restore documents"):
         restored, left = restore_documents(receivers, state, documents, manifest)
         caveats = data_caveats(state.dataloader)
         differences = _differences(state, manifest, ranks, named)
         differences += tuple(line for o in filled for line in o.differences)
-        differences += places.differences + rng.differences
+        differences += own.differences + places.differences + rng.differences
         rng.apply()
     return ResumeReport(
         path=path,
@@ -145,9 +158,9 @@ def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> R
         digest=_digest_of_all(state, manifest),
         exact=not (differences or left or caveats),
         differences=differences,
-        tensors=sum(report.tensors for report in loaded),
+        tensors=sum(report.tensors for report in loaded[: len(state.models)]),
         optimizer_tensors=sum(o.tensors for o in filled),
-        documents=restored,
+        documents=restored + own.restored,
         not_restored=left,
         caveats=caveats,
         rng=rng.rule,

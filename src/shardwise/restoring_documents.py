@@ -233,7 +233,7 @@ def check_documents(
 
 
 #: Documents of these kinds are no state of their own in a report: others apply them.
-_APPLIED_ELSEWHERE = frozenset({"step", "rng", "classes", "optimizer", "opaque"})
+_APPLIED_ELSEWHERE = frozenset({"step", "rng", "classes", "optimizer", "opaque", "own", "not_stored"})
 
 
 def restore_documents(

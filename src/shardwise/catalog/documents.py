@@ -27,8 +27,10 @@ Kind = Literal[
     "opaque",
     "buffers",
     "modules",
+    "own",
+    "not_stored",
 ]
-_OF_A_RUN: tuple[Kind, ...] = ("step", "rng", "classes", "scheduler", "scaler", "dataloader")
+_OF_A_RUN: tuple[Kind, ...] = ("step", "rng", "classes", "scheduler", "scaler", "dataloader", "not_stored")
 _EXTRA = "extra."
 
 
@@ -63,11 +65,15 @@ def document_named(name: str, manifest: Manifest) -> Document | None:
             return Document("optimizer", optimizer)
         if name == document_of("optimizer", optimizer, "opaque"):
             return Document("opaque", optimizer)
+        if name == document_of("optimizer", optimizer, "own"):
+            return Document("own", optimizer)
     for model in manifest.models:
         if name == document_of("model", model, "buffers"):
             return Document("buffers", model)
         if name == document_of("model", model, "modules"):
             return Document("modules", model)
+        if name == document_of("model", model, "own"):
+            return Document("own", model)
     return None
 
 

@@ -105,6 +105,23 @@ class Decoder:
             self._places.met(value, key, torch.device(node["device"]).type)
         return value
 
+    def quantised(self, node: dict[str, Any]) -> torch.Tensor:
+        integers, scale, zero_point, axis = self.items(node["parts"])
+        if axis is None:
+            made = torch._make_per_tensor_quantized_tensor(integers, float(scale), int(zero_point))
+        else:
+            if (
+                not 0 <= axis < integers.dim()
+                or not scale.shape == zero_point.shape == integers.shape[axis : axis + 1]
+            ):
+                raise ValueError("scales do not fit the axis")
+            if (scale.dtype, zero_point.dtype) != (torch.float64, torch.int64):
+                raise ValueError("scales or zero points are of another dtype")
+            made = torch._make_per_channel_quantized_tensor(integers, scale, zero_point, axis)
+        if made.dtype is not _torch_dtype(node["dtype"]):
+            raise ValueError("its integers are of another dtype")
+        return made
+
     def array(self, node: dict[str, Any]) -> np.ndarray[Any, Any]:
         content = self.stored(node["key"]).to("cpu").contiguous()
         if node["key"] in self._used:  # each copies it: many references would be more than what is stored
@@ -236,6 +253,7 @@ _BUILDERS: dict[str, Callable[[Decoder, dict[str, Any]], Any]] = {
     "PurePosixPath": lambda d, node: pathlib.PurePosixPath(d.decode(node["path"])),
     "PureWindowsPath": lambda d, node: pathlib.PureWindowsPath(d.decode(node["path"])),
     "tensor": Decoder.tensor,
+    "quantised": Decoder.quantised,
     "torch.Size": lambda d, node: torch.Size(node["items"]),
     "torch.dtype": lambda d, node: _torch_dtype(node["name"]),
     "torch.device": lambda d, node: _device(node),

@@ -115,6 +115,21 @@ def _modules(where: str, value: Any, meaning: Document, manifest: Manifest) -> N
     _mapping(value, where)
 
 
+def _own(where: str, value: Any, meaning: Document, manifest: Manifest) -> None:
+    for pair in value if isinstance(value, list) else [None]:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], tuple) and pair[0]):
+            raise FormatError(f"{where}: expected pairs of a path and a value, got {brief(pair)}")
+
+
+def _not_stored(where: str, value: Any, meaning: Document, manifest: Manifest) -> None:
+    for document, lines in _mapping(value, where).items():
+        for key, line in _mapping(lines, f"{where}[{brief(document)}]").items():
+            if not isinstance(line, str):
+                raise FormatError(
+                    f"{where}[{brief(document)}][{brief(key)}]: expected text, got {brief(line)}"
+                )
+
+
 _FORMS: dict[str, Callable[[str, Any, Document, Manifest], None]] = {
     "step": _step,
     "rng": _rng,
@@ -123,6 +138,8 @@ _FORMS: dict[str, Callable[[str, Any, Document, Manifest], None]] = {
     "opaque": _opaque,
     "buffers": _buffers,
     "modules": _modules,
+    "own": _own,
+    "not_stored": _not_stored,
 }
 
 

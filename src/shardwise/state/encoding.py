@@ -22,7 +22,7 @@ from ..errors import FormatError, StateError
 from ..limits import is_text
 from .places import own_device
 
-__all__ = ["FACTORIES", "FUNCTIONS", "MAX_DEPTH", "TAG", "Encoder", "imported"]
+__all__ = ["FACTORIES", "FUNCTIONS", "MAX_DEPTH", "TAG", "Encoder", "imported", "quantised_parts"]
 
 TAG = "$type"
 #: Far above any real state, and far below where Python's JSON reader and recursion limit give up.
@@ -121,14 +121,23 @@ class Encoder:
                     "and is stored shard by shard"
                 )
             raise _refusal(where, value, hint)
-        if value.layout is not torch.strided or value.is_quantized or value.is_nested or value.is_meta:
-            raise _refusal(where, value, "is a sparse, quantized, nested or meta tensor")
+        if value.layout is not torch.strided or value.is_nested or value.is_meta:
+            raise _refusal(where, value, "is a sparse, nested or meta tensor")
+        if value.is_quantized:
+            return self.quantised(value, where)
         if id(value) not in self._keys:
             self._met.append(value)
             self._keys[id(value)] = self.put(_storable(value, where), where)
         dtype = str(value.dtype).removeprefix("torch.")
         fields = {"key": self._keys[id(value)], "dtype": dtype, "shape": list(value.shape)}
         return {TAG: "tensor", **fields, "device": value.device.type}  # an index differs between ranks
+
+    def quantised(self, value: torch.Tensor, where: str) -> Any:
+        parts = quantised_parts(value)
+        if parts is None:
+            raise _refusal(where, value, f"is quantised by the scheme {value.qscheme()}")
+        dtype = str(value.dtype).removeprefix("torch.")
+        return {TAG: "quantised", "dtype": dtype, "parts": self.items(parts, where)}
 
     def array(self, value: np.ndarray[Any, Any], where: str) -> Any:
         if type(value) is not np.ndarray:
@@ -165,6 +174,16 @@ class Encoder:
             key = f"{where}#{count}"
         self.tensors[key] = tensor
         return key
+
+
+def quantised_parts(value: torch.Tensor) -> tuple[torch.Tensor, Any, Any, int | None] | None:
+    """Integers, scale, zero point and axis (None: one scale for all) of a quantised tensor; None of other schemes."""
+    if value.qscheme() is torch.per_tensor_affine:
+        return value.int_repr(), value.q_scale(), value.q_zero_point(), None
+    if value.qscheme() is torch.per_channel_affine:
+        axis = value.q_per_channel_axis()
+        return value.int_repr(), value.q_per_channel_scales(), value.q_per_channel_zero_points(), axis
+    return None
 
 
 def _refusal(where: str, value: Any, why: str) -> StateError:

@@ -20,6 +20,7 @@ from ..errors import StateError
 from ..layout.model import local_tensor
 from ..names import NamedTensor
 from .gradients import GRADIENT, has_unseen_gradients, waiting_gradients
+from .storable import refuse_unstorable
 
 __all__ = [
     "Drained",
@@ -129,7 +130,9 @@ def _sort_state(
 ) -> None:
     if not isinstance(value, torch.Tensor):
         found.values.setdefault(name, {})[key] = value
-    elif value.dim() == 0:
+        return
+    refuse_unstorable(f"optimizer state {name}.{key}", value)
+    if value.dim() == 0:
         scalars.setdefault(f"{key}.{code_of(value.dtype)}", []).append((name, key, local_tensor(value)))
     elif _is_spread_like(value, parameter):
         found.tensors.setdefault(name, {})[key] = value

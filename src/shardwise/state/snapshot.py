@@ -23,11 +23,15 @@ from ..layout.placements import Geometry
 from ..names import NamedTensor, canonical_name, named_tensors, unwrap
 from ..proof.digest import partial_sum
 from ..recipe.transformers import is_transformers_model
+from .beyond import Beyond
+from .beyond_model import beyond_model, refuse_fsdp1
+from .beyond_optimizer import beyond_optimizer
 from .gradients import UNSEEN_GRADIENTS, refuse_unreduced
 from .optimizer import Drained, drain, parameter_names
 from .rng import capture_rng, devices_of
 from .scaler import refuse_unfinished_step
 from .schedulers import functions_left_out
+from .storable import refuse_unstorable
 from .train_state import TrainState, document_of
 from .typed_json import Encoded, encode
 
@@ -109,9 +113,11 @@ def take_snapshot(state: TrainState, step: int) -> Snapshot:
     step = checked_step(step)
     models = tuple(_model_part(name, model) for name, model in state.models.items())
     optimizers = tuple(_optimizer_part(name, o, state, models) for name, o in state.optimizers.items())
+    beyond = _beyond(state, models)
     pieces = {
         name: encode(value, where=name) for name, value in _pieces(state, models, optimizers, step).items()
     }
+    pieces |= {name: encode(value, where=name) for name, value in _beyond_pieces(beyond).items()}
     return Snapshot(
         models=models,
         optimizers=optimizers,
@@ -126,14 +132,40 @@ def take_snapshot(state: TrainState, step: int) -> Snapshot:
                 for o in optimizers
                 if o.drained.has_unseen_gradients
             ),
+            *(line for found in beyond.values() for line in found.not_stored.values()),
         ),
     )
 
 
+def _beyond(state: TrainState, models: tuple[ModelPart, ...]) -> dict[tuple[str, str], Beyond]:
+    """By kind and name, what models and optimizers would save besides."""
+    found = {("model", m.name): beyond_model(m.name, state.models[m.name], m.named) for m in models}
+    for name, given in state.given_optimizers.items():
+        found["optimizer", name] = beyond_optimizer(name, given, state.optimizers[name])
+    return found
+
+
+def _beyond_pieces(beyond: Mapping[tuple[str, str], Beyond]) -> dict[str, Any]:
+    pieces: dict[str, Any] = {
+        document_of(kind, name, "own"): list(found.leaves)
+        for (kind, name), found in beyond.items()
+        if found.leaves
+    }
+    lost = {
+        document_of(kind, name, "own"): dict(found.not_stored)
+        for (kind, name), found in beyond.items()
+        if found.not_stored
+    }
+    return {**pieces, "not_stored": lost} if lost else pieces
+
+
 def _model_part(name: str, model: nn.Module) -> ModelPart:
+    refuse_fsdp1(model)
     reshard(model)
     named = tuple(named_tensors(model))
     persistent = [t for t in named if t.persistent]
+    for t in persistent:
+        refuse_unstorable(t.name, t.tensor)
     geometries = geometries_of(model, persistent)
     aliases = {t.name: t.aliases for t in persistent if t.aliases and is_transformers_model(unwrap(model))}
     owned = assign_owners(

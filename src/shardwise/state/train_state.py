@@ -24,6 +24,10 @@ class TrainState:
     Make it before training: its optimizers note after each step from then on which gradients it used. Gradients
     that wait for a step when a save comes (in the middle of an accumulation) are part of the state. Gradients that
     were there before the first ``TrainState``, and that no step has used since, are not: both reports say so.
+
+    What a model or an optimizer would save by itself besides (by its own ``state_dict``, its modules'
+    ``_save_to_state_dict``, or hooks) is stored too, and given back through its own ``load_state_dict``. What of it
+    can't be stored, and what does not arrive, both reports name. See docs/state.md.
     """
 
     model: nn.Module | Mapping[str, nn.Module]
@@ -56,15 +60,19 @@ class TrainState:
 
     @property
     def optimizers(self) -> dict[str, Optimizer]:
-        """The optimizers by name, without Accelerate's wrapper; a single one is called ``optimizer``."""
-        if self.optimizer is None:
-            return {}
-        named = self.optimizer if isinstance(self.optimizer, Mapping) else {"optimizer": self.optimizer}
-        checked = _checked(named, "optimizer", Optimizer)
-        found = {name: bare_optimizer(optimizer) for name, optimizer in checked.items()}
+        """The optimizers by name, without what is wrapped around them; a single one is called ``optimizer``."""
+        found = {name: bare_optimizer(optimizer) for name, optimizer in self.given_optimizers.items()}
         for optimizer in found.values():  # here, because one may be given later than the others
             watch_steps(optimizer)
         return found
+
+    @property
+    def given_optimizers(self) -> dict[str, Optimizer]:
+        """The same by name as they were given: Accelerate's wrapper, or one with state of its own."""
+        if self.optimizer is None:
+            return {}
+        named = self.optimizer if isinstance(self.optimizer, Mapping) else {"optimizer": self.optimizer}
+        return _checked(named, "optimizer", Optimizer)
 
 
 def _checked(given: Mapping[str, Any], what: str, kind: type) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 
 from ..dist import Ranks
-from ..errors import StateError
+from ..errors import CheckpointError, StateError
 from .collect import Collected
 from .save import SaveReport, live_piece, pieces_of, publish_collected
 from .stage import StagingBuffer, detached_documents, room_for
@@ -58,7 +58,12 @@ class SaveBehind:
     ) -> None:
         self.step = collected.step
         self._pieces = [live_piece(p) for p in pieces_of(collected, ranks.rank)]
-        self._collected = detached_documents(collected)
+        try:
+            self._collected = detached_documents(collected)
+        except (RuntimeError, MemoryError) as error:
+            raise CheckpointError(
+                f"can't allocate host memory for copies of the documents ({error})"
+            ) from error
         self._final = final
         self._buffer = buffer
         self._ranks = ranks

@@ -7,8 +7,10 @@ import platform
 import posixpath
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import xxhash
 
 from ..catalog.checkpoint import directory
 from ..dist import Ranks
@@ -89,9 +91,11 @@ def collect(state: TrainState, step: int, lineage: Lineage, ranks: Ranks) -> Col
 def _comparable(snapshot: Snapshot, ranks: Ranks) -> bytes:
     """Hashes of what may be equal on all ranks."""
     if ranks.world_size == 1:
-        return json.dumps([{}, {}]).encode()
+        return json.dumps([{}, {}, ""]).encode()
     hashes = {name: piece_hash(piece) for name, piece in snapshot.pieces.items()}
-    return json.dumps([{**hashes, _LAYOUT: layout_hash(snapshot)}, plain_sums(snapshot)]).encode()
+    return json.dumps(
+        [{**hashes, _LAYOUT: layout_hash(snapshot)}, plain_sums(snapshot), _held(snapshot)]
+    ).encode()
 
 
 def _split_pieces(
@@ -101,12 +105,14 @@ def _split_pieces(
 
     Raises :class:`StateError` if a plain *parameter* differs between ranks: its gradients were not reduced.
     """
-    documents, tensors = (set(names) for names in json.loads(differing))
+    *names, held = json.loads(differing)
+    documents, tensors = map(set, names)
     local_names = snapshot.always_local | (documents & set(snapshot.pieces))
     buffers: dict[str, dict[str, torch.Tensor]] = {}
     for key, (part, t) in plain_tensors(snapshot, kind="buffer").items():
         if key in tensors:
             buffers.setdefault(document_of("model", part.name, "buffers"), {})[t.name] = t.tensor
+    _refuse_other_modules(held)
     _refuse_differing(snapshot, documents, tensors)  # alike on every rank
     local = {n: p for n, p in snapshot.pieces.items() if n in local_names}
     if tensors:  # on every rank, or on none
@@ -141,12 +147,32 @@ def _companions(state: TrainState) -> dict[str, bytes]:
 
 
 def _differing(gathered: Sequence[bytes]) -> bytes:
-    """Names of the documents, and of the plain tensors, that are not the same on every rank."""
-    found = []
-    for per_rank in zip(*(json.loads(g) for g in gathered), strict=True):
+    """Names of the documents, and of the plain tensors, that are not the same on every rank; then what ranks hold."""
+    found: list[Any] = []
+    *compared, held = zip(*(json.loads(g) for g in gathered), strict=True)
+    for per_rank in compared:
         names = {name for values in per_rank for name in values}
         found.append(sorted(n for n in names if len({values.get(n) for values in per_rank}) > 1))
-    return json.dumps(found).encode()
+    return json.dumps([*found, {text: rank for rank, text in reversed([*enumerate(held)])}]).encode()
+
+
+def _held(snapshot: Snapshot) -> str:
+    """Which tensors the models of this rank have, in words; another text for other names."""
+    names = [v.stored.name for part in snapshot.models for v in part.live]
+    ends = f"from {names[0]} to {names[-1]}" if names else "none"
+    return f"{len(names)} tensors {ends} ({xxhash.xxh3_64_hexdigest(json.dumps(names).encode())[:6]})"
+
+
+def _refuse_other_modules(held: Mapping[str, int]) -> None:
+    """``held``: what ranks hold, with the first rank that holds it."""
+    if len(held) > 1:
+        some = "; ".join(
+            f"rank {rank} has {text}" for text, rank in sorted(held.items(), key=lambda h: h[1])[:3]
+        )
+        raise StateError(
+            f"ranks hold other modules: {some}. Every rank must hold the same model: pipeline stages, and modules that "
+            f"are made on some ranks only, are not supported. Use torch.distributed.checkpoint for these"
+        )
 
 
 def _refuse_differing(snapshot: Snapshot, documents: set[str], tensors: set[str]) -> None:

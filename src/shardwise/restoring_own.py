@@ -1,0 +1,99 @@
+"""Giving models and optimizers what they saved by themselves, and finding out whether it arrived."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from .dist import Ranks
+from .layout.model import local_tensor
+from .names import named_tensors
+from .proof.digest import partial_sum
+from .state.beyond import Path
+from .state.beyond_model import give_back_to_model, has_own_loading
+from .state.beyond_optimizer import give_back_to_optimizer
+from .state.train_state import document_of
+
+__all__ = ["OwnState"]
+
+_LEFT_OUT = "not_stored"
+_OWN = re.compile(r"own|optimizer\.own|(models|optimizers)\.[^.]+\.own")
+
+
+class OwnState:
+    """The documents of state that objects saved by themselves (``own``), and of what of it was left out.
+
+    A checkpoint that was written before there were such documents has none: what a live object would save beside its
+    tensors is then named as a difference. The documents' form was checked (:mod:`.state.documents`).
+    """
+
+    def __init__(self, documents: Mapping[str, Any]) -> None:
+        self._leaves: dict[str, list[tuple[Path, Any]]] = {
+            n: d for n, d in documents.items() if _OWN.fullmatch(n)
+        }
+        self._lost: Mapping[str, Mapping[str, str]] = documents.get(_LEFT_OUT, {})
+        self._lines: list[str] = []
+        self._restored: list[str] = []
+
+    @property
+    def differences(self) -> tuple[str, ...]:
+        """What was not stored, or not taken back: a line each."""
+        return tuple(self._lines)
+
+    @property
+    def restored(self) -> tuple[str, ...]:
+        """Names of the documents that were given back."""
+        return tuple(self._restored)
+
+    def give_to_models(self, models: Mapping[str, nn.Module], ranks: Ranks) -> list[str]:
+        """After the models' tensors are filled. Collective.
+
+        Returns the models, the same on all ranks, whose own loading changed tensors: they have to be filled again.
+        """
+
+        def given() -> bytes:
+            return "\n".join(n for n, model in models.items() if self._give_to_model(n, model)).encode()
+
+        def anywhere(found: list[bytes]) -> bytes:
+            return "\n".join(sorted({n for names in found for n in names.decode().split("\n")})).encode()
+
+        changed = ranks.combine("give models their own state", given, anywhere).decode().split("\n")
+        return [n for n in models if n in changed]
+
+    def _give_to_model(self, name: str, model: nn.Module) -> bool:
+        """Whether its own loading changed a tensor on this rank."""
+        document = document_of("model", name, "own")
+        lost, stored = self._lost.get(document, {}), self._leaves.get(document, [])
+        watched = bool(stored) or has_own_loading(model)
+        before = _sums(model) if watched else {}
+        lines = give_back_to_model(name, model, stored, lost)
+        self._note(document, lost, lines)
+        return watched and _sums(model) != before
+
+    def give_to_optimizers(self, given: Mapping[str, Optimizer], bare: Mapping[str, Optimizer]) -> None:
+        """After the optimizers are filled. Rank-local."""
+        for name, outer in given.items():
+            document = document_of("optimizer", name, "own")
+            lost, stored = self._lost.get(document, {}), self._leaves.get(document, [])
+            self._note(document, lost, give_back_to_optimizer(name, outer, bare[name], stored, lost))
+
+    def _note(self, document: str, lost: Mapping[str, str], lines: tuple[str, ...]) -> None:
+        self._lines += [*lost.values(), *lines]
+        if document in self._leaves:
+            self._restored.append(document)
+
+
+def _sums(model: nn.Module) -> dict[str, tuple[Any, ...]]:
+    """Sums and shapes of this rank's part of all stored tensors."""
+    return dict(_sums_of(model))
+
+
+def _sums_of(model: nn.Module) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    for t in named_tensors(model):
+        if t.persistent:
+            local = local_tensor(t.tensor).detach()
+            yield t.name, (tuple(local.shape), partial_sum(local, (0,) * local.dim()))

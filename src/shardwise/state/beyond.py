@@ -1,0 +1,213 @@
+"""State beyond parameters, buffers, ``state`` and ``param_groups``: found by asking the object what it would save.
+
+A model or an optimizer may save more than torch's base classes do: by its own ``state_dict``, by a module's
+``_save_to_state_dict``, by hooks. What it would save is compared with what the checkpoint holds anyway. The rest is a
+set of *leaves*: values by their path in the object's state dict. Leaves become a typed JSON document, and a resume
+gives them back through the object's own ``load_state_dict``; what can't be expressed is named. Whether they arrived is
+found by asking once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..errors import ShardwiseError
+from ..layout.model import local_tensor
+from .encoding import quantised_parts
+from .typed_json import encode
+
+__all__ = [
+    "MAX_BEYOND_BYTES",
+    "Beyond",
+    "Path",
+    "differing_leaves",
+    "leaves_beyond",
+    "path_text",
+    "same",
+    "split_storable",
+    "with_leaves",
+]
+
+#: Place of a value in a state dict: keys of dicts, indices of lists.
+Path = tuple[Any, ...]
+#: Tensors in documents are held in host memory, so there may not be many of one object.
+MAX_BEYOND_BYTES = 64 * 1024**2
+_MISSING = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Beyond:
+    """What one object would save by itself and the checkpoint does not hold otherwise."""
+
+    leaves: tuple[tuple[Path, Any], ...] = ()
+    """What can be stored, by path."""
+    not_stored: Mapping[str, str] = field(default_factory=dict)
+    """What can't, by the text of its path: one line each."""
+
+
+def leaves_beyond(
+    own: Any, plain: Any, known: Collection[int], path: Path = ()
+) -> Iterator[tuple[Path, Any]]:
+    """Values of a state dict ``own`` that neither follow from ``plain`` nor are objects with an id in ``known``.
+
+    ``plain`` is what torch's base class would give; a tensor that is a cast of the plain one says nothing new.
+    """
+    if isinstance(own, dict):
+        below = plain if isinstance(plain, dict) else {}
+        for key, value in own.items():
+            yield from leaves_beyond(value, below.get(key, _MISSING), known, (*path, key))
+    elif isinstance(own, list) and isinstance(plain, list) and len(own) == len(plain):
+        for index, (value, under) in enumerate(zip(own, plain, strict=True)):
+            yield from leaves_beyond(value, under, known, (*path, index))
+    elif own is not plain and id(own) not in known and not _follows(own, plain):
+        yield path, own
+
+
+def _follows(own: Any, plain: Any) -> bool:
+    if not (isinstance(own, torch.Tensor) and isinstance(plain, torch.Tensor)):
+        return plain is not _MISSING and same(own, plain)
+    try:
+        mine, live = local_tensor(own).detach(), local_tensor(plain).detach()
+        return mine.shape == live.shape and _same_bits(mine, live.to(mine.dtype))
+    except (RuntimeError, NotImplementedError, TypeError):  # quantised, sparse, another device's, …
+        return False
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two values of state dicts are of one type and equal, tensors and floats bit for bit."""
+    try:
+        if isinstance(a, torch.Tensor):
+            return isinstance(b, torch.Tensor) and a.shape == b.shape and _same_bits(a, b)
+        if isinstance(a, np.ndarray):
+            return type(b) is np.ndarray and (a.dtype, a.shape, a.tobytes()) == (
+                b.dtype,
+                b.shape,
+                b.tobytes(),
+            )
+        if type(a) is not type(b):
+            return False
+        if isinstance(a, dict):
+            return a.keys() == b.keys() and all(same(v, b[k]) for k, v in a.items())
+        if isinstance(a, (list, tuple)):
+            return len(a) == len(b) and all(map(same, a, b))
+        return bool(a == b) or (isinstance(a, float) and a != a and b != b)
+    except Exception:  # any class may be in a state dict, with any __eq__
+        return False
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.dtype != b.dtype:
+        return False
+    if a.is_quantized:
+        return b.is_quantized and same(quantised_parts(a), quantised_parts(b))
+    left, right = (local_tensor(t).detach().to("cpu").contiguous().reshape(-1) for t in (a, b))
+    return bool(torch.equal(left.view(torch.uint8), right.view(torch.uint8)))
+
+
+def split_storable(leaves: Iterable[tuple[Path, Any]], what: str) -> Beyond:
+    """Leaves that typed JSON can hold, and a line for each that it can't. ``what`` begins the lines."""
+    kept: list[tuple[Path, Any]] = []
+    lines: dict[str, str] = {}
+    nbytes = 0
+    for path, live in leaves:
+        value, why = _without_parameters(live), ""
+        try:
+            encoded = encode((path, value), where="it")
+        except ShardwiseError as error:
+            why = str(error)
+        else:
+            size = sum(t.numel() * t.element_size() for t in encoded.tensors.values())
+            if encoded.not_stored:
+                why = "it holds a function"
+            elif nbytes + size > MAX_BEYOND_BYTES:
+                why = (
+                    f"with it, there are {nbytes + size} bytes of such state; the limit is {MAX_BEYOND_BYTES}"
+                )
+            else:
+                nbytes += size
+        if why:
+            text = path_text(path)
+            lines[text] = f"{what}: {text}, which the object itself would save, is not stored ({why})"
+        else:
+            kept.append((path, value))
+    return Beyond(tuple(kept), lines)
+
+
+def _without_parameters(value: Any) -> Any:
+    """With the tensors of the parameters among a value of tuples, lists and dicts; it is new where it has any."""
+    if isinstance(value, nn.Parameter):
+        return value.detach()
+    if type(value) in (tuple, list):
+        return type(value)(map(_without_parameters, value))
+    return {k: _without_parameters(v) for k, v in value.items()} if type(value) is dict else value
+
+
+def path_text(path: Path) -> str:
+    """A path for people: ``state[0].momentum``."""
+    text = ""
+    for part in path:
+        text += f"{'.' if text else ''}{part}" if isinstance(part, str) else f"[{part!r:.80}]"
+    return text or "all of it"
+
+
+def with_leaves(own: Any, stored: Iterable[tuple[Path, Any]], stale: Iterable[Path]) -> Any:
+    """A copy of a live state dict with ``stored`` leaves in it, and without the ``stale`` ones.
+
+    Containers are new, tensors are not. Raises :class:`LookupError` or :class:`TypeError` for a path that the live
+    state dict has no place for.
+    """
+    made = _copied(own)
+    for path in stale:
+        parent = _at(made, path[:-1])
+        if isinstance(parent, dict):
+            parent.pop(path[-1], None)
+    for path, value in stored:
+        parent = made
+        for key in path[:-1]:
+            parent = parent.setdefault(key, {}) if isinstance(parent, dict) else parent[key]
+        parent[path[-1]] = value
+    return made
+
+
+def _at(value: Any, path: Path) -> Any:
+    for key in path:
+        value = value[key]
+    return value
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        made = value.copy()  # keeps its class, and what a module's state dict says of versions
+        if hasattr(value, "_metadata"):
+            made._metadata = value._metadata  # type: ignore[attr-defined]
+        for key, one in value.items():
+            made[key] = _copied(one)
+        return made
+    return [_copied(one) for one in value] if type(value) is list else value
+
+
+def differing_leaves(
+    now: Iterable[tuple[Path, Any]],
+    stored: Iterable[tuple[Path, Any]],
+    not_stored: Collection[str],
+    what: str,
+) -> Iterator[str]:
+    """One line for each leaf that is not as stored. ``not_stored``: texts of paths that are named already."""
+    found, wanted = _by_text(now), _by_text(stored)
+    for text in sorted(found.keys() | wanted.keys()):
+        if text in not_stored:
+            continue
+        if text not in wanted:
+            yield f"{what}: {text}, which the object itself would save, is not in the checkpoint"
+        elif text not in found or not same(found[text], wanted[text]):
+            yield f"{what}: {text}, which the object itself saved, was not taken back by its load_state_dict"
+
+
+def _by_text(leaves: Iterable[tuple[Path, Any]]) -> Mapping[str, Any]:
+    return {path_text(path): value for path, value in leaves}

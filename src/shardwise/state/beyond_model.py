@@ -1,0 +1,174 @@
+"""What a model would save by itself beside parameters, persistent buffers and ``get_extra_state``.
+
+``nn.Module.state_dict`` gives exactly these, unless a class overrides a part of it or a hook changes it. Only then the
+model is asked, once a save: its tensors come as references. FSDP2 and activation checkpointing have hooks of their own,
+which move nothing, and start no collective.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import StateError
+from ..names import NamedTensor, canonical_name, named_tensors, unwrap
+from .beyond import Beyond, Path, differing_leaves, leaves_beyond, path_text, split_storable, with_leaves
+
+__all__ = ["beyond_model", "give_back_to_model", "has_own_loading", "make_room", "refuse_fsdp1"]
+
+#: Their hooks put shards in place and rename keys.
+_WRAPPERS = (
+    "torch.distributed.fsdp._fully_shard",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+)
+_SAVING = ("state_dict", "_save_to_state_dict"), ("_state_dict_hooks", "_state_dict_pre_hooks")
+_LOADING = (
+    ("load_state_dict", "_load_from_state_dict"),
+    ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+
+
+def refuse_fsdp1(model: nn.Module) -> None:
+    """Raise :class:`StateError` for a model that FSDP1 wraps: its flat parameters have no names to be stored under."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    for path, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel):
+            raise StateError(
+                f"{path or 'the model'} is wrapped by FSDP1 (torch's FullyShardedDataParallel), which keeps flat "
+                f"parameters; expected FSDP2. Shard with shardwise.shard or fully_shard (Accelerate: fsdp_version: 2). "
+                f"A checkpoint of FSDP1 written by torch or Accelerate can be restored into an FSDP2 model"
+            )
+
+
+def has_own_loading(model: nn.Module) -> bool:
+    """Whether the model does more than torch's base class when a state dict is loaded."""
+    return _differs_from_torch(model, *_LOADING)
+
+
+def _differs_from_torch(model: nn.Module, methods: tuple[str, ...], hooks: tuple[str, ...]) -> bool:
+    plain: set[type] = set()
+    for module in model.modules():
+        kind = type(module)
+        if kind not in plain and any(getattr(kind, n) is not getattr(nn.Module, n) for n in methods):
+            return True
+        plain.add(kind)
+        own = module.__dict__
+        if any(n in own for n in methods) or any(
+            not _is_wrappers(hook) for n in hooks if own[n] for hook in own[n].values()
+        ):
+            return True
+    return False
+
+
+def _is_wrappers(hook: Any) -> bool:
+    return (getattr(getattr(hook, "hook", hook), "__module__", None) or "").startswith(_WRAPPERS)
+
+
+def beyond_model(name: str, model: nn.Module, named: Iterable[NamedTensor]) -> Beyond:
+    """What a checkpoint of the model has to hold besides its tensors and extra state. Rank-local.
+
+    Calls the model's ``state_dict`` where it may say more than torch's. Paths begin with the canonical key.
+    """
+    if not _differs_from_torch(model, *_SAVING):
+        return Beyond()
+    try:
+        leaves = _leaves(model, named)
+    except Exception as error:
+        why = f"{type(model).__qualname__}.state_dict failed: {type(error).__name__}: {error}"
+        return Beyond(not_stored={"": f"{name}: what it would save by itself is not known ({why})"})
+    return split_storable(leaves, name)
+
+
+def _leaves(model: nn.Module, named: Iterable[NamedTensor]) -> list[tuple[Path, Any]]:
+    plain = {alias: t.tensor for t in named if t.persistent for alias in t.names}
+    extra = {canonical_name(key) for key in _extra_state_keys(model)}
+    own = {canonical_name(k): v for k, v in _own_state(model).items() if canonical_name(k) not in extra}
+    return list(leaves_beyond(own, plain, {id(t) for t in plain.values()}))
+
+
+def _extra_state_keys(model: nn.Module) -> Iterator[str]:
+    for path, module in model.named_modules(remove_duplicate=False):
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield f"{path}._extra_state" if path else "_extra_state"
+
+
+def _own_state(model: nn.Module) -> dict[str, Any]:
+    """References where the model lets them be: the live objects themselves."""
+    takes = inspect.signature(model.state_dict).parameters.values()
+    can_keep = any(p.name == "keep_vars" or p.kind is inspect.Parameter.VAR_KEYWORD for p in takes)
+    with torch.no_grad():
+        found = model.state_dict(keep_vars=True) if can_keep else model.state_dict()
+    if not isinstance(found, dict):
+        raise TypeError(f"it gives a {type(found).__name__}, not a dict")
+    return found
+
+
+def give_back_to_model(
+    name: str, model: nn.Module, stored: Iterable[tuple[Path, Any]], not_stored: Mapping[str, str]
+) -> tuple[str, ...]:
+    """Let the model take ``stored`` by its own ``load_state_dict``, beside its present tensors. Rank-local.
+
+    To be called where its tensors are restored; those that are given to it are the live ones, so that torch copies
+    nothing. Returns a line for each thing that is not as it was saved. Raises nothing of the model's.
+    """
+    stored = list(stored)
+    if not (stored or has_own_loading(model) or _differs_from_torch(model, *_SAVING)):
+        return ()
+    named = named_tensors(model)
+    try:
+        if stored or has_own_loading(model):
+            _load(model, stored, [path for path, _ in _leaves(model, named)], set(not_stored))
+        now = _leaves(model, named_tensors(model))
+    except Exception as error:
+        return (f"{name}: its own load_state_dict failed ({type(error).__name__}: {error})",)
+    return tuple(differing_leaves(now, stored, not_stored.keys(), name))
+
+
+def _load(model: nn.Module, stored: list[tuple[Path, Any]], live: list[Path], not_stored: set[str]) -> None:
+    own = _own_state(model)
+    raw = {canonical_name(key): key for key in own}
+    prefix = _prefix_of_root(model)
+
+    def live_path(path: Path) -> Path:
+        return (raw.get(path[0], f"{prefix}{path[0]}"), *path[1:])
+
+    stale = [live_path(p) for p in live if path_text(p) not in not_stored]
+    given = with_leaves(own, [(live_path(p), value) for p, value in stored], stale)
+    takes = inspect.signature(model.load_state_dict).parameters.values()
+    can_be_lax = any(p.name == "strict" or p.kind is inspect.Parameter.VAR_KEYWORD for p in takes)
+    with torch.no_grad():
+        # A hook may have left keys out of the state dict; whether all arrived is looked at afterwards.
+        model.load_state_dict(given, strict=False) if can_be_lax else model.load_state_dict(given)
+
+
+def _prefix_of_root(model: nn.Module) -> str:
+    inner = unwrap(model)
+    return next((f"{path}." for path, module in model.named_modules() if module is inner and path), "")
+
+
+def make_room(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Let a model with a loading of its own take stored shapes of plain tensors that are not its own. Rank-local.
+
+    A module may give a buffer the shape of what is loaded. Its ``load_state_dict`` gets zeros of the stored shapes,
+    which are filled later. What it does not take stays as it is, and the plan names it.
+    """
+    other = [
+        t
+        for t in named_tensors(model)
+        if t.persistent and type(t.tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and not t.tensor.is_meta
+        and any(tuple(t.tensor.shape) != shapes[n] for n in t.names if n in shapes)
+    ]  # fmt: skip
+    if not other or not has_own_loading(model):
+        return
+    zeros: list[tuple[Path, Any]] = [
+        ((n,), t.tensor.new_zeros(shapes[n])) for t in other for n in t.names if n in shapes
+    ]
+    try:
+        _load(model, zeros, [], set())
+    except Exception:
+        return

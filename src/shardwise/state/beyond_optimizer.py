@@ -1,0 +1,160 @@
+"""What an optimizer would save by itself beside ``state`` and ``param_groups``.
+
+``Optimizer.state_dict`` gives exactly these, unless a class overrides it, a hook changes it, or another optimizer is
+wrapped around this one. Only then the outermost is asked, once a save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ..layout.model import local_tensor
+from ..proof.digest import partial_sum
+from .beyond import Beyond, Path, differing_leaves, leaves_beyond, path_text, split_storable, with_leaves
+
+__all__ = ["beyond_optimizer", "give_back_to_optimizer"]
+
+_SAVING = "state_dict", ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
+_LOADING = (
+    "load_state_dict",
+    ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"),
+)
+
+
+def _differs_from_torch(optimizer: Optimizer, method: str, hooks: tuple[str, ...]) -> bool:
+    return (
+        getattr(type(optimizer), method) is not getattr(Optimizer, method)
+        or method in vars(optimizer)
+        or any(getattr(optimizer, hook, None) for hook in hooks)
+    )
+
+
+def _has_own_saving(outer: Optimizer, inner: Optimizer) -> bool:
+    return outer is not inner or _differs_from_torch(inner, *_SAVING)
+
+
+def beyond_optimizer(name: str, outer: Optimizer, inner: Optimizer) -> Beyond:
+    """What a checkpoint has to hold besides ``state`` and ``param_groups`` of ``inner``. Rank-local.
+
+    ``outer`` is what the program steps: ``inner``, or what it is wrapped in. Calls the ``state_dict`` of ``outer``
+    where it may say more than torch's.
+    """
+    if not _has_own_saving(outer, inner):
+        return Beyond()
+    try:
+        leaves = _leaves(outer, inner)
+    except Exception as error:
+        why = f"{type(outer).__qualname__}.state_dict failed: {type(error).__name__}: {error}"
+        return Beyond(not_stored={"": f"{name}: what it would save by itself is not known ({why})"})
+    return split_storable(leaves, name)
+
+
+def _leaves(outer: Optimizer, inner: Optimizer) -> list[tuple[Path, Any]]:
+    own = outer.state_dict()
+    if not isinstance(own, dict):
+        raise TypeError(f"it gives a {type(own).__name__}, not a dict")
+    known = {id(v) for state in inner.state.values() for v in state.values() if isinstance(v, torch.Tensor)}
+    known |= {id(p) for group in inner.param_groups for p in group["params"]}
+    return list(leaves_beyond(own, _plain(inner), known))
+
+
+def _plain(optimizer: Optimizer) -> dict[str, Any]:
+    """What ``Optimizer.state_dict`` gives without hooks: parameters by their number."""
+    numbers: dict[int, int] = {}
+    groups = []
+    start = 0
+    for group in optimizer.param_groups:
+        for number, parameter in enumerate(group["params"], start):
+            numbers.setdefault(id(parameter), number)
+        groups.append(
+            {**{k: v for k, v in group.items() if k != "params"}, "params": [numbers[id(p)] for p in group["params"]]}
+        )  # fmt: skip
+        start += len(group["params"])
+    state = {numbers[id(k)]: v for k, v in optimizer.state.items() if id(k) in numbers}
+    return {"state": state, "param_groups": groups}
+
+
+def give_back_to_optimizer(
+    name: str,
+    outer: Optimizer,
+    inner: Optimizer,
+    stored: Iterable[tuple[Path, Any]],
+    not_stored: Mapping[str, str],
+) -> tuple[str, ...]:
+    """Let ``outer`` take ``stored`` by its own ``load_state_dict``, beside the present state of ``inner``. Rank-local.
+
+    To be called where ``inner`` is restored. torch's own ``load_state_dict`` casts state and replaces groups, so these
+    are put back afterwards as they were. Returns a line for each thing that is not as it was saved.
+    """
+    stored = list(stored)
+    has_own_loading = _differs_from_torch(inner, *_LOADING)
+    if not (stored or has_own_loading or _has_own_saving(outer, inner)):
+        return ()
+    lines: list[str] = []
+    try:
+        if stored or has_own_loading:
+            lines += _load(name, outer, inner, stored, not_stored)
+        now = _leaves(outer, inner)
+    except Exception as error:
+        return (*lines, f"{name}: its own load_state_dict failed ({type(error).__name__}: {error})")
+    return (*lines, *differing_leaves(now, stored, not_stored.keys(), name))
+
+
+def _load(
+    name: str,
+    outer: Optimizer,
+    inner: Optimizer,
+    stored: list[tuple[Path, Any]],
+    not_stored: Mapping[str, str],
+) -> list[str]:
+    live = _leaves(outer, inner)
+    stale = [path for path, _ in live if path_text(path) not in not_stored]
+    given = with_leaves(outer.state_dict(), stored, stale)
+    kept = _Kept(outer, inner)
+    try:
+        outer.load_state_dict(given)
+    finally:
+        changed = kept.put_back()
+    return [f"{name}: its own load_state_dict changed {what}, which may differ now" for what in changed]
+
+
+class _Kept:
+    """State and groups of an optimizer, to be put back whatever its ``load_state_dict`` does to them."""
+
+    def __init__(self, outer: Optimizer, inner: Optimizer) -> None:
+        self._inner = inner
+        self._state, self._groups = inner.state, inner.param_groups
+        self._states = {parameter: dict(state) for parameter, state in inner.state.items()}
+        self._options = [dict(group) for group in inner.param_groups]
+        shared = (id(inner.state), id(inner.param_groups))
+        self._shared = [(outer, k, v) for k, v in vars(outer).items() if id(v) in shared]
+        self._sums = self._digests()
+
+    def _digests(self) -> dict[tuple[int, str], int]:
+        return {
+            (number, key): partial_sum(local_tensor(value).detach(), (0,) * value.dim())
+            for number, state in enumerate(self._states.values())
+            for key, value in state.items()
+            if isinstance(value, torch.Tensor)
+        }
+
+    def put_back(self) -> list[str]:
+        """Returns which tensors were changed in place."""
+        for group, options in zip(self._groups, self._options, strict=True):
+            group.clear()
+            group.update(options)
+        self._state.clear()
+        self._state.update(self._states)
+        self._inner.state, self._inner.param_groups = self._state, self._groups
+        for owner, attribute, value in self._shared:
+            setattr(owner, attribute, value)
+        now = self._digests()
+        return [
+            f"state[{number}].{key}"
+            for (number, key), total in self._sums.items()
+            if now[number, key] != total
+        ]

@@ -1,0 +1,45 @@
+"""Which tensors can be stored as they are: dense, real memory, in a dtype that safetensors has."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from ..dtypes import code_of
+from ..errors import FormatError, StateError
+
+__all__ = ["refuse_unstorable"]
+
+
+def refuse_unstorable(where: str, tensor: torch.Tensor) -> None:
+    """Raise :class:`StateError` that names ``where``, if a tensor (of a DTensor: its local part) can't be stored."""
+    why = _why_not(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
+    if why:
+        raise StateError(f"{where}: {why}")
+
+
+def _why_not(local: torch.Tensor) -> str:
+    if is_lazy(local):
+        return "is lazy and has no shape yet; run the model once before saving"
+    if type(local).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return (
+            f"is a {type(local).__qualname__}, a tensor subclass that says itself what its content is, and can't be stored; "
+            f"expected a plain tensor. Use one, or keep it outside of the TrainState"
+        )
+    if local.is_nested or local.layout is not torch.strided:
+        kind = "nested" if local.is_nested else str(local.layout).removeprefix("torch.")
+        return (
+            f"is a {kind} tensor; expected a dense one. Store it as to_dense(), or as a non-persistent buffer"
+        )
+    if local.is_quantized:
+        return "is a quantised tensor; expected a plain one. Store its int_repr(), scale and zero point"
+    if local.is_meta:
+        return "is on the meta device and has no values; load or initialise the model before saving"
+    if local.is_conj() or local.is_neg():
+        return "is a conjugate or negative view; expected its own values. Call resolve_conj().resolve_neg()"
+    try:
+        code_of(local.dtype)
+    except FormatError:
+        return f"has the dtype {local.dtype}, which safetensors can't store. Use another dtype"
+    return ""
