@@ -59,9 +59,9 @@ def online(root: str, caches: str) -> dict[str, Any]:
     log["first"] = fetched()
     assert equals("tiny/good", main) == log["folder"]
     log["second"] = fetched()
-    assert os.path.basename(equals("tiny/good", str(origin / "good" / "v1"), revision="v1")) != os.path.basename(
-        log["folder"]
-    )
+    assert os.path.basename(
+        equals("tiny/good", str(origin / "good" / "v1"), revision="v1")
+    ) != os.path.basename(log["folder"])
     commit = os.path.basename(log["folder"])
     assert equals("tiny/good", main, revision=commit, local_files_only=True) == log["folder"]
     log["others"] = fetched()

@@ -26,7 +26,13 @@ def repositories(tmp_path_factory: pytest.TempPathFactory) -> Path:
     main = tiny / "good" / "main"
     models.write_hub_directory("qwen3", main, torch.float32, max_shard_size="20KB")
     assert (main / "model.safetensors.index.json").is_file()
-    for name in ("README.md", "modeling_own.py", "original/consolidated.pth", "pytorch_model.bin", "tokenizer.json"):
+    for name in (
+        "README.md",
+        "modeling_own.py",
+        "original/consolidated.pth",
+        "pytorch_model.bin",
+        "tokenizer.json",
+    ):
         (main / name).parent.mkdir(exist_ok=True)
         (main / name).write_text("{}")
     torch.manual_seed(3)
@@ -88,7 +94,9 @@ def test_hub_models(server: HubServer, repositories: Path, tmp_path: Path) -> No
     needed |= {"config.json", "generation_config.json", "tokenizer.json"}
     assert log["first"] == {f"good/{name}": 1 for name in needed}
     assert log["second"] == log["first"], "fetched again from a cache that has it"
-    asked = {n: c - log["others"].get(n, 0) for n, c in log["variants"].items() if c != log["others"].get(n, 0)}
+    asked = {
+        n: c - log["others"].get(n, 0) for n, c in log["variants"].items() if c != log["others"].get(n, 0)
+    }
     assert asked == dict.fromkeys(
         (
             "variants/config.json",

@@ -112,7 +112,9 @@ class _Handler(BaseHTTPRequestHandler):
         commit, folder = found
         files = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
         if verb == "revision":
-            return self._json({"id": "/".join(name), "sha": commit, "siblings": [{"rfilename": f} for f in files]})
+            return self._json(
+                {"id": "/".join(name), "sha": commit, "siblings": [{"rfilename": f} for f in files]}
+            )
         if verb == "tree":
             return self._json([_entry(folder, file) for file in files])
         file = "/".join(rest[2:])
@@ -122,7 +124,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _file(self, file: Path, repository: str, commit: str) -> None:
         content = file.read_bytes()
-        headers = {"X-Repo-Commit": commit, "ETag": f'"{hashlib.sha1(content).hexdigest()}"', "Accept-Ranges": "bytes"}
+        headers = {
+            "X-Repo-Commit": commit,
+            "ETag": f'"{hashlib.sha1(content).hexdigest()}"',
+            "Accept-Ranges": "bytes",
+        }
         start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
         kind = repository.partition("-")[0]
         is_odd = self.command == "GET" and file.suffix == ".safetensors"
