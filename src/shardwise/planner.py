@@ -163,6 +163,7 @@ def plan_pretrained(
         adapter=adapter,
     )
     model, catalog, rules = prepared.model, prepared.catalog, prepared.rules
+    model_class = type(prepared.base).__name__  # before FSDP2 swaps it
     groups = describe_groups(model, policy)
     with _fake_ranks(ranks):
         shard(model, _mesh(ranks, replicas), policy)
@@ -173,7 +174,7 @@ def plan_pretrained(
     assert not is_complete or total_shard_bytes == sum(c.shard_bytes for c in costs)
     return PlanReport(
         path=catalog.root,
-        model_class=type(prepared.base).__name__,
+        model_class=model_class,
         dtypes=_dtypes(first),
         ranks=ranks,
         replicas=replicas,

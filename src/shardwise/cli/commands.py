@@ -60,22 +60,12 @@ def inspect(path: str, as_json: bool) -> int:
     Reads headers and manifests only. Status 1 if a published step is damaged, as far as these tell. Of a model on the
     hub PATH may be the id, if the cache holds it: nothing is downloaded.
     """
-    contents = contents_of(_local(path))
+    contents = contents_of(path)
     if as_json:
         print_json({**to_json(contents), "ok": _is_sound(contents)})
     else:
         show_contents(console(), contents)
     return FINE if _is_sound(contents) else WRONG_DATA
-
-
-def _local(path: str) -> str:
-    """A path, or the snapshot in the hub's cache of what can only be an id."""
-    if os.path.lexists(path):
-        return path
-    from ..dist import Ranks
-    from ..hub import HubOptions, find_model
-
-    return find_model(path, HubOptions(local_files_only=True), Ranks())
 
 
 def _is_sound(contents: Contents) -> bool:
