@@ -166,14 +166,15 @@ def _identity(cache: str) -> str:
 
 def _fetch(model: str, options: HubOptions, with_code: bool) -> str:
     """The snapshot folder of a hub model, complete: from the cache if that is up to date, else downloaded."""
-    from huggingface_hub import HfApi, errors
+    from huggingface_hub import HfApi, constants, errors
 
+    is_offline = options.local_files_only or constants.HF_HUB_OFFLINE
     is_fixed = options.revision is not None and _COMMIT.fullmatch(options.revision) is not None
-    if options.local_files_only or (is_fixed and not with_code and not options.force_download):
+    if is_offline or (is_fixed and not with_code and not options.force_download):
         try:
             return _cached(model, options.revision, options)
         except SourceError:
-            if options.local_files_only:
+            if is_offline:
                 raise
     try:
         info = HfApi(token=options.token, library_name="shardwise").model_info(
@@ -259,9 +260,13 @@ def _cached(model: str, revision: str | None, options: HubOptions) -> str:
     """The folder of a snapshot in the cache, if it holds config and weights. Raises :class:`SourceError`."""
     folder = _snapshot(model, revision, options)
     files = [os.path.relpath(os.path.join(at, n), folder) for at, _, names in os.walk(folder) for n in names]
-    names, index = needed_files(
-        files, subfolder=options.subfolder, variant=options.variant, with_code=False, where=folder
-    )
+    try:
+        names, index = needed_files(files, subfolder=options.subfolder, variant=options.variant, where=folder)
+    except SourceError as error:
+        raise SourceError(
+            f"the cache holds a part of {model} only, without the weights that are asked for. Run once online",
+            path=folder,
+        ) from error
     if index is not None:
         names += _listed_weights(inside(folder, index), index)
     names += _whole_series(names)
@@ -297,11 +302,6 @@ def _explained(error: Exception, model: str, options: HubOptions) -> SourceError
         )
     elif isinstance(error, errors.RevisionNotFoundError):
         text = f"{endpoint} has the model, and nothing{at}"
-    elif isinstance(error, errors.OfflineModeIsEnabled):
-        text = (
-            f"no such directory here, and the cache {_cache_dir(options)} does not hold it{at}; nothing was "
-            f"downloaded, because HF_HUB_OFFLINE says so. Correct the path, or run once online"
-        )
     elif getattr(getattr(error, "response", None), "status_code", None) == 401:
         text = f"{endpoint} refused the token (401); give a valid token=, HF_TOKEN or 'hf auth login'"
     else:
