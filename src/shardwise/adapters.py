@@ -28,6 +28,7 @@ __all__ = [
     "combine",
     "open_adapter",
     "open_adapters",
+    "read_adapter_config",
 ]
 
 CONFIG_NAME = "adapter_config.json"
@@ -77,16 +78,20 @@ def open_adapter(directory: str | os.PathLike[str]) -> AdapterFiles:
         pickled = os.path.isfile(os.path.join(root, "adapter_model.bin"))
         hint = "; adapter_model.bin is pickled and not read: save it again with PEFT" if pickled else ""
         raise SourceError(f"no {WEIGHTS_NAME}{hint}", path=root)
-    catalog = catalog_of_safetensors(weights)
+    return AdapterFiles(root, catalog_of_safetensors(weights), read_adapter_config(root))
+
+
+def read_adapter_config(root: str) -> Any:
+    """The PEFT config that lies in a directory. Rank-local. Raises :class:`FormatError` if it can't be read."""
     peft = _import_peft()
     try:
-        config = peft.PeftConfig.from_pretrained(root)
+        return peft.PeftConfig.from_pretrained(root)
     except Exception as error:
         # Config classes check their fields with errors of many kinds, some not derived from ValueError.
         raise FormatError(
-            f"not a config that PEFT can read: {type(error).__name__}: {error}", path=file
+            f"not a config that PEFT can read: {type(error).__name__}: {error}",
+            path=os.path.join(root, CONFIG_NAME),
         ) from error
-    return AdapterFiles(root, catalog, config)
 
 
 def _import_peft() -> Any:

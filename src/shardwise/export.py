@@ -109,6 +109,8 @@ def export_hf(
             home = job.home
             in_turn(ranks, lambda: import_code(home))
         with ranks.agree("plan export"):
+            if code is not None and isinstance(job, StoredJob):
+                job.refuse_codes()
             contents = job.contents()
             output = lay_out(contents.hub, code, max_shard_bytes)
             companions = _with_dtype(job.companions(), code) if ranks.rank == 0 else {}

@@ -31,6 +31,7 @@ from .recipe.transformers import hub_rules
 from .store.companions import ADAPTERS_NAME, read_companions
 from .store.hub_files import HubFiles
 from .stored_run import ModelContents, as_config_says, as_stored, has_module_names
+from .unquantized import refuse_source
 
 __all__ = ["NO_HUB_FORMAT", "StoredJob"]
 
@@ -101,6 +102,11 @@ class StoredJob:
             f"{self._path}: was deleted while it was read; a running Checkpointer deletes old steps. Take a newer step, or "
             f"let the run keep this one (keep_last, keep_every)"
         )
+
+    def refuse_codes(self) -> None:
+        """Codes stay what they are in any dtype, their scales would not. Raises :class:`UnsupportedConversionError`."""
+        if not has_module_names(self._catalog):
+            refuse_source(self._catalog)
 
     def contents(self) -> Contents:
         """Hub tensors and tiles. Builds the model on meta where its class knows the hub's names."""

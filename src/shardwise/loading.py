@@ -38,6 +38,7 @@ from .recipe.record import remember
 from .recipe.tiles import is_identity
 from .recipe.transformers import HubRules, automatic_rules, note_conversions
 from .replicated import reduced_parameters
+from .unquantized import refuse_source
 
 __all__ = ["fill", "load"]
 
@@ -88,6 +89,7 @@ def load(
     ranks = Ranks.current(timeout_s=io.timeout_s)
     with ranks.agree("open source"):
         catalog = source if isinstance(source, Catalog) else open_catalog(source)
+        refuse_source(catalog, model)
         declared = _init_rules(init)
         hub = hub_rules_of(model, catalog) if names is None else None
         rules = Rules(

@@ -19,7 +19,15 @@ from .dist import Ranks
 from .errors import FormatError, ShardwiseError, SourceError
 from .patience import patiently
 
-__all__ = ["code_of_auto_map", "config_and_class", "home_of", "import_code", "in_turn", "read_config"]
+__all__ = [
+    "code_of_auto_map",
+    "config_and_class",
+    "home_of",
+    "import_code",
+    "in_turn",
+    "read_config",
+    "same_directory",
+]
 
 T = TypeVar("T")
 
@@ -47,8 +55,12 @@ def config_and_class(
     :class:`FormatError` if the config can't be read or no class is known.
     """
     directory = os.fspath(path)
-    if config is None:
-        config = read_config(directory, auto_class, trust_remote_code=trust_remote_code)
+    if config is None or isinstance(config, str | os.PathLike):
+        config = read_config(
+            directory if config is None else os.fspath(config),
+            auto_class,
+            trust_remote_code=trust_remote_code,
+        )
     else:
         config = copy.deepcopy(config)  # building writes the dtype into it
     return config, _class_of(config, directory, auto_class, trust_remote_code)
@@ -183,14 +195,14 @@ def in_turn(ranks: Ranks, work: Callable[[], T]) -> T:
     def firsts(everyone: list[bytes]) -> bytes:
         return json.dumps([everyone.index(cache) for cache in set(everyone)]).encode()
 
-    own = ranks.combine(label, lambda: _identity(modules_cache()).encode(), firsts)
+    own = ranks.combine(label, lambda: same_directory(modules_cache()).encode(), firsts)
     turn(mine=ranks.rank in json.loads(own))
     turn(mine=True)
     return results[0]
 
 
-def _identity(directory: str) -> str:
-    """The same on ranks that see the same directory through the same mount, different on all others."""
+def same_directory(directory: str) -> str:
+    """A text that ranks have in common which see the same directory through the same mount, and no others."""
     patiently(os.makedirs, directory, exist_ok=True)
     found = os.stat(directory)
     return f"{socket.gethostname()}/{found.st_dev}/{found.st_ino}"

@@ -6,26 +6,27 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from .arguments import FromPretrained, understand
 from .catalog import Catalog
-from .catalog.open import open_catalog
+from .dist import Ranks
 from .errors import ShardError
 from .groups import Group, ShardPolicy, describe_groups, largest_group
+from .hub import find_model
 from .layout.model import local_tensor
-from .loading import plan_load
+from .loading import _init_rules, plan_load
 from .names import named_tensors
 from .parallelize import shard
 from .plan import IOOptions, Plan
-from .pretrained import build_meta, with_callers
+from .pretrained import prepare
 from .recipe.host import Converted
 from .recipe.match import Declaration, Rules
-from .recipe.transformers import hub_rules
 
 __all__ = ["EVERY_RANK_UP_TO", "MAX_RANKS", "PlanReport", "RankCost", "plan_pretrained"]
 
@@ -56,6 +57,7 @@ class PlanReport:
 
     path: str
     model_class: str
+    """Of the base, where adapters are put into it."""
     dtypes: tuple[str, ...]
     """Stored codes of the dtypes that the model's tensors get, by falling bytes."""
     ranks: int
@@ -115,10 +117,13 @@ def plan_pretrained(
     dtype: torch.dtype | str = "auto",
     policy: ShardPolicy | None = None,
     auto_class: Any = None,
+    config: Any = None,
     trust_remote_code: bool = False,
     key_mapping: Mapping[str, str] | None = None,
     unused: Sequence[str] = (),
-    init: Sequence[str] = (),
+    init: Mapping[str, str] | None = None,
+    adapter: Any = None,
+    **options: Unpack[FromPretrained],
 ) -> PlanReport:
     """Plan ``load_pretrained`` of the model at ``path`` for every one of ``ranks`` ranks; loads nothing.
 
@@ -127,25 +132,38 @@ def plan_pretrained(
     One process, which must not be in a process group; there is none afterwards either. Not thread-safe.
 
     Args:
-        path: local directory with ``config.json`` and safetensors files, or a checkpoint of such a model.
+        path: local directory with ``config.json`` and safetensors files, or a checkpoint of such a model, or the id of
+            a model on the Hugging Face hub, which is downloaded where the cache lacks it.
         ranks: how many ranks the load would run on, at most 16,384.
         replicas: how many of them hold the same shard; divides ``ranks``.
         dtype: as for ``load_pretrained``.
         policy: how to wrap.
-        auto_class, trust_remote_code, key_mapping, unused: as for ``load_pretrained``.
-        init: patterns of module names that may be missing.
+        auto_class, config, trust_remote_code, key_mapping, unused, init, adapter, options: as for ``load_pretrained``.
 
     Raises :class:`ValueError` for counts or a dtype that make no sense, :class:`PlanError` if the load can't be
     proved complete, :class:`SourceError`, :class:`ShardError` or :class:`LayoutError`.
     """
     _check_counts(ranks, replicas)
-    chosen, policy = _floating_dtype(dtype), policy or ShardPolicy()
-    catalog = open_catalog(path)
-    model = build_meta(
-        path, catalog, dtype=chosen, auto_class=auto_class, trust_remote_code=trust_remote_code
+    policy = policy or ShardPolicy()
+    asked = understand(options, _floating_dtype(dtype))
+    _floating_dtype(asked.dtype)
+    declared = _init_rules(init)
+    directory = find_model(path, asked.hub, Ranks(), with_code=trust_remote_code)
+    prepared = prepare(
+        directory,
+        asked,
+        name=os.fspath(path),
+        auto_class=auto_class,
+        config=config,
+        config_is_given=config is not None,
+        trust_remote_code=trust_remote_code,
+        key_mapping=key_mapping,
+        unused=unused,
+        init=tuple(declared),
+        adapter=adapter,
     )
-    model_class = type(model).__name__
-    rules = with_callers(hub_rules(model, key_mapping), catalog, unused, init)
+    model, catalog, rules = prepared.model, prepared.catalog, prepared.rules
+    model_class = type(prepared.base).__name__  # before FSDP2 swaps it
     groups = describe_groups(model, policy)
     with _fake_ranks(ranks):
         shard(model, _mesh(ranks, replicas), policy)

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Unpack
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._compat import default_conversions
 from .adapters import attach, combine
+from .arguments import Arguments, FromPretrained, understand
 from .catalog import Catalog
 from .catalog.manifest import read_manifest
 from .catalog.open import open_catalog
 from .catalog.records import StoredTensor
 from .dist import Ranks
 from .errors import FormatError, ShardwiseError
+from .hub import find_model
 from .loading import _init_rules, fill
 from .model_class import config_and_class, home_of, in_turn, read_config
 from .parallelize import ShardPolicy, shard
@@ -26,8 +29,9 @@ from .proof.report import LoadReport
 from .recipe.match import Rules, matches_any, same_names
 from .recipe.record import remember_home
 from .recipe.transformers import HubRules, hub_rules, note_conversions
+from .unquantized import refuse_config, refuse_source
 
-__all__ = ["build_meta", "load_pretrained", "load_wrapped", "read_config"]
+__all__ = ["Prepared", "build_meta", "load_pretrained", "load_wrapped", "prepare", "read_config"]
 
 
 def load_pretrained(
@@ -46,6 +50,7 @@ def load_pretrained(
     seed: int = 0,
     device: torch.device | str | None = None,
     io: IOOptions | None = None,
+    **options: Unpack[FromPretrained],
 ) -> tuple[Any, LoadReport]:
     """Build the transformers model at ``path`` on meta, shard it over ``mesh`` and fill the shards.
 
@@ -54,12 +59,13 @@ def load_pretrained(
     the staging; RNG state and torch settings are untouched.
 
     Args:
-        path: local directory with ``config.json`` and safetensors files.
+        path: local directory with ``config.json`` and safetensors files, else the id of a model on the Hugging Face
+            hub: taken from the local cache, and what that lacks is downloaded once for each host (see ``options``).
         mesh: 1-D (FSDP) or 2-D (HSDP: replicate, shard). None: not sharded, the whole model on each rank.
         policy: how to wrap; see :class:`ShardPolicy`.
         dtype: ``"auto"`` (as the config says, else as stored), a dtype or its name.
         auto_class: a transformers Auto class or model class. Default: the config's ``architectures[0]``.
-        config: a config object to use instead of the stored one.
+        config: a config object to use instead of the stored one, or the directory of one.
         trust_remote_code: run the Python files that the directory brings for its classes (``auto_map``). One
             rank after another imports them where ranks share the cache into which transformers copies them.
         key_mapping: further renames, regex → replacement, as ``from_pretrained`` takes them.
@@ -71,9 +77,13 @@ def load_pretrained(
         seed: for what is initialised: same values at every world size.
         device: where shards lie. Default: the mesh's device type; ``"cpu"`` with CPU offload.
         io: staging and time limits.
+        options: as ``from_pretrained`` takes them. ``attn_implementation``, ``experts_implementation``, ``torch_dtype``
+            (the former name of ``dtype``), ``subfolder``, ``variant``; for the hub ``revision``, ``token``,
+            ``cache_dir``, ``local_files_only``, ``force_download``.
 
     Every rank of the default process group must call it. Raises as :func:`shardwise.load` does;
-    :class:`UnsupportedConversionError` names stored tensors whose conversion is not supported yet.
+    :class:`UnsupportedConversionError` names stored tensors whose conversion is not supported yet, or what is
+    quantised; :class:`TypeError` says what to do instead of another argument of ``from_pretrained``.
     """
     chosen = policy or ShardPolicy()
 
@@ -98,6 +108,7 @@ def load_pretrained(
         seed=seed,
         device=device,
         io=io,
+        options=options,
     )
 
 
@@ -116,32 +127,103 @@ def load_wrapped(
     seed: int,
     device: torch.device | str | None,
     io: IOOptions | None,
+    options: Mapping[str, Any],
 ) -> tuple[Any, LoadReport]:
     """:func:`load_pretrained`, sharded by ``wrap``: it gets the model on meta and gives the patterns of ``ignored``."""
     io = io or IOOptions()
     ranks = Ranks.current(timeout_s=io.timeout_s)
+    with ranks.agree("check arguments"):
+        asked = understand(options, dtype)
+        declared = _init_rules(init)
+    directory = find_model(path, asked.hub, ranks, with_code=trust_remote_code)
+    is_given = config is not None
     if trust_remote_code:
         config, auto_class = in_turn(
-            ranks, lambda: config_and_class(path, config, auto_class, trust_remote_code=True)
+            ranks, lambda: config_and_class(directory, config, auto_class, trust_remote_code=True)
         )
     with ranks.agree("build model"):
-        catalog = open_catalog(path)
-        model = build_meta(path, catalog, dtype=dtype, auto_class=auto_class, config=config)
-        declared = _init_rules(init)
-        hub = hub_rules(model, key_mapping)
-        rules = with_callers(hub, catalog, unused, tuple(declared))
-        inverted = _conversions_of_checkpoint(model, hub, catalog) if catalog.has_module_names else None
-        base = model
-        if adapter is not None:
-            model, files = attach(base, adapter)
-            catalog, rules = combine(model, catalog, rules, files)
-        ignored = wrap(model)
-    report = fill(model, catalog, rules, device=device, io=io, ranks=ranks, seed=seed, ignored=ignored)
+        prepared = prepare(
+            directory,
+            asked,
+            name=os.fspath(path),
+            auto_class=auto_class,
+            config=config,
+            config_is_given=is_given,
+            key_mapping=key_mapping,
+            unused=unused,
+            init=tuple(declared),
+            adapter=adapter,
+        )
+        ignored = wrap(prepared.model)
+    report = fill(
+        prepared.model,
+        prepared.catalog,
+        prepared.rules,
+        device=device,
+        io=io,
+        ranks=ranks,
+        seed=seed,
+        ignored=ignored,
+    )
     with ranks.agree("finish model"):
-        _finish(base, path)
-        note_conversions(base, hub.used() if inverted is None else inverted)
-        model.eval()
-    return model, report
+        _finish(prepared.base, directory)
+        note_conversions(prepared.base, prepared.conversions())
+        prepared.model.eval()
+    return prepared.model, report
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A model on meta, what it is loaded from, and how stored tensors become its own."""
+
+    base: Any
+    model: Any
+    """``base``, or the ``PeftModel`` around it."""
+    catalog: Catalog
+    rules: Rules
+    conversions: Callable[[], list[Any]]
+    """What a later ``save_pretrained`` must invert."""
+
+
+def prepare(
+    directory: str,
+    asked: Arguments,
+    *,
+    name: str,
+    auto_class: Any,
+    config: Any,
+    key_mapping: Mapping[str, str] | None,
+    unused: Sequence[str],
+    init: Sequence[str],
+    adapter: Any,
+    config_is_given: bool,
+    trust_remote_code: bool = False,
+) -> Prepared:
+    """Everything of a load that comes before sharding; what a plan and a load have in common. Rank-local.
+
+    ``name`` is what the caller called the model: its ``name_or_path``. ``config_is_given``: by the caller, not read from
+    ``directory``.
+    """
+    catalog = open_catalog(directory, variant=asked.hub.variant)
+    base = build_meta(
+        directory,
+        catalog,
+        dtype=asked.dtype,
+        auto_class=auto_class,
+        config=config,
+        config_is_given=config_is_given,
+        trust_remote_code=trust_remote_code,
+        implementations=asked.implementations,
+        name=name,
+    )
+    hub = hub_rules(base, key_mapping)
+    rules = with_callers(hub, catalog, unused, init)
+    inverted = _conversions_of_checkpoint(base, hub, catalog) if catalog.has_module_names else None
+    model = base
+    if adapter is not None:
+        model, files = attach(base, adapter)
+        catalog, rules = combine(model, catalog, rules, files)
+    return Prepared(base, model, catalog, rules, lambda: hub.used() if inverted is None else inverted)
 
 
 def with_callers(hub: HubRules, catalog: Catalog, unused: Sequence[str], init: Sequence[str]) -> Rules:
@@ -164,14 +246,22 @@ def build_meta(
     auto_class: Any = None,
     config: Any = None,
     trust_remote_code: bool = False,
+    config_is_given: bool | None = None,
+    implementations: Mapping[str, Any] | None = None,
+    name: str | None = None,
 ) -> Any:
     """The model at ``path`` with its parameters on meta and its buffers real, as ``from_pretrained`` would type it.
 
-    Rank-local; allocates buffers only.
+    ``implementations`` are fields of the config (attention, experts); ``name`` becomes ``name_or_path``. Rank-local;
+    allocates buffers only. Raises :class:`UnsupportedConversionError` for what is quantised.
     """
     directory = os.fspath(path)
+    is_given = config is not None if config_is_given is None else config_is_given
     config, model_class = config_and_class(path, config, auto_class, trust_remote_code=trust_remote_code)
+    refuse_config(config, catalog, directory, given=is_given)
     chosen = _dtype_of(dtype, config, catalog)
+    for field, value in (implementations or {}).items():
+        setattr(config, field, value)
     try:
         with meta_init():
             if hasattr(model_class, "from_config"):  # an Auto class; what it would ask is settled
@@ -186,8 +276,9 @@ def build_meta(
             f"transformers can't build a model from this config: {type(error).__name__}: {error}",
             path=os.path.join(directory, "config.json"),
         ) from error
-    model.config.name_or_path = directory
-    model.name_or_path = directory
+    if catalog is not None:
+        refuse_source(catalog, model)
+    model.config.name_or_path = model.name_or_path = name or directory
     remember_home(model, home_of(directory))
     _keep_in_fp32(model, chosen)
     return model

@@ -139,8 +139,8 @@ def test_a_quantised_base(ranks: RankPool, reference: Path, tmp_path: Path) -> N
     (base / "config.json").write_text(json.dumps(config))
     found = ranks.run_ranks(2, error_fns.refused_configs, str(base), {"base": {"target_modules": ["q_proj"]}})
     assert found[0] == found[1]
-    assert found[0]["base"][0] == "PlanError"
-    assert "the base Qwen3ForCausalLM is quantised" in found[0]["base"][1]
+    assert found[0]["base"][0] == "UnsupportedConversionError"
+    assert "quantised (bitsandbytes, says the config)" in found[0]["base"][1]
 
 
 def test_wrong_arguments_and_export(ranks: RankPool, tmp_path: Path) -> None:

@@ -210,7 +210,7 @@ def test_rules_find_what_they_forbid() -> None:
 
 
 #: Pinned although nothing names them: they come with what is named, in any version of it.
-COME_ALONG = {"huggingface_hub", "tokenizers"}
+COME_ALONG = {"tokenizers"}
 
 
 def test_everything_that_is_imported_is_declared_and_pinned() -> None:

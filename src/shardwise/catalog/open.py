@@ -21,17 +21,21 @@ from .torchfile import (
 __all__ = ["open_catalog"]
 
 
-def open_catalog(path: str | os.PathLike[str], model: str | None = None) -> Catalog:
+def open_catalog(
+    path: str | os.PathLike[str], model: str | None = None, *, variant: str | None = None
+) -> Catalog:
     """Catalog of whatever lies at ``path``: a shardwise checkpoint, a DCP checkpoint, safetensors, or a
     file of ``torch.save``. Headers only.
 
     Sources describe themselves: a directory with ``manifest.json`` is a checkpoint, one with ``.metadata`` torch's
     (DCP), one with ``pytorch_model_fsdp_0`` or ``pytorch_model_fsdp.bin`` and no safetensors Accelerate's.
-    ``model`` names one of several in a checkpoint. Raises :class:`SourceError`.
+    ``model`` names one of several in a checkpoint; ``variant`` takes ``model.VARIANT.safetensors``. Raises :class:`SourceError`.
     """
     root = os.fspath(path)
     if "://" in root:
         raise SourceError("URLs are not supported yet; copy the files to a local path", path=root)
+    if variant is not None:
+        return catalog_of_safetensors(root, variant)
     if os.path.isfile(os.path.join(root, "manifest.json")):
         return catalog_of_checkpoint(root, model)
     if model is not None:

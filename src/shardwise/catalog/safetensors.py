@@ -11,18 +11,26 @@ from .index import read_weight_map
 from .records import Catalog, Chunk, StoredFile, StoredTensor, assemble
 from .steps import of_steps
 
-__all__ = ["INDEX_NAME", "SINGLE_NAME", "catalog_of_safetensors", "has_safetensors"]
+__all__ = ["INDEX_NAME", "SINGLE_NAME", "catalog_of_safetensors", "has_safetensors", "with_variant"]
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
 
-def catalog_of_safetensors(path: str | os.PathLike[str]) -> Catalog:
+def with_variant(name: str, variant: str | None) -> str:
+    """The name of a weights file or its index in a variant: ``model.fp16.safetensors``; as transformers has it."""
+    if variant is None:
+        return name
+    stem, _, end = name.rpartition(".")
+    return f"{stem}.{variant}.{end}"
+
+
+def catalog_of_safetensors(path: str | os.PathLike[str], variant: str | None = None) -> Catalog:
     """Catalog of a ``.safetensors`` file or of a directory of them, from headers only.
 
     In a directory, ``model.safetensors.index.json`` decides which files belong; without one, a single
     ``model.safetensors``; without that, every ``*.safetensors``. Files that are left out are reported
-    in ``ignored_files``. Entries with ``saved_offsets`` are chunks of one tensor; a tensor that is
+    in ``ignored_files``. With ``variant`` only its index or its single file counts. Entries with ``saved_offsets`` are chunks of one tensor; a tensor that is
     stored twice (chunks overlap) is refused.
 
     Raises :class:`SourceError` (nothing there), :class:`FormatError` (a header or the index lies).
@@ -32,7 +40,7 @@ def catalog_of_safetensors(path: str | os.PathLike[str]) -> Catalog:
     if os.path.isfile(root):
         names, weight_map, root = [os.path.basename(root)], None, os.path.dirname(root) or "."
     elif os.path.isdir(root):
-        names, weight_map = _files_of(root)
+        names, weight_map = _files_of(root, variant)
     elif os.path.exists(root):
         raise FormatError("can't be read: not a regular file", path=root)
     else:
@@ -40,7 +48,7 @@ def catalog_of_safetensors(path: str | os.PathLike[str]) -> Catalog:
     ignored = tuple(sorted(n for n in _listed(root) if n.endswith(".safetensors") and n not in names))
     headers = {name: read_header(os.path.join(root, name)) for name in names}
     if weight_map is not None:
-        _check_index(root, weight_map, headers)
+        _check_index(root, weight_map, headers, with_variant(INDEX_NAME, variant))
     files = tuple(StoredFile(os.path.join(root, n), h.file_bytes) for n, h in headers.items())
     metadata = {k: v for h in headers.values() for k, v in h.metadata.items() if k != "DCP_SHARDING_INFO"}
     return Catalog("safetensors", root, _tensors(root, headers), files, ignored, metadata)
@@ -51,13 +59,15 @@ def has_safetensors(root: str) -> bool:
     return os.path.isdir(root) and any(name.endswith(".safetensors") for name in _listed(root))
 
 
-def _files_of(root: str) -> tuple[list[str], dict[str, str] | None]:
-    index = os.path.join(root, INDEX_NAME)
+def _files_of(root: str, variant: str | None) -> tuple[list[str], dict[str, str] | None]:
+    index, single = os.path.join(root, with_variant(INDEX_NAME, variant)), with_variant(SINGLE_NAME, variant)
     if os.path.exists(index):
         weight_map = read_weight_map(index)
         return sorted(set(weight_map.values())), weight_map
-    if os.path.exists(os.path.join(root, SINGLE_NAME)):
-        return [SINGLE_NAME], None
+    if os.path.exists(os.path.join(root, single)):
+        return [single], None
+    if variant is not None:
+        raise SourceError(f"holds no {single} and no index of variant {variant!r}", path=root)
     listed = _listed(root)
     names = sorted(n for n in listed if n.endswith(".safetensors"))
     if not names:
@@ -79,9 +89,9 @@ def _listed(root: str) -> list[str]:
         raise SourceError(f"can't be read: {error.strerror or error}", path=root) from error
 
 
-def _check_index(root: str, weight_map: dict[str, str], headers: dict[str, Header]) -> None:
+def _check_index(root: str, weight_map: dict[str, str], headers: dict[str, Header], index_name: str) -> None:
     """Every name of the index is in its file, and no listed file holds a copy that the index denies."""
-    index = os.path.join(root, INDEX_NAME)
+    index = os.path.join(root, index_name)
     lost = [f"{n} (in {f})" for n, f in weight_map.items() if n not in headers[f].entries]
     if lost:
         more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""

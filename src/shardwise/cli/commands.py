@@ -13,7 +13,18 @@ import click
 from ..errors import NoCheckpointError, ShardwiseError, SourceError
 from ..store.publish import published_steps
 from .contents import CheckpointContents, Contents, RootContents, contents_of, is_root, to_json
-from .options import DTYPES, byte_count, common, config, one_model, source_path, trust_remote_code
+from .options import (
+    DTYPES,
+    as_load_pretrained,
+    byte_count,
+    common,
+    config,
+    model_class,
+    new_adapter,
+    one_model,
+    source_path,
+    trust_remote_code,
+)
 from .program import FINE, WRONG_DATA, Program, print_json, rank_of_launcher
 from .render import (
     console,
@@ -46,7 +57,8 @@ def main() -> None:
 def inspect(path: str, as_json: bool) -> int:
     """Show what a source, a checkpoint or a directory of checkpoints holds.
 
-    Reads headers and manifests only. Status 1 if a published step is damaged, as far as these tell.
+    Reads headers and manifests only. Status 1 if a published step is damaged, as far as these tell. Of a model on the
+    hub PATH may be the id, if the cache holds it: nothing is downloaded.
     """
     contents = contents_of(path)
     if as_json:
@@ -75,12 +87,27 @@ def _is_sound(contents: Contents) -> bool:
 @click.option(
     "--dtype", type=click.Choice(("auto", *DTYPES)), default="auto", help="Default: as the config says."
 )
+@as_load_pretrained
+@config
 @trust_remote_code
 @common
-def plan(path: str, ranks: int, replicas: int, dtype: str, trust_remote_code: bool, as_json: bool) -> None:
+def plan(
+    path: str,
+    ranks: int,
+    replicas: int,
+    dtype: str,
+    class_name: str | None,
+    key_mapping: tuple[tuple[str, str], ...],
+    unused: tuple[str, ...],
+    init: tuple[str, ...],
+    adapter: str | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
     """Show what loading a transformers model over N ranks will take, without loading it.
 
-    Makes the plan that load_pretrained would run on each rank, and proves that it is complete.
+    Makes the plan that load_pretrained would run on each rank, and proves that it is complete. PATH is a directory, or
+    the id of a model on the hub, which is downloaded where the cache lacks it.
     """
     if ranks % replicas:
         raise click.BadParameter(
@@ -89,7 +116,16 @@ def plan(path: str, ranks: int, replicas: int, dtype: str, trust_remote_code: bo
     from ..planner import plan_pretrained
 
     report = plan_pretrained(
-        path, ranks=ranks, replicas=replicas, dtype=dtype, trust_remote_code=trust_remote_code
+        path,
+        ranks=ranks,
+        replicas=replicas,
+        dtype=dtype,
+        auto_class=model_class(class_name),
+        key_mapping=dict(key_mapping),
+        unused=unused,
+        init=dict.fromkeys(init, "model"),
+        adapter=new_adapter(adapter),
+        **options,
     )
     if as_json:
         print_json(report.to_json())

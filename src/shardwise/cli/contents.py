@@ -122,13 +122,26 @@ Contents = SourceContents | CheckpointContents | RootContents
 
 
 def contents_of(path: str) -> Contents:
-    """What lies at ``path``. Raises :class:`SourceError` if it can't be read or is none of these."""
+    """What lies at ``path``, or in the hub's cache under an id. Raises :class:`SourceError` if it can't be read or is none
+    of these.
+    """
+    path = _local(path)
     if is_root(path):
         return _root(path)
     if os.path.isfile(os.path.join(path, MANIFEST_NAME)):
         return _checkpoint(path)
     catalog = open_catalog(path)
     return _source(catalog, path, len(catalog.files), sum(f.nbytes for f in catalog.files))
+
+
+def _local(path: str) -> str:
+    """A path, or the snapshot in the hub's cache of what can only be an id."""
+    if os.path.lexists(path):
+        return path
+    from ..dist import Ranks
+    from ..hub import HubOptions, find_model
+
+    return find_model(path, HubOptions(local_files_only=True), Ranks())
 
 
 def is_root(path: str) -> bool:

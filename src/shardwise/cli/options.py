@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import re
 from collections.abc import Callable
 from typing import Any
 
 import click
 
-__all__ = ["DTYPES", "byte_count", "common", "config", "one_model", "source_path", "trust_remote_code"]
+__all__ = [
+    "DTYPES",
+    "as_load_pretrained",
+    "byte_count",
+    "common",
+    "config",
+    "model_class",
+    "new_adapter",
+    "one_model",
+    "source_path",
+    "trust_remote_code",
+]
 
 #: What a model can be built or exported in.
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -60,3 +73,55 @@ def trust_remote_code(command: Callable[..., Any]) -> Callable[..., Any]:
     """``--trust-remote-code``, for commands that build the model."""
     help = "Run the Python files that the model brings for its classes."
     return click.option("--trust-remote-code", is_flag=True, help=help)(command)
+
+
+def as_load_pretrained(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The arguments of ``load_pretrained`` that say which model is built, and of what."""
+    options = (
+        click.option("--class", "class_name", default=None, metavar="[MODULE:]CLASS", help=_CLASS_HELP),
+        click.option(
+            "--key-mapping", nargs=2, multiple=True, metavar="REGEX TEXT", help="Rename stored tensors."
+        ),
+        click.option(
+            "--unused", multiple=True, metavar="PATTERN", help="Stored tensors that may be left over."
+        ),
+        click.option("--init", multiple=True, metavar="PATTERN", help="Tensors that may be missing."),
+        click.option("--adapter", default=None, metavar="DIR", help=_ADAPTER_HELP),
+        click.option("--revision", default=None, help="Of the hub: branch, tag or commit."),
+        click.option("--subfolder", default="", metavar="DIR", help="Where in PATH the model lies."),
+        click.option("--variant", default=None, help="Take model.VARIANT.safetensors."),
+        click.option("--cache-dir", default=None, metavar="DIR", help="Of the hub; default: HF_HUB_CACHE."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+_CLASS_HELP = "Model class or Auto class, of transformers or MODULE. Default: as the config says."
+_ADAPTER_HELP = "Adapter to put in; with adapter_config.json alone, a new one."
+
+
+def model_class(name: str | None) -> Any:
+    """The class that ``--class`` names: of transformers, or of a module that is imported. Raises ``BadParameter``."""
+    if name is None:
+        return None
+    module, _, kind = name.rpartition(":")
+    try:
+        found = getattr(importlib.import_module(module or "transformers"), kind, None)
+    except ImportError as error:
+        raise click.BadParameter(f"{module} can't be imported: {error}", param_hint="'--class'") from error
+    if not hasattr(found, "from_config") and not hasattr(found, "_from_config"):
+        where = module or "transformers"
+        raise click.BadParameter(f"{where} has no model class {kind!r}", param_hint="'--class'")
+    return found
+
+
+def new_adapter(directory: str | None) -> Any:
+    """What ``adapter=`` takes for ``--adapter``: the directory, or the config where that is all it holds."""
+    if directory is None or not os.path.isfile(os.path.join(directory, "adapter_config.json")):
+        return directory
+    if any(name.startswith("adapter_model.") for name in os.listdir(directory)):
+        return directory
+    from ..adapters import read_adapter_config
+
+    return read_adapter_config(directory)

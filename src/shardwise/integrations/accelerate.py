@@ -19,12 +19,13 @@ import copy
 import os
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import nn
 
 from .. import checkpoint
+from ..arguments import FromPretrained
 from ..dist import Ranks
 from ..errors import ShardError, StateError
 from ..foreign import is_foreign
@@ -69,6 +70,7 @@ def load_pretrained(
     adapter: Any = None,
     seed: int = 0,
     io: IOOptions | None = None,
+    **options: Unpack[FromPretrained],
 ) -> tuple[Any, LoadReport]:
     """:func:`shardwise.load_pretrained`, sharded as the accelerator's FSDP plugin says, for ``accelerator.prepare``.
 
@@ -99,6 +101,7 @@ def load_pretrained(
         seed=seed,
         device=_device_of(accelerator),
         io=io,
+        options=options,
     )
 
 

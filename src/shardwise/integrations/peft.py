@@ -39,6 +39,7 @@ from ..recipe.match import Rules, matches_any, same_names
 from ..recipe.tiles import Tile, identity
 from ..recipe.transformers import note_conversions
 from ..store.hub_files import HubFiles, header_of
+from ..unquantized import refuse_source
 
 __all__ = ["load", "save_adapter"]
 
@@ -79,6 +80,7 @@ def load(
     with ranks.agree("open base and adapters"):
         files = open_adapters(model, adapter)
         catalog = base if isinstance(base, Catalog) else open_catalog(base)
+        refuse_source(catalog, model)
         declared = _init_rules(init)
         hub = hub_rules_of(model, catalog)
         rules = Rules(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
+from ..catalog.quantized import is_part
 from ..catalog.records import Catalog, StoredTensor
 from ..layout.wanted import Wanted
 from ..names import canonical_name
@@ -210,10 +211,9 @@ def _misfit(w: Wanted, made: Made, catalog: Catalog) -> str | None:
             f"has {list(made.shape)}{_missing_parts(made, catalog)}"
         )
     if not castable(made.dtype, w.dtype):
-        return (
-            f"un-castable: {w.name!r} expects {w.dtype}, but {_origin(made, catalog)} is "
-            f"{made.dtype}; convert it first or load with that dtype"
-        )
+        is_coded = any(is_part(source, catalog.tensors) for source in made.sources)
+        advice = "quantised codes" if is_coded else "convert it first or load with that dtype"
+        return f"un-castable: {w.name!r} expects {w.dtype}, but {_origin(made, catalog)} is {made.dtype}; {advice}"
     return None
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import nlargest
 from os.path import commonprefix
 
+from ..catalog.quantized import code_of_weight, is_part
 from ..catalog.records import Catalog
 from ..layout.wanted import Wanted
 
@@ -57,6 +58,10 @@ def _missing(
         hint = f"; nearest stored name: {near!r}" if near else ""
         also = f" (also named {', '.join(map(repr, w.aliases))})" if w.aliases else ""
         advice = f"; give init={{{w.name!r}: 'model'}} if it is new" if caller_declares else ""
+        if codes := next(
+            (c for n in (w.name, *w.aliases) if (c := code_of_weight(n, catalog.tensors))), None
+        ):
+            hint, advice = "", f"; its quantised codes are ({codes!r}), which can't be loaded yet"
         yield f"missing: {w.kind} {w.name!r}{also} of shape {list(w.shape)} is not stored{hint}{advice}"
 
 
@@ -67,6 +72,8 @@ def _unused(
     for k, (pattern, names) in enumerate(_families(catalog.tensors, spare).items()):
         them = "they" if len(names) > 1 else "it"
         advice = f"; give unused=({pattern!r},) if {them} may be left" if caller_declares else ""
+        if any(is_part(name, catalog.tensors) for name in names):
+            advice = "; quantised codes, or what goes with them"
         stored = catalog.tensors[names[0]]
         where = stored.chunks[0].path if stored.chunks else catalog.root
         if len(names) > 1:

@@ -1,0 +1,137 @@
+"""Keyword arguments of ``from_pretrained`` that people bring along: those that work here, and what to do about the rest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import torch
+
+from .hub import HubOptions
+from .unquantized import refuse_request
+
+__all__ = ["REFUSED", "Arguments", "FromPretrained", "understand"]
+
+
+class FromPretrained(TypedDict, total=False):
+    """Keyword arguments that ``load_pretrained`` takes beside its own, with the meaning they have in transformers."""
+
+    attn_implementation: str | dict[str, str] | None
+    experts_implementation: str | dict[str, str] | None
+    torch_dtype: torch.dtype | str | None
+    """The former name of ``dtype``."""
+    revision: str | None
+    token: str | bool | None
+    cache_dir: str | os.PathLike[str] | None
+    subfolder: str
+    variant: str | None
+    local_files_only: bool
+    force_download: bool
+
+
+_WHOLE = "every rank gets its shards and nothing else, on the mesh's device (device= takes another)"
+_MESH = (
+    "give mesh= for FSDP and HSDP; for tensor parallelism shard the model yourself, or through the Accelerate "
+    "integration, and load into it"
+)
+_OFFLOAD = "policy=ShardPolicy(cpu_offload=True) keeps the shards in host memory"
+_GONE = "transformers ignores it, too"
+_KERNELS = "set model.use_kernels after the load"
+
+#: Every other keyword argument of transformers' ``from_pretrained`` (5.17-5.23 and, where people still have it, 4),
+#: and what to do instead.
+REFUSED: Mapping[str, str] = {
+    "adapter_kwargs": "adapter= takes the adapter's local directory",
+    "adapter_name": "adapter={name: directory} names it",
+    "allow_all_kernels": _KERNELS,
+    "code_revision": "code is that of the same revision=",
+    "device_map": _WHOLE,
+    "device_mesh": _MESH,
+    "disable_mmap": "files are read by position, and none is mapped",
+    "distributed_config": _MESH,
+    "from_flax": _GONE,
+    "from_tf": _GONE,
+    "fusion_config": "fusing changes stored tensors and is not supported",
+    "generation_config": "set model.generation_config after the load",
+    "gguf_file": "GGUF is not read: take the model's safetensors",
+    "ignore_mismatched_sizes": (
+        "say which tensors are new: rename the stored ones away with key_mapping={'^score\\.': 'old_score.'}, and give "
+        "unused=('score.*',) and init={'score.*': 'model'}"
+    ),
+    "kernel_config": _KERNELS,
+    "low_cpu_mem_usage": "no rank ever holds more than its shards and io.staging_bytes",
+    "max_memory": _WHOLE,
+    "mirror": "set HF_ENDPOINT in the environment",
+    "offload_buffers": _OFFLOAD,
+    "offload_folder": _OFFLOAD,
+    "offload_state_dict": _OFFLOAD,
+    "output_loading_info": "the second result, the report, says it",
+    "proxies": "set HTTPS_PROXY in the environment",
+    "resume_download": _GONE,
+    "state_dict": "save it as safetensors and load that: nothing else is proved complete",
+    "tp_plan": _MESH,
+    "tp_size": _MESH,
+    "tqdm_class": "huggingface_hub shows the progress of a download (HF_HUB_DISABLE_PROGRESS_BARS=1 hides it)",
+    "use_auth_token": "its name is token=",
+    "use_kernels": _KERNELS,
+    "use_safetensors": "safetensors are taken where there are any, else pytorch_model.bin",
+    "weights_only": "of pickled files only tensors are read, and none of their code is run",
+    "_commit_hash": "its name is revision=",
+    "_fast_init": _GONE,
+    "_from_auto": _GONE,
+    "_from_pipeline": _GONE,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """What was asked for, checked."""
+
+    dtype: torch.dtype | str
+    hub: HubOptions
+    implementations: Mapping[str, Any]
+    """Fields of the config: ``_attn_implementation``, ``_experts_implementation``."""
+
+
+def understand(given: Mapping[str, Any], dtype: torch.dtype | str) -> Arguments:
+    """Check keyword arguments that people bring along from ``from_pretrained``. Rank-local.
+
+    ``dtype`` is that of the call. Raises :class:`TypeError` with what to do instead for an argument that is not taken,
+    :class:`ValueError` if ``torch_dtype`` contradicts ``dtype``, :class:`UnsupportedConversionError` for a quantisation
+    that is asked for.
+    """
+    rest = dict(given)
+    for name in ("quantization_config", "load_in_4bit", "load_in_8bit"):
+        if value := rest.pop(name, None):
+            refuse_request({name: value} if name.startswith("load_in_") else value, f"{name}=")
+    old_dtype = rest.pop("torch_dtype", None)
+    if old_dtype is not None:
+        if dtype != "auto" and _named(dtype) != _named(old_dtype):
+            raise ValueError(
+                f"dtype={dtype!r} and torch_dtype={old_dtype!r} differ; torch_dtype is the former name: give dtype only"
+            )
+        dtype = old_dtype
+    implementations = {
+        f"_{name}": value
+        for name in ("attn_implementation", "experts_implementation")
+        if (value := rest.pop(name, None)) is not None
+    }
+    hub = {name: rest.pop(name) for name in HubOptions.__dataclass_fields__ if name in rest}
+    if hub.get("subfolder", "") is None:
+        hub["subfolder"] = ""
+    for name in rest:
+        raise TypeError(f"load_pretrained takes no {name}=; leave it out: {_instead(name)}")
+    return Arguments(dtype=dtype, hub=HubOptions(**hub), implementations=implementations)
+
+
+def _named(dtype: torch.dtype | str) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _instead(name: str) -> str:
+    return REFUSED.get(name) or (
+        f"what changes the config goes into one: config = AutoConfig.from_pretrained(path, {name}=…), and "
+        f"load_pretrained(path, …, config=config)"
+    )
