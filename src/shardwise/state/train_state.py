@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import StateError
+from ..layout.model import uses_fsdp1
 from .gradients import bare_optimizer, watch_steps
 
 __all__ = ["TrainState", "document_of"]
@@ -45,7 +46,13 @@ class TrainState:
     """Small files put into the checkpoint by relative path, for other programs; those of rank 0. A resume reads none."""
 
     def __post_init__(self) -> None:
-        _ = self.models, self.optimizers
+        wrapped = [name for name, model in self.models.items() if uses_fsdp1(model)]
+        if wrapped:
+            raise StateError(
+                f"{', '.join(wrapped)}: wrapped by FSDP1 (FullyShardedDataParallel), whose flat parameters can't be stored or "
+                "restored; wrap the model with FSDP2 (fully_shard, or shardwise.shard)"
+            )
+        _ = self.optimizers
 
     @property
     def models(self) -> dict[str, nn.Module]:
