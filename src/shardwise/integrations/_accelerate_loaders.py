@@ -74,8 +74,8 @@ class LoaderPositions:
                 )
         caveats = []
         for k, (loader, position) in enumerate(zip(self._loaders, stored, strict=True)):
-            _set_position(loader, position)
-            caveats += [f"data loader {k}: {line}" for line in _caveats(loader, position)]
+            repeats = _set_position(loader, position)
+            caveats += [f"data loader {k}: {line}" for line in _caveats(loader, position, repeats)]
         self._caveats = tuple(caveats)
 
 
@@ -92,7 +92,9 @@ def _position(loader: Any) -> dict[str, Any]:
     if (sampler := _seedable(loader)) is not None:
         position["initial_seed"] = sampler.initial_seed
     if _is_stateful(loader):
-        state = position["state"] = loader.state_dict()
+        # On a rank that is dispatched to, Accelerate keeps the state of the last epoch's end.
+        begun = inside and _is_dispatched_to(loader)
+        state = position["state"] = (loader.base_dataloader if begun else loader).state_dict()
         # The state knows better: after a resume it may be inside of an epoch that was not taken up yet.
         position["inside"] = bool(state.get("_num_yielded", inside)) and not state.get("_iterator_finished")
     if (recorder := record(loader)) is not None:
@@ -111,13 +113,13 @@ def _order(loader: Any, recorder: RecordedSampler) -> dict[str, Any]:
     return {"start": recorder.start, "now": capture_host_rng(), "dataset_draws": draws}
 
 
-def _set_position(loader: Any, position: Mapping[str, Any]) -> None:
+def _set_position(loader: Any, position: Mapping[str, Any]) -> bool:
+    """Returns whether an epoch that is begun again is known to have the order that it had."""
     if (sampler := _seedable(loader)) is not None and "initial_seed" in position:
         sampler.initial_seed = position["initial_seed"]
     if hasattr(loader, "set_epoch"):
         loader.set_epoch(position["epoch"])
-    if position["inside"]:
-        _draw_again(loader, position)
+    repeats = not position["inside"] or (_repeats_order(loader, position) and _draw_again(loader, position))
     if "state" in position:
         loader.load_state_dict(position["state"])
         loader.dl_state_dict = position["state"]  # what a save before the first batch stores
@@ -129,18 +131,21 @@ def _set_position(loader: Any, position: Mapping[str, Any]) -> None:
         live = _generators(loader)
         for name in live.keys() & position["generators"].keys():
             live[name].set_state(position["generators"][name])
+    return repeats
 
 
-def _draw_again(loader: Any, position: Mapping[str, Any]) -> None:
-    """Let the epoch that is begun again have the order that it had, where the states that it was drawn from are known."""
+def _draw_again(loader: Any, position: Mapping[str, Any]) -> bool:
+    """Let the epoch that is begun again have the order that it had, if the states that it was drawn from are known."""
     recorder = record(loader)
     order = position.get("order")
-    if recorder is None or order is None:
-        return
+    needs_no_start = _needs_no_start(loader, position)
+    if recorder is None or order is None or _is_dispatched_to(loader):
+        return needs_no_start
     recorder.dataset_draws = order["dataset_draws"]
     start = order["start"] or start_that_leads_to(_sampler(loader), position["generators"].get("sampler"))
-    if start is None:
-        return
+    if start is None and not needs_no_start:
+        return False
+    start = start or {"rng": None, "generator": None}
     epoch = position["epoch"]
 
     def finish() -> None:
@@ -153,9 +158,10 @@ def _draw_again(loader: Any, position: Mapping[str, Any]) -> None:
     recorder.again = Order(
         start, stored={**order, "start": start}, is_due=lambda: _iteration(loader) == epoch, finish=finish
     )
+    return True
 
 
-def _caveats(loader: Any, position: Mapping[str, Any]) -> Iterator[str]:
+def _caveats(loader: Any, position: Mapping[str, Any], repeats: bool) -> Iterator[str]:
     inside = position["inside"]
     order = position.get("order")
     if inside and "state" not in position:
@@ -169,15 +175,16 @@ def _caveats(loader: Any, position: Mapping[str, Any]) -> Iterator[str]:
             )
             + _HOW
         )
-    if inside and not _repeats_order(loader, position):
-        known = record(loader) is not None and can_draw_again(_sampler(loader))
+    known = record(loader) is not None and can_draw_again(_sampler(loader))
+    if inside and not repeats:
+        unknown = _sampler(loader) if record(loader) is not None else innermost(loader)
         yield "the rest of the epoch may have another order: " + (
             f"the random states that it was drawn from are not in the checkpoint; {_RECORD}"
             if known
-            else f"it is not known when a {type(_sampler(loader)).__name__} draws. "
+            else f"it is not known when a {type(unknown).__name__} draws. "
             "DataLoaderConfiguration(use_seedable_sampler=True) goes on exactly, with shuffle=True"
         )
-    if inside and order and order["dataset_draws"] and not loader.num_workers:
+    if inside and known and order and order["dataset_draws"] and not loader.num_workers:
         yield (
             "the dataset draws from the global generators of the training process: the batch that was fetched ahead is drawn "
             "anew, so it may differ, and so may random draws after it; draw from a generator seeded by the index instead"
@@ -189,7 +196,7 @@ def _caveats(loader: Any, position: Mapping[str, Any]) -> Iterator[str]:
         )
     kinds = {str(getattr(kind, "value", kind)) for kind in getattr(loader, "rng_types", None) or ()}
     if inside and kinds - ({"generator", "torch"} if order else {"generator"}):
-        yield "rng_types: random generators are made alike on all ranks when the epoch is taken up in its middle"
+        yield "rng_types: random generators are made alike on all ranks when the epoch is taken up in its middle, so draws may differ"
     if inside and "state" in position and loader.num_workers:
         yield (
             f"num_workers={loader.num_workers}: workers start with new generators when an epoch is taken up in its "
@@ -207,19 +214,21 @@ def _caveats(loader: Any, position: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _repeats_order(loader: Any, position: Mapping[str, Any]) -> bool:
-    """Whether the epoch, begun again, is known to have the same order."""
-    state = position.get("state", {})
-    if state.get("_sampler_iter_state") is not None or isinstance(loader.dataset, IterableDataset):
-        return True  # of an iterable dataset another caveat speaks
-    if _is_dispatched_to(loader):
-        return True  # rank 0 reads for it
-    sampler = _sampler(loader)
-    if _seedable(loader) is not None:
-        return True
-    recorder = record(loader)
-    if recorder is None or not can_draw_again(sampler):
-        return False  # it may draw batches, or draw as it goes along
-    return type(sampler) in (SequentialSampler, DistributedSampler) or recorder.again is not None
+    """Whether the epoch, begun again from the same random states, is known to have the same order."""
+    return _needs_no_start(loader, position) or (
+        record(loader) is not None and can_draw_again(_sampler(loader))  # else it may draw as it goes along
+    )
+
+
+def _needs_no_start(loader: Any, position: Mapping[str, Any]) -> bool:
+    """Whether the order follows from the epoch's number alone, or from a state of the sampler's own."""
+    return (
+        position.get("state", {}).get("_sampler_iter_state") is not None
+        or isinstance(loader.dataset, IterableDataset)  # of which another caveat speaks
+        or _is_dispatched_to(loader)  # rank 0 reads for it
+        or _seedable(loader) is not None
+        or (record(loader) is not None and type(_sampler(loader)) in (SequentialSampler, DistributedSampler))
+    )
 
 
 def _is_dispatched_to(loader: Any) -> bool:

@@ -176,8 +176,7 @@ def start_that_leads_to(sampler: Any, end: Any) -> dict[str, Any] | None:
     if type(sampler) is not RandomSampler or sampler.replacement or not isinstance(own, torch.Generator):
         return None
     start = own.get_state()
-    for _ in sampler:
-        pass
+    next(iter(sampler), None)
     is_same = isinstance(end, torch.Tensor) and torch.equal(own.get_state(), end)
     own.set_state(start)
     return {"rng": None, "generator": start} if is_same else None
