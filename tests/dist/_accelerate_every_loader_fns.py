@@ -148,7 +148,7 @@ class Dropped(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.dropout, self.down = nn.Linear(1, 8), nn.Dropout(0.5), nn.Linear(8, 1)
+        self.up, self.dropout, self.down = nn.Linear(1, 8), nn.Dropout(0.5), nn.Linear(8, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.dropout(torch.relu(self.up(x))))

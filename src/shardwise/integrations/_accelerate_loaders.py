@@ -6,6 +6,7 @@ which overrules any sampler's own epoch, so the position is the loader's ``itera
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,6 +30,9 @@ __all__ = ["LoaderPositions"]
 
 _HOW = "DataLoaderConfiguration(use_stateful_dataloader=True) goes on exactly"
 _RECORD = "prepare the loader with shardwise.integrations.accelerate.prepare or its ShardwiseAccelerator, which note them"
+
+#: By loader, the position that it was given last.
+_LOADED: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 
 class LoaderPositions:
@@ -80,6 +84,8 @@ class LoaderPositions:
 
 
 def _position(loader: Any) -> dict[str, Any]:
+    if (waiting := _not_taken_up(loader)) is not None:
+        return waiting
     active = _active_of(loader)
     inside = active is not None and not active.end_of_dataloader
     # The loader counts an epoch when it is asked for more than its last batch.
@@ -95,14 +101,29 @@ def _position(loader: Any) -> dict[str, Any]:
         # On a rank that is dispatched to, Accelerate keeps the state of the last epoch's end.
         begun = inside and _is_dispatched_to(loader)
         state = position["state"] = (loader.base_dataloader if begun else loader).state_dict()
-        # The state knows better: after a resume it may be inside of an epoch that was not taken up yet.
+        # The state knows better: it counts what the loop got.
         position["inside"] = bool(state.get("_num_yielded", inside)) and not state.get("_iterator_finished")
-    if (recorder := record(loader)) is not None:
-        if pending := recorder.pending():
-            position |= {"inside": True, "order": pending.stored}
-        elif position["inside"]:
-            position["order"] = _order(loader, recorder)
+    if position["inside"] and (recorder := record(loader)) is not None:
+        position["order"] = _order(loader, recorder)
     return position
+
+
+def _not_taken_up(loader: Any) -> dict[str, Any] | None:
+    """The position inside of an epoch that was loaded last, as long as the loader has not gone on from there."""
+    loaded = _LOADED.get(loader)
+    if (
+        loaded is None
+        or not loaded["inside"]
+        or _active_of(loader) is not None
+        or _iteration(loader) != loaded["epoch"]
+    ):
+        return None
+    recorder = record(loader)
+    if _is_stateful(loader):
+        is_waiting = loader.dl_state_dict is loaded["state"]
+    else:
+        is_waiting = recorder is None or _is_dispatched_to(loader) or recorder.again is not None
+    return loaded if is_waiting else None
 
 
 def _order(loader: Any, recorder: RecordedSampler) -> dict[str, Any]:
@@ -131,6 +152,7 @@ def _set_position(loader: Any, position: Mapping[str, Any]) -> bool:
         live = _generators(loader)
         for name in live.keys() & position["generators"].keys():
             live[name].set_state(position["generators"][name])
+    _LOADED[loader] = dict(position)
     return repeats
 
 
@@ -155,9 +177,7 @@ def _draw_again(loader: Any, position: Mapping[str, Any]) -> bool:
             if live[name] is not own:
                 live[name].set_state(position["generators"][name])
 
-    recorder.again = Order(
-        start, stored={**order, "start": start}, is_due=lambda: _iteration(loader) == epoch, finish=finish
-    )
+    recorder.again = Order(start, is_due=lambda: _iteration(loader) == epoch, finish=finish)
     return True
 
 

@@ -46,8 +46,6 @@ class Order:
 
     start: dict[str, Any]
     """The random states that it was drawn from: ``rng`` of the process, ``generator`` of the sampler; each may be None."""
-    stored: dict[str, Any]
-    """What a save stores of it before it was drawn again."""
     is_due: Callable[[], bool]
     """Whether the epoch that begins is the one that this order belongs to."""
     finish: Callable[[], None]
@@ -71,10 +69,6 @@ class RecordedSampler(Sampler[Any]):
         """What the next epoch repeats."""
         self._per_batch = per_batch
 
-    def pending(self) -> Order | None:
-        """The order that the next epoch repeats, if it is the one that it belongs to."""
-        return self.again if self.again is not None and self.again.is_due() else None
-
     def __len__(self) -> int:
         return len(self.sampler)
 
@@ -88,8 +82,8 @@ class RecordedSampler(Sampler[Any]):
         return type(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        again, self.again = self.pending(), None
-        if again is not None:
+        again, self.again = self.again, None
+        if again is not None and again.is_due():
             self.start = again.start
             with preserve_rng():
                 self._set(again.start)

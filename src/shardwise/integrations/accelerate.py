@@ -324,11 +324,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         *,
         step: int | None = None,
     ) -> SaveReport:
-        """:func:`save_state` of this accelerator. Raises :class:`StateError` for ``safe_serialization=False``."""
-        if not safe_serialization:
-            raise StateError(
-                "safe_serialization=False: a shardwise checkpoint holds safetensors only; leave it out"
-            )
+        """:func:`save_state` of this accelerator. ``safe_serialization`` means nothing: all tensors are safetensors."""
         return save_state(self, output_dir, step=step)
 
     def load_state(self, input_dir: str | os.PathLike[str] | None = None) -> ResumeReport:
