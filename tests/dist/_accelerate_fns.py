@@ -181,18 +181,8 @@ def refused(source: str) -> dict[str, str]:
         except ShardwiseError as error:
             found[name] = f"{type(error).__name__}: {error}"
 
-    class Scalar(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.line = nn.Linear(4, 4)
-            self.scale = nn.Parameter(torch.tensor(1.0))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.line(x) * self.scale
-
     attempt("containers", {"auto_wrap_policy": "size_based_wrap", "min_num_params": 10}, Tied)
     attempt("class", {"transformer_cls_names_to_wrap": ["Absent"]}, Tied)
-    attempt("scalar", {"transformer_cls_names_to_wrap": ["Linear"]}, Scalar)
     with accelerator_with() as accelerator:
         accelerator.register_save_state_pre_hook(lambda *_: None)
         for name, call in (

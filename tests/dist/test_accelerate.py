@@ -88,8 +88,6 @@ def test_what_cannot_be_honoured_is_named(ranks: RankPool, tmp_path: Path) -> No
         assert "\n" not in found["containers"]
         assert "Absent" in found["class"]
         assert found["class"].startswith("ShardError")
-        assert "scalar" in found["scalar"]
-        assert found["scalar"].startswith("ShardError")
         assert "register_save_state_pre_hook" in found["hook"]
         assert "accelerator.prepare" in found["unprepared"]
 
@@ -147,15 +145,11 @@ def test_parameters_with_fewer_rows_than_ranks(ranks: RankPool, tmp_path: Path) 
     save_file(
         {n: torch.ones_like(t) for n, t in fns.Small().state_dict().items()}, tmp_path / "model.safetensors"
     )
-    for found in ranks.run_ranks(
-        2, fns.empty_shards, str(tmp_path), str(tmp_path / "ours"), True, timeout_s=100
-    ):
-        assert found == {"same": True, "error": "", "exact": True}
-    mixed_up = ranks.run_ranks(
-        2, fns.empty_shards, str(tmp_path), str(tmp_path / "own"), False, timeout_s=100
-    )
-    assert [found["same"] for found in mixed_up] == [True, False], "this test may go when Accelerate mends it"
-    assert all("accelerate.prepare(accelerator" in found["error"] for found in mixed_up)
+    for ours in (True, False):
+        found = ranks.run_ranks(
+            2, fns.empty_shards, str(tmp_path), str(tmp_path / f"saved-{ours}"), ours, timeout_s=100
+        )
+        assert found == [{"same": True, "error": "", "exact": True}] * 2
 
 
 def test_tensor_parallel(ranks: RankPool, tmp_path: Path) -> None:

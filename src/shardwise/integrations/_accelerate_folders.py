@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from typing import TYPE_CHECKING
 
 from ..errors import CheckpointError, NoCheckpointError
 from ..patience import patiently
+from ..store.publish import discard
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -58,9 +58,10 @@ def newest(accelerator: Accelerator) -> str:
 
 
 def delete_oldest(folder: str, limit: int) -> bytes:
-    """Keep the ``limit`` newest beside ``folder``."""
-    for _, old in _folders(os.path.dirname(folder))[:-limit]:
-        patiently(shutil.rmtree, old)
+    """Keep the ``limit`` newest beside ``folder``. What a kill leaves of one has another name, and is never resumed from."""
+    root = os.path.dirname(folder)
+    for _, old in _folders(root)[:-limit]:
+        discard(old)
     return b""
 
 

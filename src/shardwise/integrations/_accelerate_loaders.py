@@ -6,29 +6,47 @@ which overrules any sampler's own epoch, so the position is the loader's ``itera
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, SequentialSampler
+from torch.utils.data import DistributedSampler, IterableDataset, SequentialSampler
 
 from ..errors import StateError
 from ..state.data import make_iterator
+from ..state.rng import capture_host_rng, restore_rng
+from ._accelerate_samplers import (
+    Order,
+    RecordedSampler,
+    can_draw_again,
+    innermost,
+    record,
+    seen_to_draw,
+    start_that_leads_to,
+)
 
 __all__ = ["LoaderPositions"]
 
-_HOW = "DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=True) goes on exactly"
+_HOW = "DataLoaderConfiguration(use_stateful_dataloader=True) goes on exactly"
+_RECORD = "prepare the loader with shardwise.integrations.accelerate.prepare or its ShardwiseAccelerator, which note them"
+
+#: By loader, the position that it was given last.
+_LOADED: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 
 class LoaderPositions:
     """Positions of the prepared data loaders, as one object of a :class:`shardwise.TrainState`. Rank-local.
 
     A stateful loader goes on after the batch that the loop got. Any other one begins the epoch of that batch again, as
-    with Accelerate (``accelerator.skip_first_batches``). In both cases the epochs that follow are those of a run that
-    never stopped, unless :attr:`caveats` says otherwise.
+    with Accelerate (``accelerator.skip_first_batches``), in the order that it had. In both cases the epochs that follow
+    are those of a run that never stopped, unless :attr:`caveats` says otherwise.
     """
 
     def __init__(self, loaders: Sequence[Any]) -> None:
+        """From here on the loaders' samplers note from which random states they draw an epoch's order."""
+        for loader in loaders:
+            record(loader)
         self._loaders = loaders
         self._caveats: tuple[str, ...] = ()
 
@@ -60,12 +78,14 @@ class LoaderPositions:
                 )
         caveats = []
         for k, (loader, position) in enumerate(zip(self._loaders, stored, strict=True)):
-            _set_position(loader, position)
-            caveats += [f"data loader {k}: {line}" for line in _caveats(loader, position)]
+            repeats = _set_position(loader, position)
+            caveats += [f"data loader {k}: {line}" for line in _caveats(loader, position, repeats)]
         self._caveats = tuple(caveats)
 
 
 def _position(loader: Any) -> dict[str, Any]:
+    if (waiting := _not_taken_up(loader)) is not None:
+        return waiting
     active = _active_of(loader)
     inside = active is not None and not active.end_of_dataloader
     # The loader counts an epoch when it is asked for more than its last batch.
@@ -78,17 +98,49 @@ def _position(loader: Any) -> dict[str, Any]:
     if (sampler := _seedable(loader)) is not None:
         position["initial_seed"] = sampler.initial_seed
     if _is_stateful(loader):
-        state = position["state"] = loader.state_dict()
-        # The state knows better: after a resume it may be inside of an epoch that was not taken up yet.
+        # On a rank that is dispatched to, Accelerate keeps the state of the last epoch's end.
+        begun = inside and _is_dispatched_to(loader)
+        state = position["state"] = (loader.base_dataloader if begun else loader).state_dict()
+        # The state knows better: it counts what the loop got.
         position["inside"] = bool(state.get("_num_yielded", inside)) and not state.get("_iterator_finished")
+    if position["inside"] and (recorder := record(loader)) is not None:
+        position["order"] = _order(loader, recorder)
     return position
 
 
-def _set_position(loader: Any, position: Mapping[str, Any]) -> None:
+def _not_taken_up(loader: Any) -> dict[str, Any] | None:
+    """The position inside of an epoch that was loaded last, as long as the loader has not gone on from there."""
+    loaded = _LOADED.get(loader)
+    if (
+        loaded is None
+        or not loaded["inside"]
+        or _active_of(loader) is not None
+        or _iteration(loader) != loaded["epoch"]
+    ):
+        return None
+    recorder = record(loader)
+    if _is_stateful(loader):
+        is_waiting = loader.dl_state_dict is loaded["state"]
+    else:
+        is_waiting = recorder is None or _is_dispatched_to(loader) or recorder.again is not None
+    return loaded if is_waiting else None
+
+
+def _order(loader: Any, recorder: RecordedSampler) -> dict[str, Any]:
+    """What it takes to draw the order of the running epoch again, and to go on as if it had not been drawn anew."""
+    draws = recorder.dataset_draws
+    if draws is None:
+        draws = bool(not loader.num_workers and seen_to_draw(loader))
+    return {"start": recorder.start, "now": capture_host_rng(), "dataset_draws": draws}
+
+
+def _set_position(loader: Any, position: Mapping[str, Any]) -> bool:
+    """Returns whether an epoch that is begun again is known to have the order that it had."""
     if (sampler := _seedable(loader)) is not None and "initial_seed" in position:
         sampler.initial_seed = position["initial_seed"]
     if hasattr(loader, "set_epoch"):
         loader.set_epoch(position["epoch"])
+    repeats = not position["inside"] or (_repeats_order(loader, position) and _draw_again(loader, position))
     if "state" in position:
         loader.load_state_dict(position["state"])
         loader.dl_state_dict = position["state"]  # what a save before the first batch stores
@@ -100,52 +152,110 @@ def _set_position(loader: Any, position: Mapping[str, Any]) -> None:
         live = _generators(loader)
         for name in live.keys() & position["generators"].keys():
             live[name].set_state(position["generators"][name])
+    _LOADED[loader] = dict(position)
+    return repeats
 
 
-def _caveats(loader: Any, position: Mapping[str, Any]) -> Iterator[str]:
+def _draw_again(loader: Any, position: Mapping[str, Any]) -> bool:
+    """Let the epoch that is begun again have the order that it had, if the states that it was drawn from are known."""
+    recorder = record(loader)
+    order = position.get("order")
+    needs_no_start = _needs_no_start(loader, position)
+    if recorder is None or order is None or _is_dispatched_to(loader):
+        return needs_no_start
+    recorder.dataset_draws = order["dataset_draws"]
+    start = order["start"] or start_that_leads_to(_sampler(loader), position["generators"].get("sampler"))
+    if start is None and not needs_no_start:
+        return False
+    start = start or {"rng": None, "generator": None}
+    epoch = position["epoch"]
+
+    def finish() -> None:
+        restore_rng(order["now"])
+        own, live = getattr(_sampler(loader), "generator", None), _generators(loader)
+        for name in live.keys() & position["generators"].keys():
+            if live[name] is not own:
+                live[name].set_state(position["generators"][name])
+
+    recorder.again = Order(start, is_due=lambda: _iteration(loader) == epoch, finish=finish)
+    return True
+
+
+def _caveats(loader: Any, position: Mapping[str, Any], repeats: bool) -> Iterator[str]:
     inside = position["inside"]
+    order = position.get("order")
     if inside and "state" not in position:
         yield (
-            "keeps no state, and the save was inside of an epoch, which begins again: skip what was consumed "
-            "(accelerator.skip_first_batches), and set_epoch for the next one. The new iterator also draws once more "
-            f"from torch's generator. {_HOW}"
+            "keeps no state, and the save was inside of an epoch, which begins again: this is exact only if the loop skips "
+            "what was consumed (accelerator.skip_first_batches), and calls set_epoch for the next epoch"
+            + (
+                ". "
+                if order and not _is_dispatched_to(loader)
+                else ". The new iterator draws once more from torch's generator. "
+            )
+            + _HOW
         )
-    if inside and not _repeats_order(loader, position):
-        yield f"the rest of the epoch has another order: the generator that shuffled it has moved on. {_HOW}"
+    known = record(loader) is not None and can_draw_again(_sampler(loader))
+    if inside and not repeats:
+        unknown = _sampler(loader) if record(loader) is not None else innermost(loader)
+        yield "the rest of the epoch may have another order: " + (
+            f"the random states that it was drawn from are not in the checkpoint; {_RECORD}"
+            if known
+            else f"it is not known when a {type(unknown).__name__} draws. "
+            "DataLoaderConfiguration(use_seedable_sampler=True) goes on exactly, with shuffle=True"
+        )
+    if inside and known and order and order["dataset_draws"] and not loader.num_workers:
+        yield (
+            "the dataset draws from the global generators of the training process: the batch that was fetched ahead is drawn "
+            "anew, so it may differ, and so may random draws after it; draw from a generator seeded by the index instead"
+        )
     if inside and "state" in position and position["batch"] != _global_batch(loader):
         yield (
             f"a batch of all ranks had {position['batch']} samples and has {_global_batch(loader)}, and the position "
             "counts batches: samples of this epoch repeat or are left out"
         )
-    if inside and any(
-        str(getattr(kind, "value", kind)) != "generator" for kind in getattr(loader, "rng_types", None) or ()
-    ):
-        yield "rng_types: random generators are made alike on all ranks when the epoch is taken up in its middle"
+    kinds = {str(getattr(kind, "value", kind)) for kind in getattr(loader, "rng_types", None) or ()}
+    if inside and kinds - ({"generator", "torch"} if order else {"generator"}):
+        yield "rng_types: random generators are made alike on all ranks when the epoch is taken up in its middle, so draws may differ"
     if inside and "state" in position and loader.num_workers:
         yield (
             f"num_workers={loader.num_workers}: workers start with new generators when an epoch is taken up in its "
-            "middle, so random draws in them (augmentation) are others"
+            "middle, so random draws in them (augmentation) may differ"
         )
     if loader.num_workers and loader.persistent_workers:
-        yield "persistent_workers=True: random draws in workers after the first epoch differ"
+        yield "persistent_workers=True: random draws in workers after the first epoch may differ"
     if loader.num_workers and not loader.in_order:
-        yield "in_order=False: the order of batches depends on the speed of workers"
+        yield "in_order=False: the order of batches may differ, with the speed of workers"
     if not loader.num_workers and isinstance(loader.dataset, IterableDataset):
         yield (
             "the iterable dataset is read in the training process: if it chooses samples by generators of its own, or "
-            "keeps a position between epochs, it goes on elsewhere"
+            "keeps a position between epochs, it may go on elsewhere"
         )
 
 
 def _repeats_order(loader: Any, position: Mapping[str, Any]) -> bool:
-    """Whether the epoch, begun again, has the same order: by its number alone, or by a sampler that keeps a state."""
-    state = position.get("state", {})
-    if state.get("_sampler_iter_state") is not None or isinstance(loader.dataset, IterableDataset):
-        return True  # of an iterable dataset another caveat speaks
-    sampler = _sampler(loader)
-    if type(_batches(loader)) not in (BatchSampler, type(sampler)):
-        return False  # it may draw batches
-    return _seedable(loader) is not None or type(sampler) in (SequentialSampler, DistributedSampler)
+    """Whether the epoch, begun again from the same random states, is known to have the same order."""
+    return _needs_no_start(loader, position) or (
+        record(loader) is not None and can_draw_again(_sampler(loader))  # else it may draw as it goes along
+    )
+
+
+def _needs_no_start(loader: Any, position: Mapping[str, Any]) -> bool:
+    """Whether the order follows from the epoch's number alone, or from a state of the sampler's own."""
+    return (
+        position.get("state", {}).get("_sampler_iter_state") is not None
+        or isinstance(loader.dataset, IterableDataset)  # of which another caveat speaks
+        or _is_dispatched_to(loader)  # rank 0 reads for it
+        or _seedable(loader) is not None
+        or (record(loader) is not None and type(_sampler(loader)) in (SequentialSampler, DistributedSampler))
+    )
+
+
+def _is_dispatched_to(loader: Any) -> bool:
+    """Whether this rank gets its batches from rank 0 (``dispatch_batches``)."""
+    from accelerate.data_loader import DataLoaderDispatcher
+
+    return type(loader) is DataLoaderDispatcher and loader.state.process_index != 0
 
 
 def _is_stateful(loader: Any) -> bool:
@@ -166,17 +276,11 @@ def _active_of(loader: Any) -> Any:
     return None
 
 
-def _batches(loader: Any) -> Any:
-    """What chooses batches, under Accelerate's own wrappers."""
-    found = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
-    while (inner := getattr(found, "batch_sampler", None)) is not None:
-        found = inner
-    return found
-
-
 def _sampler(loader: Any) -> Any:
-    batches = _batches(loader)
-    return getattr(batches, "sampler", batches)
+    """The sampler itself, without our recorder."""
+    recorder = record(loader)
+    batches = innermost(loader)
+    return recorder.sampler if recorder is not None else getattr(batches, "sampler", batches)
 
 
 def _seedable(loader: Any) -> Any:

@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 import copy
-import logging
 import re
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from .._compat import is_transformers_model, tp_by_plan
-from ..dist import Ranks
 from ..errors import ShardError
-from ..names import named_tensors
+from ..names import NamedTensor, named_tensors
+from ..replicated import reduce_after_backward
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 __all__ = [
     "SettingsWithoutLoading",
+    "check_kind",
     "check_supported",
     "cut_by_tp_plan",
+    "keep_whole",
     "takes_over_checkpointing",
-    "warn_of_empty_shards",
+    "without_rows",
 ]
 
-_log = logging.getLogger(__name__)
+#: Kinds of accelerators whose models are not ours to fill or save.
+_OTHER_WAYS = {
+    "FSDP1": "FSDP1 (fsdp_version: 1), whose flat parameters nothing here can fill or save",
+    "DEEPSPEED": "DeepSpeed, which shards and saves models by itself",
+    "MEGATRON_LM": "Megatron-LM, which builds, shards and saves its own models",
+}
 
 
 def cut_by_tp_plan(model: nn.Module, mesh: Any) -> None:
@@ -46,20 +52,42 @@ def cut_by_tp_plan(model: nn.Module, mesh: Any) -> None:
 class SettingsWithoutLoading:
     """What ``fsdp2_prepare_model`` asks of an accelerator, with the loading left to us.
 
-    The plugin is a copy: the accelerator's own stays as the user made it.
+    The plugin is a copy: the accelerator's own stays as the user made it. ``ignored`` are the modules that it
+    leaves out. The parameters ``whole`` are left out, too: FSDP2 can't shard them.
     """
 
-    def __init__(self, accelerator: Accelerator, model: nn.Module) -> None:
+    def __init__(self, accelerator: Accelerator, model: nn.Module, whole: Sequence[NamedTensor]) -> None:
         self._accelerator = accelerator
         plugin = copy.copy(accelerator.state.fsdp_plugin)
         plugin.cpu_ram_efficient_loading = False
         ignored = plugin.ignored_modules
         if isinstance(ignored, str):  # by name it would move the modules, which can't be done from meta
-            plugin.ignored_modules = [m for name, m in model.named_modules() if re.fullmatch(ignored, name)]
+            ignored = [m for name, m in model.named_modules() if re.fullmatch(ignored, name)]
+        self.ignored: tuple[nn.Module, ...] = tuple(ignored or ())
+        if self.ignored or whole:
+            plugin.ignored_modules = [*self.ignored, nn.ParameterList(t.tensor for t in whole)]
         self.state = SimpleNamespace(fsdp_plugin=plugin)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._accelerator, name)
+
+
+def without_rows(model: nn.Module) -> list[NamedTensor]:
+    """The parameters without dims or elements: ``fully_shard`` takes none, so they stay whole on every rank."""
+    return [
+        t
+        for t in named_tensors(model)
+        if t.kind == "parameter"
+        and not isinstance(t.tensor, DTensor)
+        and (not t.tensor.dim() or not t.tensor.numel())
+    ]
+
+
+def keep_whole(model: nn.Module, whole: Sequence[NamedTensor]) -> None:
+    """Average the gradients of what stays whole over the ranks that share the model, after each backward."""
+    meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
+    if whole and meshes:
+        reduce_after_backward([t.owners[0] for t in whole], list(model.modules()), meshes[0])
 
 
 def takes_over_checkpointing(plugin: Any) -> bool:
@@ -72,13 +100,24 @@ def takes_over_checkpointing(plugin: Any) -> bool:
     return bool(wanted)
 
 
+def check_kind(accelerator: Accelerator) -> None:
+    """Raises :class:`ShardError` for an accelerator whose models hold no DTensors: it shards and saves in another way."""
+    kind = accelerator.distributed_type.value
+    if kind == "FSDP" and not accelerator.is_fsdp2:
+        kind = "FSDP1"
+    if kind in _OTHER_WAYS:
+        raise ShardError(
+            f"the accelerator is set to {_OTHER_WAYS[kind]}; expected FSDP2 (1-D or HSDP), tensor parallelism alone, DDP or "
+            "one process. Say distributed_type: FSDP with fsdp_version: 2"
+        )
+
+
 def check_supported(accelerator: Accelerator) -> None:
     """Raises :class:`ShardError` for settings that can't be honoured."""
+    check_kind(accelerator)
     kind = accelerator.distributed_type.value
     problem = ""
-    if kind == "FSDP" and not accelerator.is_fsdp2:
-        problem = "FSDP version 1; say fsdp_version: 2"
-    elif kind not in ("FSDP", "NO", "MULTI_GPU", "MULTI_CPU"):
+    if kind not in ("FSDP", "NO", "MULTI_GPU", "MULTI_CPU"):
         problem = f"distributed_type {kind}"
     parallelism = accelerator.parallelism_config
     for name in ("cp", "sp"):
@@ -92,31 +131,3 @@ def check_supported(accelerator: Accelerator) -> None:
             f"the accelerator is set to {problem}; expected FSDP2 (1-D or HSDP), tensor parallelism alone, DDP or one "
             "process. Shard the model yourself (shardwise.load fills any DTensors), or leave this out"
         )
-
-
-def warn_of_empty_shards(model: nn.Module) -> None:
-    """On rank 0, where several trainable parameters have shards without rows: ``accelerator.prepare`` mixes them up."""
-    found = [
-        t.name
-        for t in named_tensors(model)
-        if t.kind == "parameter" and t.tensor.requires_grad and _is_empty_somewhere(t.tensor)
-    ]
-    if len(found) > 1 and Ranks.current().rank == 0:
-        _log.warning(
-            "%s and %d more have too few rows for all ranks; call shardwise.integrations.accelerate.prepare(accelerator, …) "
-            "instead of accelerator.prepare(…), which would mix them up in the optimizer of the ranks that hold none; "
-            "ShardwiseTrainer does so itself",
-            found[0],
-            len(found) - 1,
-        )
-
-
-def _is_empty_somewhere(tensor: torch.Tensor) -> bool:
-    if not isinstance(tensor, DTensor):
-        return False
-    for axis, placement in enumerate(tensor.placements):
-        if isinstance(placement, Shard):
-            size, ranks = tensor.shape[placement.dim], tensor.device_mesh.size(axis)
-            if -(-size // ranks) * (ranks - 1) >= size:
-                return True
-    return False

@@ -1,37 +1,40 @@
 """Accelerate: models sharded as the accelerator's FSDP2 plugin says and loaded here; its state in our checkpoints.
 
-A script keeps its accelerator, its YAML and its ``prepare``; lines change where weights or state go in and out::
+A script keeps its YAML and its calls; the import changes, and the line that loads::
 
-    from shardwise.integrations import accelerate as swa
+    from shardwise.integrations.accelerate import ShardwiseAccelerator as Accelerator
 
-    model, report = swa.load_pretrained(accelerator, "path/to/model")   # for AutoModel….from_pretrained
+    accelerator = Accelerator()
+    model, report = accelerator.load_pretrained("path/to/model")   # for AutoModel….from_pretrained
     optimizer = torch.optim.AdamW(model.parameters())
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    swa.save_state(accelerator, "runs/a/step-100")                      # for accelerator.save_state
-    swa.load_state(accelerator, "runs/a/step-100")                      # for accelerator.load_state
+    accelerator.save_state("runs/a/step-100")
+    accelerator.load_state("runs/a/step-100")
+
+Each method is a function here, too, for an accelerator that is not made by the script: ``load_pretrained(accelerator,
+path)``, ``prepare(accelerator, …)``, ``save_state(accelerator, folder)``, ``load_state(accelerator, folder)``.
 
 Nothing of Accelerate is patched: ``prepare`` takes a model that is sharded already as it is.
 """
 
 from __future__ import annotations
 
-import copy
+import functools
 import os
-from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Unpack
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Unpack
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 
 from .. import checkpoint
 from ..arguments import FromPretrained
 from ..dist import Ranks
-from ..errors import ShardError, StateError
+from ..errors import StateError
 from ..foreign import is_foreign
 from ..loading import load as _load
-from ..names import named_tensors
-from ..parallelize import remember_sharding
+from ..place.meta_init import meta_init
 from ..plan import IOOptions
 from ..pretrained import load_wrapped
 from ..proof.report import LoadReport
@@ -41,19 +44,21 @@ from ..state.train_state import TrainState
 from ..store.save import SaveReport
 from ._accelerate_folders import delete_oldest, folder_for, make_room, newest
 from ._accelerate_loaders import LoaderPositions
-from ._accelerate_settings import (
-    SettingsWithoutLoading,
-    check_supported,
-    cut_by_tp_plan,
-    takes_over_checkpointing,
-    warn_of_empty_shards,
-)
+from ._accelerate_samplers import record
+from ._accelerate_settings import check_kind
+from ._accelerate_sharding import device_of, shard
 from ._prepare import groups_of, put_back
 
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-
-__all__ = ["load", "load_pretrained", "load_state", "prepare", "save_state", "shard", "train_state"]
+__all__ = [
+    "ShardwiseAccelerator",
+    "load",
+    "load_pretrained",
+    "load_state",
+    "prepare",
+    "save_state",
+    "shard",
+    "train_state",
+]
 
 
 def load_pretrained(
@@ -99,7 +104,7 @@ def load_pretrained(
         init=init,
         adapter=adapter,
         seed=seed,
-        device=_device_of(accelerator),
+        device=device_of(accelerator),
         io=io,
         options=options,
     )
@@ -129,99 +134,37 @@ def load(
         names=names,
         unused=unused,
         init=init,
-        device=_device_of(accelerator),
+        device=device_of(accelerator),
         io=io,
         ignored=ignored,
     )
 
 
-def shard(accelerator: Accelerator, model: nn.Module) -> tuple[str, ...]:
-    """Apply FSDP2 to ``model`` in place as ``accelerator.prepare`` would, with nothing loaded; best on meta.
-
-    With ``tp_size`` in the accelerator's ``parallelism_config`` a transformers model is cut by its own plan instead,
-    unless it holds DTensors already; ``accelerator.prepare`` takes it then. Does nothing without either.
-
-    Returns the names of the parameters that the plugin's ignored modules hold: those stay plain, and reducing
-    their gradients is up to the caller, as with Accelerate. Every rank must call it. Raises :class:`ShardError` for
-    FSDP1, DeepSpeed, Megatron, context or sequence parallelism, tensor parallelism beside FSDP or without a plan,
-    4-bit parameters, and for what ``fully_shard`` refuses.
-    """
-    check_supported(accelerator)
-    parallelism = accelerator.parallelism_config
-    if parallelism is not None and parallelism.tp_enabled:
-        cut_by_tp_plan(model, accelerator.torch_device_mesh["tp"])
-        _remember(accelerator, model)
-    if not accelerator.is_fsdp2:
-        return ()
-    from accelerate.utils import fsdp2_apply_ac, fsdp2_prepare_model
-
-    try:
-        # Class names in the plugin are looked up now, as prepare() would: it can't find them in a sharded model.
-        accelerator.state.fsdp_plugin.set_auto_wrap_policy(model)
-    except ValueError as error:
-        raise ShardError(f"the FSDP plugin does not fit {type(model).__name__}: {error}") from error
-    settings = SettingsWithoutLoading(accelerator, model)
-    modules = settings.state.fsdp_plugin.ignored_modules or ()
-    ignored = _names_in(model, modules)
-    for module in modules:
-        if not any(t.is_meta for t in (*module.parameters(), *module.buffers())):
-            module.to(accelerator.device)
-    try:
-        if takes_over_checkpointing(accelerator.state.fsdp_plugin):
-            fsdp2_apply_ac(settings, model)
-        fsdp2_prepare_model(settings, model)
-    except (NotImplementedError, ValueError, AssertionError) as error:
-        raise ShardError(
-            f"{type(model).__name__} can't be sharded as the FSDP plugin says: {str(error).splitlines()[0]} … Change the "
-            "plugin, or shard the model yourself (shardwise.shard and shardwise.load): prepare() takes a sharded model "
-            "as it is"
-        ) from error
-    warn_of_empty_shards(model)
-    _remember(accelerator, model)
-    return ignored
-
-
-def _remember(accelerator: Any, model: nn.Module) -> None:
-    """For :func:`shardwise.clone`. Only the settings are kept: the accelerator itself holds on to its models."""
-    names = ("distributed_type", "is_fsdp2", "parallelism_config", "torch_device_mesh", "mixed_precision")
-    settings: Any = SimpleNamespace(**{name: getattr(accelerator, name, None) for name in names})
-    settings.device, settings.is_main_process = accelerator.device, accelerator.is_main_process
-    settings.state = SimpleNamespace(fsdp_plugin=copy.copy(getattr(accelerator.state, "fsdp_plugin", None)))
-    remember_sharding(model, lambda second: shard(settings, second))
-
-
 def prepare(accelerator: Accelerator, *objects: Any) -> Any:
-    """``accelerator.prepare(*objects)``, with the optimizers' parameters as they were. Every rank must call it.
+    """``accelerator.prepare(*objects)``, and notes from here on what a save at any place needs. Every rank must call it.
 
-    From here on each step notes which gradients it used, so that a save may come where gradients are still there: in the
-    middle of an accumulation, or before a loop clears them. Without it the first :func:`save_state` there leaves them out,
-    and says so.
+    Each step notes which gradients it used: a save may come where gradients are still there, in the middle of an
+    accumulation or before a loop clears them. Each loader's sampler notes the random states that it draws an order
+    from: a save may come inside of an epoch. After ``accelerator.prepare`` this begins with the first
+    :func:`save_state` or :func:`load_state`; what the first save can't know is left out, and the reports say so.
 
-    Accelerate finds an optimizer's parameters again by the address of their shards, and all empty shards have the address
-    0: where a rank holds no rows of two parameters, one of them would be in its optimizer twice and the other one
-    never, which :func:`save_state` refuses. In all else it is ``accelerator.prepare``.
+    The optimizers keep the parameters that they had, also where a model that was loaded elsewhere has empty shards.
     """
+    return _prepared(accelerator, accelerator.prepare, objects)
+
+
+def _prepared(accelerator: Any, by: Callable[..., Any], objects: tuple[Any, ...]) -> Any:
+    check_kind(accelerator)
     optimizers = [found for found in objects if isinstance(found, torch.optim.Optimizer)]
     before = [groups_of(optimizer) for optimizer in optimizers]
-    prepared = accelerator.prepare(*objects)
+    prepared = by(*objects)
     for optimizer, groups in zip(optimizers, before, strict=True):
         if groups is not None:
             put_back(optimizer, groups)
         watch_steps(optimizer)
+    for loader in accelerator._dataloaders:
+        record(loader)
     return prepared
-
-
-def _names_in(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[str, ...]:
-    held = {id(p) for module in modules for p in module.parameters()}
-    return tuple(t.name for t in named_tensors(model) if id(t.tensor) in held)
-
-
-def _device_of(accelerator: Accelerator) -> torch.device | str:
-    plugin = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
-    if plugin is not None and type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy":
-        return "cpu"
-    device: torch.device = accelerator.device
-    return device
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -291,6 +234,7 @@ def train_state(accelerator: Accelerator) -> TrainState:
 
     Several models are called ``model_0``, ``model_1``, …, and so are optimizers and schedulers. Rank-local.
     """
+    check_kind(accelerator)
     models, optimizers = accelerator._models, accelerator._optimizers
     if not models:
         raise StateError("the accelerator has no model; call accelerator.prepare(model, optimizer, …) first")
@@ -298,7 +242,7 @@ def train_state(accelerator: Accelerator) -> TrainState:
         every = [p for group in optimizer.param_groups for p in group["params"]]
         if len({id(p) for p in every}) < len(every):
             raise StateError(
-                "an optimizer holds a parameter twice, because this rank's shards of several are empty; call "
+                "an optimizer holds a parameter twice: Accelerate mixed up empty shards of a model that was not loaded here; call "
                 "shardwise.integrations.accelerate.prepare(accelerator, …) instead of accelerator.prepare(…)"
             )
     return TrainState(
@@ -341,3 +285,51 @@ def _refuse_hooks(accelerator: Accelerator, attribute: str, register: str) -> No
             f"hooks of {register} write and read files of their own beside Accelerate's state; a shardwise checkpoint holds "
             "listed files only. Remove the hooks, and register objects with state_dict (register_for_checkpointing)"
         )
+
+
+# ----------------------------------------------------------------------------------------------------
+# All of it as one accelerator
+
+
+class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
+    """Accelerate's ``Accelerator``, whose state goes in and out as shardwise checkpoints, and that loads models sharded.
+
+    All arguments and all other methods are ``accelerate.Accelerator``'s.
+    """
+
+    def load_pretrained(self, path: str | os.PathLike[str], **options: Any) -> tuple[Any, LoadReport]:
+        """:func:`load_pretrained` with this accelerator."""
+        return load_pretrained(self, path, **options)
+
+    def load_model(
+        self, build: Callable[[], nn.Module], source: Any, **options: Any
+    ) -> tuple[Any, LoadReport]:
+        """Build a model of one's own without memory, shard it as the plugin says, and fill it from ``source``.
+
+        Args:
+            build: makes the model; called once, inside :func:`shardwise.meta_init`: ``lambda: MyModel(config)``.
+            source, options: as for :func:`load`.
+
+        Returns the model, for :meth:`prepare`, and the report. Every rank must call it. Raises as :func:`load`.
+        """
+        with meta_init():
+            model = build()
+        return model, load(self, model, source, **options)
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """``Accelerator.prepare``, with what :func:`prepare` adds: notes that a save at any place needs."""
+        return _prepared(self, functools.partial(super().prepare, device_placement=device_placement), args)
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        step: int | None = None,
+    ) -> SaveReport:
+        """:func:`save_state` of this accelerator. ``safe_serialization`` means nothing: all tensors are safetensors."""
+        return save_state(self, output_dir, step=step)
+
+    def load_state(self, input_dir: str | os.PathLike[str] | None = None) -> ResumeReport:
+        """:func:`load_state` of this accelerator."""
+        return load_state(self, input_dir)

@@ -23,6 +23,7 @@ __all__ = [
     "layout_of",
     "local_tensor",
     "reshard",
+    "uses_fsdp1",
     "wanted_of",
     "wanted_states",
     "world_size",
@@ -32,6 +33,13 @@ __all__ = [
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a parameter or buffer that lies on this rank (the tensor itself if it is not a DTensor)."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def uses_fsdp1(model: nn.Module) -> bool:
+    """Whether a part of ``model`` is wrapped by FSDP1, whose flat parameters have neither names nor shapes of the model."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 
 def reshard(model: nn.Module) -> None:

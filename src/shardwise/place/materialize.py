@@ -13,13 +13,16 @@ setting ``_local_tensor`` leaves a meta wrapper.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .._compat import empty_dtensor
+from ..layout.model import local_tensor
 
-__all__ = ["default_device", "materialize"]
+__all__ = ["default_device", "give_addresses", "materialize"]
 
 
 def materialize(model: nn.Module, device: torch.device | str) -> None:
@@ -50,6 +53,24 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
     for rnn in rnns:
         rnn._init_flat_weights()
     _materialize_buffers(model, device)
+    give_addresses(model)
+
+
+def give_addresses(model: nn.Module) -> None:
+    """Let each empty shard of ``model`` answer ``data_ptr()`` with a number of its own.
+
+    torch answers 0 for all of them, and ``accelerator.prepare`` finds an optimizer's parameters by that answer: on a rank
+    without rows of two parameters it would put one of them in twice, and the other one never. Nothing reads memory
+    there, and no other memory has the address of a living Python object. Rank-local, idempotent; FSDP2 keeps the
+    tensors, so it lasts for training.
+    """
+    for parameter in model.parameters():
+        if (
+            isinstance(parameter, DTensor)
+            and not (local := local_tensor(parameter)).numel()
+            and not local.is_meta
+        ):
+            local.data_ptr = functools.partial(int, id(parameter))  # type: ignore[method-assign]
 
 
 def default_device(model: nn.Module) -> torch.device:

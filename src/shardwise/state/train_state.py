@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from ..catalog.documents import document_of
 from ..errors import StateError
 from ..limits import is_word
+from .beyond_model import refuse_fsdp1
 from .gradients import bare_optimizer, watch_steps
 
 __all__ = ["TrainState", "document_of"]
@@ -50,7 +51,9 @@ class TrainState:
     """Small files put into the checkpoint by relative path, for other programs; those of rank 0. A resume reads none."""
 
     def __post_init__(self) -> None:
-        _ = self.models, self.optimizers
+        for model in self.models.values():
+            refuse_fsdp1(model)
+        _ = self.optimizers
 
     @property
     def models(self) -> dict[str, nn.Module]:

@@ -185,7 +185,8 @@ def _refuse_differing(snapshot: Snapshot, documents: set[str], tensors: set[str]
             "differ between ranks"
             + (f"; on meshes of some of the ranks lie {', '.join(parts[:10])}" if parts else "")
             + ". Every rank must hold the same model, and a tensor's mesh must be the same one on every rank "
-            "(say Replicate() on its further axes instead of slicing the mesh)"
+            "(say Replicate() on its further axes instead of slicing the mesh). Pipeline parallelism, where each rank has "
+            "its own stage, is not supported"
         )
     parameters = {
         key: t.name if len(snapshot.models) == 1 else f"{part.name} {t.name}"

@@ -1,0 +1,103 @@
+"""Sharding as an accelerator's FSDP2 plugin or its tensor parallel mesh says, with nothing loaded."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..errors import ShardError
+from ..names import named_tensors
+from ..parallelize import remember_sharding
+from ..place.materialize import give_addresses
+from ._accelerate_settings import (
+    SettingsWithoutLoading,
+    check_supported,
+    cut_by_tp_plan,
+    keep_whole,
+    takes_over_checkpointing,
+    without_rows,
+)
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+__all__ = ["device_of", "shard"]
+
+
+def shard(accelerator: Accelerator, model: nn.Module) -> tuple[str, ...]:
+    """Apply FSDP2 to ``model`` in place as ``accelerator.prepare`` would, with nothing loaded; best on meta.
+
+    With ``tp_size`` in the accelerator's ``parallelism_config`` a transformers model is cut by its own plan instead,
+    unless it holds DTensors already; ``accelerator.prepare`` takes it then. Does nothing without either.
+
+    Parameters without dims (a logit scale) stay whole on every rank, and their gradients are averaged after each
+    backward, as :func:`shardwise.shard` does it.
+
+    Returns the names of the parameters that the plugin's ignored modules hold: those stay plain, and reducing
+    their gradients is up to the caller, as with Accelerate. Every rank must call it. Raises :class:`ShardError` for
+    FSDP1, DeepSpeed, Megatron, context or sequence parallelism, tensor parallelism beside FSDP or without a plan,
+    4-bit parameters, and for what ``fully_shard`` refuses.
+    """
+    check_supported(accelerator)
+    parallelism = accelerator.parallelism_config
+    if parallelism is not None and parallelism.tp_enabled:
+        cut_by_tp_plan(model, accelerator.torch_device_mesh["tp"])
+        _remember(accelerator, model)
+    if not accelerator.is_fsdp2:
+        return ()
+    from accelerate.utils import fsdp2_apply_ac, fsdp2_prepare_model
+
+    try:
+        # Class names in the plugin are looked up now, as prepare() would: it can't find them in a sharded model.
+        accelerator.state.fsdp_plugin.set_auto_wrap_policy(model)
+    except ValueError as error:
+        raise ShardError(f"the FSDP plugin does not fit {type(model).__name__}: {error}") from error
+    settings = SettingsWithoutLoading(accelerator, model, whole := without_rows(model))
+    ignored = _names_in(model, settings.ignored)
+    for module in settings.ignored:
+        if not any(t.is_meta for t in (*module.parameters(), *module.buffers())):
+            module.to(accelerator.device)
+    for tensor in whole:
+        if not tensor.tensor.is_meta:
+            tensor.tensor.data = tensor.tensor.data.to(accelerator.device)
+    try:
+        if takes_over_checkpointing(accelerator.state.fsdp_plugin):
+            fsdp2_apply_ac(settings, model)
+        fsdp2_prepare_model(settings, model)
+    except (NotImplementedError, ValueError, AssertionError) as error:
+        raise ShardError(
+            f"{type(model).__name__} can't be sharded as the FSDP plugin says: {str(error).splitlines()[0]} … Change the "
+            "plugin, or shard the model yourself (shardwise.shard and shardwise.load): prepare() takes a sharded model "
+            "as it is"
+        ) from error
+    keep_whole(model, [t for t in whole if t.name not in ignored])
+    give_addresses(model)
+    _remember(accelerator, model)
+    return ignored
+
+
+def _remember(accelerator: Any, model: nn.Module) -> None:
+    """For :func:`shardwise.clone`. Only the settings are kept: the accelerator itself holds on to its models."""
+    names = ("distributed_type", "is_fsdp2", "parallelism_config", "torch_device_mesh", "mixed_precision")
+    settings: Any = SimpleNamespace(**{name: getattr(accelerator, name, None) for name in names})
+    settings.device, settings.is_main_process = accelerator.device, accelerator.is_main_process
+    settings.state = SimpleNamespace(fsdp_plugin=copy.copy(getattr(accelerator.state, "fsdp_plugin", None)))
+    remember_sharding(model, lambda second: shard(settings, second))
+
+
+def _names_in(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[str, ...]:
+    held = {id(p) for module in modules for p in module.parameters()}
+    return tuple(t.name for t in named_tensors(model) if id(t.tensor) in held)
+
+
+def device_of(accelerator: Accelerator) -> torch.device | str:
+    plugin = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
+    if plugin is not None and type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy":
+        return "cpu"
+    device: torch.device = accelerator.device
+    return device
