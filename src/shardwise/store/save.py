@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from ..state.gradients import GRADIENT
 from ..state.snapshot import Live, ModelPart, OptimizerPart, Snapshot, plain_tensors
 from ..state.train_state import TrainState
 from ..state.typed_json import Encoded
+from .at_top import show_at_top
 from .collect import Collected, Lineage, collect
 from .publish import commit, make_temporary
 from .slice_file import write_slices
@@ -70,11 +71,16 @@ class SaveReport:
         return asdict(self)
 
 
-def write_checkpoint(state: TrainState, final: str, step: int, lineage: Lineage, ranks: Ranks) -> SaveReport:
-    """Publish ``state`` as the directory ``final``. Collective; on failure nothing is published on any rank."""
+def write_checkpoint(
+    state: TrainState, final: str, step: int, lineage: Lineage, ranks: Ranks, *, at_top: bool = False
+) -> SaveReport:
+    """Publish ``state`` as the directory ``final``. Collective; on failure nothing is published on any rank.
+
+    ``at_top``: the files of ``model/`` are there at the top, too (:mod:`.at_top`).
+    """
     started = time.perf_counter()
     collected = collect(state, step, lineage, ranks)
-    written = publish_collected(collected, final, ranks)
+    written = publish_collected(collected, final, ranks, at_top=at_top)
     return SaveReport(
         path=final,
         step=step,
@@ -117,6 +123,8 @@ def publish_collected(
     ranks: Ranks,
     tensor_of: TensorOf = live_piece,
     most_bytes: int | None = None,
+    *,
+    at_top: bool = False,
 ) -> int:
     """Write, agree, commit. Collective; on failure nothing is published. Returns the bytes that this rank wrote.
 
@@ -136,7 +144,11 @@ def publish_collected(
         gathered = ranks.gather("file records", _pack(files, sums))
         with ranks.agree("publish checkpoint"):
             if gathered is not None:
-                commit(temporary, final, _manifest(collected, ranks, gathered))
+                manifest = _manifest(collected, ranks, gathered)
+                if at_top:
+                    files = show_at_top(temporary, manifest.files)
+                    manifest = replace(manifest, files=dict(sorted(files.items())))
+                commit(temporary, final, manifest)
     except BaseException:
         if ranks.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
