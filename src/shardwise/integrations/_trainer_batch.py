@@ -56,4 +56,4 @@ def _version(leaf: Any) -> int:
 
 def _digest(tensor: torch.Tensor) -> str:
     bits = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return f"{tensor.dtype} {tuple(tensor.shape)} {xxhash.xxh3_64_hexdigest(bits)}"
+    return f"{tensor.dtype} {tuple(tensor.shape)} {xxhash.xxh3_64_hexdigest(bits.tobytes())}"

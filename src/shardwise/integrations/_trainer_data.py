@@ -261,7 +261,7 @@ def _set_epoch(loader: Any, epoch: int) -> None:
     """As Trainer does before it iterates."""
     inner = getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)
     for part in (loader, inner):
-        if callable(getattr(part, "set_epoch", None)):
+        if part is not None and _has_epoch(part):
             part.set_epoch(epoch)
 
 

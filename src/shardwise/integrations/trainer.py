@@ -285,9 +285,9 @@ class ShardwiseTrainer(Saving):
         self._run.loader = train_dataloader
         if self._run.seeds:
             put_own_states(train_dataloader, {"seeds": self._run.seeds, "generators": {}, "epochs": {}})
-        return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)  # type: ignore[no-untyped-call]
 
-    def _run_epoch(self, **given: Any) -> None:
+    def _run_epoch(self, *_: Any, **given: Any) -> None:  # Trainer names all that it gives
         """Trainer's, over a loader that counts, and that goes on where a save was."""
         loader, epoch = given["train_dataloader"], given["epoch"]
         resumed = epoch == given["epochs_trained"] and given["resume_from_checkpoint"] is not None
@@ -295,7 +295,7 @@ class ShardwiseTrainer(Saving):
         skipped = given["steps_trained_in_current_epoch"] if skips else 0
         self._run.batches_in_epoch = given["steps_in_epoch"]
         given["train_dataloader"] = self._data.open(loader, epoch, skipped, resumed, self._run.rng)
-        super()._run_epoch(**given)
+        super()._run_epoch(**given)  # type: ignore[no-untyped-call]
 
     def _load_rng_state(self, checkpoint_dir: str | None) -> None:
         """Once more, because Trainer draws numbers when it skips batches; an epoch that goes on has done so."""
