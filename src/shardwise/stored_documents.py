@@ -17,13 +17,7 @@ from .limits import MAX_JSON_BYTES, cause, inside, read_small
 from .state.places import Places
 from .state.typed_json import Encoded, decode
 
-__all__ = ["decode_documents", "document_names", "read_checked", "read_documents"]
-
-
-def document_names(path: str, manifest: Manifest) -> set[str]:
-    """The documents of a checkpoint that all ranks share, and those that each rank has, by name. Raises as below."""
-    shared = parse_documents(read_checked(path, manifest, "state.json", MAX_JSON_BYTES), manifest, path)
-    return {*shared, *manifest.local_documents}
+__all__ = ["decode_documents", "read_checked", "read_documents"]
 
 
 def read_documents(path: str, manifest: Manifest, stem: str) -> dict[str, Encoded]:

@@ -13,28 +13,27 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..catalog.documents import parse_documents
 from ..catalog.manifest import MANIFEST_NAME, read_manifest
 from ..dist import Ranks
 from ..errors import CheckpointError, FormatError, IntegrityError, NoCheckpointError
+from ..limits import MAX_JSON_BYTES
 from ..patience import patiently, remove_tree
 from ..proof.quick import quick_check
 from ..store.lock import DirectoryLock
 from ..store.publish import discard, sweep_leftovers
 from ..store.write import fsync_directory
-from ..stored_documents import document_names
+from ..stored_documents import read_checked
 
 __all__ = [
-    "ADAPTER",
-    "FULL",
     "STATE_NAME",
     "Run",
     "checkpoints",
-    "has_optimizer",
+    "contents",
     "held",
     "is_ours",
     "move_into",
     "newest",
-    "read_all",
     "rotate",
     "set_newer_aside",
 ]
@@ -45,9 +44,6 @@ STATE_NAME = "trainer_state.json"
 LOCK_NAME = "_lock"
 #: One of these is in every checkpoint of ours, whatever is lost of it.
 _OURS = ("state.json", "rank/[0-9]*.json", "model/shard-*-model-*.safetensors")
-#: Weights in the folder of an export before, of either kind.
-FULL = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
-ADAPTER = re.compile(r"adapter_model\.(safetensors|bin)")
 
 
 @dataclass(slots=True)
@@ -62,16 +58,26 @@ class Run:
     published: set[str] = field(default_factory=set)
     rng: Any = None
     """As the checkpoint had it."""
+    loader: Any = None
+    """Trainer's data loader."""
+    batches_in_epoch: int = 0
+    place: tuple[int, int] = (0, 0)
+    """Epoch in which a resume goes on, and its batches before that."""
+    seeds: dict[str, int] = field(default_factory=dict)
+    """Of samplers that seed themselves for each epoch, as the checkpoint had them."""
 
 
 @contextlib.contextmanager
 def held(root: str) -> Iterator[None]:
-    """Hold a run's directory, and clear it of what killed saves left. Collective."""
+    """Hold a run's directory, and clear it of what killed saves left; the lock's file goes at the end. Collective."""
     lock: DirectoryLock | None = None
 
     def take() -> bytes:
         nonlocal lock
         lock = DirectoryLock(root, name=LOCK_NAME)
+        while not _has_its_name(lock, root):  # the run before deleted it, after this one had opened it
+            lock.release()
+            lock = DirectoryLock(root, name=LOCK_NAME)
         sweep_leftovers(root)
         return b""
 
@@ -80,7 +86,18 @@ def held(root: str) -> Iterator[None]:
         yield
     finally:
         if lock is not None:
+            if _has_its_name(lock, root):
+                with contextlib.suppress(OSError):
+                    os.unlink(os.path.join(root, LOCK_NAME))
             lock.release()
+
+
+def _has_its_name(lock: DirectoryLock, root: str) -> bool:
+    """Whether the file that was locked is still the one that others will open."""
+    try:
+        return os.path.samestat(os.fstat(lock._fd), os.stat(os.path.join(root, LOCK_NAME)))
+    except OSError:
+        return False
 
 
 def is_ours(path: str) -> bool:
@@ -95,10 +112,17 @@ def is_ours(path: str) -> bool:
     return False
 
 
-def has_optimizer(path: str) -> bytes:
-    """Whether a shardwise checkpoint holds an optimizer: ``save_only_model`` leaves it out. Nothing if not."""
+def contents(path: str) -> bytes:
+    """What a shardwise checkpoint of a Trainer holds, as JSON: ``world_size``, its ``documents``, the ``trainer``'s extras."""
     manifest = read_manifest(path)
-    return b"1" if "optimizer" in document_names(path, manifest) else b""
+    documents = parse_documents(read_checked(path, manifest, "state.json", MAX_JSON_BYTES), manifest, path)
+    names = sorted({*documents, *manifest.local_documents})
+    found = {
+        "world_size": manifest.world_size,
+        "documents": names,
+        "trainer": documents.get("extra.trainer", {}),
+    }
+    return json.dumps(found).encode()
 
 
 def checkpoints(root: str) -> dict[int, str]:
@@ -178,17 +202,6 @@ def rotate(root: str, limit: int | None, best: str | None) -> bytes:
         except (OSError, CheckpointError) as error:
             _log.warning("can't delete %s: %s", path, error)
     return b""
-
-
-def read_all(folder: str) -> dict[str, bytes]:
-    """Every file below a folder, by relative path."""
-    found = {}
-    for where, _, names in os.walk(folder):
-        for name in names:
-            path = os.path.join(where, name)
-            with open(path, "rb") as file:
-                found[os.path.relpath(path, folder).replace(os.sep, "/")] = file.read()
-    return found
 
 
 def move_into(target: str, folder: str, weights: re.Pattern[str]) -> None:

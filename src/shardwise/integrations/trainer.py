@@ -15,48 +15,29 @@ With the Trainer itself, :class:`ShardwiseTrainer` takes its place. Methods are 
 
 from __future__ import annotations
 
+import json
 import logging
 import os
-import secrets
-import tempfile
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-from transformers import Trainer, TrainingArguments
-from transformers.trainer import TRAINING_ARGS_NAME
+from transformers import TrainingArguments
 
 from .. import checkpoint
-from .._peft import peft_model
 from ..dist import Ranks
 from ..errors import CheckpointError, ShardError, ShardwiseError
-from ..export import export_hf
 from ..loading import load as _load
-from ..patience import patiently, remove_tree
 from ..proof.report import LoadReport
 from ..restoring import ResumeReport
+from ..state.loader_parts import put_own_states
 from ..state.rng import capture_rng, restore_rng
-from ..state.train_state import TrainState
 from . import accelerate as swa
 from ._accelerate_settings import check_supported
 from ._prepare import Groups, adopt, groups_of, put_back
-from ._trainer_folder import (
-    ADAPTER,
-    FULL,
-    STATE_NAME,
-    Run,
-    has_optimizer,
-    held,
-    is_ours,
-    move_into,
-    newest,
-    read_all,
-    rotate,
-    set_newer_aside,
-)
-from ._trl import References, gather_head, generation_state, stores_completions
-from .peft import save_adapter
+from ._trainer_data import DataPlace
+from ._trainer_folder import Run, contents, held, is_ours, newest
+from ._trainer_saving import Saving
+from ._trl import References, gather_head, stores_completions
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -101,7 +82,7 @@ class _DamagedError(Exception):
     """The checkpoint to resume from turned out to be damaged while it was read, and an older one may do."""
 
 
-class ShardwiseTrainer(Trainer):
+class ShardwiseTrainer(Saving):
     """The Trainer with ``checkpoint-N`` as shardwise checkpoints. Before another trainer class: a mixin for it.
 
     * ``checkpoint-N`` is one directory with everything, published whole or not at all, proved by digests when it is
@@ -111,8 +92,12 @@ class ShardwiseTrainer(Trainer):
       tensors are read; what plain Trainer wrote is read by plain Trainer. ``resume_report`` says what was restored.
       Checkpoints newer than the one resumed from are renamed to ``_superseded-checkpoint-N-…``, or ``_damaged-…``, at
       the first save.
-    * Trainer finds its place in the data by counting steps: with another global batch size than the saved one samples
-      are skipped or seen again. A resume warns of that, and its report is not exact.
+    * A resume goes on in the data exactly where the save was, in any epoch, whatever sampler and loader there is: the
+      epoch begins again under its own random states. What can't be repeated is among the report's ``differences``.
+      With another global batch size than the saved one samples are skipped or seen again, and the report says so.
+    * What ``_save`` and ``save_model`` of other classes write lies in ``checkpoint-N``; weights are written once, by
+      this class: a ``_save`` that is called is given no tensors. ``from_pretrained(checkpoint-N)`` reads model and
+      tokenizer.
     * ``save_model`` writes hub files, of a ``PeftModel`` adapters, without gathering; every rank must call it.
     * The reference models that TRL's trainers make are clones of the sharded ``model``: nothing is read, none is whole.
     * While ``train`` runs, it holds ``output_dir`` (a lock that goes with the process); leftovers of killed saves go.
@@ -123,11 +108,12 @@ class ShardwiseTrainer(Trainer):
     the hub while training, ``save_on_each_node``, ``enable_jit_checkpoint``.
     """
 
-    model: Any
     resume_report: ResumeReport | None = None
     """Of the last ``train`` that resumed from a shardwise checkpoint."""
-    _run: Run
-    _staging: str | None = None
+    reads_again: bool = True
+    """Whether a resume inside an epoch reads the epoch's batches again, where their items may draw random numbers (always
+    with ``dataloader_num_workers``, else where they were seen to). False: they are left out by index, as Trainer does; it
+    takes no time, and the report says what may differ."""
     _groups: Groups | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -139,7 +125,7 @@ class ShardwiseTrainer(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         """As the Trainer does; then what can't be honoured is refused."""
         super().create_accelerator_and_postprocess()
-        self._run = Run()
+        self._run, self._data = Run(), DataPlace(self._differ, self.reads_again)
         check_supported(self.accelerator)
         if self.is_fsdp_enabled:
             self._references.stand_in(self.args, self.model)
@@ -171,117 +157,6 @@ class ShardwiseTrainer(Trainer):
             self._groups = None
         return super().create_scheduler(num_training_steps, optimizer)
 
-    @property
-    def _root(self) -> str:
-        return os.path.abspath(self.args.output_dir or ".")
-
-    # Saving
-
-    def _get_output_dir(self, trial: Any) -> str:
-        return super()._get_output_dir(trial) if self._staging is None else self._staging
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Let Trainer write its small files into a folder of its own, then publish everything in one."""
-        ranks, run_dir = Ranks.current(), os.path.abspath(self._get_output_dir(trial))
-        name = f"checkpoint-{self.state.global_step}"
-        final = os.path.join(run_dir, name)
-        if final in self._run.published:
-            self._name_best(run_dir)  # an evaluation at the end of the epoch may have come after it
-            return
-        with tempfile.TemporaryDirectory(prefix="shardwise-") as staging:
-            folder = os.path.join(staging, name)
-            with ranks.agree("write Trainer's files"):
-                patiently(os.mkdir, folder)
-                self._staging = staging
-                try:
-                    super()._save_checkpoint(model, trial)
-                finally:
-                    self._staging = None
-                self._name_best(run_dir)
-                if self.args.should_save:
-                    self.state.save_to_json(os.path.join(folder, STATE_NAME))
-                state = self._train_state(optimizer=not self.args.save_only_model, files=read_all(folder))
-        run = self._run
-        ranks.on_first("set newer checkpoints aside", lambda: set_newer_aside(run_dir, run))
-        checkpoint.save(state, final, step=self.state.global_step)
-        self._run.published.add(final)
-        limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
-        ranks.on_first("rotate checkpoints", lambda: rotate(run_dir, limit, best))
-
-    def _train_state(
-        self, *, optimizer: bool = True, files: Mapping[str, bytes] | None = None, source: str | None = None
-    ) -> TrainState:
-        return TrainState(
-            model=self.model,
-            optimizer=self.optimizer if optimizer else None,
-            scheduler=self.lr_scheduler if optimizer else None,
-            scaler=getattr(self.accelerator, "scaler", None) if optimizer else None,
-            files=files or {},
-            extra={"trainer": {"global_batch_size": self._global_batch_size}}
-            | (generation_state(self, source) if optimizer else {}),
-        )
-
-    @property
-    def _global_batch_size(self) -> int:
-        """Samples that a step takes: per device × accumulation × data ranks."""
-        if self.accelerator.split_batches:
-            return int(self._train_batch_size * self.args.gradient_accumulation_steps)
-        return int(self.get_total_train_batch_size(self.args))
-
-    def _name_best(self, run_dir: str) -> None:
-        """Trainer looked for the best checkpoint where it wrote; where it will be is what its state must say."""
-        if self.state.best_global_step:
-            best = os.path.join(run_dir, f"checkpoint-{self.state.best_global_step}")
-            if self.state.best_global_step == self.state.global_step or os.path.isdir(best):
-                self.state.best_model_checkpoint = best
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Part of the checkpoint."""
-
-    def _save_scaler(self, output_dir: str) -> None:
-        """Part of the checkpoint."""
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        """Part of the checkpoint."""
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model in hub format, or its adapters, with config, tokenizer and arguments, into ``output_dir``.
-
-        The folder may hold other things, ``checkpoint-N`` among them; weights of an export before are replaced.
-        Every rank must call it. Raises as :func:`shardwise.export_hf`.
-        """
-        target = os.path.abspath(output_dir or self._root)
-        if self._staging is not None:
-            if self.args.should_save:
-                self._save_processing_class(os.path.join(target, "model"))
-            return
-        ranks = Ranks.current()
-
-        def name() -> bytes:
-            patiently(os.makedirs, target, exist_ok=True)
-            return os.path.join(target, f".tmp-export-{secrets.token_hex(8)}").encode()
-
-        folder = ranks.on_first("make room for the export", name).decode()
-        try:
-            with_adapters = peft_model(self.model) is not None
-            (save_adapter if with_adapters else export_hf)(self.model, folder)
-            with ranks.agree("publish export"):
-                if ranks.rank == 0:
-                    self._save_processing_class(folder)
-                    torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))  # as Trainer does
-                    move_into(target, folder, ADAPTER if with_adapters else FULL)
-        finally:
-            if ranks.rank == 0:
-                with ranks.patience():
-                    remove_tree(folder)
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
-    def _save_processing_class(self, folder: str) -> None:
-        found = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        if found is not None:
-            found.save_pretrained(folder)
-
     # Resuming
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -293,6 +168,7 @@ class ShardwiseTrainer(Trainer):
         root = self._root
         with held(root):
             self._run, self.resume_report = Run(falls_back=resume_from_checkpoint is True), None
+            self._data = DataPlace(self._differ, self.reads_again)
             if resume_from_checkpoint is True:
                 # What there is to say of none, Trainer says.
                 resume_from_checkpoint = newest(root, self._run.damaged) or True
@@ -340,13 +216,15 @@ class ShardwiseTrainer(Trainer):
 
     def _restore(self, path: str) -> None:
         """Everything at once; what Trainer makes of it withdraws the promise of an exact resume."""
-        ranks = Ranks.current()
-        with_optimizer = bool(ranks.on_first("look for optimizer", lambda: has_optimizer(path)))
-        state = self._train_state(optimizer=with_optimizer, source=path)
+        ranks, run = Ranks.current(), self._run
+        holds = json.loads(ranks.on_first("look at checkpoint", lambda: contents(path)))
+        with_optimizer = "optimizer" in holds["documents"]
+        with_place = "extra.data" in holds["documents"] and holds["world_size"] == ranks.world_size
+        state = self._train_state(optimizer=with_optimizer, data=with_place, source=path)
         report = checkpoint.restore(state, path)
-        self._run.rng = capture_rng()
+        run.rng = capture_rng()
         saved, now = state.extra["trainer"]["global_batch_size"], self._global_batch_size
-        found = []
+        found = list(self._data.differences(run.loader, *run.place))
         if hasattr(self, "_buffered_inputs") and not stores_completions(self):
             found.append(f"completions that {type(self).__name__} keeps for later steps are not stored")
         if not with_optimizer:
@@ -361,17 +239,69 @@ class ShardwiseTrainer(Trainer):
             )
         if self.args.ignore_data_skip:
             found.append("ignore_data_skip: the epoch's data begin anew")
-        report = report.with_history(self._run.damaged, ())
+        report = report.with_history(run.damaged, ())
         differences = report.differences + tuple(found)
         self.resume_report = replace(report, exact=report.exact and not found, differences=differences)
         if differences and ranks.rank == 0:
             _log.warning("the resume is not exact: %s", "; ".join(differences))
 
+    def _differ(self, line: str) -> None:
+        """Something that shows after the report was made."""
+        if self.resume_report is not None:
+            found = (*self.resume_report.differences, line)
+            self.resume_report = replace(self.resume_report, exact=False, differences=found)
+        _log.warning("the resume is not exact: %s", line)
+
+    # The place in the data
+
+    def _init_training_state(
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: str | None,
+        trial: Any,
+    ) -> tuple[int, int]:
+        """Trainer counts steps; epochs that ended early, or have no length, are where the checkpoint says."""
+        place = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
+        if resume_from_checkpoint is not None and is_ours(resume_from_checkpoint):
+            holds = json.loads(
+                Ranks.current().on_first(
+                    "look for the place in the data", lambda: contents(resume_from_checkpoint)
+                )
+            )["trainer"]
+            now = self.args.gradient_accumulation_steps
+            if (holds.get("accumulation"), holds["global_batch_size"]) == (now, self._global_batch_size):
+                place = holds["epoch"], 0 if self.args.ignore_data_skip else holds["batches"]
+                self._run.seeds = holds["seeds"]
+        self._run.place = place
+        return place
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> Any:
+        self._run.loader = train_dataloader
+        if self._run.seeds:
+            put_own_states(train_dataloader, {"seeds": self._run.seeds, "generators": {}, "epochs": {}})
+        return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)  # type: ignore[no-untyped-call]
+
+    def _run_epoch(self, *_: Any, **given: Any) -> None:  # Trainer names all that it gives
+        """Trainer's, over a loader that counts, and that goes on where a save was."""
+        loader, epoch = given["train_dataloader"], given["epoch"]
+        resumed = epoch == given["epochs_trained"] and given["resume_from_checkpoint"] is not None
+        skips = resumed and not self.args.ignore_data_skip
+        skipped = given["steps_trained_in_current_epoch"] if skips else 0
+        self._run.batches_in_epoch = given["steps_in_epoch"]
+        given["train_dataloader"] = self._data.open(loader, epoch, skipped, resumed, self._run.rng)
+        super()._run_epoch(**given)  # type: ignore[no-untyped-call]
+
     def _load_rng_state(self, checkpoint_dir: str | None) -> None:
-        """Once more, because Trainer draws numbers when it skips batches."""
+        """Once more, because Trainer draws numbers when it skips batches; an epoch that goes on has done so."""
         if self._run.rng is None:
             super()._load_rng_state(checkpoint_dir)
-        else:
+        elif not self._data.sets_rng:
             restore_rng(self._run.rng)
 
     def _load_best_model(self) -> None:

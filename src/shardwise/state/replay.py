@@ -25,14 +25,15 @@ from torch.utils.data.sampler import (
 
 from ..errors import StateError
 from ..place.meta_init import preserve_rng
+from .loader_parts import keeps_workers, parts_of
 from .rng import capture_host_rng, restore_rng
 
-__all__ = ["ReplayedPosition"]
+__all__ = ["SAFE_SAMPLERS", "ReplayedPosition"]
 
 _VERSION = 1
 _KEYS = {"version", "loader", "epoch", "consumed", "start", "now", "workers_kept"}
 #: Samplers of torch that draw from global generators before their first batch only, if at all.
-_SAFE_SAMPLERS = (
+SAFE_SAMPLERS = (
     BatchSampler,
     RandomSampler,
     SequentialSampler,
@@ -87,7 +88,7 @@ class ReplayedPosition:
         if self._keeps_workers:
             found.append("persistent_workers=True: random draws in workers after the first epoch differ")
         for path, part in self._parts().items():
-            if "sampler" in path and type(part) not in _SAFE_SAMPLERS and _generator(part) is None:
+            if "sampler" in path and type(part) not in SAFE_SAMPLERS and _generator(part) is None:
                 found.append(
                     f"{path} is a {type(part).__qualname__} without a generator of its own: if it draws from "
                     "global generators after the first batch, it goes on elsewhere"
@@ -192,7 +193,7 @@ class ReplayedPosition:
 
     @property
     def _keeps_workers(self) -> bool:
-        return self._loader.persistent_workers and self._loader.num_workers > 0
+        return keeps_workers(self._loader)
 
     def _start_workers(self) -> None:
         # Persistent workers take their seed from a random generator when they are first started, and not at
@@ -203,19 +204,7 @@ class ReplayedPosition:
     # -------------------------------------------------------------------------- states of the loader's parts
 
     def _parts(self) -> dict[str, Any]:
-        """By path: the loader, its dataset, and the samplers inside each other. Each object once."""
-        found: dict[str, Any] = {"loader": self._loader, "dataset": self._loader.dataset}
-        if isinstance(self._loader.dataset, IterableDataset):
-            return found  # its sampler is a dummy of torch
-        waiting = [("", self._loader)]
-        while waiting:
-            path, owner = waiting.pop(0)
-            for name in ("sampler", "batch_sampler"):
-                part = getattr(owner, name, None)
-                if part is not None and not any(part is known for known in found.values()):
-                    found[path + name] = part
-                    waiting.append((f"{path}{name}.", part))
-        return found
+        return parts_of(self._loader)
 
     def _own_states(self) -> dict[str, Any]:
         parts = self._parts()

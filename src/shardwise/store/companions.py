@@ -18,12 +18,12 @@ from ..limits import inside, parse_json, read_small
 from ..names import unwrap
 from ..recipe.record import home_of
 
-__all__ = ["ADAPTERS_NAME", "companion_files", "read_companions"]
+__all__ = ["ADAPTERS_NAME", "TOKENIZER_FILES", "companion_files", "read_companions"]
 
 ADAPTERS_NAME = "adapters.json"
 
 #: What tokenizers and processors are stored in (transformers 5; also the sentencepiece and BPE originals).
-_TOKENIZER_FILES = (
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -66,7 +66,7 @@ def companion_files(model: Any) -> dict[str, bytes]:
         found["generation_config.json"] = generation.to_json_string(use_diff=True).encode()
     home = home_of(model) or getattr(model.config, "name_or_path", "") or ""
     if os.path.isdir(home):
-        stored = _read_files(home, ("generation_config.json", *_TOKENIZER_FILES))
+        stored = _read_files(home, ("generation_config.json", *TOKENIZER_FILES))
         found = {**_code_beside(home, {**stored, **found}), **stored, **found}
     return found
 
@@ -85,7 +85,7 @@ def read_companions(folder: str) -> dict[str, bytes]:
 
     Raises :class:`SourceError` if one can't be read, :class:`FormatError` if the config is not a JSON object.
     """
-    found = _read_files(folder, ("config.json", "generation_config.json", *_TOKENIZER_FILES))
+    found = _read_files(folder, ("config.json", "generation_config.json", *TOKENIZER_FILES))
     if "config.json" in found:
         file = os.path.join(folder, "config.json")
         config = parse_json(found["config.json"], file, "config")

@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ from ..state.gradients import GRADIENT
 from ..state.snapshot import Live, ModelPart, OptimizerPart, Snapshot, plain_tensors
 from ..state.train_state import TrainState
 from ..state.typed_json import Encoded
+from .at_top import show_at_top
 from .collect import Collected, Lineage, collect
 from .publish import commit, make_temporary
 from .slice_file import write_slices
@@ -72,11 +73,16 @@ class SaveReport:
         return asdict(self)
 
 
-def write_checkpoint(state: TrainState, final: str, step: int, lineage: Lineage, ranks: Ranks) -> SaveReport:
-    """Publish ``state`` as the directory ``final``. Collective; on failure nothing is published on any rank."""
+def write_checkpoint(
+    state: TrainState, final: str, step: int, lineage: Lineage, ranks: Ranks, *, at_top: bool = False
+) -> SaveReport:
+    """Publish ``state`` as the directory ``final``. Collective; on failure nothing is published on any rank.
+
+    ``at_top``: the files of ``model/`` are there at the top, too (:mod:`.at_top`).
+    """
     started = time.perf_counter()
     collected = collect(state, step, lineage, ranks)
-    written = publish_collected(collected, final, ranks)
+    written = publish_collected(collected, final, ranks, at_top=at_top)
     return SaveReport(
         path=final,
         step=step,
@@ -120,6 +126,8 @@ def publish_collected(
     tensor_of: TensorOf = live_piece,
     most_bytes: int | None = None,
     prove: Callable[[Manifest], None] = lambda manifest: None,
+    *,
+    at_top: bool = False,
 ) -> int:
     """Write, agree, commit. Collective; on failure nothing is published. Returns the bytes that this rank wrote.
 
@@ -141,6 +149,9 @@ def publish_collected(
         def publish() -> bytes:
             assert gathered is not None
             manifest = _manifest(collected, ranks, gathered)
+            if at_top:
+                shown = show_at_top(temporary, manifest.files)
+                manifest = replace(manifest, files=dict(sorted(shown.items())))
             prove(manifest)
             commit(temporary, final, manifest)
             return b""

@@ -1,0 +1,359 @@
+"""The place of a Trainer in its data: stored with the random states that made the epoch, taken up in its middle.
+
+Trainer finds its place by steps: it makes the epoch's loader again and skips what was trained on. A sampler that draws
+from global generators gives another order then, because they are where the save found them. Here the epoch begins again
+under the random states that it began with. Trainer gets the rest of it, after as many stand-ins as it will skip.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+
+from ..place.meta_init import preserve_rng
+from ..state.loader_parts import (
+    all_parts,
+    attributes,
+    item_generators,
+    keeps_workers,
+    own_states,
+    put_own_states,
+)
+from ..state.replay import SAFE_SAMPLERS
+from ..state.rng import capture_host_rng, restore_rng
+from ._trainer_batch import Batch
+
+__all__ = ["DataPlace", "same"]
+
+_log = logging.getLogger(__name__)
+_END = object()
+#: Samplers of Trainer, Accelerate and TRL that draw before their first batch only, if at all.
+_KNOWN_SAMPLERS = {
+    *(kind.__qualname__ for kind in SAFE_SAMPLERS),
+    *("BatchRebalanceSampler", "BatchSamplerShard", "LengthGroupedSampler", "RepeatSampler"),
+    "SeedableRandomSampler",
+}
+
+
+@dataclass(slots=True)
+class _Epoch:
+    """One epoch, as far as the loop was handed its batches."""
+
+    number: int
+    loader: Any
+    start: dict[str, Any]
+    consumed: int = 0
+    ended: bool = False
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    """Random states when the last two batches were asked for. Accelerate's loaders read one batch ahead."""
+    drew: bool = False
+    """Whether random generators moved while a batch was made, later than the first."""
+    last: Batch | None = None
+
+
+class DataPlace:
+    """How far a Trainer is in its data, as an extra of its training state. Rank-local.
+
+    After :meth:`load_state_dict`, :meth:`open` gives the rest of the stored epoch, bitwise as it would have come. What
+    can't be promised is among :meth:`differences`; what turns out to be other than it was is given to ``on_difference``.
+    """
+
+    def __init__(self, on_difference: Callable[[str], None], reads_again: bool) -> None:
+        self._on_difference = on_difference
+        self._reads_again = reads_again
+        self._epoch: _Epoch | None = None
+        self._stored: dict[str, Any] | None = None
+        self.sets_rng = False
+        """Whether the epoch that was opened last puts random generators where they were, after what it skips."""
+
+    def reached(self) -> tuple[int, int, bool]:
+        """Number of the epoch, batches of it that the loop was handed, and whether it is known to have no more."""
+        epoch = self._epoch
+        return (0, 0, False) if epoch is None else (epoch.number, epoch.consumed, epoch.ended)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place, in values that typed JSON can hold. Changes nothing."""
+        epoch = self._epoch
+        if epoch is None:
+            return {"epoch": None}
+        return {
+            "epoch": epoch.number,
+            "consumed": epoch.consumed,
+            "start": epoch.start,
+            "asked": list(epoch.asked),
+            "drew": epoch.drew,
+            "now": _states(epoch.loader),
+            "batch": epoch.last.digests() if epoch.last is not None else {},
+            "loader": _description(epoch.loader),
+            "workers_kept": keeps_workers(epoch.loader),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there when the next epoch is opened."""
+        self._stored = state
+
+    def differences(self, loader: Any, epoch: int, skipped: int) -> Iterator[str]:
+        """What can't be promised of the stored place in this loader, one sentence each; all of it where none is stored."""
+        stored = self._stored
+        if stored is None or stored["epoch"] is None:
+            if skipped and (why := _order_of(loader)):
+                yield f"the place in the data: {why}: samples of this epoch may repeat or be left out"
+            return
+        if stored["loader"]["batches"] != _description(loader)["batches"]:
+            was, now = stored["loader"]["batches"], _description(loader)["batches"]
+            yield f"the data loader: an epoch had {was} batches and has {now}: samples of this epoch may repeat or be left out"
+        was_workers, workers = stored["loader"]["num_workers"], getattr(loader, "num_workers", 0)
+        by_index = self._goes_by_index(loader, stored)
+        if (was_workers or stored["drew"]) and (was_workers != workers or (skipped and by_index)):
+            why = (
+                f"saved num_workers={was_workers}, now {workers}" if was_workers != workers else "reads_again"
+            )
+            yield f"{why}: random draws in items (augmentation) may be others"
+        if workers and keeps_workers(loader) and (epoch or skipped):
+            yield "persistent_workers: random draws in workers after the first epoch may be others"
+        if workers and not getattr(loader, "in_order", True):
+            yield "in_order=False: the order of batches may be another"
+        if not skipped:
+            yield from self._changed(stored["now"], loader, "when it was saved")
+            return
+        if not stored["drew"]:
+            return
+        samplers = [p for path, p in all_parts(loader).items() if "sampler" in path]
+        unknown = [type(p).__qualname__ for p in samplers if type(p).__qualname__ not in _KNOWN_SAMPLERS]
+        if isinstance(getattr(loader, "dataset", None), IterableDataset) and not workers:
+            yield "the iterable dataset draws random numbers while it is read: samples may be others"
+        elif unknown or not hasattr(loader, "dataset"):
+            what = unknown[0] if unknown else type(loader).__qualname__
+            yield f"{what}: random numbers were drawn in the middle of the epoch: samples may be others"
+
+    def _changed(self, stored: Mapping[str, Any], loader: Any, when: str) -> Iterator[str]:
+        """An iterable dataset that counts, or goes on reading, between epochs; a new one begins anew."""
+        live = attributes(loader)
+        for name, was in stored["attributes"].items():
+            if live.get(name) != was or "being read" in was:
+                yield (
+                    f"the iterable {name} was {was} {when}, and is {live.get(name)} now: it may keep a place that no "
+                    "checkpoint holds, and samples may be others"
+                )
+
+    # ------------------------------------------------------------------------------------------ epochs
+
+    def open(self, loader: Any, epoch: int, skipped: int, resumed: bool, rng: dict[str, Any] | None) -> Any:
+        """What Trainer is to iterate as this epoch, of which it skips the first batches itself.
+
+        Args:
+            resumed: whether this is the first epoch after a resume.
+            rng: random states at the save, for which a place that was loaded waits.
+        """
+        stored, self._stored, self.sets_rng = (self._stored if resumed else None), None, False
+        if stored is not None and stored["epoch"] is not None:
+            _set_epoch(loader, epoch)
+            if stored["workers_kept"] and keeps_workers(loader):
+                _start_workers(loader)
+            if skipped and (stored["epoch"], stored["consumed"]) == (epoch, skipped) and rng is not None:
+                self.sets_rng = True
+                return _after_stand_ins(skipped, lambda: self._go_on(loader, stored, rng))
+            if not skipped:
+                put_own_states(loader, stored["now"])
+        if skipped:
+            before = capture_host_rng()  # Trainer would make the loader's iterator now
+            return _after_stand_ins(skipped, lambda: self._skip(loader, epoch, skipped, before))
+        return _Watched(loader, lambda: self._begin(loader, epoch))
+
+    def _begin(self, loader: Any, number: int) -> Iterator[Any]:
+        epoch = self._epoch = _Epoch(number, loader, _start(loader))
+        return self._handed(iter(loader), epoch)
+
+    def _skip(self, loader: Any, number: int, skipped: int, rng: dict[str, Any]) -> Iterator[Any]:
+        """The rest of an epoch whose beginning is not known, as Trainer finds it."""
+        restore_rng(rng)
+        _set_epoch(loader, number)
+        epoch = self._epoch = _Epoch(number, loader, _start(loader), skipped)
+        rest = iter(_without_first(loader, skipped)) if _has_index(loader) else islice(loader, skipped, None)
+        return self._handed(rest, epoch)
+
+    def _go_on(self, loader: Any, stored: dict[str, Any], rng: dict[str, Any]) -> Iterator[Any]:
+        """The rest of the stored epoch, which begins again as it began."""
+        consumed, asked, start = stored["consumed"], stored["asked"], stored["start"]
+        for line in self._changed(start, loader, "when its epoch began"):
+            self._on_difference(line)
+        put_own_states(loader, start)
+        restore_rng(start["rng"])
+        epoch = self._epoch = _Epoch(
+            stored["epoch"], loader, start, consumed, asked=asked, drew=stored["drew"]
+        )
+        batch: Any = _END
+        if self._goes_by_index(loader, stored):
+            batches = iter(_without_first(loader, consumed - 1))
+            batch = next(batches, _END)
+        else:
+            _log.info("reading %d batches of epoch %d again, to go on after them", consumed, epoch.number)
+            batches = iter(loader)
+            for k in range(consumed):
+                if (before := k - consumed + len(asked)) >= 0:
+                    restore_rng(asked[before])
+                if (batch := next(batches, _END)) is _END:
+                    break
+        self._compare(batch, stored, loader)
+        restore_rng(rng)
+        return self._handed(batches, epoch)
+
+    def _compare(self, batch: Any, stored: dict[str, Any], loader: Any) -> None:
+        """The last batch before the place must be the one that the saved run trained on."""
+        found = {} if batch is _END else Batch(batch).digests()
+        if batch is _END or any(found.get(k) != was for k, was in stored["batch"].items()):
+            self._on_difference(
+                f"batch {stored['consumed']} of epoch {stored['epoch']} is not the one that the saved run had: dataset or "
+                "order is another, and samples of this epoch may repeat or be left out"
+            )
+        elif not same(own_states(loader)["generators"], stored["now"]["generators"]):
+            self._on_difference("generators of the data loader's parts are not where the saved run had them")
+
+    def _handed(self, batches: Iterator[Any], epoch: _Epoch) -> Iterator[Any]:
+        """Count and watch batches on their way to the loop."""
+        is_first = not epoch.asked
+        while True:
+            asked, held = capture_host_rng(), item_generators(epoch.loader)
+            batch = next(batches, _END)
+            if batch is _END:
+                epoch.ended = True
+                return
+            if not is_first:
+                epoch.drew |= not same(asked, capture_host_rng())
+                epoch.drew |= not same(held, item_generators(epoch.loader))
+            is_first = False
+            epoch.asked = [*epoch.asked[-1:], asked]
+            epoch.consumed += 1
+            epoch.last = Batch(batch)
+            yield batch
+
+    def _goes_by_index(self, loader: Any, stored: dict[str, Any]) -> bool:
+        """Whether batches can be left out unread: their items draw no random numbers, or the caller wants it so."""
+        if not _has_index(loader) or stored["consumed"] < 2:
+            return False
+        draws = stored["drew"] or stored["loader"]["num_workers"] > 0
+        return not draws or not self._reads_again
+
+
+def _start(loader: Any) -> dict[str, Any]:
+    return {**_states(loader), "rng": capture_host_rng()}
+
+
+def _states(loader: Any) -> dict[str, Any]:
+    return {**own_states(loader), "attributes": attributes(loader)}
+
+
+def _description(loader: Any) -> dict[str, Any]:
+    try:
+        batches = len(loader)
+    except (TypeError, NotImplementedError):
+        batches = None
+    return {"batches": batches, "num_workers": getattr(loader, "num_workers", 0)}
+
+
+def _set_epoch(loader: Any, epoch: int) -> None:
+    """As Trainer does before it iterates."""
+    inner = getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)
+    for part in (loader, inner):
+        if part is not None and _has_epoch(part):
+            part.set_epoch(epoch)
+
+
+def _start_workers(loader: Any) -> None:
+    """Persistent workers draw their seed when they start. A resumed run has that draw behind it."""
+    own = own_states(loader)
+    with preserve_rng():
+        iter(getattr(loader, "base_dataloader", loader))
+    put_own_states(loader, own)
+
+
+def _has_index(loader: Any) -> bool:
+    """Whether Accelerate can leave out batches of this loader by their indices. Its dispatcher counts otherwise."""
+    from accelerate.data_loader import DataLoaderShard
+
+    return (
+        type(loader) in (DataLoader, DataLoaderShard)
+        and not isinstance(loader.dataset, IterableDataset)
+        and not getattr(loader, "use_stateful_dataloader", False)
+        and loader.batch_sampler is not None
+    )
+
+
+def _without_first(loader: Any, count: int) -> Any:
+    from accelerate import skip_first_batches
+
+    return skip_first_batches(loader, count)
+
+
+def _order_of(loader: Any) -> str:
+    """Why the order of samples does not follow from the number of the epoch; nothing if it does."""
+    if isinstance(getattr(loader, "dataset", None), IterableDataset):
+        return ""
+    samplers = [part for path, part in all_parts(loader).items() if path.endswith("sampler")]
+    if any(hasattr(p, "initial_seed") or _has_epoch(p) or type(p) is SequentialSampler for p in samplers):
+        return ""
+    return "the order of samples was drawn from random states of another number of ranks"
+
+
+def _has_epoch(part: Any) -> bool:
+    return callable(getattr(part, "set_epoch", None))
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two nested values are equal; tensors and arrays by their elements."""
+    if isinstance(one, Mapping):
+        return (
+            isinstance(other, Mapping)
+            and one.keys() == other.keys()
+            and all(same(value, other[key]) for key, value in one.items())
+        )
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    return bool((one == other).all()) if hasattr(one, "all") else bool(one == other)
+
+
+class _Watched:
+    """A loader whose batches pass the place on their way; else it is the loader."""
+
+    def __init__(self, loader: Any, begin: Callable[[], Iterator[Any]]) -> None:
+        self._loader = loader
+        self._begin = begin
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._begin()
+
+
+class _StandIns(IterableDataset[Any]):
+    """Nothing, as often as Trainer skips a batch, and then the batches that follow."""
+
+    def __init__(self, count: int, rest: Callable[[], Iterator[Any]]) -> None:
+        self._count = count
+        self._rest = rest
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(self._count):
+            yield None
+        yield from self._rest()
+
+
+def _after_stand_ins(count: int, rest: Callable[[], Iterator[Any]]) -> DataLoader[Any]:
+    """A loader for Trainer to skip ``count`` batches of: it does not know where they begin, and ``rest`` does."""
+    return DataLoader(_StandIns(count, rest), batch_size=None, collate_fn=_as_it_is)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

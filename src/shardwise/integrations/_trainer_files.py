@@ -1,0 +1,150 @@
+"""What Trainer and its subclasses write beside the weights, on its way into checkpoints and exports."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from safetensors import safe_open
+
+from .._peft import peft_model
+from ..dist import Ranks
+from ..errors import CheckpointError
+from ..store.companions import TOKENIZER_FILES
+from .peft import save_adapter
+
+__all__ = [
+    "ADAPTER",
+    "FULL",
+    "adapter_files",
+    "add_beside",
+    "drop_empty_weights",
+    "gathered",
+    "into_model",
+    "overrides",
+    "read_all",
+    "without_fsdp",
+]
+
+_log = logging.getLogger(__name__)
+#: Weights in hub format, of either kind.
+FULL = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
+ADAPTER = re.compile(r"adapter_model\.(safetensors|bin)")
+_CONFIGS = ("config.json", "generation_config.json", "adapter_config.json")
+#: Small files are held in memory on their way into a checkpoint.
+MAX_FILES_BYTES = 2 * 1024**3
+
+
+def overrides(kind: type, base: type, name: str) -> bool:
+    """Whether a method of ``base``'s own base is overridden by a class that ``base`` stands before, as a mixin."""
+    order = kind.__mro__
+    behind = order[order.index(base) + 1 :]
+    return next(k for k in behind if name in vars(k)) is not next(
+        k for k in base.__mro__[1:] if name in vars(k)
+    )
+
+
+@contextmanager
+def without_fsdp(trainer: Any) -> Iterator[None]:
+    """Trainer would gather the model for its ``_save``, or not call it: weights are written by other means."""
+    was, trainer.is_fsdp_enabled = trainer.is_fsdp_enabled, False
+    try:
+        yield
+    finally:
+        trainer.is_fsdp_enabled = was
+
+
+def drop_empty_weights(folder: str) -> None:
+    """Delete the weights that Trainer's ``_save`` wrote of no tensors; what holds some stays."""
+    for where, _, names in os.walk(folder):
+        for name in names:
+            path = os.path.join(where, name)
+            if name.endswith(".safetensors") and (FULL.fullmatch(name) or ADAPTER.fullmatch(name)):
+                with safe_open(path, "pt") as file:
+                    is_empty = not list(file.keys())
+                if is_empty:
+                    os.unlink(path)
+
+
+def read_all(folder: str) -> dict[str, bytes]:
+    """Every file below a folder, by relative path. Raises :class:`CheckpointError` above 2 GiB."""
+    found: dict[str, bytes] = {}
+    paths = [os.path.join(where, name) for where, _, names in os.walk(folder) for name in names]
+    total = sum(map(os.path.getsize, paths))
+    if total > MAX_FILES_BYTES:
+        raise CheckpointError(
+            f"{folder}: save_model or _save wrote {total} bytes beside the weights, the limit is {MAX_FILES_BYTES}: write "
+            f"large files in a callback's on_save, elsewhere"
+        )
+    for path in paths:
+        with open(path, "rb") as file:
+            found[os.path.relpath(path, folder).replace(os.sep, "/")] = file.read()
+    return found
+
+
+def gathered(ranks: Ranks, files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The files of all ranks on rank 0, of equal names the lowest rank's; elsewhere none. Collective."""
+    head = json.dumps([(name, len(content)) for name, content in files.items()]).encode()
+    payload = b"" if ranks.rank == 0 else b"".join((len(head).to_bytes(8, "little"), head, *files.values()))
+    found = dict(files) if ranks.rank == 0 else {}
+    for one in ranks.gather("files beside the weights", payload) or ():
+        if one:
+            end = 8 + int.from_bytes(one[:8], "little")
+            for name, size in json.loads(one[8:end]):
+                found.setdefault(name, one[end : end + size])
+                end += size
+    return found
+
+
+def adapter_files(model: Any, run_dir: str, ranks: Ranks) -> dict[str, bytes]:
+    """The files of a ``PeftModel``'s adapters, as PEFT reads them, on rank 0; none of other models. Collective.
+
+    Gathered through a folder in ``run_dir``, which goes again.
+    """
+    if peft_model(model) is None:
+        return {}
+
+    def name() -> bytes:
+        os.makedirs(run_dir, exist_ok=True)
+        return os.path.join(run_dir, f".tmp-adapter-{secrets.token_hex(8)}").encode()
+
+    folder = ranks.on_first("make room for the adapter", name).decode()
+    try:
+        report = save_adapter(model, folder)
+        with ranks.agree("read adapter"):
+            if ranks.rank == 0 and report.total_bytes > MAX_FILES_BYTES:
+                _log.warning(
+                    "adapters have %d bytes: no copy for PEFT lies in the checkpoint", report.total_bytes
+                )
+            elif ranks.rank == 0:
+                return read_all(folder)
+    finally:
+        if ranks.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    return {}
+
+
+def into_model(folder: str) -> None:
+    """Tokenizer files from the top of a checkpoint into its ``model/``, where exports look; the top is linked to them."""
+    for name in TOKENIZER_FILES:
+        if os.path.isfile(source := os.path.join(folder, name)):
+            os.makedirs(os.path.join(folder, "model"), exist_ok=True)
+            os.replace(source, os.path.join(folder, "model", name))
+
+
+def add_beside(folder: str, files: Mapping[str, bytes]) -> None:
+    """Files into an export, whose weights, configs and code stay what they are."""
+    for name, content in files.items():
+        path = os.path.join(folder, name)
+        is_its_own = name.endswith((".py", ".safetensors", ".index.json")) or name in _CONFIGS
+        if not (is_its_own and os.path.exists(path)):
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "wb") as file:
+                file.write(content)

@@ -1,0 +1,208 @@
+"""The saving half of the Trainer integration: ``checkpoint-N`` as one shardwise checkpoint, and exports."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import Trainer
+from transformers.trainer import TRAINING_ARGS_NAME
+
+from .._peft import peft_model
+from ..dist import Ranks
+from ..export import export_hf
+from ..state.loader_parts import own_states
+from ..state.train_state import TrainState
+from ..store.collect import Lineage
+from ..store.save import write_checkpoint
+from ._trainer_data import DataPlace
+from ._trainer_files import (
+    ADAPTER,
+    FULL,
+    adapter_files,
+    add_beside,
+    drop_empty_weights,
+    gathered,
+    into_model,
+    overrides,
+    read_all,
+    without_fsdp,
+)
+from ._trainer_folder import STATE_NAME, Run, move_into, rotate, set_newer_aside
+from ._trl import generation_state
+from .peft import save_adapter
+
+__all__ = ["Saving"]
+
+
+class Saving(Trainer):
+    """What :class:`.trainer.ShardwiseTrainer` writes; its contract is there."""
+
+    model: Any
+    _run: Run
+    _data: DataPlace
+    _staging: str | None = None
+    _writes_beside = False
+
+    @property
+    def _root(self) -> str:
+        return os.path.abspath(self.args.output_dir or ".")
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return super()._get_output_dir(trial) if self._staging is None else self._staging
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Let Trainer write its small files into a folder of its own, then publish everything in one."""
+        ranks, run_dir = Ranks.current(), os.path.abspath(self._get_output_dir(trial))
+        name = f"checkpoint-{self.state.global_step}"
+        final = os.path.join(run_dir, name)
+        if final in self._run.published:
+            self._name_best(run_dir)  # an evaluation at the end of the epoch may have come after it
+            return
+        place = json.loads(ranks.on_first("place in the data", lambda: json.dumps(self._place()).encode()))
+        with tempfile.TemporaryDirectory(prefix="shardwise-") as staging:
+            folder = os.path.join(staging, name)
+            with ranks.agree("write Trainer's files"):
+                os.mkdir(folder)
+                self._staging = staging
+                try:
+                    super()._save_checkpoint(model, trial)
+                finally:
+                    self._staging = None
+                self._name_best(run_dir)
+                if self.args.should_save:
+                    self.state.save_to_json(os.path.join(folder, STATE_NAME))
+                files = read_all(folder)
+        files = adapter_files(self.model, run_dir, ranks) | gathered(ranks, files)
+        with ranks.agree("collect the Trainer's state"):
+            state = self._train_state(optimizer=not self.args.save_only_model, files=files, place=place)
+        run = self._run
+        ranks.on_first("set newer checkpoints aside", lambda: set_newer_aside(run_dir, run))
+        lineage = Lineage(ranks.on_first("run id", lambda: secrets.token_hex(8).encode()).decode(), None)
+        write_checkpoint(state, final, self.state.global_step, lineage, ranks, at_top=True)
+        self._run.published.add(final)
+        limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
+        ranks.on_first("rotate checkpoints", lambda: rotate(run_dir, limit, best))
+
+    def _train_state(
+        self,
+        *,
+        optimizer: bool = True,
+        data: bool = True,
+        files: Mapping[str, bytes] | None = None,
+        place: Mapping[str, Any] | None = None,
+        source: str | None = None,
+    ) -> TrainState:
+        return TrainState(
+            model=self.model,
+            optimizer=self.optimizer if optimizer else None,
+            scheduler=self.lr_scheduler if optimizer else None,
+            scaler=getattr(self.accelerator, "scaler", None) if optimizer else None,
+            files=files or {},
+            extra={"trainer": {"global_batch_size": self._global_batch_size, **(place or {})}}
+            | ({"data": self._data} if data else {})
+            | (generation_state(self, source) if optimizer else {}),
+        )
+
+    def _place(self) -> dict[str, Any]:
+        """Where the next batch comes from, as far as it is the same on all ranks and at any number of them."""
+        epoch, batches, ended = self._data.reached()
+        if ended or batches >= self._run.batches_in_epoch or self.control.should_epoch_stop:
+            epoch, batches = epoch + 1, 0
+        loader = self._run.loader
+        return {
+            "epoch": epoch,
+            "batches": batches,
+            "accumulation": self.args.gradient_accumulation_steps,
+            "batches_in_epoch": self._run.batches_in_epoch,
+            "seeds": {} if loader is None else own_states(loader)["seeds"],
+        }
+
+    @property
+    def _global_batch_size(self) -> int:
+        """Samples that a step takes: per device × accumulation × data ranks."""
+        if self.accelerator.split_batches:
+            return int(self._train_batch_size * self.args.gradient_accumulation_steps)
+        return int(self.get_total_train_batch_size(self.args))
+
+    def _name_best(self, run_dir: str) -> None:
+        """Trainer looked for the best checkpoint where it wrote; where it will be is what its state must say."""
+        if self.state.best_global_step:
+            best = os.path.join(run_dir, f"checkpoint-{self.state.best_global_step}")
+            if self.state.best_global_step == self.state.global_step or os.path.isdir(best):
+                self.state.best_model_checkpoint = best
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Part of the checkpoint."""
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """Part of the checkpoint."""
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Part of the checkpoint."""
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model in hub format, or its adapters, with config, tokenizer and arguments, into ``output_dir``.
+
+        The folder may hold other things, ``checkpoint-N`` among them; weights of an export before are replaced.
+        Every rank must call it. Raises as :func:`shardwise.export_hf`.
+        """
+        target = os.path.abspath(output_dir or self._root)
+        if self._staging is not None:
+            self._write_beside(target)
+            into_model(target)
+            return
+        ranks = Ranks.current()
+
+        def name() -> bytes:
+            os.makedirs(target, exist_ok=True)
+            return os.path.join(target, f".tmp-export-{secrets.token_hex(8)}").encode()
+
+        folder = ranks.on_first("make room for the export", name).decode()
+        try:
+            with_adapters = peft_model(self.model) is not None
+            (save_adapter if with_adapters else export_hf)(self.model, folder)
+            with tempfile.TemporaryDirectory(prefix="shardwise-") as staging:
+                with ranks.agree("write Trainer's files"):
+                    self._write_beside(staging)
+                    files = read_all(staging)
+                files = gathered(ranks, files)
+            with ranks.agree("publish export"):
+                if ranks.rank == 0:
+                    add_beside(folder, files)
+                    move_into(target, folder, ADAPTER if with_adapters else FULL)
+        finally:
+            if ranks.rank == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _write_beside(self, folder: str) -> None:
+        """What ``save_model`` and ``_save`` of the other classes write, but no weights."""
+        self._writes_beside = True
+        try:
+            with without_fsdp(self):
+                super().save_model(folder, _internal_call=True)
+        finally:
+            self._writes_beside = False
+        drop_empty_weights(folder)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Tokenizer and arguments, and what ``_save`` of the class that this one stands before writes of no tensors."""
+        if not self._writes_beside:
+            super()._save(output_dir, state_dict)
+        elif overrides(type(self), Saving, "_save"):
+            super()._save(output_dir, {})
+        elif self.args.should_save:
+            folder = output_dir or self._root
+            os.makedirs(folder, exist_ok=True)
+            found = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+            if found is not None:
+                found.save_pretrained(folder)
+            torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))  # as Trainer does

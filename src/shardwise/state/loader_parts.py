@@ -1,0 +1,147 @@
+"""The parts of a data loader that keep something between batches: samplers, dataset, collator; their generators.
+
+Global random generators are not among them: see :mod:`.rng`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sized
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset
+
+__all__ = [
+    "all_parts",
+    "attributes",
+    "item_generators",
+    "keeps_workers",
+    "own_states",
+    "parts_of",
+    "put_own_states",
+]
+
+
+def parts_of(loader: Any) -> dict[str, Any]:
+    """By path: the loader, its dataset, and the samplers inside each other. Each object once."""
+    found: dict[str, Any] = {"loader": loader, "dataset": loader.dataset}
+    if isinstance(loader.dataset, IterableDataset):
+        return found  # its sampler is a dummy of torch
+    return _walk(loader, found, ("sampler", "batch_sampler"))
+
+
+def all_parts(loader: Any) -> dict[str, Any]:
+    """:func:`parts_of`, the datasets inside an iterable dataset, and the collator. Of an object that is no loader: itself."""
+    if not hasattr(loader, "dataset"):
+        return {"loader": loader}
+    found = parts_of(loader)
+    if isinstance(loader.dataset, IterableDataset):
+        _walk(loader.dataset, found, ("dataset",), "dataset.")
+    if (collator := getattr(loader, "collate_fn", None)) is not None:
+        found["collate_fn"] = collator
+    return found
+
+
+def _walk(owner: Any, found: dict[str, Any], names: tuple[str, ...], prefix: str = "") -> dict[str, Any]:
+    waiting = [(prefix, owner)]
+    while waiting:
+        path, owner = waiting.pop(0)
+        for name in names:
+            part = getattr(owner, name, None)
+            if part is not None and not any(part is known for known in found.values()):
+                found[path + name] = part
+                waiting.append((f"{path}{name}.", part))
+    return found
+
+
+def keeps_workers(loader: Any) -> bool:
+    """Whether worker processes live on from epoch to epoch."""
+    return bool(getattr(loader, "persistent_workers", False)) and getattr(loader, "num_workers", 0) > 0
+
+
+def own_states(loader: Any) -> dict[str, Any]:
+    """States of the generators that the loader's parts hold, epoch numbers and seeds; for typed JSON.
+
+    What a sampler draws that seeds itself for each epoch (Accelerate's) follows from seed and epoch.
+    """
+    parts = all_parts(loader)
+    return {
+        "generators": {path: _KINDS[type(g)][0](g) for path, g in _generators(parts)},
+        "epochs": {path: epoch for path, part in parts.items() if (epoch := _epoch_of(part)) is not None},
+        "seeds": {path: part.initial_seed for path, part in parts.items() if hasattr(part, "initial_seed")},
+    }
+
+
+def put_own_states(loader: Any, states: Mapping[str, Any]) -> None:
+    """Give the parts what :func:`own_states` found; those that are not there now are passed by."""
+    parts = all_parts(loader)
+    for path, seed in states["seeds"].items():
+        if hasattr(parts.get(path), "initial_seed"):
+            parts[path].initial_seed = seed
+    live = dict(_generators(parts))
+    for path, state in states["generators"].items():
+        if path in live:
+            _KINDS[type(live[path])][1](live[path], state)
+    for path, epoch in states["epochs"].items():
+        if path in parts and _epoch_of(parts[path]) not in (None, epoch):
+            parts[path].set_epoch(epoch)
+
+
+def item_generators(loader: Any) -> dict[str, Any]:
+    """States of the generators that dataset and collator hold: items are drawn with them."""
+    held = _generators(all_parts(loader))
+    return {p: _KINDS[type(g)][0](g) for p, g in held if p.startswith(("dataset", "collate_fn"))}
+
+
+def attributes(loader: Any) -> dict[str, str]:
+    """Plain attributes of an iterable dataset and of those inside it, as text: what may count what was read."""
+    found = {}
+    for path, part in all_parts(loader).items():
+        if path.startswith("dataset") and isinstance(part, IterableDataset):
+            for name, value in getattr(part, "__dict__", {}).items():
+                found[f"{path}.{name}"] = _described(value)
+    return found
+
+
+def _described(value: Any) -> str:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return repr(value)[:200]
+    kind = type(value).__qualname__
+    if isinstance(value, Iterator):
+        return f"{kind} that is being read"
+    try:
+        return f"{kind} of {len(value)}" if isinstance(value, Sized) else kind
+    except TypeError:
+        return kind
+
+
+def _generators(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    seen: list[Any] = []
+    for path, part in parts.items():
+        if hasattr(part, "initial_seed"):
+            continue
+        held = {"generator": getattr(part, "generator", None), **getattr(part, "__dict__", {})}
+        for name, value in held.items():
+            if type(value) in _KINDS and not any(value is one for one in seen):
+                seen.append(value)
+                yield f"{path}.{name}", value
+
+
+def _put_numpy(generator: np.random.Generator, state: Any) -> None:
+    generator.bit_generator.state = state
+
+
+#: How the state of a generator is taken and given back.
+_KINDS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]] = {
+    torch.Generator: (lambda g: g.get_state(), lambda g, state: g.set_state(state)),
+    np.random.Generator: (lambda g: g.bit_generator.state, _put_numpy),
+    np.random.RandomState: (lambda g: g.get_state(legacy=False), lambda g, state: g.set_state(state)),
+    random.Random: (lambda g: g.getstate(), lambda g, state: g.setstate(state)),
+}
+
+
+def _epoch_of(part: Any) -> int | None:
+    epoch = getattr(part, "epoch", None)
+    return epoch if isinstance(epoch, int) and callable(getattr(part, "set_epoch", None)) else None
