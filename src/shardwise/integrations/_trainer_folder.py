@@ -80,7 +80,8 @@ def held(root: str) -> Iterator[None]:
         yield
     finally:
         if lock is not None:
-            lock.release()
+            with Ranks.current().patience():
+                lock.release()
 
 
 def is_ours(path: str) -> bool:
