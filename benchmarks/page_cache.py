@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from load import drop_page_cache, make_model, run, storage_bytes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -34,6 +33,9 @@ from torch.distributed.tensor import Shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import shardwise as sw
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.load import drop_page_cache, make_model, run, storage_bytes
 
 MIB = 2**20
 

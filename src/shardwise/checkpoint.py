@@ -166,7 +166,8 @@ class Checkpointer:
             if self._behind is None:  # else Ctrl-C: nobody else may write here yet
                 self._closed = True
                 if self._lock is not None:
-                    self._lock.release()
+                    with self._ranks().patience():
+                        self._lock.release()
                     self._lock = None
 
     @property

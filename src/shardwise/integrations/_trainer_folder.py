@@ -86,10 +86,11 @@ def held(root: str) -> Iterator[None]:
         yield
     finally:
         if lock is not None:
-            if _has_its_name(lock, root):
-                with contextlib.suppress(OSError):
-                    os.unlink(os.path.join(root, LOCK_NAME))
-            lock.release()
+            with Ranks.current().patience():
+                if _has_its_name(lock, root):
+                    with contextlib.suppress(OSError):
+                        patiently(os.unlink, os.path.join(root, LOCK_NAME))
+                lock.release()
 
 
 def _has_its_name(lock: DirectoryLock, root: str) -> bool:
