@@ -203,7 +203,7 @@ class Run:
 
     def bits(self) -> dict[str, Any]:
         reshard(self.model)
-        found = {t.name: raw(t.tensor) for t in named_tensors(self.model)}
+        found = {t.name: raw(t.tensor) for t in named_tensors(self.model) if t.persistent}
         names = {id(t.tensor): t.name for t in named_tensors(self.model)}
         for optimizer in self.state.optimizers.values():
             for p, state in optimizer.state.items():
