@@ -122,7 +122,8 @@ def test_hyper_parameters_on_the_device(two: Parts) -> None:
 
 def test_tensors_of_documents_come_back_to_the_device(two: Parts) -> None:
     for rank, found in enumerate(of(two, "restored extra")):
-        assert found == [(f"simgpu:{rank}", [1, 2, 3, 4], [])] * 2
+        own, moved = f"simgpu:{rank}", ("extra.host: a tensor saved on cpu, now on simgpu",)
+        assert found == [(own, [1, 2, 3, 4], own, moved), (own, [1, 2, 3, 4], "cpu", ())]
 
 
 def test_tensors_of_documents_follow_the_live_ones(others: Parts, none: Parts) -> None:
