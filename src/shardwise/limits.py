@@ -134,7 +134,7 @@ def is_word(value: object) -> TypeGuard[str]:
 
 def fits(shape: Sequence[int], itemsize: int = 1) -> bool:
     """Whether torch can describe a tensor of that shape. An empty dim does not excuse the rest: strides multiply them."""
-    return len(shape) <= MAX_DIMS and math.prod(max(n, 1) for n in shape) * itemsize <= MAX_COUNT
+    return len(shape) <= MAX_DIMS and math.prod([n or 1 for n in shape]) * itemsize <= MAX_COUNT
 
 
 def cause(error: BaseException) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -12,12 +13,13 @@ import xxhash
 
 from .catalog.documents import parse_documents, refuse_unknown
 from .catalog.manifest import BLOCK_BYTES, MANIFEST_NAME, Manifest
-from .errors import FormatError, IntegrityError, SourceError
+from .errors import FormatError, IntegrityError, ShardwiseError, SourceError, StateError
 from .limits import MAX_JSON_BYTES, cause, inside, read_small
+from .state.documents import check_form
 from .state.places import Places
 from .state.typed_json import Encoded, decode
 
-__all__ = ["decode_documents", "read_checked", "read_documents"]
+__all__ = ["check_each", "decode_documents", "document_problems", "read_checked", "read_documents"]
 
 
 def read_documents(path: str, manifest: Manifest, stem: str) -> dict[str, Encoded]:
@@ -55,6 +57,38 @@ def decode_documents(stored: Mapping[str, Encoded], path: str, places: Places) -
         except FormatError as error:
             raise FormatError(f"document {name!r}: {error}", path=path) from error
     return found
+
+
+def document_problems(path: str, manifest: Manifest, bad: Set[str]) -> Iterator[str]:
+    """What no restore would take of all ranks' documents, a line each; files in ``bad`` are named already.
+
+    Documents with tensors of more than 16 MiB are not decoded.
+    """
+    stems = [
+        n.removesuffix(".json") for n in manifest.files if re.fullmatch(r"(state|rank/[0-9]{5,})\.json", n)
+    ]
+    for stem in stems:
+        if bad & {f"{stem}.json", f"{stem}.safetensors"}:
+            continue
+        large = manifest.files.get(f"{stem}.safetensors")
+        try:
+            if large is not None and large.nbytes > BLOCK_BYTES:
+                parse_documents(
+                    read_checked(path, manifest, f"{stem}.json", MAX_JSON_BYTES), manifest, f"{stem}.json"
+                )
+            else:
+                check_each(read_documents(path, manifest, stem), manifest, path)
+        except ShardwiseError as error:
+            yield f"{stem}.json: {error}"
+
+
+def check_each(stored: Mapping[str, Encoded], manifest: Manifest, path: str) -> None:
+    """Raise :class:`FormatError` for a document that is not of its form; nothing that they say is kept."""
+    for name, document in stored.items():
+        try:
+            check_form(decode_documents({name: document}, path, Places()), manifest)
+        except StateError:
+            continue  # it names an enum whose module this process need not know
 
 
 def _tensors(path: str, manifest: Manifest, name: str) -> dict[str, torch.Tensor]:

@@ -32,12 +32,10 @@ from .recipe.match import Recipe, Rules, match_rules, same_names
 from .recipe.record import Origin
 from .recipe.tiles import identity
 from .recipe.transformers import hub_rules
-from .state.documents import check_form
-from .state.places import Places
 from .state.train_state import document_of
 from .state.typed_json import Encoded, encode
 from .store.companions import read_companions
-from .stored_documents import decode_documents, read_documents
+from .stored_documents import check_each, read_documents
 
 __all__ = [
     "ModelContents",
@@ -323,9 +321,5 @@ def _stored_optimizer(root: str, manifest: Manifest, name: str) -> OptimizerCont
 def _documents(root: str, manifest: Manifest) -> dict[str, Encoded]:
     """The documents that all ranks share, as they are stored; each is what a restore would take."""
     found = read_documents(root, manifest, "state")
-    for name, document in found.items():
-        try:
-            check_form(decode_documents({name: document}, root, Places()), manifest)
-        except StateError:
-            continue  # it names an enum whose module this process need not know
+    check_each(found, manifest, root)
     return found

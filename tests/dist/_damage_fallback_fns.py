@@ -33,7 +33,7 @@ def _model_named_outside(root: Path) -> None:
 DAMAGE: dict[str, Callable[[Path], None]] = {
     "holds step 1, not 2": _old_manifest,
     "optimizer.groups[0]: expected a mapping": _in_state,
-    "rng: this is no captured state": _on_one_rank,
+    "rng: expected a mapping": _on_one_rank,
     "is not a word": _model_named_outside,
 }
 

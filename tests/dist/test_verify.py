@@ -182,7 +182,7 @@ def test_files_of_nobody(checkpoint: Path, tmp_path: Path) -> None:
 
 def test_manifest_with_another_story(checkpoint: Path, tmp_path: Path) -> None:
     """A manifest that is intact by its own checksum, but not true: swapped digests, a file from elsewhere."""
-    from shardwise.catalog.manifest import _checksum
+    from shardwise.catalog.manifest_records import checksum_of
 
     path = tmp_path / "step"
     shutil.copytree(checkpoint, path)
@@ -190,13 +190,13 @@ def test_manifest_with_another_story(checkpoint: Path, tmp_path: Path) -> None:
     tensors = document["models"]["model"]
     weight, bias = tensors["layer.weight"], tensors["layer.bias"]
     weight["digest"], bias["digest"] = bias["digest"], weight["digest"]
-    document["xxh3"] = _checksum(document)
+    document["xxh3"] = checksum_of(document)
     (path / "manifest.json").write_text(json.dumps(document))
     problems = sw.verify(path).problems
     assert len(problems) == 2
     assert all("content differs from its digest" in p for p in problems)
     document["files"]["../outside"] = document["files"]["state.json"]
-    document["xxh3"] = _checksum(document)
+    document["xxh3"] = checksum_of(document)
     (path / "manifest.json").write_text(json.dumps(document))
     with pytest.raises(FormatError, match="leaves the checkpoint directory"):
         sw.verify(path)

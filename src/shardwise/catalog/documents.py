@@ -31,6 +31,8 @@ Kind = Literal[
     "not_stored",
 ]
 _OF_A_RUN: tuple[Kind, ...] = ("step", "rng", "classes", "scheduler", "scaler", "dataloader", "not_stored")
+_OF_AN_OPTIMIZER: tuple[Kind, ...] = ("opaque", "own")
+_OF_A_MODEL: tuple[Kind, ...] = ("buffers", "modules", "own")
 _EXTRA = "extra."
 
 
@@ -55,25 +57,20 @@ def document_of(kind: str, name: str, what: str = "") -> str:
 
 def document_named(name: str, manifest: Manifest) -> Document | None:
     """What a name of a document means in a checkpoint; None if this release gives it no meaning."""
-    for kind in _OF_A_RUN:
-        if name == kind:
-            return Document(kind)
+    if name in _OF_A_RUN:
+        return Document(name)
     if name.startswith(_EXTRA):
         return Document("extra", name.removeprefix(_EXTRA))
     for optimizer in manifest.packed:
         if name == document_of("optimizer", optimizer):
             return Document("optimizer", optimizer)
-        if name == document_of("optimizer", optimizer, "opaque"):
-            return Document("opaque", optimizer)
-        if name == document_of("optimizer", optimizer, "own"):
-            return Document("own", optimizer)
+        for kind in _OF_AN_OPTIMIZER:
+            if name == document_of("optimizer", optimizer, kind):
+                return Document(kind, optimizer)
     for model in manifest.models:
-        if name == document_of("model", model, "buffers"):
-            return Document("buffers", model)
-        if name == document_of("model", model, "modules"):
-            return Document("modules", model)
-        if name == document_of("model", model, "own"):
-            return Document("own", model)
+        for kind in _OF_A_MODEL:
+            if name == document_of("model", model, kind):
+                return Document(kind, model)
     return None
 
 

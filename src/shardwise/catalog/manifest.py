@@ -219,8 +219,11 @@ def _known(name: Any, held: Mapping[str, Any]) -> str:
     return str(name)
 
 
+_DIGEST = re.compile("[0-9a-f]{16}").fullmatch
+
+
 def _digest(value: Any) -> int:
-    if not re.fullmatch("[0-9a-f]{16}", _text(value)):
+    if not isinstance(value, str) or not _DIGEST(value):
         raise ValueError(f"{brief(value)} is not a digest of 16 hexadecimal digits")
     return int(value, 16)
 
@@ -305,7 +308,8 @@ def _state(
         return StateEntry(dtype, packed=e["packed"], index=index)
     if "." in _text(name):  # slice files name a state <parameter>.<state>
         raise ValueError(f"the optimizer state {brief(name)} has a dot in its name")
-    _shape(list(shape), ITEMSIZE[dtype])
+    if not fits(shape, ITEMSIZE[dtype]):
+        raise ValueError(f"{brief(name)}: {dtype} of shape {brief(shape)} has more than 2^62 bytes")
     return StateEntry(dtype, _digest(e["digest"]), _count(e.get("owner", 0), 0, replicas - 1))
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import stat
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,13 +16,12 @@ from typing import Any
 import xxhash
 
 from ..catalog.checkpoint import catalog_of_slices, directory, model_tensors, optimizer_tensors, packed_name
-from ..catalog.documents import parse_documents, refuse_unknown
 from ..catalog.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry, Manifest, read_manifest
 from ..catalog.slices import Slice, SliceTensor, file_name, header_bytes, rank_files
 from ..catalog.steps import misnamed
 from ..dtypes import itemsize
 from ..errors import ShardwiseError
-from ..limits import inside, read_small
+from ..limits import inside
 from ..read.files import FileReader
 from .digest import finish, partial_sum_bytes
 from .quick import read_head
@@ -62,8 +60,9 @@ def verify(
 
     Checked: the manifest's own checksum; that exactly its files are there with their sizes; the checksum of
     every header, small file and 16 MiB block; that headers say what the manifest says; that slices cover
-    every tensor exactly once; that documents are JSON and of names that this release knows; every tensor's digest,
-    recomputed from the stored bytes; and, of a directory with the name of a step, that it holds that step.
+    every tensor exactly once; that documents are of names and forms that this release knows (where their tensors take
+    16 MiB at most); every tensor's digest, recomputed from the stored bytes; and, of a directory with the name of a step,
+    that it holds that step.
 
     ``on_progress(done, total)`` is called with bytes, from one thread at a time. ``threads``: default as many as the
     process may run on, at most 8; memory: 17 MiB each. Rank-local. Raises :class:`SourceError` (or a subclass) only
@@ -90,22 +89,6 @@ def verify(
 def _cores() -> int:
     """On which this process may run, where the system tells."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _document_problems(root: str, manifest: Manifest, bad: Collection[str]) -> Iterator[str]:
-    """Of files of documents that are there in their size, what no reader takes; ``bad`` ones are named already."""
-    try:
-        refuse_unknown(manifest.local_documents, manifest, os.path.join(root, MANIFEST_NAME))
-    except ShardwiseError as error:
-        yield f"{MANIFEST_NAME}: {error}"
-    for name in manifest.files:
-        if name in bad or not re.fullmatch(r"state\.json|rank/[0-9]{5,}\.json", name):
-            continue
-        path = inside(root, name)
-        try:
-            parse_documents(read_small(path), manifest, path)
-        except ShardwiseError as error:
-            yield f"{name}: {error}"
 
 
 def _file_set_problems(root: str, manifest: Manifest) -> tuple[list[str], set[str]]:
@@ -208,6 +191,10 @@ class _Verification:
 
     def run(self, threads: int) -> None:
         """Check everything; returns when all threads have ended."""
+        from ..stored_documents import (
+            document_problems,
+        )  # a room above: only what restores knows what documents mean
+
         with ThreadPoolExecutor(threads, thread_name_prefix="shardwise-verify") as pool:
             try:
                 for ended in [pool.submit(self._work) for _ in range(threads)]:
@@ -215,7 +202,7 @@ class _Verification:
             finally:
                 self._stopped = True
         bad = self._bad | {self._files[f].name for f, _ in self._found}
-        self._last = list(_document_problems(self._root, self._manifest, bad))
+        self._last = list(document_problems(self._root, self._manifest, bad))
 
     def problems(self) -> tuple[str, ...]:
         """What is wrong, files first."""

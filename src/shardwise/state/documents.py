@@ -6,19 +6,20 @@ another question, and another error.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..catalog.documents import Document, document_named
 from ..catalog.manifest import Manifest, TensorEntry
 from ..dtypes import torch_dtype
-from ..errors import FormatError, StateError
-from ..limits import MAX_COUNT, MAX_TEXT_CHARS, brief
-from .rng import host_states
+from ..errors import FormatError
+from ..limits import MAX_COUNT, MAX_TEXT_CHARS, brief, cause
 
-__all__ = ["check_form", "check_position"]
+__all__ = ["check_form", "check_position", "check_rng"]
 
 
 def check_form(documents: Mapping[str, Any], manifest: Manifest) -> None:
@@ -37,10 +38,7 @@ def _step(where: str, value: Any, meaning: Document, manifest: Manifest) -> None
 
 
 def _rng(where: str, value: Any, meaning: Document, manifest: Manifest) -> None:
-    try:
-        host_states(value)
-    except StateError as error:
-        raise FormatError(f"{where}: {error}") from error
+    check_rng(value, where)
 
 
 def _classes(where: str, value: Any, meaning: Document, manifest: Manifest) -> None:
@@ -143,6 +141,57 @@ _FORMS: dict[str, Callable[[str, Any, Document, Manifest], None]] = {
 }
 
 
+#: Words of a Mersenne twister.
+_TWISTER_WORDS = 624
+
+
+def check_rng(value: Any, where: str) -> None:
+    """Raise :class:`FormatError` unless ``value`` has the form of a capture of random generators.
+
+    The host's are tried on new generators. Of an accelerator's states, whether a device takes them is asked elsewhere.
+    """
+    state = _mapping(value, where)
+    python, numpy = (
+        _mapping(state.get("python"), f"{where}.python"),
+        _mapping(state.get("numpy"), f"{where}.numpy"),
+    )
+    for name in ("position", "has_gauss"):
+        if (
+            type(numpy.get(name)) is not int or not 0 <= numpy[name] <= _TWISTER_WORDS
+        ):  # numpy reads from there unseen
+            raise FormatError(
+                f"{where}.numpy.{name} is {brief(numpy.get(name))}, expected 0 to {_TWISTER_WORDS}"
+            )
+    words = (python.get("words"), numpy.get("words"))
+    states = _states_of_devices(state.get("accelerator"), f"{where}.accelerator")
+    for content in (*words, state.get("torch"), *states):
+        if not isinstance(content, torch.Tensor) or content.dtype is not torch.uint8 or content.dim() != 1:
+            raise FormatError(f"{where}: expected the bytes of a generator, got {brief(content)}")
+    if python.get("gauss_next") is not None and not isinstance(python["gauss_next"], float):
+        raise FormatError(f"{where}.python.gauss_next is {brief(python['gauss_next'])}, expected a number")
+    try:
+        own, keys = (np.frombuffer(w.numpy().tobytes(), "<u4") for w in words)  # type: ignore[union-attr]
+        random.Random().setstate((python.get("version"), tuple(own.tolist()), python.get("gauss_next")))
+        if len(keys) != _TWISTER_WORDS:
+            raise ValueError(f"{len(keys)} words, expected {_TWISTER_WORDS}")
+        np.random.RandomState().set_state(
+            ("MT19937", keys, numpy["position"], numpy["has_gauss"], numpy.get("cached_gauss"))  # type: ignore[arg-type]
+        )
+        torch.Generator().set_state(state["torch"])
+    except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+        raise FormatError(f"{where}: no random generator takes it ({cause(error)})") from error
+
+
+def _states_of_devices(accelerator: Any, where: str) -> list[Any]:
+    if accelerator is None:
+        return []
+    found = _mapping(accelerator, where)
+    states = found.get("own", found.get("devices"))
+    if not isinstance(found.get("type"), str) or not isinstance(states, list):
+        raise FormatError(f"{where}: expected a type of device and states, got {brief(found)}")
+    return states
+
+
 def check_position(value: Any, where: str) -> None:
     """Raise :class:`FormatError` unless ``value`` has the form of a :class:`ResumableLoader`'s state, of any version."""
     position = _mapping(value, where)
@@ -160,10 +209,7 @@ def check_position(value: Any, where: str) -> None:
     if start is not None:
         if _check_parts(start, f"{where}.start") != paths:
             raise FormatError(f"{where}: the epoch began with other parts of the loader than it has now")
-        try:
-            host_states(start.get("rng"))
-        except StateError as error:
-            raise FormatError(f"{where}.start: {error}") from error
+        check_rng(start.get("rng"), f"{where}.start.rng")
     for holder in (position, start or {"workers_kept": False}):
         if not isinstance(holder.get("workers_kept"), bool):
             raise FormatError(

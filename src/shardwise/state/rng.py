@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from ..errors import StateError
-from ..limits import cause
 from .places import own_device
 
 __all__ = [
@@ -27,13 +26,9 @@ __all__ = [
     "capture_rng",
     "derive_rng",
     "devices_of",
-    "host_states",
     "plan_rng",
     "restore_rng",
 ]
-
-#: Far more than the 625 words of a Mersenne twister.
-_MOST_BYTES = 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,42 +136,6 @@ def plan_rng(
     return RngPlan("restored per rank", (), restore)
 
 
-def host_states(state: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """What Python's and numpy's generators take of a capture, tried on new generators, as torch's part is.
-
-    Changes nothing. Raises :class:`StateError` if ``state`` is no capture; of accelerators the form alone is checked.
-    """
-    try:
-        python, numpy = state["python"], state["numpy"]
-        keys = np.array(_unpack(numpy["words"]), dtype=np.uint32)
-        gauss = (numpy["position"], numpy["has_gauss"], numpy["cached_gauss"])
-        python_state = (python["version"], tuple(_unpack(python["words"])), python["gauss_next"])
-        if not all(type(n) is int for n in (python["version"], *gauss[:2])) or type(gauss[2]) is not float:
-            raise TypeError("expected numbers")
-        if not 0 <= gauss[0] <= 624:  # numpy reads its 624 words from there, without a look
-            raise ValueError(f"position {gauss[0]} is not from 0 to 624")
-        if python["gauss_next"] is not None and type(python["gauss_next"]) is not float:
-            raise TypeError("expected a number, or None")
-        random.Random().setstate(python_state)
-        np.random.RandomState().set_state(("MT19937", keys, *gauss))
-        torch.Generator().set_state(state["torch"])
-        _check_form(state.get("accelerator"))
-    except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError, AttributeError) as error:
-        raise StateError(f"this is no captured state of random generators: {cause(error)}") from error
-    return python_state, ("MT19937", keys, *gauss)
-
-
-def _check_form(accelerator: Any) -> None:
-    """Raise ``TypeError`` unless it is None, or what :func:`capture_rng` says of an accelerator."""
-    if accelerator is None:
-        return
-    states = accelerator["own"] if "own" in accelerator else accelerator["devices"]
-    if not isinstance(accelerator["type"], str) or not isinstance(states, list):
-        raise TypeError("expected a device type and a list of states")
-    if not all(isinstance(s, torch.Tensor) and s.dtype is torch.uint8 and s.dim() == 1 for s in states):
-        raise TypeError("expected states of devices that are bytes")
-
-
 def derive_rng(*, seed: int, step: int, rank: int) -> str:
     """Seed every global generator from (``seed``, ``step``, ``rank``), and say by which rule, in one line.
 
@@ -216,23 +175,27 @@ def _pack(words: Any) -> torch.Tensor:
 
 
 def _unpack(packed: torch.Tensor) -> list[int]:
-    if (
-        not isinstance(packed, torch.Tensor)
-        or packed.dtype is not torch.uint8
-        or packed.numel() > _MOST_BYTES
-    ):
-        raise TypeError("expected the bytes of a generator's words")
     words: list[int] = np.frombuffer(packed.numpy().tobytes(), dtype="<u4").tolist()
     return words
 
 
 def _checked_host(state: dict[str, Any]) -> Callable[[], None]:
     """What sets the host's generators, after a trial on new ones."""
-    python_state, numpy_state = host_states(state)
+    try:
+        python, numpy = state["python"], state["numpy"]
+        words = _unpack(python["words"])
+        keys = np.array(_unpack(numpy["words"]), dtype=np.uint32)
+        gauss = (numpy["position"], numpy["has_gauss"], numpy["cached_gauss"])
+        python_state = (python["version"], tuple(words), python["gauss_next"])
+        random.Random().setstate(python_state)
+        np.random.RandomState().set_state(("MT19937", keys, *gauss))
+        torch.Generator().set_state(state["torch"])
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise StateError(f"this is no captured state of random generators: {error!r}") from error
 
     def set_host() -> None:
         random.setstate(python_state)
-        np.random.set_state(numpy_state)
+        np.random.set_state(("MT19937", keys, *gauss))
         torch.set_rng_state(state["torch"])
 
     return set_host
