@@ -57,8 +57,8 @@ REFUSED: Mapping[str, str] = {
     "generation_config": "set model.generation_config after the load",
     "gguf_file": "GGUF is not read: take the model's safetensors",
     "ignore_mismatched_sizes": (
-        "say which tensors are new: rename the stored ones away with key_mapping={'^score\\.': 'old_score.'}, and give "
-        "unused=('score.*',) and init={'score.*': 'model'}"
+        "build the model in sw.meta_init(), and say which tensors are new: sw.load(model, path, names=lambda n: "
+        "n.replace('score.', 'old_score.'), unused=('score.*',), init={'score.*': 'model'})"
     ),
     "kernel_config": _KERNELS,
     "low_cpu_mem_usage": "no rank ever holds more than its shards and io.staging_bytes",

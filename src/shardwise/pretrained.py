@@ -271,6 +271,8 @@ def build_meta(
     except (ShardwiseError, MemoryError):
         raise
     except Exception as error:
+        if catalog is not None:
+            refuse_source(catalog)  # explains more, as for a model that is asked for in the codes' dtype
         # Model classes fail with whatever comes up when a config holds the wrong values.
         raise FormatError(
             f"transformers can't build a model from this config: {type(error).__name__}: {error}",

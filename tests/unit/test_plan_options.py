@@ -73,6 +73,7 @@ def test_a_class_that_is_not_there(directory: Path) -> None:
         assert word in _plan(str(directory / "qwen3"), "--class", name, status=2)["error"]["message"]
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # PEFT's use of it
 @pytest.mark.parametrize("kind", ["new", "stored"])
 def test_lora(directory: Path, tmp_path: Path, kind: str) -> None:
     """The adapter's bytes count, whether it is read or initialised; without its files it is a new one."""

@@ -309,6 +309,6 @@ def test_codes_are_never_said_to_be_new(tmp_path: Path) -> None:
     with pytest.raises(PlanError) as caught:
         sw.load(Odd(), tmp_path / "model.safetensors")
     assert not isinstance(caught.value, UnsupportedConversionError)
-    assert "its quantised codes are ('weight_packed')" in str(caught.value)
+    assert "its quantised codes are stored ('weight_packed')" in str(caught.value)
     assert "init=" not in str(caught.value)
     assert "unused=" not in str(caught.value)

@@ -53,7 +53,7 @@ def quantized(tensors: Mapping[str, StoredTensor], own: Collection[str] = ()) ->
     """
     held = {name.rpartition(".")[2] for name in own}
     for name in tensors:
-        if name.endswith(_ENDS) and name.rpartition(".")[2] not in held:
+        if f".{name}".endswith(_ENDS) and name.rpartition(".")[2] not in held:
             for codes, method in _codes_beside(name, tensors):
                 return Quantized(_finer(method, codes, tensors), codes, name)
     return None
@@ -61,10 +61,11 @@ def quantized(tensors: Mapping[str, StoredTensor], own: Collection[str] = ()) ->
 
 def _codes_beside(name: str, tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, str]]:
     """The codes that a tensor of such a name belongs to, with the method."""
+    dotted = f".{name}"  # a tensor of the root module has no dot before its name
     for end, code_ends, method in _COMPANIONS:
-        if name.endswith(end):
-            stem = name.removesuffix(end)
-            for codes in (stem + e for e in code_ends):
+        if dotted.endswith(end):
+            stem = dotted.removesuffix(end)
+            for codes in ((stem + e).removeprefix(".") for e in code_ends):
                 if codes in tensors and tensors[codes].dtype in _CODES:
                     yield codes, method
 
@@ -93,8 +94,9 @@ def is_part(name: str, tensors: Mapping[str, StoredTensor]) -> bool:
         return True
     if name not in tensors or tensors[name].dtype not in _CODES:
         return False
+    dotted = f".{name}"
     return any(
-        name.endswith(code_end) and name.removesuffix(code_end) + end in tensors
+        dotted.endswith(code_end) and (dotted.removesuffix(code_end) + end).removeprefix(".") in tensors
         for end, code_ends, _ in _COMPANIONS
         for code_end in code_ends
     )
