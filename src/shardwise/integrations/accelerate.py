@@ -312,7 +312,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
 
         Returns the model, for :meth:`prepare`, and the report. Every rank must call it. Raises as :func:`load`.
         """
-        with meta_init():
+        with Ranks.current().agree("build the model"), meta_init():
             model = build()
         return model, load(self, model, source, **options)
 
