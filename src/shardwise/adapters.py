@@ -14,6 +14,7 @@ from ._peft import adapter_configs, base_of, peft_model
 from .catalog import Catalog
 from .catalog.safetensors import catalog_of_safetensors
 from .errors import FormatError, PlanError, SourceError
+from .limits import brief, read_json
 from .place.adapters import SEEDED_INITS
 from .place.meta_init import meta_init
 from .recipe.adapters import adapter_tensors, resolve_adapter, wrapped_names, wrapped_rules
@@ -79,12 +80,14 @@ def open_adapter(directory: str | os.PathLike[str]) -> AdapterFiles:
         raise SourceError(f"no {WEIGHTS_NAME}{hint}", path=root)
     catalog = catalog_of_safetensors(weights)
     peft = _import_peft()
+    if not isinstance(read_json(file, "config"), dict):
+        raise FormatError("not a config that PEFT can read: not a JSON object", path=file)
     try:
         config = peft.PeftConfig.from_pretrained(root)
     except Exception as error:
         # Config classes check their fields with errors of many kinds, some not derived from ValueError.
         raise FormatError(
-            f"not a config that PEFT can read: {type(error).__name__}: {error}", path=file
+            f"not a config that PEFT can read: {type(error).__name__}: {brief(str(error))}", path=file
         ) from error
     return AdapterFiles(root, catalog, config)
 

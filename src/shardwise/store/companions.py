@@ -13,7 +13,8 @@ from typing import Any
 
 from .._compat import is_transformers_model, original_class
 from .._peft import adapter_configs, has_adapters, stored_config
-from ..errors import FormatError, SourceError
+from ..errors import FormatError
+from ..limits import inside, parse_json, read_small
 from ..names import unwrap
 from ..recipe.record import home_of
 
@@ -87,10 +88,7 @@ def read_companions(folder: str) -> dict[str, bytes]:
     found = _read_files(folder, ("config.json", "generation_config.json", *_TOKENIZER_FILES))
     if "config.json" in found:
         file = os.path.join(folder, "config.json")
-        try:
-            config = json.loads(found["config.json"])
-        except (ValueError, RecursionError) as error:
-            raise FormatError(f"not JSON ({error})", path=file) from error
+        config = parse_json(found["config.json"], file, "config")
         if not isinstance(config, dict):
             raise FormatError("not a JSON object, which a config is", path=file)
     return {**_code_beside(folder, found), **found}
@@ -118,7 +116,7 @@ def _code_beside(folder: str, documents: Mapping[str, bytes]) -> dict[str, bytes
     found: dict[str, bytes] = {}
     for content in documents.values():
         for module in _modules_of(content):
-            file = os.path.join(folder, f"{module}.py")
+            file = inside(folder, f"{module}.py")
             if os.path.isfile(file):
                 found |= _with_imports(file)
     return found
@@ -159,11 +157,7 @@ def _read_files(folder: str, names: Iterable[str]) -> dict[str, bytes]:
     """Those of the named files that are there: name → content."""
     found = {}
     for name in names:
-        file = os.path.join(folder, name)
+        file = inside(folder, name)
         if os.path.isfile(file):
-            try:
-                with open(file, "rb") as stream:
-                    found[name] = stream.read()
-            except OSError as error:
-                raise SourceError(f"can't be read: {error.strerror or error}", path=file) from error
+            found[name] = read_small(file, name)
     return found
