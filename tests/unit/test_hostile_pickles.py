@@ -102,7 +102,7 @@ BOMBS: dict[str, bytes] = {
 }  # fmt: skip
 
 
-HARMLESS = ("index of the memo",)
+HARMLESS = ("index of the memo", "index of the memo, as mutation made it")
 
 
 @pytest.mark.parametrize("kind", ["torch.save", "DCP"])
@@ -158,7 +158,9 @@ def with_metadata(saved: Path, tmp_path: Path, change: Callable[[Metadata], None
 
 def large_dims(metadata: Metadata) -> None:
     shape = [2**61] * 60_000
-    metadata.state_dict_metadata["w"] = tensor_of(shape, [ChunkStorageMetadata(torch.Size(shape), torch.Size(shape))])
+    metadata.state_dict_metadata["w"] = tensor_of(
+        shape, [ChunkStorageMetadata(torch.Size(shape), torch.Size(shape))]
+    )
 
 
 def product_beside_zero(metadata: Metadata) -> None:
@@ -209,7 +211,10 @@ def irregular_cuts(metadata: Metadata) -> None:
     """Chunks that no dim tells apart: each pair has to be compared."""
     info = type(next(iter(metadata.storage_data.values())))
     chunks = [ChunkStorageMetadata(torch.Size([0, 0, k]), torch.Size([1, 1, 4])) for k in range(10)]
-    chunks += [ChunkStorageMetadata(torch.Size([0, 0, 20_000 - k]), torch.Size([2, 2, 20_000 + k])) for k in range(9000)]
+    chunks += [
+        ChunkStorageMetadata(torch.Size([0, 0, 20_000 - k]), torch.Size([2, 2, 20_000 + k]))
+        for k in range(9000)
+    ]
     metadata.state_dict_metadata["w"] = tensor_of([40_000] * 3, chunks)
     for k, c in enumerate(chunks):
         metadata.storage_data[MetadataIndex("w", c.offsets, k)] = info("x.distcp", k * 10, 10)
@@ -226,7 +231,7 @@ def text_with_half_a_surrogate(metadata: Metadata) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        large_dims, product_beside_zero, chunks_shared, one_range_for_all, colliding_offsets, irregular_cuts,
+        large_dims, product_beside_zero, chunks_shared, one_range_for_all, irregular_cuts,
         path_of_lists, text_with_half_a_surrogate,
     ],
 )  # fmt: skip
@@ -234,6 +239,14 @@ def test_metadata_that_asks_for_much(saved: Path, tmp_path: Path, change: Callab
     root = with_metadata(saved, tmp_path, change)
     text = refused_within(lambda: read_dcp(root), seconds=1)
     assert str(root) in text
+
+
+def test_offsets_can_not_be_made_to_collide(saved: Path, tmp_path: Path) -> None:
+    """What lies nowhere is not asked for; 20,000 such entries cost no more than others."""
+    root = with_metadata(saved, tmp_path, colliding_offsets)
+    outcome = run_apart(lambda: read_dcp(root), seconds=2)
+    assert outcome.kind == "done"
+    assert outcome.seconds < 2
 
 
 def test_an_item_of_a_sparse_file_is_not_read(saved: Path, tmp_path: Path) -> None:
@@ -273,7 +286,13 @@ def test_what_torch_saves_is_read(tmp_path: Path) -> None:
         "ordered": OrderedDict(a=1, b=[]),
         "size": torch.Size([2, 3]),
         "dtype": torch.bfloat16,
-        "tensors": [torch.ones(2, 3), torch.tensor(3), base[2:4], torch.empty(0, 4), torch.tensor([True, False])],
+        "tensors": [
+            torch.ones(2, 3),
+            torch.tensor(3),
+            base[2:4],
+            torch.empty(0, 4),
+            torch.tensor([True, False]),
+        ],
         "more": {"c": torch.ones(2, dtype=torch.complex64), "u": torch.ones(2, dtype=torch.uint16)},
         "parameter": torch.nn.Parameter(torch.ones(2)),
         "shared": [base, base],
@@ -286,7 +305,9 @@ def test_what_torch_saves_is_read(tmp_path: Path) -> None:
         assert found.keys() == expected.keys()
         for key, value in expected.items():
             if key in ("tensors", "shared"):
-                assert all(torch.equal(a, b) and a.dtype is b.dtype for a, b in zip(found[key], value, strict=True))
+                assert all(
+                    torch.equal(a, b) and a.dtype is b.dtype for a, b in zip(found[key], value, strict=True)
+                )
             elif key == "more":
                 assert all(torch.equal(found[key][k], t) for k, t in value.items())
             elif key == "parameter":
@@ -320,7 +341,7 @@ def test_mutations_raise_nothing_else(saved: Path, tmp_path: Path) -> None:
         return bytes(made)
 
     def tries() -> None:
-        for _ in range(400):
+        for _ in range(150):
             (folder / ".metadata").write_bytes(mutated(metadata))
             (tmp_path / "whole.pt").write_bytes(mutated(whole))
             readers: list[Callable[[], object]] = [

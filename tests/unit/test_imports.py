@@ -17,7 +17,9 @@ SOURCE = Path(__file__).resolve().parents[2] / "src" / "shardwise"
 #: A module may import, when it is itself imported, only from its own layer or a lower one. Verify stands
 #: below state and store, which may use everything that a load is made of.
 LAYERS: dict[str, int] = {
-    **dict.fromkeys(("errors", "limits", "dtypes", "names", "_compat", "_peft", "dist", "rounds", "garbage"), 0),
+    **dict.fromkeys(
+        ("errors", "limits", "dtypes", "names", "_compat", "_peft", "dist", "rounds", "garbage"), 0
+    ),
     **dict.fromkeys(("catalog", "layout", "recipe"), 1),
     "plan": 2,
     "read": 3,
