@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -52,10 +53,8 @@ def run_apart(work: Callable[[], object], seconds: float = 1, mbytes: float = 20
         text = _read_all(reader, time.monotonic() + seconds * _WALL_FACTOR + _WALL_MORE_S)
     finally:
         os.close(reader)
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         _, _, used = os.wait4(child, 0)
     if not text:
         return Outcome("killed", "", False, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024)
