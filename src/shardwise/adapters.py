@@ -80,7 +80,7 @@ def open_adapter(directory: str | os.PathLike[str]) -> AdapterFiles:
         raise SourceError(f"no {WEIGHTS_NAME}{hint}", path=root)
     catalog = catalog_of_safetensors(weights)
     peft = _import_peft()
-    if not isinstance(read_json(file, "config"), dict):
+    if not isinstance(read_json(file, "not a config that PEFT can read: it"), dict):
         raise FormatError("not a config that PEFT can read: not a JSON object", path=file)
     try:
         config = peft.PeftConfig.from_pretrained(root)
