@@ -14,6 +14,7 @@ from ._peft import adapter_configs, base_of, peft_model
 from .catalog import Catalog
 from .catalog.safetensors import catalog_of_safetensors
 from .errors import FormatError, PlanError, SourceError
+from .limits import brief, read_json
 from .place.adapters import SEEDED_INITS
 from .place.meta_init import meta_init
 from .recipe.adapters import adapter_tensors, resolve_adapter, wrapped_names, wrapped_rules
@@ -83,14 +84,15 @@ def open_adapter(directory: str | os.PathLike[str]) -> AdapterFiles:
 
 def read_adapter_config(root: str) -> Any:
     """The PEFT config that lies in a directory. Rank-local. Raises :class:`FormatError` if it can't be read."""
-    peft = _import_peft()
+    peft, file = _import_peft(), os.path.join(root, CONFIG_NAME)
+    if not isinstance(read_json(file, "not a config that PEFT can read: it"), dict):
+        raise FormatError("not a config that PEFT can read: not a JSON object", path=file)
     try:
         return peft.PeftConfig.from_pretrained(root)
     except Exception as error:
         # Config classes check their fields with errors of many kinds, some not derived from ValueError.
         raise FormatError(
-            f"not a config that PEFT can read: {type(error).__name__}: {error}",
-            path=os.path.join(root, CONFIG_NAME),
+            f"not a config that PEFT can read: {type(error).__name__}: {brief(str(error))}", path=file
         ) from error
 
 

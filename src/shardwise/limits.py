@@ -49,9 +49,9 @@ MAX_BYTES_PER_BYTE = 64
 #: Comparisons that find overlapping chunks, for each chunk of a tensor.
 MAX_COMPARISONS_PER_CHUNK = 64
 #: A number in config.json that counts layers, labels, heads and the like. Config classes make lists so long.
-MAX_CONFIG_COUNT = 2**16
-#: Modules and parameters that a config may build, for each tensor that is stored, and with none.
-MAX_MODULES_PER_TENSOR, MAX_MODULES = 64, 20_000
+MAX_CONFIG_COUNT = 2**20
+#: Modules, parameters and buffers that a config may build: so many, and so many more for each tensor that is stored.
+MAX_MODULES, MAX_MODULES_PER_TENSOR = 2_000, 64
 
 _brief = Repr()
 _brief.maxlevel, _brief.maxother, _brief.maxstring = 2, 80, 80

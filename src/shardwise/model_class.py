@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import socket
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from ._compat import modules_cache, remote_class
 from .catalog.steps import of_steps
 from .dist import Ranks
 from .errors import FormatError, ShardwiseError, SourceError
+from .limits import MAX_CONFIG_COUNT, brief, inside, read_json
 from .patience import patiently
 
 __all__ = [
@@ -80,6 +82,7 @@ def read_config(directory: str, auto_class: Any = None, *, trust_remote_code: bo
     if not os.path.isfile(file):
         what = of_steps(directory) or "no config.json; a transformers model directory has one"
         raise SourceError(what, path=directory)
+    _check_config(file, home)
     try:
         if config_class := _own_config_class(auto_class):
             return config_class.from_pretrained(home, local_files_only=True)
@@ -92,7 +95,51 @@ def read_config(directory: str, auto_class: Any = None, *, trust_remote_code: bo
         raise
     except Exception as error:
         # Config classes check their fields with errors of many kinds, some not derived from ValueError.
-        raise FormatError(f"not a config that transformers can read: {error}", path=file) from error
+        raise FormatError(
+            f"not a config that transformers can read: {type(error).__name__}: {_first_of(str(error))}",
+            path=file,
+        ) from error
+
+
+#: What config classes count, and make lists of.
+_COUNTED = re.compile("layer|label|depth|block|head|expert|stage", re.IGNORECASE)
+
+
+def _check_config(file: str, home: str) -> None:
+    """Refuse what transformers would not refuse itself: endless lists, and other files than those beside it."""
+    document = _checked_document(file)
+    others = (
+        document.get("configuration_files") or []
+    )  # by transformers' version, which joins them to paths itself
+    for name in others if isinstance(others, list) else [others]:
+        other = inside(home, name)
+        if "/" in name:
+            raise FormatError(
+                f"its configuration_files name {brief(name)}, which is no file beside it", path=file
+            )
+        if os.path.isfile(other):
+            _checked_document(other)
+
+
+def _checked_document(file: str) -> dict[str, Any]:
+    document = read_json(file, "config")
+    if not isinstance(document, dict):
+        raise FormatError("not a config that transformers can read: not a JSON object", path=file)
+    pending: list[tuple[str, Any]] = [("", document)]
+    while pending:
+        key, value = pending.pop()
+        if isinstance(value, dict):
+            pending += value.items()
+        elif isinstance(value, list):
+            pending += [(key, v) for v in value]
+        elif isinstance(value, int) and value > MAX_CONFIG_COUNT and _COUNTED.search(key):
+            raise FormatError(f"{brief(key)} is {brief(value)}, the limit is {MAX_CONFIG_COUNT}", path=file)
+    return document
+
+
+def _first_of(text: str) -> str:
+    """The beginning of a text that may hold all of a file."""
+    return text if len(text) <= 2000 else f"{text[:2000]}…"
 
 
 def _own_config_class(auto_class: Any) -> Any:
@@ -125,12 +172,22 @@ def _class_of(config: Any, directory: str, auto_class: Any, trust_remote_code: b
 
 def _named_by_config(config: Any, code: Mapping[str, str]) -> tuple[str, Any]:
     """The class that the config names first: its Auto class in the directory's code, and that of transformers."""
-    import transformers
-
     names = getattr(config, "architectures", None) or []
     names = [n for n in names if isinstance(n, str)] if isinstance(names, (list, tuple)) else []
     key = next((k for k, reference in code.items() if names[:1] == [reference.rpartition(".")[2]]), "")
-    return key, next((found for n in names if (found := getattr(transformers, n, None)) is not None), None)
+    return key, next((found for n in names if (found := _model_class(n)) is not None), None)
+
+
+def _model_class(name: str) -> Any:
+    """transformers' model class or Auto class of this name; None for everything else that it has."""
+    import transformers
+
+    try:
+        found = getattr(transformers, name, None)
+    except Exception:  # it imports the class's module then, and that may fail in any way
+        return None
+    is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+    return found if is_model or hasattr(found, "from_config") else None
 
 
 def _unknown(config: Any, directory: str, code: Mapping[str, str]) -> FormatError:
@@ -138,7 +195,7 @@ def _unknown(config: Any, directory: str, code: Mapping[str, str]) -> FormatErro
 
     hint = f" (the directory's own code is for {', '.join(code)})" if code else ""
     return FormatError(
-        f"config names architectures {getattr(config, 'architectures', None)}, none of which transformers "
+        f"config names architectures {brief(getattr(config, 'architectures', None))}, none of which transformers "
         f"{transformers.__version__} has; give auto_class={hint}",
         path=os.path.join(home_of(directory), "config.json"),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -20,10 +21,11 @@ from .catalog.records import StoredTensor
 from .dist import Ranks
 from .errors import FormatError, ShardwiseError
 from .hub import find_model
+from .limits import MAX_MODULES, MAX_MODULES_PER_TENSOR, brief, read_json
 from .loading import _init_rules, fill
 from .model_class import config_and_class, home_of, in_turn, read_config
 from .parallelize import ShardPolicy, shard
-from .place.meta_init import meta_init
+from .place.meta_init import at_most, meta_init
 from .plan import IOOptions
 from .proof.report import LoadReport
 from .recipe.match import Rules, matches_any, same_names
@@ -259,11 +261,12 @@ def build_meta(
     is_given = config is not None if config_is_given is None else config_is_given
     config, model_class = config_and_class(path, config, auto_class, trust_remote_code=trust_remote_code)
     refuse_config(config, catalog, directory, given=is_given)
-    chosen = _dtype_of(dtype, config, catalog)
+    file = os.path.join(home_of(directory), "config.json")
+    chosen = _dtype_of(dtype, config, catalog, file)
     for field, value in (implementations or {}).items():
         setattr(config, field, value)
     try:
-        with meta_init():
+        with meta_init(), _as_large_as_stored(catalog, file):
             if hasattr(model_class, "from_config"):  # an Auto class; what it would ask is settled
                 model = model_class.from_config(config, dtype=chosen, trust_remote_code=False)
             else:
@@ -275,8 +278,7 @@ def build_meta(
             refuse_source(catalog)  # explains more, as for a model that is asked for in the codes' dtype
         # Model classes fail with whatever comes up when a config holds the wrong values.
         raise FormatError(
-            f"transformers can't build a model from this config: {type(error).__name__}: {error}",
-            path=os.path.join(directory, "config.json"),
+            f"transformers can't build a model from this config: {type(error).__name__}: {error}", path=file
         ) from error
     if catalog is not None:
         refuse_source(catalog, model)
@@ -286,7 +288,20 @@ def build_meta(
     return model
 
 
-def _dtype_of(dtype: torch.dtype | str, config: Any, catalog: Catalog | None) -> torch.dtype:
+def _as_large_as_stored(catalog: Catalog | None, file: str) -> AbstractContextManager[None]:
+    """A model with far more parts than the source has tensors is refused before it is built."""
+    if catalog is None:
+        return nullcontext()
+    most = MAX_MODULES + MAX_MODULES_PER_TENSOR * len(catalog.tensors)
+    refusal = FormatError(
+        f"asks for a model of more than {most} modules, parameters and buffers, and the source holds "
+        f"{len(catalog.tensors)} tensors; see the numbers of layers",
+        path=file,
+    )
+    return at_most(most, refusal)
+
+
+def _dtype_of(dtype: torch.dtype | str, config: Any, catalog: Catalog | None, file: str) -> torch.dtype:
     """The dtype that ``from_pretrained(dtype=…)`` would settle on."""
     from .dtypes import torch_dtype
 
@@ -299,7 +314,10 @@ def _dtype_of(dtype: torch.dtype | str, config: Any, catalog: Catalog | None) ->
         return found
     if getattr(config, "dtype", None) is not None:
         declared = config.dtype
-        return getattr(torch, declared) if isinstance(declared, str) else declared  # type: ignore[no-any-return]
+        declared = getattr(torch, declared, None) if isinstance(declared, str) else declared
+        if not isinstance(declared, torch.dtype):
+            raise FormatError(f"its dtype {brief(config.dtype)} is none of torch's", path=file)
+        return declared
     for stored in (catalog.tensors if catalog else {}).values():
         if stored.dtype in ("F32", "BF16", "F16", "F64"):
             return torch_dtype(stored.dtype)
@@ -344,9 +362,25 @@ def _generation_config(model: Any, directory: str) -> Any:
         model, "generation_config_class", GenerationConfig
     )  # a class of its own for diffusion models
     for folder in (directory, os.path.join(directory, "model")):
-        if os.path.isfile(os.path.join(folder, "generation_config.json")):
-            return kind.from_pretrained(folder, local_files_only=True)
+        file = os.path.join(folder, "generation_config.json")
+        if os.path.isfile(file):
+            return _read_generation_config(kind, folder, file)
     try:
         return kind.from_model_config(model.config)
     except NotImplementedError:
         return kind()
+
+
+def _read_generation_config(kind: Any, folder: str, file: str) -> Any:
+    document = read_json(file, "generation config")
+    try:
+        if not isinstance(document, dict):
+            raise TypeError("not a JSON object")
+        return kind.from_pretrained(folder, local_files_only=True)
+    except MemoryError:
+        raise
+    except Exception as error:  # it checks its fields with errors of many kinds
+        raise FormatError(
+            f"not a generation config that transformers can read: {type(error).__name__}: {brief(str(error))}",
+            path=file,
+        ) from error

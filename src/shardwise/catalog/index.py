@@ -16,7 +16,7 @@ def read_weight_map(path: str) -> dict[str, str]:
     Raises :class:`SourceError` if it can't be read, :class:`FormatError` if it is no index, or maps a tensor to
     something else than the name of a file in its own directory.
     """
-    document = read_json(path, "index")
+    document = read_json(path, "index with a weight_map")
     weight_map = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise FormatError("not an index: its weight_map is lost, empty or not an object", path=path)

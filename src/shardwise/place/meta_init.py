@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
 from torch.nn.parameter import is_lazy
@@ -29,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..names import canonical_name
 
-__all__ = ["forget_meta_buffers", "meta_buffers", "meta_init", "preserve_rng"]
+__all__ = ["at_most", "forget_meta_buffers", "meta_buffers", "meta_init", "preserve_rng"]
 
 
 @contextmanager
@@ -53,6 +54,19 @@ def meta_init() -> Iterator[None]:
                 yield
         finally:
             _exit()
+
+
+@contextmanager
+def at_most(registrations: int, refusal: Exception) -> Iterator[None]:
+    """Inside, and inside :func:`meta_init`, ``refusal`` is raised when modules, parameters and buffers get too many.
+
+    For configs from files, which can ask for any number of layers. Scoped to the calling thread.
+    """
+    before, _scope.left, _scope.refusal = (_scope.left, _scope.refusal), registrations, refusal
+    try:
+        yield
+    finally:
+        _scope.left, _scope.refusal = before
 
 
 def meta_buffers(model: nn.Module) -> list[str]:
@@ -133,6 +147,9 @@ class _NothingDrawn(TorchDispatchMode):
 class _Scope(threading.local):
     def __init__(self) -> None:
         self.depth = 0
+        #: What may still be registered, and what is raised after that; None if there is no limit.
+        self.left: int | None = None
+        self.refusal: Exception | None = None
         # By id of the original parameter. The weak reference keeps an id that Python gave out again from
         # being taken for the first parameter, without holding the original's memory.
         self.replacements: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
@@ -157,6 +174,7 @@ def _enter() -> None:
             if _inside == 1:
                 _handles.append(register_module_parameter_registration_hook(cast(Any, _to_meta)))
                 _handles.append(register_module_buffer_registration_hook(_note_buffer))
+                _handles.append(register_module_module_registration_hook(_note_module))
 
 
 def _exit() -> None:
@@ -175,7 +193,19 @@ def _exit() -> None:
                 _handles.pop().remove()
 
 
+def _note_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
+    _count()
+
+
+def _count() -> None:
+    if _scope.depth and _scope.left is not None and _scope.refusal is not None:
+        _scope.left -= 1
+        if _scope.left < 0:
+            raise _scope.refusal
+
+
 def _to_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+    _count()
     if not _scope.depth or parameter.is_meta or is_lazy(parameter):
         return None
     known = _scope.replacements.get(id(parameter))
@@ -199,6 +229,7 @@ def _meta_copy(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _note_buffer(module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
+    _count()
     if _scope.depth:
         _scope.with_buffers[id(module)] = weakref.ref(module)
 
@@ -232,7 +263,7 @@ def _forget_module(key: int, dead: weakref.ref[nn.Module]) -> None:
 
 
 def _wait_for_registrations_elsewhere(timeout_s: float = 1.0) -> None:
-    """Let other threads leave ``register_parameter`` / ``register_buffer``.
+    """Let other threads leave ``register_parameter`` / ``register_buffer`` / ``add_module``.
 
     torch iterates over its table of hooks there, and taking one out meanwhile would raise in that thread.
     """
@@ -247,6 +278,7 @@ def _registering_elsewhere() -> bool:
     iterating = (
         nn.Module.register_parameter.__code__,
         nn.Module.register_buffer.__code__,
+        nn.Module.add_module.__code__,
         nn.Module.__setattr__.__code__,
     )
     here = threading.get_ident()

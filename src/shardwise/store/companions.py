@@ -116,7 +116,7 @@ def _code_beside(folder: str, documents: Mapping[str, bytes]) -> dict[str, bytes
     found: dict[str, bytes] = {}
     for content in documents.values():
         for module in _modules_of(content):
-            file = os.path.join(folder, f"{module}.py")
+            file = inside(folder, f"{module}.py")
             if os.path.isfile(file):
                 found |= _with_imports(file)
     return found
@@ -159,5 +159,5 @@ def _read_files(folder: str, names: Iterable[str]) -> dict[str, bytes]:
     for name in names:
         file = inside(folder, name)
         if os.path.isfile(file):
-            found[name] = read_small(file)
+            found[name] = read_small(file, name)
     return found
