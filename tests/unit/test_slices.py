@@ -250,7 +250,7 @@ def manifest() -> Manifest:
             states={
                 "optimizer": {
                     "exp_avg": StateEntry("F32", 5, 1),
-                    "step": StateEntry("F32", packed="step.F32", index=4),
+                    "step": StateEntry("F32", packed="step.F32", index=0),
                 }
             },
         ),
@@ -258,6 +258,7 @@ def manifest() -> Manifest:
     files = {
         "model/" + file_name("model", 0, 0, 1): FileEntry(1234, 128, "0123456789abcdef", ("aa", "bb")),
         "state.json": FileEntry(5, 5, "00"),
+        **{f"rank/{rank:05d}.json": FileEntry(2, 2, "00") for rank in range(4)},
     }
     return Manifest(
         step=100,
@@ -267,7 +268,7 @@ def manifest() -> Manifest:
         seed=2**63 - 1,
         geometries=(FSDP, PLAIN, STRIDED, HSDP),
         models={"model": entries},
-        packed={"optimizer": {"step.F32": Packed("F32", 5, 99, 2)}},
+        packed={"optimizer": {"step.F32": Packed("F32", 1, 99, 2)}},
         files=files,
         software={"torch": "2.13.0"},
     )

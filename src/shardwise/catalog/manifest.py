@@ -81,7 +81,7 @@ def read_manifest(root: str | os.PathLike[str]) -> Manifest:
 
 def parse_manifest(raw: bytes, path: str) -> Manifest:
     """The manifest that a text is; everything in it is checked. Raises as :func:`read_manifest`, naming ``path``."""
-    document = parse_json(raw, path, "manifest")
+    document = parse_json(raw, path, "not a checkpoint manifest: it")
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         found = document.get("format") if isinstance(document, dict) else document
         raise FormatError(
