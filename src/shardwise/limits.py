@@ -81,7 +81,7 @@ def read_small(path: str, what: str = "file", max_bytes: int = MAX_JSON_BYTES) -
                 raise FormatError("can't be read: not a regular file", path=path)
             if status.st_size > max_bytes:
                 raise FormatError(f"{what} has {status.st_size} bytes, the limit is {max_bytes}", path=path)
-            return stream.read(max_bytes + 1)
+            return stream.read(min(status.st_size, max_bytes) + 1)  # read(n) makes room for n
     except (OSError, ValueError) as error:  # ValueError: NUL or a lone surrogate in the path
         raise SourceError(f"can't be read: {getattr(error, 'strerror', None) or error}", path=path) from error
 
