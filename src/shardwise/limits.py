@@ -95,7 +95,7 @@ def read_small(path: str, what: str = "file", max_bytes: int = MAX_JSON_BYTES) -
             if status.st_size > max_bytes:
                 raise FormatError(f"{what} has {status.st_size} bytes, the limit is {max_bytes}", path=path)
             with open(fd, "rb", closefd=False) as stream:
-                return stream.read(max_bytes + 1)
+                return stream.read(min(status.st_size, max_bytes) + 1)  # read(n) makes room for n
         finally:
             os.close(fd)
     except (OSError, ValueError) as error:  # ValueError: NUL or a lone surrogate in the path
