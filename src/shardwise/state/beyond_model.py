@@ -137,7 +137,8 @@ def _load(model: nn.Module, stored: list[tuple[Path, Any]], live: list[Path], no
     def live_path(path: Path) -> Path:
         return (raw.get(path[0], f"{prefix}{path[0]}"), *path[1:])
 
-    stale = [live_path(p) for p in live if path_text(p) not in not_stored]
+    heads = {path[0] for path, _ in stored}
+    stale = [live_path(p) for p in live if p[0] in heads and path_text(p) not in not_stored]
     given = with_leaves(own, [(live_path(p), value) for p, value in stored], stale)
     takes = inspect.signature(model.load_state_dict).parameters.values()
     can_be_lax = any(p.name == "strict" or p.kind is inspect.Parameter.VAR_KEYWORD for p in takes)

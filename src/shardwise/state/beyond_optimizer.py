@@ -112,7 +112,8 @@ def _load(
     not_stored: Mapping[str, str],
 ) -> list[str]:
     live = _leaves(outer, inner)
-    stale = [path for path, _ in live if path_text(path) not in not_stored]
+    heads = {path[0] for path, _ in stored}
+    stale = [path for path, _ in live if path[0] in heads and path_text(path) not in not_stored]
     given = with_leaves(outer.state_dict(), stored, stale)
     kept = _Kept(outer, inner)
     try:
