@@ -116,7 +116,7 @@ class DataPlace:
             )
             yield f"{why}: random draws in items (augmentation) may be others"
         if workers and keeps_workers(loader) and (epoch or skipped):
-            yield "persistent_workers: random draws in workers after the first epoch may be others"
+            yield "persistent_workers: random draws in workers may be others"
         if workers and not getattr(loader, "in_order", True):
             yield "in_order=False: the order of batches may be another"
         if not skipped:

@@ -189,6 +189,7 @@ class ShardwiseTrainer(Saving):
                     batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval
                 )
             except _DamagedError:
+                self._data, self._run.seeds = DataPlace(self._differ, self.reads_again), {}
                 resume_from_checkpoint = newest(self._root, self._run.damaged)
             if not self.is_fsdp_enabled:  # of plain Trainer's, it has to be read before
                 self._load_from_checkpoint(resume_from_checkpoint)
