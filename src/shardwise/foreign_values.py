@@ -16,6 +16,7 @@ from .catalog.torchfile import Archive, Dtype, Saved, opened
 from .dtypes import itemsize, torch_dtype
 from .errors import FormatError, IntegrityError, SourceError
 from .limits import MAX_BYTES_PER_BYTE, MAX_VALUE_BYTES, brief, is_count
+from .patience import patiently
 from .read import FileReader
 
 __all__ = ["Objects", "PlainValues", "count_of_steps", "nested", "plain_tensor", "plain_values", "step_in"]
@@ -116,7 +117,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, set, Counter)
 
 def _read_into(fd: int, offset_bytes: int, view: memoryview, path: str) -> None:
     try:
-        count = os.preadv(fd, [view], offset_bytes)
+        count = patiently(os.preadv, fd, [view], offset_bytes)
     except OSError as error:
         raise SourceError(f"can't be read: {error.strerror}", path=path) from error
     if count != view.nbytes:

@@ -215,7 +215,7 @@ def _read_documents(path: str, manifest: Manifest, rank: int | None, places: Pla
     if rank is not None:
         stored |= read_documents(path, manifest, f"rank/{rank:05d}")
     documents = decode_documents(stored, path, places)
-    check_form(documents, manifest)
+    check_form(documents, manifest, path)
     return documents
 
 

@@ -86,7 +86,7 @@ def check_each(stored: Mapping[str, Encoded], manifest: Manifest, path: str) -> 
     """Raise :class:`FormatError` for a document that is not of its form; nothing that they say is kept."""
     for name, document in stored.items():
         try:
-            check_form(decode_documents({name: document}, path, Places()), manifest)
+            check_form(decode_documents({name: document}, path, Places()), manifest, path)
         except StateError:
             continue  # it names an enum whose module this process need not know
 

@@ -258,7 +258,7 @@ def test_an_index_that_is_not_text(tmp_path: Path) -> None:
     refused(tmp_path, INDEX)
     (tmp_path / INDEX).unlink()
     (tmp_path / INDEX).mkdir()
-    refused(tmp_path, INDEX, "can't be read", kind=SourceError)
+    refused(tmp_path, INDEX, "is a directory, not a file")
 
 
 # --- headers that lie ------------------------------------------------------------------------------------

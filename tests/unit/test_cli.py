@@ -222,17 +222,29 @@ def test_inspect_where_only_set_aside_steps_are_left(tmp_path: Path) -> None:
 
 
 def test_hostile_names_are_shown_as_text(tmp_path: Path) -> None:
-    deep = ".".join("a" * 3000)
-    names = ["[bold]x[/bold]", "esc\x1b[2J.w", "x.weight", ":smile:", "", ".", "9" * 5000, "ünï.\ud800", deep]
-    header = {n: {"dtype": "U8", "shape": [1], "data_offsets": [i, i + 1]} for i, n in enumerate(names)}
-    text = json.dumps(header).encode()
-    (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(len(names)))
+    deep = ".".join("a" * 500)
+    names = ["[bold]x[/bold]", "esc\x1b[2J.w", "x.weight", ":smile:", "", ".", "9" * 1000, "ünï.w", deep]
+    _write_names(tmp_path, names)
     assert run_json("inspect", tmp_path)["tensors"] == len(names)
     result = run("inspect", tmp_path)
     assert result.exit_code == 0, result.output
     assert "[bold]x[/bold]" in result.stdout
     assert "\x1b" not in result.stdout
     assert ":smile:" in result.stdout
+
+
+@pytest.mark.parametrize(("name", "why"), [("9" * 5000, "limit is 1024"), ("ünï.\ud800", "no Unicode text")])
+def test_names_that_are_none_are_refused(tmp_path: Path, name: str, why: str) -> None:
+    _write_names(tmp_path, ["x.weight", name])
+    result = run("inspect", tmp_path)
+    assert result.exit_code == 1
+    assert why in result.output
+
+
+def _write_names(folder: Path, names: list[str]) -> None:
+    header = {n: {"dtype": "U8", "shape": [1], "data_offsets": [i, i + 1]} for i, n in enumerate(names)}
+    text = json.dumps(header).encode()
+    (folder / "x.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(len(names)))
 
 
 def test_tree_folds_only_what_is_alike() -> None:

@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import secrets
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +16,7 @@ from safetensors import safe_open
 from .._peft import peft_model
 from ..dist import Ranks
 from ..errors import CheckpointError
+from ..patience import patiently, remove_tree
 from ..store.companions import TOKENIZER_FILES
 from .peft import save_adapter
 
@@ -70,7 +70,7 @@ def drop_empty_weights(folder: str) -> None:
                 with safe_open(path, "pt") as file:
                     is_empty = not list(file.keys())
                 if is_empty:
-                    os.unlink(path)
+                    patiently(os.unlink, path)
 
 
 def read_all(folder: str) -> dict[str, bytes]:
@@ -112,7 +112,7 @@ def adapter_files(model: Any, run_dir: str, ranks: Ranks) -> dict[str, bytes]:
         return {}
 
     def name() -> bytes:
-        os.makedirs(run_dir, exist_ok=True)
+        patiently(os.makedirs, run_dir, exist_ok=True)
         return os.path.join(run_dir, f".tmp-adapter-{secrets.token_hex(8)}").encode()
 
     folder = ranks.on_first("make room for the adapter", name).decode()
@@ -127,7 +127,7 @@ def adapter_files(model: Any, run_dir: str, ranks: Ranks) -> dict[str, bytes]:
                 return read_all(folder)
     finally:
         if ranks.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_tree(folder)
     return {}
 
 
@@ -135,8 +135,8 @@ def into_model(folder: str) -> None:
     """Tokenizer files from the top of a checkpoint into its ``model/``, where exports look; the top is linked to them."""
     for name in TOKENIZER_FILES:
         if os.path.isfile(source := os.path.join(folder, name)):
-            os.makedirs(os.path.join(folder, "model"), exist_ok=True)
-            os.replace(source, os.path.join(folder, "model", name))
+            patiently(os.makedirs, os.path.join(folder, "model"), exist_ok=True)
+            patiently(os.replace, source, os.path.join(folder, "model", name))
 
 
 def add_beside(folder: str, files: Mapping[str, bytes]) -> None:
@@ -145,6 +145,6 @@ def add_beside(folder: str, files: Mapping[str, bytes]) -> None:
         path = os.path.join(folder, name)
         is_its_own = name.endswith((".py", ".safetensors", ".index.json")) or name in _CONFIGS
         if not (is_its_own and os.path.exists(path)):
-            os.makedirs(os.path.dirname(path), exist_ok=True)
+            patiently(os.makedirs, os.path.dirname(path), exist_ok=True)
             with open(path, "wb") as file:
                 file.write(content)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import shutil
 import tempfile
 from collections.abc import Mapping
 from typing import Any
@@ -17,6 +16,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from .._peft import peft_model
 from ..dist import Ranks
 from ..export import export_hf
+from ..patience import patiently, remove_tree
 from ..state.loader_parts import own_states
 from ..state.train_state import TrainState
 from ..store.collect import Lineage
@@ -69,7 +69,7 @@ class Saving(Trainer):
         with tempfile.TemporaryDirectory(prefix="shardwise-") as staging:
             folder = os.path.join(staging, name)
             with ranks.agree("write Trainer's files"):
-                os.mkdir(folder)
+                patiently(os.mkdir, folder)
                 self._staging = staging
                 try:
                     super()._save_checkpoint(model, trial)
@@ -161,7 +161,7 @@ class Saving(Trainer):
         ranks = Ranks.current()
 
         def name() -> bytes:
-            os.makedirs(target, exist_ok=True)
+            patiently(os.makedirs, target, exist_ok=True)
             return os.path.join(target, f".tmp-export-{secrets.token_hex(8)}").encode()
 
         folder = ranks.on_first("make room for the export", name).decode()
@@ -179,7 +179,7 @@ class Saving(Trainer):
                     move_into(target, folder, ADAPTER if with_adapters else FULL)
         finally:
             if ranks.rank == 0:
-                shutil.rmtree(folder, ignore_errors=True)
+                remove_tree(folder)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -201,7 +201,7 @@ class Saving(Trainer):
             super()._save(output_dir, {})
         elif self.args.should_save:
             folder = output_dir or self._root
-            os.makedirs(folder, exist_ok=True)
+            patiently(os.makedirs, folder, exist_ok=True)
             found = self.processing_class or getattr(self.data_collator, "tokenizer", None)
             if found is not None:
                 found.save_pretrained(folder)

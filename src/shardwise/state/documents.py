@@ -22,14 +22,21 @@ from ..limits import MAX_COUNT, MAX_TEXT_CHARS, brief, cause
 __all__ = ["check_form", "check_position", "check_rng"]
 
 
-def check_form(documents: Mapping[str, Any], manifest: Manifest) -> None:
-    """Raise :class:`FormatError` naming the first of the decoded documents that is not of its form, and where."""
+def check_form(documents: Mapping[str, Any], manifest: Manifest, path: str) -> None:
+    """Raise :class:`FormatError` naming the first of the decoded documents that is not of its form, and where.
+
+    ``path`` is the checkpoint's.
+    """
     for name, value in documents.items():
         meaning = document_named(name, manifest)
         assert meaning is not None, "unknown names are refused where they are read"
         form = _FORMS.get(meaning.kind)
-        if form is not None:
+        if form is None:
+            continue
+        try:
             form(name, value, meaning, manifest)
+        except FormatError as error:
+            raise FormatError(f"document {name!r}: {error}", path=path) from error
 
 
 def _step(where: str, value: Any, meaning: Document, manifest: Manifest) -> None:

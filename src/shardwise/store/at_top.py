@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 
 from ..catalog.manifest import FileEntry
+from ..patience import patiently
 from .companions import ADAPTERS_NAME
 from .write import write_file
 
@@ -57,7 +58,7 @@ def _link_weights(
     except OSError as error:
         for top in weights.values():
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(os.path.join(root, top))
+                patiently(os.unlink, os.path.join(root, top))
         _log.warning(
             "%s: no hard links here (%s): from_pretrained reads the weights in its folder model, not at its top",
             root,
