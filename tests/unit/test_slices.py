@@ -416,6 +416,7 @@ def stored_checkpoint() -> Manifest:
         for r, found in per_rank.items()
         for k in range(len(found))
     }
+    files |= {f"rank/{r:05d}.json": FileEntry(2, 2, "00") for r in range(4)}
     return replace(manifest(), models={"model": entries()}, files=files, packed={})
 
 
