@@ -14,7 +14,7 @@ from ._peft import adapter_configs, base_of, peft_model
 from .catalog import Catalog
 from .catalog.safetensors import catalog_of_safetensors
 from .errors import FormatError, PlanError, SourceError
-from .limits import brief, read_json
+from .limits import MAX_ADAPTER_RANK, brief, cause, check_pattern, read_json
 from .place.adapters import SEEDED_INITS
 from .place.meta_init import meta_init
 from .recipe.adapters import adapter_tensors, resolve_adapter, wrapped_names, wrapped_rules
@@ -85,8 +85,7 @@ def open_adapter(directory: str | os.PathLike[str]) -> AdapterFiles:
 def read_adapter_config(root: str) -> Any:
     """The PEFT config that lies in a directory. Rank-local. Raises :class:`FormatError` if it can't be read."""
     peft, file = _import_peft(), os.path.join(root, CONFIG_NAME)
-    if not isinstance(read_json(file, "not a config that PEFT can read: it"), dict):
-        raise FormatError("not a config that PEFT can read: not a JSON object", path=file)
+    _check_config(read_json(file, "not a config that PEFT can read: it"), file)
     try:
         return peft.PeftConfig.from_pretrained(root)
     except Exception as error:
@@ -94,6 +93,25 @@ def read_adapter_config(root: str) -> Any:
         raise FormatError(
             f"not a config that PEFT can read: {type(error).__name__}: {brief(str(error))}", path=file
         ) from error
+
+
+#: Settings that PEFT matches with names of modules: expressions, or mappings whose keys are some.
+_PATTERNS = ("target_modules", "exclude_modules", "layers_pattern", "rank_pattern", "alpha_pattern")
+
+
+def _check_config(document: Any, file: str) -> None:
+    """Raise :class:`FormatError` for settings with which PEFT would take for ever, or more memory than a model has."""
+    if not isinstance(document, dict):
+        raise FormatError("not a config that PEFT can read: not a JSON object", path=file)
+    patterns, ranks = document.get("rank_pattern"), [document.get("r", 1)]
+    ranks += list(patterns.values()) if isinstance(patterns, dict) else []
+    for rank in ranks:
+        if type(rank) is not int or not 0 < rank <= MAX_ADAPTER_RANK:
+            raise FormatError(f"rank {brief(rank)} is no number from 1 to {MAX_ADAPTER_RANK}", path=file)
+    for setting in _PATTERNS:
+        value = document.get(setting)
+        for pattern in [value] if isinstance(value, str) else value if isinstance(value, dict) else []:
+            check_pattern(pattern, setting, file)
 
 
 def _import_peft() -> Any:
@@ -132,11 +150,20 @@ def attach(base: nn.Module, adapter: Any) -> tuple[Any, dict[str, AdapterFiles]]
     for name, config in configs.items():
         trained_on = config.base_model_name_or_path
         config.base_model_name_or_path = None  # so that PEFT takes the base's without a warning
-        with meta_init():
-            if model is None:
-                model = peft.get_peft_model(base, config, adapter_name=name)
-            else:
-                model.add_adapter(name, config)
+        try:
+            with meta_init():
+                if model is None:
+                    model = peft.get_peft_model(base, config, adapter_name=name)
+                else:
+                    model.add_adapter(name, config)
+        except Exception as error:
+            if name not in files:
+                raise  # the caller's own config
+            # PEFT fails with whatever comes up when a setting has a value of another kind.
+            raise FormatError(
+                f"PEFT can't put this adapter into {type(base).__name__} ({cause(error)})",
+                path=os.path.join(files[name].directory, CONFIG_NAME),
+            ) from error
         if trained_on is not None:
             model.peft_config[name].base_model_name_or_path = trained_on
     return model, files

@@ -11,6 +11,7 @@ import os
 import re
 import stat
 from collections.abc import Sequence
+from re import _parser as _regex  # type: ignore[attr-defined]  # no public one says what an expression repeats
 from reprlib import Repr
 from typing import Any, TypeGuard
 
@@ -52,6 +53,10 @@ MAX_COMPARISONS_PER_CHUNK = 64
 MAX_CONFIG_COUNT = 2**20
 #: Modules, parameters and buffers that a config may build: so many, and so many more for each tensor that is stored.
 MAX_MODULES, MAX_MODULES_PER_TENSOR = 2_000, 64
+#: Unbounded repeats in a regular expression of an adapter's config, and how often a bounded one may repeat.
+MAX_REPEATS, MAX_BOUND = 4, 16
+#: Rank of an adapter: PEFT allocates two tensors of it for each module.
+MAX_ADAPTER_RANK = 2**16
 
 _brief = Repr()
 _brief.maxlevel, _brief.maxother, _brief.maxstring = 2, 80, 80
@@ -182,3 +187,45 @@ def check_name(name: object, what: str, path: str | None = None) -> str:
     if not is_text(name):
         raise FormatError(f"{what} {brief(name)} is no Unicode text", path=path)
     return name
+
+
+def check_pattern(pattern: str, what: str, path: str) -> None:
+    """Refuse a regular expression of a file that could take for ever, with :class:`FormatError`.
+
+    Refused: what is none, an unbounded repeat within another, more than :data:`MAX_REPEATS` unbounded ones.
+    """
+    try:
+        found = _repeats(_regex.parse(pattern))
+    except (re.error, RecursionError, OverflowError) as error:
+        raise FormatError(f"{what} {brief(pattern)} is no regular expression ({error})", path=path) from error
+    if found is None or found > MAX_REPEATS:
+        why = "a repeat within a repeat" if found is None else f"{found} repeats, the limit is {MAX_REPEATS}"
+        raise FormatError(f"{what} {brief(pattern)} has {why}: matching it may take for ever", path=path)
+
+
+def _repeats(parsed: Any) -> int | None:
+    """How many unbounded repeats a parsed expression has; None where one is within another."""
+    total = 0
+    for operation, argument in parsed:
+        inner = [_repeats(part) for part in _parts(argument)]
+        if None in inner:
+            return None
+        below = sum(n for n in inner if n is not None)
+        if (
+            str(operation) in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT")
+            and int(argument[1]) > MAX_BOUND
+        ):
+            if below:
+                return None
+            below = 1
+        total += below
+    return total
+
+
+def _parts(argument: Any) -> list[Any]:
+    """The expressions within an operation's argument."""
+    if isinstance(argument, _regex.SubPattern):
+        return [argument]
+    if isinstance(argument, tuple | list):
+        return [part for one in argument for part in _parts(one)]
+    return []

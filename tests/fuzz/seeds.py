@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 
 import shardwise as sw
 
-__all__ = ["Net", "make_seeds", "state_of"]
+__all__ = ["Net", "make_model", "make_seeds", "state_of"]
 
 
 class Net(nn.Module):
@@ -106,7 +106,7 @@ def make_seeds(root: Path) -> dict[str, Path]:
         _dcp(folder("dcp"))
         _full_state(folder("full_state"))
         _trainer(folder("trainer"))
-        _model(folder("model"))
+        make_model(folder("model"))
     return seeds
 
 
@@ -212,7 +212,8 @@ def _trainer(folder: Path) -> None:
     )
 
 
-def _model(folder: Path) -> None:
+def make_model(folder: Path) -> None:
+    """A transformers model of a few kilobytes, with an adapter of LoRA in ``adapter``."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
