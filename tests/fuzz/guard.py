@@ -2,7 +2,8 @@
 
 A finding is: an exception that is none of :class:`shardwise.errors.ShardwiseError`; more than 2 s of CPU time, or 30 s
 without an end; more than 500 MB of memory; a file opened or changed outside of the input's own directory; a process, a
-connection; code of the input that runs; an error text of more than 20,000 characters; a path left behind in OUT by a call
+connection; code of the input that runs; an error text of more than 20,000 characters (but that of a ``PlanError``, which
+lists every tensor); a path left behind in OUT by a call
 that failed; and whatever the target itself asserts.
 """
 
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import shardwise
-from shardwise.errors import ShardwiseError
+from shardwise.errors import PlanError, ShardwiseError
 
 __all__ = ["CPU_S", "MEMORY_BYTES", "WALL_S", "Guard", "canary"]
 
@@ -120,7 +121,7 @@ class Guard:
             return f"memory: more than {self.memory_bytes} bytes (peak grew by {grown})"
         if raised is not None and not isinstance(raised, ShardwiseError):
             return f"raw {type(raised).__name__} at {_place(raised)}: {str(raised)[:300]}"
-        if raised is not None and len(str(raised)) > _MOST_TEXT:
+        if raised is not None and len(str(raised)) > _MOST_TEXT and not isinstance(raised, PlanError):
             return f"error text of {len(str(raised))} characters: {str(raised)[:200]}"
         if spent > self.cpu_s:
             return f"time: {spent:.1f} s of CPU"
