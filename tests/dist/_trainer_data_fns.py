@@ -153,6 +153,12 @@ def _accelerator(**options: Any) -> dict[str, Any]:
     return {"accelerator_config": options}
 
 
+def _train_state_without_place(trainer: Any, **options: Any) -> Any:
+    """As checkpoints were that know no place in the data."""
+    return ShardwiseTrainer._train_state(trainer, **{**options, "data": False})
+
+
+BEFORE = {"_train_state": _train_state_without_place, "_place": lambda trainer: {}}
 KINDS: dict[str, Kind] = {
     "seedable": Kind(),
     "not seedable": Kind(_accelerator(use_seedable_sampler=False)),
@@ -187,6 +193,8 @@ KINDS: dict[str, Kind] = {
     "stream drawn at the start": Kind(dataset=lambda: Stream("drawn at the start")),
     "stream, dispatched": Kind(_accelerator(dispatch_batches=True), dataset=Stream),
     # Not to be repeated, or not known to be
+    "no place stored": Kind(base=BEFORE),
+    "no place stored, not seedable": Kind(_accelerator(use_seedable_sampler=False), base=BEFORE),
     "stream that counts": Kind(dataset=lambda: Stream("counts")),
     "stream drawn": Kind(dataset=lambda: Stream("drawn")),
     "index by index, without repeat": Kind(sampler=WithoutRepeat),

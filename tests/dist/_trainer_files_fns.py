@@ -53,6 +53,7 @@ def train(path: str, root: str) -> dict[str, Any]:
             model, _ = load_pretrained(args, path)
             trainer = kind(model, args, train_dataset=Rows(), processing_class=tokenizer())
             trainer.train()
+            dist.barrier()  # rank 0 takes its lock away when it leaves train
             found[kind.__name__] = sorted(os.listdir(folder))
             found["verified"] = sw.verify(f"{folder}/checkpoint-2").problems
             found["values"] = whole(trainer.model)

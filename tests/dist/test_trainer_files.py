@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import shardwise as sw
+from shardwise.catalog.manifest import MANIFEST_NAME
 from tests.dist import _trainer_files_fns as fns
 from tests.harness.pool import RankPool
 from tests.models import build_reference
@@ -45,3 +47,18 @@ def test_files_of_other_classes_and_from_pretrained(ranks: RankPool, tmp_path: P
     assert not list(checkpoint.glob("model*.safetensors")), "no second copy of the weights"
     for file in (checkpoint / "model").glob("*.safetensors"):
         assert file.stat().st_nlink == 2, "a link takes no room"
+    _check_verified_once(checkpoint)
+
+
+def _check_verified_once(checkpoint: Path) -> None:
+    """``verify`` reads linked files once; one that is no link any more is read for itself."""
+    files = [p for p in checkpoint.rglob("*") if p.is_file() and p.name != MANIFEST_NAME]
+    found = sw.verify(checkpoint)
+    assert found.ok, found.problems
+    assert found.bytes_read == sum({p.stat().st_ino: p.stat().st_size for p in files}.values())
+    top = next(checkpoint.glob("shard-*.safetensors"))
+    content = top.read_bytes()
+    top.unlink()
+    top.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    problems = sw.verify(checkpoint).problems
+    assert [p.split(":")[0] for p in problems] == [top.name], problems

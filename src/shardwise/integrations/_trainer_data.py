@@ -98,11 +98,14 @@ class DataPlace:
         """Go on from there when the next epoch is opened."""
         self._stored = state
 
-    def differences(self, loader: Any, epoch: int, skipped: int) -> Iterator[str]:
-        """What can't be promised of the stored place in this loader, one sentence each; all of it where none is stored."""
+    def differences(self, loader: Any, epoch: int, skipped: int, has_seeds: bool) -> Iterator[str]:
+        """What can't be promised of the stored place in this loader, one sentence each; all of it where none is stored.
+
+        ``has_seeds``: whether the checkpoint holds the seeds of samplers that seed themselves.
+        """
         stored = self._stored
         if stored is None or stored["epoch"] is None:
-            if skipped and (why := _order_of(loader)):
+            if (skipped or not has_seeds) and (why := _order_of(loader, has_seeds)):
                 yield f"the place in the data: {why}: samples of this epoch may repeat or be left out"
             return
         if stored["loader"]["batches"] != _description(loader)["batches"]:
@@ -291,14 +294,22 @@ def _without_first(loader: Any, count: int) -> Any:
     return skip_first_batches(loader, count)
 
 
-def _order_of(loader: Any) -> str:
+def _order_of(loader: Any, has_seeds: bool) -> str:
     """Why the order of samples does not follow from the number of the epoch; nothing if it does."""
-    if isinstance(getattr(loader, "dataset", None), IterableDataset):
+    if has_seeds and isinstance(getattr(loader, "dataset", None), IterableDataset):
         return ""
+    batches = getattr(loader, "batch_sampler", None)
     samplers = [part for path, part in all_parts(loader).items() if path.endswith("sampler")]
-    if any(hasattr(p, "initial_seed") or _has_epoch(p) or type(p) is SequentialSampler for p in samplers):
+    if batches is not None and getattr(batches, "sampler", None) is not loader.sampler:
+        samplers = [p for p in samplers if p is not loader.sampler]  # torch makes one that nothing asks
+    seeded = has_seeds and any(hasattr(p, "initial_seed") or _has_epoch(p) for p in samplers)
+    if seeded or any(type(p) is SequentialSampler for p in samplers):
         return ""
-    return "the order of samples was drawn from random states of another number of ranks"
+    return (
+        "the order of samples was drawn from random states of another number of ranks"
+        if has_seeds
+        else "the checkpoint does not hold the seed of the order of samples, which may be another"
+    )
 
 
 def _has_epoch(part: Any) -> bool:

@@ -184,7 +184,7 @@ def _lay_out(
             key = f"{adapter}:{stored}"
             hub[key] = (code, shape)
             chunk = Chunk(whole(shape), file, len(header) + offsets[stored])
-            tensors[key] = StoredTensor(key, code, shape, (chunk,))
+            tensors[key] = StoredTensor(stored, code, shape, (chunk,))
             if math.prod(shape):
                 tiles.setdefault(held[stored].name, []).append(identity(key, shape))
     return Contents(hub, {n: tuple(found) for n, found in tiles.items()}), HubFiles(

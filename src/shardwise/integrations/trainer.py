@@ -225,7 +225,7 @@ class ShardwiseTrainer(Saving):
         report = checkpoint.restore(state, path)
         run.rng = capture_rng()
         saved, now = state.extra["trainer"]["global_batch_size"], self._global_batch_size
-        found = list(self._data.differences(run.loader, *run.place))
+        found = list(self._data.differences(run.loader, *run.place, "seeds" in holds["trainer"]))
         if hasattr(self, "_buffered_inputs") and not stores_completions(self):
             found.append(f"completions that {type(self).__name__} keeps for later steps are not stored")
         if not with_optimizer:

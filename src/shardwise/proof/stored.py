@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import stat
@@ -58,7 +59,7 @@ def verify(
 ) -> VerifyReport:
     """Check a stored checkpoint completely; reads all of it once, in blocks of 16 MiB, on one process.
 
-    Checked: the manifest's own checksum; that exactly its files are there with their sizes; the checksum of
+    Hard links of one file are read once. Checked: the manifest's own checksum; that exactly its files are there with their sizes; the checksum of
     every header, small file and 16 MiB block; that headers say what the manifest says; that slices cover
     every tensor exactly once; that documents are of names and forms that this release knows (where their tensors take
     16 MiB at most); every tensor's digest, recomputed from the stored bytes; and, of a directory with the name of a step,
@@ -167,10 +168,8 @@ class _Verification:
         self._on_progress = on_progress
         self._lock = threading.Lock()
         self._stopped = False
-        self._done, self._total = 0, sum(e.nbytes for e in manifest.files.values())
-        self._found: dict[
-            tuple[int, int], list[str]
-        ] = {}  # by file and block, so that the order is always the same
+        self._done = 0
+        self._found: dict[tuple[int, int], list[str]] = {}  # by file and block: always in the same order
         wrong_files, self._bad = _file_set_problems(root, manifest)
         wrong_name = misnamed(root, manifest.step, manifest.files)
         self._first = [f"{MANIFEST_NAME}: {wrong_name}"] * bool(wrong_name) + wrong_files
@@ -179,6 +178,7 @@ class _Verification:
         self._sums: list[dict[str, int]] = [dict.fromkeys(digests, 0) for *_, digests in self._parts]
         self._unread: list[set[str]] = [set() for _ in self._parts]
         self._files = self._files_to_check()
+        self._total = sum(f.entry.nbytes for f in self._files)
         self._tasks = ((f, b) for f, file in enumerate(self._files) for b in range(-1, _blocks_in(file)))
 
     @property
@@ -191,9 +191,8 @@ class _Verification:
 
     def run(self, threads: int) -> None:
         """Check everything; returns when all threads have ended."""
-        from ..stored_documents import (
-            document_problems,
-        )  # a room above: only what restores knows what documents mean
+        # A room above: only what restores knows what documents mean.
+        from ..stored_documents import document_problems
 
         with ThreadPoolExecutor(threads, thread_name_prefix="shardwise-verify") as pool:
             try:
@@ -249,7 +248,18 @@ class _Verification:
                 found.append(_File(name, entry, part, ()))
             else:
                 found.append(file)
-        return found
+        return self._without_links(found)
+
+    def _without_links(self, files: list[_File]) -> list[_File]:
+        """Without files that are hard links of another one here, with the same checksums: their bytes are read once."""
+        read: dict[tuple[int, int, FileEntry], _File] = {}
+        links = set()
+        for file in sorted(files, key=lambda f: not f.slices):  # of two, the one whose tensors are known
+            with contextlib.suppress(OSError):  # what reads it says so
+                status = os.stat(inside(self._root, file.name))
+                if read.setdefault((status.st_dev, status.st_ino, file.entry), file) is not file:
+                    links.add(file.name)
+        return [file for file in files if file.name not in links]
 
     def _work(self) -> None:
         """Take tasks until there are none."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..catalog import Chunk, StoredTensor
+from ..catalog.header import read_header
 from ..catalog.safetensors import catalog_of_safetensors
 from ..dist import Ranks
 from ..dtypes import itemsize
@@ -152,15 +153,19 @@ def publish_files(
 
 
 def _check_readable(temporary: str, final: str, output: HubFiles) -> None:
-    """Read headers and index as any load does, before anything has the final name."""
-    if not output.tensors:
-        return
+    """Read every header, and the index, as any load does, before anything has the final name."""
     try:
-        found = catalog_of_safetensors(temporary)
+        found = {
+            (file, entry.name): (entry.dtype, entry.shape, entry.offset_bytes)
+            for file in output.headers
+            for entry in read_header(os.path.join(temporary, file)).entries.values()
+        }
+        if output.index is not None:
+            catalog_of_safetensors(temporary)
     except SourceError as error:
         raise CheckpointError(
             f"{final}: nothing is published, because no reader would take it: {error}"
         ) from error
-    kinds = {n: (t.dtype, t.shape) for n, t in found.tensors.items()}
-    if kinds != {n: (t.dtype, t.shape) for n, t in output.tensors.items()}:
+    chunks = [(t, t.chunks[0]) for t in output.tensors.values()]
+    if found != {(c.path, t.name): (t.dtype, t.shape, c.offset_bytes) for t, c in chunks}:
         raise CheckpointError(f"{final}: nothing is published: its headers do not say what was to be written")
