@@ -227,7 +227,7 @@ def closed_too_late(root: str) -> dict[str, Any]:
     """The process group is gone while a save behind still has to agree."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     gate, own = threading.Event(), os.fsync
-    checkpoints = sw.Checkpointer(root, mode="async", io=IO)
+    checkpoints = sw.Checkpointer(root, mode="async", io=sw.IOOptions(timeout_s=20.0))
     state = state_at(1)
 
     def waits(fd: int) -> None:

@@ -272,8 +272,12 @@ def refusals(root: str) -> dict[str, str]:
             old = FullyShardedDataParallel(
                 nn.Sequential(Unit(), Unit()), use_orig_params=original, device_id=torch.device("cpu")
             )
-        state = sw.TrainState(model=old, optimizer=torch.optim.SGD(old.parameters(), lr=0.1))
-        found[f"FSDP1 {original}"] = text_of(lambda state=state: sw.save(state, f"{root}/fsdp1"))  # type: ignore[misc]
+        optimizer = torch.optim.SGD(old.parameters(), lr=0.1)
+        found[f"FSDP1 {original}"] = text_of(
+            lambda old=old, optimizer=optimizer: sw.save(  # type: ignore[misc]
+                sw.TrainState(model=old, optimizer=optimizer), f"{root}/fsdp1"
+            )
+        )
     sw.save(sw.TrainState(model=Unit()), f"{root}/unit")
     found["restore into FSDP1"] = text_of(lambda: sw.restore(sw.TrainState(model=old), f"{root}/unit"))
     found["pipeline"] = text_of(lambda: sw.save(sw.TrainState(model=Stage()), f"{root}/stages"))

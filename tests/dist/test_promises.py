@@ -38,4 +38,4 @@ def test_names_that_collide(ranks: RankPool, tmp_path: Path) -> None:
     for rank, (scale, (kind, text)) in enumerate(ranks.run_ranks(2, fns.names_that_collide, str(tmp_path))):
         assert scale == rank
         assert kind == "RankError"
-        assert "rank 1: StateError: step must be an integer that is not negative" in text
+        assert "rank 1: StateError: step must be an integer from 0" in text
