@@ -226,11 +226,12 @@ def lock_is_lost(root: str, mode: str) -> dict[str, Any]:
 def closed_too_late(root: str) -> dict[str, Any]:
     """The process group is gone while a save behind still has to agree."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    gate, own = threading.Event(), os.fsync
+    gate, reached, own = threading.Event(), threading.Event(), os.fsync
     checkpoints = sw.Checkpointer(root, mode="async", io=sw.IOOptions(timeout_s=20.0))
     state = state_at(1)
 
     def waits(fd: int) -> None:
+        reached.set()
         gate.wait(60)
         own(fd)
 
@@ -241,6 +242,7 @@ def closed_too_late(root: str) -> dict[str, Any]:
     os.fsync = waits
     try:
         checkpoints.save(state, 1)
+        assert reached.wait(60), "this rank writes"
         dist.barrier()
         dist.destroy_process_group()
         gate.set()
