@@ -53,6 +53,8 @@ MAX_COMPARISONS_PER_CHUNK = 64
 MAX_CONFIG_COUNT = 2**20
 #: Modules, parameters and buffers that a config may build: so many, and so many more for each tensor that is stored.
 MAX_MODULES, MAX_MODULES_PER_TENSOR = 2_000, 64
+#: Bytes of one tensor that a config may build: for each byte that is stored, and in any case.
+MAX_BYTES_PER_STORED, MIN_TENSOR_BYTES = 8, 256 * 1024**2
 #: Unbounded repeats in a regular expression of an adapter's config, and how often a bounded one may repeat.
 MAX_REPEATS, MAX_BOUND = 4, 16
 #: Rank of an adapter: PEFT allocates two tensors of it for each module.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -21,11 +21,18 @@ from .catalog.records import StoredTensor
 from .dist import Ranks
 from .errors import FormatError, ShardwiseError
 from .hub import find_model
-from .limits import MAX_MODULES, MAX_MODULES_PER_TENSOR, brief, read_json
+from .limits import (
+    MAX_BYTES_PER_STORED,
+    MAX_MODULES,
+    MAX_MODULES_PER_TENSOR,
+    MIN_TENSOR_BYTES,
+    brief,
+    read_json,
+)
 from .loading import _init_rules, fill
 from .model_class import config_and_class, home_of, in_turn, read_config
 from .parallelize import ShardPolicy, shard
-from .place.meta_init import at_most, meta_init
+from .place.meta_init import NotLarger, at_most, meta_init
 from .plan import IOOptions
 from .proof.report import LoadReport
 from .recipe.match import Rules, matches_any, same_names
@@ -288,17 +295,26 @@ def build_meta(
     return model
 
 
-def _as_large_as_stored(catalog: Catalog | None, file: str) -> AbstractContextManager[None]:
-    """A model with far more parts than the source has tensors is refused before it is built."""
+@contextmanager
+def _as_large_as_stored(catalog: Catalog | None, file: str) -> Iterator[None]:
+    """A model with far more parts than the source has tensors, or with far larger ones, is refused before it is built."""
     if catalog is None:
-        return nullcontext()
+        yield
+        return
     most = MAX_MODULES + MAX_MODULES_PER_TENSOR * len(catalog.tensors)
     refusal = FormatError(
         f"asks for a model of more than {most} modules, parameters and buffers, and the source holds "
         f"{len(catalog.tensors)} tensors; see the numbers of layers",
         path=file,
     )
-    return at_most(most, refusal)
+    most_bytes = max(MIN_TENSOR_BYTES, MAX_BYTES_PER_STORED * sum(t.nbytes for t in catalog.tensors.values()))
+    too_large = FormatError(
+        f"asks for a tensor of more than {most_bytes} bytes, which is {MAX_BYTES_PER_STORED} times what the source holds; "
+        f"see the sizes in it",
+        path=file,
+    )
+    with at_most(most, refusal), NotLarger(most_bytes, too_large):
+        yield
 
 
 def _dtype_of(dtype: torch.dtype | str, config: Any, catalog: Catalog | None, file: str) -> torch.dtype:

@@ -21,7 +21,9 @@ from shardwise.converting import convert
 from shardwise.errors import FormatError, ShardwiseError, SourceError
 from shardwise.foreign import find_run
 from shardwise.model_class import read_config
+from shardwise.planner import plan_pretrained
 from shardwise.store.companions import read_companions
+from tests.fuzz.seeds import make_model
 from tests.harness.bombs import refused_within, run_apart
 
 #: Texts in the place of a JSON document, each wrong in its own way.
@@ -303,3 +305,19 @@ def test_no_descriptor_stays_open(run_directory: Path, tmp_path: Path) -> None:
             with contextlib.suppress(ShardwiseError):
                 read()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_lock_that_is_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / ".lock")
+    with pytest.raises(ShardwiseError, match="no regular file"):
+        sw.Checkpointer(tmp_path)
+
+
+@pytest.mark.parametrize("field", ["head_dim", "vocab_size"])
+def test_a_config_that_asks_for_huge_tensors(tmp_path: Path, field: str) -> None:
+    (tmp_path / "model").mkdir()
+    make_model(tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), field: 2**36}))
+    with pytest.raises(ShardwiseError, match=r"config\.json"):
+        plan_pretrained(tmp_path / "model", ranks=2)

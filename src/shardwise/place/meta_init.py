@@ -27,10 +27,11 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..names import canonical_name
 
-__all__ = ["at_most", "forget_meta_buffers", "meta_buffers", "meta_init", "preserve_rng"]
+__all__ = ["NotLarger", "at_most", "forget_meta_buffers", "meta_buffers", "meta_init", "preserve_rng"]
 
 
 @contextmanager
@@ -142,6 +143,36 @@ class _NothingDrawn(TorchDispatchMode):
         if func in self._FILLS and args[0].is_meta:
             return args[0]
         return func(*args, **(kwargs or {}))
+
+
+class NotLarger(TorchDispatchMode):
+    """Inside, ``refusal`` is raised before torch makes a tensor of more than ``most_bytes``.
+
+    For configs from files, which can ask for buffers of any size. Each operation is tried on meta first.
+    """
+
+    def __init__(self, most_bytes: int, refusal: Exception) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._most_bytes, self._refusal = most_bytes, refusal
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _bytes_made(func, args, kwargs) > self._most_bytes:
+            raise self._refusal
+        return func(*args, **kwargs)
+
+
+def _bytes_made(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
+    """Bytes of the largest tensor that an operation gives; 0 where meta can't tell."""
+    on_meta = {**kwargs, "device": torch.device("meta")} if kwargs.get("device") is not None else kwargs
+    try:
+        args, on_meta = tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, on_meta))
+        made = func(*args, **on_meta)
+    except Exception:  # no kernel for meta, or an operation that looks at values
+        return 0
+    return max(
+        (t.numel() * t.element_size() for t in tree_leaves(made) if isinstance(t, torch.Tensor)), default=0
+    )
 
 
 class _Scope(threading.local):

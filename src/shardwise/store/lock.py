@@ -9,6 +9,7 @@ import json
 import os
 import secrets
 import socket
+import stat
 import struct
 
 from ..errors import CheckpointError, LockedError
@@ -44,13 +45,17 @@ class DirectoryLock:
             )
         try:
             make_directories(root)
-            self._fd = patiently(os.open, self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+            self._fd = patiently(os.open, self._path, flags, 0o644)
         except OSError as error:
             if os.path.exists(root) and not os.path.isdir(root):
                 raise CheckpointError(
                     f"{root}: is a file; give the directory that holds a run's steps"
                 ) from error
             raise CheckpointError(f"{self._path}: can't be created: {error.strerror}") from error
+        if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+            os.close(self._fd)
+            raise CheckpointError(f"{self._path}: is no regular file, so that it can't be locked; remove it")
         _HELD[self._root] = self  # before it is taken: a fork from here on must close the file
         _close_in_forks()
         try:
