@@ -9,14 +9,25 @@ from torch.nn.parameter import is_lazy
 from ..dtypes import code_of
 from ..errors import FormatError, StateError
 
-__all__ = ["refuse_unstorable"]
+__all__ = ["refuse_meta", "refuse_unstorable"]
 
 
 def refuse_unstorable(where: str, tensor: torch.Tensor) -> None:
-    """Raise :class:`StateError` that names ``where``, if a tensor (of a DTensor: its local part) can't be stored."""
+    """Raise :class:`StateError` that names ``where``, if a tensor (of a DTensor: its local part) can't be stored.
+
+    One on meta may be planned, and has no values to be written: see :func:`refuse_meta`.
+    """
     why = _why_not(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
     if why:
         raise StateError(f"{where}: {why}")
+
+
+def refuse_meta(where: str, tensor: torch.Tensor) -> None:
+    """Raise :class:`StateError` that names ``where``, if a tensor has no values."""
+    if tensor.is_meta:
+        raise StateError(
+            f"{where}: is on the meta device and has no values; load or initialise the model before saving"
+        )
 
 
 def _why_not(local: torch.Tensor) -> str:
@@ -34,8 +45,6 @@ def _why_not(local: torch.Tensor) -> str:
         )
     if local.is_quantized:
         return "is a quantised tensor; expected a plain one. Store its int_repr(), scale and zero point"
-    if local.is_meta:
-        return "is on the meta device and has no values; load or initialise the model before saving"
     if local.is_conj() or local.is_neg():
         return "is a conjugate or negative view; expected its own values. Call resolve_conj().resolve_neg()"
     try:

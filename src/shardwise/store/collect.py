@@ -17,6 +17,7 @@ from ..dist import Ranks
 from ..errors import StateError
 from ..recipe.record import recall
 from ..state.snapshot import Snapshot, layout_hash, piece_hash, plain_sums, plain_tensors, take_snapshot
+from ..state.storable import refuse_meta
 from ..state.train_state import TrainState, document_of
 from ..state.typed_json import Encoded, encode
 from .companions import companion_files
@@ -69,6 +70,8 @@ def collect(state: TrainState, step: int, lineage: Lineage, ranks: Ranks) -> Col
     def collected() -> bytes:
         nonlocal snapshot, companions
         snapshot = take_snapshot(state, step)
+        for live in (live for part in snapshot.parts for live in part.live):
+            refuse_meta(live.stored.name, live.tensor)
         companions = _companions(state) if ranks.rank == 0 else {}
         return _comparable(snapshot, ranks)
 
