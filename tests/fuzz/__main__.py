@@ -131,7 +131,13 @@ class _Campaign:
             started = time.monotonic()
         weights = {name: TARGETS[name].weight for name in self.names}
         total = sum(weights.values())
+        said = started
         while True:
+            if time.monotonic() - said > 60:
+                said = time.monotonic()
+                print(
+                    f"{sum(self.done[n] for n in self.names)} inputs after {said - started:.0f} s", flush=True
+                )
             elapsed = time.monotonic() - started
             if self.options.inputs is None and elapsed >= self.options.seconds:
                 break

@@ -50,6 +50,7 @@ NUMBERS: tuple[Any, ...] = (
         60_000,
     ),
 )
+_MOST_BYTES = 1_000_000
 TEXTS: tuple[str, ...] = (
     *(
         "",
@@ -182,6 +183,10 @@ def _change(rng: random.Random, container: Any, key: Any, other: Any) -> None:
 def mutated_text(rng: random.Random, value: Any) -> bytes:
     """The text of a changed JSON value; now and then a text that is no JSON."""
     text = json.dumps(mutate_json(rng, value)).encode()
+    while (
+        len(text) > _MOST_BYTES
+    ):  # copies of copies; time is to be told per byte, and not only of large files
+        text = json.dumps(mutate_json(rng, value)).encode()
     kind = rng.randrange(20)
     if kind == 0:
         return mutate_bytes(rng, text)
