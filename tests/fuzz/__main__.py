@@ -148,7 +148,8 @@ class _Campaign:
                 break
             # The target that is furthest behind its share.
             name = min(self.names, key=lambda n: self.done[n] / weights[n])
-            count = max(20, _BATCH * weights[name] // 90)
+            short = self.options.inputs is None and self.options.seconds < 600  # every target gets its turn
+            count = max(4, (_BATCH // 10 if short else _BATCH) * weights[name] // 90)
             if self.options.inputs is not None:
                 count = min(count, -(-self.options.inputs * weights[name] // total))
             left = None if self.options.inputs is not None else self.options.seconds - elapsed
