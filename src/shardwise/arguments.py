@@ -104,7 +104,8 @@ def understand(given: Mapping[str, Any], dtype: torch.dtype | str) -> Arguments:
     """
     rest = dict(given)
     for name in ("quantization_config", "load_in_4bit", "load_in_8bit"):
-        if value := rest.pop(name, None):
+        value = rest.pop(name, None)
+        if value if name.startswith("load_in_") else value is not None:
             refuse_request({name: value} if name.startswith("load_in_") else value, f"{name}=")
     old_dtype = rest.pop("torch_dtype", None)
     if old_dtype is not None:

@@ -366,7 +366,7 @@ class Checkpointer:
     def _prune(self, newest: int, on_progress: Callable[[], object]) -> None:
         """Delete what is older than the ``keep_last`` newest valid steps. For rank 0.
 
-        The save is published, and a step that stays harms nobody: nothing here makes it fail.
+        The save is published, and a step too many does no harm: nothing here makes it fail.
         """
         if self._keep_last is None:
             return

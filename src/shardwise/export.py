@@ -158,7 +158,7 @@ def write_out(
 def _dtype_code(dtype: torch.dtype | str | None) -> str | None:
     if dtype is None:
         return None
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    found = vars(torch).get(dtype) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ValueError(f"dtype must be a floating-point torch dtype or its name, got {dtype!r}")
     return code_of(found)

@@ -66,6 +66,8 @@ _brief.maxlevel, _brief.maxother, _brief.maxstring = 2, 80, 80
 
 def brief(value: Any) -> str:
     """A few hundred characters of any value's ``repr``, for an error. Never walks the whole of it, and never fails."""
+    if isinstance(value, bytes | bytearray) and len(value) > _brief.maxstring:  # Repr would print all of it
+        return f"{bytes(value[: _brief.maxstring // 2])!r}… ({len(value)} bytes)"
     try:
         return _brief.repr(value)
     except Exception:  # integers of more than 4,300 digits; any class of typed JSON may print badly

@@ -20,7 +20,7 @@ from .catalog.open import open_catalog
 from .dist import Ranks
 from .errors import IntegrityError, PlanError, ShardError
 from .garbage import no_collections
-from .layout.model import layout_of, local_tensor, reshard, uses_fsdp1
+from .layout.model import fsdp1_problem, layout_of, local_tensor, reshard
 from .names import named_tensors
 from .place.copy import Destination, Staging, compare, execute
 from .place.initialize import check_rules, initialize
@@ -125,11 +125,8 @@ def fill(
     started = time.perf_counter()
     reshard(model)
     with ranks.agree("plan the load") as claim:
-        if uses_fsdp1(model):
-            raise ShardError(
-                "the model is wrapped by FSDP1 (FullyShardedDataParallel), whose flat parameters can't be filled; wrap it with "
-                "FSDP2 (fully_shard, or shardwise.shard), or load before it is wrapped"
-            )
+        if (problem := fsdp1_problem(model)) is not None:
+            raise ShardError(problem)
         if ignored is not None:
             _refuse_unsharded(model, ignored)
         plan = plan_load(model, catalog, rules, io=io)

@@ -206,7 +206,7 @@ def _import(reference: str, directory: str, key: str) -> Any:
         return remote_class(reference, directory, key)
     except MemoryError:
         raise
-    except Exception as error:  # whatever somebody's code raises while it is imported
+    except Exception as error:  # any error: a repository's code raises it while it is imported
         raise SourceError(
             f"the model's own code ({reference}) can't be imported: {type(error).__name__}: {error}",
             path=directory,

@@ -209,7 +209,7 @@ def _floating_dtype(dtype: torch.dtype | str) -> torch.dtype | str:
     """``"auto"`` or a dtype that a model can be built in."""
     if dtype == "auto":
         return dtype
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    found = vars(torch).get(dtype) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ValueError(f"dtype must be 'auto', a floating torch dtype or its name, got {dtype!r}")
     return found

@@ -262,7 +262,7 @@ def build_meta(
     """The model at ``path`` with its parameters on meta and its buffers real, as ``from_pretrained`` would type it.
 
     ``implementations`` are fields of the config (attention, experts); ``name`` becomes ``name_or_path``. Rank-local;
-    allocates buffers only. Raises :class:`UnsupportedConversionError` for what is quantised.
+    allocates buffers only. Raises :class:`UnsupportedConversionError` for a quantised config.
     """
     directory = os.fspath(path)
     is_given = config is not None if config_is_given is None else config_is_given
@@ -324,13 +324,13 @@ def _dtype_of(dtype: torch.dtype | str, config: Any, catalog: Catalog | None, fi
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype != "auto":
-        found = getattr(torch, dtype, None)
+        found = vars(torch).get(dtype)
         if not isinstance(found, torch.dtype):
             raise ValueError(f"dtype must be 'auto', a torch dtype or its name, got {dtype!r}")
         return found
     if getattr(config, "dtype", None) is not None:
         declared = config.dtype
-        declared = getattr(torch, declared, None) if isinstance(declared, str) else declared
+        declared = vars(torch).get(declared) if isinstance(declared, str) else declared
         if not isinstance(declared, torch.dtype):
             raise FormatError(f"its dtype {brief(config.dtype)} is none of torch's", path=file)
         return declared

@@ -2,7 +2,7 @@
 
 A receiver says what must be there before anything is changed (:meth:`Receiver.check`, :meth:`Receiver.missing`), and takes
 its document when tensors are restored (:meth:`Receiver.restore`). Optimizers and random generators have documents, too,
-which others apply: optimizers with their tensors, generators last of all.
+which other modules apply: optimizers with their tensors, generators last of all.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ def check_documents(
             receiver.missing(manifest, path)
 
 
-#: Documents of these kinds are no state of their own in a report: others apply them.
+#: Documents of these kinds are no state of their own in a report: other modules apply them.
 _APPLIED_ELSEWHERE = frozenset({"step", "rng", "classes", "optimizer", "opaque", "own", "not_stored"})
 
 

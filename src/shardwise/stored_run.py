@@ -183,7 +183,7 @@ def as_config_says(catalog: Catalog, model: Any, io: IOOptions) -> ModelContents
 
 
 # ----------------------------------------------------------------------------------------------------
-# Somebody else's run
+# A run that another library stored
 
 
 def _of_foreign(run: ForeignRun, models: Mapping[str, ModelContents]) -> RunContents:
@@ -266,7 +266,7 @@ def _optimizer(
             )
     groups = [{**g, "names": [model.name_of(n) for n in g["names"]]} for g in stored.groups_as_stored()]
     values = {model.name_of(n): dict(v) for n, v in stored.values.items()}
-    # Nobody stores the optimizer's class: a resume goes by the settings.
+    # No other library stores the optimizer's class: a resume goes by the settings.
     document = {"class": None, "model": name, "groups": groups, "values": values}
     return OptimizerContents(name, stored.catalog, spread, scalars), document
 
@@ -299,8 +299,26 @@ def _of_checkpoint(root: str) -> RunContents:
         parent_step=manifest.parent_step,
         seed=manifest.seed,
         software=manifest.software,
-        left=tuple(f"{n}: stored per rank" for n in manifest.local_documents),
+        left=(
+            *(f"{n}: stored per rank" for n in manifest.local_documents),
+            *(f"{n}: a file beside the state" for n in _further_files(manifest, models)),
+        ),
     )
+
+
+def _further_files(manifest: Manifest, models: Mapping[str, ModelContents]) -> list[str]:
+    """Files that are neither slices, documents nor companions: ``TrainState.files``, which a conversion drops."""
+    known = {f"{directory('model', name)}/{file}" for name, m in models.items() for file in m.companions}
+    known |= {"state.json", "state.safetensors"}
+    folders = {directory("model", n) for n in models} | {directory("optimizer", n) for n in manifest.packed}
+
+    def is_known(name: str) -> bool:
+        folder = name.rpartition("/")[0]
+        is_slice = folder in folders and name.endswith(".safetensors")
+        is_shown_at_top = not folder and manifest.files[name] == manifest.files.get(f"model/{name}")
+        return name in known or folder == "rank" or is_slice or is_shown_at_top
+
+    return sorted(n for n in manifest.files if not is_known(n))
 
 
 def _stored_optimizer(root: str, manifest: Manifest, name: str) -> OptimizerContents:

@@ -49,7 +49,9 @@ def refuse_config(config: Any, catalog: Catalog | None, path: str, *, given: boo
 
 def refuse_request(wanted: Any, where: str) -> NoReturn:
     """Raise :class:`UnsupportedConversionError` for a quantisation that the caller asks for in ``where``."""
-    method = method_of_config(wanted) or method_of_config({"quantization_config": wanted})
+    method = (
+        method_of_config(wanted) or method_of_config({"quantization_config": wanted}) or "of no named method"
+    )
     raise UnsupportedConversionError(
         f"{where} asks for a quantised model ({method}), and nothing is quantised while it is loaded yet; leave it out "
         f"for plain weights, or quantise with transformers' from_pretrained, on one process without sharding"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from shardwise.errors import ShardwiseError
 from tests.dist._trainer_fns import checkpoints, life
 from tests.dist._trainer_parts import Rows, arguments
+from tests.harness.hostile import edit_documents
 from tests.harness.logged import warnings_logged
 
 
@@ -80,3 +82,25 @@ def model_only(path: str, root: str) -> dict[str, Any]:
         trainer, steps = life(path, args, resume=True, stop=5)
     report = trainer.resume_report
     return {"exact": report.exact, "differences": report.differences, "warned": warned, "steps": steps}
+
+
+def malformed_places(path: str, root: str) -> dict[str, Any]:
+    """The newest checkpoints say of the place in the data what no trainer writes, with right checksums."""
+    options = {"save_total_limit": 5}
+    with arguments(root, **options) as args:
+        life(path, args, stop=9)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        edit_documents(Path(root, "checkpoint-9"), lambda d: d["extra.trainer"].pop("global_batch_size"))
+        edit_documents(Path(root, "checkpoint-6"), lambda d: d.update({"extra.data": {}}), "rank/00001")
+    dist.barrier()
+    found: dict[str, Any] = {}
+    for step in (6, 9):
+        with arguments(root, **options) as args:
+            try:
+                life(path, args, resume=f"{root}/checkpoint-{step}")
+            except ShardwiseError as error:
+                found[step] = f"{type(error).__name__}: {error}"
+    with arguments(root, **options) as args:
+        trainer, _ = life(path, args, resume=True, stop=4)
+    return {**found, "damaged": trainer.resume_report.damaged, "step": trainer.resume_report.step}

@@ -59,3 +59,12 @@ def test_a_checkpoint_of_the_model_only(ranks: RankPool, hub: Path, tmp_path: Pa
         assert any("save_only_model" in line for line in rank["differences"])
         assert [step for step, *_ in rank["steps"]] == [1, 2, 3, 4, 5]
     assert any("save_only_model" in line for line in found[0]["warned"])
+
+
+def test_a_malformed_place_in_the_data_is_damage(ranks: RankPool, hub: Path, tmp_path: Path) -> None:
+    """Raw errors of Python ended train, also where an older checkpoint was there."""
+    for rank in ranks.run_ranks(2, fns.malformed_places, str(hub), str(tmp_path / "run"), timeout_s=150):
+        assert "checkpoint-9/state.json: extra.trainer: holds no global_batch_size" in rank[9]
+        assert "checkpoint-6/rank/00001.json: extra.data: holds no epoch" in rank[6]
+        assert sorted(rank["damaged"]) == [6, 9]
+        assert rank["step"] == 3

@@ -12,16 +12,16 @@ from tests.harness.pool import RankPool
 
 #: Of these a resume is not promised to be exact; the words that its report must have.
 INEXACT = {
-    "no place stored": "which may be another",
-    "no place stored, not seedable": "which may be another",
-    "index by index": "may be others",
-    "own loader, prepared": "may be others",
+    "no place stored": "which may differ",
+    "no place stored, not seedable": "which may differ",
+    "index by index": "may differ",
+    "own loader, prepared": "may differ",
     "stream that counts": "may keep a place",
-    "stream drawn": "samples may be others",
-    "index by index, without repeat": "may be others",
-    "augmented, skipped": "may be others",
-    "persistent workers": "may be others",
-    "persistent workers, augmented": "may be others",
+    "stream drawn": "samples may differ",
+    "index by index, without repeat": "may differ",
+    "augmented, skipped": "may differ",
+    "persistent workers": "may differ",
+    "persistent workers, augmented": "may differ",
 }
 QUICK = ("not seedable", "by length", "weighted", "own loader")
 

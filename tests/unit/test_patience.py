@@ -37,6 +37,7 @@ LONG = {
         "os.remove",
         "os.rmdir",
         "os.mkdir",
+        "os.link",
     ),
     *("os.makedirs", "os.truncate", "os.ftruncate", "os.write", "os.pwrite", "os.preadv", "shutil.rmtree"),
 }

@@ -21,6 +21,7 @@ from ..limits import (
     MAX_COUNT,
     MAX_DIMS,
     MAX_HEADER_BYTES,
+    MAX_NAME_CHARS,
     MAX_TEXT_CHARS,
     brief,
     cause,
@@ -124,8 +125,8 @@ def _from_document(d: dict[str, Any]) -> Manifest:
             raise ValueError(f"the world size is {world_size}, and no file is of rank {rank}")
     geometries = tuple([_geometry(g, world_size) for g in d["geometries"]])
     spreads = [_spread(g) for g in geometries]
-    packed = _each(d["packed"], _word, lambda ps: _each(ps, _text, lambda p: _packed(p, world_size)))
-    models = _each(d["models"], _word, lambda ts: _each(ts, _text, lambda t: _tensor(t, spreads, packed)))
+    packed = _each(d["packed"], _word, lambda ps: _each(ps, _name, lambda p: _packed(p, world_size)))
+    models = _each(d["models"], _word, lambda ts: _each(ts, _name, lambda t: _tensor(t, spreads, packed)))
     _check_packs(models, packed)
     _check_work(models, spreads, len(files))
     return Manifest(
@@ -196,6 +197,13 @@ def _text(value: Any) -> str:
     if not is_text(value):
         raise ValueError(f"{brief(value)} is not text")
     return value
+
+
+def _name(value: Any) -> str:
+    """The name of a tensor: readers of slice files take no longer one."""
+    if len(_text(value)) > MAX_NAME_CHARS:
+        raise ValueError(f"a name of {len(value)} characters, the limit is {MAX_NAME_CHARS}")
+    return str(value)
 
 
 def _texts(value: Any) -> tuple[str, ...]:

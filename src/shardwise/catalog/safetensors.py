@@ -30,8 +30,8 @@ def catalog_of_safetensors(path: str | os.PathLike[str], variant: str | None = N
 
     In a directory, ``model.safetensors.index.json`` decides which files belong; without one, a single
     ``model.safetensors``; without that, every ``*.safetensors``. Files that are left out are reported
-    in ``ignored_files``. With ``variant`` only its index or its single file counts. Entries with ``saved_offsets`` are chunks of one tensor; a tensor that is
-    stored twice (chunks overlap) is refused.
+    in ``ignored_files``. With ``variant`` only its index or its single file counts. Entries with ``saved_offsets``
+    are chunks of one tensor; a tensor that is stored twice (chunks overlap) is refused.
 
     Raises :class:`SourceError` (nothing there), :class:`FormatError` (a header or the index lies).
     Rank-local; reads a few KiB per file.

@@ -21,7 +21,8 @@ _TRAINER_NAME, _TRAINER_FILE = re.compile("checkpoint-([0-9]{1,19})"), "trainer_
 
 def checked_step(step: Any) -> int:
     """``step`` as a number. Raises :class:`StateError` for one that no manifest can hold, and no name can say."""
-    if not hasattr(step, "__index__") or not 0 <= (found := operator.index(step)) <= MAX_COUNT:
+    is_bool = isinstance(step, bool)  # an integer to Python, and none to JSON
+    if is_bool or not hasattr(step, "__index__") or not 0 <= (found := operator.index(step)) <= MAX_COUNT:
         raise StateError(f"step must be an integer from 0 to 2^62, got {brief(step)}")
     return found
 

@@ -16,6 +16,7 @@ from ..catalog.records import Catalog, StoredTensor
 from ..dtypes import itemsize
 from ..errors import ShardwiseError, SourceError
 from ..layout.placements import Geometry
+from ..limits import inside
 from ..proof.quick import quick_check
 from ..store.publish import published_steps, was_ever_published
 from .tree import Node, tree_of
@@ -257,7 +258,7 @@ def _optimizer_states(manifest: Manifest) -> Iterable[OptimizerState]:
 def _wrong_files(path: str, manifest: Manifest) -> Iterable[str]:
     for name, entry in manifest.files.items():
         try:
-            size = os.stat(os.path.join(path, name)).st_size
+            size = os.stat(inside(path, name)).st_size
         except OSError as error:
             yield f"{name}: lost ({error.strerror})"
             continue

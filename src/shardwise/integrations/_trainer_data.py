@@ -117,11 +117,11 @@ class DataPlace:
             why = (
                 f"saved num_workers={was_workers}, now {workers}" if was_workers != workers else "reads_again"
             )
-            yield f"{why}: random draws in items (augmentation) may be others"
+            yield f"{why}: random draws in items (augmentation) may differ"
         if workers and keeps_workers(loader) and (epoch or skipped):
-            yield "persistent_workers: random draws in workers may be others"
+            yield "persistent_workers: random draws in workers may differ"
         if workers and not getattr(loader, "in_order", True):
-            yield "in_order=False: the order of batches may be another"
+            yield "in_order=False: the order of batches may differ"
         if not skipped:
             yield from self._changed(stored["now"], loader, "when it was saved")
             return
@@ -130,10 +130,10 @@ class DataPlace:
         samplers = [p for path, p in all_parts(loader).items() if "sampler" in path]
         unknown = [type(p).__qualname__ for p in samplers if type(p).__qualname__ not in _KNOWN_SAMPLERS]
         if isinstance(getattr(loader, "dataset", None), IterableDataset) and not workers:
-            yield "the iterable dataset draws random numbers while it is read: samples may be others"
+            yield "the iterable dataset draws random numbers while it is read: samples may differ"
         elif unknown or not hasattr(loader, "dataset"):
             what = unknown[0] if unknown else type(loader).__qualname__
-            yield f"{what}: random numbers were drawn in the middle of the epoch: samples may be others"
+            yield f"{what}: random numbers were drawn in the middle of the epoch: samples may differ"
 
     def _changed(self, stored: Mapping[str, Any], loader: Any, when: str) -> Iterator[str]:
         """An iterable dataset that counts, or goes on reading, between epochs; a new one begins anew."""
@@ -142,7 +142,7 @@ class DataPlace:
             if live.get(name) != was or "being read" in was:
                 yield (
                     f"the iterable {name} was {was} {when}, and is {live.get(name)} now: it may keep a place that no "
-                    "checkpoint holds, and samples may be others"
+                    "checkpoint holds, and samples may differ"
                 )
 
     # ------------------------------------------------------------------------------------------ epochs
@@ -308,7 +308,7 @@ def _order_of(loader: Any, has_seeds: bool) -> str:
     return (
         "the order of samples was drawn from random states of another number of ranks"
         if has_seeds
-        else "the checkpoint does not hold the seed of the order of samples, which may be another"
+        else "the checkpoint does not hold the seed of the order of samples, which may differ"
     )
 
 

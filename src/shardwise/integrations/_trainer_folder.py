@@ -20,10 +20,11 @@ from ..errors import CheckpointError, FormatError, IntegrityError, NoCheckpointE
 from ..limits import MAX_JSON_BYTES
 from ..patience import patiently, remove_tree
 from ..proof.quick import quick_check
-from ..store.lock import DirectoryLock
+from ..store.lock import DirectoryLock, check_held
 from ..store.publish import discard, sweep_leftovers
 from ..store.write import fsync_directory
 from ..stored_documents import read_checked
+from ._trainer_place import trainer_extra
 
 __all__ = [
     "STATE_NAME",
@@ -94,7 +95,7 @@ def held(root: str) -> Iterator[None]:
 
 
 def _has_its_name(lock: DirectoryLock, root: str) -> bool:
-    """Whether the file that was locked is still the one that others will open."""
+    """Whether the file that was locked is still the one that the next run will open."""
     try:
         return os.path.samestat(os.fstat(lock._fd), os.stat(os.path.join(root, LOCK_NAME)))
     except OSError:
@@ -114,14 +115,17 @@ def is_ours(path: str) -> bool:
 
 
 def contents(path: str) -> bytes:
-    """What a shardwise checkpoint of a Trainer holds, as JSON: ``world_size``, its ``documents``, the ``trainer``'s extras."""
+    """What a shardwise checkpoint of a Trainer holds, as JSON: ``world_size``, its ``documents``, the ``trainer``'s extras.
+
+    Raises :class:`FormatError` if what it says of the place in the data is not of its form.
+    """
     manifest = read_manifest(path)
     documents = parse_documents(read_checked(path, manifest, "state.json", MAX_JSON_BYTES), manifest, path)
     names = sorted({*documents, *manifest.local_documents})
     found = {
         "world_size": manifest.world_size,
         "documents": names,
-        "trainer": documents.get("extra.trainer", {}),
+        "trainer": trainer_extra(path, manifest),
     }
     return json.dumps(found).encode()
 
@@ -147,6 +151,7 @@ def newest(root: str, damaged: dict[int, str]) -> str:
             try:
                 if is_ours(path):
                     quick_check(path, step)
+                    contents(path)
                 elif not os.path.isfile(os.path.join(path, STATE_NAME)):
                     raise IntegrityError(f"holds neither {MANIFEST_NAME} nor {STATE_NAME}", path=path)
             except (FormatError, IntegrityError) as error:
@@ -167,8 +172,10 @@ def newest(root: str, damaged: dict[int, str]) -> str:
 def set_newer_aside(root: str, run: Run) -> bytes:
     """Checkpoints that a line before this one wrote are kept, under names that nothing takes for newer ones.
 
-    Nor does ``push_to_hub`` take them: it leaves out what begins with an underscore. For rank 0.
+    Nor does ``push_to_hub`` take them: it leaves out what begins with an underscore. For rank 0. Raises
+    :class:`LockedError` if this process held ``root`` and has lost it: they may be of the run that holds it now.
     """
+    check_held(root)
     newer = {step: path for step, path in checkpoints(root).items() if step > run.resumed_step}
     for step, path in newer.items():
         if path in run.published:
@@ -190,7 +197,7 @@ _WORDS = {"damaged": "damaged", "superseded": "of another line than this run"}
 def rotate(root: str, limit: int | None, best: str | None) -> bytes:
     """Delete the oldest checkpoints, but neither the newest nor the best. For rank 0.
 
-    What stays too much harms nobody: nothing here makes a save fail, which is published.
+    A checkpoint too many does no harm: nothing here makes a save fail, which is published.
     """
     found = list(checkpoints(root).values())
     if not limit or limit < 1:

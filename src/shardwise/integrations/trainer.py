@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainingArguments
 
 from .. import checkpoint
+from ..catalog.manifest import read_manifest
 from ..dist import Ranks
 from ..errors import CheckpointError, ShardError, ShardwiseError
 from ..loading import load as _load
@@ -36,6 +37,7 @@ from ._accelerate_settings import check_supported
 from ._prepare import Groups, adopt, groups_of, put_back
 from ._trainer_data import DataPlace
 from ._trainer_folder import Run, contents, held, is_ours, newest
+from ._trainer_place import check_place
 from ._trainer_saving import Saving
 from ._trl import References, gather_head, stores_completions
 
@@ -221,10 +223,13 @@ class ShardwiseTrainer(Saving):
         holds = json.loads(ranks.on_first("look at checkpoint", lambda: contents(path)))
         with_optimizer = "optimizer" in holds["documents"]
         with_place = "extra.data" in holds["documents"] and holds["world_size"] == ranks.world_size
+        if with_place:
+            with ranks.agree("look at the place in the data"):
+                check_place(path, read_manifest(path), f"rank/{ranks.rank:05d}")
         state = self._train_state(optimizer=with_optimizer, data=with_place, source=path)
         report = checkpoint.restore(state, path)
         run.rng = capture_rng()
-        saved, now = state.extra["trainer"]["global_batch_size"], self._global_batch_size
+        saved, now = holds["trainer"]["global_batch_size"], self._global_batch_size
         found = list(self._data.differences(run.loader, *run.place, "seeds" in holds["trainer"]))
         if hasattr(self, "_buffered_inputs") and not stores_completions(self):
             found.append(f"completions that {type(self).__name__} keeps for later steps are not stored")

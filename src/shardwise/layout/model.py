@@ -19,11 +19,11 @@ from .placements import Geometry, check_local_shape, cut_boxes, geometry_of, loc
 from .wanted import Kind, Layout, Wanted, contiguous_strides
 
 __all__ = [
+    "fsdp1_problem",
     "geometries_of",
     "layout_of",
     "local_tensor",
     "reshard",
-    "uses_fsdp1",
     "wanted_of",
     "wanted_states",
     "world_size",
@@ -35,11 +35,21 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def uses_fsdp1(model: nn.Module) -> bool:
-    """Whether a part of ``model`` is wrapped by FSDP1, whose flat parameters have neither names nor shapes of the model."""
+def fsdp1_problem(model: nn.Module) -> str | None:
+    """Why a model that FSDP1 wraps, in whole or in part, can be neither filled nor stored, and the way out; else None.
+
+    Its flat parameters have neither names nor shapes of the model.
+    """
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+    for path, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel):
+            return (
+                f"{path or 'the model'} is wrapped by FSDP1 (torch's FullyShardedDataParallel), which keeps flat "
+                f"parameters; expected FSDP2. Shard with shardwise.shard or fully_shard (Accelerate: fsdp_version: 2). "
+                f"A checkpoint of FSDP1 written by torch or Accelerate can be restored into an FSDP2 model"
+            )
+    return None
 
 
 def reshard(model: nn.Module) -> None:

@@ -31,9 +31,7 @@ def quick_check(path: str, step: int, on_progress: Callable[[], object] = lambda
                 total.update(piece)
             if total.hexdigest() != entry.header_xxh3:
                 what = "content" if entry.header_bytes == entry.nbytes else "header"
-                raise IntegrityError(
-                    f"{what} differs from its checksum: damaged", path=os.path.join(path, name)
-                )
+                raise IntegrityError(f"{what} differs from its checksum: damaged", path=inside(path, name))
             on_progress()
     return manifest
 

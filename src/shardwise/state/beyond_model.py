@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..errors import StateError
+from ..layout.model import fsdp1_problem
 from ..names import NamedTensor, canonical_name, named_tensors, unwrap
 from .beyond import Beyond, Path, differing_leaves, leaves_beyond, path_text, split_storable, with_leaves
 
@@ -34,15 +35,8 @@ _LOADING = (
 
 def refuse_fsdp1(model: nn.Module) -> None:
     """Raise :class:`StateError` for a model that FSDP1 wraps: its flat parameters have no names to be stored under."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    for path, module in model.named_modules():
-        if isinstance(module, FullyShardedDataParallel):
-            raise StateError(
-                f"{path or 'the model'} is wrapped by FSDP1 (torch's FullyShardedDataParallel), which keeps flat "
-                f"parameters; expected FSDP2. Shard with shardwise.shard or fully_shard (Accelerate: fsdp_version: 2). "
-                f"A checkpoint of FSDP1 written by torch or Accelerate can be restored into an FSDP2 model"
-            )
+    if (problem := fsdp1_problem(model)) is not None:
+        raise StateError(problem)
 
 
 def has_own_loading(model: nn.Module) -> bool:

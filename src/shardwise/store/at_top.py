@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from ..catalog.manifest import FileEntry
 from ..patience import patiently
@@ -38,10 +39,9 @@ def show_at_top(root: str, files: Mapping[str, FileEntry]) -> dict[str, FileEntr
     for name, top in inside.items():
         source, target = os.path.join(root, name), os.path.join(root, top)
         try:
-            os.link(source, target)
+            patiently(os.link, source, target)
         except OSError:
-            with open(source, "rb") as file:
-                write_file(target, file.read())
+            write_file(target, patiently(Path(source).read_bytes))
         found[top] = files[name]
     if not has_adapters:
         found |= _link_weights(root, weights, files)
@@ -54,7 +54,7 @@ def _link_weights(
     """All of them or none: a reader takes those that it finds for the whole model."""
     try:
         for name, top in weights.items():
-            os.link(os.path.join(root, name), os.path.join(root, top))
+            patiently(os.link, os.path.join(root, name), os.path.join(root, top))
     except OSError as error:
         for top in weights.values():
             with contextlib.suppress(FileNotFoundError):

@@ -15,6 +15,7 @@ import xxhash
 from ..catalog.checkpoint import directory
 from ..dist import Ranks
 from ..errors import StateError
+from ..limits import MAX_NAME_CHARS, brief
 from ..recipe.record import recall
 from ..state.snapshot import Snapshot, layout_hash, piece_hash, plain_sums, plain_tensors, take_snapshot
 from ..state.storable import refuse_meta
@@ -72,6 +73,7 @@ def collect(state: TrainState, step: int, lineage: Lineage, ranks: Ranks) -> Col
         snapshot = take_snapshot(state, step)
         for live in (live for part in snapshot.parts for live in part.live):
             refuse_meta(live.stored.name, live.tensor)
+        _check_names(snapshot)
         companions = _companions(state) if ranks.rank == 0 else {}
         return _comparable(snapshot, ranks)
 
@@ -89,6 +91,17 @@ def collect(state: TrainState, step: int, lineage: Lineage, ranks: Ranks) -> Col
         software_versions(state),
         _hub_tensors(state),
     )
+
+
+def _check_names(snapshot: Snapshot) -> None:
+    """Raise :class:`StateError` for a tensor's name that no reader of slice files takes."""
+    for part in snapshot.models:
+        for v in part.live:
+            if len(v.stored.name) > MAX_NAME_CHARS:
+                raise StateError(
+                    f"{part.name}: the tensor {brief(v.stored.name)} has a name of {len(v.stored.name)} characters, the limit "
+                    f"is {MAX_NAME_CHARS}; give the module or the parameter a shorter name"
+                )
 
 
 def _comparable(snapshot: Snapshot, ranks: Ranks) -> bytes:

@@ -125,7 +125,7 @@ def commit(temporary: str, final: str, manifest: Manifest) -> None:
 def _files_in(root: str) -> dict[str, int]:
     """Every file below a directory and its size."""
     found = {}
-    for folder, _, names in os.walk(root):
+    for folder, _, names in patiently(lambda: list(os.walk(root))):
         for name in names:
             path = os.path.join(folder, name)
             found[os.path.relpath(path, root).replace(os.sep, "/")] = patiently(os.lstat, path).st_size
@@ -133,7 +133,9 @@ def _files_in(root: str) -> dict[str, int]:
 
 
 def write_hint(root: str, step: int) -> None:
-    """Point ``latest`` at a step, for people; nothing reads it. Raises :class:`CheckpointError`, leaving nothing."""
+    """Point ``latest`` at a step, for people; nothing reads it. Raises :class:`CheckpointError`, leaving nothing;
+    :class:`LockedError` if this process held the directory and has lost it."""
+    check_held(root)
     temporary = os.path.join(root, f"{_TEMPORARY}latest-{secrets.token_hex(8)}")
     hint = os.path.join(root, "latest")
     try:

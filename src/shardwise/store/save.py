@@ -59,7 +59,7 @@ class SaveReport:
     seconds: float
     """From the call to the published step; of a save that goes on behind, to the return of ``save``."""
     not_stored: tuple[str, ...]
-    """What can't be stored: functions in the state, by path; gradients of which nobody saw whether they were used; and
+    """What can't be stored: functions in the state, by path; gradients whose use no hook saw; and
     what a model or an optimizer would save by itself and a document can't hold, which the resume names, too."""
     staging_bytes: int = 0
     """Host memory that holds copies of the state; kept for the next save."""
