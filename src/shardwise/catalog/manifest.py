@@ -48,6 +48,7 @@ from .steps import of_steps
 
 __all__ = [
     "BLOCK_BYTES",
+    "CONVERTED",
     "GRADIENT",
     "MANIFEST_NAME",
     "FileEntry",
@@ -58,6 +59,9 @@ __all__ = [
     "parse_manifest",
     "read_manifest",
 ]
+
+#: Entry of the software of a checkpoint that a conversion wrote: it has no documents of ranks.
+CONVERTED = "converted from"
 
 
 @no_collections()

@@ -17,6 +17,7 @@ from ..catalog.checkpoint import directory, packed_name
 from ..catalog.manifest import FileEntry, Manifest, Packed, StateEntry, TensorEntry
 from ..catalog.slices import Slice, SliceTensor, file_name, owner_ranks, rank_files
 from ..catalog.spread import file_count
+from ..catalog.steps import misnamed
 from ..dist import Ranks
 from ..dtypes import itemsize
 from ..errors import CheckpointError, StateError
@@ -194,6 +195,11 @@ def _make_temporary(final: str, collected: Collected, ranks: Ranks) -> tuple[str
     def make() -> bytes:
         if os.path.lexists(final):
             raise CheckpointError(f"{final}: is there already; a published checkpoint is never written again")
+        if misnamed(final, collected.step, collected.companions):
+            raise CheckpointError(
+                f"{final}: is the name of another step, and this is step {collected.step}, so that a reader would call it "
+                f"damaged; give it the name of its step"
+            )
         return json.dumps([final, make_temporary(final, _folders(collected))]).encode()
 
     first_final, temporary = json.loads(ranks.on_first("make temporary directory", make))
