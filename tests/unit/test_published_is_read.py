@@ -40,6 +40,13 @@ def with_option(key: Any) -> sw.TrainState:
     return made
 
 
+def with_scheduler_key() -> sw.TrainState:
+    made = state()
+    made.scheduler = StepLR(made.optimizer, 3)  # type: ignore[arg-type]
+    made.scheduler.__dict__[5] = 1
+    return made
+
+
 def with_class_of_long_name() -> sw.TrainState:
     made = state()
     kind = type("x" * 301, (torch.optim.SGD,), {})
@@ -52,6 +59,7 @@ COLLIDING = {k * (2**61 - 1): k for k in range(1, 80)}
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "option": (lambda: with_option(5), "document 'optimizer'"),
+    "scheduler": (with_scheduler_key, "scheduler: the state of the StepLR has the key 5"),
     "class": (with_class_of_long_name, "document 'optimizer'"),
     "hashes": (
         lambda: state(extra={"table": COLLIDING}),
