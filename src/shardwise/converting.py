@@ -92,7 +92,7 @@ def convert(
     Every rank of the default process group must call it; dim 0 of each tensor is cut evenly, and each rank reads
     and writes its own part. Memory: ``io.staging_bytes`` and 8 MiB. What is read of a checkpoint of ours is compared
     with its recorded digests. Raises :class:`SourceError`, :class:`PlanError`, :class:`StateError` before anything is
-    written, :class:`CheckpointError` if ``path`` exists, :class:`RankError` on every rank.
+    written, :class:`CheckpointError` if ``path`` exists or is the name of another step, :class:`RankError` on every rank.
     """
     started = time.perf_counter()
     io = io or IOOptions()
