@@ -16,7 +16,7 @@ import torch
 
 from .catalog import StoredTensor
 from .catalog.checkpoint import directory, packed_name, replicated
-from .catalog.manifest import Manifest
+from .catalog.manifest import CONVERTED, Manifest
 from .catalog.slices import SliceTensor, assign_owners
 from .dist import Ranks
 from .dtypes import code_of, torch_dtype
@@ -92,7 +92,7 @@ def convert(
     Every rank of the default process group must call it; dim 0 of each tensor is cut evenly, and each rank reads
     and writes its own part. Memory: ``io.staging_bytes`` and 8 MiB. What is read of a checkpoint of ours is compared
     with its recorded digests. Raises :class:`SourceError`, :class:`PlanError`, :class:`StateError` before anything is
-    written, :class:`CheckpointError` if ``path`` exists, :class:`RankError` on every rank.
+    written, :class:`CheckpointError` if ``path`` exists or is the name of another step, :class:`RankError` on every rank.
     """
     started = time.perf_counter()
     io = io or IOOptions()
@@ -115,7 +115,7 @@ def convert(
         step=run.step,
         lineage=Lineage(run_id, run.parent_step),
         seed=run.seed,
-        software={**run.software, "converted from": run.kind},
+        software={**run.software, CONVERTED: run.kind},
         hub_tensors={n: m.hub_tensors for n, m in run.models.items() if m.hub_tensors is not None},
     )
     with FileReader(ranks.tick, page_cache=page_cache_for(io, ())) as files:

@@ -103,8 +103,6 @@ def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> R
                 refuse_unreduced(optimizer, model)
         manifest = seen.manifest()
         _check_models(state, manifest, path)
-        for name, model in state.models.items():
-            make_room(model, {n: t.shape for n, t in manifest.models[name].items()})
         catalogs = {name: catalog_of_checkpoint(path, name, manifest=manifest) for name in state.models}
         own_files = ranks.rank if manifest.world_size == ranks.world_size else None
         places = Places()
@@ -119,6 +117,8 @@ def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> R
             rank=ranks.rank,
             devices=devices_of(state.models.values()),
         )
+        for name, model in state.models.items():  # the first that changes anything
+            make_room(model, {n: t.shape for n, t in manifest.models[name].items()})
 
     def filled_model(name: str) -> LoadReport:
         return fill(state.models[name], catalogs[name], Rules(), io=io, ranks=ranks, verify="digest")
@@ -143,7 +143,7 @@ def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> R
     with ranks.agree("restore documents"):
         restored, left = restore_documents(receivers, state, documents, manifest)
         caveats = data_caveats(state.dataloader)
-        differences = _differences(state, manifest, ranks, named)
+        differences = _differences(state, manifest, documents, ranks, named)
         differences += tuple(line for o in filled for line in o.differences)
         differences += own.differences + places.differences + rng.differences
         rng.apply()
@@ -245,7 +245,11 @@ def _under_live_names(
 
 
 def _differences(
-    state: TrainState, manifest: Manifest, ranks: Ranks, named: Mapping[str, tuple[NamedTensor, ...]]
+    state: TrainState,
+    manifest: Manifest,
+    documents: Mapping[str, Any],
+    ranks: Ranks,
+    named: Mapping[str, tuple[NamedTensor, ...]],
 ) -> tuple[str, ...]:
     """What withdraws the promise of an exact resume. The same on every rank but for per-rank machines."""
     found = []
@@ -253,6 +257,8 @@ def _differences(
         found.append(f"world size: saved {manifest.world_size}, now {ranks.world_size}")
     now = software_versions(state)
     found += [f"{k}: saved {v}, now {now.get(k)}" for k, v in manifest.software.items() if now.get(k) != v]
+    if "scheduler" in documents and "classes" not in documents:
+        found.append("scheduler: the checkpoint does not say of which class it was")
     moved = False
     for name, model in state.models.items():
         entries = manifest.models[name]

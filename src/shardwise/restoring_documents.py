@@ -24,6 +24,7 @@ from .limits import brief, cause
 from .names import named_tensors
 from .state.data import ResumableLoader, make_iterator
 from .state.documents import check_position
+from .state.forms import check_scaler, check_scheduler, check_settings, check_values
 from .state.gradients import UNSEEN_GRADIENTS
 from .state.places import Places
 from .state.snapshot import classes_of, modules_with_state
@@ -162,6 +163,8 @@ class _Optimizer(Receiver):
             raise StateError(
                 f"{self._path}: holds state of {saved}, the optimizer is {now}; use the same one"
             )
+        check_settings(self._optimizer, stored["groups"], self.name)
+        check_values(self._optimizer, stored["values"], self.name)
 
     def restore(self, stored: Any) -> Iterable[str]:
         return [f"{self.name}: not stored: {UNSEEN_GRADIENTS}"] * bool(stored.get("unseen_gradients"))
@@ -292,6 +295,10 @@ def _check_state(target: Any, stored: Any, name: str) -> None:
             )
         if isinstance(target, ResumableLoader):
             check_position(stored, name)
+        elif isinstance(target, LRScheduler):
+            check_scheduler(target, stored, name)
+        else:
+            check_scaler(target, stored, name)
 
 
 def _check_schedulers(saved: Any, now: Any, name: str = "scheduler") -> None:

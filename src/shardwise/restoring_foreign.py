@@ -31,6 +31,7 @@ from .read import FileReader
 from .read.page_cache import page_cache_for
 from .recipe.match import Rules, match_rules, renamed
 from .restoring import ResumeReport
+from .state.forms import attribute_of_class
 from .state.gradients import clear_gradients
 from .state.optimizer import fill_groups, parameter_names, place_scalars, place_states, place_values
 from .state.rng import derive_rng
@@ -120,11 +121,11 @@ def _documents(state: TrainState, run: ForeignRun) -> dict[str, Any]:
         if not hasattr(live, "load_state_dict"):
             raise StateError(f"{name}: several by name can't be restored from such a checkpoint; give one")
         document = run.document(name)
-        # torch's schedulers take every entry as an attribute.
-        methods = [k for k in document if isinstance(k, str) and callable(getattr(type(live), k, None))]
-        if methods:
+        if hidden := attribute_of_class(
+            live, document
+        ):  # torch's schedulers take every entry as an attribute
             raise StateError(
-                f"{run.path}: its {name} holds {brief(methods[0])}, which is a method of {type(live).__qualname__}: damaged"
+                f"{run.path}: its {name} holds {brief(hidden)}, which is a method of {type(live).__qualname__}: damaged"
             )
         found[name] = _with_keys_of(live.state_dict(), document)
     return found

@@ -12,7 +12,7 @@ import torch
 import xxhash
 
 from .catalog.documents import parse_documents, refuse_unknown
-from .catalog.manifest import BLOCK_BYTES, MANIFEST_NAME, Manifest
+from .catalog.manifest import BLOCK_BYTES, CONVERTED, MANIFEST_NAME, Manifest
 from .errors import FormatError, IntegrityError, ShardwiseError, SourceError, StateError
 from .limits import MAX_JSON_BYTES, cause, inside, read_small
 from .state.documents import check_form
@@ -31,6 +31,11 @@ def read_documents(path: str, manifest: Manifest, stem: str) -> dict[str, Encode
     refuse_unknown(manifest.local_documents, manifest, os.path.join(path, MANIFEST_NAME))
     content = read_checked(path, manifest, f"{stem}.json", MAX_JSON_BYTES)
     documents = parse_documents(content, manifest, inside(path, f"{stem}.json"))
+    always = "step" if stem == "state" else "rng"
+    if always not in documents and not (always == "rng" and CONVERTED in manifest.software):
+        raise FormatError(
+            f"lacks the document {always!r}, which every save writes", path=inside(path, f"{stem}.json")
+        )
     tensors = _tensors(path, manifest, f"{stem}.safetensors")
     keys = sorted(tensors)
     found = {}

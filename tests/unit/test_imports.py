@@ -29,7 +29,7 @@ LAYERS: dict[str, int] = {
     "read": 3,
     "place": 4,
     "proof": 5,
-    **dict.fromkeys(("state", "store"), 6),
+    **dict.fromkeys(("state", "stored_documents", "store"), 6),
     # The entry points, and the package itself, which gathers them. Other single files count as these.
     **dict.fromkeys(("", "load", "pretrained", "checkpoint", "export", "resume"), 7),
     **dict.fromkeys(("integrations", "cli", "demo", "__main__"), 8),

@@ -49,6 +49,7 @@ from .steps import of_steps
 
 __all__ = [
     "BLOCK_BYTES",
+    "CONVERTED",
     "GRADIENT",
     "MANIFEST_NAME",
     "FileEntry",
@@ -59,6 +60,9 @@ __all__ = [
     "parse_manifest",
     "read_manifest",
 ]
+
+#: Entry of the software of a checkpoint that a conversion wrote: it has no documents of ranks.
+CONVERTED = "converted from"
 
 
 @no_collections()

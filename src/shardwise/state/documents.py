@@ -74,8 +74,8 @@ def _optimizer(where: str, value: Any, meaning: Document, manifest: Manifest) ->
     if found.get("model", next(iter(manifest.models))) not in list(manifest.models):
         raise FormatError(f"{where}: the model {brief(found['model'])} is not in the checkpoint")
     groups = found.get("groups")
-    if not isinstance(groups, list):
-        raise FormatError(f"{where}.groups: expected a list, got {brief(groups)}")
+    if not isinstance(groups, list) or not groups:
+        raise FormatError(f"{where}.groups: expected a list of groups, got {brief(groups)}")
     for k, group in enumerate(groups):
         _group(group, f"{where}.groups[{k}]")
     for name, states in _mapping(found.get("values"), f"{where}.values").items():

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from ..dtypes import code_of, torch_dtype
 from ..errors import StateError
 from ..layout.model import local_tensor
+from ..limits import brief
 from ..names import NamedTensor
 from .gradients import GRADIENT, has_unseen_gradients, waiting_gradients
 from .storable import refuse_unstorable
@@ -128,6 +129,11 @@ def _sort_state(
     key: str,
     value: Any,
 ) -> None:
+    if not isinstance(key, str):
+        raise StateError(
+            f"the optimizer keeps a state of {name} under {brief(key)}, which is no text; such state has no name to be "
+            f"stored under"
+        )
     if not isinstance(value, torch.Tensor):
         found.values.setdefault(name, {})[key] = value
         return
@@ -183,7 +189,7 @@ def fill_groups(optimizer: Optimizer, names: Mapping[int, str], groups: list[dic
                         f"the setting {key!r} of the optimizer is a tensor of shape {list(current.shape)}, and was saved as "
                         f"one of {list(value.shape)}; make the optimizer as in the saved run"
                     )
-                current.copy_(value)
+                current.detach().copy_(value)
             else:
                 group[key] = value
 

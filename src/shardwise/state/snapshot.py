@@ -11,6 +11,7 @@ import torch
 import xxhash
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from ..catalog.checkpoint import packed_name, replicated
 from ..catalog.slices import SliceTensor, assign_owners
@@ -20,6 +21,7 @@ from ..errors import StateError
 from ..garbage import no_collections
 from ..layout.model import geometries_of, local_tensor, reshard, world_size
 from ..layout.placements import Geometry
+from ..limits import brief
 from ..names import NamedTensor, canonical_name, named_tensors, unwrap
 from ..proof.digest import partial_sum
 from ..recipe.transformers import is_transformers_model
@@ -276,7 +278,15 @@ def _state_of(value: Any, name: str) -> Any:
         if name.startswith("dataloader"):
             hint = "; wrap a plain DataLoader: shardwise.ResumableLoader(loader)"
         raise StateError(f"{name} of type {type(value).__name__} has no state_dict and load_state_dict{hint}")
-    return value.state_dict()
+    found = value.state_dict()
+    if isinstance(value, LRScheduler | torch.amp.GradScaler):
+        odd = [key for key in found if not isinstance(key, str)]
+        if odd:
+            raise StateError(
+                f"{name}: the state of the {type(value).__name__} has the key {brief(odd[0])}, which is no text; no resume "
+                f"would take it"
+            )
+    return found
 
 
 def piece_hash(piece: Encoded) -> str:

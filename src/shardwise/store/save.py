@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -16,6 +17,7 @@ from ..catalog.checkpoint import directory, packed_name
 from ..catalog.manifest import FileEntry, Manifest, Packed, StateEntry, TensorEntry
 from ..catalog.slices import Slice, SliceTensor, file_name, owner_ranks, rank_files
 from ..catalog.spread import file_count
+from ..catalog.steps import misnamed
 from ..dist import Ranks
 from ..dtypes import itemsize
 from ..errors import CheckpointError, StateError
@@ -33,6 +35,7 @@ from ..state.train_state import TrainState
 from ..state.typed_json import Encoded
 from .at_top import show_at_top
 from .collect import Collected, Lineage, collect
+from .document_files import checked_text, write_documents
 from .publish import commit, make_temporary
 from .slice_file import write_slices
 from .visible import await_folders
@@ -142,8 +145,9 @@ def publish_collected(
                     f"rank {ranks.rank} was to save to {final}, rank 0 to {first_final}; give every rank the same path "
                     f"(one with a time in it is made by rank 0 and told to the others)"
                 )
+            texts = _checked_texts(collected, ranks, final)
             await_folders(temporary, _folders(collected), ranks)
-            files, sums = _write_rank(temporary, collected, ranks, _in_parts(tensor_of, most_bytes))
+            files, sums = _write_rank(temporary, collected, texts, ranks, _in_parts(tensor_of, most_bytes))
         gathered = ranks.gather("file records", _pack(files, sums))
 
         def publish() -> bytes:
@@ -191,6 +195,11 @@ def _make_temporary(final: str, collected: Collected, ranks: Ranks) -> tuple[str
     def make() -> bytes:
         if os.path.lexists(final):
             raise CheckpointError(f"{final}: is there already; a published checkpoint is never written again")
+        if misnamed(final, collected.step, collected.companions):
+            raise CheckpointError(
+                f"{final}: is the name of another step, and this is step {collected.step}, so that a reader would call it "
+                f"damaged; give it the name of its step"
+            )
         return json.dumps([final, make_temporary(final, _folders(collected))]).encode()
 
     first_final, temporary = json.loads(ranks.on_first("make temporary directory", make))
@@ -201,17 +210,32 @@ def _folders(collected: Collected) -> list[str]:
     return ["rank", *(directory(p.kind, p.name) for p in collected.snapshot.parts)]
 
 
+def _documents(collected: Collected, ranks: Ranks) -> dict[str, Mapping[str, Encoded]]:
+    """What this rank writes, by the stem of the files."""
+    found = {f"rank/{ranks.rank:05d}": collected.local}
+    return found | {"state": collected.shared} if ranks.rank == 0 else found
+
+
+def _checked_texts(collected: Collected, ranks: Ranks, final: str) -> dict[str, bytes]:
+    """Raises :class:`StateError` for documents of this rank that no reader would take."""
+    outline = _manifest_of(collected, ranks, defaultdict(int), {})
+    return {
+        stem: checked_text(pieces, outline, stem, final)
+        for stem, pieces in _documents(collected, ranks).items()
+    }
+
+
 def _write_rank(
-    root: str, collected: Collected, ranks: Ranks, parts_of: PartsOf
+    root: str, collected: Collected, texts: Mapping[str, bytes], ranks: Ranks, parts_of: PartsOf
 ) -> tuple[dict[str, FileEntry], list[int]]:
     """Write and sync this rank's files. Returns their entries and the digest sums of its copies of all tensors."""
     files: dict[str, FileEntry] = {}
     sums: list[int] = []
     for part in collected.snapshot.parts:
         sums += _write_tensors(root, part, files, ranks, parts_of)
-    _write_pieces(root, f"rank/{ranks.rank:05d}", collected.local, files)
+    for stem, pieces_of_stem in _documents(collected, ranks).items():
+        write_documents(root, stem, texts[stem], pieces_of_stem, files)
     if ranks.rank == 0:
-        _write_pieces(root, "state", collected.shared, files)
         for name, content in collected.companions.items():
             file = inside(root, name)
             make_directories(os.path.dirname(file))
@@ -270,19 +294,6 @@ def _replicas_of_others(live: Sequence[Live], rank: int) -> Iterator[Live]:
             yield v
 
 
-def _write_pieces(root: str, stem: str, pieces: Mapping[str, Encoded], files: dict[str, FileEntry]) -> None:
-    """``<stem>.json`` with the documents and, if they refer to tensors, ``<stem>.safetensors`` with those."""
-    from safetensors.torch import save
-
-    tensors = {f"{n}/{k}": t.detach().cpu() for n, p in pieces.items() for k, t in p.tensors.items()}
-    document = {name: piece.document for name, piece in pieces.items()}
-    text = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
-    files[f"{stem}.json"] = write_file(os.path.join(root, f"{stem}.json"), text)
-    if tensors:
-        owned = {k: t.clone() for k, t in tensors.items()}  # save() refuses tensors that share storage
-        files[f"{stem}.safetensors"] = write_file(os.path.join(root, f"{stem}.safetensors"), save(owned))
-
-
 def _pack(files: dict[str, FileEntry], sums: list[int]) -> bytes:
     head = json.dumps({name: asdict(entry) for name, entry in files.items()}).encode()
     return len(head).to_bytes(8, "little") + head + np.array(sums, dtype=np.uint64).tobytes()
@@ -298,10 +309,16 @@ def _unpack(payload: bytes) -> tuple[dict[str, FileEntry], Any]:
 
 
 def _manifest(collected: Collected, ranks: Ranks, gathered: Sequence[bytes]) -> Manifest:
-    snapshot = collected.snapshot
     parts = [_unpack(g) for g in gathered]
     files = {name: entry for found, _ in parts for name, entry in found.items()}
-    digests = _digests(snapshot, np.stack([sums for _, sums in parts]))
+    digests = _digests(collected.snapshot, np.stack([sums for _, sums in parts]))
+    return _manifest_of(collected, ranks, digests, files)
+
+
+def _manifest_of(
+    collected: Collected, ranks: Ranks, digests: Digests, files: Mapping[str, FileEntry]
+) -> Manifest:
+    snapshot = collected.snapshot
     geometries: dict[Geometry, int] = {}
     models = {m.name: _model_entries(m, snapshot, digests, geometries) for m in snapshot.models}
     return Manifest(
