@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -11,14 +11,16 @@ from torch.optim import Optimizer
 
 from .dist import Ranks
 from .layout.model import local_tensor
+from .limits import brief, cause
 from .names import named_tensors
 from .proof.digest import partial_sum
-from .state.beyond import Path
+from .state.beyond import Path, same
 from .state.beyond_model import give_back_to_model, has_own_loading
 from .state.beyond_optimizer import give_back_to_optimizer
 from .state.train_state import document_of
+from .state.typed_json import decode, encode
 
-__all__ = ["OwnState"]
+__all__ = ["OwnState", "not_taken", "tensor_sums"]
 
 _LEFT_OUT = "not_stored"
 _OWN = re.compile(r"own|optimizer\.own|(models|optimizers)\.[^.]+\.own")
@@ -69,10 +71,10 @@ class OwnState:
         document = document_of("model", name, "own")
         lost, stored = self._lost.get(document, {}), self._leaves.get(document, [])
         watched = bool(stored) or has_own_loading(model)
-        before = _sums(model) if watched else {}
+        before = tensor_sums(model) if watched else {}
         lines = give_back_to_model(name, model, stored, lost)
         self._note(document, lost, lines)
-        return watched and _sums(model) != before
+        return watched and tensor_sums(model) != before
 
     def give_to_optimizers(self, given: Mapping[str, Optimizer], bare: Mapping[str, Optimizer]) -> None:
         """After the optimizers are filled. Rank-local."""
@@ -87,7 +89,7 @@ class OwnState:
             self._restored.append(document)
 
 
-def _sums(model: nn.Module) -> dict[str, tuple[Any, ...]]:
+def tensor_sums(model: nn.Module) -> dict[str, tuple[Any, ...]]:
     """Sums and shapes of this rank's part of all stored tensors."""
     return dict(_sums_of(model))
 
@@ -97,3 +99,26 @@ def _sums_of(model: nn.Module) -> Iterator[tuple[str, tuple[Any, ...]]]:
         if t.persistent:
             local = local_tensor(t.tensor).detach()
             yield t.name, (tuple(local.shape), partial_sum(local, (0,) * local.dim()))
+
+
+def not_taken(name: str, stored: Any, ask: Callable[[], Any]) -> Iterator[str]:
+    """One line if an object that took a document does not say now what was stored. Rank-local.
+
+    ``ask`` gives what the object would save. ``stored`` is a copy of what it was given, on the CPU: what it says is
+    brought into the same form, so that functions are left out of both.
+    """
+    try:
+        encoded = encode(ask(), where=name)
+        now = decode(encoded.document, encoded.tensors)
+    except Exception as error:
+        yield f"{name}: whether it was taken back is not known ({cause(error)})"
+        return
+    if same(now, stored):
+        return
+    what = ""
+    if isinstance(now, dict) and isinstance(stored, dict):
+        keys = [
+            k for k in {**stored, **now} if k not in now or k not in stored or not same(now[k], stored[k])
+        ]
+        what = f" ({', '.join(map(brief, keys[:5]))})"
+    yield f"{name}: the object that took it does not say what was stored{what}"

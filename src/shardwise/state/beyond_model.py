@@ -16,7 +16,7 @@ from torch import nn
 
 from ..errors import StateError
 from ..names import NamedTensor, canonical_name, named_tensors, unwrap
-from .beyond import Beyond, Path, differing_leaves, leaves_beyond, path_text, split_storable, with_leaves
+from .beyond import Beyond, Path, differing_leaves, leaves_beyond, path_key, split_storable, with_leaves
 
 __all__ = ["beyond_model", "give_back_to_model", "has_own_loading", "make_room", "refuse_fsdp1"]
 
@@ -138,7 +138,7 @@ def _load(model: nn.Module, stored: list[tuple[Path, Any]], live: list[Path], no
         return (raw.get(path[0], f"{prefix}{path[0]}"), *path[1:])
 
     heads = {path[0] for path, _ in stored}
-    stale = [live_path(p) for p in live if p[0] in heads and path_text(p) not in not_stored]
+    stale = [live_path(p) for p in live if p[0] in heads and path_key(p) not in not_stored]
     given = with_leaves(own, [(live_path(p), value) for p, value in stored], stale)
     takes = inspect.signature(model.load_state_dict).parameters.values()
     can_be_lax = any(p.name == "strict" or p.kind is inspect.Parameter.VAR_KEYWORD for p in takes)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ..layout.model import local_tensor
 from ..proof.digest import partial_sum
-from .beyond import Beyond, Path, differing_leaves, leaves_beyond, path_text, split_storable, with_leaves
+from .beyond import Beyond, Path, differing_leaves, leaves_beyond, path_key, split_storable, with_leaves
 
 __all__ = ["beyond_optimizer", "give_back_to_optimizer"]
 
@@ -113,7 +113,7 @@ def _load(
 ) -> list[str]:
     live = _leaves(outer, inner)
     heads = {path[0] for path, _ in stored}
-    stale = [path for path, _ in live if path[0] in heads and path_text(path) not in not_stored]
+    stale = [path for path, _ in live if path[0] in heads and path_key(path) not in not_stored]
     given = with_leaves(outer.state_dict(), stored, stale)
     kept = _Kept(outer, inner)
     try:
