@@ -22,6 +22,7 @@ from torch import nn
 from ..errors import ShardwiseError
 from ..layout.model import local_tensor
 from .encoding import quantised_parts
+from .places import Places
 from .typed_json import encode
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "leaves_beyond",
     "path_key",
     "path_text",
+    "put_leaves",
     "same",
     "split_storable",
     "with_leaves",
@@ -87,10 +89,10 @@ def _follows(own: Any, plain: Any) -> bool:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two values of state dicts are of one type and equal, tensors and floats bit for bit."""
+    """Whether two values of state dicts are of one type and equal, tensors and floats bit for bit, on one type of device."""
     try:
         if isinstance(a, torch.Tensor):
-            return isinstance(b, torch.Tensor) and a.shape == b.shape and _same_bits(a, b)
+            return isinstance(b, torch.Tensor) and _same_kind(a, b) and _same_bits(a, b)
         if isinstance(a, np.ndarray):
             return type(b) is np.ndarray and (a.dtype, a.shape, a.tobytes()) == (
                 b.dtype,
@@ -104,7 +106,7 @@ def same(a: Any, b: Any) -> bool:
         if isinstance(a, (list, tuple)):
             return len(a) == len(b) and all(map(same, a, b))
         if isinstance(a, np.generic):
-            return a.dtype == b.dtype and a.tobytes() == b.tobytes()
+            return bool(a.dtype == b.dtype and a.tobytes() == b.tobytes())
         if isinstance(a, deque):
             return a.maxlen == b.maxlen and same(list(a), list(b))
         if isinstance(a, float):
@@ -114,6 +116,10 @@ def same(a: Any, b: Any) -> bool:
         return bool(a == b)
     except Exception:  # any class may be in a state dict, with any __eq__
         return False
+
+
+def _same_kind(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.device.type == b.device.type
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -182,6 +188,13 @@ def path_key(path: Path) -> str:
         return repr(path)
     except Exception:  # any class may be a key, and Python refuses to print integers of 4300 digits
         return path_text(tuple(part if isinstance(part, str) else type(part).__qualname__ for part in path))
+
+
+def put_leaves(
+    stored: Iterable[tuple[Path, Any]], live: Mapping[Path, Any], places: Places
+) -> list[tuple[Path, Any]]:
+    """``stored`` with tensors where the ``live`` ones of their paths are (see :meth:`Places.put`)."""
+    return [(path, places.put(value, lambda p=path: live.get(p))) for path, value in stored]  # type: ignore[misc]
 
 
 def with_leaves(own: Any, stored: Iterable[tuple[Path, Any]], stale: Iterable[Path]) -> Any:

@@ -16,7 +16,17 @@ from torch import nn
 
 from ..errors import StateError
 from ..names import NamedTensor, canonical_name, named_tensors, unwrap
-from .beyond import Beyond, Path, differing_leaves, leaves_beyond, path_key, split_storable, with_leaves
+from .beyond import (
+    Beyond,
+    Path,
+    differing_leaves,
+    leaves_beyond,
+    path_key,
+    put_leaves,
+    split_storable,
+    with_leaves,
+)
+from .places import Places
 
 __all__ = ["beyond_model", "give_back_to_model", "has_own_loading", "make_room", "refuse_fsdp1"]
 
@@ -109,7 +119,11 @@ def _own_state(model: nn.Module) -> dict[str, Any]:
 
 
 def give_back_to_model(
-    name: str, model: nn.Module, stored: Iterable[tuple[Path, Any]], not_stored: Mapping[str, str]
+    name: str,
+    model: nn.Module,
+    stored: Iterable[tuple[Path, Any]],
+    not_stored: Mapping[str, str],
+    places: Places,
 ) -> tuple[str, ...]:
     """Let the model take ``stored`` by its own ``load_state_dict``, beside its present tensors. Rank-local.
 
@@ -122,7 +136,9 @@ def give_back_to_model(
     named = named_tensors(model)
     try:
         if stored or has_own_loading(model):
-            _load(model, stored, [path for path, _ in _leaves(model, named)], set(not_stored))
+            live = dict(_leaves(model, named))
+            stored = put_leaves(stored, live, places)
+            _load(model, stored, list(live), set(not_stored))
         now = _leaves(model, named_tensors(model))
     except Exception as error:
         return (f"{name}: its own load_state_dict failed ({type(error).__name__}: {error})",)
