@@ -31,6 +31,7 @@ from .state.documents import check_form
 from .state.gradients import clear_gradients, refuse_unreduced
 from .state.places import Places
 from .state.rng import devices_of, plan_rng
+from .state.schedulers import functions_left_out
 from .state.snapshot import trained_model
 from .state.train_state import TrainState, document_of
 from .store.collect import software_versions
@@ -78,6 +79,9 @@ class ResumeReport:
     """Newer steps that were skipped, with their damage."""
     superseded: tuple[int, ...]
     """Newer steps that were set aside, because the run goes on from this one."""
+    functions: tuple[str, ...] = ()
+    """Functions of schedulers, which no checkpoint holds: the program gave its own. ``exact`` holds if they are those of
+    the saved run, as for all other code."""
     gradients: int = 0
     """Gradients restored, of the ``optimizer_tensors``: the save was in the middle of an accumulation."""
 
@@ -109,7 +113,7 @@ def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> R
         documents = _read_documents(path, manifest, own_files, places)
         receivers = receivers_of(state, path, places)
         check_documents(receivers, documents, manifest, path)
-        own = OwnState(documents)
+        own = OwnState(documents, manifest, places)
         rng = plan_rng(
             documents.get("rng"),
             seed=manifest.seed,
@@ -168,6 +172,7 @@ def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> R
         seconds=time.perf_counter() - started,
         damaged={},
         superseded=(),
+        functions=tuple(functions_left_out(state.scheduler)),
         gradients=sum(o.gradients for o in filled),
     )
 

@@ -7,6 +7,7 @@ which other modules apply: optimizers with their tensors, generators last of all
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -22,6 +23,7 @@ from .errors import FormatError, StateError
 from .foreign import refuse_other_kind
 from .limits import brief, cause
 from .names import named_tensors
+from .restoring_own import not_taken, tensor_sums
 from .state.data import ResumableLoader, make_iterator
 from .state.documents import check_position
 from .state.forms import check_scaler, check_scheduler, check_settings, check_values
@@ -87,9 +89,8 @@ class _Extra(Receiver):
     def restore(self, stored: Any) -> Iterable[str]:
         target = self._extra[self._key]
         if hasattr(target, "load_state_dict"):
-            _load_state(target, stored, self.name, self._places)
-        else:
-            self._extra[self._key] = self._places.put(stored, lambda: target)
+            return _load_state(target, stored, self.name, self._places)
+        self._extra[self._key] = self._places.put(stored, lambda: target)
         return ()
 
     def missing(self, manifest: Manifest, path: str) -> None:
@@ -114,10 +115,20 @@ class _Modules(Receiver):
 
     def restore(self, stored: Any) -> Iterable[str]:
         modules = dict(modules_with_state(self._model))
+        lines: list[str] = []
+        before = tensor_sums(self._model) if modules else {}
         for path, module in modules.items():
+            name, kept = f"{self.name}[{path!r}]", copy.deepcopy(stored[path])
             value = self._places.put(stored[path], module.get_extra_state)
-            _call(module.set_extra_state, value, f"{self.name}[{path!r}]", module, "set_extra_state")
-        return [
+            _call(module.set_extra_state, value, name, module, "set_extra_state")
+            lines += not_taken(name, kept, module.get_extra_state)
+        after = tensor_sums(self._model) if modules else {}
+        lines += [
+            f"{self.name}: set_extra_state changed {tensor}, which was restored before"
+            for tensor in sorted(before.keys() | after.keys())
+            if before.get(tensor) != after.get(tensor)
+        ]
+        return lines + [
             f"{self.name}[{brief(path)}]: the module keeps no such state"
             for path in stored
             if path not in modules
@@ -271,7 +282,7 @@ def _left_behind(state: TrainState, documents: Mapping[str, Any], manifest: Mani
             continue
         if meaning.kind == "buffers":
             yield f"{name} that differed between ranks: every rank has those of one rank now"
-        elif meaning.kind not in _APPLIED_ELSEWHERE:
+        elif meaning.kind not in _APPLIED_ELSEWHERE or meaning.kind == "own":
             yield f"{name}: stored per rank, and this run has another number of ranks"
     for name in manifest.models:
         if name not in state.models:
@@ -315,9 +326,10 @@ def _check_schedulers(saved: Any, now: Any, name: str = "scheduler") -> None:
 def _give(target: Any, value: Any, name: str, places: Places) -> Iterator[str]:
     """State to an object, or to several by name. Yields what is stored and was not asked for."""
     if not _is_several(target):
-        _load_state(target, value, name, places)
+        lines = _load_state(target, value, name, places)
         if name == "scaler" and value and not target.state_dict():
-            yield "scaler: it is disabled in this run"
+            lines = ["scaler: it is disabled in this run"]
+        yield from lines
         if name.partition(".")[0] == "dataloader":
             make_iterator(target)
         return
@@ -328,15 +340,26 @@ def _give(target: Any, value: Any, name: str, places: Places) -> Iterator[str]:
             yield f"{name}.{key}: not given to this run"
 
 
-def _load_state(target: Any, value: Any, name: str, places: Places) -> None:
-    """``target.load_state_dict(value)``. Raises :class:`StateError` naming the object, whatever it raises itself."""
-    # A loader may start its workers to tell its state.
-    live = (lambda: None) if name.partition(".")[0] == "dataloader" else target.state_dict
+def _load_state(target: Any, value: Any, name: str, places: Places) -> list[str]:
+    """``target.load_state_dict(value)``. Returns a line if it does not say afterwards what it was given.
+
+    Raises :class:`StateError` naming the object, whatever it raises itself.
+    """
+    is_asked = not _says_later(target, name)
+    kept = copy.deepcopy(value) if is_asked else None  # it may keep or change what it is given
 
     def take(stored: Any) -> None:
-        target.load_state_dict(places.put(stored, live))
+        target.load_state_dict(places.put(stored, target.state_dict if is_asked else lambda: None))
 
     _call(take, value, name, target, "load_state_dict")
+    return list(not_taken(name, kept, target.state_dict)) if is_asked else []
+
+
+def _says_later(target: Any, name: str) -> bool:
+    """Whether an object is not asked for its state: a loader may start its workers to tell it, and those of this
+    package keep what they are given until training goes on."""
+    own = type(target).__module__.partition(".")[0] == __package__
+    return own or name.partition(".")[0] == "dataloader" or isinstance(target, torch.utils.data.DataLoader)
 
 
 def _call(take: Any, value: Any, name: str, target: Any, method: str) -> None:

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+from .catalog.documents import document_named
+from .catalog.manifest import Manifest
 from .dist import Ranks
 from .layout.model import local_tensor
+from .limits import brief, cause
 from .names import named_tensors
 from .proof.digest import partial_sum
-from .state.beyond import Path
+from .state.beyond import Path, same
 from .state.beyond_model import give_back_to_model, has_own_loading
 from .state.beyond_optimizer import give_back_to_optimizer
+from .state.places import Places
 from .state.train_state import document_of
+from .state.typed_json import decode, encode
 
-__all__ = ["OwnState"]
+__all__ = ["OwnState", "not_taken", "tensor_sums"]
 
 _LEFT_OUT = "not_stored"
-_OWN = re.compile(r"own|optimizer\.own|(models|optimizers)\.[^.]+\.own")
 
 
 class OwnState:
@@ -31,12 +34,17 @@ class OwnState:
     tensors is then named as a difference. The documents' form was checked (:mod:`.state.documents`).
     """
 
-    def __init__(self, documents: Mapping[str, Any]) -> None:
-        self._leaves: dict[str, list[tuple[Path, Any]]] = {
-            n: d for n, d in documents.items() if _OWN.fullmatch(n)
-        }
+    def __init__(self, documents: Mapping[str, Any], manifest: Manifest, places: Places) -> None:
+        def is_own(name: str) -> bool:
+            meaning = document_named(name, manifest)
+            return meaning is not None and meaning.kind == "own"
+
+        own = {n for n in (*documents, *manifest.local_documents) if is_own(n)}
+        self._leaves: dict[str, list[tuple[Path, Any]]] = {n: documents[n] for n in own & documents.keys()}
+        self._elsewhere = own - documents.keys()  # of ranks that this run has not; named with other documents
+        self._places = places
         self._lost: Mapping[str, Mapping[str, str]] = documents.get(_LEFT_OUT, {})
-        self._lines: list[str] = []
+        self._lines = [line for n, lines in self._lost.items() if not is_own(n) for line in lines.values()]
         self._restored: list[str] = []
 
     @property
@@ -69,25 +77,27 @@ class OwnState:
         document = document_of("model", name, "own")
         lost, stored = self._lost.get(document, {}), self._leaves.get(document, [])
         watched = bool(stored) or has_own_loading(model)
-        before = _sums(model) if watched else {}
-        lines = give_back_to_model(name, model, stored, lost)
+        before = tensor_sums(model) if watched else {}
+        lines = give_back_to_model(name, model, stored, lost, self._places)
         self._note(document, lost, lines)
-        return watched and _sums(model) != before
+        return watched and tensor_sums(model) != before
 
     def give_to_optimizers(self, given: Mapping[str, Optimizer], bare: Mapping[str, Optimizer]) -> None:
         """After the optimizers are filled. Rank-local."""
         for name, outer in given.items():
             document = document_of("optimizer", name, "own")
             lost, stored = self._lost.get(document, {}), self._leaves.get(document, [])
-            self._note(document, lost, give_back_to_optimizer(name, outer, bare[name], stored, lost))
+            self._note(
+                document, lost, give_back_to_optimizer(name, outer, bare[name], stored, lost, self._places)
+            )
 
     def _note(self, document: str, lost: Mapping[str, str], lines: tuple[str, ...]) -> None:
-        self._lines += [*lost.values(), *lines]
+        self._lines += [*lost.values(), *(lines if document not in self._elsewhere else ())]
         if document in self._leaves:
             self._restored.append(document)
 
 
-def _sums(model: nn.Module) -> dict[str, tuple[Any, ...]]:
+def tensor_sums(model: nn.Module) -> dict[str, tuple[Any, ...]]:
     """Sums and shapes of this rank's part of all stored tensors."""
     return dict(_sums_of(model))
 
@@ -97,3 +107,26 @@ def _sums_of(model: nn.Module) -> Iterator[tuple[str, tuple[Any, ...]]]:
         if t.persistent:
             local = local_tensor(t.tensor).detach()
             yield t.name, (tuple(local.shape), partial_sum(local, (0,) * local.dim()))
+
+
+def not_taken(name: str, stored: Any, ask: Callable[[], Any]) -> Iterator[str]:
+    """One line if an object that took a document does not say now what was stored. Rank-local.
+
+    ``ask`` gives what the object would save. ``stored`` is a copy of what it was given, on the CPU: what it says is
+    brought into the same form, so that functions are left out of both.
+    """
+    try:
+        encoded = encode(ask(), where=name)
+        now = decode(encoded.document, encoded.tensors)
+    except Exception as error:
+        yield f"{name}: whether it was taken back is not known ({cause(error)})"
+        return
+    if same(now, stored):
+        return
+    what = ""
+    if isinstance(now, dict) and isinstance(stored, dict):
+        keys = [
+            k for k in {**stored, **now} if k not in now or k not in stored or not same(now[k], stored[k])
+        ]
+        what = f" ({', '.join(map(brief, keys[:5]))})"
+    yield f"{name}: the object that took it does not say what was stored{what}"

@@ -9,6 +9,8 @@ found by asking once more.
 
 from __future__ import annotations
 
+import struct
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +22,7 @@ from torch import nn
 from ..errors import ShardwiseError
 from ..layout.model import local_tensor
 from .encoding import quantised_parts
+from .places import Places
 from .typed_json import encode
 
 __all__ = [
@@ -28,7 +31,9 @@ __all__ = [
     "Path",
     "differing_leaves",
     "leaves_beyond",
+    "path_key",
     "path_text",
+    "put_leaves",
     "same",
     "split_storable",
     "with_leaves",
@@ -48,23 +53,27 @@ class Beyond:
     leaves: tuple[tuple[Path, Any], ...] = ()
     """What can be stored, by path."""
     not_stored: Mapping[str, str] = field(default_factory=dict)
-    """What can't, by the text of its path: one line each."""
+    """What can't, by :func:`path_key`: one line each."""
 
 
 def leaves_beyond(
-    own: Any, plain: Any, known: Collection[int], path: Path = ()
+    own: Any, plain: Any, known: Collection[int], path: Path = (), inside: tuple[int, ...] = ()
 ) -> Iterator[tuple[Path, Any]]:
     """Values of a state dict ``own`` that neither follow from ``plain`` nor are objects with an id in ``known``.
 
     ``plain`` is what torch's base class would give; a tensor that is a cast of the plain one says nothing new.
+    ``inside``: ids of the containers on the way; one that is met again in itself is a leaf.
     """
-    if isinstance(own, dict):
+    within = (*inside, id(own))
+    if isinstance(own, dict) and id(own) not in inside:
         below = plain if isinstance(plain, dict) else {}
         for key, value in own.items():
-            yield from leaves_beyond(value, below.get(key, _MISSING), known, (*path, key))
-    elif isinstance(own, list) and isinstance(plain, list) and len(own) == len(plain):
+            yield from leaves_beyond(value, below.get(key, _MISSING), known, (*path, key), within)
+    elif (
+        isinstance(own, list) and isinstance(plain, list) and len(own) == len(plain) and id(own) not in inside
+    ):
         for index, (value, under) in enumerate(zip(own, plain, strict=True)):
-            yield from leaves_beyond(value, under, known, (*path, index))
+            yield from leaves_beyond(value, under, known, (*path, index), within)
     elif own is not plain and id(own) not in known and not _follows(own, plain):
         yield path, own
 
@@ -80,10 +89,10 @@ def _follows(own: Any, plain: Any) -> bool:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two values of state dicts are of one type and equal, tensors and floats bit for bit."""
+    """Whether two values of state dicts are of one type and equal, tensors and floats bit for bit, on one type of device."""
     try:
         if isinstance(a, torch.Tensor):
-            return isinstance(b, torch.Tensor) and a.shape == b.shape and _same_bits(a, b)
+            return isinstance(b, torch.Tensor) and _same_kind(a, b) and _same_bits(a, b)
         if isinstance(a, np.ndarray):
             return type(b) is np.ndarray and (a.dtype, a.shape, a.tobytes()) == (
                 b.dtype,
@@ -96,9 +105,21 @@ def same(a: Any, b: Any) -> bool:
             return a.keys() == b.keys() and all(same(v, b[k]) for k, v in a.items())
         if isinstance(a, (list, tuple)):
             return len(a) == len(b) and all(map(same, a, b))
-        return bool(a == b) or (isinstance(a, float) and a != a and b != b)
+        if isinstance(a, np.generic):
+            return bool(a.dtype == b.dtype and a.tobytes() == b.tobytes())
+        if isinstance(a, deque):
+            return a.maxlen == b.maxlen and same(list(a), list(b))
+        if isinstance(a, float):
+            return struct.pack("d", a) == struct.pack("d", b) or (a != a and b != b)
+        if isinstance(a, complex):
+            return same((a.real, a.imag), (b.real, b.imag))
+        return bool(a == b)
     except Exception:  # any class may be in a state dict, with any __eq__
         return False
+
+
+def _same_kind(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.device.type == b.device.type
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -116,9 +137,12 @@ def split_storable(leaves: Iterable[tuple[Path, Any]], what: str) -> Beyond:
     lines: dict[str, str] = {}
     nbytes = 0
     for path, live in leaves:
-        value, why = _without_parameters(live), ""
+        value, why = live, ""
         try:
+            value = _without_parameters(live)
             encoded = encode((path, value), where="it")
+        except RecursionError:
+            why = "it contains itself, or is nested too deeply"
         except ShardwiseError as error:
             why = str(error)
         else:
@@ -133,7 +157,9 @@ def split_storable(leaves: Iterable[tuple[Path, Any]], what: str) -> Beyond:
                 nbytes += size
         if why:
             text = path_text(path)
-            lines[text] = f"{what}: {text}, which the object itself would save, is not stored ({why})"
+            lines[path_key(path)] = (
+                f"{what}: {text}, which the object itself would save, is not stored ({why})"
+            )
         else:
             kept.append((path, value))
     return Beyond(tuple(kept), lines)
@@ -154,6 +180,21 @@ def path_text(path: Path) -> str:
     for part in path:
         text += f"{'.' if text else ''}{part}" if isinstance(part, str) else f"[{part!r:.80}]"
     return text or "all of it"
+
+
+def path_key(path: Path) -> str:
+    """A path as Python writes it: ``('a.b',)`` is not ``('a', 'b')``, although people read both as ``a.b``."""
+    try:
+        return repr(path)
+    except Exception:  # any class may be a key, and Python refuses to print integers of 4300 digits
+        return path_text(tuple(part if isinstance(part, str) else type(part).__qualname__ for part in path))
+
+
+def put_leaves(
+    stored: Iterable[tuple[Path, Any]], live: Mapping[Path, Any], places: Places
+) -> list[tuple[Path, Any]]:
+    """``stored`` with tensors where the ``live`` ones of their paths are (see :meth:`Places.put`)."""
+    return [(path, places.put(value, lambda p=path: live.get(p))) for path, value in stored]  # type: ignore[misc]
 
 
 def with_leaves(own: Any, stored: Iterable[tuple[Path, Any]], stale: Iterable[Path]) -> Any:
@@ -198,16 +239,13 @@ def differing_leaves(
     not_stored: Collection[str],
     what: str,
 ) -> Iterator[str]:
-    """One line for each leaf that is not as stored. ``not_stored``: texts of paths that are named already."""
-    found, wanted = _by_text(now), _by_text(stored)
-    for text in sorted(found.keys() | wanted.keys()):
-        if text in not_stored:
+    """One line for each leaf that is not as stored. ``not_stored``: keys of paths that are named already."""
+    found, wanted = dict(now), dict(stored)
+    for path in sorted(found.keys() | wanted.keys(), key=path_text):
+        if path_key(path) in not_stored:
             continue
-        if text not in wanted:
+        text = path_text(path)
+        if path not in wanted:
             yield f"{what}: {text}, which the object itself would save, is not in the checkpoint"
-        elif text not in found or not same(found[text], wanted[text]):
+        elif path not in found or not same(found[path], wanted[path]):
             yield f"{what}: {text}, which the object itself saved, was not taken back by its load_state_dict"
-
-
-def _by_text(leaves: Iterable[tuple[Path, Any]]) -> Mapping[str, Any]:
-    return {path_text(path): value for path, value in leaves}

@@ -17,7 +17,17 @@ from torch import nn
 from ..errors import StateError
 from ..layout.model import fsdp1_problem
 from ..names import NamedTensor, canonical_name, named_tensors, unwrap
-from .beyond import Beyond, Path, differing_leaves, leaves_beyond, path_text, split_storable, with_leaves
+from .beyond import (
+    Beyond,
+    Path,
+    differing_leaves,
+    leaves_beyond,
+    path_key,
+    put_leaves,
+    split_storable,
+    with_leaves,
+)
+from .places import Places
 
 __all__ = ["beyond_model", "give_back_to_model", "has_own_loading", "make_room", "refuse_fsdp1"]
 
@@ -103,7 +113,11 @@ def _own_state(model: nn.Module) -> dict[str, Any]:
 
 
 def give_back_to_model(
-    name: str, model: nn.Module, stored: Iterable[tuple[Path, Any]], not_stored: Mapping[str, str]
+    name: str,
+    model: nn.Module,
+    stored: Iterable[tuple[Path, Any]],
+    not_stored: Mapping[str, str],
+    places: Places,
 ) -> tuple[str, ...]:
     """Let the model take ``stored`` by its own ``load_state_dict``, beside its present tensors. Rank-local.
 
@@ -116,7 +130,9 @@ def give_back_to_model(
     named = named_tensors(model)
     try:
         if stored or has_own_loading(model):
-            _load(model, stored, [path for path, _ in _leaves(model, named)], set(not_stored))
+            live = dict(_leaves(model, named))
+            stored = put_leaves(stored, live, places)
+            _load(model, stored, list(live), set(not_stored))
         now = _leaves(model, named_tensors(model))
     except Exception as error:
         return (f"{name}: its own load_state_dict failed ({type(error).__name__}: {error})",)
@@ -132,7 +148,7 @@ def _load(model: nn.Module, stored: list[tuple[Path, Any]], live: list[Path], no
         return (raw.get(path[0], f"{prefix}{path[0]}"), *path[1:])
 
     heads = {path[0] for path, _ in stored}
-    stale = [live_path(p) for p in live if p[0] in heads and path_text(p) not in not_stored]
+    stale = [live_path(p) for p in live if p[0] in heads and path_key(p) not in not_stored]
     given = with_leaves(own, [(live_path(p), value) for p, value in stored], stale)
     takes = inspect.signature(model.load_state_dict).parameters.values()
     can_be_lax = any(p.name == "strict" or p.kind is inspect.Parameter.VAR_KEYWORD for p in takes)

@@ -14,7 +14,17 @@ from torch.optim import Optimizer
 
 from ..layout.model import local_tensor
 from ..proof.digest import partial_sum
-from .beyond import Beyond, Path, differing_leaves, leaves_beyond, path_text, split_storable, with_leaves
+from .beyond import (
+    Beyond,
+    Path,
+    differing_leaves,
+    leaves_beyond,
+    path_key,
+    put_leaves,
+    split_storable,
+    with_leaves,
+)
+from .places import Places
 
 __all__ = ["beyond_optimizer", "give_back_to_optimizer"]
 
@@ -84,6 +94,7 @@ def give_back_to_optimizer(
     inner: Optimizer,
     stored: Iterable[tuple[Path, Any]],
     not_stored: Mapping[str, str],
+    places: Places,
 ) -> tuple[str, ...]:
     """Let ``outer`` take ``stored`` by its own ``load_state_dict``, beside the present state of ``inner``. Rank-local.
 
@@ -97,6 +108,7 @@ def give_back_to_optimizer(
     lines: list[str] = []
     try:
         if stored or has_own_loading:
+            stored = put_leaves(stored, dict(_leaves(outer, inner)), places)
             lines += _load(name, outer, inner, stored, not_stored)
         now = _leaves(outer, inner)
     except Exception as error:
@@ -113,7 +125,7 @@ def _load(
 ) -> list[str]:
     live = _leaves(outer, inner)
     heads = {path[0] for path, _ in stored}
-    stale = [path for path, _ in live if path[0] in heads and path_text(path) not in not_stored]
+    stale = [path for path, _ in live if path[0] in heads and path_key(path) not in not_stored]
     given = with_leaves(outer.state_dict(), stored, stale)
     kept = _Kept(outer, inner)
     try:

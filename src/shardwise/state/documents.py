@@ -124,6 +124,10 @@ def _own(where: str, value: Any, meaning: Document, manifest: Manifest) -> None:
     for pair in value if isinstance(value, list) else [None]:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], tuple) and pair[0]):
             raise FormatError(f"{where}: expected pairs of a path and a value, got {brief(pair)}")
+        try:
+            hash(pair[0])
+        except TypeError as error:
+            raise FormatError(f"{where}: {brief(pair[0])} is no path: {cause(error)}") from error
 
 
 def _not_stored(where: str, value: Any, meaning: Document, manifest: Manifest) -> None:

@@ -119,7 +119,8 @@ def take_snapshot(state: TrainState, step: int) -> Snapshot:
     pieces = {
         name: encode(value, where=name) for name, value in _pieces(state, models, optimizers, step).items()
     }
-    pieces |= {name: encode(value, where=name) for name, value in _beyond_pieces(beyond).items()}
+    functions = {name: _without(piece.not_stored) for name, piece in pieces.items() if piece.not_stored}
+    pieces |= {name: encode(value, where=name) for name, value in _beyond_pieces(beyond, functions).items()}
     return Snapshot(
         models=models,
         optimizers=optimizers,
@@ -147,7 +148,16 @@ def _beyond(state: TrainState, models: tuple[ModelPart, ...]) -> dict[tuple[str,
     return found
 
 
-def _beyond_pieces(beyond: Mapping[tuple[str, str], Beyond]) -> dict[str, Any]:
+def _without(functions: tuple[str, ...]) -> dict[str, str]:
+    """Lines for the report of a resume, by path."""
+    return {
+        path: f"{path}: a function is not stored; what this run has there may differ" for path in functions
+    }
+
+
+def _beyond_pieces(
+    beyond: Mapping[tuple[str, str], Beyond], functions: dict[str, dict[str, str]]
+) -> dict[str, Any]:
     pieces: dict[str, Any] = {
         document_of(kind, name, "own"): list(found.leaves)
         for (kind, name), found in beyond.items()
@@ -157,7 +167,7 @@ def _beyond_pieces(beyond: Mapping[tuple[str, str], Beyond]) -> dict[str, Any]:
         document_of(kind, name, "own"): dict(found.not_stored)
         for (kind, name), found in beyond.items()
         if found.not_stored
-    }
+    } | functions
     return {**pieces, "not_stored": lost} if lost else pieces
 
 
