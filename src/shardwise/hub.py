@@ -221,7 +221,7 @@ def _downloaded(model: str, commit: str, files: Collection[str], options: HubOpt
             if all(os.path.isfile(os.path.join(folder, name)) for name in names):
                 return folder
         except SourceError:
-            pass
+            pass  # the cache lacks this commit: download it
     _log.info("downloading %d files of %s at %s", len(names), model, commit)
     patterns = [glob.escape(name) for name in names]
     folder = str(snapshot_download(model, revision=options.revision, allow_patterns=patterns, **common))
