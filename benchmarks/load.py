@@ -33,11 +33,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
 import shardwise as sw
 from shardwise.catalog import catalog_of_safetensors
-from shardwise.dist import Ranks
 from shardwise.dtypes import itemsize
-from shardwise.loading import fill, plan_load
+from shardwise.loading.load import fill, plan_load
+from shardwise.loading.pretrained import with_callers
 from shardwise.plan import IOOptions
-from shardwise.pretrained import with_callers
+from shardwise.ranks.ranks import Ranks
 from shardwise.recipe.transformers import hub_rules
 
 

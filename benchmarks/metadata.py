@@ -39,21 +39,21 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import shardwise as sw
 from shardwise.catalog.checkpoint import catalog_of_checkpoint, catalog_of_slices, optimizer_tensors
-from shardwise.catalog.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry, read_manifest
-from shardwise.catalog.slices import boxes_to_write, file_name, header_bytes, rank_files
-from shardwise.catalog.spread import file_count
-from shardwise.dist import Ranks
-from shardwise.garbage import no_collections
+from shardwise.checkpoint.collect import Collected, Lineage
+from shardwise.checkpoint.optimizer import _plan_states, _spread_states
+from shardwise.checkpoint.save import _manifest, _records
+from shardwise.checkpoint.snapshot import Snapshot, layout_hash, take_snapshot
+from shardwise.format.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry, read_manifest
+from shardwise.format.slices import boxes_to_write, file_name, header_bytes, rank_files
+from shardwise.format.spread import file_count
+from shardwise.gc_paused import no_collections
 from shardwise.layout.model import geometries_of
-from shardwise.loading import _fingerprint, plan_load
+from shardwise.loading.load import _fingerprint, plan_load
 from shardwise.names import named_tensors
 from shardwise.plan import IOOptions, Plan
+from shardwise.ranks.ranks import Ranks
 from shardwise.recipe.match import Rules
-from shardwise.restoring_optimizer import _plan_states, _spread_states
 from shardwise.state.optimizer import parameter_names, place_states
-from shardwise.state.snapshot import Snapshot, layout_hash, take_snapshot
-from shardwise.store.collect import Collected, Lineage
-from shardwise.store.save import _manifest, _pack
 
 HIDDEN, EXPERT, EXPERTS, LAYER = 2048, 1728, 64, 200
 VOCABULARY = 129_280
@@ -194,7 +194,7 @@ def plan_save(state: sw.TrainState, rank: int) -> tuple[Snapshot, list[tuple[str
     return snapshot, headers
 
 
-def payloads_of_all(snapshot: Snapshot, ranks: int, header: int) -> list[bytes]:
+def payloads_of_all(snapshot: Snapshot, ranks: int, header: int) -> list[dict[str, bytes]]:
     """What every rank would send to rank 0 when it has written: its files' entries and digest sums.
 
     Sizes are those of the files, headers taken as long as this rank's; checksums and sums are stand-ins.
@@ -228,7 +228,7 @@ def payloads_of_all(snapshot: Snapshot, ranks: int, header: int) -> list[bytes]:
                     blocks = tuple(f"{7 * j + rank:016x}" for j in range(-(-payload // BLOCK_BYTES)))
                     name = f"{kind}/{file_name(kind, rank, k, count)}"
                     files[name] = FileEntry(header + payload, header, f"{rank:016x}", blocks)
-        found.append(_pack(files, sums))
+        found.append(_records(files, sums))
     return found
 
 
@@ -268,7 +268,9 @@ def measure_save(state: sw.TrainState, ranks: int, folder: str, repeats: int) ->
         "manifest MB": round(len(text) / 1e6, 2),
         "of it block checksums MB": round(without / 1e6, 2),
         "planning of a save, CPU s": round(seconds, 2),
-        "gathered by rank 0, MB": round(sum(map(len, gathered)) / 1e6, 1),
+        "gathered by rank 0, MB": round(
+            sum(len(part) for records in gathered for part in records.values()) / 1e6, 1
+        ),
         "rank 0's agreement, CPU s": round(decide_s, 2),
         "rank 0's agreement, MB over what is gathered": round((peak - before) / 1e3, 1),
         "manifest's text, CPU s": round(text_s, 2),

@@ -2,7 +2,7 @@
 
     python benchmarks/sweep.py                                     # all of them
     python benchmarks/sweep.py --only 'mixtral,qwen*' --json out.json
-    python benchmarks/sweep.py --table docs/architectures.md
+    python benchmarks/sweep.py --table docs/supported-models.md
 
 For each: a tiny random model is saved by the library (so in the hub's layout), loaded by ``from_pretrained``, and
 then by ``load_pretrained`` on 2 and on 3 ranks, with shards on dim 1 where that divides, and with FSDP 2 × TP 2

@@ -1,4 +1,4 @@
-"""Accelerate with FSDP2, a model of one's own, and a YAML that is left as it is (docs/accelerate.md).
+"""Accelerate with FSDP2, a model of one's own, and a YAML that is left as it is (docs/howto/accelerate.md).
 
     accelerate launch --config_file examples/accelerate_fsdp.yaml examples/accelerate_fsdp.py --out out
 

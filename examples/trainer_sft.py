@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer on a sharded model: trains, checkpoints, resumes, exports (docs/trainer.md).
+"""TRL's SFTTrainer on a sharded model: trains, checkpoints, resumes, exports (docs/howto/trainer.md).
 
     torchrun --nproc-per-node 2 examples/trainer_sft.py --out out
     torchrun --nproc-per-node 2 examples/trainer_sft.py --out out-lora --lora
@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
-from shardwise.integrations.trainer import ShardwiseTrainer, load_pretrained  # <-
+from shardwise.integrations.trainer import ShardwiseTrainer, load_pretrained
 
 WORDS = [
     "the",

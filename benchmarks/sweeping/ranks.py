@@ -20,8 +20,8 @@ import shardwise as sw
 from benchmarks.architectures import Architecture
 from benchmarks.sweeping.children import in_children
 from benchmarks.sweeping.ordinary import Reference, differences, export_differences
-from shardwise.dist import Ranks
-from shardwise.pretrained import build_meta
+from shardwise.loading.pretrained import build_meta
+from shardwise.ranks.ranks import Ranks
 
 __all__ = ["MOST_BYTES", "Job", "on_ranks", "short"]
 
@@ -110,11 +110,7 @@ def exported(job: Job) -> tuple[list[str], Ratios]:
     """Export the loaded model, compare the files and what the ordinary load makes of them."""
     model = job.model if job.model is not None else _load(job)[0]
     job.model = None
-    name = (
-        Ranks.current()
-        .on_first("export", lambda: f"export-{len(list(job.work.iterdir()))}".encode())
-        .decode()
-    )
+    name = Ranks.current().on_first("export", lambda: f"export-{len(list(job.work.iterdir()))}")
     out = job.work / name
     sw.export_hf(model, out)
     problems = export_differences(out, job.reference, job.architecture) if dist.get_rank() == 0 else []

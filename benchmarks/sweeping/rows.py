@@ -91,9 +91,9 @@ def table(rows: Sequence[Row], pending: Sequence[str] = ()) -> str:
     measured = [row.model_bytes_ratio for row in on_dim_0 if row.model_bytes_ratio]
     converted = [row for row in done if any("(" in c for c in row.conversions)]
     lines = [
-        "# Architectures",
+        "# Supported models",
         "",
-        "Written by `python benchmarks/sweep.py --table docs/architectures.md`, which says how; not by hand.",
+        "Written by `python benchmarks/sweep.py --table docs/supported-models.md`, which says how; not by hand.",
         f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}, gloo, CPU.",
         "",
         f"**{summary(rows)}**, of {len(rows)} classes. *right*: every parameter, buffer and tie of the sharded load is,",

@@ -1,33 +1,31 @@
 """Pretrained weights and training state, in and out of sharded (FSDP2/DTensor) PyTorch models.
 
-Package map, from the bottom up::
-
-    errors, dtypes, names, dist, _compat     words that everything else uses
-    catalog/   what a source holds            layout/   which boxes each rank wants
-    recipe/    how wanted is made of stored   plan/     reads, their cost, proof of cover
-    read/      positioned reads               place/    memory and copies into live tensors
-    proof/     digests, stored checkpoints    state/    optimizer, RNG, data ↔ named tensors, typed JSON
-    store/     write, publish, retain
-    groups, planner                           which modules become FSDP2 groups; plans for absent ranks
-    loading, pretrained, parallelize, checkpoint, restoring, export, full, cloning    one story per entry point
-    cli/, demo/                               on top
+The rooms of the package, and which may import which: docs/architecture.md.
 """
 
-from .checkpoint import Checkpointer, restore, save
-from .cloning import clone
-from .export import export_hf
-from .full import iter_full
-from .loading import load
-from .parallelize import ShardPolicy, shard
-from .place.initialize import initialize
-from .place.meta_init import meta_init
-from .plan.records import IOOptions
-from .pretrained import load_pretrained
-from .proof.model import digest
-from .proof.stored import verify
-from .state.data import ResumableLoader
-from .state.sampler import ElasticSampler
-from .state.train_state import TrainState
+import typing as _typing
+
+from . import errors as errors
+
+if _typing.TYPE_CHECKING:
+    from .checkpoint.checkpointer import Checkpointer, save
+    from .checkpoint.verify import verify
+    from .digests.live import digest
+    from .export.full import iter_full
+    from .export.hub import export_hf
+    from .loading.clone import clone
+    from .loading.initialize import initialize
+    from .loading.load import load
+    from .loading.pretrained import load_pretrained
+    from .models.meta_init import meta_init
+    from .plan.records import IOOptions
+    from .runs.restore import restore
+    from .sharding.fsdp import ShardPolicy, shard
+    from .state.data import ResumableLoader
+    from .state.sampler import ElasticSampler
+    from .state.train_state import TrainState
+
+__version__ = "0.1.0"
 
 __all__ = [
     "Checkpointer",
@@ -36,6 +34,7 @@ __all__ = [
     "ResumableLoader",
     "ShardPolicy",
     "TrainState",
+    "__version__",
     "clone",
     "digest",
     "export_hf",
@@ -49,3 +48,36 @@ __all__ = [
     "shard",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """The public names come when the first of them is used: the command line and its help need no torch."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals().update(_public())
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _public() -> dict[str, object]:
+    from .checkpoint.checkpointer import Checkpointer, save
+    from .checkpoint.verify import verify
+    from .digests.live import digest
+    from .export.full import iter_full
+    from .export.hub import export_hf
+    from .loading.clone import clone
+    from .loading.initialize import initialize
+    from .loading.load import load
+    from .loading.pretrained import load_pretrained
+    from .models.meta_init import meta_init
+    from .plan.records import IOOptions
+    from .runs.restore import restore
+    from .sharding.fsdp import ShardPolicy, shard
+    from .state.data import ResumableLoader
+    from .state.sampler import ElasticSampler
+    from .state.train_state import TrainState
+
+    return dict(locals())

@@ -37,6 +37,7 @@ __all__ = [
     "StateError",
     "UnsupportedConversionError",
     "VersionError",
+    "is_damage",
 ]
 
 
@@ -119,3 +120,16 @@ class RankError(ShardwiseError):
         self.label = label
         self.causes = dict(causes)
         self.missing = missing
+
+
+def is_damage(error: ShardwiseError) -> bool:
+    """Whether an error means that stored bytes are lost or wrong, on whichever rank.
+
+    A file that can't be opened or read for another reason (too many open files, permissions, a server that is
+    away), a later format version, or a valid state that the live objects do not fit, is no damage: nothing may be set
+    aside for it.
+    """
+    if isinstance(error, RankError):
+        kinds = ("IntegrityError", "FormatError")
+        return bool(error.causes) and all(cause.startswith(kinds) for cause in error.causes.values())
+    return isinstance(error, (IntegrityError, FormatError))

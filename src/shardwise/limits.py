@@ -51,6 +51,8 @@ MAX_BYTES_PER_BYTE = 64
 MAX_COMPARISONS_PER_CHUNK = 64
 #: A number in config.json that counts layers, labels, heads and the like. Config classes make lists so long.
 MAX_CONFIG_COUNT = 2**20
+#: Values in one another in a config. Real ones nest six deep; transformers writes each out again, indented by its depth.
+MAX_CONFIG_DEPTH = 32
 #: Modules, parameters and buffers that a config may build: so many, and so many more for each tensor that is stored.
 MAX_MODULES, MAX_MODULES_PER_TENSOR = 2_000, 64
 #: Bytes of one tensor that a config may build: for each byte that is stored, and in any case.
@@ -89,6 +91,22 @@ def read_json(path: str, what: str = "file", max_bytes: int = MAX_JSON_BYTES) ->
     ``max_bytes`` or is not JSON.
     """
     return parse_json(read_small(path, what, max_bytes), path, what)
+
+
+def read_shallow_json(path: str, what: str = "config") -> Any:
+    """As :func:`read_json`; values nested deeper than ``MAX_CONFIG_DEPTH`` are a :class:`FormatError`, too."""
+    document = read_json(path, what)
+    waiting = [(document, 1)]
+    while waiting:
+        value, depth = waiting.pop()
+        if depth > MAX_CONFIG_DEPTH:
+            raise FormatError(
+                f"{what} has values nested deeper than {MAX_CONFIG_DEPTH}, which is the limit", path=path
+            )
+        if isinstance(value, dict | list):
+            inner = value.values() if isinstance(value, dict) else value
+            waiting += [(one, depth + 1) for one in inner]
+    return document
 
 
 def read_small(path: str, what: str = "file", max_bytes: int = MAX_JSON_BYTES) -> bytes:

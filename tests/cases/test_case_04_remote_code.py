@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.planner import plan_pretrained
+from shardwise.loading.plan_pretrained import plan_pretrained
 from tests.cases import _case_04_fns as fns
 from tests.cases._fns import MIB
 from tests.harness.pool import RankPool

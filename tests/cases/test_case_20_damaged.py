@@ -23,10 +23,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 import shardwise as sw
-from shardwise.catalog.manifest import MANIFEST_NAME
 from shardwise.catalog.open import open_catalog
 from shardwise.errors import FormatError, IntegrityError, SourceError, VersionError
-from shardwise.read import FileReader
+from shardwise.format.manifest import MANIFEST_NAME
+from shardwise.transfer import FileReader
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -71,7 +71,7 @@ def draws(device: torch.device) -> list[float]:
 
 def what_the_device_shows() -> dict[str, Any]:
     """Copies that nothing waited for, memory of the device read by the CPU, devices mixed, a CPU tensor in simccl."""
-    from shardwise.state.rng import capture_rng
+    from shardwise.rng import capture_rng
     from tests.device import simgpu
 
     unused = (
@@ -156,8 +156,8 @@ def begin(source: str, root: str, device: torch.device) -> Any:
 
 def _save_as_before(state: sw.TrainState, path: str) -> None:
     """A checkpoint that holds the generators of all devices that the rank sees."""
-    from shardwise.state import snapshot
-    from shardwise.state.rng import capture_host_rng
+    from shardwise.checkpoint import snapshot
+    from shardwise.rng import capture_host_rng
 
     def capture(*_: object) -> dict[str, Any]:
         module = torch.get_device_module("simgpu")
@@ -313,7 +313,7 @@ def full_of_a_cpu_model(device: torch.device) -> Any:
 def generators_of_other_processes(device: torch.device) -> dict[str, Any]:
     """What is planned for states of other kinds of processes, and that planning changes nothing."""
     from shardwise.errors import StateError
-    from shardwise.state.rng import capture_host_rng, capture_rng, plan_rng, restore_rng
+    from shardwise.rng import capture_host_rng, capture_rng, plan_rng, restore_rng
 
     numbers = {"seed": 1, "step": 2, "rank": dist.get_rank()}
     state = capture_rng()
@@ -351,7 +351,7 @@ def generators_of_several_devices(device: torch.device) -> list[bool]:
     """A process whose model lies on two devices: both generators come back."""
     other = torch.device(device.type, 1 - (device.index or 0))
     model = nn.Sequential(nn.Linear(2, 2, device=device), nn.Linear(2, 2, device=other))
-    from shardwise.state.rng import capture_rng, devices_of, plan_rng
+    from shardwise.rng import capture_rng, devices_of, plan_rng
 
     devices = devices_of([model])
     state = capture_rng(devices)

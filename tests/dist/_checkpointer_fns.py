@@ -463,7 +463,7 @@ def buffers_per_rank(root: str, resume_only: bool) -> list[Any]:
 
 def slow_rank_leaves_nothing(root: str) -> tuple[str, str]:
     """Rank 0 fails at once while rank 1 is still about to write: what it writes late is not left behind."""
-    from shardwise.store import save as module
+    from shardwise.checkpoint import save as module
 
     own = module.write_slices
 

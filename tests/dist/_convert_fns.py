@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import shardwise as sw
-from shardwise.converting import convert
+from shardwise.runs.convert import convert
 from tests.dist._checkpointer_fns import failure
 
 

@@ -19,8 +19,8 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers the backend "fake"
 
-from shardwise.dist import Ranks
 from shardwise.errors import LockedError, PlanError, RankError
+from shardwise.ranks.ranks import Ranks
 
 LARGE = 9 * 1024**2 + 17  # three parts, and more than a TCPStore takes in one value
 
@@ -138,6 +138,13 @@ def calm(notes: Notes, store: Any) -> None:
     step("first-empty", lambda: ranks.on_first("first", lambda: b"").hex())
     step("first-refuses", lambda: ranks.on_first("first", lambda: fail(LockedError("held"))))
     step("combine", lambda: ranks.combine("combine", lambda: mine[:1], lambda found: b"-".join(found)).hex())
+    step(
+        "combine-values",
+        lambda: ranks.combine("combine", lambda: [rank, None], lambda found: {"all": found, "text": "ü"}),
+    )
+    files = [{"a": bytes([r]) * (r * 10), "b": b""} for r in range(ranks.world_size)]
+    step("gather-files", lambda: ranks.gather("gather", files[rank]) == (files if rank == 0 else None))
+    step("first-tuple", lambda: ranks.on_first("first", lambda: (1, 2)))
     failing = on(ranks, last, OSError("disk is full"))
     step("combine-fails", lambda: ranks.combine("combine", lambda: failing() or b"", lambda _: b""))
     step("combine-undecided", lambda: ranks.combine("combine", lambda: b"", lambda _: fail(ValueError("no"))))

@@ -6,7 +6,7 @@ import copy
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -569,6 +569,31 @@ def ema_by_hand(state: State) -> None:
     state.model = {"model": state.model, "average": copy.deepcopy(state.model)}  # type: ignore[dict-item]
 
 
+class Written:
+    """An average of the weights that writes itself into the model when it is loaded, past torch's version counters."""
+
+    def __init__(self, state: State) -> None:
+        self.live = [local_tensor(p) for p in state.model.parameters()]  # type: ignore[union-attr]
+        self.average = [p.detach().clone() for p in self.live]
+        state.optimizer.register_step_post_hook(lambda *_: self.update())  # type: ignore[union-attr]
+
+    def update(self) -> None:
+        for average, p in zip(self.average, self.live, strict=True):
+            average.lerp_(p.detach(), 0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"average": self.average}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.average = [t.clone() for t in state["average"]]
+        for average, p in zip(self.average, self.live, strict=True):
+            p.data.copy_(average)
+
+
+def written(state: State) -> None:
+    state.extra["average"] = Written(state)
+
+
 def compiled(state: State) -> None:
     state.model = torch.compile(state.model, backend="eager")  # type: ignore[assignment, arg-type]
 
@@ -638,6 +663,7 @@ KINDS: dict[str, Kind] = {
     "AveragedModel, SWALR": Kind(mlp, adamw, more=averaged),
     "SWA with buffers": Kind(lambda: mlp(WIDTH, nn.BatchNorm1d(8)), adamw, more=swa),
     "EMA by hand": Kind(mlp, adamw, more=ema_by_hand),
+    "EMA that writes into the model": Kind(mlp, adamw, more=written),
     "lazy": module(lambda: nn.LazyLinear(3), "refused", "weight: is lazy"),
     "sparse buffer": module(lambda: WithBuffer(torch.eye(3).to_sparse()), "refused", "odd: is a sparse_coo tensor"),
     "conjugate buffer": module(lambda: WithBuffer(torch.zeros(2, dtype=torch.complex64).conj()), "refused", "odd: is a conj"),
@@ -656,7 +682,7 @@ SHARDED: dict[str, Kind] = {
         "AdamW", "Muon", "AdamWScheduleFree", "own state dict", "own state dict by hooks", "eight bits in one buffer", "Lookahead",
         "Lookahead by id", "transparent wrapper", "own state with an object", "BatchNorm", "tied", "checkpointed", "state dict hooks",
         "own save and load", "own save of an object", "extra state", "hook that saves less", "buffer that torch leaves out",
-        "masters of bf16", "own load that derives",
+        "masters of bf16", "own load that derives", "EMA that writes into the model",
     )
 }  # fmt: skip
 SHARDED["sharded state outside"] = Kind(
@@ -754,9 +780,14 @@ def outcome(kind: Kind, path: str) -> dict[str, Any]:
 
 
 def outcomes(root: str, which: str) -> dict[str, dict[str, Any]]:
-    """Of all kinds, in one launch. An exception that is not the library's is an outcome, too."""
+    """Of all kinds, in one launch."""
+    return outcomes_of(KINDS if which == "plain" else SHARDED, root)
+
+
+def outcomes_of(kinds: Mapping[str, Kind], root: str) -> dict[str, dict[str, Any]]:
+    """Of these kinds. An exception that is not the library's is an outcome, too."""
     found = {}
-    for number, (name, kind) in enumerate((KINDS if which == "plain" else SHARDED).items()):
+    for number, (name, kind) in enumerate(kinds.items()):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:

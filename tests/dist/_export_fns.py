@@ -82,7 +82,7 @@ def export_both_ways(source: str, out: str, options: dict[str, Any]) -> dict[str
 
 def export_fails(source: str, out: str, failing_rank: int) -> tuple[str, str]:
     """One rank fails to write: an error on all, and nothing is left."""
-    from shardwise.place.copy import FileFiller
+    from shardwise.transfer.copy import FileFiller
 
     model, _ = sw.load_pretrained(source, _mesh())
     own = FileFiller.write_at

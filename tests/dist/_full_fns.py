@@ -118,7 +118,7 @@ def stop_early(source: str) -> None:
 
 def fails(source: str, root: str) -> list[tuple[str, str]]:
     """Errors, alike on every rank; the next iteration works."""
-    import shardwise.full as full
+    import shardwise.export.full as full
 
     model = trained(source)
     rank, own = dist.get_rank(), full._fill

@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import shardwise as sw
 from shardwise.errors import ShardError, ShardwiseError
 from shardwise.layout.model import reshard
-from shardwise.proof.report import LoadReport
+from shardwise.loading.report import LoadReport
 from tests.models import Mixed, Plain, fill_with_noise, hub_model
 
 # ----------------------------------------------------------------------------------------------------
@@ -645,7 +645,7 @@ class Refusal(Exception):
 @contextmanager
 def no_payload() -> Iterator[None]:
     """Reading payload raises, as long as this lasts."""
-    from shardwise.read.files import FileReader
+    from shardwise.transfer.files import FileReader
 
     def refuse(*_: object) -> None:
         raise Refusal("payload was read")

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 import shardwise as sw
-from shardwise.converting import convert
+from shardwise.runs.convert import convert
 from tests.harness.page_cache import cached_bytes, drop
 
 MIB = 1024**2

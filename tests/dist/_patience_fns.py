@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.dist import Ranks
+from shardwise.ranks.ranks import Ranks
 from tests.dist._checkpointer_fns import set_values, state_at
 from tests.dist._resume_fns import listing
 from tests.harness.logged import warnings_logged
@@ -82,7 +82,7 @@ def slow_calls(root: str) -> dict[str, Any]:
 
 def slow_cleanup(root: str) -> list[tuple[str, str]]:
     """Rank 0 deletes the remains of a save that failed, slowly; the other rank is at the next call."""
-    from shardwise.store import save as module
+    from shardwise.checkpoint import save as module
 
     own, state, found = module.write_slices, state_at(1), []
 
@@ -105,7 +105,7 @@ def slow_cleanup(root: str) -> list[tuple[str, str]]:
 
 def hangs(seconds: float) -> list[tuple[str, str, float]]:
     """What is no progress: Python that hangs; one call that takes longer than any may, where it is told to be short."""
-    from shardwise.patience import patiently
+    from shardwise.ranks.patience import patiently
 
     found: list[tuple[str, str, float]] = []
     ranks = Ranks.current(timeout_s=0.3)

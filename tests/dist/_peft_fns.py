@@ -21,8 +21,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import shardwise as sw
-from shardwise._peft import base_of
 from shardwise.integrations import peft as sw_peft
+from shardwise.internals.peft import base_of
 from shardwise.names import canonical_name
 from tests import models
 from tests.dist._checkpointer_fns import failure

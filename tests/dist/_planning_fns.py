@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.catalog.checkpoint import catalog_of_checkpoint, catalog_of_slices, optimizer_tensors
-from shardwise.catalog.manifest import read_manifest
-from shardwise.loading import plan_load
+from shardwise.format.manifest import read_manifest
+from shardwise.loading.load import plan_load
 from shardwise.plan import IOOptions
-from shardwise.read import FileReader
+from shardwise.ranks.protocol import Link
 from shardwise.recipe.match import Rules
-from shardwise.rounds import Link
+from shardwise.transfer import FileReader
 from tests.dist import _reshard_fns
 
 #: Where opened files are written down, while somebody asks; audit hooks stay for as long as the process lives.

@@ -17,8 +17,8 @@ import shardwise as sw
 from shardwise.catalog.open import open_catalog
 from shardwise.errors import ShardwiseError
 from shardwise.layout.model import local_tensor
+from shardwise.loading.pretrained import build_meta
 from shardwise.names import named_tensors
-from shardwise.pretrained import build_meta
 from shardwise.recipe.transformers import HubRules, automatic_rules, hub_rules
 from tests.dist._load_fns import bits, mesh_of, ordinary_model, whole
 

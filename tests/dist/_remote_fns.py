@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from shardwise.errors import ShardwiseError
-from shardwise.pretrained import build_meta
+from shardwise.loading.pretrained import build_meta
 from tests.dist._load_fns import (
     assert_same_shards,
     assert_same_whole,

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from shardwise.names import named_tensors
-from shardwise.parallelize import describe_groups
+from shardwise.sharding.fsdp import describe_groups
 from tests.dist._replicated_models import MODELS, WIDTH, Dtypes, Net, loss_of
 
 STEPS = 5

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardwise as sw
-from shardwise.catalog.manifest import read_manifest
+from shardwise.format.manifest import read_manifest
 
 WIDTH, INNER, OUT = 10, 13, 7  # nothing divides by 2, 3 or 4 everywhere
 

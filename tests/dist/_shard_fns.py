@@ -14,10 +14,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from shardwise.errors import ShardError
+from shardwise.loading.initialize import initialize
+from shardwise.models.meta_init import meta_init
 from shardwise.names import named_tensors
-from shardwise.parallelize import ShardPolicy, describe_groups, shard
-from shardwise.place.initialize import initialize
-from shardwise.place.meta_init import meta_init
+from shardwise.sharding.fsdp import ShardPolicy, describe_groups, shard
 
 WIDTH = 8
 

@@ -95,7 +95,7 @@ def malformed_places(path: str, root: str) -> dict[str, Any]:
         edit_documents(Path(root, "checkpoint-6"), lambda d: d.update({"extra.data": {}}), "rank/00001")
     dist.barrier()
     found: dict[str, Any] = {}
-    for step in (6, 9):
+    for step in (9, 6):
         with arguments(root, **options) as args:
             try:
                 life(path, args, resume=f"{root}/checkpoint-{step}")

@@ -22,7 +22,7 @@ from benchmarks.architectures import Architecture, architectures
 from benchmarks.sweeping.ordinary import differences, export_differences, ordinary_load
 from shardwise.catalog import catalog_of_safetensors
 from shardwise.recipe.match import Recipe
-from shardwise.recipe.record import recall, remember
+from shardwise.recipe.origin import recall, remember
 from shardwise.recipe.tiles import Loop
 from tests.dist._load_fns import assert_same_whole, ordinary_model
 

@@ -14,9 +14,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import shardwise as sw
-from shardwise.catalog.manifest import read_manifest
-from shardwise.converting import convert
 from shardwise.errors import CheckpointError, IntegrityError, PlanError, StateError
+from shardwise.format.manifest import read_manifest
+from shardwise.runs.convert import convert
 from tests.dist import _convert_fns as fns
 from tests.dist import _dcp_fns, _export_fns, _foreign_fns
 from tests.harness.pool import RankPool
@@ -230,7 +230,7 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
         torch.save({"state": state, "param_groups": [{"params": ["w"], "lr": 0.1}]}, folder / "optimizer.bin")
     script = (
         "import resource, sys\n"
-        "from shardwise.converting import convert\n"
+        "from shardwise.runs.convert import convert\n"
         "convert(sys.argv[1], sys.argv[1] + '-out')\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "convert(sys.argv[2], sys.argv[2] + '-out')\n"

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from shardwise import rounds
-from shardwise.dist import Ranks
 from shardwise.errors import RankError
+from shardwise.ranks import protocol as rounds
+from shardwise.ranks.ranks import Ranks
 
 ROOT = Path(__file__).parents[2]
 LAUNCH_S = 150.0
@@ -135,6 +135,10 @@ def test_agreement(world_size: int, tmp_path: Path) -> None:
     assert bytes.fromhex(values(notes, "combine")[0]) == b"-".join(
         bytes([r])[: r * 10] for r in range(world_size)
     )
+    everything = {"all": [[r, None] for r in range(world_size)], "text": "ü"}
+    assert values(notes, "combine-values") == [everything] * world_size
+    assert values(notes, "gather-files") == [True] * world_size
+    all_raise(notes, "first-tuple", "rank 0: TypeError: JSON does not give back", causes=[0])
     all_raise(notes, "combine-fails", f"rank {last}: OSError: disk is full", causes=[last])
     all_raise(notes, "combine-undecided", "rank 0: ValueError: no", causes=[0])
 

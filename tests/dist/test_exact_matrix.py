@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from tests.dist import _exact_fns as fns
+from tests.dist import _exact_quantised_fns as quantised
 from tests.harness.pool import RankPool
 
-_FOUND: dict[str, list[dict[str, dict[str, Any]]]] = {}
+_FOUND: dict[tuple[str, str], list[dict[str, dict[str, Any]]]] = {}
 
 
-def found(ranks: RankPool, tmp_path: Path, which: str) -> list[dict[str, dict[str, Any]]]:
+def found(
+    ranks: RankPool, tmp_path: Path, which: str, of: ModuleType = fns
+) -> list[dict[str, dict[str, Any]]]:
     """All kinds in one launch, by rank; the tests below look at one kind each."""
-    if which not in _FOUND:
+    key = (of.__name__, which)
+    if key not in _FOUND:
         size = 1 if which == "plain" else 2
-        _FOUND[which] = ranks.run_ranks(size, fns.outcomes, str(tmp_path), which, timeout_s=300)
-    return _FOUND[which]
+        _FOUND[key] = ranks.run_ranks(size, of.outcomes, str(tmp_path), which, timeout_s=300)
+    return _FOUND[key]
 
 
 @pytest.mark.parametrize("name", fns.KINDS)
@@ -31,6 +36,20 @@ def test_exact_if_and_only_if_bitwise(ranks: RankPool, tmp_path: Path, name: str
 def test_exact_if_and_only_if_bitwise_on_shards(ranks: RankPool, tmp_path: Path, name: str) -> None:
     for by_kind in found(ranks, tmp_path, "sharded"):
         _check(fns.SHARDED[name], by_kind[name])
+
+
+@pytest.mark.parametrize("name", quantised.KINDS)
+def test_exact_if_and_only_if_bitwise_of_few_bits(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    for by_kind in found(ranks, tmp_path, "plain", quantised):
+        _check(quantised.KINDS[name], by_kind[name])
+
+
+@pytest.mark.parametrize("name", quantised.SHARDED)
+def test_exact_if_and_only_if_bitwise_of_few_bits_on_shards(
+    ranks: RankPool, tmp_path: Path, name: str
+) -> None:
+    for by_kind in found(ranks, tmp_path, "sharded", quantised):
+        _check(quantised.SHARDED[name], by_kind[name])
 
 
 def test_there_are_kinds_of_every_outcome() -> None:

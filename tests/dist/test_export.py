@@ -17,8 +17,8 @@ import transformers
 import shardwise as sw
 from shardwise.demo.prepare import default_model
 from shardwise.errors import CheckpointError, FormatError, IntegrityError, SourceError
-from shardwise.place.copy import FileFiller
 from shardwise.store.publish import discard, published_steps
+from shardwise.transfer.copy import FileFiller
 from tests.dist import _export_fns as fns
 from tests.harness.pool import RankPool
 from tests.harness.process import worker_env
@@ -250,7 +250,7 @@ def test_a_step_that_is_deleted_in_the_middle_is_exported(
     """By the run itself, which keeps one step; of more files than are otherwise kept open."""
     state, step = sw.TrainState(model=fns.small_module()), tmp_path / "run" / "step-00000001"
     ranks.run_ranks(2, fns.save_small, str(step))
-    monkeypatch.setattr("shardwise.read.files._MOST_OPEN", 1)
+    monkeypatch.setattr("shardwise.transfer.files._MOST_OPEN", 1)
     with sw.Checkpointer(tmp_path / "run", keep_last=1) as checkpointer:
         checkpointer.resume(state)
         _at_first_write(monkeypatch, lambda: checkpointer.save(state, 2))
@@ -270,7 +270,7 @@ def test_more_files_than_may_be_open(
     step = tmp_path / "step-00000001"
     ranks.run_ranks(2, fns.save_small, str(step))
     monkeypatch.setattr("resource.getrlimit", lambda _: (0, 0))
-    monkeypatch.setattr("shardwise.read.files._MOST_OPEN", 1)
+    monkeypatch.setattr("shardwise.transfer.files._MOST_OPEN", 1)
     _at_first_write(monkeypatch, lambda: discard(str(step)))
     with pytest.raises(CheckpointError, match="step-00000001: was deleted while it was read"):
         sw.export_hf(step, tmp_path / "out")

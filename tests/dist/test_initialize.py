@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from shardwise.errors import PlanError
-from shardwise.place.initialize import initialize
-from shardwise.place.meta_init import meta_init
+from shardwise.loading.initialize import initialize
+from shardwise.models.meta_init import meta_init
 from tests.dist import _shard_fns as fns
 from tests.harness.pool import RankPool
 

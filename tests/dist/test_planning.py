@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.catalog.manifest import read_manifest
+from shardwise.format.manifest import read_manifest
 from tests.dist import _planning_fns as fns
 from tests.harness.pool import RankPool
 

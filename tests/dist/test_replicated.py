@@ -10,9 +10,9 @@ import torch
 from click.testing import CliRunner
 
 from shardwise.cli import main
-from shardwise.parallelize import describe_groups
-from shardwise.place.meta_init import meta_init
-from shardwise.planner import plan_pretrained
+from shardwise.loading.plan_pretrained import plan_pretrained
+from shardwise.models.meta_init import meta_init
+from shardwise.sharding.fsdp import describe_groups
 from tests import models
 from tests.dist import _replicated_fns as fns
 from tests.dist import _replicated_models as tiny

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from shardwise.parallelize import ShardPolicy, describe_groups, largest_group
-from shardwise.place.meta_init import meta_init
+from shardwise.models.meta_init import meta_init
+from shardwise.sharding.fsdp import ShardPolicy, describe_groups, largest_group
 from tests.dist import _shard_fns as fns
 from tests.harness.pool import RankPool
 

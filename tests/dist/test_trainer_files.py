@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.catalog.manifest import MANIFEST_NAME
+from shardwise.format.manifest import MANIFEST_NAME
 from tests.dist import _trainer_files_fns as fns
 from tests.harness.pool import RankPool
 from tests.models import build_reference

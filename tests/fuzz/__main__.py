@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import faulthandler
+import importlib
 import json
 import logging
 import mmap
@@ -72,6 +73,9 @@ def _quiet() -> None:
     """One thread, one malloc arena (the address space is limited), no warnings and no log lines of a million inputs."""
     import torch
 
+    # PEFT imports these when it meets the first adapter; they open libraries and write the environment.
+    for name in ("bitsandbytes", "peft.helpers"):
+        importlib.import_module(name)
     torch.set_num_threads(1)
     ctypes.CDLL(None).mallopt(-8, 1)
     warnings.simplefilter("ignore")

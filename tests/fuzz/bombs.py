@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shardwise.catalog.open import open_catalog
-from shardwise.converting import convert
-from shardwise.planner import plan_pretrained
-from shardwise.proof.quick import quick_check
+from shardwise.checkpoint.check import quick_check
+from shardwise.loading.plan_pretrained import plan_pretrained
+from shardwise.runs.convert import convert
 from tests.fuzz.targets import Call, Seeds, copied, fix_checksums, replaced, restored, resumed, verified
 
 __all__ = ["BOMBS", "CPU_S", "MEMORY_BYTES"]

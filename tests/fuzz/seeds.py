@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import warnings
@@ -18,10 +19,12 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
 
 import shardwise as sw
+from shardwise.integrations._trainer_data import DataPlace
 
-__all__ = ["Net", "make_model", "make_seeds", "state_of"]
+__all__ = ["Net", "data_loader", "make_model", "make_seeds", "state_of"]
 
 
 class Net(nn.Module):
@@ -51,7 +54,7 @@ def state_of(seed: int, *, sharded: bool = False, trained: bool = True) -> sw.Tr
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    loader = sw.ResumableLoader(torch.utils.data.DataLoader(list(range(8)), batch_size=2))
+    loader = sw.ResumableLoader(data_loader())
     return sw.TrainState(
         model=model, optimizer=optimizer, scheduler=scheduler, dataloader=loader, extra=dict(_values(seed))
     )
@@ -106,6 +109,7 @@ def make_seeds(root: Path) -> dict[str, Path]:
         _dcp(folder("dcp"))
         _full_state(folder("full_state"))
         _trainer(folder("trainer"))
+        _trainer_place(folder("trainer_place"))
         make_model(folder("model"))
     return seeds
 
@@ -210,6 +214,28 @@ def _trainer(folder: Path) -> None:
     (folder / "trainer_state.json").write_text(
         json.dumps({"global_step": 4, "epoch": 0.5, "log_history": []})
     )
+
+
+def data_loader() -> DataLoader[int]:
+    """Four batches in an order that a generator of the loader's own gives."""
+    generator = torch.Generator().manual_seed(1)
+    return DataLoader(list(range(8)), batch_size=2, shuffle=True, generator=generator)  # type: ignore[arg-type]
+
+
+def _trainer_place(folder: Path) -> None:
+    """A checkpoint of our Trainer in the middle of an epoch: what it says of its place in the data."""
+    place = DataPlace(lambda _: None, reads_again=True)
+    batches = iter(place.open(data_loader(), 0, 0, False, None))
+    next(batches), next(batches)
+    trainer = {
+        "global_batch_size": 4,
+        "epoch": 0,
+        "batches": 2,
+        "accumulation": 1,
+        "seeds": {"sampler": 2**63},
+    }
+    state = dataclasses.replace(state_of(1), dataloader=None, extra={"trainer": trainer, "data": place})
+    sw.save(state, folder / "checkpoint-3", step=3)
 
 
 def make_model(folder: Path) -> None:

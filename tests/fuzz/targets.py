@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
@@ -18,9 +19,14 @@ from safetensors.torch import load, save
 import shardwise as sw
 from shardwise.catalog.open import open_catalog
 from shardwise.cli.commands import main
-from shardwise.converting import convert
 from shardwise.errors import ShardwiseError
-from shardwise.planner import plan_pretrained
+from shardwise.format.manifest import read_manifest
+from shardwise.integrations._trainer_data import DataPlace
+from shardwise.integrations._trainer_folder import newest
+from shardwise.integrations._trainer_place import check_place
+from shardwise.loading.plan_pretrained import plan_pretrained
+from shardwise.rng import capture_host_rng
+from shardwise.runs.convert import convert
 from shardwise.state.typed_json import decode, encode
 from tests.fuzz.mutate import (
     mutate_archive,
@@ -30,7 +36,7 @@ from tests.fuzz.mutate import (
     mutate_pickle,
     mutated_text,
 )
-from tests.fuzz.seeds import Net, state_of
+from tests.fuzz.seeds import Net, data_loader, state_of
 
 __all__ = [
     "TARGETS",
@@ -42,6 +48,7 @@ __all__ = [
     "replaced",
     "restored",
     "resumed",
+    "trainer_resumed",
     "verified",
 ]
 
@@ -125,6 +132,23 @@ def resumed(place: Path) -> None:
     assert report is not None, "a run that holds steps was taken as empty"
     if report.step == 1:
         assert state.extra["plain"][0] == 1, "step 1 was resumed with another step's values"
+
+
+def trainer_resumed(place: Path) -> None:
+    """The newest checkpoint of a Trainer that is of its form, its place in the data, and the rest of the epoch."""
+    path = newest(str(place), {})
+    data = DataPlace(lambda _: None, reads_again=True)
+    state = state_of(3, trained=False)
+    state = dataclasses.replace(state, dataloader=None, extra={"trainer": {}, "data": data})
+    sw.restore(state, path)
+    manifest = read_manifest(path)
+    documents = check_place(path, manifest, "state") | check_place(path, manifest, "rank/00000")
+    stored = documents.get("extra.data", {"epoch": None})
+    loader = data_loader()
+    for _ in data.differences(loader, stored["epoch"] or 0, stored.get("consumed", 0), has_seeds=True):
+        pass
+    for _ in data.open(loader, stored["epoch"] or 0, stored.get("consumed", 0), True, capture_host_rng()):
+        pass
 
 
 def verified(place: Path) -> None:
@@ -348,6 +372,23 @@ def _resume_documents(rng: random.Random, seeds: Seeds, place: Path) -> None:
         is_nested = isinstance(changed[name], (dict, list))
         changed[name] = mutate_json(rng, changed[name]) if is_nested else rng.choice(([], {}, "x"))
     replaced(path, json.dumps(changed).encode())
+    fix_checksums(step)
+
+
+@_target(5, trainer_resumed)
+def _trainer_place(rng: random.Random, seeds: Seeds, place: Path) -> None:
+    """What a checkpoint of our Trainer says of its place in the data."""
+    copied(seeds["trainer_place"], place)
+    step = place / "checkpoint-3"
+    path = step / rng.choice(("state.json", "rank/00000.json"))
+    document = json.loads(path.read_bytes())
+    names = [name for name in document if name in ("extra.trainer", "extra.data")]
+    if names:
+        name = rng.choice(names)
+        document[name] = mutate_json(rng, document[name], rng.choice((1, 1, 3)))
+    else:
+        document = mutate_json(rng, document)
+    replaced(path, json.dumps(document).encode())
     fix_checksums(step)
 
 

@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.catalog.manifest import read_manifest
-from shardwise.converting import convert
+from shardwise.checkpoint.check import quick_check
 from shardwise.errors import ShardwiseError
-from shardwise.proof.quick import quick_check
+from shardwise.format.manifest import read_manifest
+from shardwise.runs.convert import convert
 from tests.harness.hostile import edit_documents, edit_manifest, put_file
 
 Bomb = Callable[[Path], Callable[[], object]]

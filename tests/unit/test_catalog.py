@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from shardwise.catalog import catalog_of_safetensors
-from shardwise.catalog.header import MAX_HEADER_BYTES, read_header
 from shardwise.catalog.open import open_catalog
 from shardwise.dtypes import ITEMSIZE, itemsize, torch_dtype
 from shardwise.errors import FormatError, SourceError
+from shardwise.format.header import MAX_HEADER_BYTES, read_header
 from shardwise.layout.boxes import Box, whole
 
 INDEX = "model.safetensors.index.json"

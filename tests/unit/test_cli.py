@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from shardwise import Checkpointer, TrainState, load_pretrained, save
 from shardwise.catalog.records import StoredTensor
-from shardwise.cli import commands, main
+from shardwise.cli import contents, main
 from shardwise.cli.render import size
 from shardwise.cli.tree import tree_of
 from tests.unit.test_planner import make_model
@@ -596,6 +596,24 @@ def test_wrong_environment_of_a_launcher(
 # How commands end
 
 
+def cpu_seconds(*command: object) -> float:
+    """User and system time of a process of its own."""
+    process = subprocess.Popen([sys.executable, *map(str, command)], stdout=subprocess.DEVNULL)
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    return used.ru_utime + used.ru_stime
+
+
+@pytest.mark.parametrize("words", [("--help",), ("--version",), ("plan", "--help")])
+def test_help_needs_no_torch(words: tuple[str, ...]) -> None:
+    code = (
+        "import sys; from shardwise.cli import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
+    )
+    cost = min(cpu_seconds("-c", code, *words) - cpu_seconds("-c", "pass") for _ in range(3))
+    assert cost <= 0.5, f"{cost:.2f} s of CPU beyond Python's start"
+
+
 @pytest.mark.parametrize(
     ("error", "status", "text"),
     [
@@ -613,7 +631,7 @@ def test_every_end_is_a_paragraph(
     def fail(path: str) -> None:
         raise error
 
-    monkeypatch.setattr(commands, "contents_of", fail)
+    monkeypatch.setattr(contents, "contents_of", fail)
     check_paragraph(run("inspect", "x"), text, status=(status,))
     assert text in run_json("inspect", "x", status=status)["error"]["message"]
 
@@ -622,7 +640,7 @@ def test_tracebacks_only_with_debug(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(path: str) -> None:
         raise RuntimeError("surprise")
 
-    monkeypatch.setattr(commands, "contents_of", fail)
+    monkeypatch.setattr(contents, "contents_of", fail)
     for args in (("--debug", "inspect", "x"), ("inspect", "x", "--debug")):
         result = run(*args)
         assert result.exit_code == 1

@@ -20,11 +20,11 @@ from shardwise.errors import CheckpointError, IntegrityError, PlanError
 from shardwise.layout.boxes import Box, LocalBox, whole
 from shardwise.layout.placements import Cut, Geometry, cut_boxes, local_shape
 from shardwise.layout.wanted import Layout, Wanted, whole_tensor
-from shardwise.place.copy import Destination, FileFiller, Staging, compare, execute, write_back
 from shardwise.plan import IOOptions, Plan, build_plan, records
-from shardwise.read import FileReader
 from shardwise.recipe.match import Matched, Recipe
 from shardwise.recipe.tiles import Loop, Tile, identity
+from shardwise.transfer import FileReader
+from shardwise.transfer.copy import Destination, FileFiller, Staging, compare, execute, write_back
 
 MIB = 1024**2
 _files = count()

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.checkpoint.check import quick_check
 from shardwise.errors import IntegrityError, NoCheckpointError, StateError, VersionError
-from shardwise.proof.quick import quick_check
 from tests.harness.hostile import edit_documents, run
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.cli import main
-from shardwise.difference import difference
+from shardwise.runs.diff import difference
 
 
 def write(path: Path, **tensors: torch.Tensor) -> str:

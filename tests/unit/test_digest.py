@@ -12,10 +12,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from shardwise.dtypes import ITEMSIZE, code_of, torch_dtype
-from shardwise.errors import FormatError
-from shardwise.proof import digest as module
-from shardwise.proof.digest import (
+from shardwise.digests import digest as module
+from shardwise.digests.digest import (
     finish,
     format_digest,
     parse_digest,
@@ -23,6 +21,8 @@ from shardwise.proof.digest import (
     partial_sum_bytes,
     tensor_digest,
 )
+from shardwise.dtypes import ITEMSIZE, code_of, torch_dtype
+from shardwise.errors import FormatError
 
 pytestmark = pytest.mark.filterwarnings("error")
 

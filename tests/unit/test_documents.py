@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.converting import convert
 from shardwise.errors import FormatError, ShardwiseError, StateError, VersionError
+from shardwise.runs.convert import convert
 from tests.harness.hostile import edit_documents, edit_manifest, put_file, run
 
 Change = Callable[[dict[str, Any]], object]

@@ -15,11 +15,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, modeling_utils
 from transformers.models.auto import auto_factory
 
 import shardwise as sw
-from shardwise.arguments import REFUSED, FromPretrained, understand
 from shardwise.errors import SourceError
-from shardwise.hub import needed_files
 from shardwise.integrations import accelerate as swa
-from shardwise.planner import plan_pretrained
+from shardwise.loading.plan_pretrained import plan_pretrained
+from shardwise.models.arguments import REFUSED, FromPretrained, understand
+from shardwise.models.hub import needed_files
 
 _CONFIG = {
     "vocab_size": 64,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.garbage import no_collections
+from shardwise.gc_paused import no_collections
 
 
 @pytest.fixture

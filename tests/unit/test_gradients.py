@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.catalog.manifest import read_manifest
 from shardwise.errors import IntegrityError, StateError
+from shardwise.format.manifest import read_manifest
 from shardwise.state.gradients import GRADIENT, UNSEEN_GRADIENTS, waiting_gradients
 
 

@@ -10,7 +10,6 @@ import pytest
 
 import shardwise as sw
 from shardwise.errors import FormatError
-from shardwise.limits import check_pattern
 from tests.fuzz.seeds import make_model
 
 
@@ -49,6 +48,8 @@ def test_a_config_is_refused(model: Path, tmp_path: Path, case: str) -> None:
 
 
 def test_expressions_that_people_write(tmp_path: Path) -> None:
+    from shardwise.limits import check_pattern
+
     for pattern in (
         r".*\.layers\.\d+\.(self_attn|mlp)\..*_proj",
         r"(q|v)_proj",

@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import shardwise as sw
-from shardwise.catalog.manifest import read_manifest
-from shardwise.converting import convert
+from shardwise.checkpoint.check import check_files, quick_check
 from shardwise.errors import CheckpointError, FormatError, IntegrityError, ShardwiseError, StateError
-from shardwise.proof.quick import check_files, quick_check
+from shardwise.format.manifest import read_manifest
+from shardwise.runs.convert import convert
 from tests.harness.hostile import edit_manifest, put_file, run
 from tests.unit import _bombs
 
@@ -43,6 +44,7 @@ def test_a_models_name_does_not_leave_the_directory(tmp_path: Path) -> None:
     (home / "config.json").write_text(json.dumps({"auto_map": {"AutoModel": "sitecustomize.Model"}}))
     (home / "sitecustomize.py").write_text("raise SystemExit")
     edit_manifest(source, lambda m: m["models"].update({"../../escaped": {}}))
+    (source / "models").mkdir()  # so that models/../../escaped is found
     (tmp_path / "there").mkdir()
     before = tree(tmp_path)
     with pytest.raises(ShardwiseError) as caught:
@@ -200,11 +202,14 @@ def test_states_that_could_not_be_restored_are_not_published(tmp_path: Path) -> 
 def test_a_run_of_a_negative_step_is_not_converted(tmp_path: Path) -> None:
     source = tmp_path / "checkpoint-5"
     source.mkdir()
-    torch.save({"w": torch.ones(2)}, source / "pytorch_model.bin")
+    save_file({"w": torch.ones(2)}, source / "model.safetensors")
     (source / "trainer_state.json").write_text('{"global_step": -5}')
-    with pytest.raises(ShardwiseError):
+    with pytest.raises(FormatError, match="global_step is -5, which counts no steps"):
         convert(source, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    assert tree(tmp_path) == [
+        "checkpoint-5",
+        *(f"checkpoint-5/{name}" for name in sorted(os.listdir(source))),
+    ]
 
 
 def test_a_conversion_of_damaged_tensors_publishes_nothing_even_for_a_moment(

@@ -15,14 +15,14 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GPT2Config
 
 import shardwise as sw
-from shardwise.adapters import open_adapter
+from shardwise.adapters.files import open_adapter
 from shardwise.catalog.open import open_catalog
-from shardwise.converting import convert
 from shardwise.errors import FormatError, ShardwiseError, SourceError
-from shardwise.foreign import find_run
-from shardwise.model_class import read_config
-from shardwise.planner import plan_pretrained
-from shardwise.store.companions import read_companions
+from shardwise.loading.plan_pretrained import plan_pretrained
+from shardwise.models.assets import read_companions
+from shardwise.models.classes import read_config
+from shardwise.runs.convert import convert
+from shardwise.runs.third_party import find_run
 from tests.fuzz.seeds import make_model
 from tests.harness.bombs import refused_within, run_apart
 
@@ -128,6 +128,22 @@ def test_a_config_of_wrong_values(model_directory: Path, tmp_path: Path, values:
     root = copy_of(model_directory, tmp_path / "x", config=changed(model_directory, **values))
     with pytest.raises(ShardwiseError, match="config"):
         sw.load_pretrained(root)
+
+
+def test_configs_nested_deeply(model_directory: Path, tmp_path: Path) -> None:
+    """transformers writes them out again, each line indented by its depth: 100 KB took seconds."""
+    nested: Any = 1
+    for _ in range(120):
+        nested = {"x": [nested]}
+    texts = {
+        "config": changed(model_directory, mine=nested),
+        "generation_config": json.dumps({"mine": nested}).encode(),
+    }
+    for name, text in texts.items():
+        root = copy_of(model_directory, tmp_path / name, **{name: text})
+        found = refused_within(lambda root=root: sw.load_pretrained(root))  # type: ignore[misc]
+        assert f"{name}.json" in found
+        assert "nested deeper than 32" in found
 
 
 @every_text
@@ -313,11 +329,14 @@ def test_a_lock_that_is_a_pipe(tmp_path: Path) -> None:
         sw.Checkpointer(tmp_path)
 
 
-@pytest.mark.parametrize("field", ["head_dim", "vocab_size"])
-def test_a_config_that_asks_for_huge_tensors(tmp_path: Path, field: str) -> None:
+@pytest.mark.parametrize(
+    ("field", "said"), [("head_dim", "'head_dim' is"), ("vocab_size", "asks for a tensor of more than")]
+)
+def test_a_config_that_asks_for_huge_tensors(tmp_path: Path, field: str, said: str) -> None:
+    """It is refused before the allocator is asked, which may have the memory."""
     (tmp_path / "model").mkdir()
     make_model(tmp_path / "model")
     config = tmp_path / "model" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), field: 2**36}))
-    with pytest.raises(ShardwiseError, match=r"config\.json"):
+    with pytest.raises(ShardwiseError, match=rf"config\.json: {said}"):
         plan_pretrained(tmp_path / "model", ranks=2)

@@ -14,30 +14,40 @@ import pytest
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "shardwise"
 
-#: A module may import, when it is itself imported, only from its own layer or a lower one. Verify stands
-#: below state and store, which may use everything that a load is made of.
-LAYERS: dict[str, int] = {
-    **dict.fromkeys(
-        (
-            *("errors", "limits", "dtypes", "names", "_compat", "_peft", "dist", "rounds", "garbage"),
-            "patience",
-        ),
-        0,
+#: The rooms of the package, one total order: a module imports from its own room or an earlier one, wherever in the file
+#: the import stands. "" is the package itself, which gathers the public names.
+ORDER = (
+    *(
+        "errors",
+        "limits",
+        "gc_paused",
+        "devices",
+        "dtypes",
+        "names",
+        "rng",
+        "internals",
+        "ranks",
+        "layout",
+        "format",
     ),
-    **dict.fromkeys(("catalog", "layout", "recipe"), 1),
-    "plan": 2,
-    "read": 3,
-    "place": 4,
-    "proof": 5,
-    **dict.fromkeys(("state", "stored_documents", "store"), 6),
-    # The entry points, and the package itself, which gathers them. Other single files count as these.
-    **dict.fromkeys(("", "load", "pretrained", "checkpoint", "export", "resume"), 7),
-    **dict.fromkeys(("integrations", "cli", "demo", "__main__"), 8),
-}
-ENTRY_POINTS = 7
+    *(
+        "digests",
+        "sharding",
+        "catalog",
+        "models",
+        "recipe",
+        "adapters",
+        "plan",
+        "transfer",
+        "loading",
+        "state",
+    ),
+    *("store", "checkpoint", "runs", "export", "", "integrations", "demo", "cli", "__main__"),
+)
+MOST_LOOSE = 8
 
 #: Pure parts: planned and tested on plain integers.
-WITHOUT_TORCH = ("catalog", "layout.boxes", "recipe.tiles", "plan")
+WITHOUT_TORCH = ("catalog", "format", "layout.boxes", "recipe.tiles", "plan")
 
 PICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill"}
 ENVIRONMENT_WRITES = {
@@ -74,24 +84,26 @@ def _is_type_checking(node: ast.stmt) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
 
 
-def _nodes(node: ast.AST, at_module_level: bool = True) -> Iterator[tuple[ast.AST, bool]]:
-    """All nodes below, with whether importing the module executes them. Type-only blocks are left out."""
+def _nodes(
+    node: ast.AST, at_module_level: bool = True, for_types: bool = False
+) -> Iterator[tuple[ast.AST, bool]]:
+    """All nodes below, with whether importing the module executes them. Type-only blocks only ``for_types``."""
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.stmt) and _is_type_checking(child):
+        if not for_types and isinstance(child, ast.stmt) and _is_type_checking(child):
             for statement in child.orelse:  # type: ignore[attr-defined]
                 yield statement, at_module_level
                 yield from _nodes(statement, at_module_level)
             continue
         inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         yield child, at_module_level
-        yield from _nodes(child, at_module_level and not inside)
+        yield from _nodes(child, at_module_level and not inside, for_types)
 
 
-def _imports(module: str) -> Iterator[Import]:
+def _imports(module: str, for_types: bool = False) -> Iterator[Import]:
     package = ["shardwise", *module.split(".")] if module else ["shardwise"]
     if FILES[module].name != "__init__.py":
         package.pop()
-    for node, at_module_level in _nodes(_tree(module)):
+    for node, at_module_level in _nodes(_tree(module), for_types=for_types):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -113,12 +125,10 @@ def _within_package(name: str) -> str | None:
     return rest
 
 
-def _layer(module: str) -> int:
-    top = module.partition(".")[0]
-    if top in LAYERS:
-        return LAYERS[top]
-    assert FILES.get(top, SOURCE).name == f"{top}.py", f"package '{top}' has no layer: add it to LAYERS"
-    return ENTRY_POINTS
+def _room(module: str) -> int:
+    room = module.partition(".")[0]
+    assert room in ORDER, f"room '{room}' has no place: add it to ORDER, and to docs/architecture.md"
+    return ORDER.index(room)
 
 
 def _where(module: str, line: int) -> str:
@@ -127,14 +137,25 @@ def _where(module: str, line: int) -> str:
 
 @every_module
 def test_imports_go_down(module: str) -> None:
+    """Also inside functions, and for types only."""
     found = []
-    for item in _imports(module):
+    for item in _imports(module, for_types=True):
         target = _within_package(item.name)
-        if target is None or not item.at_module_level:
-            continue
-        if _layer(target) > _layer(module):
-            found.append(f"{_where(module, item.line)} imports {item.name} from a layer above")
+        if target is not None and _room(target) > _room(module):
+            found.append(f"{_where(module, item.line)} imports {item.name} from a later room")
     assert not found
+
+
+def test_few_modules_lie_beside_the_rooms() -> None:
+    loose = [name for name, path in FILES.items() if "." not in name and path.name != "__init__.py"]
+    assert len(set(loose) - {"__main__"}) <= MOST_LOOSE, loose
+
+
+def test_every_room_is_in_the_map() -> None:
+    rooms = {name.partition(".")[0] for name in FILES} - {"", "__main__"}
+    page = (SOURCE.parents[1] / "docs" / "architecture.md").read_text()
+    assert {room for room in rooms if f"`{room}" not in page} == set()
+    assert set(ORDER) == rooms | {"", "__main__"}, "a room without modules"
 
 
 @every_module
@@ -206,7 +227,14 @@ def test_rules_find_what_they_forbid() -> None:
     assert _within_package("shardwise.errors.PlanError") == "errors"
     assert _within_package("shardwise.nothing") == ""
     assert _within_package("torch.nn") is None
-    assert _layer("errors") < _layer("plan.build") < _layer("store") < _layer("") < _layer("cli")
+    assert _room("errors") < _room("plan.build") < _room("store") < _room("") < _room("cli")
+    source = "if TYPE_CHECKING:\n    import a\ndef f():\n    import b\n"
+    seen = {
+        n.names[0].name for n, _ in _nodes(ast.parse(source), for_types=True) if isinstance(n, ast.Import)
+    }
+    assert seen == {"a", "b"}
+    with pytest.raises(AssertionError, match="has no place"):
+        _room("attic.old")
 
 
 #: Pinned although nothing names them: they come with what is named, in any version of it.

@@ -15,8 +15,8 @@ import transformers
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from shardwise.place.materialize import materialize
-from shardwise.place.meta_init import forget_meta_buffers, meta_buffers, meta_init
+from shardwise.models.memory import materialize
+from shardwise.models.meta_init import forget_meta_buffers, meta_buffers, meta_init
 
 TINY = {
     "hidden_size": 32,
@@ -211,7 +211,7 @@ def test_buffers_computed_from_a_parameter_are_remembered() -> None:
 
 
 def test_what_is_remembered_goes_with_its_module() -> None:
-    from shardwise.place import meta_init as place
+    from shardwise.models import meta_init as place
 
     before = len(place._remembered)
     with meta_init():

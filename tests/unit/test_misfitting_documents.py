@@ -106,6 +106,13 @@ def test_what_the_next_step_would_fail_on_is_damage(tmp_path: Path, name: str) -
     assert all_of(live) == before
 
 
+def test_milestones_of_nothing(tmp_path: Path) -> None:
+    sw.save(run("MultiStepLR", steps=1), tmp_path / "step")
+    edit_documents(tmp_path / "step", of("scheduler", milestones=None))
+    with pytest.raises(FormatError, match=r"scheduler\.milestones: expected a mapping"):
+        sw.restore(run("MultiStepLR"), tmp_path / "step")
+
+
 def test_schedulers_within_one(tmp_path: Path) -> None:
     sw.save(run("SequentialLR", steps=1), tmp_path / "step")
     edit_documents(tmp_path / "step", lambda d: d["scheduler"]["_schedulers"][1].update(step=5))
@@ -128,7 +135,7 @@ def test_settings_of_tuples_and_tensors_fit(tmp_path: Path) -> None:
         for live in (adam(0.1), adam(torch.tensor(0.1))):
             sw.restore(live, tmp_path / name)
             assert float(live.optimizer.param_groups[0]["lr"]) == 0.5  # type: ignore[union-attr]
-    for betas in ("x", {"$type": "tuple", "items": ["a", "b"]}):
+    for betas in ("x", {"$type": "tuple", "items": ["a", "b"]}, {"$type": "tuple", "items": [0.9]}):
         edit_documents(tmp_path / "number", option(betas=betas))
         with pytest.raises(FormatError, match="betas"):
             sw.restore(adam(0.1), tmp_path / "number")

@@ -10,15 +10,16 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.converting import convert
 from shardwise.errors import FormatError, StateError, UnsupportedConversionError
-from shardwise.limits import MAX_NAME_CHARS, brief
+from shardwise.runs.convert import convert
 from tests.harness.hostile import edit_manifest, run
 from tests.models import build_reference
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray])
 def test_an_error_does_not_print_all_bytes(kind: type) -> None:
+    from shardwise.limits import brief
+
     value = kind(16 * 1024**2)
     tracemalloc.start()
     said = brief(value)
@@ -44,12 +45,13 @@ class Named(nn.Module):
 
 
 def test_a_name_that_no_reader_takes_is_not_saved(tmp_path: Path) -> None:
+    """1,024 characters at most (``shardwise.limits``)."""
     with pytest.raises(StateError, match="2000 characters, the limit is 1024"):
         sw.save(sw.TrainState(model=Named("w" * 2000)), tmp_path / "step")
     assert not list(tmp_path.iterdir())
-    longest = Named("w" * MAX_NAME_CHARS)
+    longest = Named("w" * 1024)
     sw.save(sw.TrainState(model=longest), tmp_path / "step")
-    sw.load(Named("w" * MAX_NAME_CHARS), tmp_path / "step" / "model")
+    sw.load(Named("w" * 1024), tmp_path / "step" / "model")
 
 
 def test_a_manifest_has_no_longer_names_than_slice_files(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from shardwise import IOOptions
-from shardwise.read import FileReader, page_cache
-from shardwise.read.page_cache import page_cache_for, shares_memory
+from shardwise.transfer import FileReader, page_cache
+from shardwise.transfer.page_cache import page_cache_for, shares_memory
 from tests.harness.page_cache import cached_bytes, drop, drops_pages
 
 MIB = 1024**2
@@ -52,7 +52,7 @@ def test_pages_are_given_back_on_the_way_and_at_the_end(file: Path, run_bytes: i
 def test_pages_of_held_files_and_of_files_closed_on_the_way(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardwise.read.files._MOST_OPEN", 1)
+    monkeypatch.setattr("shardwise.transfer.files._MOST_OPEN", 1)
     other = file.with_name("other")
     other.write_bytes(bytes(2 * MIB))
     drop(other)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from typing import Any
 
+import pytest
 import torch
 
 from shardwise.state.places import Places, own_device
@@ -77,3 +78,16 @@ def test_tensors_follow_the_live_ones_through_containers() -> None:
     assert found["list"][1][1] == 5
     assert places.put({"n": [1, (2, "x")]}, lambda: calls.append(2)) == {"n": [1, (2, "x")]}
     assert calls == [1], "what this run has is asked for only where there are tensors"
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_quantised_tensors_follow_the_live_ones() -> None:
+    given = torch.quantize_per_tensor(torch.ones(3), 0.1, 2, torch.qint8)
+    value, places = read({"a": [given]}, "xla")
+    found = places.put(value, lambda: {"a": [given]})["a"][0]
+    assert torch.equal(found.int_repr(), given.int_repr())
+    assert places.differences == ("state.a[0]: a tensor saved on xla, now on cpu",)
+    value, places = read({"a": [given]}, "cpu")
+    moved = value["a"][0]
+    assert places.put(value, lambda: {"a": [torch.empty(3)]})["a"][0].device == moved.device
+    assert places.differences == ()

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import shardwise as sw
 from shardwise.cli import main
-from shardwise.planner import plan_pretrained
+from shardwise.loading.plan_pretrained import plan_pretrained
 from tests import models
 
 #: The text part of the tiny LLaVA, as its files name it.

@@ -12,10 +12,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from shardwise import IOOptions, ShardPolicy, TrainState, load_pretrained, loading, planner, save
+from shardwise import IOOptions, ShardPolicy, TrainState, load_pretrained, save
 from shardwise.errors import FormatError, PlanError, ShardError, SourceError
+from shardwise.loading import load as loading
+from shardwise.loading import plan_pretrained as planner
+from shardwise.loading.plan_pretrained import PlanReport, plan_pretrained
 from shardwise.plan import Plan
-from shardwise.planner import PlanReport, plan_pretrained
 from tests.harness.pool import RankPool
 
 

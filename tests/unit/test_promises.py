@@ -15,7 +15,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import CheckpointError, LockedError, NoCheckpointError, StateError, VersionError
-from shardwise.read import FileReader
+from shardwise.transfer import FileReader
 
 
 def net(*, seed: int = 0, sizes: tuple[int, ...] = (4, 3, 2)) -> nn.Sequential:

@@ -11,10 +11,8 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 import shardwise as sw
-from shardwise import limits
-from shardwise.converting import convert
 from shardwise.errors import CheckpointError, FormatError, StateError
-from shardwise.store import document_files
+from shardwise.runs.convert import convert
 from tests.harness.hostile import edit_documents
 
 
@@ -189,6 +187,9 @@ def test_nothing_changes_before_documents_are_checked(tmp_path: Path) -> None:
 
 def test_too_much_text_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the limit lowered: the real one takes seconds to reach."""
+    from shardwise import limits
+    from shardwise.checkpoint import document_files
+
     monkeypatch.setattr(document_files, "MAX_JSON_BYTES", 10_000)
     with pytest.raises(StateError, match=r"the limit is 10000; most are of 'extra\.text'"):
         sw.save(state(extra={"text": "x" * 20_000}), tmp_path / "step")

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 
 import shardwise as sw
 from shardwise.catalog.open import open_catalog
-from shardwise.converting import convert
 from shardwise.errors import PlanError, ShardwiseError, UnsupportedConversionError
-from shardwise.planner import plan_pretrained
+from shardwise.loading.plan_pretrained import plan_pretrained
+from shardwise.runs.convert import convert
 
 _IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _SIZES = {

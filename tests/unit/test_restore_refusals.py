@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, StepLR
 
 import shardwise as sw
 from shardwise.errors import StateError
+from tests.harness.hostile import edit_documents
 
 
 class Strict:
@@ -133,3 +134,74 @@ def test_a_step_that_is_no_number_is_refused(tmp_path: Path, step: Any) -> None:
     with pytest.raises(StateError, match="an integer"):
         sw.save(state, tmp_path / "one", step=step)
     assert not (tmp_path / "one").exists()
+
+
+def grouped(*sizes: int, rate: Any = 0.1, seed: int = 0) -> sw.TrainState:
+    """An optimizer over the parameters of a layer, in groups of these sizes."""
+    torch.manual_seed(seed)
+    model = nn.Linear(3, 2)
+    parameters = list(model.parameters())
+    groups = [{"params": [parameters.pop(0) for _ in range(size)]} for size in sizes]
+    optimizer = torch.optim.AdamW(groups, lr=rate, foreach=False)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return sw.TrainState(model=model, optimizer=optimizer)
+
+
+@pytest.mark.parametrize(
+    ("live", "says"),
+    [
+        (lambda: grouped(1, 1, seed=1), "has 2 parameter groups, the checkpoint 1"),
+        (
+            lambda: grouped(1, seed=1),
+            "has 1 parameter groups, the checkpoint 1: groups without a counterpart",
+        ),
+        (
+            lambda: grouped(2, rate=torch.full((1,), 0.1), seed=1),
+            "'lr' of the optimizer is a tensor of shape",
+        ),
+    ],
+)
+def test_groups_that_do_not_fit_are_refused_before_anything_changes(
+    tmp_path: Path, live: Any, says: str
+) -> None:
+    sw.save(grouped(2, rate=torch.tensor(0.1)), tmp_path / "step")
+    state = live()
+    before = [p.detach().clone() for p in state.model.parameters()]
+    told = repr(state.optimizer.state_dict())
+    with pytest.raises(StateError, match=says):
+        sw.restore(state, tmp_path / "step")
+    assert all(map(torch.equal, state.model.parameters(), before))
+    assert repr(state.optimizer.state_dict()) == told
+
+
+def test_state_of_a_parameter_that_is_not_optimised_is_refused_before_anything_changes(
+    tmp_path: Path,
+) -> None:
+    sw.save(grouped(2), tmp_path / "step")
+    edit_documents(tmp_path / "step", lambda d: d["optimizer"]["groups"][0]["names"].remove("bias"))
+    state = grouped(1, seed=1)
+    before = state.model.weight.detach().clone()  # type: ignore[union-attr, operator]
+    with pytest.raises(
+        StateError, match="optimizer state of 1 parameters that this optimizer does not optimise: bias"
+    ):
+        sw.restore(state, tmp_path / "step")
+    assert torch.equal(state.model.weight, before)  # type: ignore[union-attr, arg-type]
+
+
+def test_another_models_optimizer_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    def two(order: tuple[str, str]) -> sw.TrainState:
+        models = {"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)}
+        optimizers = {
+            n: torch.optim.SGD(models[m].parameters(), 0.1) for n, m in zip("xy", order, strict=True)
+        }
+        return sw.TrainState(model=models, optimizer=optimizers)
+
+    sw.save(two(("a", "b")), tmp_path / "step")
+    state = two(("b", "a"))
+    before = state.models["a"].weight.detach().clone()  # type: ignore[operator]
+    with pytest.raises(
+        StateError, match="optimizer 'x' trained the model 'a' when it was saved, and 'b' now"
+    ):
+        sw.restore(state, tmp_path / "step")
+    assert torch.equal(state.models["a"].weight, before)  # type: ignore[arg-type]

@@ -23,9 +23,8 @@ from torch.utils.data import (
 )
 
 from shardwise.errors import StateError
-from shardwise.place.meta_init import preserve_rng
+from shardwise.rng import capture_host_rng, capture_rng, derive_rng, plan_rng, preserve_rng, restore_rng
 from shardwise.state.data import ResumableLoader
-from shardwise.state.rng import capture_host_rng, capture_rng, derive_rng, plan_rng, restore_rng
 from shardwise.state.typed_json import decode, encode
 
 

@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import shardwise as sw
 from shardwise.errors import StateError
-from shardwise.place.meta_init import preserve_rng
-from shardwise.state.rng import capture_rng
+from shardwise.rng import capture_rng, preserve_rng
 from shardwise.state.typed_json import decode, encode
 
 

@@ -21,7 +21,9 @@ from torch.distributed.checkpoint._hf_utils import _get_dcp_custom_metadata
 
 from shardwise.catalog import catalog_of_safetensors
 from shardwise.catalog.checkpoint import catalog_of_checkpoint
-from shardwise.catalog.manifest import (
+from shardwise.dtypes import itemsize, torch_dtype
+from shardwise.errors import FormatError, IntegrityError, SourceError, VersionError
+from shardwise.format.manifest import (
     MANIFEST_NAME,
     FileEntry,
     Manifest,
@@ -30,7 +32,7 @@ from shardwise.catalog.manifest import (
     TensorEntry,
     read_manifest,
 )
-from shardwise.catalog.slices import (
+from shardwise.format.slices import (
     Slice,
     SliceTensor,
     assign_owners,
@@ -39,8 +41,6 @@ from shardwise.catalog.slices import (
     owner_ranks,
     rank_files,
 )
-from shardwise.dtypes import itemsize, torch_dtype
-from shardwise.errors import FormatError, IntegrityError, SourceError, VersionError
 from shardwise.layout.boxes import find_overlap
 from shardwise.layout.placements import Cut, Geometry, cut_boxes
 from shardwise.store.slice_file import write_slices

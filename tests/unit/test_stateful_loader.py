@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from shardwise.place.meta_init import preserve_rng
+from shardwise.rng import preserve_rng
 from shardwise.state.data import ResumableLoader, data_caveats, make_iterator
 from shardwise.state.typed_json import decode, encode
 

@@ -12,8 +12,8 @@ import pytest
 from torch.utils.data import DataLoader
 
 import shardwise as sw
-from shardwise.catalog.manifest import read_manifest
 from shardwise.errors import FormatError, LockedError
+from shardwise.format.manifest import read_manifest
 from shardwise.integrations._trainer_data import DataPlace
 from shardwise.integrations._trainer_folder import Run, contents, newest, set_newer_aside
 from shardwise.integrations._trainer_place import check_place
@@ -47,7 +47,7 @@ def stem_of(step: Path) -> str:
 
 def test_what_a_trainer_writes_is_taken(step: Path) -> None:
     assert check_place(str(step), read_manifest(step), stem_of(step))["extra.data"]["consumed"] == 2
-    assert b'"global_batch_size": 4' in contents(str(step))
+    assert contents(str(step))["trainer"]["global_batch_size"] == 4
     assert newest(str(step.parent), {}) == str(step)
 
 

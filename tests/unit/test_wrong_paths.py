@@ -12,9 +12,9 @@ import torch
 
 import shardwise as sw
 from shardwise.catalog.open import open_catalog
-from shardwise.converting import convert
-from shardwise.difference import difference
 from shardwise.errors import SourceError
+from shardwise.runs.convert import convert
+from shardwise.runs.diff import difference
 
 
 def test_a_directory_of_steps_is_named(tmp_path: Path) -> None:

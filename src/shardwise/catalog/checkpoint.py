@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 
 from ..dtypes import itemsize
 from ..errors import FormatError
-from ..garbage import no_collections
+from ..format.manifest import Manifest, read_manifest
+from ..format.slices import SliceTensor, file_name
+from ..format.spread import Kind, Place, Spread
+from ..gc_paused import no_collections
 from ..layout.boxes import Box
 from ..layout.placements import Cut, Geometry
 from ..limits import MAX_COUNT, brief, inside
-from .manifest import Manifest, read_manifest
 from .records import Catalog, Chunks, SharedChunk, StoredFile, StoredTensor
-from .slices import SliceTensor, file_name
-from .spread import Kind, Place, Spread
 
 __all__ = [
     "catalog_of_checkpoint",

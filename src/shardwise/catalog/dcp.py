@@ -18,9 +18,9 @@ from itertools import pairwise
 from typing import Any
 
 from ..errors import FormatError, IntegrityError, SourceError
+from ..format.header import check_regular
 from ..layout.boxes import Box
 from ..limits import MAX_DIMS, MAX_PICKLE_DEPTH, brief, check_name, inside, is_count, numel_of
-from .header import check_regular
 from .pickles import Name, Names, Record, is_name_of, unpickled
 from .records import Catalog, Chunk, StoredFile, StoredTensor, assemble
 from .torchfile import DTYPE_NAMES, Archive, Dtype, Saved, plain_args, to_dict, to_tuple

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 
 from ..errors import SourceError
+from ..format.steps import of_steps
 from .checkpoint import catalog_of_checkpoint
 from .dcp import METADATA_NAME, catalog_of_dcp
 from .records import Catalog
 from .safetensors import catalog_of_safetensors, has_safetensors
-from .steps import of_steps
 from .torchfile import (
     FULL_STATE_STEM,
     catalog_of_torch_file,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 
 from ..errors import FormatError, SourceError
+from ..format.header import Entry, Header, read_header
+from ..format.steps import of_steps
 from ..layout.boxes import Box, whole
-from .header import Entry, Header, read_header
 from .index import read_weight_map
 from .records import Catalog, Chunk, StoredFile, StoredTensor, assemble
-from .steps import of_steps
 
 __all__ = ["INDEX_NAME", "SINGLE_NAME", "catalog_of_safetensors", "has_safetensors", "with_variant"]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ..errors import FormatError, SourceError
 from ..limits import MAX_COUNT, MAX_ZIP_DIRECTORY_BYTES, brief
-from ..patience import patiently
+from ..ranks.patience import patiently
 
 __all__ = ["Member", "MemberReader", "TorchZip"]
 

@@ -6,13 +6,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from .. import __version__
 from ..errors import NoCheckpointError, ShardwiseError, SourceError
-from ..store.publish import published_steps
-from .contents import CheckpointContents, Contents, RootContents, contents_of, is_root, to_json
 from .options import (
     DTYPES,
     as_load_pretrained,
@@ -26,23 +25,15 @@ from .options import (
     trust_remote_code,
 )
 from .program import FINE, WRONG_DATA, Program, print_json, rank_of_launcher
-from .render import (
-    console,
-    progress,
-    show_contents,
-    show_convert,
-    show_diff,
-    show_export,
-    show_plan,
-    show_problems,
-    show_verify,
-)
+
+if TYPE_CHECKING:
+    from .contents import Contents
 
 __all__ = ["main"]
 
 
 @click.group(cls=Program, no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="shardwise")
+@click.version_option(__version__)
 @click.option("--debug", is_flag=True, expose_value=False, help="Show tracebacks.")
 def main() -> None:
     """Pretrained weights and training state, in and out of sharded PyTorch models.
@@ -60,6 +51,9 @@ def inspect(path: str, as_json: bool) -> int:
     Reads headers and manifests only. Status 1 if a published step is damaged, as far as these tell. Of a model on the
     hub PATH may be the id, if the cache holds it: nothing is downloaded.
     """
+    from .contents import contents_of, to_json
+    from .render import console, show_contents
+
     contents = contents_of(path)
     if as_json:
         print_json({**to_json(contents), "ok": _is_sound(contents)})
@@ -69,6 +63,8 @@ def inspect(path: str, as_json: bool) -> int:
 
 
 def _is_sound(contents: Contents) -> bool:
+    from .contents import CheckpointContents, RootContents
+
     if isinstance(contents, RootContents):
         return bool(contents.steps) and all(step.ok for step in contents.steps)
     return not (isinstance(contents, CheckpointContents) and contents.problems)
@@ -113,7 +109,8 @@ def plan(
         raise click.BadParameter(
             f"{replicas} replicas do not divide {ranks} ranks", param_hint="'--replicas'"
         )
-    from ..planner import plan_pretrained
+    from ..loading.plan_pretrained import plan_pretrained
+    from .render import console, show_plan
 
     report = plan_pretrained(
         path,
@@ -141,6 +138,9 @@ def plan(
 @common
 def verify(path: str, threads: int | None, as_json: bool) -> int:
     """Check every byte of a checkpoint, or of every step of a directory of checkpoints."""
+    from .contents import is_root
+    from .render import console, show_verify
+
     if not is_root(path):
         report = _verify_one(path, threads, as_json)
         if as_json:
@@ -160,7 +160,8 @@ def diff(first: str, second: str, as_json: bool) -> int:
 
     Of two checkpoints the optimizers, too. Status 1 if they differ.
     """
-    from ..difference import difference
+    from ..runs.diff import difference
+    from .render import console, progress, show_diff
 
     with progress("compared", enabled=not as_json) as on_progress:
         report = difference(first, second, on_progress=on_progress)
@@ -172,6 +173,9 @@ def diff(first: str, second: str, as_json: bool) -> int:
 
 
 def _verify_steps(root: str, threads: int | None, as_json: bool) -> int:
+    from ..store.publish import published_steps
+    from .render import console, show_problems, show_verify
+
     steps = published_steps(root)
     if not steps:
         raise NoCheckpointError(
@@ -195,7 +199,8 @@ def _verify_steps(root: str, threads: int | None, as_json: bool) -> int:
 
 
 def _verify_one(path: str, threads: int | None, as_json: bool) -> Any:
-    from ..proof import stored
+    from ..checkpoint import verify as stored
+    from .render import progress
 
     with progress(os.path.basename(os.path.abspath(path)), enabled=not as_json) as on_progress:
         return stored.verify(path, on_progress=on_progress, threads=threads)
@@ -232,7 +237,8 @@ def export(
     Runs in one process, or under torchrun, where all ranks share the work. A run that saves and deletes steps
     meanwhile does no harm.
     """
-    from ..export import export_hf
+    from ..export.hub import export_hf
+    from .render import console, show_export
 
     with _ranks_of_launcher() as rank:
         report = export_hf(
@@ -280,8 +286,9 @@ def convert(
         raise click.BadParameter(
             "a checkpoint takes all models; give it with --to hf", param_hint="'--model'"
         )
-    from ..converting import convert as to_checkpoint
-    from ..export import export_hf
+    from ..export.hub import export_hf
+    from ..runs.convert import convert as to_checkpoint
+    from .render import console, show_convert, show_export
 
     with _ranks_of_launcher() as rank:
         given: dict[str, Any] = {"config": config, "trust_remote_code": trust_remote_code}
@@ -334,6 +341,7 @@ def demo(out: Path, model: Path | None, nproc: int, as_json: bool) -> int:
     if model is not None and not model.is_dir():
         raise SourceError("no such directory; give a local model directory", path=str(model))
     from ..demo.run import run_demo
+    from .render import console
 
     result = run_demo(out, model=model, nproc=nproc, console=console(err=as_json))
     if as_json:

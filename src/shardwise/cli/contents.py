@@ -10,14 +10,14 @@ from datetime import datetime
 from typing import Any
 
 from ..catalog.checkpoint import catalog_of_checkpoint
-from ..catalog.manifest import MANIFEST_NAME, Manifest, read_manifest
 from ..catalog.open import open_catalog
 from ..catalog.records import Catalog, StoredTensor
+from ..checkpoint.check import quick_check
 from ..dtypes import itemsize
 from ..errors import ShardwiseError, SourceError
+from ..format.manifest import MANIFEST_NAME, Manifest, read_manifest
 from ..layout.placements import Geometry
 from ..limits import inside
-from ..proof.quick import quick_check
 from ..store.publish import published_steps, was_ever_published
 from .tree import Node, tree_of
 
@@ -139,8 +139,8 @@ def _local(path: str) -> str:
     """A path, or the snapshot in the hub's cache of what can only be an id."""
     if os.path.lexists(path):
         return path
-    from ..dist import Ranks
-    from ..hub import HubOptions, find_model
+    from ..models.hub import HubOptions, find_model
+    from ..ranks.ranks import Ranks
 
     return find_model(path, HubOptions(local_files_only=True), Ranks())
 

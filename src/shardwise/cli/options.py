@@ -122,6 +122,6 @@ def new_adapter(directory: str | None) -> Any:
         return directory
     if any(name.startswith("adapter_model.") for name in os.listdir(directory)):
         return directory
-    from ..adapters import read_adapter_config
+    from ..adapters.files import read_adapter_config
 
     return read_adapter_config(directory)

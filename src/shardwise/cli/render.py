@@ -19,7 +19,7 @@ from .contents import CheckpointContents, Contents, RootContents
 from .tree import Node
 
 if TYPE_CHECKING:
-    from ..planner import PlanReport
+    from ..loading.plan_pretrained import PlanReport
 
 __all__ = [
     "console",

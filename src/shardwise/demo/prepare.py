@@ -14,8 +14,8 @@ import torch
 from ..catalog import StoredTensor
 from ..catalog.open import open_catalog
 from ..errors import FormatError, ShardwiseError, SourceError
+from ..loading.pretrained import build_meta, read_config
 from ..names import named_tensors
-from ..pretrained import build_meta, read_config
 from ..recipe.transformers import HubRules, hub_rules
 
 __all__ = ["Prepared", "clear_output", "default_model", "prepare_model"]
@@ -98,7 +98,7 @@ def _declarations(
     """
     if whole_class is None or whole_class is type(base):
         return (), ()
-    from ..place.meta_init import meta_init
+    from ..models.meta_init import meta_init
 
     with meta_init():
         whole = whole_class._from_config(base.config, dtype=torch.float32)

@@ -295,7 +295,7 @@ def _stored_digests(directory: Path) -> set[str]:
     """Digests of what lies in safetensors files; a digest knows dtype and shape, but no name."""
     from safetensors import safe_open
 
-    from ..proof.digest import tensor_digest
+    from ..digests.digest import tensor_digest
 
     found = set()
     for path in sorted(directory.glob("*.safetensors")):

@@ -25,9 +25,9 @@ from shardwise.demo.crash import die_in_next_save
 from shardwise.demo.data import PairBatches
 from shardwise.demo.embed import TEMPERATURE, embed, load_tokenizer
 from shardwise.demo.memory import AnonymousPeak
-from shardwise.dist import Ranks
+from shardwise.digests.live import model_digests
 from shardwise.errors import ShardwiseError
-from shardwise.proof.model import model_digests
+from shardwise.ranks.ranks import Ranks
 
 
 def train(options: argparse.Namespace) -> None:

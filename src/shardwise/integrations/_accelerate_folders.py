@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING
 
 from ..errors import CheckpointError, NoCheckpointError
-from ..patience import patiently
+from ..ranks.patience import patiently
 from ..store.publish import discard
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def folder_for(accelerator: Accelerator, output_dir: str | os.PathLike[str] | No
     return os.path.abspath(os.path.expanduser(output_dir))
 
 
-def make_room(folder: str, *, automatic: bool) -> bytes:
+def make_room(folder: str, *, automatic: bool) -> None:
     """Of the one rank that does it: the parent is there, and the folder is not, or was empty.
 
     Raises :class:`CheckpointError` if it holds something.
@@ -45,7 +45,6 @@ def make_room(folder: str, *, automatic: bool) -> bytes:
             )
         )
     patiently(os.makedirs, os.path.dirname(folder), exist_ok=True)
-    return b""
 
 
 def newest(accelerator: Accelerator) -> str:
@@ -57,12 +56,11 @@ def newest(accelerator: Accelerator) -> str:
     return found[-1][1]
 
 
-def delete_oldest(folder: str, limit: int) -> bytes:
+def delete_oldest(folder: str, limit: int) -> None:
     """Keep the ``limit`` newest beside ``folder``. What a kill leaves of one has another name, and is never resumed from."""
     root = os.path.dirname(folder)
     for _, old in _folders(root)[:-limit]:
         discard(old)
-    return b""
 
 
 def _root(accelerator: Accelerator) -> str:

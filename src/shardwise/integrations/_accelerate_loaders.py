@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import DistributedSampler, IterableDataset, SequentialSampler
 
 from ..errors import StateError
+from ..rng import capture_host_rng, restore_rng
 from ..state.data import make_iterator
-from ..state.rng import capture_host_rng, restore_rng
 from ._accelerate_samplers import (
     Order,
     RecordedSampler,

@@ -22,8 +22,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.sampler import SubsetRandomSampler, WeightedRandomSampler
 
-from ..place.meta_init import preserve_rng
-from ..state.rng import capture_host_rng, restore_rng
+from ..rng import capture_host_rng, preserve_rng, restore_rng
 
 __all__ = [
     "Order",

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .._compat import is_transformers_model, tp_by_plan
 from ..errors import ShardError
+from ..internals.torch import is_transformers_model, tp_by_plan
 from ..names import NamedTensor, named_tensors
-from ..replicated import reduce_after_backward
+from ..sharding.replicated import reduce_after_backward
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from ..errors import ShardError
+from ..models.memory import give_addresses
 from ..names import named_tensors
-from ..parallelize import remember_sharding
-from ..place.materialize import give_addresses
+from ..sharding.fsdp import remember_sharding
 from ._accelerate_settings import (
     SettingsWithoutLoading,
     check_supported,

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .._compat import original_class
 from ..errors import ShardError
+from ..internals.torch import original_class
 from ..names import unwrap
 
 __all__ = ["Groups", "adopt", "groups_of", "put_back"]

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
-from ..place.meta_init import preserve_rng
+from ..rng import capture_host_rng, preserve_rng, restore_rng
+from ..state.beyond import same
 from ..state.loader_parts import (
     all_parts,
     attributes,
@@ -24,12 +24,12 @@ from ..state.loader_parts import (
     keeps_workers,
     own_states,
     put_own_states,
+    unfit_generators,
 )
 from ..state.replay import SAFE_SAMPLERS
-from ..state.rng import capture_host_rng, restore_rng
 from ._trainer_batch import Batch
 
-__all__ = ["DataPlace", "same"]
+__all__ = ["DataPlace"]
 
 _log = logging.getLogger(__name__)
 _END = object()
@@ -122,6 +122,8 @@ class DataPlace:
             yield "persistent_workers: random draws in workers may differ"
         if workers and not getattr(loader, "in_order", True):
             yield "in_order=False: the order of batches may differ"
+        if unfit := unfit_generators(loader, stored["start" if skipped else "now"]):
+            yield f"generators of the data loader are not those of the saved run ({', '.join(unfit)}): samples may differ"
         if not skipped:
             yield from self._changed(stored["now"], loader, "when it was saved")
             return
@@ -314,21 +316,6 @@ def _order_of(loader: Any, has_seeds: bool) -> str:
 
 def _has_epoch(part: Any) -> bool:
     return callable(getattr(part, "set_epoch", None))
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether two nested values are equal; tensors and arrays by their elements."""
-    if isinstance(one, Mapping):
-        return (
-            isinstance(other, Mapping)
-            and one.keys() == other.keys()
-            and all(same(value, other[key]) for key, value in one.items())
-        )
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    return bool((one == other).all()) if hasattr(one, "all") else bool(one == other)
 
 
 class _Watched:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -13,11 +12,12 @@ from typing import Any
 
 from safetensors import safe_open
 
-from .._peft import peft_model
-from ..dist import Ranks
-from ..errors import CheckpointError
-from ..patience import patiently, remove_tree
-from ..store.companions import TOKENIZER_FILES
+from ..adapters.names import adapter_tensors
+from ..errors import CheckpointError, UnsupportedConversionError
+from ..internals.peft import adapter_configs, peft_model
+from ..models.assets import TOKENIZER_FILES
+from ..ranks.patience import patiently, remove_tree
+from ..ranks.ranks import Ranks
 from .peft import save_adapter
 
 __all__ = [
@@ -91,31 +91,35 @@ def read_all(folder: str) -> dict[str, bytes]:
 
 def gathered(ranks: Ranks, files: Mapping[str, bytes]) -> dict[str, bytes]:
     """The files of all ranks on rank 0, of equal names the lowest rank's; elsewhere none. Collective."""
-    head = json.dumps([(name, len(content)) for name, content in files.items()]).encode()
-    payload = b"" if ranks.rank == 0 else b"".join((len(head).to_bytes(8, "little"), head, *files.values()))
     found = dict(files) if ranks.rank == 0 else {}
-    for one in ranks.gather("files beside the weights", payload) or ():
-        if one:
-            end = 8 + int.from_bytes(one[:8], "little")
-            for name, size in json.loads(one[8:end]):
-                found.setdefault(name, one[end : end + size])
-                end += size
+    own = None if ranks.rank == 0 else dict(files)  # rank 0 has its own already
+    for of_rank in ranks.gather("files beside the weights", own) or ():
+        for name, content in (of_rank or {}).items():
+            found.setdefault(name, content)
     return found
 
 
 def adapter_files(model: Any, run_dir: str, ranks: Ranks) -> dict[str, bytes]:
     """The files of a ``PeftModel``'s adapters, as PEFT reads them, on rank 0; none of other models. Collective.
 
-    Gathered through a folder in ``run_dir``, which goes again.
+    Gathered through a folder in ``run_dir``, which goes again. Adapters that PEFT computes when it stores them (prompt and
+    prefix tuning) have none, with a warning: the checkpoint holds them as the model does.
     """
     if peft_model(model) is None:
         return {}
+    refused = ranks.combine(
+        "look at the adapters", lambda: _refused(model), lambda found: next(filter(None, found), None)
+    )
+    if refused is not None:
+        if ranks.rank == 0:
+            _log.warning("no copy of the adapters for PEFT lies in the checkpoint: %s", refused)
+        return {}
 
-    def name() -> bytes:
+    def name() -> str:
         patiently(os.makedirs, run_dir, exist_ok=True)
-        return os.path.join(run_dir, f".tmp-adapter-{secrets.token_hex(8)}").encode()
+        return os.path.join(run_dir, f".tmp-adapter-{secrets.token_hex(8)}")
 
-    folder = ranks.on_first("make room for the adapter", name).decode()
+    folder = ranks.on_first("make room for the adapter", name)
     try:
         report = save_adapter(model, folder)
         with ranks.agree("read adapter"):
@@ -129,6 +133,16 @@ def adapter_files(model: Any, run_dir: str, ranks: Ranks) -> dict[str, bytes]:
         if ranks.rank == 0:
             remove_tree(folder)
     return {}
+
+
+def _refused(model: Any) -> str | None:
+    """Why the adapters have no files for PEFT; None where they have. Of this rank alone."""
+    try:
+        for adapter in adapter_configs(model):
+            adapter_tensors(model, adapter)
+    except UnsupportedConversionError as error:
+        return str(error)
+    return None
 
 
 def into_model(folder: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import glob
-import json
 import logging
 import os
 import re
@@ -13,17 +12,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..catalog.documents import parse_documents
-from ..catalog.manifest import MANIFEST_NAME, read_manifest
-from ..dist import Ranks
+from ..checkpoint.check import quick_check
+from ..checkpoint.stored_documents import read_checked
 from ..errors import CheckpointError, FormatError, IntegrityError, NoCheckpointError
+from ..format.documents import parse_documents
+from ..format.manifest import MANIFEST_NAME, read_manifest
 from ..limits import MAX_JSON_BYTES
-from ..patience import patiently, remove_tree
-from ..proof.quick import quick_check
+from ..ranks.patience import patiently, remove_tree
+from ..ranks.ranks import Ranks
 from ..store.lock import DirectoryLock, check_held
 from ..store.publish import discard, sweep_leftovers
 from ..store.write import fsync_directory
-from ..stored_documents import read_checked
 from ._trainer_place import trainer_extra
 
 __all__ = [
@@ -73,14 +72,13 @@ def held(root: str) -> Iterator[None]:
     """Hold a run's directory, and clear it of what killed saves left; the lock's file goes at the end. Collective."""
     lock: DirectoryLock | None = None
 
-    def take() -> bytes:
+    def take() -> None:
         nonlocal lock
         lock = DirectoryLock(root, name=LOCK_NAME)
         while not _has_its_name(lock, root):  # the run before deleted it, after this one had opened it
             lock.release()
             lock = DirectoryLock(root, name=LOCK_NAME)
         sweep_leftovers(root)
-        return b""
 
     try:
         Ranks.current().on_first("lock output directory", take)
@@ -114,20 +112,19 @@ def is_ours(path: str) -> bool:
     return False
 
 
-def contents(path: str) -> bytes:
-    """What a shardwise checkpoint of a Trainer holds, as JSON: ``world_size``, its ``documents``, the ``trainer``'s extras.
+def contents(path: str) -> dict[str, Any]:
+    """What a shardwise checkpoint of a Trainer holds: ``world_size``, its ``documents``, the ``trainer``'s extras.
 
     Raises :class:`FormatError` if what it says of the place in the data is not of its form.
     """
     manifest = read_manifest(path)
     documents = parse_documents(read_checked(path, manifest, "state.json", MAX_JSON_BYTES), manifest, path)
     names = sorted({*documents, *manifest.local_documents})
-    found = {
+    return {
         "world_size": manifest.world_size,
         "documents": names,
         "trainer": trainer_extra(path, manifest),
     }
-    return json.dumps(found).encode()
 
 
 def checkpoints(root: str) -> dict[int, str]:
@@ -144,7 +141,7 @@ def newest(root: str, damaged: dict[int, str]) -> str:
     :class:`NoCheckpointError` if all are; what can't be read for another reason is no damage, and raises.
     """
 
-    def search() -> bytes:
+    def search() -> list[Any]:
         for step, path in checkpoints(root).items():
             if step in damaged:
                 continue
@@ -158,18 +155,18 @@ def newest(root: str, damaged: dict[int, str]) -> str:
                 _log.warning("skipping damaged %s: %s", path, error)
                 damaged[step] = str(error)
                 continue
-            return json.dumps([path, damaged]).encode()
+            return [path, {str(step): why for step, why in damaged.items()}]
         if damaged:
             found = "; ".join(damaged.values())
             raise NoCheckpointError(f"{root}: no checkpoint is valid ({found}). Move them away to start anew")
-        return json.dumps(["", {}]).encode()
+        return ["", {}]
 
-    path, known = json.loads(Ranks.current().on_first("find newest checkpoint", search))
+    path, known = Ranks.current().on_first("find newest checkpoint", search)
     damaged |= {int(step): why for step, why in known.items()}
     return str(path)
 
 
-def set_newer_aside(root: str, run: Run) -> bytes:
+def set_newer_aside(root: str, run: Run) -> None:
     """Checkpoints that a line before this one wrote are kept, under names that nothing takes for newer ones.
 
     Nor does ``push_to_hub`` take them: it leaves out what begins with an underscore. For rank 0. Raises
@@ -188,20 +185,19 @@ def set_newer_aside(root: str, run: Run) -> bytes:
             raise CheckpointError(f"{path}: can't be set aside: {error.strerror}") from error
         fsync_directory(root)
         _log.warning("%s is %s; it is %s now", path, _WORDS[why], aside)
-    return b""
 
 
 _WORDS = {"damaged": "damaged", "superseded": "of another line than this run"}
 
 
-def rotate(root: str, limit: int | None, best: str | None) -> bytes:
+def rotate(root: str, limit: int | None, best: str | None) -> None:
     """Delete the oldest checkpoints, but neither the newest nor the best. For rank 0.
 
     A checkpoint too many does no harm: nothing here makes a save fail, which is published.
     """
     found = list(checkpoints(root).values())
     if not limit or limit < 1:
-        return b""
+        return
     kept = {found[0], os.path.abspath(best or found[0])}
     excess = len(found) - max(limit, len(kept))
     for path in [p for p in reversed(found) if p not in kept][: max(excess, 0)]:
@@ -209,7 +205,6 @@ def rotate(root: str, limit: int | None, best: str | None) -> bytes:
             discard(path)
         except (OSError, CheckpointError) as error:
             _log.warning("can't delete %s: %s", path, error)
-    return b""
 
 
 def move_into(target: str, folder: str, weights: re.Pattern[str]) -> None:

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from ..catalog.manifest import Manifest
+from ..checkpoint.stored_documents import decode_documents, read_documents
 from ..errors import FormatError
+from ..format.manifest import Manifest
 from ..limits import brief, inside, is_count
 from ..state.documents import check_rng
 from ..state.places import Places
-from ..stored_documents import decode_documents, read_documents
 
 __all__ = ["check_place", "trainer_extra"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import tempfile
@@ -13,14 +12,14 @@ import torch
 from transformers import Trainer
 from transformers.trainer import TRAINING_ARGS_NAME
 
-from .._peft import peft_model
-from ..dist import Ranks
-from ..export import export_hf
-from ..patience import patiently, remove_tree
+from ..checkpoint.collect import Lineage
+from ..checkpoint.save import write_checkpoint
+from ..export.hub import export_hf
+from ..internals.peft import peft_model
+from ..ranks.patience import patiently, remove_tree
+from ..ranks.ranks import Ranks
 from ..state.loader_parts import own_states
 from ..state.train_state import TrainState
-from ..store.collect import Lineage
-from ..store.save import write_checkpoint
 from ._trainer_data import DataPlace
 from ._trainer_files import (
     ADAPTER,
@@ -65,7 +64,7 @@ class Saving(Trainer):
         if final in self._run.published:
             self._name_best(run_dir)  # an evaluation at the end of the epoch may have come after it
             return
-        place = json.loads(ranks.on_first("place in the data", lambda: json.dumps(self._place()).encode()))
+        place = ranks.on_first("place in the data", self._place)
         with tempfile.TemporaryDirectory(prefix="shardwise-") as staging:
             folder = os.path.join(staging, name)
             with ranks.agree("write Trainer's files"):
@@ -84,7 +83,7 @@ class Saving(Trainer):
             state = self._train_state(optimizer=not self.args.save_only_model, files=files, place=place)
         run = self._run
         ranks.on_first("set newer checkpoints aside", lambda: set_newer_aside(run_dir, run))
-        lineage = Lineage(ranks.on_first("run id", lambda: secrets.token_hex(8).encode()).decode(), None)
+        lineage = Lineage(ranks.on_first("run id", lambda: secrets.token_hex(8)), None)
         write_checkpoint(state, final, self.state.global_step, lineage, ranks, at_top=True)
         self._run.published.add(final)
         limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
@@ -160,11 +159,11 @@ class Saving(Trainer):
             return
         ranks = Ranks.current()
 
-        def name() -> bytes:
+        def name() -> str:
             patiently(os.makedirs, target, exist_ok=True)
-            return os.path.join(target, f".tmp-export-{secrets.token_hex(8)}").encode()
+            return os.path.join(target, f".tmp-export-{secrets.token_hex(8)}")
 
-        folder = ranks.on_first("make room for the export", name).decode()
+        folder = ranks.on_first("make room for the export", name)
         try:
             with_adapters = peft_model(self.model) is not None
             (save_adapter if with_adapters else export_hf)(self.model, folder)

@@ -15,12 +15,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from .._compat import is_transformers_model
-from .._peft import adapter_configs, base_of
-from ..catalog.manifest import read_manifest
-from ..cloning import clone
-from ..dist import Ranks
 from ..errors import ShardError
+from ..format.manifest import read_manifest
+from ..internals.peft import adapter_configs, base_of
+from ..internals.torch import is_transformers_model
+from ..loading.clone import clone
+from ..ranks.ranks import Ranks
 
 if TYPE_CHECKING:
     from transformers import Trainer

@@ -28,20 +28,21 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from .. import checkpoint
-from ..arguments import FromPretrained
-from ..dist import Ranks
+from ..checkpoint.checkpointer import save
+from ..checkpoint.restore import ResumeReport
+from ..checkpoint.save import SaveReport
 from ..errors import StateError
-from ..foreign import is_foreign
-from ..loading import load as _load
-from ..place.meta_init import meta_init
+from ..loading.load import load as _load
+from ..loading.pretrained import load_wrapped
+from ..loading.report import LoadReport
+from ..models.arguments import FromPretrained
+from ..models.meta_init import meta_init
 from ..plan import IOOptions
-from ..pretrained import load_wrapped
-from ..proof.report import LoadReport
-from ..restoring import ResumeReport
+from ..ranks.ranks import Ranks
+from ..runs.restore import restore
+from ..runs.third_party import is_foreign
 from ..state.gradients import watch_steps
 from ..state.train_state import TrainState
-from ..store.save import SaveReport
 from ._accelerate_folders import delete_oldest, folder_for, make_room, newest
 from ._accelerate_loaders import LoaderPositions
 from ._accelerate_samplers import record
@@ -200,7 +201,7 @@ def save_state(
     number = accelerator.save_iteration if step is None else step
     with ranks.agree("collect what the accelerator holds"):
         state = train_state(accelerator)
-    report = checkpoint.save(state, folder, step=number)
+    report = save(state, folder, step=number)
     project.iteration += 1
     if automatic and project.total_limit is not None:
         ranks.on_first("delete oldest", lambda: delete_oldest(folder, project.total_limit))
@@ -219,14 +220,14 @@ def load_state(accelerator: Accelerator, input_dir: str | os.PathLike[str] | Non
     _refuse_hooks(accelerator, "_load_model_state_pre_hook", "register_load_state_pre_hook")
     ranks = Ranks.current()
     if input_dir is None:
-        found = ranks.on_first("find newest", lambda: newest(accelerator).encode()).decode()
+        found = ranks.on_first("find newest", lambda: newest(accelerator))
     else:
         found = os.path.abspath(os.path.expanduser(input_dir))
     with ranks.agree("collect what the accelerator holds"):
         state = train_state(accelerator)
-    if ranks.on_first("look at checkpoint", lambda: b"1" if is_foreign(found) else b""):
+    if ranks.on_first("look at checkpoint", lambda: is_foreign(found)):
         state.dataloader = None
-    return checkpoint.restore(state, found)
+    return restore(state, found)
 
 
 def train_state(accelerator: Accelerator) -> TrainState:

@@ -23,23 +23,23 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from .._peft import base_of, embeddings_to_save, peft_model, stored_config
-from ..adapters import CONFIG_NAME, WEIGHTS_NAME, combine, open_adapters
+from ..adapters.files import CONFIG_NAME, WEIGHTS_NAME, combine, open_adapters
+from ..adapters.names import adapter_tensors
 from ..catalog import Catalog, Chunk, StoredTensor
 from ..catalog.open import open_catalog
-from ..dist import Ranks
 from ..dtypes import code_of
-from ..export import Contents, ExportReport, LiveJob, write_out
+from ..export.files import HubFiles, header_of
+from ..export.hub import Contents, ExportReport, LiveJob, write_out
+from ..internals.peft import base_of, embeddings_to_save, peft_model, stored_config
 from ..layout.boxes import whole
-from ..loading import _init_rules, fill, hub_rules_of
+from ..loading.load import _init_rules, fill, hub_rules_of
+from ..loading.report import LoadReport
+from ..models.unquantized import refuse_source
 from ..plan import IOOptions
-from ..proof.report import LoadReport
-from ..recipe.adapters import adapter_tensors
+from ..ranks.ranks import Ranks
 from ..recipe.match import Rules, matches_any, same_names
 from ..recipe.tiles import Tile, identity
 from ..recipe.transformers import note_conversions
-from ..store.hub_files import HubFiles, header_of
-from ..unquantized import refuse_source
 
 __all__ = ["load", "save_adapter"]
 

@@ -15,7 +15,6 @@ With the Trainer itself, :class:`ShardwiseTrainer` takes its place. Methods are 
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from dataclasses import replace
@@ -23,15 +22,15 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainingArguments
 
-from .. import checkpoint
-from ..catalog.manifest import read_manifest
-from ..dist import Ranks
-from ..errors import CheckpointError, ShardError, ShardwiseError
-from ..loading import load as _load
-from ..proof.report import LoadReport
-from ..restoring import ResumeReport
+from ..checkpoint.restore import ResumeReport
+from ..errors import CheckpointError, ShardError, ShardwiseError, is_damage
+from ..format.manifest import read_manifest
+from ..loading.load import load as _load
+from ..loading.report import LoadReport
+from ..ranks.ranks import Ranks
+from ..rng import capture_rng, restore_rng
+from ..runs.restore import restore
 from ..state.loader_parts import put_own_states
-from ..state.rng import capture_rng, restore_rng
 from . import accelerate as swa
 from ._accelerate_settings import check_supported
 from ._prepare import Groups, adopt, groups_of, put_back
@@ -208,7 +207,7 @@ class ShardwiseTrainer(Saving):
                 try:
                     self._restore(checkpoint_dir)
                 except ShardwiseError as error:
-                    if not (self._run.falls_back and checkpoint.is_damage(error)):
+                    if not (self._run.falls_back and is_damage(error)):
                         raise
                     self._run.damaged[self.state.global_step] = str(error)
                     if Ranks.current().rank == 0:
@@ -220,14 +219,14 @@ class ShardwiseTrainer(Saving):
     def _restore(self, path: str) -> None:
         """Everything at once; what Trainer makes of it withdraws the promise of an exact resume."""
         ranks, run = Ranks.current(), self._run
-        holds = json.loads(ranks.on_first("look at checkpoint", lambda: contents(path)))
+        holds = ranks.on_first("look at checkpoint", lambda: contents(path))
         with_optimizer = "optimizer" in holds["documents"]
         with_place = "extra.data" in holds["documents"] and holds["world_size"] == ranks.world_size
         if with_place:
             with ranks.agree("look at the place in the data"):
                 check_place(path, read_manifest(path), f"rank/{ranks.rank:05d}")
         state = self._train_state(optimizer=with_optimizer, data=with_place, source=path)
-        report = checkpoint.restore(state, path)
+        report = restore(state, path)
         run.rng = capture_rng()
         saved, now = holds["trainer"]["global_batch_size"], self._global_batch_size
         found = list(self._data.differences(run.loader, *run.place, "seeds" in holds["trainer"]))
@@ -273,10 +272,8 @@ class ShardwiseTrainer(Saving):
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
         if resume_from_checkpoint is not None and is_ours(resume_from_checkpoint):
-            holds = json.loads(
-                Ranks.current().on_first(
-                    "look for the place in the data", lambda: contents(resume_from_checkpoint)
-                )
+            holds = Ranks.current().on_first(
+                "look for the place in the data", lambda: contents(resume_from_checkpoint)
             )["trainer"]
             now = self.args.gradient_accumulation_steps
             if (holds.get("accumulation"), holds["global_batch_size"]) == (now, self._global_batch_size):

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .._compat import fsdp_parameter_ids
 from ..dtypes import code_of
 from ..errors import LayoutError
+from ..internals.torch import fsdp_parameter_ids
 from ..names import NamedTensor, named_tensors
 from .boxes import LocalBox
 from .placements import Geometry, check_local_shape, cut_boxes, geometry_of, local_shape

@@ -232,7 +232,7 @@ def geometry_of(tensor: torch.Tensor, *, world_size: int, fsdp_order: bool = Tru
     """
     from torch.distributed.tensor import DTensor
 
-    from .._compat import sibling_meshes
+    from ..internals.torch import sibling_meshes
 
     if not isinstance(tensor, DTensor):
         return Geometry((world_size,), ("world",), (Cut("replicate"),), tuple(range(world_size)))

@@ -9,7 +9,7 @@ from typing import Literal
 
 from ..dtypes import itemsize
 from ..layout.wanted import Wanted
-from ..recipe.host import HostConversion
+from ..recipe.host_convert import HostConversion
 from ..recipe.match import Declaration, Recipe
 
 __all__ = ["LEAST_STAGING_BYTES", "MIN_RUN_BYTES", "IOOptions", "Plan", "StridedLoop", "Transfer"]

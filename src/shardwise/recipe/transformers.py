@@ -15,7 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._compat import (
+from ..catalog.records import StoredTensor
+from ..dtypes import code_of, torch_dtype
+from ..errors import UnsupportedConversionError
+from ..internals.peft import base_of
+from ..internals.torch import (
     HubGroup,
     hub_groups,
     is_transformers_model,
@@ -23,10 +27,6 @@ from .._compat import (
     revert_to_hub,
     transformers_conversions,
 )
-from .._peft import base_of
-from ..catalog.records import StoredTensor
-from ..dtypes import code_of, torch_dtype
-from ..errors import UnsupportedConversionError
 from ..names import unwrap
 from .match import Made, Resolve
 from .tiles import identity
@@ -177,7 +177,7 @@ def meta_instance(model: Any) -> Any:
     """
     from transformers.initialization import no_init_weights
 
-    from ..place.meta_init import meta_init  # lies higher; only used, not needed to define anything here
+    from ..models.meta_init import meta_init
 
     model = unwrap(model)
     kind: Any = original_class(model)

@@ -17,7 +17,7 @@ from ..catalog.records import Chunk, StoredTensor
 from ..dtypes import code_of, itemsize, torch_dtype
 from ..errors import UnsupportedConversionError
 from ..layout.boxes import whole
-from .host import HostConversion
+from .host_convert import HostConversion
 
 __all__ = ["host_conversion"]
 

@@ -29,7 +29,14 @@ from .beyond import (
 )
 from .places import Places
 
-__all__ = ["beyond_model", "give_back_to_model", "has_own_loading", "make_room", "refuse_fsdp1"]
+__all__ = [
+    "beyond_model",
+    "differences_of_model",
+    "give_back_to_model",
+    "has_own_loading",
+    "make_room",
+    "refuse_fsdp1",
+]
 
 #: Their hooks put shards in place and rename keys.
 _WRAPPERS = (
@@ -92,7 +99,22 @@ def _leaves(model: nn.Module, named: Iterable[NamedTensor]) -> list[tuple[Path, 
     plain = {alias: t.tensor for t in named if t.persistent for alias in t.names}
     extra = {canonical_name(key) for key in _extra_state_keys(model)}
     own = {canonical_name(k): v for k, v in _own_state(model).items() if canonical_name(k) not in extra}
+    own = {**_scales_aside(model), **own}
     return list(leaves_beyond(own, plain, {id(t) for t in plain.values()}))
+
+
+def _scales_aside(model: nn.Module) -> dict[str, Any]:
+    """What bitsandbytes' 4-bit layers would save if their weight had not been replaced by a shard.
+
+    They look for the scales on the weight when they save, and keep them in the module when they compute.
+    """
+    found = {}
+    for path, module in model.named_modules():
+        state = getattr(module, "quant_state", None)
+        if state is not None and callable(getattr(state, "as_dict", None)):
+            prefix = canonical_name(f"{path}.weight" if path else "weight")
+            found.update({f"{prefix}.{key}": value for key, value in state.as_dict(packed=True).items()})
+    return found
 
 
 def _extra_state_keys(model: nn.Module) -> Iterator[str]:
@@ -115,28 +137,37 @@ def _own_state(model: nn.Module) -> dict[str, Any]:
 def give_back_to_model(
     name: str,
     model: nn.Module,
-    stored: Iterable[tuple[Path, Any]],
+    stored: list[tuple[Path, Any]],
     not_stored: Mapping[str, str],
     places: Places,
-) -> tuple[str, ...]:
+) -> list[str]:
     """Let the model take ``stored`` by its own ``load_state_dict``, beside its present tensors. Rank-local.
 
     To be called where its tensors are restored; those that are given to it are the live ones, so that torch copies
-    nothing. Returns a line for each thing that is not as it was saved. Raises nothing of the model's.
+    nothing. Tensors in ``stored`` get the live ones' place. Returns why it failed; raises nothing of the model's.
     """
-    stored = list(stored)
-    if not (stored or has_own_loading(model) or _differs_from_torch(model, *_SAVING)):
-        return ()
-    named = named_tensors(model)
+    if not (stored or has_own_loading(model)):
+        return []
     try:
-        if stored or has_own_loading(model):
-            live = dict(_leaves(model, named))
-            stored = put_leaves(stored, live, places)
-            _load(model, stored, list(live), set(not_stored))
-        now = _leaves(model, named_tensors(model))
+        live = dict(_leaves(model, named_tensors(model)))
+        stored[:] = put_leaves(stored, live, places)
+        _load(model, stored, list(live), set(not_stored))
     except Exception as error:
-        return (f"{name}: its own load_state_dict failed ({type(error).__name__}: {error})",)
-    return tuple(differing_leaves(now, stored, not_stored.keys(), name))
+        return [f"{name}: its own load_state_dict failed ({type(error).__name__}: {error})"]
+    return []
+
+
+def differences_of_model(
+    name: str, model: nn.Module, stored: list[tuple[Path, Any]], not_stored: Mapping[str, str]
+) -> list[str]:
+    """A line for each thing that the model would save by itself and that is not as ``stored``. Rank-local."""
+    if not (stored or _differs_from_torch(model, *_SAVING)):
+        return []
+    try:
+        now = _leaves(model, named_tensors(model))
+        return list(differing_leaves(now, stored, not_stored.keys(), name))
+    except Exception as error:
+        return [f"{name}: what it would save by itself is not known ({type(error).__name__}: {error})"]
 
 
 def _load(model: nn.Module, stored: list[tuple[Path, Any]], live: list[Path], not_stored: set[str]) -> None:

@@ -6,14 +6,14 @@ wrapped around this one. Only then the outermost is asked, once a save.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from ..digests.digest import partial_sum
 from ..layout.model import local_tensor
-from ..proof.digest import partial_sum
 from .beyond import (
     Beyond,
     Path,
@@ -26,7 +26,7 @@ from .beyond import (
 )
 from .places import Places
 
-__all__ = ["beyond_optimizer", "give_back_to_optimizer"]
+__all__ = ["KeptOptimizer", "beyond_optimizer", "differences_of_optimizer", "give_back_to_optimizer"]
 
 _SAVING = "state_dict", ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
 _LOADING = (
@@ -92,28 +92,39 @@ def give_back_to_optimizer(
     name: str,
     outer: Optimizer,
     inner: Optimizer,
-    stored: Iterable[tuple[Path, Any]],
+    stored: list[tuple[Path, Any]],
     not_stored: Mapping[str, str],
     places: Places,
-) -> tuple[str, ...]:
+) -> list[str]:
     """Let ``outer`` take ``stored`` by its own ``load_state_dict``, beside the present state of ``inner``. Rank-local.
 
     To be called where ``inner`` is restored. torch's own ``load_state_dict`` casts state and replaces groups, so these
-    are put back afterwards as they were. Returns a line for each thing that is not as it was saved.
+    are put back afterwards as they were. Tensors in ``stored`` get the live ones' place. Returns a line for each thing
+    that it changed, or why it failed.
     """
-    stored = list(stored)
-    has_own_loading = _differs_from_torch(inner, *_LOADING)
-    if not (stored or has_own_loading or _has_own_saving(outer, inner)):
-        return ()
-    lines: list[str] = []
+    if not (stored or _differs_from_torch(inner, *_LOADING)):
+        return []
     try:
-        if stored or has_own_loading:
-            stored = put_leaves(stored, dict(_leaves(outer, inner)), places)
-            lines += _load(name, outer, inner, stored, not_stored)
-        now = _leaves(outer, inner)
+        stored[:] = put_leaves(stored, dict(_leaves(outer, inner)), places)
+        return _load(name, outer, inner, stored, not_stored)
     except Exception as error:
-        return (*lines, f"{name}: its own load_state_dict failed ({type(error).__name__}: {error})")
-    return (*lines, *differing_leaves(now, stored, not_stored.keys(), name))
+        return [f"{name}: its own load_state_dict failed ({type(error).__name__}: {error})"]
+
+
+def differences_of_optimizer(
+    name: str,
+    outer: Optimizer,
+    inner: Optimizer,
+    stored: list[tuple[Path, Any]],
+    not_stored: Mapping[str, str],
+) -> list[str]:
+    """A line for each thing that the optimizer would save by itself and that is not as ``stored``. Rank-local."""
+    if not (stored or _has_own_saving(outer, inner)):
+        return []
+    try:
+        return list(differing_leaves(_leaves(outer, inner), stored, not_stored.keys(), name))
+    except Exception as error:
+        return [f"{name}: what it would save by itself is not known ({type(error).__name__}: {error})"]
 
 
 def _load(
@@ -127,7 +138,7 @@ def _load(
     heads = {path[0] for path, _ in stored}
     stale = [path for path, _ in live if path[0] in heads and path_key(path) not in not_stored]
     given = with_leaves(outer.state_dict(), stored, stale)
-    kept = _Kept(outer, inner)
+    kept = KeptOptimizer(outer, inner)
     try:
         outer.load_state_dict(given)
     finally:
@@ -135,14 +146,18 @@ def _load(
     return [f"{name}: its own load_state_dict changed {what}, which may differ now" for what in changed]
 
 
-class _Kept:
+class KeptOptimizer:
     """State and groups of an optimizer, to be put back whatever its ``load_state_dict`` does to them."""
 
     def __init__(self, outer: Optimizer, inner: Optimizer) -> None:
         self._inner = inner
         self._state, self._groups = inner.state, inner.param_groups
         self._states = {parameter: dict(state) for parameter, state in inner.state.items()}
-        self._options = [dict(group) for group in inner.param_groups]
+        self._each = list(inner.param_groups)
+        self._options = [dict(group) for group in self._each]
+        self._rates = [
+            (v, v.detach().clone()) for o in self._options for v in o.values() if isinstance(v, torch.Tensor)
+        ]
         shared = (id(inner.state), id(inner.param_groups))
         self._shared = [(outer, k, v) for k, v in vars(outer).items() if id(v) in shared]
         self._sums = self._digests()
@@ -157,6 +172,9 @@ class _Kept:
 
     def put_back(self) -> list[str]:
         """Returns which tensors were changed in place."""
+        self._groups[:] = self._each
+        for live, value in self._rates:
+            live.detach().copy_(value)
         for group, options in zip(self._groups, self._options, strict=True):
             group.clear()
             group.update(options)

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
 
-from .._compat import is_stateful_loader
 from ..errors import StateError
+from ..internals.torch import is_stateful_loader
 from .replay import ReplayedPosition
 from .sampler import ElasticPosition, elastic_sampler_of
 

@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..devices import own_device
 from ..errors import FormatError, StateError
 from ..limits import MAX_COLLISIONS, MAX_DIMS, brief, cause
 from .encoding import FACTORIES, MAX_DEPTH, TAG, imported
-from .places import Places, own_device
+from .places import Places
 
 __all__ = ["LEFT_OUT", "Decoder"]
 
@@ -120,6 +121,9 @@ class Decoder:
             made = torch._make_per_channel_quantized_tensor(integers, scale, zero_point, axis)
         if made.dtype is not _torch_dtype(node["dtype"]):
             raise ValueError("its integers are of another dtype")
+        if self._places is not None:  # it lies where its integers lay
+            part = node["parts"][0]
+            self._places.met(made, part["key"].removesuffix("[0]"), torch.device(part["device"]).type)
         return made
 
     def array(self, node: dict[str, Any]) -> np.ndarray[Any, Any]:

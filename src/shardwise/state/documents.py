@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..catalog.documents import Document, document_named
-from ..catalog.manifest import Manifest, TensorEntry
 from ..dtypes import torch_dtype
 from ..errors import FormatError
+from ..format.documents import Document, document_named
+from ..format.manifest import Manifest, TensorEntry
 from ..limits import MAX_COUNT, MAX_TEXT_CHARS, brief, cause
+from .loader_parts import takes
 
 __all__ = ["check_form", "check_position", "check_rng"]
 
@@ -50,7 +51,7 @@ def _rng(where: str, value: Any, meaning: Document, manifest: Manifest) -> None:
 
 def _classes(where: str, value: Any, meaning: Document, manifest: Manifest) -> None:
     for of, named in _mapping(value, where).items():
-        if of != "scheduler":
+        if of != "scheduler" and not of.startswith("extra."):
             raise FormatError(f"{where}: expected the classes of schedulers only, got {brief(of)}")
         _check_texts(named, f"{where}.{of}")
 
@@ -232,9 +233,7 @@ def _check_parts(value: Any, where: str) -> tuple[list[str], list[str]]:
     """Of states of a loader's parts, the paths of those with generators, and of those with epochs."""
     generators = _mapping(_mapping(value, where).get("generators"), f"{where}.generators")
     epochs = _mapping(value.get("epochs"), f"{where}.epochs")
-    if not all(
-        isinstance(state, torch.Tensor) and state.dtype is torch.uint8 for state in generators.values()
-    ):
+    if not all(takes(torch.Generator(), state) for state in generators.values()):
         raise FormatError(f"{where}.generators: expected states of generators")
     if not all(type(epoch) is int for epoch in epochs.values()):
         raise FormatError(f"{where}.epochs: expected numbers")

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..devices import own_device
 from ..dtypes import code_of
 from ..errors import FormatError, StateError
 from ..limits import is_text
-from .places import own_device
 
 __all__ = ["FACTORIES", "FUNCTIONS", "MAX_DEPTH", "TAG", "Encoder", "imported", "quantised_parts"]
 

@@ -6,7 +6,7 @@ where it fails.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from numbers import Number
 from typing import Any
 
@@ -16,12 +16,29 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..errors import FormatError, StateError
 from ..limits import brief
+from .beyond import path_text
+from .data import ResumableLoader
+from .documents import check_position
+from .schedulers import inner_states
 
-__all__ = ["attribute_of_class", "check_scaler", "check_scheduler", "check_settings", "check_values"]
+__all__ = [
+    "attribute_of_class",
+    "check_classes",
+    "check_scaler",
+    "check_scheduler",
+    "check_settings",
+    "check_state",
+    "check_values",
+    "is_several",
+    "refuse_other_kind",
+    "unsaid_classes",
+]
 
 _SCHEDULERS = "torch.optim.lr_scheduler"
 #: What every release of torch stores of a scheduler that has it.
-_ALWAYS = ("last_epoch", "base_lrs", "_schedulers")
+_ALWAYS = ("last_epoch", "base_lrs", "_schedulers", "lr_lambdas", "_scale_fn_custom")
+#: Lists with an entry for each group of the optimizer.
+_BY_GROUP = frozenset({"base_lrs", "lr_lambdas", "max_lrs", "base_momentums", "max_momentums"})
 #: What every scheduler of torch has, whose subclasses may have attributes of any kind.
 _OF_EVERY_SCHEDULER = ("last_epoch", "base_lrs", "_last_lr", "_step_count")
 _OF_SCALERS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
@@ -55,10 +72,66 @@ def attribute_of_class(target: Any, state: Mapping[Any, Any]) -> str | None:
     return None
 
 
-def check_scheduler(target: LRScheduler, state: Mapping[Any, Any], name: str) -> None:
-    """Raise :class:`FormatError` for a state that a scheduler of torch, or one that loads as these do, can't have."""
+def is_several(target: Any) -> bool:
+    """Whether a part of a training state is several objects by name."""
+    return isinstance(target, Mapping) and not hasattr(target, "load_state_dict")
+
+
+def check_state(target: Any, stored: Any, name: str) -> None:
+    """Raise :class:`StateError` or :class:`FormatError` for what can be told of a state before an object gets it."""
+    if is_several(target):
+        if not isinstance(stored, Mapping):
+            raise FormatError(f"{name}: expected the states of several by name, got {brief(stored)}")
+        lost = sorted(target.keys() - stored.keys())
+        if lost:
+            raise StateError(f"the checkpoint holds no {name} of {lost}; leave it out of the state")
+        for key, one in target.items():
+            check_state(one, stored[key], f"{name}.{key}")
+    elif isinstance(target, LRScheduler) or name.partition(".")[0] == "scheduler":
+        check_scheduler(target, stored, name)
+    elif isinstance(target, torch.amp.GradScaler | ResumableLoader):
+        if not isinstance(stored, dict) or not all(isinstance(key, str) for key in stored):
+            raise FormatError(
+                f"{name}: expected a state of a {type(target).__qualname__}, got {brief(stored)}"
+            )
+        if isinstance(target, ResumableLoader):
+            check_position(stored, name)
+        else:
+            check_scaler(target, stored, name)
+
+
+def check_classes(saved: Any, now: Any, name: str = "scheduler") -> None:
+    """Raise :class:`StateError` if the saved schedulers were of other classes than those of this run."""
+    if isinstance(saved, dict) and isinstance(now, dict):
+        for key in saved.keys() & now.keys():
+            check_classes(saved[key], now[key], f"{name}.{key}")
+    elif saved and now and saved not in (now, now.partition("(")[0]):
+        raise StateError(
+            f"{name}: the checkpoint holds the state of a {saved}, this run has a {now}; use the same one, or leave "
+            f"it out of the state"
+        )
+
+
+def unsaid_classes(saved: Any, now: Any, name: str = "scheduler") -> Iterator[str]:
+    """One line for each scheduler of which a checkpoint does not say all that :func:`.schedulers.class_text` does."""
+    if isinstance(saved, dict) and isinstance(now, dict):
+        for key in saved.keys() & now.keys():
+            yield from unsaid_classes(saved[key], now[key], f"{name}.{key}")
+    elif saved and now and saved != now:  # an older checkpoint names the outermost only
+        yield f"{name}: the checkpoint does not say of which classes those in it were"
+
+
+def check_scheduler(target: Any, state: Any, name: str) -> None:
+    """Raise for what a scheduler of torch, one that loads as these do, or one in an object around it, can't have.
+
+    :class:`FormatError` for a damaged state, :class:`StateError` for one of other schedulers or groups.
+    """
+    if not isinstance(target, LRScheduler):
+        return _check_inner(target, state, name)
+    if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
+        raise FormatError(f"{name}: expected a state of a {type(target).__qualname__}, got {brief(state)}")
     if type(target).load_state_dict.__module__ != _SCHEDULERS:
-        return  # what it takes is its own
+        return _check_inner(target, state, name)  # what it takes is its own
     if hidden := attribute_of_class(target, state):
         raise FormatError(f"{name}: {brief(hidden)} is no state of a {type(target).__qualname__}")
     live = target.state_dict()
@@ -66,21 +139,52 @@ def check_scheduler(target: LRScheduler, state: Mapping[Any, Any], name: str) ->
         for key in _OF_EVERY_SCHEDULER:
             if key in state and key in live:
                 _check_kind(live[key], state[key], f"{name}.{key}")
-        return
+        return _check_inner(target, state, name)
     # Releases of torch differ in the rest, and a program may have given the saved one harmless attributes of its own.
     lost = [key for key in _ALWAYS if key in live and key not in state]
     if lost:
         raise FormatError(f"{name}: lacks {brief(lost[0])} of the state of a {type(target).__qualname__}")
-    inner = getattr(target, "_schedulers", ())
     for key in live.keys() & state.keys() - {"_schedulers"}:
         _check_kind(live[key], state[key], f"{name}.{key}")
+        if key in _BY_GROUP and len(live[key]) != len(state[key]):
+            raise StateError(
+                f"{name}.{key}: was saved of {len(state[key])} groups, this run has {len(live[key])}"
+            )
+    _check_phases(live, state, name)
     states = state.get("_schedulers", [])
     if not isinstance(states, list | tuple) or not all(isinstance(one, dict) for one in states):
         raise FormatError(f"{name}._schedulers: expected states of schedulers, got {brief(states)}")
+    inner = getattr(target, "_schedulers", ())
     if len(states) != len(inner):
         raise StateError(f"{name}: was saved of {len(states)} schedulers in it, this run has {len(inner)}")
     for k, (one, of_one) in enumerate(zip(inner, states, strict=True)):
         check_scheduler(one, of_one, f"{name}._schedulers[{k}]")
+
+
+def _check_inner(holder: Any, state: Any, name: str) -> None:
+    """What is stored of schedulers in an object, where it stores them; what is not there, is found when it was taken."""
+    for path, inner in inner_states(holder):
+        found = state
+        try:
+            for key in path:
+                found = found[key]
+        except (LookupError, TypeError):
+            continue
+        if isinstance(found, dict) or not path:
+            check_scheduler(inner, found, f"{name}.{path_text(path)}" if path else name)
+
+
+def _check_phases(live: Mapping[str, Any], state: Mapping[str, Any], name: str) -> None:
+    """OneCycleLR looks up every entry of its phases in each step."""
+    phases, stored = live.get("_schedule_phases"), state.get("_schedule_phases")
+    if not phases or stored is None:
+        return
+    if not stored:
+        raise FormatError(f"{name}._schedule_phases: expected phases, got {brief(stored)}")
+    for k, phase in enumerate(stored):
+        lost = [key for key in phases[0] if key not in phase]
+        if lost:
+            raise FormatError(f"{name}._schedule_phases[{k}]: lacks {brief(lost[0])}")
 
 
 def check_scaler(target: torch.amp.GradScaler, state: Mapping[str, Any], name: str) -> None:
@@ -108,6 +212,13 @@ def check_settings(optimizer: Optimizer, groups: list[dict[str, Any]], name: str
             now = live.get(key, 0.0 if key in _RATES else None)
             if value is not None or (key == "lr" and _is_number(now)):
                 _check_kind(now, value, where)
+            of_torch = type(optimizer).__module__.startswith("torch.optim.")
+            if not isinstance(now, list | tuple if of_torch else tuple) or not isinstance(
+                value, list | tuple
+            ):
+                continue
+            if len(value) != len(now):
+                raise FormatError(f"{where}: expected {len(now)} values, got {len(value)}")
 
 
 def check_values(optimizer: Optimizer, values: Mapping[str, Mapping[Any, Any]], name: str) -> None:
@@ -138,7 +249,8 @@ def _check_kind(live: Any, stored: Any, where: str) -> None:
     elif isinstance(live, list | tuple):
         fits, expected = isinstance(stored, list | tuple), "a list"
     elif isinstance(live, Mapping):
-        fits, expected = stored is None or isinstance(stored, Mapping), "a mapping"
+        is_lambda = stored is None and where.endswith("]")  # of a plain function LambdaLR saves None
+        fits, expected = is_lambda or isinstance(stored, Mapping), "a mapping"
     else:
         return
     if not fits:
@@ -151,3 +263,14 @@ def _check_kind(live: Any, stored: Any, where: str) -> None:
         for k, one in stored.items():
             _check_kind(key, k, f"{where}: a key")
             _check_kind(live.get(k, value), one, f"{where}[{brief(k)}]")
+
+
+def refuse_other_kind(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise :class:`StateError` for settings that this optimizer does not have: third parties don't store its class."""
+    stored = {key for group in groups for key in group["options"]} - _RATES - {"swa_lr"}
+    strange = sorted(stored - set(optimizer.defaults))
+    if strange:
+        raise StateError(
+            f"the checkpoint's optimizer has settings that {type(optimizer).__qualname__} does not: "
+            f"{', '.join(strange[:8])}; use the same optimizer as the saved run"
+        )

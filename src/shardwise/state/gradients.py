@@ -18,9 +18,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .._compat import fsdp_unreduced_ids
-from ..catalog.manifest import GRADIENT
 from ..errors import StateError
+from ..format.manifest import GRADIENT
+from ..internals.torch import fsdp_unreduced_ids
 from ..layout.model import local_tensor
 from ..names import named_tensors
 

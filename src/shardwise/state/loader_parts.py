@@ -1,6 +1,6 @@
 """The parts of a data loader that keep something between batches: samplers, dataset, collator; their generators.
 
-Global random generators are not among them: see :mod:`.rng`.
+Global random generators are not among them: see :mod:`..rng`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ __all__ = [
     "own_states",
     "parts_of",
     "put_own_states",
+    "takes",
+    "unfit_generators",
 ]
+_TWISTER_WORDS, _PHILOX_WORDS = 624, 4
 
 
 def parts_of(loader: Any) -> dict[str, Any]:
@@ -75,18 +78,27 @@ def own_states(loader: Any) -> dict[str, Any]:
 
 
 def put_own_states(loader: Any, states: Mapping[str, Any]) -> None:
-    """Give the parts what :func:`own_states` found; those that are not there now are passed by."""
+    """Give the parts what :func:`own_states` found. What no part takes (:func:`unfit_generators`) is passed by."""
     parts = all_parts(loader)
     for path, seed in states["seeds"].items():
         if hasattr(parts.get(path), "initial_seed"):
             parts[path].initial_seed = seed
     live = dict(_generators(parts))
     for path, state in states["generators"].items():
-        if path in live:
+        if path in live and takes(live[path], state):
             _KINDS[type(live[path])][1](live[path], state)
     for path, epoch in states["epochs"].items():
         if path in parts and _epoch_of(parts[path]) not in (None, epoch):
             parts[path].set_epoch(epoch)
+
+
+def unfit_generators(loader: Any, states: Mapping[str, Any]) -> list[str]:
+    """Paths of generators that are stored or live, not both, or of which the live one does not take the stored state."""
+    live, stored = dict(_generators(all_parts(loader))), states["generators"]
+    both = live.keys() & stored.keys()
+    return sorted(
+        {*(live.keys() ^ stored.keys()), *(path for path in both if not takes(live[path], stored[path]))}
+    )
 
 
 def item_generators(loader: Any) -> dict[str, Any]:
@@ -129,15 +141,56 @@ def _generators(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
                 yield f"{path}.{name}", value
 
 
-def _put_numpy(generator: np.random.Generator, state: Any) -> None:
-    generator.bit_generator.state = state
+def _put_numpy(generator: Any, state: Any) -> None:
+    """Refuses a position outside of the words that it counts in: numpy would read from there unseen."""
+    is_new = isinstance(generator, np.random.Generator)
+    live = generator.bit_generator.state if is_new else generator.get_state(legacy=False)
+    if not _has_form_of(live, state):
+        raise ValueError(f"expected a state of {live['bit_generator']}")
+    if not (
+        0 <= state["state"].get("pos", 0) <= _TWISTER_WORDS
+        and 0 <= state.get("buffer_pos", 0) <= _PHILOX_WORDS
+    ):
+        raise ValueError("the position lies outside of the words")
+    if is_new:
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
+def _has_form_of(live: Any, state: Any) -> bool:
+    """Whether a state has the keys, types and sizes of the live one."""
+    if isinstance(live, dict):
+        return (
+            isinstance(state, dict)
+            and live.keys() == state.keys()
+            and all(_has_form_of(value, state[key]) for key, value in live.items())
+        )
+    if isinstance(live, np.ndarray):
+        return isinstance(state, np.ndarray) and (live.dtype, live.shape) == (state.dtype, state.shape)
+    return type(live) is type(state) and (not isinstance(live, str) or live == state)
+
+
+def takes(generator: Any, state: Any) -> bool:
+    """Whether this generator takes the state. Changes nothing: a new generator of its kind is asked."""
+    try:
+        if isinstance(generator, torch.Generator):
+            trial: Any = torch.Generator(generator.device)
+        elif isinstance(generator, np.random.Generator):
+            trial = np.random.Generator(type(generator.bit_generator)())
+        else:
+            trial = type(generator)()
+        _KINDS[type(generator)][1](trial, state)
+    except (TypeError, ValueError, ArithmeticError, RuntimeError, LookupError, AttributeError):
+        return False
+    return True
 
 
 #: How the state of a generator is taken and given back.
 _KINDS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]] = {
     torch.Generator: (lambda g: g.get_state(), lambda g, state: g.set_state(state)),
     np.random.Generator: (lambda g: g.bit_generator.state, _put_numpy),
-    np.random.RandomState: (lambda g: g.get_state(legacy=False), lambda g, state: g.set_state(state)),
+    np.random.RandomState: (lambda g: g.get_state(legacy=False), _put_numpy),
     random.Random: (lambda g: g.getstate(), lambda g, state: g.setstate(state)),
 }
 

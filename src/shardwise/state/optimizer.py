@@ -25,6 +25,8 @@ from .storable import refuse_unstorable
 
 __all__ = [
     "Drained",
+    "check_groups",
+    "check_stored",
     "drain",
     "fill_groups",
     "parameter_names",
@@ -164,12 +166,9 @@ def _is_spread_like(value: torch.Tensor, parameter: torch.Tensor) -> bool:
     return not isinstance(value, DTensor)
 
 
-def fill_groups(optimizer: Optimizer, names: Mapping[int, str], groups: list[dict[str, Any]]) -> None:
-    """Put stored hyper-parameters (learning rate, betas, ``initial_lr``, …) into the groups with the same parameters.
-
-    Raises :class:`StateError` if the parameters are grouped otherwise, or in another order, than they were
-    (schedulers address groups by their place).
-    """
+def check_groups(optimizer: Optimizer, names: Mapping[int, str], groups: list[dict[str, Any]]) -> None:
+    """Raise :class:`StateError` if parameters are grouped otherwise, or in another order, than they were (schedulers
+    address groups by their place), or if a setting that is a tensor was one of another shape. Changes nothing."""
     live = [[names[id(p)] for p in g["params"]] for g in optimizer.param_groups]
     if [set(members) for members in live] != [set(g["names"]) for g in groups]:
         unknown = [m[:3] for m in live if set(m) not in [set(g["names"]) for g in groups]]
@@ -183,12 +182,38 @@ def fill_groups(optimizer: Optimizer, names: Mapping[int, str], groups: list[dic
     for group, stored in zip(optimizer.param_groups, groups, strict=True):
         for key, value in stored["options"].items():
             current = group.get(key)
+            if (
+                isinstance(current, torch.Tensor)
+                and isinstance(value, torch.Tensor)
+                and current.shape != value.shape
+            ):
+                raise StateError(
+                    f"the setting {key!r} of the optimizer is a tensor of shape {list(current.shape)}, and was saved as "
+                    f"one of {list(value.shape)}; make the optimizer as in the saved run"
+                )
+
+
+def check_stored(optimizer: Optimizer, names: Mapping[int, str], stored: Iterable[str]) -> None:
+    """Raise :class:`StateError` for stored state of a parameter that the optimizer does not have. Changes nothing."""
+    live = {names[id(p)] for group in optimizer.param_groups for p in group["params"]}
+    strange = sorted(set(stored) - live)
+    if strange:
+        raise StateError(
+            f"the checkpoint holds optimizer state of {len(strange)} parameters that this optimizer does not "
+            f"optimise: {', '.join(strange[:5])}. Give it the same parameters as the saved run"
+        )
+
+
+def fill_groups(optimizer: Optimizer, names: Mapping[int, str], groups: list[dict[str, Any]]) -> None:
+    """Put stored hyper-parameters (learning rate, betas, ``initial_lr``, …) into the groups with the same parameters.
+
+    Raises what :func:`check_groups` raises.
+    """
+    check_groups(optimizer, names, groups)
+    for group, stored in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in stored["options"].items():
+            current = group.get(key)
             if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor):
-                if current.shape != value.shape:
-                    raise StateError(
-                        f"the setting {key!r} of the optimizer is a tensor of shape {list(current.shape)}, and was saved as "
-                        f"one of {list(value.shape)}; make the optimizer as in the saved run"
-                    )
                 current.detach().copy_(value)
             else:
                 group[key] = value
@@ -204,13 +229,8 @@ def place_states(
     gradients are not in the optimizer. Raises :class:`StateError` for stored state of a parameter that the
     optimizer does not have.
     """
+    check_stored(optimizer, names, stored)
     live = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
-    strange = sorted(set(stored) - set(live))
-    if strange:
-        raise StateError(
-            f"the checkpoint holds optimizer state of {len(strange)} parameters that this optimizer does not "
-            f"optimise: {', '.join(strange[:5])}. Give it the same parameters as the saved run"
-        )
     to_fill: dict[str, torch.Tensor] = {}
     scalars: dict[str, dict[str, torch.Tensor]] = {}
     for name, parameter in live.items():

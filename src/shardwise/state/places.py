@@ -12,15 +12,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["Places", "own_device"]
+from ..devices import own_device
 
-
-def own_device(kind: str) -> torch.device:
-    """This process's current device of a type; the CPU where it has none of it."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None or accelerator.type != kind:
-        return torch.device("cpu")
-    return torch.device(kind, torch.accelerator.current_device_index())
+__all__ = ["Places"]
 
 
 class Places:
@@ -73,12 +67,22 @@ class Places:
         _, key, kind = self._met[id(tensor)]
         follows = isinstance(live, torch.Tensor) and not live.is_meta
         device = live.device if follows else own_device(kind)
-        if device.type != kind:
-            self._differences[key] = f"{key}: a tensor saved on {kind}, now on {device.type}"
         place = (id(tensor), device)
         if place not in self._moved:
-            self._moved[place] = tensor.to(device)
-        return self._moved[place]
+            self._moved[place] = _moved(tensor, device)
+        found = self._moved[place]
+        if found.device.type != kind:
+            self._differences[key] = f"{key}: a tensor saved on {kind}, now on {found.device.type}"
+        return found
+
+
+def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    try:
+        return tensor.to(device)
+    except (NotImplementedError, RuntimeError):
+        if not tensor.is_quantized:  # few devices have quantised tensors
+            raise
+        return tensor
 
 
 def _parts(value: Any) -> list[tuple[Any, Any]]:

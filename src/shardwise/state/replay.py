@@ -24,9 +24,8 @@ from torch.utils.data.sampler import (
 )
 
 from ..errors import StateError
-from ..place.meta_init import preserve_rng
+from ..rng import capture_host_rng, preserve_rng, restore_rng
 from .loader_parts import keeps_workers, parts_of
-from .rng import capture_host_rng, restore_rng
 
 __all__ = ["SAFE_SAMPLERS", "ReplayedPosition"]
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Sampler
 
 from ..errors import StateError
-from ..place.meta_init import preserve_rng
+from ..rng import preserve_rng
 
 __all__ = ["ElasticPosition", "ElasticSampler", "elastic_sampler_of"]
 

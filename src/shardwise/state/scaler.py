@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .._compat import scaler_stages
 from ..errors import StateError
+from ..internals.torch import scaler_stages
 
 __all__ = ["refuse_unfinished_step"]
 

@@ -1,13 +1,67 @@
-"""What learning rate schedulers leave out of their own state: functions, which the program has to give again."""
+"""What learning rate schedulers hold: others, whose state is in theirs, and functions, which the program gives again."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from torch.optim.lr_scheduler import LRScheduler
+
+from ..limits import MAX_TEXT_CHARS
+from .beyond import Path, same
 from .encoding import FUNCTIONS
 
-__all__ = ["functions_left_out"]
+__all__ = ["class_text", "functions_left_out", "inner_schedulers", "inner_states", "unwrapped"]
+
+
+def unwrapped(scheduler: Any) -> Any:
+    """What a wrapper that has no state of its own, as Accelerate's, is around; any other object is itself."""
+    inner = getattr(scheduler, "scheduler", None)
+    return inner if hasattr(inner, "state_dict") else scheduler
+
+
+def class_text(scheduler: Any) -> str:
+    """The class of a scheduler, and of those in it: ``SequentialLR(LinearLR, StepLR)``."""
+    text = _class_text(scheduler, ())
+    return text if len(text) <= MAX_TEXT_CHARS else f"{text[: MAX_TEXT_CHARS - 1]}…"
+
+
+def _class_text(scheduler: Any, above: tuple[int, ...]) -> str:
+    scheduler = unwrapped(scheduler)
+    above = (*above, id(scheduler))  # one may know the one that it is in
+    inside = ", ".join(_class_text(s, above) for s in inner_schedulers(scheduler) if id(s) not in above)
+    return f"{type(scheduler).__qualname__}({inside})" if inside else type(scheduler).__qualname__
+
+
+def inner_schedulers(holder: Any) -> Iterator[LRScheduler]:
+    """Those in the attributes of a scheduler, or of an object around one."""
+    for value in getattr(holder, "__dict__", {}).values():
+        several = isinstance(value, list | tuple)
+        yield from (one for one in (value if several else [value]) if isinstance(one, LRScheduler))
+
+
+def inner_states(holder: Any) -> Iterator[tuple[Path, LRScheduler]]:
+    """Schedulers in an object, and where in its state theirs are; those whose state is not found are left out.
+
+    Calls ``state_dict`` of the object and of these.
+    """
+    inner = list(inner_schedulers(holder))
+    own = holder.state_dict() if inner else {}
+    met: set[Path] = set()
+    for one in inner:
+        state = one.state_dict()
+        path = next((p for p, value in _places(own) if p not in met and same(value, state)), None)
+        if path is not None:
+            met.add(path)
+            yield path, one
+
+
+def _places(own: Any) -> Iterator[tuple[Path, Any]]:
+    yield (), own
+    for key, value in own.items() if isinstance(own, Mapping) else ():
+        yield (key,), value
+        for k, one in enumerate(value) if isinstance(value, list | tuple) else ():
+            yield (key, k), one
 
 
 def functions_left_out(scheduler: Any, where: str = "scheduler") -> Iterator[str]:

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ..catalog.documents import document_of
 from ..errors import StateError
+from ..format.documents import document_of
 from ..limits import is_word
 from .beyond_model import refuse_fsdp1
 from .gradients import bare_optimizer, watch_steps

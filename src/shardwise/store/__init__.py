@@ -1,1 +1,1 @@
-"""Storing: writing files, making them durable, publishing a directory all at once, retention."""
+"""Durable files: positioned writes, slice files, locks, directories that appear whole."""

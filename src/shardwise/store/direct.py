@@ -14,7 +14,7 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from ..patience import current_watch, patiently, watched
+from ..ranks.patience import current_watch, patiently, watched
 from .write import FileWriter
 
 __all__ = ["DirectWriter"]

@@ -13,7 +13,7 @@ import stat
 import struct
 
 from ..errors import CheckpointError, LockedError
-from ..patience import patiently
+from ..ranks.patience import patiently
 from .write import make_directories
 
 __all__ = ["DirectoryLock", "check_held"]

@@ -12,11 +12,11 @@ import os
 import secrets
 from collections.abc import Iterable, Mapping
 
-from ..catalog.manifest import MANIFEST_NAME, FileEntry, Manifest, parse_manifest
-from ..catalog.steps import STEP_NAME, checked_step
 from ..errors import CheckpointError, SourceError
+from ..format.manifest import MANIFEST_NAME, FileEntry, Manifest, parse_manifest
+from ..format.steps import STEP_NAME, checked_step
 from ..limits import inside
-from ..patience import patiently, remove_tree
+from ..ranks.patience import patiently, remove_tree
 from .lock import check_held
 from .write import fsync_directory, make_directories, write_file
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 import xxhash
 
-from ..catalog.manifest import BLOCK_BYTES, FileEntry
-from ..catalog.slices import Slice, header_bytes
+from ..format.manifest import BLOCK_BYTES, FileEntry
+from ..format.slices import Slice, header_bytes
 from .direct import DirectWriter
 from .write import FileWriter
 

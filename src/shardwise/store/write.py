@@ -9,10 +9,10 @@ from types import TracebackType
 
 import xxhash
 
-from ..catalog.manifest import BLOCK_BYTES, FileEntry
 from ..errors import CheckpointError
+from ..format.manifest import BLOCK_BYTES, FileEntry
 from ..limits import MAX_HEADER_BYTES
-from ..patience import PIECE_BYTES, patiently, write_behind
+from ..ranks.patience import PIECE_BYTES, patiently, write_behind
 
 __all__ = ["FileWriter", "fsync_directory", "make_directories", "write_file"]
 

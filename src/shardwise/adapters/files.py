@@ -1,0 +1,321 @@
+"""Adapters in a load: their directories, what can't be loaded, and one catalog and one set of rules with the base."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from ..catalog import Catalog
+from ..catalog.safetensors import catalog_of_safetensors
+from ..errors import FormatError, PlanError, SourceError
+from ..internals.peft import adapter_configs, base_of, peft_model
+from ..limits import MAX_ADAPTER_RANK, brief, cause, check_pattern, read_shallow_json
+from ..models.meta_init import meta_init
+from ..recipe.match import Made, Rules
+from ..recipe.transformers import is_transformers_model, meta_instance
+from .initial import SEEDED_INITS
+from .names import adapter_tensors, resolve_adapter, wrapped_names, wrapped_rules
+
+__all__ = [
+    "CONFIG_NAME",
+    "WEIGHTS_NAME",
+    "AdapterFiles",
+    "attach",
+    "combine",
+    "open_adapter",
+    "open_adapters",
+    "read_adapter_config",
+]
+
+CONFIG_NAME = "adapter_config.json"
+WEIGHTS_NAME = "adapter_model.safetensors"
+
+#: Values of ``init_lora_weights`` that leave the base's weights as they are stored.
+_BASE_IS_KEPT = (*SEEDED_INITS, False, "eva", "orthogonal", "mica")
+
+#: Settings that add tensors of other kinds, tie them, or change the base.
+_UNSUPPORTED = (
+    "arrow_config",
+    "ensure_weight_tying",
+    "kasa_config",
+    "layer_replication",
+    "monteclora_config",
+    "trainable_token_indices",
+    "use_bdlora",
+    "velora_config",
+)
+
+#: Settings that change what an adapter computes while its tensors may fit all the same.
+_SETTINGS = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFiles:
+    """An adapter's directory: its config, and its tensors by their names in the file."""
+
+    directory: str
+    catalog: Catalog
+    config: Any
+
+
+def open_adapter(directory: str | os.PathLike[str]) -> AdapterFiles:
+    """Config and headers of a directory that PEFT (or ``save_adapter``) wrote. Rank-local; no payload is read.
+
+    Raises :class:`SourceError` naming the file that is missing, :class:`FormatError` for one that can't be read.
+    """
+    root = os.fspath(directory)
+    file = os.path.join(root, CONFIG_NAME)
+    weights = os.path.join(root, WEIGHTS_NAME)
+    if not os.path.isdir(root):
+        raise SourceError("no such directory; give the local directory of an adapter", path=root)
+    if not os.path.isfile(file):
+        raise SourceError(f"no {CONFIG_NAME}; PEFT writes one beside an adapter's tensors", path=root)
+    if not os.path.isfile(weights):
+        pickled = os.path.isfile(os.path.join(root, "adapter_model.bin"))
+        hint = "; adapter_model.bin is pickled and not read: save it again with PEFT" if pickled else ""
+        raise SourceError(f"no {WEIGHTS_NAME}{hint}", path=root)
+    return AdapterFiles(root, catalog_of_safetensors(weights), read_adapter_config(root))
+
+
+def read_adapter_config(root: str) -> Any:
+    """The PEFT config that lies in a directory. Rank-local. Raises :class:`FormatError` if it can't be read."""
+    peft, file = _import_peft(), os.path.join(root, CONFIG_NAME)
+    _check_config(read_shallow_json(file, "not a config that PEFT can read: it"), file)
+    try:
+        return peft.PeftConfig.from_pretrained(root)
+    except Exception as error:
+        # Config classes check their fields with errors of many kinds, some not derived from ValueError.
+        raise FormatError(
+            f"not a config that PEFT can read: {type(error).__name__}: {brief(str(error))}", path=file
+        ) from error
+
+
+#: Settings that PEFT matches with names of modules: expressions, or mappings whose keys are some.
+_PATTERNS = ("target_modules", "exclude_modules", "layers_pattern", "rank_pattern", "alpha_pattern")
+
+
+def _check_config(document: Any, file: str) -> None:
+    """Raise :class:`FormatError` for settings with which PEFT would take for ever, or more memory than a model has."""
+    if not isinstance(document, dict):
+        raise FormatError("not a config that PEFT can read: not a JSON object", path=file)
+    patterns, ranks = document.get("rank_pattern"), [document.get("r", 1)]
+    ranks += list(patterns.values()) if isinstance(patterns, dict) else []
+    for rank in ranks:
+        if type(rank) is not int or not 0 < rank <= MAX_ADAPTER_RANK:
+            raise FormatError(f"rank {brief(rank)} is no number from 1 to {MAX_ADAPTER_RANK}", path=file)
+    for setting in _PATTERNS:
+        value = document.get(setting)
+        for pattern in [value] if isinstance(value, str) else value if isinstance(value, dict) else []:
+            check_pattern(pattern, setting, file)
+
+
+def _import_peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise ImportError("adapters need PEFT: pip install 'shardwise[peft]'") from error
+    return peft
+
+
+def attach(base: nn.Module, adapter: Any) -> tuple[Any, dict[str, AdapterFiles]]:
+    """Let PEFT wrap a base model on meta. Returns the ``PeftModel`` and the files of the adapters that have some.
+
+    ``adapter`` is a PEFT config, a directory, or a mapping of adapter names to either; the first becomes the active
+    one. One from a directory can be trained. Nothing is allocated or drawn, and the caller's configs stay theirs.
+
+    Rank-local. Raises as :func:`open_adapters` does.
+    """
+    peft = _import_peft()
+    given = dict(adapter) if isinstance(adapter, Mapping) else {"default": adapter}
+    files: dict[str, AdapterFiles] = {}
+    configs: dict[str, Any] = {}
+    for name, source in given.items():
+        if isinstance(source, peft.PeftConfig):
+            configs[name] = copy.deepcopy(source)
+        elif isinstance(source, str | os.PathLike):
+            files[name] = open_adapter(source)
+            configs[name] = copy.deepcopy(files[name].config)
+            configs[name].inference_mode = False
+        else:
+            raise TypeError(f"adapter {name!r} must be a PEFT config or a directory, got {source!r}")
+    if not configs:
+        raise ValueError("adapter={} names no adapter")
+    _refuse(base, configs, files)
+    model: Any = None
+    for name, config in configs.items():
+        trained_on = config.base_model_name_or_path
+        config.base_model_name_or_path = None  # so that PEFT takes the base's without a warning
+        try:
+            with meta_init():
+                if model is None:
+                    model = peft.get_peft_model(base, config, adapter_name=name)
+                else:
+                    model.add_adapter(name, config)
+        except Exception as error:
+            if name not in files:
+                raise  # the caller's own config
+            # PEFT fails with whatever comes up when a setting has a value of another kind.
+            raise FormatError(
+                f"PEFT can't put this adapter into {type(base).__name__} ({cause(error)})",
+                path=os.path.join(files[name].directory, CONFIG_NAME),
+            ) from error
+        if trained_on is not None:
+            model.peft_config[name].base_model_name_or_path = trained_on
+    return model, files
+
+
+def open_adapters(model: nn.Module, adapter: Any) -> dict[str, AdapterFiles]:
+    """The files of the adapters of a ``PeftModel`` that are to be loaded from a directory, by name.
+
+    ``adapter`` is a directory (for a model with one adapter), a mapping of names to directories, or None.
+
+    Raises :class:`SourceError` and :class:`FormatError` as :func:`open_adapter` does, :class:`PlanError` naming
+    every adapter that can't be loaded, with the reason.
+    """
+    peft = peft_model(model)
+    if peft is None:
+        raise TypeError(
+            f"{type(model).__name__} is no PeftModel: wrap the base with peft.get_peft_model() inside sw.meta_init()"
+        )
+    configs = adapter_configs(peft)
+    if adapter is None or isinstance(adapter, Mapping):
+        given = dict(adapter or {})
+    elif len(configs) == 1:
+        given = {next(iter(configs)): adapter}
+    else:
+        raise ValueError(
+            f"the model has the adapters {', '.join(map(repr, configs))}: give adapter={{name: directory}}"
+        )
+    unknown = sorted(given.keys() - configs.keys())
+    if unknown:
+        raise ValueError(
+            f"adapter= names {', '.join(map(repr, unknown))}; the model has {', '.join(map(repr, configs))}"
+        )
+    files = {name: open_adapter(directory) for name, directory in given.items()}
+    _refuse(base_of(peft), configs, files)
+    return files
+
+
+# ----------------------------------------------------------------------------------------------------
+# What can't be loaded
+
+
+def _refuse(base: nn.Module, configs: Mapping[str, Any], files: Mapping[str, AdapterFiles]) -> None:
+    problems = []
+    quantised = getattr(getattr(base, "config", None), "quantization_config", None)
+    if quantised is not None or getattr(base, "hf_quantizer", None) is not None:
+        problems.append(
+            f"the base {type(base).__name__} is quantised ({type(quantised).__name__}), which is not read in shards "
+            f"yet; take an unquantised base"
+        )
+    for name, config in configs.items():
+        problems += [f"adapter {name!r}: {reason}" for reason in _obstacles(config, name in files)]
+        if name in files:
+            problems += _differences(name, config, files[name])
+    if problems:
+        raise PlanError("adapters that can't be loaded into a sharded model", tuple(problems))
+
+
+def _obstacles(config: Any, has_files: bool) -> list[str]:
+    """What of an adapter's config has no sharded form."""
+    kind = getattr(config.peft_type, "value", config.peft_type)
+    if kind != "LORA":
+        return [f"its method is {kind}; LoRA (with DoRA, modules_to_save, biases) is what can be loaded"]
+    found = [f"{setting}= is not supported" for setting in _UNSUPPORTED if getattr(config, setting, None)]
+    rule = config.init_lora_weights or False
+    if rule not in _BASE_IS_KEPT:
+        found.append(
+            f"init_lora_weights={rule!r} changes the base's weights, so that the stored ones are not those that it "
+            f"was trained with; convert it to plain LoRA with PEFT (path_initial_model_for_weight_conversion=)"
+        )
+    elif rule not in SEEDED_INITS and not has_files:
+        found.append(
+            f"init_lora_weights={rule!r} has no rule that gives the same values at every world size; take True or "
+            f"'gaussian', or initialise it with PEFT on one process, save it there, and give its directory"
+        )
+    return found
+
+
+def _differences(name: str, config: Any, files: AdapterFiles) -> list[str]:
+    """Settings in which a stored adapter is not the one that the model holds."""
+    found = [
+        (setting, getattr(files.config, setting, None), getattr(config, setting, None))
+        for setting in _SETTINGS
+    ]
+    patterns = getattr(files.config, "alpha_pattern", None)
+    if patterns:  # PEFT adds to an empty one where layers were fused since the adapter was trained
+        found.append(("alpha_pattern", patterns, config.alpha_pattern))
+    return [
+        f"adapter {name!r}: {setting} is {stored!r} in {files.directory}/{CONFIG_NAME}, and {own!r} in the model"
+        for setting, stored, own in found
+        if stored != own
+    ]
+
+
+# ----------------------------------------------------------------------------------------------------
+# One catalog, one set of rules
+
+
+def combine(
+    model: nn.Module, base: Catalog, rules: Rules, files: Mapping[str, AdapterFiles]
+) -> tuple[Catalog, Rules]:
+    """Base and adapters as one source for one plan and one proof of cover. Pure.
+
+    ``rules`` are those of the base model. Stored names of an adapter's tensors get its name in front
+    (``default:base_model.model.…``), so that several files can hold equal names. Adapters without files get PEFT's
+    initial values, trained copies (``modules_to_save``) without files those of the base. A tensor of the base that
+    an adapter brings along (biases, embeddings) is the adapter's.
+    """
+    outer = wrapped_rules(model, rules)
+    found = base_of(model)
+    meta_base = meta_instance(found) if files and is_transformers_model(found) else None
+    brought: dict[str, str] = {}
+    made: list[Made] = []
+    tensors = dict(base.tensors)
+    for name, adapter in files.items():
+        stored = {n: replace(t, name=f"{name}:{n}") for n, t in adapter.catalog.tensors.items()}
+        tensors |= {t.name: t for t in stored.values()}
+        for one in resolve_adapter(model, name, meta_base)(stored):
+            made.append(one)
+            brought[one.target] = name
+    replaced: dict[str, str] = {}
+    for one in outer.resolve(base.tensors):
+        if one.target in brought:
+            replaced |= dict.fromkeys(one.sources, f"adapter {brought[one.target]!r} (brings its own)")
+            one = replace(one, target=f"{one.target} (of the base)")  # no module's name
+        made.append(one)
+    seeded = _seeded(model, files)
+
+    def unused(stored: str, target: str) -> str | None:
+        return replaced.get(stored) or outer.unused(stored, target)
+
+    catalog = replace(
+        base,
+        root=" and ".join((base.root, *(f.directory for f in files.values()))),
+        tensors=tensors,
+        files=(*base.files, *(file for f in files.values() for file in f.catalog.files)),
+    )
+    rules = replace(
+        outer,
+        resolve=lambda _: made,
+        unused=unused,
+        init=lambda name: outer.init(name) or seeded.get(name),
+    )
+    return catalog, rules
+
+
+def _seeded(model: nn.Module, files: Mapping[str, AdapterFiles]) -> dict[str, str]:
+    """What adapters without files add to the model, and whose rule initialises it."""
+    of_the_base = wrapped_names(model).bases
+    return {
+        held: f"PEFT (init_lora_weights of {name!r})"
+        for name in adapter_configs(model)
+        if name not in files
+        for held, _ in adapter_tensors(model, name).values()
+        if held not in of_the_base
+    }

@@ -1,0 +1,153 @@
+"""Initial values of LoRA adapters, by PEFT's own rules.
+
+``lora_A`` and ``lora_B`` come from ``reset_lora_parameters``, which a meta copy of the model is asked for like any
+other rule (see :mod:`..models.rules`). DoRA's magnitudes are the norms of the *loaded* base weights, because ``B`` is zero
+at first: they are computed last, from this rank's rows where it holds whole rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from ..internals.peft import adapter_configs, lora_layers
+from ..layout.boxes import LocalBox
+from ..models.rules import Rule
+
+__all__ = ["SEEDED_INITS", "Magnitude", "adapter_rules", "magnitudes", "without_rule"]
+
+#: Values of ``init_lora_weights`` whose rule draws, and looks at no weights or data.
+SEEDED_INITS = (True, "gaussian")
+
+#: Rows of a weight whose norms are computed at a time.
+_ROWS = 256
+
+
+def adapter_rules(model: nn.Module) -> Iterator[Rule]:
+    """PEFT's call for each layer and adapter of a model (or of a meta copy), where its rule can be repeated."""
+    configs = adapter_configs(model)
+    for _, layer in lora_layers(model):
+        for adapter in layer.scaling:
+            rule = configs[adapter].init_lora_weights
+            if rule in SEEDED_INITS:
+                yield Rule(layer, partial(layer.reset_lora_parameters, adapter, rule))
+
+
+def without_rule(model: nn.Module) -> dict[int, str]:
+    """Parameters by id, with a reason, that belong to adapters whose rule can't be repeated."""
+    found: dict[int, str] = {}
+    for adapter, config in adapter_configs(model).items():
+        rule = getattr(config, "init_lora_weights", None)
+        if rule not in SEEDED_INITS:
+            reason = (
+                f"init_lora_weights={rule!r} of adapter {adapter!r} has no rule that gives the same values at every "
+                f"world size; load it from a directory"
+            )
+            for _, layer in lora_layers(model):
+                found |= dict.fromkeys(map(id, _own(layer, adapter)), reason)
+    return found
+
+
+def _own(layer: Any, adapter: str) -> Iterator[nn.Parameter]:
+    """What an adapter adds to a layer."""
+    for name, container in layer._modules.items():
+        if name == "base_layer" or container is None:
+            continue
+        held = container._modules.get(adapter)
+        if held is not None:
+            yield from held.parameters()
+        elif container._parameters.get(adapter) is not None:
+            yield container._parameters[adapter]
+
+
+# ----------------------------------------------------------------------------------------------------
+# DoRA
+
+
+@dataclass(frozen=True, slots=True)
+class Magnitude:
+    """The magnitudes of one layer and adapter, and the weight whose norms they begin as."""
+
+    dora: Any
+    layer: Any
+    adapter: str
+
+    @property
+    def drawn_with(self) -> torch.Tensor:
+        """The parameter ``B``, which has to be zero for the weight's norms to be the magnitudes."""
+        linear = self.layer.lora_B._modules.get(self.adapter)
+        found: torch.Tensor = self.layer.lora_embedding_A[self.adapter] if linear is None else linear.weight
+        return found
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The parameter to fill."""
+        found: torch.Tensor = self.dora.weight
+        return found
+
+    def fill(self, boxes: tuple[LocalBox, ...]) -> None:
+        """Write this rank's part of the norms.
+
+        Memory: a block of rows; where a norm runs over other ranks' elements too (a transposed weight, a
+        convolution, another sharding), the whole weight, which is then gathered over its mesh: every rank must
+        come here.
+        """
+        weight: torch.Tensor = self.layer.get_base_layer().weight
+        with torch.no_grad():
+            if self._rows_are_local(weight):
+                _local(self.tensor).copy_(self._norms_by_row(_local(weight)))
+                return
+            full = weight.full_tensor() if isinstance(weight, DTensor) else weight
+            norms = self._norms(full)
+            for local in boxes:
+                mine = _slices(local.box.start, local.box.stop)
+                sizes = zip(local.local_start, local.box.sizes, strict=True)
+                _local(self.tensor)[tuple(slice(a, a + n) for a, n in sizes)].copy_(norms[mine])
+
+    def _norms(self, weight: torch.Tensor) -> torch.Tensor:
+        norms: torch.Tensor = self.dora.get_weight_norm(weight, weight.new_zeros(()), 0.0)
+        return norms
+
+    def _norms_by_row(self, weight: torch.Tensor) -> torch.Tensor:
+        """Block by block, always of one shape: the order in which a kernel adds up may follow from the shape."""
+        block = weight.new_zeros((_ROWS, weight.shape[1]))
+        norms = weight.new_empty(weight.shape[:1])
+        for begin in range(0, weight.shape[0], _ROWS):
+            rows = weight[begin : begin + _ROWS]
+            block[: len(rows)].copy_(rows)
+            norms[begin : begin + _ROWS].copy_(self._norms(block)[: len(rows)])
+        return norms
+
+    def _rows_are_local(self, weight: torch.Tensor) -> bool:
+        """Whether each rank holds the rows of its magnitudes whole. The same on every rank."""
+        target = self.tensor
+        if self.dora.fan_in_fan_out or weight.ndim != 2 or target.ndim != 1:
+            return False
+        if not isinstance(weight, DTensor) or not isinstance(target, DTensor):
+            return not isinstance(weight, DTensor) and not isinstance(target, DTensor)
+        # Cut along dim 0 in the same way, both have the same rows here.
+        by_rows = all(isinstance(p, Replicate) or getattr(p, "dim", None) == 0 for p in weight.placements)
+        return by_rows and (weight.device_mesh, weight.placements) == (target.device_mesh, target.placements)
+
+
+def magnitudes(model: nn.Module) -> dict[int, Magnitude]:
+    """Every magnitude parameter of a live model, by id."""
+    return {
+        id(dora.weight): Magnitude(dora, layer, adapter)
+        for _, layer in lora_layers(model)
+        for adapter, dora in layer.lora_magnitude_vector.items()
+    }
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _slices(start: tuple[int, ...], stop: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(a, b) for a, b in zip(start, stop, strict=True))

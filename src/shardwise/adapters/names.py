@@ -1,0 +1,187 @@
+"""Names of a model that PEFT put adapters into: where the base's tensors went, and what an adapter's file calls its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from torch import nn
+
+from ..catalog.records import StoredTensor
+from ..dtypes import code_of, torch_dtype
+from ..errors import PlanError, UnsupportedConversionError
+from ..internals.peft import (
+    adapter_configs,
+    convert_adapter,
+    has_adapters,
+    peft_model,
+    places,
+    select_adapter,
+)
+from ..names import NamedTensor, canonical_name, named_tensors, without_wrappers
+from ..recipe.match import Made, Resolve, Rules
+from ..recipe.trace import stored_tensor
+
+__all__ = ["WrappedNames", "adapter_tensors", "resolve_adapter", "wrapped", "wrapped_names", "wrapped_rules"]
+
+
+@dataclass(frozen=True, slots=True)
+class WrappedNames:
+    """Where the tensors of a base model stand in the same model with adapters."""
+
+    originals: Mapping[str, str]
+    """Name in the base model → name with PEFT's parts in it."""
+    copies: Mapping[str, tuple[str, ...]]
+    """Name of a trained copy (``modules_to_save``) → names in the base model that it can be made from, its own
+    first, then those that the base ties with it."""
+    bases: Mapping[str, str]
+    """The other way round, copies included."""
+
+
+def wrapped_names(model: nn.Module) -> WrappedNames:
+    """The names of a live model, sharded or not. Raises :class:`PlanError` if its layers were replicated."""
+    replicated = [a for a, c in adapter_configs(model).items() if getattr(c, "layer_replication", None)]
+    if replicated:
+        raise PlanError(
+            f"adapter {replicated[0]!r} replicates layers of the base (layer_replication): which stored layer each "
+            f"one is can't be told from the model; take the replication out of its config"
+        )
+    found = places(model)
+    originals: dict[str, str] = {}
+    own: dict[str, str] = {}
+    bases: dict[str, str] = {}
+    tied: dict[str, tuple[str, ...]] = {}
+    for tensor in named_tensors(model):
+        there = []
+        for name in tensor.names:
+            module, _, attribute = name.rpartition(".")
+            place = found[module]
+            if place.base is None:
+                continue
+            base = bases[name] = f"{place.base}.{attribute}" if place.base else attribute
+            if place.copy_of is None:
+                originals[base] = name
+                there.append(base)
+            else:
+                own[name] = base
+        tied |= dict.fromkeys(there, tuple(there))
+    copies = {name: tuple(dict.fromkeys((base, *tied.get(base, ())))) for name, base in own.items()}
+    return WrappedNames(originals, copies, bases)
+
+
+def wrapped(model: nn.Module, resolve: Resolve) -> Resolve:
+    """The resolve of a base model, for the same model with adapters; as it is for a model without.
+
+    What is stored under the model's own names (a checkpoint of it) keeps them. A copy that is not stored is
+    made from what its original is made from, as PEFT makes it when it wraps the module.
+    """
+    if not has_adapters(model):
+        return resolve
+    names = wrapped_names(model)
+
+    def resolve_wrapped(stored: Mapping[str, StoredTensor]) -> list[Made]:
+        by_base = {}
+        result = []
+        for made in resolve(stored):
+            base = made.target if made.target in names.originals else canonical_name(made.target)
+            by_base[base] = made
+            result.append(replace(made, target=names.originals.get(base, made.target)))
+        there = {made.target for made in result}
+        for copy, candidates in names.copies.items():
+            source = next((by_base[b] for b in candidates if b in by_base), None)
+            if copy not in there and source is not None:
+                result.append(replace(source, target=copy))
+        return result
+
+    return resolve_wrapped
+
+
+def wrapped_rules(model: nn.Module, rules: Rules) -> Rules:
+    """The rules of a base model, for the same model with adapters. What is declared counts under either name."""
+    names = wrapped_names(model).bases
+    return replace(
+        rules,
+        resolve=wrapped(model, rules.resolve),
+        init=lambda name: rules.init(name) or (rules.init(names[name]) if name in names else None),
+    )
+
+
+def adapter_tensors(
+    model: nn.Module, adapter: str, *, embeddings: bool | Literal["auto"] = False
+) -> dict[str, tuple[str, NamedTensor]]:
+    """What PEFT stores for an adapter: name in its file → (name in the model, tensor).
+
+    Taken from PEFT's own ``get_peft_model_state_dict``, run on symbols. Pure; works on sharded and meta models.
+
+    Args:
+        embeddings: as PEFT's ``save_embedding_layers``: base embeddings beside the adapter's tensors.
+
+    Raises :class:`UnsupportedConversionError` for methods whose tensors are stored otherwise than they are held.
+    """
+    peft = peft_model(model)
+    if peft is None:
+        raise TypeError(f"{type(model).__name__} is not a PeftModel")
+    live = {name: t for t in named_tensors(peft) if t.persistent for name in t.names}
+    state = {
+        f"{path}.{attribute}": stored_tensor(name, tensor.shape, tensor.dtype)
+        for path, module in peft.named_modules(remove_duplicate=False)
+        for attribute, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None and (name := canonical_name(f"{path}.{attribute}")) in live
+    }
+    names = {id(symbol): canonical_name(path) for path, symbol in state.items()}
+    config = adapter_configs(peft).get(adapter)
+    if getattr(config, "is_prompt_learning", False):  # PEFT would run the prompt's module, on shards
+        raise _stored_otherwise(adapter, f"it computes those of {type(config).__name__}")
+    try:
+        selected = select_adapter(peft, adapter, state, embeddings)
+    except Exception as error:  # whatever a method does with tensors that hold no data
+        raise _stored_otherwise(adapter, f"{type(error).__name__}: {error}") from error
+    found = {without_wrappers(stored): names.get(id(value)) for stored, value in selected.items()}
+    if computed := sorted(stored for stored, name in found.items() if name is None):
+        raise _stored_otherwise(adapter, f"it computes {computed[0]!r}")
+    return {stored: (name, live[name]) for stored, name in found.items() if name is not None}
+
+
+def _stored_otherwise(adapter: str, why: str) -> UnsupportedConversionError:
+    return UnsupportedConversionError(
+        f"adapter {adapter!r}: PEFT does not store its tensors as the model holds them ({why}), so that they can't be "
+        f"written or read in shards"
+    )
+
+
+def resolve_adapter(model: nn.Module, adapter: str, meta_base: object | None) -> Resolve:
+    """From an adapter's file to names of the model that holds it; the inverse of what PEFT does when it saves.
+
+    What PEFT does not list for the adapter, but the file names as the model does (base embeddings, biases), keeps
+    its name, as in PEFT. ``stored`` is keyed by the names in the file; those of the records may differ. ``meta_base`` is
+    an unsharded instance of a transformers base model, whose class may have changed its names since the adapter was
+    trained; None for other base models.
+    """
+    targets = {stored: name for stored, (name, _) in adapter_tensors(model, adapter).items()}
+    config = adapter_configs(model)[adapter]
+
+    def resolve(stored: Mapping[str, StoredTensor]) -> list[Made]:
+        symbols = {n: stored_tensor(t.name, t.shape, torch_dtype(t.dtype)) for n, t in stored.items()}
+        found: Mapping[str, Any] = symbols
+        if meta_base is not None:
+            try:
+                found = convert_adapter(meta_base, adapter, config, symbols)
+            except Exception as error:  # whatever an operation raises on what is stored
+                raise UnsupportedConversionError(
+                    f"adapter {adapter!r} was trained on a class that has changed since, and PEFT's conversion of "
+                    f"it can't be compiled ({type(error).__name__}: {error}); load it with PEFT on one process, "
+                    f"save it there, and load that"
+                ) from error
+        return [
+            Made(
+                targets.get(name, name),
+                code_of(value.dtype),
+                tuple(value.shape),
+                value.tiles,
+                tuple(dict.fromkeys(t.source for t in value.tiles)) or (stored[name].name,),
+            )
+            for name, value in found.items()
+        ]
+
+    return resolve

@@ -1,0 +1,359 @@
+"""``save`` and ``Checkpointer``: training state in and out of a checkpoint directory (format: docs/format.md)."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import secrets
+from collections.abc import Callable
+from typing import Literal
+
+from ..errors import CheckpointError, NoCheckpointError, ShardwiseError, is_damage
+from ..plan import IOOptions
+from ..ranks.ranks import Ranks
+from ..state.train_state import TrainState
+from ..store import publish
+from ..store.lock import DirectoryLock, check_held
+from .async_save import SaveBehind, reserve_for
+from .check import check_files, quick_check
+from .collect import Lineage, collect
+from .restore import ResumeReport, restore_into
+from .save import SaveReport, write_checkpoint
+from .stage import StagingBuffer
+
+__all__ = ["Checkpointer", "save"]
+
+_log = logging.getLogger(__name__)
+_NUMBERS = itertools.count()
+
+
+def save(
+    state: TrainState, path: str | os.PathLike[str], *, step: int = 0, io: IOOptions | None = None
+) -> SaveReport:
+    """Write ``state`` as one checkpoint directory at ``path``: all of it or nothing.
+
+    Every rank writes its own shards; replicas are written once. Every rank of the default process group
+    must call it. Memory: ≤ 32 MiB besides the live tensors on CPU, and what tensors in documents take (of state that a
+    model or an optimizer saves by itself at most 64 MiB each). Raises :class:`StateError` before
+    anything is written, :class:`CheckpointError` if ``path`` exists, :class:`RankError` on every rank.
+    """
+    io = io or IOOptions()
+    ranks = Ranks.current(timeout_s=io.timeout_s)
+    run_id = ranks.on_first("run id", _new_run_id)
+    return write_checkpoint(state, os.path.abspath(path), step, Lineage(run_id, None), ranks)
+
+
+def _new_run_id() -> str:
+    return secrets.token_hex(8)
+
+
+class Checkpointer:
+    """Checkpoints of one run in one directory: saving, retention, resuming from the newest valid step.
+
+    Args:
+        root: directory of the steps; made if needed. One run at a time holds it (advisory lock).
+        keep_last: how many of the newest valid steps stay; None keeps all. Valid is here: manifest intact, every
+            file there with its size. Payload is not read: a step whose bytes have rotted counts as valid, which only
+            a resume or ``verify`` finds. A damaged step is not counted, and goes when enough newer ones are valid.
+        keep_every: steps divisible by this stay for good.
+        mode: ``"sync"``: ``save`` returns when the step is published. ``"async"``: when the state is copied;
+            hashing, writing and publishing go on in a thread.
+        max_staging_bytes: of ``"async"``, host memory for the copy, per rank. None: as much as the rank's state
+            takes. With less, ``save`` waits in waves until the last part of the state is copied.
+        when_busy: of ``"async"``, what ``save`` does while the one before still runs: ``"wait"`` for it, or
+            ``"refuse"`` with :class:`CheckpointError` on every rank.
+        io: staging of a resume, and time limits.
+
+    Every rank of the default process group must make each call. Raises :class:`LockedError` on every rank
+    if another run holds the directory, or has taken it since: the lock is checked at each save, and again right before
+    the step appears. Call :meth:`close` before ``destroy_process_group``: a save that goes on behind
+    needs the group to agree. After a :class:`RankError` that names missing ranks start the processes anew: those that
+    were only slow are at another call than the rest.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        mode: Literal["sync", "async"] = "sync",
+        max_staging_bytes: int | None = None,
+        when_busy: Literal["wait", "refuse"] = "wait",
+        io: IOOptions | None = None,
+    ) -> None:
+        for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1 or None, got {value}")
+        if max_staging_bytes is not None and max_staging_bytes < 1:
+            raise ValueError(f"max_staging_bytes must be at least 1 or None, got {max_staging_bytes}")
+        for option, given, allowed in (
+            ("mode", mode, ("sync", "async")),
+            ("when_busy", when_busy, ("wait", "refuse")),
+        ):
+            if given not in allowed:
+                raise ValueError(f"{option} must be one of {allowed}, got {given!r}")
+        self.root = os.path.abspath(root)
+        self._keep_last = keep_last
+        self._keep_every = keep_every
+        self._io = io or IOOptions()
+        self._buffer = StagingBuffer() if mode == "async" else None
+        self._max_staging_bytes = max_staging_bytes
+        self._refuses_when_busy = when_busy == "refuse"
+        self._behind: SaveBehind | None = None
+        self._lock: DirectoryLock | None = None
+        self._closed = False
+        self._lineage: Lineage | None = None
+        #: Of rounds that the thread behind agrees in; two Checkpointers may write at a time.
+        try:
+            self._channel = self._ranks().on_first("lock checkpoint directory", self._take_lock)
+        except BaseException:  # also where another rank failed or is missing: there is nobody to call close()
+            if self._lock is not None:
+                self._lock.release()
+            raise
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.close()
+        except ShardwiseError as error:
+            if kind is None:
+                raise
+            _log.warning("the save behind failed, too: %s", error)  # what the body raised comes first
+
+    def _take_lock(self) -> str:
+        self._lock = DirectoryLock(self.root)
+        publish.sweep_leftovers(self.root)
+        return f"behind-{next(_NUMBERS)}-"
+
+    def close(self) -> None:
+        """Finish a save that goes on behind, and give the directory back. Raises what that save raises."""
+        try:
+            self.wait()
+        finally:
+            if self._behind is None:  # else Ctrl-C: nobody else may write here yet
+                self._closed = True
+                if self._lock is not None:
+                    with self._ranks().patience():
+                        self._lock.release()
+                    self._lock = None
+
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory that copies of the state take between saves on this rank; 0 for ``"sync"``."""
+        return self._buffer.nbytes if self._buffer is not None else 0
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save goes on behind, on this rank."""
+        return self._behind is not None and self._behind.is_running
+
+    def prepare(self, state: TrainState) -> int:
+        """Allocate and touch the staging for ``state`` as it is now, so that the first save does not; its bytes.
+
+        Collective. Optimizer state that does not exist yet is added by the save that first meets it. Nothing to
+        do for ``"sync"``.
+        """
+        if self._buffer is not None:
+            self.wait()
+            ranks = self._ranks()
+            collected = collect(state, 0, Lineage("", None), ranks)
+            reserve_for(collected, self._buffer, ranks, self._max_staging_bytes)
+        return self.staging_bytes
+
+    def wait(self) -> SaveReport | None:
+        """Block until the save that goes on behind, if there is one, is published; its report.
+
+        Raises what went wrong with it, once, alike on every rank; the steps before are untouched.
+        """
+        behind = self._behind
+        if behind is None:
+            return None
+        try:
+            report = behind.wait()
+        finally:
+            if not behind.is_running:  # else Ctrl-C: it still writes, from the same staging
+                self._behind = None
+        assert self._lineage is not None
+        self._lineage = Lineage(self._lineage.run_id, behind.step)
+        return report
+
+    def save(self, state: TrainState, step: int) -> SaveReport:
+        """Publish ``state`` as ``step``, then apply retention. Collective; see :func:`save` for what it raises.
+
+        ``"async"``: returns when the state is copied; what fails behind is raised by the next call.
+
+        On failure the steps before are untouched, and ``step`` is not published unless the failure came after
+        the rename (then it is whole). Refused: a step that is not newer than all published ones, and a first
+        save into a directory that holds steps of a run that this one did not resume.
+        """
+        final = os.path.join(self.root, publish.step_name(step))
+        ranks = self._ranks()
+        if self._refuses_when_busy:
+            self._refuse_if_busy(ranks)
+        self.wait()
+        ranks.on_first("check checkpoint directory", lambda: self._check_line(step))
+        if self._lineage is None:
+            run_id = ranks.on_first("run id", _new_run_id)
+            self._lineage = Lineage(run_id, None)
+        if self._buffer is not None:
+            return self._save_behind(state, final, step, self._lineage, self._buffer)
+        report = write_checkpoint(state, final, step, self._lineage, ranks)
+        self._lineage = Lineage(self._lineage.run_id, step)
+        self._retain(step, ranks)
+        return report
+
+    def _save_behind(
+        self, state: TrainState, final: str, step: int, lineage: Lineage, buffer: StagingBuffer
+    ) -> SaveReport:
+        ranks = self._ranks()
+        collected = collect(state, step, lineage, ranks)
+        reserve_for(collected, buffer, ranks, self._max_staging_bytes)
+        others = Ranks.current(timeout_s=self._io.timeout_s, channel=self._channel)
+        with ranks.agree("copy documents"):  # if one rank has no memory for them, no rank saves
+            behind = SaveBehind(collected, final, buffer, others, lambda: self._retain(step, others))
+        self._behind = behind
+        return behind.copy()
+
+    def _refuse_if_busy(self, ranks: Ranks) -> None:
+        if ranks.combine("ask for a save behind", lambda: self.is_saving, any):
+            raise CheckpointError(
+                f"{self.root}: the save before still runs; call wait(), save less often, or give when_busy='wait'"
+            )
+
+    def _retain(self, step: int, ranks: Ranks) -> None:
+        with ranks.agree("retention"):
+            if ranks.rank == 0:
+                self._write_hint(step)
+                self._prune(step, ranks.tick)
+
+    def resume(self, state: TrainState, step: int | None = None) -> ResumeReport | None:
+        """Restore the newest valid step (or exactly ``step``); None only if nothing was ever published here.
+
+        Damaged steps are skipped with a warning and set aside as ``step-N.damaged-…``; steps newer than
+        the one resumed from are set aside as ``step-N.superseded-…``, so that a run that goes on from an
+        older step and is stopped again finds its own line. Damaged is also a step whose manifest is another step's (an
+        old one, or a directory that was renamed), and one with a document that is malformed. Collective.
+
+        Raises :class:`NoCheckpointError` if steps exist and none is valid; :class:`PlanError` or
+        :class:`StateError` if a valid step does not fit the live objects (nothing is set aside then).
+        """
+        ranks = self._ranks()
+        self._check_open()
+        self.wait()
+        damaged: dict[int, str] = {}
+        for candidate, path in self._candidates(ranks, step):
+            try:
+                with ranks.agree(f"check {publish.step_name(candidate)}"):
+                    if ranks.rank == 0:
+                        quick_check(path, candidate, ranks.tick)
+                report = restore_into(state, path, ranks, self._io)
+            except ShardwiseError as error:
+                if not is_damage(error):
+                    raise
+                damaged[candidate] = str(error)
+                if ranks.rank == 0:
+                    _log.warning("skipping damaged %s: %s", path, error)
+                continue
+            self._lineage = Lineage(report.run_id, candidate)
+            superseded = self._set_aside(ranks, candidate, damaged)
+            return report.with_history(damaged, superseded)
+        self._raise_if_lost(ranks, step, damaged)
+        return None
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CheckpointError(f"{self.root}: this Checkpointer is closed; make a new one")
+
+    def _check_line(self, step: int) -> None:
+        """Refuse to mix runs: what a resume would find must be this run's own line. For rank 0."""
+        self._check_open()
+        check_held(self.root)
+        steps = publish.published_steps(self.root)
+        if steps and self._lineage is None:
+            raise CheckpointError(
+                f"{self.root}: holds steps {sorted(steps)[-3:]} that this run did not resume from; call resume() first, "
+                f"or give this run another directory"
+            )
+        if steps and step <= max(steps):
+            raise CheckpointError(
+                f"{self.root}: step {step} is not newer than the published step {max(steps)}"
+            )
+
+    def _ranks(self) -> Ranks:
+        return Ranks.current(timeout_s=self._io.timeout_s)
+
+    def _candidates(self, ranks: Ranks, step: int | None) -> list[tuple[int, str]]:
+        """The steps to try, newest first, as rank 0 sees them."""
+
+        def scan() -> list[int]:
+            steps = publish.published_steps(self.root)
+            if step is not None and step not in steps:
+                raise CheckpointError(f"{self.root}: no step {step}; there are {sorted(steps)}")
+            return [s for s in steps if step in (None, s)]
+
+        found = ranks.on_first("scan checkpoint directory", scan)
+        return [(s, os.path.join(self.root, publish.step_name(s))) for s in found]
+
+    def _set_aside(self, ranks: Ranks, resumed: int, damaged: dict[int, str]) -> tuple[int, ...]:
+        def move() -> list[int]:
+            newer = {s: path for s, path in publish.published_steps(self.root).items() if s > resumed}
+            for s, path in newer.items():
+                publish.set_aside(path, "damaged" if s in damaged else "superseded")
+            return list(newer)
+
+        return tuple(s for s in ranks.on_first("set newer steps aside", move) if s not in damaged)
+
+    def _raise_if_lost(self, ranks: Ranks, step: int | None, damaged: dict[int, str]) -> None:
+        def check() -> None:
+            if damaged or publish.was_ever_published(self.root):
+                found = "; ".join(f"step {s}: {why}" for s, why in damaged.items()) or "all were set aside"
+                which = "none is valid" if step is None else f"step {step} is not valid"
+                raise NoCheckpointError(
+                    f"{self.root}: steps were published, but {which} ({found}). Move the directory away "
+                    f"to start anew, or rename a step that was set aside"
+                )
+
+        ranks.on_first("find a checkpoint", check)
+
+    def _write_hint(self, step: int) -> None:
+        """Nothing reads the hint: a save whose step is published does not fail because of it."""
+        try:
+            publish.write_hint(self.root, step)
+        except CheckpointError as error:
+            _log.warning("%s", error)
+
+    def _prune(self, newest: int, on_progress: Callable[[], object]) -> None:
+        """Delete what is older than the ``keep_last`` newest valid steps. For rank 0.
+
+        The save is published, and a step too many does no harm: nothing here makes it fail.
+        """
+        if self._keep_last is None:
+            return
+        try:
+            steps = {s: path for s, path in publish.published_steps(self.root).items() if s <= newest}
+        except CheckpointError as error:
+            _log.warning("no step is deleted: %s", error)
+            return
+        valid = 0
+        for step, path in steps.items() if len(steps) > self._keep_last else ():
+            if valid < self._keep_last:
+                valid += _is_whole(path, step, on_progress)
+            elif self._keep_every is None or step % self._keep_every:
+                try:
+                    publish.discard(path)
+                except (OSError, CheckpointError) as error:
+                    _log.warning("can't delete step %d: %s", step, error)
+
+
+def _is_whole(path: str, step: int, on_progress: Callable[[], object]) -> bool:
+    """Whether retention may count a step. One that can't be looked at is not counted, so that less is deleted."""
+    try:
+        check_files(path, step, on_progress)
+    except ShardwiseError as error:
+        _log.warning("retention does not count %s: %s", path, error)
+        return False
+    return True

@@ -1,0 +1,240 @@
+"""Collecting a training state: everything by reference, compared between ranks, before anything is written."""
+
+from __future__ import annotations
+
+import json
+import platform
+import posixpath
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+
+from ..catalog.checkpoint import directory
+from ..errors import StateError
+from ..limits import MAX_NAME_CHARS, brief
+from ..models.assets import companion_files
+from ..ranks.ranks import Ranks
+from ..recipe.origin import recall
+from ..state.storable import refuse_meta
+from ..state.train_state import TrainState, document_of
+from ..state.typed_json import Encoded, encode
+from .snapshot import Snapshot, layout_hash, piece_hash, plain_sums, plain_tensors, take_snapshot
+
+__all__ = ["Collected", "Lineage", "collect", "software_versions"]
+
+#: Compared between ranks beside the documents: how the tensors lie on ranks.
+_LAYOUT = "layout"
+#: Files that every checkpoint may have.
+_OWN_NAMES = ("manifest.json", "state.json", "state.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """Which run writes, and the step that it last saved or resumed from."""
+
+    run_id: str
+    parent_step: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """A training state at one instant, as the ranks agreed to store it: what writing needs, and nothing live else.
+
+    Tensors are references to the live ones, until :mod:`.stage` puts copies in their place.
+    """
+
+    snapshot: Snapshot
+    shared: Mapping[str, Encoded]
+    """Documents that are equal on all ranks."""
+    local: Mapping[str, Encoded]
+    """Documents of this rank."""
+    companions: Mapping[str, bytes]
+    """Small files beside the models' tensors, by path in the checkpoint; on rank 0."""
+    step: int
+    lineage: Lineage
+    seed: int
+    software: Mapping[str, str]
+    hub_tensors: Mapping[str, Mapping[str, tuple[int, ...]]]
+
+
+def collect(state: TrainState, step: int, lineage: Lineage, ranks: Ranks) -> Collected:
+    """Everything of a training state, by reference, compared between ranks. Collective; writes nothing.
+
+    Raises :class:`StateError` or :class:`RankError` on every rank.
+    """
+    snapshot: Snapshot | None = None
+    companions: dict[str, bytes] = {}
+
+    def collected() -> list[Any]:
+        nonlocal snapshot, companions
+        snapshot = take_snapshot(state, step)
+        for live in (live for part in snapshot.parts for live in part.live):
+            refuse_meta(live.stored.name, live.tensor)
+        _check_names(snapshot)
+        companions = _companions(state) if ranks.rank == 0 else {}
+        return _comparable(snapshot, ranks)
+
+    differing = ranks.combine("collect state", collected, _differing)
+    assert snapshot is not None
+    shared, local = _split_pieces(snapshot, differing, ranks)
+    return Collected(
+        snapshot,
+        shared,
+        local,
+        companions,
+        step,
+        lineage,
+        torch.initial_seed() % 2**63,
+        software_versions(state),
+        _hub_tensors(state),
+    )
+
+
+def _check_names(snapshot: Snapshot) -> None:
+    """Raise :class:`StateError` for a tensor's name that no reader of slice files takes."""
+    for part in snapshot.models:
+        for v in part.live:
+            if len(v.stored.name) > MAX_NAME_CHARS:
+                raise StateError(
+                    f"{part.name}: the tensor {brief(v.stored.name)} has a name of {len(v.stored.name)} characters, the limit "
+                    f"is {MAX_NAME_CHARS}; give the module or the parameter a shorter name"
+                )
+
+
+def _comparable(snapshot: Snapshot, ranks: Ranks) -> list[Any]:
+    """Hashes of what may be equal on all ranks."""
+    if ranks.world_size == 1:
+        return [{}, {}, ""]
+    hashes = {name: piece_hash(piece) for name, piece in snapshot.pieces.items()}
+    return [{**hashes, _LAYOUT: layout_hash(snapshot)}, plain_sums(snapshot), _held(snapshot)]
+
+
+def _split_pieces(
+    snapshot: Snapshot, differing: list[Any], ranks: Ranks
+) -> tuple[dict[str, Encoded], dict[str, Encoded]]:
+    """Documents that are equal on all ranks, and those that differ. Plain buffers that differ become a document.
+
+    Raises :class:`StateError` if a plain *parameter* differs between ranks: its gradients were not reduced.
+    """
+    *names, held = differing
+    documents, tensors = map(set, names)
+    local_names = snapshot.always_local | (documents & set(snapshot.pieces))
+    buffers: dict[str, dict[str, torch.Tensor]] = {}
+    for key, (part, t) in plain_tensors(snapshot, kind="buffer").items():
+        if key in tensors:
+            buffers.setdefault(document_of("model", part.name, "buffers"), {})[t.name] = t.tensor
+    _refuse_other_modules(held)
+    _refuse_differing(snapshot, documents, tensors)  # alike on every rank
+    local = {n: p for n, p in snapshot.pieces.items() if n in local_names}
+    if tensors:  # on every rank, or on none
+        with ranks.agree("compare state"):
+            local |= {name: encode(values, where=name) for name, values in buffers.items()}
+    left_out = local_names | snapshot.compared_only
+    shared = {n: p for n, p in snapshot.pieces.items() if n not in left_out}
+    return shared, {n: p for n, p in local.items() if n not in snapshot.compared_only}
+
+
+def _companions(state: TrainState) -> dict[str, bytes]:
+    found = {
+        f"{directory('model', name)}/{file}": content
+        for name, model in state.models.items()
+        for file, content in companion_files(model).items()
+    }
+    folders = {directory("model", n) for n in state.models} | {
+        directory("optimizer", n) for n in state.optimizers
+    }
+    own = [*_OWN_NAMES, "rank", *folders]
+    for name in state.files:
+        first, *rest = name.split("/")
+        is_relative = posixpath.normpath(name) == name and first not in ("", ".", "..")
+        is_ours = (
+            name in own or first == "rank" or (first in folders and rest and name.endswith(".safetensors"))
+        )
+        if not is_relative or is_ours:
+            raise StateError(
+                f"files={{{name!r}: …}}: expected a relative path that is no file of the format itself"
+            )
+    return {**found, **state.files}
+
+
+def _differing(gathered: Sequence[list[Any]]) -> list[Any]:
+    """Names of the documents, and of the plain tensors, that are not the same on every rank; then what ranks hold."""
+    found: list[Any] = []
+    *compared, held = zip(*gathered, strict=True)
+    for per_rank in compared:
+        names = {name for values in per_rank for name in values}
+        found.append(sorted(n for n in names if len({values.get(n) for values in per_rank}) > 1))
+    return [*found, {text: rank for rank, text in reversed([*enumerate(held)])}]
+
+
+def _held(snapshot: Snapshot) -> str:
+    """Which tensors the models of this rank have, in words; another text for other names."""
+    names = [v.stored.name for part in snapshot.models for v in part.live]
+    ends = f"from {names[0]} to {names[-1]}" if names else "none"
+    return f"{len(names)} tensors {ends} ({xxhash.xxh3_64_hexdigest(json.dumps(names).encode())[:6]})"
+
+
+def _refuse_other_modules(held: Mapping[str, int]) -> None:
+    """``held``: what ranks hold, with the first rank that holds it."""
+    if len(held) > 1:
+        some = "; ".join(
+            f"rank {rank} has {text}" for text, rank in sorted(held.items(), key=lambda h: h[1])[:3]
+        )
+        raise StateError(
+            f"ranks hold other modules: {some}. Every rank must hold the same model: pipeline stages, and modules that "
+            f"are made on some ranks only, are not supported. Use torch.distributed.checkpoint for these"
+        )
+
+
+def _refuse_differing(snapshot: Snapshot, documents: set[str], tensors: set[str]) -> None:
+    if _LAYOUT in documents:
+        live = [v for part in snapshot.models for v in part.live]
+        every = max(len(v.stored.geometry.ranks) for v in live)
+        parts = [v.stored.name for v in live if len(v.stored.geometry.ranks) < every]
+        raise StateError(
+            "ranks do not describe the same tensors: their names, shapes, dtypes, meshes or optimizer states "
+            "differ between ranks"
+            + (f"; on meshes of some of the ranks lie {', '.join(parts[:10])}" if parts else "")
+            + ". Every rank must hold the same model, and a tensor's mesh must be the same one on every rank "
+            "(say Replicate() on its further axes instead of slicing the mesh). Pipeline parallelism, where each rank has "
+            "its own stage, is not supported"
+        )
+    parameters = {
+        key: t.name if len(snapshot.models) == 1 else f"{part.name} {t.name}"
+        for key, (part, t) in plain_tensors(snapshot, kind="parameter").items()
+    }
+    optimizers = {document_of("optimizer", o.name) for o in snapshot.optimizers}
+    bad = sorted(parameters[key] for key in tensors & parameters.keys())
+    bad += sorted(documents & ({"step"} | optimizers | snapshot.compared_only))
+    if bad:
+        raise StateError(
+            f"ranks hold different values of {', '.join(bad[:10])}, which must be equal on all: were the gradients "
+            f"of unsharded parameters reduced, and does every rank save the same step?"
+        )
+
+
+def _hub_tensors(state: TrainState) -> dict[str, dict[str, tuple[int, ...]]]:
+    """By model that was loaded, names and shapes of the tensors that it came from; none where they are its own."""
+    origins = {name: recall(model) for name, model in state.models.items()}
+    return {name: {} if o.is_plain else dict(o.shapes) for name, o in origins.items() if o is not None}
+
+
+def software_versions(state: TrainState) -> dict[str, str]:
+    """What must be the same for a resume to be exact: versions, threads, devices."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"python": platform.python_version(), "torch": torch.__version__, "machine": platform.machine()}
+    for package in ("shardwise", "transformers", "numpy"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    device = next((p.device.type for m in state.models.values() for p in m.parameters()), "cpu")
+    found["device"] = (
+        torch.get_device_module(device).get_device_name() if device not in ("cpu", "meta") else device
+    )
+    found["threads"] = str(torch.get_num_threads())
+    return found

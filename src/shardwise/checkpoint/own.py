@@ -1,0 +1,159 @@
+"""Giving models and optimizers what they saved by themselves, and finding out whether it arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import islice
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..digests.digest import partial_sum
+from ..format.documents import document_named
+from ..format.manifest import Manifest
+from ..layout.model import local_tensor
+from ..limits import brief, cause
+from ..names import named_tensors
+from ..ranks.ranks import Ranks
+from ..state.beyond import Path, path_text, same
+from ..state.beyond_model import differences_of_model, give_back_to_model, has_own_loading
+from ..state.beyond_optimizer import differences_of_optimizer, give_back_to_optimizer
+from ..state.places import Places
+from ..state.train_state import document_of
+from ..state.typed_json import decode, encode
+
+__all__ = ["OwnState", "not_taken", "tensor_sums"]
+
+_LEFT_OUT = "not_stored"
+
+
+class OwnState:
+    """The documents of state that objects saved by themselves (``own``), and of what of it was left out.
+
+    A checkpoint that was written before there were such documents has none: what a live object would save beside its
+    tensors is then named as a difference. The documents' form was checked (:mod:`..state.documents`).
+    """
+
+    def __init__(self, documents: Mapping[str, Any], manifest: Manifest, places: Places) -> None:
+        def is_own(name: str) -> bool:
+            meaning = document_named(name, manifest)
+            return meaning is not None and meaning.kind == "own"
+
+        own = {n for n in (*documents, *manifest.local_documents) if is_own(n)}
+        self._leaves: dict[str, list[tuple[Path, Any]]] = {n: documents[n] for n in own & documents.keys()}
+        self._elsewhere = own - documents.keys()  # of ranks that this run has not; named with other documents
+        self._places = places
+        self._lost: Mapping[str, Mapping[str, str]] = documents.get(_LEFT_OUT, {})
+        self._lines = [line for n, lines in self._lost.items() if not is_own(n) for line in lines.values()]
+        self._restored: list[str] = []
+        self._asked: list[Callable[[], list[str]]] = []
+
+    @property
+    def differences(self) -> tuple[str, ...]:
+        """What was not stored, or not taken back: a line each."""
+        return tuple(self._lines)
+
+    @property
+    def restored(self) -> tuple[str, ...]:
+        """Names of the documents that were given back."""
+        return tuple(self._restored)
+
+    def give_to_models(self, models: Mapping[str, nn.Module], ranks: Ranks) -> list[str]:
+        """After the models' tensors are filled. Collective.
+
+        Returns the models, the same on all ranks, whose own loading changed tensors: they have to be filled again.
+        """
+
+        def given() -> list[str]:
+            return [n for n, model in models.items() if self._give_to_model(n, model)]
+
+        def anywhere(found: list[list[str]]) -> list[str]:
+            return [n for n in models if any(n in names for names in found)]
+
+        return ranks.combine("give models their own state", given, anywhere)
+
+    def _give_to_model(self, name: str, model: nn.Module) -> bool:
+        """Whether its own loading changed a tensor on this rank."""
+        document = document_of("model", name, "own")
+        lost, stored = self._lost.get(document, {}), self._leaves.get(document, [])
+        watched = bool(stored) or has_own_loading(model)
+        before = tensor_sums(model) if watched else {}
+        failed = give_back_to_model(name, model, stored, lost, self._places)
+        self._note(document, lost, failed, lambda: differences_of_model(name, model, stored, lost))
+        return watched and tensor_sums(model) != before
+
+    def give_to_optimizers(self, given: Mapping[str, Optimizer], bare: Mapping[str, Optimizer]) -> None:
+        """After the optimizers are filled. Rank-local."""
+        for name, outer in given.items():
+            document = document_of("optimizer", name, "own")
+            lost, stored = self._lost.get(document, {}), self._leaves.get(document, [])
+            lines = give_back_to_optimizer(name, outer, bare[name], stored, lost, self._places)
+            asked = partial(differences_of_optimizer, name, outer, bare[name], stored, lost)
+            self._note(document, lost, lines, asked)
+
+    def ask(self) -> None:
+        """Compare what each would save now with what was stored, when every object has its state. Rank-local."""
+        for ask in self._asked:
+            self._lines += ask()
+        self._asked.clear()
+
+    def _note(
+        self, document: str, lost: Mapping[str, str], lines: list[str], ask: Callable[[], list[str]]
+    ) -> None:
+        self._lines += lost.values()
+        if document not in self._elsewhere:
+            self._lines += lines
+            if not any("load_state_dict failed" in line for line in lines):
+                self._asked.append(ask)
+        if document in self._leaves:
+            self._restored.append(document)
+
+
+def tensor_sums(model: nn.Module) -> dict[str, tuple[Any, ...]]:
+    """Sums and shapes of this rank's part of all stored tensors."""
+    return dict(_sums_of(model))
+
+
+def _sums_of(model: nn.Module) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    for t in named_tensors(model):
+        if t.persistent:
+            local = local_tensor(t.tensor).detach()
+            yield t.name, (tuple(local.shape), partial_sum(local, (0,) * local.dim()))
+
+
+def not_taken(name: str, stored: Any, ask: Callable[[], Any]) -> Iterator[str]:
+    """One line if an object that took a document does not say now what was stored. Rank-local.
+
+    ``ask`` gives what the object would save. ``stored`` is a copy of what it was given, on the CPU: what it says is
+    brought into the same form, so that functions are left out of both.
+    """
+    try:
+        encoded = encode(ask(), where=name)
+        now = decode(encoded.document, encoded.tensors)
+    except Exception as error:
+        yield f"{name}: whether it was taken back is not known ({cause(error)})"
+        return
+    if same(now, stored):
+        return
+    paths = list(islice(_differing(now, stored), 5))
+    what = f" ({', '.join(brief(path_text(path)) for path in paths)})" if paths and paths[0] else ""
+    yield f"{name}: the object that took it does not say what was stored{what}"
+
+
+def _differing(now: Any, stored: Any, path: Path = ()) -> Iterator[Path]:
+    """Where two values differ, as deep as both are mappings by text, or lists of one length."""
+    if same(now, stored):
+        return
+    if isinstance(now, dict) and isinstance(stored, dict):
+        for key in {**stored, **now}:
+            if key in now and key in stored:
+                yield from _differing(now[key], stored[key], (*path, key))
+            else:
+                yield (*path, key)
+    elif isinstance(now, list) and isinstance(stored, list) and len(now) == len(stored):
+        for k, (one, other) in enumerate(zip(now, stored, strict=True)):
+            yield from _differing(one, other, (*path, k))
+    else:
+        yield path

@@ -1,0 +1,419 @@
+"""Writing one checkpoint: snapshot → write → agree → commit. The function below is the pipeline."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..catalog.checkpoint import directory, packed_name
+from ..digests.digest import finish, partial_sum
+from ..digests.live import replica_totals
+from ..dtypes import itemsize
+from ..errors import CheckpointError, StateError
+from ..format.manifest import FileEntry, Manifest, Packed, StateEntry, TensorEntry
+from ..format.slices import Slice, SliceTensor, file_name, owner_ranks, rank_files
+from ..format.spread import file_count
+from ..format.steps import misnamed
+from ..layout.boxes import Box, LocalBox
+from ..layout.model import local_tensor
+from ..layout.placements import Geometry, cut_boxes
+from ..limits import inside
+from ..ranks.patience import remove_tree
+from ..ranks.ranks import Ranks
+from ..state.gradients import GRADIENT
+from ..state.train_state import TrainState
+from ..state.typed_json import Encoded
+from ..store.publish import commit, make_temporary
+from ..store.slice_file import write_slices
+from ..store.write import make_directories, write_file
+from .at_top import show_at_top
+from .collect import Collected, Lineage, collect
+from .document_files import checked_text, write_documents
+from .snapshot import Live, ModelPart, OptimizerPart, Snapshot, plain_tensors
+from .verify import pieces
+from .view import await_folders
+
+__all__ = [
+    "Piece",
+    "SaveReport",
+    "live_piece",
+    "pieces_of",
+    "publish_collected",
+    "write_checkpoint",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """The outcome of a save on this rank."""
+
+    path: str
+    step: int
+    bytes_written: int
+    """Payload and headers that this rank wrote; of a save that goes on behind, the bytes that were copied."""
+    seconds: float
+    """From the call to the published step; of a save that goes on behind, to the return of ``save``."""
+    not_stored: tuple[str, ...]
+    """What can't be stored: functions in the state, by path; gradients whose use no hook saw; and
+    what a model or an optimizer would save by itself and a document can't hold, which the resume names, too."""
+    staging_bytes: int = 0
+    """Host memory that holds copies of the state; kept for the next save."""
+    is_published: bool = True
+    """Whether the step is there. A save that goes on behind is published when ``Checkpointer.wait`` returns."""
+    gradients: int = 0
+    """Gradients in it that wait for an optimizer step: the save is in the middle of an accumulation."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain JSON values."""
+        return asdict(self)
+
+
+def write_checkpoint(
+    state: TrainState, final: str, step: int, lineage: Lineage, ranks: Ranks, *, at_top: bool = False
+) -> SaveReport:
+    """Publish ``state`` as the directory ``final``. Collective; on failure nothing is published on any rank.
+
+    ``at_top``: the files of ``model/`` are there at the top, too (:mod:`.at_top`).
+    """
+    started = time.perf_counter()
+    collected = collect(state, step, lineage, ranks)
+    written = publish_collected(collected, final, ranks, at_top=at_top)
+    return SaveReport(
+        path=final,
+        step=step,
+        bytes_written=written,
+        seconds=time.perf_counter() - started,
+        not_stored=collected.snapshot.not_stored,
+        gradients=collected.snapshot.gradients,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One box of a tensor on this rank."""
+
+    live: Live
+    held: LocalBox
+
+
+def live_piece(piece: Piece) -> torch.Tensor:
+    """The live tensor's elements in the box: a view."""
+    found = local_tensor(piece.live.tensor).detach()
+    for dim, (start, size) in enumerate(zip(piece.held.local_start, piece.held.box.sizes, strict=True)):
+        found = found.narrow(dim, start, size)
+    return found
+
+
+def boxes_on(stored: SliceTensor, rank: int) -> tuple[LocalBox, ...]:
+    """The boxes of a tensor that a rank holds."""
+    coordinate = stored.geometry.coordinate(rank)
+    return () if coordinate is None else cut_boxes(stored.shape, stored.geometry, coordinate)
+
+
+#: Gives the tensor of a :class:`Piece`: the live one, or a copy of it.
+TensorOf = Callable[[Piece], torch.Tensor]
+
+
+def publish_collected(
+    collected: Collected,
+    final: str,
+    ranks: Ranks,
+    tensor_of: TensorOf = live_piece,
+    most_bytes: int | None = None,
+    prove: Callable[[Manifest], None] = lambda manifest: None,
+    *,
+    at_top: bool = False,
+) -> int:
+    """Write, agree, commit. Collective; on failure nothing is published. Returns the bytes that this rank wrote.
+
+    ``tensor_of`` is called once for each of :func:`pieces_of`, in that order; for each in several parts, where it has
+    more than ``most_bytes``. ``prove`` is called on rank 0 before the commit, with the digests of what was written.
+    """
+    first_final, temporary = _make_temporary(final, collected, ranks)
+    try:
+        with ranks.agree("write checkpoint"):
+            if first_final != final:
+                raise CheckpointError(
+                    f"rank {ranks.rank} was to save to {final}, rank 0 to {first_final}; give every rank the same path "
+                    f"(one with a time in it is made by rank 0 and told to the others)"
+                )
+            texts = _checked_texts(collected, ranks, final)
+            await_folders(temporary, _folders(collected), ranks)
+            files, sums = _write_rank(temporary, collected, texts, ranks, _in_parts(tensor_of, most_bytes))
+        gathered = ranks.gather("file records", _records(files, sums))
+
+        def publish() -> None:
+            assert gathered is not None
+            manifest = _manifest(collected, ranks, gathered)
+            if at_top:
+                shown = show_at_top(temporary, manifest.files)
+                manifest = replace(manifest, files=dict(sorted(shown.items())))
+            prove(manifest)
+            commit(temporary, final, manifest)
+
+        ranks.on_first("publish checkpoint", publish)
+    except BaseException:
+        if ranks.rank == 0:
+            with ranks.patience():
+                remove_tree(temporary)
+        raise
+    return sum(f.nbytes for f in files.values())
+
+
+#: Gives a :class:`Piece` as tensors that follow one another in it, each with the box that it is.
+PartsOf = Callable[[Piece], Iterator[tuple[Box, torch.Tensor]]]
+
+
+def _in_parts(tensor_of: TensorOf, most_bytes: int | None) -> PartsOf:
+    def parts_of(piece: Piece) -> Iterator[tuple[Box, torch.Tensor]]:
+        box, first = piece.held.box, piece.held.local_start
+        if most_bytes is None:
+            yield box, tensor_of(piece)
+            return
+        for start, sizes, _ in pieces(
+            box.start, box.sizes, max(1, most_bytes // itemsize(piece.live.stored.dtype))
+        ):
+            part = Box(start, tuple(a + n for a, n in zip(start, sizes, strict=True)))
+            local = tuple(at + a - b for at, a, b in zip(first, start, box.start, strict=True))
+            yield part, tensor_of(Piece(piece.live, LocalBox(part, local)))
+
+    return parts_of
+
+
+def _make_temporary(final: str, collected: Collected, ranks: Ranks) -> tuple[str, str]:
+    """Rank 0's ``final``, and the directory that it made beside it."""
+
+    def make() -> list[str]:
+        if os.path.lexists(final):
+            raise CheckpointError(f"{final}: is there already; a published checkpoint is never written again")
+        if misnamed(final, collected.step, collected.companions):
+            raise CheckpointError(
+                f"{final}: is the name of another step, and this is step {collected.step}, so that a reader would call it "
+                f"damaged; give it the name of its step"
+            )
+        return [final, make_temporary(final, _folders(collected))]
+
+    first_final, temporary = ranks.on_first("make temporary directory", make)
+    return first_final, temporary
+
+
+def _folders(collected: Collected) -> list[str]:
+    return ["rank", *(directory(p.kind, p.name) for p in collected.snapshot.parts)]
+
+
+def _documents(collected: Collected, ranks: Ranks) -> dict[str, Mapping[str, Encoded]]:
+    """What this rank writes, by the stem of the files."""
+    found = {f"rank/{ranks.rank:05d}": collected.local}
+    return found | {"state": collected.shared} if ranks.rank == 0 else found
+
+
+def _checked_texts(collected: Collected, ranks: Ranks, final: str) -> dict[str, bytes]:
+    """Raises :class:`StateError` for documents of this rank that no reader would take."""
+    outline = _manifest_of(collected, ranks, defaultdict(int), {})
+    return {
+        stem: checked_text(pieces, outline, stem, final)
+        for stem, pieces in _documents(collected, ranks).items()
+    }
+
+
+def _write_rank(
+    root: str, collected: Collected, texts: Mapping[str, bytes], ranks: Ranks, parts_of: PartsOf
+) -> tuple[dict[str, FileEntry], list[int]]:
+    """Write and sync this rank's files. Returns their entries and the digest sums of its copies of all tensors."""
+    files: dict[str, FileEntry] = {}
+    sums: list[int] = []
+    for part in collected.snapshot.parts:
+        sums += _write_tensors(root, part, files, ranks, parts_of)
+    for stem, pieces_of_stem in _documents(collected, ranks).items():
+        write_documents(root, stem, texts[stem], pieces_of_stem, files)
+    if ranks.rank == 0:
+        for name, content in collected.companions.items():
+            file = inside(root, name)
+            make_directories(os.path.dirname(file))
+            files[name] = write_file(file, content)
+    return files, sums
+
+
+def _write_tensors(
+    root: str,
+    part: ModelPart | OptimizerPart,
+    files: dict[str, FileEntry],
+    ranks: Ranks,
+    parts_of: PartsOf,
+) -> list[int]:
+    live = part.live
+    by_name = {v.stored.name: v for v in live}
+    sums = dict.fromkeys((v.stored.name for v in live if v.counted), 0)
+    stored = [v.stored for v in live]
+    count = file_count(stored)
+
+    def slice_parts(one: Slice) -> Iterator[torch.Tensor]:
+        held = by_name[one.tensor.name]
+        for box, piece in parts_of(Piece(held, one.held)):
+            if held.counted:
+                sums[one.tensor.name] += partial_sum(piece, box.start)
+            yield piece
+
+    for k, slices in enumerate(rank_files(stored, ranks.rank)):
+        name = f"{directory(part.kind, part.name)}/{file_name(part.kind, ranks.rank, k, count)}"
+        files[name] = write_slices(os.path.join(root, name), slices, slice_parts, ranks.tick)
+    for v in _replicas_of_others(live, ranks.rank):
+        for held in boxes_on(v.stored, ranks.rank):
+            for box, piece in parts_of(Piece(v, held)):
+                sums[v.stored.name] += partial_sum(piece, box.start)
+        ranks.tick()
+    return [total % 2**64 for total in sums.values()]
+
+
+def pieces_of(collected: Collected, rank: int) -> Iterator[Piece]:
+    """What a rank hands to the writer, in the order in which it is written or, a replica, only summed."""
+    for part in collected.snapshot.parts:
+        live = part.live
+        by_name = {v.stored.name: v for v in live}
+        for slices in rank_files([v.stored for v in live], rank):
+            for one in slices:
+                yield Piece(by_name[one.tensor.name], one.held)
+        for v in _replicas_of_others(live, rank):
+            for held in boxes_on(v.stored, rank):
+                yield Piece(v, held)
+
+
+def _replicas_of_others(live: Sequence[Live], rank: int) -> Iterator[Live]:
+    """Tensors of which this rank holds a copy (or nothing) that another rank writes."""
+    for v in live:
+        if v.counted and rank not in owner_ranks(v.stored.geometry, v.stored.owner):
+            yield v
+
+
+def _records(files: dict[str, FileEntry], sums: list[int]) -> dict[str, bytes]:
+    """What a rank wrote, for rank 0: entries of files, and the digest sums of its copies of all tensors."""
+    entries = json.dumps({name: asdict(entry) for name, entry in files.items()}).encode()
+    return {"files": entries, "sums": np.array(sums, dtype=np.uint64).tobytes()}
+
+
+def _read_records(records: Mapping[str, bytes]) -> tuple[dict[str, FileEntry], Any]:
+    entries = json.loads(records["files"]).items()
+    files = {n: FileEntry(**{**e, "blocks": tuple(e["blocks"])}) for n, e in entries}
+    return files, np.frombuffer(records["sums"], dtype=np.uint64)
+
+
+def _manifest(collected: Collected, ranks: Ranks, gathered: Sequence[Mapping[str, bytes]]) -> Manifest:
+    parts = [_read_records(g) for g in gathered]
+    files = {name: entry for found, _ in parts for name, entry in found.items()}
+    digests = _digests(collected.snapshot, np.stack([sums for _, sums in parts]))
+    return _manifest_of(collected, ranks, digests, files)
+
+
+def _manifest_of(
+    collected: Collected, ranks: Ranks, digests: Digests, files: Mapping[str, FileEntry]
+) -> Manifest:
+    snapshot = collected.snapshot
+    geometries: dict[Geometry, int] = {}
+    models = {m.name: _model_entries(m, snapshot, digests, geometries) for m in snapshot.models}
+    return Manifest(
+        step=collected.step,
+        run_id=collected.lineage.run_id,
+        parent_step=collected.lineage.parent_step,
+        world_size=ranks.world_size,
+        seed=collected.seed,
+        geometries=tuple(geometries),
+        models=models,
+        packed={o.name: _packed_entries(o, digests) for o in snapshot.optimizers},
+        files=dict(sorted(files.items())),
+        software=collected.software,
+        hub_tensors=collected.hub_tensors,
+        local_documents=tuple(sorted(collected.local)),
+    )
+
+
+#: Digests by kind and name of the part, and stored name.
+Digests = Mapping[tuple[str, str, str], int]
+
+
+def _model_entries(
+    model: ModelPart, snapshot: Snapshot, digests: Digests, geometries: dict[Geometry, int]
+) -> dict[str, TensorEntry]:
+    named = {t.name: t for t in model.named}
+    states = {o.name: _state_entries(o, digests) for o in snapshot.optimizers if o.model == model.name}
+    entries = {}
+    for live in model.live:
+        if not live.counted:
+            continue
+        t = live.stored
+        entries[t.name] = TensorEntry(
+            dtype=t.dtype,
+            shape=t.shape,
+            geometry=geometries.setdefault(t.geometry, len(geometries)),
+            digest=digests["model", model.name, t.name],
+            owner=t.owner,
+            kind=named[t.name].kind,
+            aliases=named[t.name].aliases,
+            stored_aliases=model.stored_aliases.get(t.name, ()),
+            states={o: found[t.name] for o, found in states.items() if t.name in found},
+        )
+    return entries
+
+
+def _digests(snapshot: Snapshot, sums: Any) -> Digests:
+    """Digest of every tensor from all ranks' sums, [rank, tensor]. Replicas must be equal, but for plain buffers.
+
+    Raises :class:`StateError` naming tensors whose replicas differ.
+    """
+    counted = [(part, v) for part in snapshot.parts for v in part.live if v.counted]
+    totals = replica_totals(sums, [v.stored.geometry for _, v in counted])
+    buffers = plain_tensors(snapshot, kind="buffer")
+    unequal = [
+        v.stored.name
+        for (part, v), found in zip(counted, totals, strict=True)
+        if len(set(found)) > 1 and not (part.kind == "model" and f"{part.name}:{v.stored.name}" in buffers)
+    ]
+    if unequal:
+        raise StateError(
+            f"replicas of {len(unequal)} tensors differ between ranks: {', '.join(unequal[:10])}; they have drifted "
+            f"apart, and a checkpoint can hold only one of them{_hint(unequal)}"
+        )
+    return {
+        (part.kind, part.name, v.stored.name): finish(found[v.stored.owner], v.stored.dtype, v.stored.shape)
+        for (part, v), found in zip(counted, totals, strict=True)
+    }
+
+
+def _hint(unequal: Sequence[str]) -> str:
+    if not any(name.endswith(f".{GRADIENT}") for name in unequal):
+        return ""
+    return (
+        ". Gradients that wait for an optimizer step were not reduced (DDP's no_sync?): save after the step, or reduce in "
+        "every backward"
+    )
+
+
+def _state_entries(part: OptimizerPart, digests: Digests) -> dict[str, dict[str, StateEntry]]:
+    stored = {v.stored.name: v.stored for v in part.live}
+    found: dict[str, dict[str, StateEntry]] = {}
+    for name, states in part.drained.tensors.items():
+        for key in states:
+            t = stored[f"{name}.{key}"]
+            digest = digests["optimizer", part.name, t.name]
+            found.setdefault(name, {})[key] = StateEntry(t.dtype, digest, t.owner)
+    for name, packed in part.drained.packed_index.items():
+        for key, (pack, index) in packed.items():
+            dtype = pack.rsplit(".", 1)[1]
+            found.setdefault(name, {})[key] = StateEntry(dtype, packed=pack, index=index)
+    return found
+
+
+def _packed_entries(part: OptimizerPart, digests: Digests) -> dict[str, Packed]:
+    stored = {v.stored.name: v.stored for v in part.live}
+    found = {}
+    for key, tensor in part.drained.packed.items():
+        t = stored[packed_name(key)]
+        found[key] = Packed(t.dtype, tensor.numel(), digests["optimizer", part.name, t.name], t.owner)
+    return found

@@ -1,0 +1,342 @@
+"""A training run at one instant, as named tensors and documents. References, not copies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ..catalog.checkpoint import packed_name, replicated
+from ..digests.digest import partial_sum
+from ..dtypes import code_of
+from ..errors import StateError
+from ..format.slices import SliceTensor, assign_owners
+from ..format.steps import checked_step
+from ..gc_paused import no_collections
+from ..layout.model import geometries_of, local_tensor, reshard, world_size
+from ..layout.placements import Geometry
+from ..limits import brief
+from ..names import NamedTensor, canonical_name, named_tensors, unwrap
+from ..recipe.transformers import is_transformers_model
+from ..rng import capture_rng, devices_of
+from ..state.beyond import Beyond
+from ..state.beyond_model import beyond_model, refuse_fsdp1
+from ..state.beyond_optimizer import beyond_optimizer
+from ..state.gradients import UNSEEN_GRADIENTS, refuse_unreduced
+from ..state.optimizer import Drained, drain, parameter_names
+from ..state.scaler import refuse_unfinished_step
+from ..state.schedulers import class_text, functions_left_out, unwrapped
+from ..state.storable import refuse_unstorable
+from ..state.train_state import TrainState, document_of
+from ..state.typed_json import Encoded, encode
+
+__all__ = ["Live", "ModelPart", "OptimizerPart", "Snapshot", "take_snapshot", "trained_model"]
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """A stored tensor and the live one behind it. ``counted=False`` for a second copy under a tied name."""
+
+    stored: SliceTensor
+    tensor: torch.Tensor
+    counted: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPart:
+    """One model of a snapshot."""
+
+    name: str
+    named: tuple[NamedTensor, ...]
+    live: tuple[Live, ...]
+    stored_aliases: Mapping[str, tuple[str, ...]]
+
+    @property
+    def kind(self) -> str:
+        """Of slice files."""
+        return "model"
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerPart:
+    """One optimizer of a snapshot, and the model that it trains."""
+
+    name: str
+    model: str
+    live: tuple[Live, ...]
+    drained: Drained
+
+    @property
+    def kind(self) -> str:
+        """Of slice files."""
+        return "optimizer"
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What one rank contributes to a checkpoint.
+
+    ``pieces`` are documents by name (``scheduler``, ``rng``, …); which of them are the same on all ranks
+    is found out when saving. ``always_local`` are kept per rank even if they happen to be equal; ``compared_only``
+    are compared between ranks but stored elsewhere (as tensors of ``optimizer/``).
+    """
+
+    models: tuple[ModelPart, ...]
+    optimizers: tuple[OptimizerPart, ...]
+    pieces: Mapping[str, Encoded]
+    always_local: frozenset[str]
+    compared_only: frozenset[str]
+    not_stored: tuple[str, ...]
+
+    @property
+    def parts(self) -> tuple[ModelPart | OptimizerPart, ...]:
+        """In the order in which they are written."""
+        return (*self.models, *self.optimizers)
+
+    @property
+    def gradients(self) -> int:
+        """Gradients that wait for an optimizer step."""
+        return sum(o.drained.gradients for o in self.optimizers)
+
+
+@no_collections()
+def take_snapshot(state: TrainState, step: int) -> Snapshot:
+    """Collect everything of a training state on this rank; nothing is copied but 0-d optimizer states.
+
+    Raises :class:`StateError` naming what can't be expressed, before anything is written.
+    """
+    step = checked_step(step)
+    models = tuple(_model_part(name, model) for name, model in state.models.items())
+    optimizers = tuple(_optimizer_part(name, o, state, models) for name, o in state.optimizers.items())
+    beyond = _beyond(state, models)
+    pieces = {
+        name: encode(value, where=name) for name, value in _pieces(state, models, optimizers, step).items()
+    }
+    functions = {name: _without(piece.not_stored) for name, piece in pieces.items() if piece.not_stored}
+    pieces |= {name: encode(value, where=name) for name, value in _beyond_pieces(beyond, functions).items()}
+    return Snapshot(
+        models=models,
+        optimizers=optimizers,
+        pieces=pieces,
+        always_local=frozenset({"rng", *(document_of("optimizer", o.name, "opaque") for o in optimizers)}),
+        compared_only=frozenset(document_of("optimizer", o.name, "packed") for o in optimizers),
+        not_stored=(
+            *(path for piece in pieces.values() for path in piece.not_stored),
+            *functions_left_out(state.scheduler),
+            *(
+                f"{document_of('optimizer', o.name)}: {UNSEEN_GRADIENTS}"
+                for o in optimizers
+                if o.drained.has_unseen_gradients
+            ),
+            *(line for found in beyond.values() for line in found.not_stored.values()),
+        ),
+    )
+
+
+def _beyond(state: TrainState, models: tuple[ModelPart, ...]) -> dict[tuple[str, str], Beyond]:
+    """By kind and name, what models and optimizers would save besides."""
+    found = {("model", m.name): beyond_model(m.name, state.models[m.name], m.named) for m in models}
+    for name, given in state.given_optimizers.items():
+        found["optimizer", name] = beyond_optimizer(name, given, state.optimizers[name])
+    return found
+
+
+def _without(functions: tuple[str, ...]) -> dict[str, str]:
+    """Lines for the report of a resume, by path."""
+    return {
+        path: f"{path}: a function is not stored; what this run has there may differ" for path in functions
+    }
+
+
+def _beyond_pieces(
+    beyond: Mapping[tuple[str, str], Beyond], functions: dict[str, dict[str, str]]
+) -> dict[str, Any]:
+    pieces: dict[str, Any] = {
+        document_of(kind, name, "own"): list(found.leaves)
+        for (kind, name), found in beyond.items()
+        if found.leaves
+    }
+    lost = {
+        document_of(kind, name, "own"): dict(found.not_stored)
+        for (kind, name), found in beyond.items()
+        if found.not_stored
+    } | functions
+    return {**pieces, "not_stored": lost} if lost else pieces
+
+
+def _model_part(name: str, model: nn.Module) -> ModelPart:
+    refuse_fsdp1(model)
+    reshard(model)
+    named = tuple(named_tensors(model))
+    persistent = [t for t in named if t.persistent]
+    for t in persistent:
+        refuse_unstorable(t.name, t.tensor)
+    geometries = geometries_of(model, persistent)
+    aliases = {t.name: t.aliases for t in persistent if t.aliases and is_transformers_model(unwrap(model))}
+    owned = assign_owners(
+        [
+            SliceTensor(t.name, code_of(t.tensor.dtype), tuple(t.tensor.shape), geometries[t.name])
+            for t in persistent
+        ]
+    )
+    live = []
+    for t, stored in zip(persistent, owned, strict=True):
+        live.append(Live(stored, t.tensor))
+        for alias in aliases.get(t.name, ()):
+            copy = SliceTensor(alias, stored.dtype, stored.shape, stored.geometry, stored.owner)
+            live.append(Live(copy, t.tensor, counted=False))
+    return ModelPart(name, named, tuple(live), aliases)
+
+
+def _optimizer_part(
+    name: str, optimizer: Optimizer, state: TrainState, models: tuple[ModelPart, ...]
+) -> OptimizerPart:
+    part = next(p for p in models if p.name == trained_model(optimizer, {m.name: m.named for m in models}))
+    refuse_unreduced(optimizer, state.models[part.name])
+    drained = drain(optimizer, parameter_names(optimizer, part.named))
+    return OptimizerPart(name, part.name, tuple(_optimizer_live(drained, part)), drained)
+
+
+def trained_model(optimizer: Optimizer, named: Mapping[str, tuple[NamedTensor, ...]]) -> str:
+    """The name of the first model that holds all parameters of the optimizer; of the first one, if none does."""
+    optimised = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    found = (n for n, tensors in named.items() if optimised <= {id(t.tensor) for t in tensors})
+    return next(found, next(iter(named)))
+
+
+def _optimizer_live(drained: Drained, model: ModelPart) -> list[Live]:
+    geometries = {v.stored.name: v.stored.geometry for v in model.live}
+    tensors: dict[str, torch.Tensor] = {}
+    stored = []
+    for name, states in drained.tensors.items():
+        for key, tensor in states.items():
+            full = f"{name}.{key}"
+            tensors[full] = tensor
+            stored.append(SliceTensor(full, code_of(tensor.dtype), tuple(tensor.shape), geometries[name]))
+    for key, tensor in drained.packed.items():
+        full = packed_name(key)
+        tensors[full] = tensor
+        stored.append(SliceTensor(full, code_of(tensor.dtype), tuple(tensor.shape), replicated(world_size())))
+    return [Live(t, tensors[t.name]) for t in assign_owners(stored)]
+
+
+def _pieces(
+    state: TrainState, models: tuple[ModelPart, ...], optimizers: tuple[OptimizerPart, ...], step: int
+) -> dict[str, Any]:
+    pieces: dict[str, Any] = {"step": step, "rng": capture_rng(devices_of(state.models.values()))}
+    live = state.optimizers
+    for o in optimizers:
+        pieces[document_of("optimizer", o.name)] = {
+            "class": type(live[o.name]).__qualname__,
+            "model": o.model,
+            "groups": o.drained.groups,
+            "values": o.drained.values,
+        }
+        if o.drained.has_unseen_gradients:
+            pieces[document_of("optimizer", o.name)]["unseen_gradients"] = True
+        pieces[document_of("optimizer", o.name, "packed")] = o.drained.packed
+        if o.drained.opaque:
+            pieces[document_of("optimizer", o.name, "opaque")] = o.drained.opaque
+    refuse_unfinished_step(state.scaler)
+    for name in ("scheduler", "scaler", "dataloader"):
+        value = getattr(state, name)
+        if value is not None:
+            pieces[name] = _state_of(value, name)
+    if classes := classes_of(state):
+        pieces["classes"] = classes
+    for name, value in state.extra.items():
+        has_state = hasattr(value, "state_dict") or hasattr(value, "load_state_dict")
+        pieces[f"extra.{name}"] = _state_of(value, f"extra.{name}") if has_state else value
+    for name, model in state.models.items():
+        modules = {path: m.get_extra_state() for path, m in modules_with_state(model)}
+        if modules:
+            pieces[document_of("model", name, "modules")] = modules
+    return pieces
+
+
+def classes_of(state: TrainState) -> dict[str, Any]:
+    """The class of each scheduler, and of those in it: the only thing that tells one's state from another's."""
+    found = {} if state.scheduler is None else {"scheduler": _classes_in(state.scheduler)}
+    extras = {f"extra.{name}": value for name, value in state.extra.items()}
+    return found | {n: class_text(v) for n, v in extras.items() if isinstance(unwrapped(v), LRScheduler)}
+
+
+def _classes_in(scheduler: Any) -> Any:
+    if isinstance(scheduler, Mapping) and not hasattr(scheduler, "state_dict"):
+        return {key: _classes_in(one) for key, one in scheduler.items()}
+    return class_text(scheduler)
+
+
+def modules_with_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that keep state beside tensors (``get_extra_state``), by canonical name, once each."""
+    for path, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield canonical_name(path), module
+
+
+def _state_of(value: Any, name: str) -> Any:
+    if isinstance(value, Mapping) and not hasattr(value, "state_dict"):
+        return {key: _state_of(v, f"{name}.{key}") for key, v in value.items()}
+    if not hasattr(value, "state_dict") or not hasattr(value, "load_state_dict"):
+        hint = ""
+        if name.startswith("dataloader"):
+            hint = "; wrap a plain DataLoader: shardwise.ResumableLoader(loader)"
+        raise StateError(f"{name} of type {type(value).__name__} has no state_dict and load_state_dict{hint}")
+    found = value.state_dict()
+    if isinstance(value, LRScheduler | torch.amp.GradScaler):
+        odd = [key for key in found if not isinstance(key, str)]
+        if odd:
+            raise StateError(
+                f"{name}: the state of the {type(value).__name__} has the key {brief(odd[0])}, which is no text; no resume "
+                f"would take it"
+            )
+    return found
+
+
+def piece_hash(piece: Encoded) -> str:
+    """Hash of a document and its tensors' bytes."""
+    total = xxhash.xxh3_64(json.dumps(piece.document, allow_nan=False).encode())
+    for key in sorted(piece.tensors):
+        tensor = piece.tensors[key].detach().cpu().contiguous()
+        total.update(f"{key}{tensor.dtype}{tuple(tensor.shape)}".encode())
+        total.update(tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b"")
+    return total.hexdigest()
+
+
+def layout_hash(snapshot: Snapshot) -> str:
+    """Hash of which tensors are stored and how they lie on ranks; one manifest can only describe one layout."""
+    geometries: dict[Geometry, int] = {}
+    total = xxhash.xxh3_64()
+    for part in snapshot.parts:
+        total.update(f"{part.kind} {part.name}".encode())
+        for live in part.live:
+            t = live.stored
+            index = geometries.setdefault(t.geometry, len(geometries))
+            total.update(repr((t.name, t.dtype, t.shape, index)).encode())
+    total.update(repr(list(geometries)).encode())
+    return total.hexdigest()
+
+
+def plain_tensors(snapshot: Snapshot, *, kind: str = "") -> dict[str, tuple[ModelPart, NamedTensor]]:
+    """What every rank holds whole: by ``model:name``, of a kind or of all."""
+    return {
+        f"{part.name}:{t.name}": (part, t)
+        for part in snapshot.models
+        for t in part.named
+        if t.persistent and local_tensor(t.tensor) is t.tensor and kind in ("", t.kind)
+    }
+
+
+def plain_sums(snapshot: Snapshot) -> dict[str, int]:
+    """Digest sums of what every rank holds whole, to find out whether ranks agree."""
+    return {
+        key: partial_sum(t.tensor.detach(), (0,) * t.tensor.dim())
+        for key, (_, t) in plain_tensors(snapshot).items()
+    }

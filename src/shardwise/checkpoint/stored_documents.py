@@ -1,0 +1,137 @@
+"""Reading the documents of a checkpoint: files compared with their checksums, names known, tensors beside them."""
+
+from __future__ import annotations
+
+import os
+import re
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import Any
+
+import torch
+import xxhash
+
+from ..errors import FormatError, IntegrityError, ShardwiseError, SourceError, StateError
+from ..format.documents import parse_documents, refuse_unknown
+from ..format.manifest import BLOCK_BYTES, CONVERTED, MANIFEST_NAME, Manifest
+from ..limits import MAX_JSON_BYTES, cause, inside, read_small
+from ..state.documents import check_form
+from ..state.places import Places
+from ..state.typed_json import Encoded, decode
+
+__all__ = ["check_each", "decode_documents", "document_problems", "read_checked", "read_documents"]
+
+
+def read_documents(path: str, manifest: Manifest, stem: str) -> dict[str, Encoded]:
+    """The documents in ``<stem>.json`` (``state``, or a rank's), with their tensors, as they are stored.
+
+    Raises :class:`IntegrityError` if a file is lost or differs from its checksum, :class:`FormatError` if it is not
+    what :mod:`..state.typed_json` writes, :class:`VersionError` for a document that this release does not know.
+    """
+    refuse_unknown(manifest.local_documents, manifest, os.path.join(path, MANIFEST_NAME))
+    content = read_checked(path, manifest, f"{stem}.json", MAX_JSON_BYTES)
+    documents = parse_documents(content, manifest, inside(path, f"{stem}.json"))
+    always = "step" if stem == "state" else "rng"
+    if always not in documents and not (always == "rng" and CONVERTED in manifest.software):
+        raise FormatError(
+            f"lacks the document {always!r}, which every save writes", path=inside(path, f"{stem}.json")
+        )
+    tensors = _tensors(path, manifest, f"{stem}.safetensors")
+    keys = sorted(tensors)
+    found = {}
+    for name, document in documents.items():
+        found[name] = Encoded(document, {k: tensors[f"{name}/{k}"] for k in _below(f"{name}/", keys)}, ())
+    return found
+
+
+def _below(prefix: str, keys: Sequence[str]) -> Iterator[str]:
+    """Of sorted keys those that begin with ``prefix``, without it."""
+    place = bisect_left(keys, prefix)
+    while place < len(keys) and keys[place].startswith(prefix):
+        yield keys[place].removeprefix(prefix)
+        place += 1
+
+
+def decode_documents(stored: Mapping[str, Encoded], path: str, places: Places) -> dict[str, Any]:
+    """The values of documents, by name. Raises :class:`FormatError` naming the document, :class:`StateError` for an
+    enum whose module is not imported."""
+    found = {}
+    for name, document in stored.items():
+        try:
+            found[name] = decode(document.document, document.tensors, places)
+        except FormatError as error:
+            raise FormatError(f"document {name!r}: {error}", path=path) from error
+    return found
+
+
+def document_problems(path: str, manifest: Manifest, bad: Set[str]) -> Iterator[str]:
+    """What no restore would take of all ranks' documents, a line each; files in ``bad`` are named already.
+
+    Documents with tensors of more than 16 MiB are not decoded.
+    """
+    stems = [
+        n.removesuffix(".json") for n in manifest.files if re.fullmatch(r"(state|rank/[0-9]{5,})\.json", n)
+    ]
+    for stem in stems:
+        if bad & {f"{stem}.json", f"{stem}.safetensors"}:
+            continue
+        large = manifest.files.get(f"{stem}.safetensors")
+        try:
+            if large is not None and large.nbytes > BLOCK_BYTES:
+                parse_documents(
+                    read_checked(path, manifest, f"{stem}.json", MAX_JSON_BYTES), manifest, f"{stem}.json"
+                )
+            else:
+                check_each(read_documents(path, manifest, stem), manifest, path)
+        except ShardwiseError as error:
+            yield f"{stem}.json: {error}"
+
+
+def check_each(stored: Mapping[str, Encoded], manifest: Manifest, path: str) -> None:
+    """Raise :class:`FormatError` for a document that is not of its form; nothing that they say is kept."""
+    for name, document in stored.items():
+        try:
+            check_form(decode_documents({name: document}, path, Places()), manifest, path)
+        except StateError:
+            continue  # it names an enum whose module this process need not know
+
+
+def _tensors(path: str, manifest: Manifest, name: str) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load
+
+    if name not in manifest.files:
+        return {}
+    content = read_checked(path, manifest, name)
+    try:
+        return load(content)
+    except Exception as error:  # it names no class of what its parser, torch and numpy raise
+        raise FormatError(f"not a safetensors file ({cause(error)})", path=inside(path, name)) from error
+
+
+def read_checked(path: str, manifest: Manifest, name: str, max_bytes: int | None = None) -> bytes:
+    """A small file of a checkpoint, compared with its checksums. Rank-local.
+
+    Raises :class:`IntegrityError` if it is not listed, lost, or has another content; :class:`FormatError` if it is no
+    file or has more than ``max_bytes``.
+    """
+    entry = manifest.files.get(name)
+    if entry is None:
+        raise IntegrityError("is not listed in the manifest", path=os.path.join(path, name))
+    file = inside(path, name)
+    if max_bytes is not None and entry.nbytes > max_bytes:
+        raise FormatError(f"has {entry.nbytes} bytes, the limit is {max_bytes}", path=file)
+    try:
+        content = read_small(file, max_bytes=max(entry.nbytes, MAX_JSON_BYTES))
+    except MemoryError as error:
+        raise SourceError(f"its {entry.nbytes} bytes do not fit into memory", path=file) from error
+    except SourceError as error:
+        if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+            raise IntegrityError("lost: no such file", path=file) from error
+        raise
+    view = memoryview(content)
+    found = [xxhash.xxh3_64_hexdigest(view[: entry.header_bytes])]
+    for begin in range(entry.header_bytes, entry.nbytes, BLOCK_BYTES):
+        found.append(xxhash.xxh3_64_hexdigest(view[begin : begin + BLOCK_BYTES]))
+    if len(content) != entry.nbytes or found != [entry.header_xxh3, *entry.blocks]:
+        raise IntegrityError("content differs from its checksum: damaged", path=file)
+    return content

@@ -1,0 +1,398 @@
+"""``verify``: prove a stored checkpoint from its own files: checksums, cover, headers, digests."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import stat
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import xxhash
+
+from ..catalog.checkpoint import catalog_of_slices, directory, model_tensors, optimizer_tensors, packed_name
+from ..digests.digest import finish, partial_sum_bytes
+from ..dtypes import itemsize
+from ..errors import ShardwiseError
+from ..format.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry, Manifest, read_manifest
+from ..format.slices import Slice, SliceTensor, file_name, header_bytes, rank_files
+from ..format.steps import misnamed
+from ..limits import inside
+from ..transfer.files import FileReader
+from .check import read_head
+
+__all__ = ["VerifyReport", "boxes_of_run", "model_of", "pieces", "verify"]
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What was checked, and every problem that was found."""
+
+    path: str
+    step: int
+    problems: tuple[str, ...]
+    files: int
+    tensors: int
+    bytes_read: int
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain JSON values."""
+        return {**asdict(self), "ok": self.ok}
+
+
+def verify(
+    path: str | os.PathLike[str], on_progress: Progress | None = None, *, threads: int | None = None
+) -> VerifyReport:
+    """Check a stored checkpoint completely; reads all of it once, in blocks of 16 MiB, on one process.
+
+    Hard links of one file are read once. Checked: the manifest's own checksum; that exactly its files are there with their sizes; the checksum of
+    every header, small file and 16 MiB block; that headers say what the manifest says; that slices cover
+    every tensor exactly once; that documents are of names and forms that this release knows (where their tensors take
+    16 MiB at most); every tensor's digest, recomputed from the stored bytes; and, of a directory with the name of a step,
+    that it holds that step.
+
+    ``on_progress(done, total)`` is called with bytes, from one thread at a time. ``threads``: default as many as the
+    process may run on, at most 8; memory: 17 MiB each. Rank-local. Raises :class:`SourceError` (or a subclass) only
+    if there is no readable manifest; everything else is a line in ``problems``.
+    """
+    started = time.perf_counter()
+    root = os.fspath(path)
+    if threads is not None and threads < 1:
+        raise ValueError(f"threads must be at least 1, got {threads}")
+    manifest = read_manifest(root)
+    work = _Verification(root, manifest, on_progress)
+    work.run(threads or min(8, _cores()))
+    return VerifyReport(
+        path=root,
+        step=manifest.step,
+        problems=work.problems(),
+        files=len(manifest.files) + 1,
+        tensors=work.tensors,
+        bytes_read=work.bytes_read,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _cores() -> int:
+    """On which this process may run, where the system tells."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _file_set_problems(root: str, manifest: Manifest) -> tuple[list[str], set[str]]:
+    """What is wrong with the files as such, and the names of those that can't be read."""
+    found, bad = set(), set()
+    for folder, _, names in os.walk(root):
+        found |= {os.path.relpath(os.path.join(folder, n), root).replace(os.sep, "/") for n in names}
+    problems = [
+        f"{n}: not listed in the manifest" for n in sorted(found - set(manifest.files) - {MANIFEST_NAME})
+    ]
+    for name, entry in manifest.files.items():
+        wrong = _wrong_file(inside(root, name), entry.nbytes) if name in found else "lost"
+        if wrong is not None:
+            problems.append(f"{name}: {wrong}")
+            bad.add(name)
+    return problems, bad
+
+
+def _wrong_file(path: str, nbytes: int) -> str | None:
+    try:
+        status = os.stat(path)
+    except OSError as error:  # a link to nothing, or to itself
+        return f"lost ({error.strerror})"
+    if not stat.S_ISREG(status.st_mode):
+        return "is no regular file"
+    if status.st_size != nbytes:
+        return f"{status.st_size} bytes, expected {nbytes}: truncated or overwritten"
+    return None
+
+
+def _slice_sets(manifest: Manifest) -> Iterator[tuple[str, str, list[SliceTensor], dict[str, int]]]:
+    """(kind, name, stored tensors, recorded digest by stored name) of every model and optimizer."""
+    for model, entries in manifest.models.items():
+        digests = {alias: t.digest for n, t in entries.items() for alias in (n, *t.stored_aliases)}
+        yield "model", model, model_tensors(manifest, model), digests
+    for optimizer, packed in manifest.packed.items():
+        model = model_of(manifest, optimizer)
+        states = {
+            f"{n}.{s}": e.digest
+            for n, t in manifest.models[model].items()
+            for s, e in t.states.get(optimizer, {}).items()
+            if e.packed is None
+        }
+        states |= {packed_name(k): p.digest for k, p in packed.items()}
+        yield "optimizer", optimizer, optimizer_tensors(manifest, optimizer, model), states
+
+
+def model_of(manifest: Manifest, optimizer: str) -> str:
+    """The model whose parameters have states of an optimizer; the first one, if none has."""
+    return next(
+        (m for m, ts in manifest.models.items() if any(optimizer in t.states for t in ts.values())),
+        next(iter(manifest.models)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A file to check, and the slices that lie in it one after another; none of other files, or of unknown ones."""
+
+    name: str
+    entry: FileEntry
+    part: int
+    slices: tuple[Slice, ...]
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.entry.nbytes - self.entry.header_bytes
+
+
+class _Verification:
+    """One verification: its tasks (headers, and blocks of payload), which threads take in turn, and what they found."""
+
+    def __init__(self, root: str, manifest: Manifest, on_progress: Progress | None) -> None:
+        self._root = root
+        self._manifest = manifest
+        self._on_progress = on_progress
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._done = 0
+        self._found: dict[tuple[int, int], list[str]] = {}  # by file and block: always in the same order
+        wrong_files, self._bad = _file_set_problems(root, manifest)
+        wrong_name = misnamed(root, manifest.step, manifest.files)
+        self._first = [f"{MANIFEST_NAME}: {wrong_name}"] * bool(wrong_name) + wrong_files
+        self._last: list[str] = []
+        self._parts = list(_slice_sets(manifest))
+        self._sums: list[dict[str, int]] = [dict.fromkeys(digests, 0) for *_, digests in self._parts]
+        self._unread: list[set[str]] = [set() for _ in self._parts]
+        self._files = self._files_to_check()
+        self._total = sum(f.entry.nbytes for f in self._files)
+        self._tasks = ((f, b) for f, file in enumerate(self._files) for b in range(-1, _blocks_in(file)))
+
+    @property
+    def tensors(self) -> int:
+        return sum(map(len, self._sums))
+
+    @property
+    def bytes_read(self) -> int:
+        return self._done
+
+    def run(self, threads: int) -> None:
+        """Check everything; returns when all threads have ended."""
+        # A room above: only what restores knows what documents mean.
+        from .stored_documents import document_problems
+
+        with ThreadPoolExecutor(threads, thread_name_prefix="shardwise-verify") as pool:
+            try:
+                for ended in [pool.submit(self._work) for _ in range(threads)]:
+                    ended.result()
+            finally:
+                self._stopped = True
+        bad = self._bad | {self._files[f].name for f, _ in self._found}
+        self._last = list(document_problems(self._root, self._manifest, bad))
+
+    def problems(self) -> tuple[str, ...]:
+        """What is wrong, files first."""
+        lines = [
+            *self._first,
+            *(line for key in sorted(self._found) for line in self._found[key]),
+            *self._last,
+        ]
+        for (_, name, stored, digests), sums, unread in zip(
+            self._parts, self._sums, self._unread, strict=True
+        ):
+            for t in stored:
+                if t.name not in unread and finish(sums[t.name] % 2**64, t.dtype, t.shape) != digests[t.name]:
+                    lines.append(f"{name} tensor {t.name!r}: content differs from its digest")
+        return tuple(dict.fromkeys(lines))
+
+    def _files_to_check(self) -> list[_File]:
+        """Those that are there in their size. Tensors that have slices in others, or unknown ones, are not summed."""
+        slices: dict[str, tuple[int, tuple[Slice, ...]]] = {}
+        for k, (kind, name, stored, _) in enumerate(self._parts):
+            try:
+                catalog_of_slices(self._root, self._manifest, kind, name, stored)
+            except ShardwiseError as error:
+                self._first.append(f"{name}: {error}")
+                self._unread[k] |= self._sums[k].keys()
+                continue
+            per_rank = {
+                r: rank_files(stored, r) for r in sorted({r for t in stored for r in t.geometry.ranks})
+            }
+            count = max((len(files) for files in per_rank.values()), default=0)
+            for rank, files in per_rank.items():
+                for n, held in enumerate(files):
+                    relative = f"{directory(kind, name)}/{file_name(kind, rank, n, count)}"
+                    slices[relative] = k, tuple(held)
+        found = []
+        for name, entry in self._manifest.files.items():
+            part, own = slices.get(name, (0, ()))
+            file = _File(name, entry, part, own)
+            if name in self._bad:
+                self._unread[part] |= {s.tensor.name for s in own}
+            elif own and sum(s.nbytes for s in own) != file.payload_bytes:
+                self._first.append(f"{name}: {file.payload_bytes} bytes of payload, its tensors take others")
+                self._unread[part] |= {s.tensor.name for s in own}
+                found.append(_File(name, entry, part, ()))
+            else:
+                found.append(file)
+        return self._without_links(found)
+
+    def _without_links(self, files: list[_File]) -> list[_File]:
+        """Without files that are hard links of another one here, with the same checksums: their bytes are read once."""
+        read: dict[tuple[int, int, FileEntry], _File] = {}
+        links = set()
+        for file in sorted(files, key=lambda f: not f.slices):  # of two, the one whose tensors are known
+            with contextlib.suppress(OSError):  # what reads it says so
+                status = os.stat(inside(self._root, file.name))
+                if read.setdefault((status.st_dev, status.st_ino, file.entry), file) is not file:
+                    links.add(file.name)
+        return [file for file in files if file.name not in links]
+
+    def _work(self) -> None:
+        """Take tasks until there are none."""
+        buffer = bytearray()
+        with FileReader(self._count) as reader:
+            while not self._stopped:
+                with self._lock:
+                    task = next(self._tasks, None)
+                if task is None:
+                    return
+                file, block = self._files[task[0]], task[1]
+                length = _length_of(file, block)
+                if len(buffer) < length:
+                    buffer = bytearray(length)
+                try:
+                    lines, sums = self._check(file, block, reader, memoryview(buffer)[:length])
+                except ShardwiseError as error:
+                    lines, sums = [f"{file.name}: {error}"], []
+                    with self._lock:
+                        self._unread[file.part] |= {s.tensor.name for s in file.slices}
+                with self._lock:
+                    if lines:
+                        self._found[task] = lines
+                    for name, total in sums:
+                        self._sums[file.part][name] += total
+
+    def _check(
+        self, file: _File, block: int, reader: FileReader, view: memoryview
+    ) -> tuple[list[str], list[tuple[str, int]]]:
+        """Problems of the header (block -1) or a block of payload, and its share of the sums of tensors."""
+        path = inside(self._root, file.name)
+        if block < 0:
+            return list(_header_problems(file, read_head(reader, path, file.entry.header_bytes))), []
+        offset = file.entry.header_bytes + block * BLOCK_BYTES
+        reader.read_into(path, offset, view)
+        lines = []
+        if block < len(file.entry.blocks) and xxhash.xxh3_64_hexdigest(view) != file.entry.blocks[block]:
+            lines = [f"{file.name}: bytes {offset} to {offset + view.nbytes} differ from their checksum"]
+        return lines, list(_sums_in(file.slices, block * BLOCK_BYTES, view))
+
+    def _count(self, nbytes: int) -> None:
+        with self._lock:
+            self._done += nbytes
+            if self._on_progress is not None:
+                self._on_progress(min(self._done, self._total), self._total)
+
+
+def _blocks_in(file: _File) -> int:
+    return math.ceil(file.payload_bytes / BLOCK_BYTES)
+
+
+def _length_of(file: _File, block: int) -> int:
+    return 0 if block < 0 else min(BLOCK_BYTES, file.payload_bytes - block * BLOCK_BYTES)
+
+
+def _header_problems(file: _File, header: Iterator[memoryview]) -> Iterator[str]:
+    entry = file.entry
+    expected = header_bytes(file.slices) if file.slices else b""
+    total, at, is_expected = xxhash.xxh3_64(), 0, not expected or len(expected) == entry.header_bytes
+    for piece in header:
+        total.update(piece)
+        is_expected = is_expected and (not expected or expected[at : at + piece.nbytes] == piece)
+        at += piece.nbytes
+    if total.hexdigest() != entry.header_xxh3:
+        yield f"{file.name}: {'content' if entry.header_bytes == entry.nbytes else 'header'} differs from its checksum"
+    elif not is_expected:
+        yield f"{file.name}: header does not say what the manifest says"
+    if len(entry.blocks) != _blocks_in(file):
+        yield f"{file.name}: manifest has {len(entry.blocks)} block checksums, expected {_blocks_in(file)}"
+
+
+def _sums_in(slices: Sequence[Slice], begin: int, view: memoryview) -> Iterator[tuple[str, int]]:
+    """The share of each tensor's digest sum that lies in the payload's bytes from ``begin`` on."""
+    end = begin + view.nbytes
+    first = max(0, bisect_right(slices, begin, key=lambda s: s.offset_bytes) - 1)
+    for s in slices[first:]:
+        if s.offset_bytes >= end:
+            return
+        low, high = max(begin, s.offset_bytes), min(end, s.offset_bytes + s.nbytes)
+        if low >= high:
+            continue
+        size, at = itemsize(s.tensor.dtype), low - begin
+        total = 0
+        run = (low - s.offset_bytes) // size, (high - s.offset_bytes) // size
+        for start, sizes in boxes_of_run(s.held.box.start, s.held.box.sizes, *run):
+            nbytes = math.prod(sizes) * size
+            total += partial_sum_bytes(view[at : at + nbytes], s.tensor.dtype, sizes, start)
+            at += nbytes
+        yield s.tensor.name, total
+
+
+def boxes_of_run(
+    start: tuple[int, ...], sizes: tuple[int, ...], first: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Elements ``first`` … ``stop`` - 1, counted row-major, of a box, as boxes in that order: (start, sizes)."""
+    if first >= stop:
+        return
+    if stop - first == math.prod(sizes):
+        yield start, sizes
+        return
+    inner = math.prod(sizes[1:])
+
+    def part_of(row: int, low: int, high: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        for within, held in boxes_of_run(start[1:], sizes[1:], low, high):
+            yield (start[0] + row, *within), (1, *held)
+
+    (top, left), (bottom, right) = divmod(first, inner), divmod(stop, inner)
+    if top == bottom:
+        yield from part_of(top, left, right)
+        return
+    if left:
+        yield from part_of(top, left, inner)
+        top += 1
+    if top < bottom:
+        yield (start[0] + top, *start[1:]), (bottom - top, *sizes[1:])
+    yield from part_of(bottom, 0, right)
+
+
+def pieces(
+    start: tuple[int, ...], sizes: tuple[int, ...], limit: int, first: int = 0
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    """A row-major box in contiguous pieces of at most ``limit`` elements: (start, sizes, first element)."""
+    numel = math.prod(sizes)
+    if numel == 0:
+        return
+    if numel <= limit:
+        yield start, sizes, first
+        return
+    dim = next(d for d, n in enumerate(sizes) if n > 1)
+    inner = numel // sizes[dim]
+    rows = max(1, limit // inner)
+    for begin in range(0, sizes[dim], rows):
+        count = min(rows, sizes[dim] - begin)
+        moved = (*start[:dim], start[dim] + begin, *start[dim + 1 :])
+        cut = (*sizes[:dim], count, *sizes[dim + 1 :])
+        yield from pieces(moved, cut, limit, first + begin * inner)

@@ -1,0 +1,113 @@
+"""Rank 0's view of a directory decides for all; a rank to which a shared file system shows it later waits for it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import xxhash
+
+from ..errors import CheckpointError, ShardwiseError, SourceError
+from ..format.manifest import MANIFEST_NAME, Manifest, read_manifest
+from ..limits import read_small
+from ..ranks.ranks import Ranks
+
+__all__ = ["FirstView", "await_folders", "first_view"]
+
+#: Network file systems keep what they know of a directory for as long (NFS: acdirmax).
+_MOST_PATIENCE_S = 60.0
+_PAUSE_S = 0.05
+
+
+class FirstView:
+    """What rank 0 saw of a checkpoint. Made by :func:`first_view` on every rank."""
+
+    def __init__(self, path: str, ranks: Ranks, view: list[Any] | None, manifest: Manifest | None) -> None:
+        self._path = path
+        self._ranks = ranks
+        self._view = view
+        self._manifest = manifest
+
+    def manifest(self) -> Manifest:
+        """The manifest, read by this rank once it sees the directory as rank 0 does. Rank-local.
+
+        What rank 0 could not read nobody waits for. Raises what ``read_manifest`` does; :class:`SourceError` if
+        this rank does not see, within a minute or the time limit, what rank 0 saw.
+        """
+        if self._manifest is not None:
+            return self._manifest
+        if self._view is None:
+            return read_manifest(self._path)
+        checksum, lost = self._view
+        _wait(self._ranks, lambda: self._is_manifest(checksum), self._path, MANIFEST_NAME)
+        manifest = read_manifest(self._path)
+        names = set(manifest.files) - set(lost)
+        _wait(self._ranks, lambda: not _unseen(self._path, names), self._path, "files of its manifest")
+        return manifest
+
+    def _is_manifest(self, checksum: str) -> bool:
+        try:
+            return _checksum(self._path) == checksum
+        except SourceError:
+            return False
+
+
+def first_view(path: str, ranks: Ranks) -> FirstView:
+    """Let rank 0 look at a checkpoint, and tell the others what it saw. Collective."""
+    manifest: Manifest | None = None
+
+    def look() -> list[Any] | None:
+        nonlocal manifest
+        try:
+            checksum = _checksum(path)
+            manifest = read_manifest(path)
+            return [checksum, sorted(_unseen(path, manifest.files))]
+        except (OSError, ShardwiseError):  # which every rank then finds for itself
+            return None
+
+    view = None if ranks.world_size == 1 else ranks.on_first("look at manifest", look)
+    return FirstView(path, ranks, view, manifest)
+
+
+def await_folders(path: str, folders: Sequence[str], ranks: Ranks) -> None:
+    """Wait until this rank sees a directory that rank 0 has just made, and folders in it. Rank-local.
+
+    Raises :class:`CheckpointError` after a minute or the time limit.
+    """
+    missing = [f for f in folders if not os.path.isdir(os.path.join(path, f))]
+    try:
+        for folder in missing:
+            _wait(ranks, lambda folder=folder: os.path.isdir(os.path.join(path, folder)), path, folder)  # type: ignore[misc]
+    except SourceError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def _checksum(path: str) -> str:
+    return xxhash.xxh3_64_hexdigest(read_small(os.path.join(path, MANIFEST_NAME), "manifest"))
+
+
+def _unseen(path: str, names: Collection[str]) -> set[str]:
+    """Those of the files that are not listed: one listing a folder, not a question for every file of every rank."""
+    seen = set()
+    for folder in {os.path.dirname(name) for name in names}:
+        try:
+            seen |= {os.path.join(folder, name) for name in os.listdir(os.path.join(path, folder))}
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+    return set(names) - seen
+
+
+def _wait(ranks: Ranks, is_there: Callable[[], bool], path: str, what: str) -> None:
+    patience_s = min(_MOST_PATIENCE_S, ranks.timeout_s)
+    end = time.monotonic() + patience_s
+    while not is_there():
+        if time.monotonic() > end:
+            raise SourceError(
+                f"rank 0 sees {what}, rank {ranks.rank} does not after {patience_s:g} s; every rank needs the same "
+                f"shared file system under this path",
+                path=path,
+            )
+        ranks.tick()
+        time.sleep(_PAUSE_S)

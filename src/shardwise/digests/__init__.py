@@ -1,0 +1,1 @@
+"""Fingerprints of content, the same under every sharding: of bytes, and of live models."""

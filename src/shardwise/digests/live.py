@@ -1,0 +1,118 @@
+"""Digests of a live, sharded model: every rank sums its own boxes, the sums are added over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..dtypes import code_of
+from ..errors import IntegrityError
+from ..format.slices import replicas
+from ..layout.model import geometries_of, local_tensor, reshard
+from ..layout.placements import Geometry, cut_boxes, geometry_of
+from ..names import named_tensors
+from ..ranks.ranks import Ranks
+from .digest import finish, format_digest, partial_sum, tensor_digest
+
+__all__ = ["digest", "live_digests", "local_sum", "model_digests", "replica_totals"]
+
+
+def local_sum(tensor: torch.Tensor, shape: tuple[int, ...], geometry: Geometry, rank: int) -> int:
+    """A rank's share of the digest sum of its own copy of a tensor."""
+    coordinate = geometry.coordinate(rank)
+    if coordinate is None:
+        return 0
+    local = local_tensor(tensor).detach()
+    total = 0
+    for held in cut_boxes(shape, geometry, coordinate):
+        piece = local
+        for dim, (start, size) in enumerate(zip(held.local_start, held.box.sizes, strict=True)):
+            piece = piece.narrow(dim, start, size)
+        total += partial_sum(piece, held.box.start)
+    return total % 2**64
+
+
+def replica_totals(sums: Any, geometries: Sequence[Geometry]) -> list[list[int]]:
+    """Per tensor, the digest sum of each of its replicas. ``sums`` holds by rank, then by tensor, uint64."""
+    by_geometry: dict[Geometry, list[int]] = {}
+    for index, geometry in enumerate(geometries):
+        by_geometry.setdefault(geometry, []).append(index)
+    found: list[list[int]] = [[] for _ in geometries]
+    for geometry, indices in by_geometry.items():
+        for ranks in replicas(geometry):
+            total = np.zeros(len(indices), dtype=np.uint64)
+            for rank in ranks:
+                total += sums[rank][indices]
+            for index, value in zip(indices, total.tolist(), strict=True):
+                found[index].append(value)
+    return found
+
+
+def live_digests(
+    tensors: Mapping[str, torch.Tensor],
+    geometries: Mapping[str, Geometry],
+    ranks: Ranks,
+    *,
+    may_differ: Collection[str] = (),
+) -> dict[str, int]:
+    """Digest of the global content of each live tensor. Every rank must call it; 8 bytes a tensor travel.
+
+    Every replica is summed and compared; a replica set counts once. Raises :class:`IntegrityError` on every
+    rank, naming tensors whose replicas differ, unless they are in ``may_differ`` (then the first counts).
+    """
+
+    def own() -> bytes:
+        sums = []
+        for name, tensor in tensors.items():
+            sums.append(local_sum(tensor, tuple(tensor.shape), geometries[name], ranks.rank))
+            ranks.tick()
+        return np.array(sums, dtype=np.uint64).tobytes()
+
+    def add_up(gathered: list[bytes]) -> list[Any]:
+        matrix = np.stack([np.frombuffer(g, dtype=np.uint64) for g in gathered])
+        totals = replica_totals(matrix, [geometries[n] for n in tensors])
+        unequal = [n for n, t in zip(tensors, totals, strict=True) if len(set(t)) > 1 and n not in may_differ]
+        return [unequal, [int(t[0]) for t in totals]]
+
+    unequal, firsts = ranks.combine("digest", own, add_up)
+    if unequal:  # on every rank
+        raise IntegrityError(f"replicas of {', '.join(unequal[:10])} differ between ranks")
+    return {
+        name: finish(first, code_of(tensor.dtype), tuple(tensor.shape))
+        for first, (name, tensor) in zip(firsts, tensors.items(), strict=True)
+    }
+
+
+def model_digests(model: nn.Module, ranks: Ranks) -> dict[str, int]:
+    """Digest of every parameter and persistent buffer by canonical name. Every rank must call it.
+
+    Plain buffers may differ between ranks (BatchNorm statistics): rank 0's counts. Raises
+    :class:`IntegrityError` if replicas of anything else differ.
+    """
+    with ranks.agree("describe model"):
+        reshard(model)
+        tensors = [t for t in named_tensors(model) if t.persistent]
+        geometries = geometries_of(model, tensors)
+    plain = {t.name for t in tensors if t.kind == "buffer" and local_tensor(t.tensor) is t.tensor}
+    return live_digests({t.name: t.tensor for t in tensors}, geometries, ranks, may_differ=plain)
+
+
+def digest(model_or_tensor: nn.Module | torch.Tensor) -> dict[str, str] | str:
+    """Digest of global content, the same however it is sharded: per name for a model, one for a tensor.
+
+    16 hexadecimal digits each. For a model or a DTensor every rank of the default process group must call
+    it; 8 bytes a tensor travel. An error detector, not cryptography; defined in ``digests/digest.py``.
+    """
+    ranks = Ranks.current()
+    if isinstance(model_or_tensor, nn.Module):
+        return {name: format_digest(d) for name, d in model_digests(model_or_tensor, ranks).items()}
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(model_or_tensor, DTensor):
+        return format_digest(tensor_digest(model_or_tensor))
+    geometry = geometry_of(model_or_tensor, world_size=ranks.world_size, fsdp_order=True)
+    return format_digest(live_digests({"tensor": model_or_tensor}, {"tensor": geometry}, ranks)["tensor"])

@@ -1,0 +1,1 @@
+"""Hub directories and full tensors out of sharded models and stored checkpoints."""

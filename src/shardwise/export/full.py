@@ -1,0 +1,242 @@
+"""``iter_full``: a sharded model's tensors whole, one bucket at a time, for whoever takes weights over (an inference engine).
+
+The one place where gathering is the job. Every rank writes the elements that it owns of a full tensor into memory of
+zeros, by the tiles of an export, and one sum over the ranks, of integers, brings them together: bits that one rank
+wrote and zeros. So every layout goes one way, uneven and empty shards too, and nothing is held twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..adapters.names import adapter_tensors
+from ..catalog import Chunk, StoredTensor
+from ..devices import own_device
+from ..dtypes import code_of, itemsize, torch_dtype
+from ..errors import CheckpointError, StateError
+from ..format.slices import SliceTensor, assign_owners, owner_ranks
+from ..internals.peft import has_adapters, peft_model
+from ..layout.boxes import whole
+from ..layout.model import geometries_of, local_tensor, reshard, wanted_of
+from ..layout.wanted import Wanted
+from ..models.memory import default_device
+from ..names import NamedTensor, named_tensors
+from ..plan import IOOptions
+from ..plan.build import transfers_of
+from ..ranks.ranks import Ranks
+from ..recipe.match import castable
+from ..recipe.tiles import Tile
+from ..transfer.copy import Destination
+from .hub import LiveJob, _dtype_code
+from .tensors import Contents, as_named
+
+__all__ = ["iter_full"]
+
+FullTensors = Generator[tuple[str, torch.Tensor], None, None]
+
+
+def iter_full(
+    model: nn.Module,
+    *,
+    names: Literal["hub", "module", "adapter"] = "hub",
+    bucket_bytes: int = 512 * 1024**2,
+    dtype: torch.dtype | str | None = None,
+    io: IOOptions | None = None,
+) -> FullTensors:
+    """Lazily ``(name, full tensor)`` of everything that ``model`` stores, in the same order on every rank.
+
+    What :func:`export_hf` would write, bit for bit, without files: every parameter and persistent buffer, ties
+    once, on the device of the model's mesh (of a model without a mesh: on its own). Tensors are the caller's: nothing here keeps or changes them.
+
+    Args:
+        model: a live model, sharded in any way or not at all.
+        names: ``"hub"``: names and shapes of the files that it was loaded from (else those of its class).
+            ``"module"``: names and shapes as ``state_dict`` has them, without wrapper parts. ``"adapter"``: of a
+            ``PeftModel`` the active adapter alone, as its file names it.
+        bucket_bytes: gathered at a time: as many tensors as fit, at least one.
+        dtype: floating-point tensors are given in it. Default: as they are.
+        io: time limit.
+
+    Every rank of the default process group must call it, iterate in step, and stop at the same tensor (``break``
+    or ``close()``: nothing is in flight between tensors). A rank that fails to make its part of a bucket raises
+    everywhere; one that stops alone is named by the others' error after ``io.timeout_s``. The model must not change
+    meanwhile.
+
+    Memory, besides the shards: ``bucket_bytes``, or the largest tensor if that is more, plus what the caller still
+    holds of the bucket before (one tensor in a plain ``for`` loop). Where the process group can't add on the model's
+    device (a CPU model under NCCL alone), the bucket lies on the group's device and each tensor is copied. Traffic: one sum over all ranks of each tensor.
+
+    Raises :class:`CheckpointError` (hub names of a model with adapters), :class:`FormatError` (a conversion that
+    can't be turned round), :class:`StateError` (nothing loaded yet) or :class:`RankError` alike on every rank.
+    """
+    ranks = Ranks.current(timeout_s=(io or IOOptions()).timeout_s)
+    with ranks.agree("plan full tensors") as claim:
+        if bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
+        reshard(model)
+        full = _plan(model, _contents(model, names), _dtype_code(dtype), ranks.rank)
+        given = [(f.stored.name, f.stored.dtype, f.stored.shape) for f in full]
+        claim.alike(repr((bucket_bytes, given)).encode())
+        parts = Destination({t.name: local_tensor(t.tensor) for t in named_tensors(model)})
+        device = _device(model)
+        sums_on = _where_ranks_sum(device) if ranks.world_size > 1 else device
+    return _iterate(_buckets(full, bucket_bytes), parts, (sums_on, device), ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Full:
+    """A tensor to be given whole, and which of its elements this rank brings."""
+
+    stored: StoredTensor
+    parts: tuple[tuple[Wanted, Tile], ...]
+
+
+def _contents(model: nn.Module, names: str) -> Contents:
+    """What is given, under which names, and which of its elements each tensor of the model holds."""
+    if names == "hub":
+        if has_adapters(model):
+            raise CheckpointError(
+                "a model with PEFT adapters has no names on the hub: names='adapter' gives the active adapter, "
+                "names='module' all tensors under the model's own names"
+            )
+        return LiveJob(model).contents()
+    if names == "module":
+        return as_named({t.name: _kind(t) for t in named_tensors(model) if t.persistent})
+    if names == "adapter":
+        return _adapter_contents(model)
+    raise ValueError(f"names must be 'hub', 'module' or 'adapter', got {names!r}")
+
+
+def _adapter_contents(model: nn.Module) -> Contents:
+    peft = peft_model(model)
+    if peft is None:
+        raise TypeError(f"names='adapter': {type(model).__name__} is no PeftModel")
+    held = {stored: t for stored, (_, t) in adapter_tensors(peft, peft.active_adapter).items()}
+    hub = {stored: _kind(t) for stored, t in held.items()}
+    tiles: dict[str, tuple[Tile, ...]] = {}
+    for stored, t in held.items():
+        tiles[t.name] = tiles.get(t.name, ()) + as_named({stored: hub[stored]}).tiles[stored]
+    return Contents(hub, tiles)
+
+
+def _kind(tensor: NamedTensor) -> tuple[str, tuple[int, ...]]:
+    return code_of(tensor.tensor.dtype), tuple(tensor.tensor.shape)
+
+
+def _plan(model: nn.Module, contents: Contents, dtype: str | None, rank: int) -> list[_Full]:
+    """What a rank brings of each full tensor. Of replicas one brings it; an export chooses it the same way."""
+    named = {t.name: t for t in named_tensors(model) if t.name in contents.tiles}
+    unfilled = [name for name, t in named.items() if t.tensor.is_meta]
+    if unfilled:
+        raise StateError(f"{len(unfilled)} tensors are on meta, e.g. {unfilled[0]!r}; load the model first")
+    geometries = geometries_of(model, named.values())
+    owned = assign_owners([SliceTensor(n, *_kind(t), geometries[n]) for n, t in named.items()])
+    brought: dict[str, list[tuple[Wanted, Tile]]] = {}
+    for t in owned:
+        if rank in owner_ranks(t.geometry, t.owner):
+            wanted = wanted_of(t.name, named[t.name].tensor, t.geometry)
+            for tile in contents.tiles[t.name]:
+                brought.setdefault(tile.source, []).append((wanted, tile))
+    full = []
+    for name, (code, shape) in contents.hub.items():
+        given = dtype if dtype is not None and castable(code, dtype) else code
+        stored = StoredTensor(name, given, shape, (Chunk(whole(shape), name, 0),))
+        full.append(_Full(stored, tuple(brought.get(name, ()))))
+    return full
+
+
+def _buckets(full: Sequence[_Full], bucket_bytes: int) -> Iterator[list[_Full]]:
+    """The tensors in order, as many at a time as fit; one that is larger alone."""
+    bucket: list[_Full] = []
+    used = 0
+    for one in full:
+        if bucket and used + one.stored.nbytes > bucket_bytes:
+            yield bucket
+            bucket, used = [], 0
+        bucket.append(one)
+        used += one.stored.nbytes
+    if bucket:
+        yield bucket
+
+
+def _iterate(
+    buckets: Iterator[list[_Full]],
+    parts: Destination,
+    devices: tuple[torch.device, torch.device],
+    ranks: Ranks,
+) -> FullTensors:
+    sums_on, given_on = devices
+    for bucket in buckets:
+        # A generator's own variables live on while the caller holds it: no tensor may be left in one.
+        ready = _gather(bucket, parts, sums_on, ranks)
+        while ready:
+            yield _first(ready, given_on)
+
+
+def _first(ready: deque[tuple[str, torch.Tensor]], device: torch.device) -> tuple[str, torch.Tensor]:
+    name, tensor = ready.popleft()
+    return name, tensor.to(device)
+
+
+@torch.no_grad()
+def _gather(
+    bucket: Sequence[_Full], parts: Destination, device: torch.device, ranks: Ranks
+) -> deque[tuple[str, torch.Tensor]]:
+    """The full tensors of a bucket. Every rank must call it; nobody enters a collective unless all have their part."""
+    with ranks.agree("gather full tensors"):
+        words = [torch.zeros(-(-one.stored.nbytes // 8), dtype=torch.int64, device=device) for one in bucket]
+        views = [_view(own, one.stored) for own, one in zip(words, bucket, strict=True)]
+        for view, one in zip(views, bucket, strict=True):
+            _fill(view, one, parts)
+            ranks.tick(one.stored.nbytes)
+    if ranks.world_size > 1:
+        for work in [dist.all_reduce(own, async_op=True) for own in words if own.numel()]:
+            work.wait()
+    return deque((one.stored.name, view) for one, view in zip(bucket, views, strict=True))
+
+
+def _view(words: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
+    elements = words.view(torch_dtype(stored.dtype))
+    return elements[: math.prod(stored.shape)].view(stored.shape)
+
+
+def _fill(full: torch.Tensor, one: _Full, parts: Destination) -> None:
+    """This rank's elements of a full tensor, cast where its dtype is another."""
+    stored: Mapping[str, StoredTensor] = {one.stored.name: one.stored}
+    for wanted, tile in one.parts:
+        for transfer in transfers_of(tile, wanted, stored):
+            sizes = [loop.size for loop in transfer.loops]
+            strides = [loop.source_stride for loop in transfer.loops]
+            first = transfer.offset_bytes // itemsize(one.stored.dtype)
+            full.as_strided(sizes, strides, first).copy_(parts.strided(transfer))
+
+
+def _device(model: nn.Module) -> torch.device:
+    """Where full tensors are given: the device of the model's mesh, or of a model without one itself."""
+    tensors = [t.tensor for t in named_tensors(model)]
+    if any(isinstance(t, DTensor) for t in tensors) or not tensors:
+        return default_device(model)
+    return tensors[0].device
+
+
+def _where_ranks_sum(device: torch.device) -> torch.device:
+    """``device`` where the default process group works on it, else this process's device of a type that it works on."""
+    kinds = [part.partition(":")[0] for part in str(dist.get_backend_config()).split(",")]
+    if device.type in kinds:
+        return device
+    found = next((own for own in map(own_device, kinds) if own.type in kinds), None)
+    if found is None:
+        raise StateError(
+            f"the default process group works on {', '.join(kinds)}, and this process has no such device; the model is "
+            f"on {device.type}. Start the group with a backend for {device.type}"
+        )
+    return found

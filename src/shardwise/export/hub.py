@@ -1,0 +1,221 @@
+"""``export_hf``: a live model or a stored checkpoint as a hub-format directory, written by all ranks in place.
+
+The same transfers as a load, with output files as the far side: every rank computes where its boxes lie in
+the final files and writes them there. Nobody gathers, nobody holds a whole model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..dtypes import code_of, torch_dtype
+from ..errors import CheckpointError
+from ..format.slices import SliceTensor, assign_owners, owner_ranks
+from ..internals.peft import has_adapters
+from ..layout.model import geometries_of, local_tensor, reshard, wanted_of
+from ..models.assets import companion_files
+from ..models.classes import import_code, in_turn
+from ..names import named_tensors, unwrap
+from ..plan import IOOptions
+from ..plan.build import transfers_of
+from ..ranks.patience import remove_tree
+from ..ranks.ranks import Ranks
+from ..recipe.origin import recall
+from ..recipe.transformers import is_transformers_model, meta_instance
+from ..transfer.copy import Destination, FileFiller, Staging, write_back
+from .files import HubFiles, lay_out, prepare_files, publish_files
+from .stored import NO_HUB_FORMAT, StoredJob
+from .tensors import Contents, as_named, inverted, reverted
+
+__all__ = ["Contents", "ExportReport", "LiveJob", "export_hf", "write_out"]
+
+
+@dataclass(frozen=True, slots=True)
+class ExportReport:
+    """The outcome of an export on this rank."""
+
+    path: str
+    files: tuple[str, ...]
+    tensors: int
+    total_bytes: int
+    """Payload bytes of all files."""
+    bytes_written: int
+    """Payload bytes that this rank wrote."""
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain JSON values."""
+        return asdict(self)
+
+
+def export_hf(
+    model_or_path: nn.Module | str | os.PathLike[str],
+    out_dir: str | os.PathLike[str],
+    *,
+    model: str | None = None,
+    config: str | os.PathLike[str] | None = None,
+    dtype: torch.dtype | str | None = None,
+    max_shard_bytes: int = 5 * 1024**3,
+    trust_remote_code: bool = False,
+    io: IOOptions | None = None,
+) -> ExportReport:
+    """Write a model in hub format: hub names, index, config, tokenizer and own code if known; ties once.
+
+    Args:
+        model_or_path: a live (sharded) model, a checkpoint directory, or any other source of a load.
+        out_dir: must not exist, or be empty. It appears complete or not at all.
+        model: of a checkpoint with several models, which one.
+        config: directory with the config.json (and tokenizer, own code) of a source that has none, as a DCP
+            checkpoint. Without one, its tensors keep their names.
+        dtype: floating-point tensors are written in it. Default: as they are.
+        max_shard_bytes: payload per file, unless one tensor is larger.
+        trust_remote_code: of a checkpoint, run the Python files that its model brings for its classes: they
+            know the hub's names. Others need none.
+
+    Every rank of the default process group must call it; each writes its own bytes at precomputed
+    offsets of the final files. What is read of a checkpoint is compared with its recorded digests before
+    anything appears; its files are opened at once, so that a run that deletes it meanwhile does no harm (of more
+    files than the process may have open, :class:`CheckpointError`). Memory: staging only. Raises
+    :class:`CheckpointError`, :class:`SourceError` (:class:`IntegrityError` for content that differs),
+    :class:`RankError` alike on every rank.
+    """
+    started = time.perf_counter()
+    io = io or IOOptions()
+    ranks = Ranks.current(timeout_s=io.timeout_s)
+    final = os.path.abspath(out_dir)
+    with ranks.agree("open source"):
+        if max_shard_bytes < 1:
+            raise ValueError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
+        if isinstance(model_or_path, nn.Module) and (model, config) != (None, None):
+            raise ValueError("model= and config= are of stored models; this one is live")
+        code = _dtype_code(dtype)
+        job: LiveJob | StoredJob = (
+            LiveJob(model_or_path)
+            if isinstance(model_or_path, nn.Module)
+            else StoredJob(model_or_path, model, config, trust_remote_code, ranks.tick, io)
+        )
+    with closing(job):
+        if trust_remote_code and isinstance(job, StoredJob):
+            home = job.home
+            in_turn(ranks, lambda: import_code(home))
+        with ranks.agree("plan export"):
+            if code is not None and isinstance(job, StoredJob):
+                job.refuse_codes()
+            contents = job.contents()
+            output = lay_out(contents.hub, code, max_shard_bytes)
+            companions = _with_dtype(job.companions(), code) if ranks.rank == 0 else {}
+        written = write_out(job, contents, output, companions, final, ranks, io)
+    return ExportReport(
+        final,
+        tuple(output.headers),
+        len(output.tensors),
+        output.total_bytes,
+        written,
+        time.perf_counter() - started,
+    )
+
+
+def write_out(
+    job: LiveJob | StoredJob,
+    contents: Contents,
+    output: HubFiles,
+    companions: Mapping[str, bytes],
+    final: str,
+    ranks: Ranks,
+    io: IOOptions,
+) -> int:
+    """Everything after planning: the files appear at ``final`` complete or not at all. Returns this rank's bytes."""
+    temporary = prepare_files(final, output, ranks)
+    try:
+        with ranks.agree("write export"), FileFiller(temporary, ranks.tick) as filler:
+            sums = job.write(contents, output, filler, Staging(io), ranks)
+        written = filler.bytes_written
+        gathered = ranks.gather("bytes exported", np.array([written, *sums], dtype=np.uint64).tobytes())
+        with ranks.agree("publish export"):
+            if gathered is not None:
+                stacked = np.stack([np.frombuffer(g, dtype=np.uint64) for g in gathered])
+                total, *sums = map(int, stacked.sum(axis=0, dtype=np.uint64))
+                job.check(sums)
+                publish_files(temporary, final, output, companions, total)
+    except BaseException:
+        if ranks.rank == 0:
+            with ranks.patience():
+                remove_tree(temporary)
+        raise
+    return written
+
+
+def _dtype_code(dtype: torch.dtype | str | None) -> str | None:
+    if dtype is None:
+        return None
+    found = vars(torch).get(dtype) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(f"dtype must be a floating-point torch dtype or its name, got {dtype!r}")
+    return code_of(found)
+
+
+class LiveJob:
+    """Export of a live model: every rank writes the boxes that it owns."""
+
+    def __init__(self, model: nn.Module) -> None:
+        reshard(model)
+        self._model = model
+        ignored = set(getattr(unwrap(model), "_keys_to_ignore_on_save", None) or ())
+        self._named = {t.name: t for t in named_tensors(model) if t.persistent and t.name not in ignored}
+
+    def _kinds(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        return {n: (code_of(t.tensor.dtype), tuple(t.tensor.shape)) for n, t in self._named.items()}
+
+    def contents(self) -> Contents:
+        if has_adapters(self._model):
+            raise CheckpointError(f"a model with PEFT adapters {NO_HUB_FORMAT}")
+        origin = recall(self._model)
+        if origin is not None:
+            return inverted(self._kinds(), origin.recipes, origin.shapes)
+        if is_transformers_model(unwrap(self._model)):
+            return reverted(meta_instance(self._model), self._kinds())
+        return as_named(self._kinds())
+
+    def write(
+        self, contents: Contents, output: HubFiles, filler: FileFiller, staging: Staging, ranks: Ranks
+    ) -> list[int]:
+        geometries = geometries_of(self._model, self._named.values())
+        owned = assign_owners([SliceTensor(n, c, s, geometries[n]) for n, (c, s) in self._kinds().items()])
+        destination = Destination({n: local_tensor(t.tensor) for n, t in self._named.items()})
+        for t in owned:
+            if ranks.rank not in owner_ranks(t.geometry, t.owner):
+                continue
+            wanted = wanted_of(t.name, self._named[t.name].tensor, t.geometry)
+            for tile in contents.tiles.get(t.name, ()):
+                write_back(transfers_of(tile, wanted, output.tensors), filler, destination, staging)
+        return []
+
+    def check(self, sums: Sequence[int]) -> None:
+        """Nothing was read."""
+
+    def companions(self) -> Mapping[str, bytes]:
+        return companion_files(self._model)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _with_dtype(files: Mapping[str, bytes], dtype: str | None) -> dict[str, bytes]:
+    """The files with the dtype of config.json, a JSON object, set to what is written."""
+    found = dict(files)
+    if dtype is not None and "config.json" in found:
+        config = json.loads(found["config.json"])
+        config.pop("torch_dtype", None)
+        config["dtype"] = str(torch_dtype(dtype)).removeprefix("torch.")
+        found["config.json"] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
+    return found

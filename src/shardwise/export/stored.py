@@ -1,0 +1,218 @@
+"""Export of what is stored: ranks share the tensors, piece by piece, through staging."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+
+from ..catalog import Catalog, StoredTensor
+from ..catalog.checkpoint import catalog_of_checkpoint, directory, model_named
+from ..catalog.open import open_catalog
+from ..checkpoint.verify import pieces
+from ..digests.digest import finish, partial_sum
+from ..dtypes import itemsize
+from ..errors import CheckpointError, IntegrityError, SourceError
+from ..format.manifest import MANIFEST_NAME, Manifest, read_manifest
+from ..layout.boxes import Box
+from ..limits import inside
+from ..loading.pretrained import build_meta
+from ..models.assets import ADAPTERS_NAME, read_companions
+from ..models.unquantized import refuse_source
+from ..plan import IOOptions
+from ..plan.build import transfers_of
+from ..ranks.ranks import Ranks
+from ..recipe.match import Recipe
+from ..recipe.tiles import Tile
+from ..recipe.transformers import hub_rules
+from ..runs.contents import ModelContents, as_config_says, as_stored, has_module_names
+from ..transfer import FileReader
+from ..transfer.box import read_recipe, wanted_box
+from ..transfer.copy import Destination, FileFiller, Staging, write_back
+from ..transfer.page_cache import page_cache_for
+from .files import HubFiles
+from .tensors import Contents, as_named, inverted, reverted
+
+__all__ = ["NO_HUB_FORMAT", "StoredJob"]
+
+NO_HUB_FORMAT = (
+    "has no hub format: write the adapters of the live model with "
+    "shardwise.integrations.peft.save_adapter(model, directory); the base is what it was loaded from"
+)
+
+
+class StoredJob:
+    """Export of a model that is stored.
+
+    Opens its files at once, as many as the process may have open, so that a run that deletes the checkpoint
+    meanwhile does no harm. Raises :class:`CheckpointError` if it was faster.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        model: str | None,
+        config: str | os.PathLike[str] | None,
+        trust_remote_code: bool,
+        on_progress: Callable[[int], None],
+        io: IOOptions,
+    ) -> None:
+        self._path = os.fspath(path)
+        self._config = None if config is None else os.fspath(config)
+        self._trust_remote_code = trust_remote_code
+        self._io = io
+        self._room = Staging(io)
+        self._manifest: Manifest | None = None
+        self._model = "model"
+        self._files = FileReader(on_progress, page_cache=page_cache_for(io, ()))
+        try:
+            self._catalog = self._open(model)
+            self._files.hold(f.path for f in self._catalog.files)
+            self._documents = read_companions(self.home) if os.path.isdir(self.home) else {}
+        except SourceError as error:
+            self._files.close()
+            raise self._unless_deleted(error) from error
+        self._stored: ModelContents = as_stored(self._catalog)
+
+    def _open(self, model: str | None) -> Catalog:
+        if not os.path.isfile(os.path.join(self._path, MANIFEST_NAME)):
+            return open_catalog(self._path, model)
+        self._manifest = read_manifest(self._path)
+        self._model = model_named(self._manifest, model, self._path)
+        return catalog_of_checkpoint(self._path, self._model, manifest=self._manifest)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._files.close()
+
+    @property
+    def home(self) -> str:
+        """Where the config lies, and what goes with it."""
+        if self._config is not None:
+            return self._config
+        if self._manifest is not None:
+            return inside(self._path, directory("model", self._model))
+        return self._path if os.path.isdir(self._path) else os.path.dirname(self._path)
+
+    def _unless_deleted(self, error: SourceError) -> Exception:
+        """What to raise for an error of reading: the checkpoint may be gone altogether."""
+        if self._manifest is None or os.path.exists(os.path.join(self._path, MANIFEST_NAME)):
+            return error
+        return CheckpointError(
+            f"{self._path}: was deleted while it was read; a running Checkpointer deletes old steps. Take a newer step, or "
+            f"let the run keep this one (keep_last, keep_every)"
+        )
+
+    def refuse_codes(self) -> None:
+        """Codes stay what they are in any dtype, their scales would not. Raises :class:`UnsupportedConversionError`."""
+        if not has_module_names(self._catalog):
+            refuse_source(self._catalog)
+
+    def contents(self) -> Contents:
+        """Hub tensors and tiles. Builds the model on meta where its class knows the hub's names."""
+        kinds = self._stored.kinds
+        folder = directory("model", self._model)
+        if self._manifest is not None and f"{folder}/{ADAPTERS_NAME}" in self._manifest.files:
+            raise CheckpointError(
+                f"{self._path}: the checkpoint of a model with PEFT adapters {NO_HUB_FORMAT}"
+            )
+        if "config.json" not in self._documents:
+            return as_named(kinds)
+        if self._manifest is None and not has_module_names(self._catalog):
+            return as_named(kinds)
+        model = build_meta(self.home, self._catalog, trust_remote_code=self._trust_remote_code)
+        if self._manifest is None:
+            self._stored = as_config_says(self._catalog, model, self._io)
+            return reverted(model, self._stored.kinds)
+        shapes = self._manifest.hub_tensors.get(self._model)
+        if shapes is None:
+            return reverted(model, kinds)
+        # The tensors that it was loaded from, run through the class's conversions once more.
+        stored = {n: StoredTensor(n, _any_dtype(kinds), s, ()) for n, s in shapes.items()}
+        entries = self._manifest.models[self._model]
+        by_name = {alias: n for n, t in entries.items() for alias in (n, *t.aliases)}
+        recipes = {
+            by_name[made.target]: Recipe(
+                by_name[made.target], made.tiles, empty=() if made.tiles else made.sources
+            )
+            for made in reversed(hub_rules(model).resolve(stored))
+            if made.target in by_name
+        }
+        return inverted(kinds, recipes, shapes)
+
+    def write(
+        self, contents: Contents, output: HubFiles, filler: FileFiller, staging: Staging, ranks: Ranks
+    ) -> list[int]:
+        """Returns this rank's share of the digest sum of each tensor that has a recorded digest."""
+        sums = dict.fromkeys(self._recorded(), 0)
+        try:
+            for name, box in _share_of(self._stored.kinds, staging.limit_bytes // 2, ranks):
+                tiles = contents.tiles.get(name, ())
+                total = self._write_piece(name, box, tiles, output, filler, staging)
+                if name in sums:
+                    sums[name] = (sums[name] + total) % 2**64
+        except SourceError as error:
+            raise self._unless_deleted(error) from error
+        return list(sums.values())
+
+    def check(self, sums: Sequence[int]) -> None:
+        """Compare what all ranks read with the recorded digests. Raises :class:`IntegrityError`."""
+        wrong = []
+        for name, total in zip(self._recorded(), sums, strict=True):
+            stored = self._catalog.tensors[name]
+            if finish(total, stored.dtype, stored.shape) != self._catalog.digests[name]:
+                wrong.append(name)
+        if wrong:
+            more = f" and {len(wrong) - 20} more" if len(wrong) > 20 else ""
+            raise IntegrityError(
+                f"content of {len(wrong)} tensors differs from what was saved: {', '.join(wrong[:20])}{more}; nothing "
+                f"was exported. Take another step, or see what 'shardwise verify' says of this one",
+                path=self._path,
+            )
+
+    def _recorded(self) -> list[str]:
+        """Tensors with a digest, in one order on all ranks."""
+        return [name for name in self._catalog.tensors if name in self._catalog.digests]
+
+    def _write_piece(
+        self,
+        name: str,
+        box: Box,
+        tiles: Sequence[Tile],
+        output: HubFiles,
+        filler: FileFiller,
+        staging: Staging,
+    ) -> int:
+        """Returns the digest sum of the piece as it was read."""
+        dtype, shape = self._stored.kinds[name]
+        wanted = wanted_box(name, dtype, shape, box)
+        stored = self._stored.catalog.tensors
+        piece = read_recipe(wanted, self._stored.recipes[name], stored, self._files, staging, self._room)
+        destination = Destination({name: piece})
+        for tile in tiles:
+            write_back(transfers_of(tile, wanted, output.tensors), filler, destination, staging)
+        return partial_sum(piece, box.start) if name in self._catalog.digests else 0
+
+    def companions(self) -> Mapping[str, bytes]:
+        """Config, tokenizer and own code."""
+        return self._documents
+
+
+def _any_dtype(kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
+    return next((code for code, _ in kinds.values()), "F32")
+
+
+def _share_of(
+    kinds: Mapping[str, tuple[str, tuple[int, ...]]], limit_bytes: int, ranks: Ranks
+) -> Sequence[tuple[str, Box]]:
+    """The pieces of all tensors that one rank copies: a contiguous share of the bytes."""
+    found = []
+    total = max(1, sum(math.prod(shape) * itemsize(dtype) for dtype, shape in kinds.values()))
+    done = 0
+    for name, (dtype, shape) in kinds.items():
+        size = itemsize(dtype)
+        for start, sizes, _ in pieces((0,) * len(shape), shape, limit_bytes // size):
+            if done * ranks.world_size // total == ranks.rank:
+                found.append((name, Box(start, tuple(a + n for a, n in zip(start, sizes, strict=True)))))
+            done += math.prod(sizes) * size
+    return found

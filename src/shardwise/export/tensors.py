@@ -1,0 +1,79 @@
+"""What an export writes: hub tensors, and which of their elements each module tensor holds."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import FormatError
+from ..recipe.match import Recipe
+from ..recipe.tiles import Tile, identity, invert
+from ..recipe.transformers import reverse_tiles
+
+__all__ = ["Contents", "as_named", "inverted", "reverted"]
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What to export: hub tensors by name with dtype and shape, and which tiles of them each module tensor holds.
+
+    A tile's source is a hub tensor, its target a module tensor: the load's tiles, run the other way.
+    """
+
+    hub: dict[str, tuple[str, tuple[int, ...]]]
+    tiles: dict[str, tuple[Tile, ...]]
+
+
+def as_named(kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> Contents:
+    """Module tensors under their own names."""
+    return Contents(dict(kinds), {n: (identity(n, shape),) for n, (_, shape) in kinds.items()})
+
+
+def reverted(meta_model: Any, kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> Contents:
+    """Module tensors as the library's own reverse transforms name and shape them for the hub."""
+    hub, tiles = {}, {n: [] for n in kinds}  # type: ignore[var-annotated]
+    for made in reverse_tiles(meta_model, kinds):
+        hub[made.target] = (made.dtype, made.shape)
+        for tile in made.tiles:
+            tiles[tile.source].append(invert(tile, made.target))
+    return _checked(Contents(hub, {n: tuple(found) for n, found in tiles.items()}))
+
+
+def inverted(
+    kinds: Mapping[str, tuple[str, tuple[int, ...]]],
+    recipes: Mapping[str, Recipe],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> Contents:
+    """Module tensors as the tensors that they were loaded from; what was initialised keeps its own name."""
+    hub: dict[str, tuple[str, tuple[int, ...]]] = {}
+    tiles = {}
+    for name, (code, shape) in kinds.items():
+        recipe = recipes.get(name)
+        tiles[name] = recipe.tiles if recipe is not None else (identity(name, shape),)
+        for source in recipe.empty if recipe is not None else ():
+            hub[source] = (code, tuple(shapes[source]))
+        for tile in tiles[name]:
+            known = hub.setdefault(tile.source, (code, tuple(shapes.get(tile.source, shape))))
+            if known[0] != code:
+                raise FormatError(
+                    f"{tile.source!r} would be written from tensors of dtypes {known[0]} and {code}"
+                )
+    return _checked(Contents(hub, tiles))
+
+
+def _checked(contents: Contents) -> Contents:
+    """Every element of every hub tensor is written once. Raises :class:`FormatError` naming those that are not."""
+    held: Counter[str] = Counter()
+    for found in contents.tiles.values():
+        for tile in found:
+            held[tile.source] += tile.numel
+    wrong = [n for n, (_, shape) in contents.hub.items() if held[n] != math.prod(shape)]
+    if wrong:
+        raise FormatError(
+            f"{len(wrong)} tensors can't be given back whole, because the model holds only parts of them: "
+            f"{', '.join(wrong[:5])}"
+        )
+    return contents

@@ -1,0 +1,186 @@
+"""Slice files: which rank writes which boxes of which tensors, into which file, at which offset.
+
+One deterministic rule for writer and reader, so that a manifest needs one entry per tensor and nobody
+opens another rank's header to plan. Pure: integers and strings, no torch, no files. What asks for single
+slices of other ranks' files, instead of all of one rank's, is in :mod:`.spread`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from operator import attrgetter, itemgetter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..dtypes import itemsize
+from ..gc_paused import no_collections
+from ..layout.boxes import Box, LocalBox
+from ..layout.placements import Geometry, cut_boxes
+
+__all__ = [
+    "Slice",
+    "SliceTensor",
+    "assign_owners",
+    "boxes_to_write",
+    "file_name",
+    "header_bytes",
+    "in_file_order",
+    "owner_ranks",
+    "rank_files",
+    "replicas",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class SliceTensor:
+    """A tensor as it is stored: spread by ``geometry``, written by the ``owner``-th of its replicas."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    geometry: Geometry
+    owner: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A box of a tensor in a slice file; ``offset_bytes`` counts from the start of the payload."""
+
+    tensor: SliceTensor
+    held: LocalBox
+    offset_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.held.box.numel * itemsize(self.tensor.dtype)
+
+
+def _replicated_axes(geometry: Geometry) -> list[int]:
+    return [axis for axis, cut in enumerate(geometry.cuts) if cut.kind == "replicate"]
+
+
+@lru_cache(maxsize=64)
+def _replica_ranks(geometry: Geometry) -> tuple[dict[int, tuple[int, ...]], ...]:
+    """By replica, global rank → mesh coordinate."""
+    axes = _replicated_axes(geometry)
+    found: list[dict[int, tuple[int, ...]]] = [
+        {} for _ in range(math.prod(geometry.axis_sizes[axis] for axis in axes))
+    ]
+    coordinates = product(*(range(n) for n in geometry.axis_sizes))
+    for rank, coordinate in zip(geometry.ranks, coordinates, strict=True):
+        index = 0
+        for axis in axes:
+            index = index * geometry.axis_sizes[axis] + coordinate[axis]
+        found[index][rank] = coordinate
+    return tuple(found)
+
+
+def owner_ranks(geometry: Geometry, owner: int) -> Mapping[int, tuple[int, ...]]:
+    """Global rank → mesh coordinate of the replica that writes, one rank for every shard."""
+    return _replica_ranks(geometry)[owner]
+
+
+def replicas(geometry: Geometry) -> list[list[int]]:
+    """The ranks of each replica of a tensor: every inner list holds the whole tensor once."""
+    return [list(found) for found in _replica_ranks(geometry)]
+
+
+@no_collections()
+def assign_owners(tensors: Sequence[SliceTensor]) -> list[SliceTensor]:
+    """The tensors with an owner each, so that replicas share the writing, balanced by bytes.
+
+    Greedy, largest first: a tensor goes to the replica whose ranks have least to write so far.
+    Deterministic: the same on every rank.
+    """
+    geometries = {t.geometry for t in tensors}
+    loads = np.zeros(1 + max((max(g.ranks, default=0) for g in geometries), default=0), np.int64)
+    members: dict[Geometry, NDArray[np.int64]] = {}
+    owners: dict[str, int] = {}
+    sized = [(-math.prod(t.shape) * itemsize(t.dtype), t.name, t.geometry) for t in tensors]
+    for negative_bytes, name, geometry in sorted(sized, key=itemgetter(0, 1)):
+        groups = members.get(geometry)
+        if groups is None:
+            groups = members[geometry] = np.array(replicas(geometry), np.int64)
+        owner = int(loads[groups].max(axis=1).argmin()) if len(groups) > 1 else 0
+        owners[name] = owner
+        loads[groups[owner]] += -negative_bytes // groups.shape[1]
+    return [SliceTensor(t.name, t.dtype, t.shape, t.geometry, owners[t.name]) for t in tensors]
+
+
+def file_name(kind: str, rank: int, index: int, count: int) -> str:
+    """Name of a rank's index-th slice file (from 0), as torch's HuggingFaceStorageWriter names them."""
+    return f"shard-{rank + 1:05d}-{kind}-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+def in_file_order(tensors: Iterable[SliceTensor]) -> list[SliceTensor]:
+    """Tensors in the order of a file: by falling item size, so that everything is aligned, then by name."""
+    return sorted(sorted(tensors, key=attrgetter("name")), key=lambda t: -itemsize(t.dtype))
+
+
+@no_collections()
+def rank_files(tensors: Sequence[SliceTensor], rank: int) -> list[list[Slice]]:
+    """The slice files of one rank: the k-th holds the k-th box of every tensor that has one there.
+
+    Empty shards are left out; a tensor that is empty everywhere is stored once, by its first owner.
+    """
+    files: list[list[Slice]] = []
+    ends: list[int] = []
+    # Tensors of one kind have the same boxes, and there are far fewer kinds than tensors.
+    known: dict[tuple[object, ...], list[tuple[int, LocalBox, int]]] = {}
+    for tensor in in_file_order(tensors):
+        kind = (tensor.shape, tensor.geometry, tensor.owner, tensor.dtype)
+        held = known.get(kind)
+        if held is None:
+            size, boxes = itemsize(tensor.dtype), boxes_to_write(tensor, rank)
+            held = known[kind] = [(k, b, b.box.numel * size) for k, b in enumerate(boxes)]
+        for k, local, nbytes in held:
+            if k == len(files):
+                files.append([])
+                ends.append(0)
+            files[k].append(Slice(tensor, local, ends[k]))
+            ends[k] += nbytes
+    return files
+
+
+def boxes_to_write(tensor: SliceTensor, rank: int) -> tuple[LocalBox, ...]:
+    """The boxes of a tensor that a rank writes: those that it holds, if its replica is the owner."""
+    owners = owner_ranks(tensor.geometry, tensor.owner)
+    coordinate = owners.get(rank)
+    if coordinate is None:
+        return ()
+    if math.prod(tensor.shape) == 0:
+        zero = (0,) * len(tensor.shape)
+        return (LocalBox(Box(zero, tensor.shape), zero),) if rank == next(iter(owners)) else ()
+    return cut_boxes(tensor.shape, tensor.geometry, coordinate)
+
+
+@no_collections()
+def header_bytes(slices: Sequence[Slice]) -> bytes:
+    """Length prefix and header of a slice file, padded so that the payload starts at a multiple of 8.
+
+    Carries ``DCP_SHARDING_INFO`` with ``saved_offsets`` per tensor, as torch's HuggingFaceStorageReader
+    expects (torch 2.9-2.13, ``distributed/checkpoint/_hf_utils.py``).
+    """
+    offsets = {s.tensor.name: {"saved_offsets": list(s.held.box.start)} for s in slices}
+    document: dict[str, object] = {
+        "__metadata__": {
+            "format": "pt",
+            "DCP_VERSION": "1.0",
+            "DCP_SHARDING_INFO": json.dumps(offsets, separators=(",", ":")),
+        }
+    }
+    for s in slices:
+        document[s.tensor.name] = {
+            "dtype": s.tensor.dtype,
+            "shape": list(s.held.box.sizes),
+            "data_offsets": [s.offset_bytes, s.offset_bytes + s.nbytes],
+        }
+    text = json.dumps(document, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

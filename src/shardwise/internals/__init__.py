@@ -1,0 +1,1 @@
+"""What shardwise uses of other packages that those packages keep private, each with the versions it was tried with."""

@@ -1,0 +1,225 @@
+"""What depends on the inside of PEFT, read at 0.21 and tried with 0.18-0.20; goes once PEFT has public names for it.
+
+Importing this does not import PEFT, and asking whether a model has adapters doesn't either: such a model
+brought PEFT along.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from torch import nn
+
+from ..names import canonical_name, unwrap
+from .torch import original_class
+
+__all__ = [
+    "Place",
+    "adapted_modules",
+    "adapter_configs",
+    "base_of",
+    "convert_adapter",
+    "embeddings_to_save",
+    "has_adapters",
+    "is_adapted",
+    "lora_layers",
+    "peft_model",
+    "places",
+    "select_adapter",
+    "stored_config",
+]
+
+
+def _class(module: str, name: str) -> Any:
+    """A class of PEFT, or an empty tuple (which nothing is an instance of) if nobody imported PEFT."""
+    return getattr(sys.modules.get(module), name, ())
+
+
+def peft_model(model: nn.Module) -> Any | None:
+    """The ``PeftModel`` that a module is, inside wrappers around the root; None for any other module."""
+    model = unwrap(model)
+    return model if isinstance(model, _class("peft.peft_model", "PeftModel")) else None
+
+
+def base_of(model: nn.Module) -> nn.Module:
+    """The model that adapters were put into: inside a ``PeftModel``, else the module itself (unwrapped)."""
+    found = peft_model(model)
+    inner: nn.Module = unwrap(model) if found is None else unwrap(found.get_base_model())
+    return inner
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether a module is PEFT's layer or wrapper around one of the base's."""
+    return _is_tuner(module) or _is_wrapper(module)
+
+
+def adapted_modules(model: nn.Module) -> dict[int, nn.Module]:
+    """The base's modules that PEFT put a layer around, by id, with the outermost such layer."""
+    found: dict[int, nn.Module] = {}
+    for module in model.modules():  # parents first
+        inner = module._modules.get("base_layer") if _is_tuner(module) else None
+        if inner is not None:
+            found[id(inner)] = found.get(id(module), module)
+    return found
+
+
+def _is_tuner(module: nn.Module) -> bool:
+    return isinstance(module, _class("peft.tuners.tuners_utils", "BaseTunerLayer"))
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    """Around modules that are trained whole (``modules_to_save``) or in part (``trainable_token_indices``)."""
+    return isinstance(module, _class("peft.utils.other", "AuxiliaryTrainingWrapper"))
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether PEFT changed a model: it is a ``PeftModel``, or adapters were injected into it."""
+    if "peft" not in sys.modules:
+        return False
+    return peft_model(model) is not None or any(map(is_adapted, model.modules()))
+
+
+def adapter_configs(model: nn.Module) -> dict[str, Any]:
+    """PEFT's config of each adapter of a model, by the adapter's name."""
+    return dict(getattr(unwrap(model), "peft_config", None) or {})
+
+
+# ----------------------------------------------------------------------------------------------------
+# Paths
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a module stands in the base model, PEFT's parts left out of its path."""
+
+    base: str | None
+    """Path in the base model; None for what is outside of it, or is an adapter's own."""
+    copy_of: str | None = None
+    """The adapter for which it is a trained copy (``modules_to_save``); None for the base's own."""
+
+
+def places(model: nn.Module) -> dict[str, Place]:
+    """Every module of a model by canonical path, and what that path is without PEFT's parts.
+
+    ``base_layer`` inside an adapted layer, ``original_module`` and ``modules_to_save.<adapter>`` inside a wrapper
+    are the layer or wrapper itself, as in ``peft.utils.save_and_load._peft_key_to_original_key`` (0.21).
+    """
+    root = base_of(model)
+    return {
+        canonical_name(path): Place(None if place.base is None else canonical_name(place.base), place.copy_of)
+        for path, place in _walk(model, "", "" if model is root else None, None, root)
+    }
+
+
+def _walk(
+    module: nn.Module, path: str, base: str | None, copy_of: str | None, root: nn.Module
+) -> Iterator[tuple[str, Place]]:
+    own = is_adapted(module)
+    yield path, Place(None if own else base, copy_of)
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        inner = f"{path}.{name}" if path else name
+        if child is root:
+            yield from _walk(child, inner, "", None, root)
+        elif _is_wrapper(module) and name == "modules_to_save":
+            for adapter, trained in child._modules.items():
+                if trained is not None:
+                    yield from _walk(trained, f"{inner}.{adapter}", base, adapter, root)
+        elif own:
+            through = name in ("base_layer", "original_module", "token_adapter")
+            yield from _walk(child, inner, base if through else None, copy_of, root)
+        else:
+            deeper = None if base is None else f"{base}.{name}" if base else name
+            yield from _walk(child, inner, deeper, copy_of, root)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Adapters' files
+
+
+def select_adapter(
+    model: Any, adapter: str, state: Mapping[str, Any], embeddings: bool | Literal["auto"]
+) -> dict[str, Any]:
+    """The entries of a state dict that PEFT stores for an adapter, under its names in the file.
+
+    ``state`` may hold symbols: PEFT only selects and renames, for the methods that are let through here.
+    """
+    from peft import get_peft_model_state_dict
+
+    found: dict[str, Any] = get_peft_model_state_dict(
+        model, state_dict=dict(state), adapter_name=adapter, save_embedding_layers=embeddings
+    )
+    return found
+
+
+def convert_adapter(meta_base: Any, adapter: str, config: Any, stored: dict[str, Any]) -> dict[str, Any]:
+    """What PEFT makes of an adapter's stored tensors (symbols), where the base's class changed since it was trained.
+
+    ``meta_base`` is an unsharded instance of the base's class. PEFT 0.19-0.21; older ones take the names as they are.
+    """
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
+    except ImportError:
+        return stored
+
+    class Model:
+        """What is asked of a PeftModel; the live one is sharded, and has no conversions."""
+
+        def get_base_model(self) -> Any:
+            return meta_base
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(meta_base, name)
+
+    converted: dict[str, Any] = convert_peft_adapter_state_dict_for_transformers(
+        model=cast(Any, Model()), peft_config=config, adapter_state_dict=stored, adapter_name=adapter
+    )
+    return converted
+
+
+def embeddings_to_save(model: Any, adapter: str) -> bool | Literal["auto"]:
+    """What ``save_embedding_layers="auto"`` comes to, if PEFT would ask the hub for it; else "auto".
+
+    It compares vocabularies with the base's config. One that is not on this machine counts as unchanged.
+    """
+    from peft.utils.other import EMBEDDING_LAYER_NAMES
+
+    config = model.peft_config[adapter]
+    if os.path.isfile(os.path.join(config.base_model_name_or_path or "", "config.json")):
+        return "auto"
+    return any(
+        path.rpartition(".")[2] in EMBEDDING_LAYER_NAMES and adapter in layer.scaling
+        for path, layer in lora_layers(model)
+    )
+
+
+def stored_config(model: Any, adapter: str) -> dict[str, Any]:
+    """The content of ``adapter_config.json`` as ``PeftModel.save_pretrained`` writes it."""
+    config = copy.deepcopy(model.peft_config[adapter])
+    base = base_of(model)
+    if config.base_model_name_or_path is None:
+        config.base_model_name_or_path = base.__dict__.get("name_or_path") or None
+    config.inference_mode = True
+    content: dict[str, Any] = config.to_dict()
+    if config.task_type is None:
+        kind = original_class(base)
+        content["auto_mapping"] = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
+    return {key: sorted(v) if isinstance(v, set) else v for key, v in content.items()}
+
+
+# ----------------------------------------------------------------------------------------------------
+# LoRA
+
+
+def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The layers that LoRA adapts, with their canonical paths."""
+    kind = _class("peft.tuners.lora.layer", "LoraLayer")
+    for path, module in model.named_modules():
+        if isinstance(module, kind):
+            yield canonical_name(path), module

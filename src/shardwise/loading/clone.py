@@ -1,0 +1,134 @@
+"""``clone``: a second, frozen model beside a live one, shard by shard on the device; nothing is read, gathered or sent."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..errors import LayoutError, ShardError, StateError
+from ..internals.peft import has_adapters
+from ..internals.torch import is_transformers_model, original_class
+from ..layout.model import geometries_of, local_tensor, reshard
+from ..models.memory import materialize
+from ..models.meta_init import forget_meta_buffers, meta_init
+from ..names import NamedTensor, named_tensors, unwrap
+from ..plan import IOOptions
+from ..ranks.ranks import Ranks
+from ..recipe.origin import inherit
+from ..sharding.fsdp import shard_alike
+
+__all__ = ["clone"]
+
+
+def clone(
+    model: nn.Module, *, build: Callable[[], nn.Module] | None = None, io: IOOptions | None = None
+) -> Any:
+    """A second model with the values that ``model`` has now, sharded alike, frozen and in eval mode.
+
+    A reference model, for example. Parameters and all buffers, also those that are not stored, are copied on the
+    device that they are on; ties are ties again. What ``export_hf`` and ``iter_full`` know of ``model`` holds for the
+    second too.
+
+    Args:
+        build: makes the second model: on meta (in :func:`meta_init`), wrapped as the first. Default: a transformers
+            model of the same class and config, sharded as the first was by :func:`shard`, :func:`load_pretrained` or
+            ``integrations.accelerate`` (and with it ``integrations.trainer``).
+        io: time limit.
+
+    Every rank of the default process group must call it; ranks agree through the store, without a collective. Memory:
+    this rank's shards once more; nothing whole, no staging. Raises :class:`StateError` (what can't be built again, or
+    differs), :class:`ShardError`, :class:`LayoutError` or :class:`RankError` alike on every rank.
+    """
+    with Ranks.current(timeout_s=(io or IOOptions()).timeout_s).agree("clone model"):
+        reshard(model)
+        second = build() if build is not None else _built_again(model)
+        pairs = _paired(model, second)
+        device = next((local_tensor(t.tensor).device for t, _ in pairs if t.kind == "parameter"), None)
+        materialize(second, device or "cpu")
+        with torch.no_grad():
+            for live, own in pairs:
+                _copy(live, own)
+        forget_meta_buffers(second)
+        inherit(second, model)
+        second.requires_grad_(False)
+        return second.eval()
+
+
+def _built_again(model: nn.Module) -> Any:
+    """A model on meta of the same class, wrapped in the same way."""
+    if has_adapters(model):
+        raise StateError(
+            "a model with PEFT adapters needs no second copy as a reference: its base is there, inside "
+            "`with model.disable_adapter()`. Else give build="
+        )
+    inner: Any = unwrap(model)
+    if not is_transformers_model(inner):
+        raise StateError(
+            f"{type(inner).__name__} is no transformers model: how to build a second one is not known. Give build=, a "
+            f"function that builds it in shardwise.meta_init() and shards it as the first"
+        )
+    kind: Any = original_class(inner)
+    try:
+        with meta_init():
+            second: Any = kind._from_config(copy.deepcopy(inner.config), dtype=inner.dtype)
+    except MemoryError:
+        raise
+    except Exception as error:  # whatever a class does that expects more than a config
+        raise StateError(
+            f"a second {kind.__name__} can't be built, because {kind.__name__}(config) fails ({type(error).__name__}: "
+            f"{error}); give build="
+        ) from error
+    live = {t.name: t.tensor for t in named_tensors(model)}
+    for t in named_tensors(second):
+        if t.kind == "parameter" and t.name in live:  # some classes keep some in fp32
+            t.tensor.data = t.tensor.data.to(live[t.name].dtype)
+            t.tensor.requires_grad_(live[t.name].requires_grad)  # shard() groups by it; frozen afterwards
+    if not shard_alike(second, inner) and any(isinstance(p, DTensor) for p in live.values()):
+        raise ShardError(
+            "the model was not sharded by shardwise.shard(), load_pretrained() or shardwise.integrations.accelerate, so how "
+            "to shard a second one alike is not known. Give build=, a function that builds it in shardwise.meta_init() and "
+            "shards it as the first"
+        )
+    for attribute in ("generation_config", "_weight_conversions"):
+        if hasattr(inner, attribute):
+            setattr(second, attribute, copy.copy(getattr(inner, attribute)))
+    second.name_or_path = inner.name_or_path
+    return second
+
+
+def _paired(model: nn.Module, second: nn.Module) -> list[tuple[NamedTensor, NamedTensor]]:
+    """The tensors of both, each beside its like. Raises :class:`LayoutError` naming those that are not alike."""
+    live, own = ({t.name: t for t in named_tensors(m)} for m in (model, second))
+    problems = [f"{name}: in one of the two only" for name in sorted(live.keys() ^ own.keys())]
+    pairs = [(t, own[name]) for name, t in live.items() if name in own]
+    spread = [geometries_of(m, (p[k] for p in pairs)) for k, m in enumerate((model, second))]
+    for t, other in pairs:
+        for what, a, b in (
+            ("names", t.names, other.names),
+            ("shape", tuple(t.tensor.shape), tuple(other.tensor.shape)),
+            ("dtype", t.tensor.dtype, other.tensor.dtype),
+            ("shards", spread[0][t.name], spread[1][t.name]),
+        ):
+            if a != b and (t.kind == "parameter" or what == "names"):
+                problems.append(f"{t.name}: {what} {a} in the first, {b} in the second")
+        if t.tensor.is_meta:
+            problems.append(f"{t.name}: on meta in the first; load it before")
+    if problems:
+        shown = "\n".join(f"  - {p}" for p in problems[:20])
+        raise LayoutError(f"{len(problems)} differences between the model and its second:\n{shown}")
+    return pairs
+
+
+def _copy(live: NamedTensor, own: NamedTensor) -> None:
+    """Parameters in place: FSDP2 holds on to their memory. Buffers as new tensors: some change their shape as they live."""
+    if own.kind == "parameter":
+        local_tensor(own.tensor).copy_(local_tensor(live.tensor))
+        return
+    content = live.tensor.clone()
+    for module, attribute in own.owners:
+        module._buffers[attribute] = content

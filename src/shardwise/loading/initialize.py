@@ -1,0 +1,309 @@
+"""Initial values by the model's own rule, the same at every world size and sharding."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from ..adapters.initial import adapter_rules, magnitudes, without_rule
+from ..errors import PlanError
+from ..internals.peft import has_adapters, places
+from ..internals.torch import fsdp_parameter_ids, is_transformers_model, tie_map
+from ..layout.boxes import LocalBox
+from ..layout.placements import local_boxes
+from ..models.memory import default_device, materialize
+from ..models.rules import Rule, Template, build_template, copy_template, rules_of
+from ..names import NamedTensor, canonical_name, named_tensors
+from ..rng import preserve_rng
+
+__all__ = ["check_rules", "initialize"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One module's wanted parameters: where they stand in the template, and the calls that fill them."""
+
+    name: str
+    """Canonical name of the module; with the seed it decides the values."""
+    module: nn.Module
+    """In the template."""
+    wanted: tuple[tuple[str, NamedTensor], ...]
+    """(attribute, live tensor)."""
+    rules: tuple[Rule, ...]
+
+
+def initialize(
+    model: nn.Module,
+    seed: int = 0,
+    *,
+    names: Iterable[str] | None = None,
+    device: torch.device | str | None = None,
+) -> tuple[str, ...]:
+    """Fill parameters by the model's own rule: the same global values at every world size and sharding.
+
+    The rule is ``_init_weights`` of a transformers model (or of any model that has one), else
+    ``reset_parameters``; of PEFT's LoRA layers ``reset_lora_parameters``, and for DoRA's magnitudes the norms of the
+    base weights as they are. Each module draws from generators seeded by (seed, its name), so the values of one
+    module do not depend on which others are filled. Parameters that are not wanted, buffers and the global random state are
+    left as they are. If something is on meta, the whole model is first given memory on ``device`` (None: the
+    device of its mesh, else the CPU).
+
+    Rank-local: every rank that holds a part must call it with the same arguments; nothing is communicated, but for
+    magnitudes whose norms run over several ranks' elements: such a weight is gathered over its mesh. Host memory: the
+    full size of one module's own wanted parameters (or of such a weight) at a time, besides the destination.
+
+    Args:
+        seed: any integer.
+        names: patterns (fnmatch) of canonical names; None: every parameter.
+
+    Returns:
+        The names of the parameters that were filled, in module order.
+
+    Raises:
+        PlanError: a pattern that matches nothing, or parameters that no rule fills (all are named); before
+            anything is written.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # after a forward the root's gathered parameters stand where the shards belong
+    wanted = _wanted(model, None if names is None else tuple(names))
+    jobs, norms = _plan(model, wanted)
+    if any(t.tensor.is_meta for t in wanted):
+        materialize(model, default_device(model) if device is None else device)
+        wanted = _refreshed(model, wanted)
+    live = {t.name: t for t in wanted}
+    managed = fsdp_parameter_ids(model)
+    with preserve_rng():
+        for job in jobs:
+            _run(job, seed, live, managed)
+    by_parameter = magnitudes(model) if norms else {}
+    for t in (live[name] for name in norms):
+        by_parameter[id(t.tensor)].fill(
+            local_boxes(t.tensor, name=t.name, fsdp_order=id(t.tensor) in managed)
+        )
+    return tuple(t.name for t in wanted)
+
+
+def check_rules(model: nn.Module, names: Iterable[str]) -> None:
+    """Raise the :class:`PlanError` that :func:`initialize` would raise for these names. Writes nothing."""
+    _plan(model, _wanted(model, tuple(names)))
+
+
+def _wanted(model: nn.Module, patterns: tuple[str, ...] | None) -> tuple[NamedTensor, ...]:
+    parameters = tuple(t for t in named_tensors(model) if t.kind == "parameter")
+    if patterns is None:
+        return parameters
+    # A load gives names, thousands of them for adapters: only the rest are patterns.
+    exact = set(patterns).intersection(n for t in parameters for n in t.names)
+    globs = [p for p in patterns if p not in exact]
+    without_match = [p for p in globs if not any(fnmatchcase(n, p) for t in parameters for n in t.names)]
+    if without_match:
+        raise PlanError(
+            "initialize(names=…): patterns that match no parameter (names are module paths without wrapper parts)",
+            tuple(without_match),
+        )
+    return tuple(
+        t for t in parameters if any(n in exact or any(fnmatchcase(n, p) for p in globs) for n in t.names)
+    )
+
+
+def _refreshed(model: nn.Module, wanted: tuple[NamedTensor, ...]) -> tuple[NamedTensor, ...]:
+    """The same entries, with the tensor objects that the model holds now."""
+    keep = {t.name for t in wanted}
+    return tuple(t for t in named_tensors(model) if t.name in keep)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Which calls fill what
+
+
+class _Slots:
+    """A template with the rules that run on it, and its modules by canonical name in the live model."""
+
+    def __init__(
+        self,
+        template: Template,
+        calls: Iterable[Rule] | None = None,
+        unwrapped: Mapping[str, str] | None = None,
+    ) -> None:
+        self.prefix = canonical_name(template.path)
+        self.rules = rules_of(template, calls)
+        self._unwrapped = unwrapped or {}
+        self.writing: dict[int, list[int]] = {}
+        for index, rule in enumerate(self.rules):
+            for key in rule.written:
+                self.writing.setdefault(key, []).append(index)
+        self.failures = [rule for rule in self.rules if rule.failure is not None]
+        self._targets = frozenset(self._full(name) for name in tie_map(template.root))
+        self._modules: dict[str, nn.Module] = {}
+        for path, module in template.root.named_modules(remove_duplicate=False):
+            self._modules.setdefault(self._full(canonical_name(path)), module)
+
+    def _full(self, name: str) -> str:
+        return ".".join(part for part in (self.prefix, name) if part)
+
+    def find(self, tensor: NamedTensor) -> tuple[str, nn.Module, str] | None:
+        """Name, module and attribute where ``tensor`` stands; of a tied one the source of the tie, else the first."""
+        found = []
+        for name in tensor.names:
+            module_name, _, attribute = name.rpartition(".")
+            for place in (module_name, self._unwrapped.get(module_name, module_name)):
+                module = self._modules.get(place)
+                if module is not None and module._parameters.get(attribute) is not None:
+                    found.append((name, place, module, attribute))
+                    break
+        if not found:
+            return None
+        _, place, module, attribute = next((f for f in found if f[0] not in self._targets), found[0])
+        return place, module, attribute
+
+
+def _plan(model: nn.Module, wanted: tuple[NamedTensor, ...]) -> tuple[list[_Job], list[str]]:
+    """One job per module that owns wanted parameters, and the magnitudes to compute. Writes nothing to the model."""
+    unwrapped = _without_peft(model)
+    own = {id(t.tensor) for t in wanted if unwrapped and _is_adapters(t, unwrapped)}
+    others = [t for t in wanted if id(t.tensor) not in own]
+    models = _transformers_models(model) if others else ()
+    slots = [_Slots(build_template(m, path), None, unwrapped) for path, m in models]
+    if any(all(s.find(t) is None for s in slots) for t in others):
+        slots.append(_Slots(copy_template(model)))
+    adapters = copy_template(model) if own else None
+    of_adapters = [_Slots(adapters, adapter_rules(adapters.root))] if adapters is not None else []
+    norms = magnitudes(model) if own else {}
+    refused = without_rule(model) if own else {}
+    jobs: dict[str, tuple[nn.Module, _Slots, list[tuple[str, NamedTensor]], set[int]]] = {}
+    problems: list[str] = []
+    filled = {id(t.tensor) for t in wanted}
+    for tensor in wanted:
+        key = id(tensor.tensor)
+        if key in norms and key not in refused:
+            if id(norms[key].drawn_with) not in filled:
+                problems.append(f"{tensor.name}: follows from lora_B, which is not initialised along with it")
+            continue
+        slot = next(s for s in (of_adapters if key in own else slots) if s.find(tensor) is not None)
+        name, module, attribute = slot.find(tensor) or ("", model, "")
+        rules = _rules_for(module, attribute, slot)
+        problem = refused.get(key) or _problem(module, attribute, slot, rules)
+        if problem is not None:
+            problems.append(f"{tensor.name}: {problem}")
+            continue
+        # One layer's call fills several adapters' tensors: each is drawn by itself.
+        job = jobs.setdefault(tensor.name if key in own else name, (module, slot, [], set()))
+        job[2].append((attribute, tensor))
+        job[3].update(rules)
+    if problems:
+        raise PlanError(
+            "parameters that can't be initialised by a rule of the model. Give the module that owns them a "
+            "reset_parameters(), or the model an _init_weights(module); or load them and leave them out of names=",
+            tuple(problems),
+        )
+    planned = [
+        _Job(name, module, tuple(mine), tuple(slot.rules[index] for index in sorted(indices)))
+        for name, (module, slot, mine, indices) in jobs.items()
+    ]
+    return planned, [t.name for t in wanted if id(t.tensor) in norms]
+
+
+def _without_peft(model: nn.Module) -> dict[str, str]:
+    """Module path → path without PEFT's parts, of everything that is the base's; empty for models without adapters."""
+    if not has_adapters(model):
+        return {}
+    found = {path: place.base for path, place in places(model).items() if place.base is not None}
+    root = next(path for path, base in found.items() if not base)
+    return {path: ".".join(part for part in (root, base) if part) for path, base in found.items()}
+
+
+def _is_adapters(tensor: NamedTensor, unwrapped: Mapping[str, str]) -> bool:
+    """Whether a parameter is one that an adapter adds."""
+    return all(name.rpartition(".")[0] not in unwrapped for name in tensor.names)
+
+
+def _transformers_models(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost ones, with their paths."""
+    inside: set[int] = set()
+    for path, module in model.named_modules():
+        if id(module) not in inside and is_transformers_model(module):
+            inside |= {id(m) for m in module.modules()}
+            yield path, module
+
+
+def _rules_for(module: nn.Module, attribute: str, slot: _Slots) -> list[int]:
+    """Indices of the rules that write this parameter, from the last one that starts by overwriting it all."""
+    key = id(module._parameters[attribute])
+    writing = slot.writing.get(key, [])
+    starts = [place for place, index in enumerate(writing) if key in slot.rules[index].overwrites]
+    return writing[starts[-1] if starts else 0 :]
+
+
+def _problem(module: nn.Module, attribute: str, slot: _Slots, rules: list[int]) -> str | None:
+    parameter = module._parameters[attribute]
+    assert parameter is not None
+    for rule in slot.failures:
+        if any(m is module for m in rule.module.modules()):
+            return f"the rule of {type(rule.module).__name__} can't be run on meta ({rule.failure})"
+    if not rules and parameter.numel():
+        return f"no rule of {type(module).__name__}, nor of a model around it, writes it"
+    written = sum(slot.rules[index].written[id(parameter)] for index in rules)
+    if written < parameter.numel():
+        return f"rules write {written} of its {parameter.numel()} elements only"
+    return None
+
+
+# ----------------------------------------------------------------------------------------------------
+# Doing it
+
+
+def _run(job: _Job, seed: int, live: dict[str, NamedTensor], managed: set[int]) -> None:
+    """Draw one module's wanted parameters in full, and copy this rank's parts of them."""
+    targets = [(attribute, live[tensor.name]) for attribute, tensor in job.wanted]
+    boxes = {
+        t.name: local_boxes(t.tensor, name=t.name, fsdp_order=id(t.tensor) in managed) for _, t in targets
+    }
+    if not any(boxes.values()):
+        return  # other ranks hold all of it; nobody's values depend on this rank's drawing
+    on_meta = {attribute: job.module._parameters[attribute] for attribute, _ in targets}
+    try:
+        for attribute, target in targets:
+            full = torch.empty(target.tensor.shape, dtype=target.tensor.dtype, device="cpu")
+            job.module._parameters[attribute] = nn.Parameter(full, target.tensor.requires_grad)
+        _seed_generators(seed, job.name)
+        with torch.no_grad():
+            for rule in job.rules:
+                rule.call()
+            for attribute, target in targets:
+                drawn = job.module._parameters[attribute]
+                assert drawn is not None
+                for local in boxes[target.name]:
+                    _local_part(target.tensor, local).copy_(drawn[_slices(local.box.start, local.box.stop)])
+    finally:
+        job.module._parameters.update(on_meta)
+
+
+def _local_part(tensor: torch.Tensor, local: LocalBox) -> torch.Tensor:
+    storage = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    lengths = (stop - start for start, stop in zip(local.box.start, local.box.stop, strict=True))
+    stops = tuple(a + n for a, n in zip(local.local_start, lengths, strict=True))
+    return storage[_slices(local.local_start, stops)]
+
+
+def _slices(start: tuple[int, ...], stop: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(a, b) for a, b in zip(start, stop, strict=True))
+
+
+def _seed_generators(seed: int, name: str) -> None:
+    """Seed every generator that a rule could draw from on the CPU; the caller restores them."""
+    value = int.from_bytes(hashlib.sha256(f"{seed}\0{name}".encode()).digest()[:8], "little") >> 1
+    torch.default_generator.manual_seed(value)
+    random.seed(value)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(value & 0xFFFFFFFF)

@@ -1,0 +1,342 @@
+"""``load``: fill a model that is already sharded from stored tensors. The function below is the pipeline."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from ..adapters.names import wrapped
+from ..catalog import Catalog
+from ..catalog.open import open_catalog
+from ..errors import IntegrityError, PlanError, ShardError
+from ..gc_paused import no_collections
+from ..layout.model import fsdp1_problem, layout_of, local_tensor, reshard
+from ..models.memory import default_device, materialize
+from ..models.meta_init import forget_meta_buffers, meta_buffers
+from ..models.unquantized import refuse_source
+from ..names import named_tensors
+from ..plan import IOOptions, Plan, build_plan
+from ..ranks.ranks import Ranks
+from ..recipe.host_convert import HostConversion
+from ..recipe.match import Declaration, Recipe, Resolve, Rules, match_rules, matches_any, renamed, same_names
+from ..recipe.origin import remember
+from ..recipe.tiles import is_identity
+from ..recipe.transformers import HubRules, automatic_rules, note_conversions
+from ..sharding.replicated import reduced_parameters
+from ..transfer import FileReader
+from ..transfer.converted import ConvertingReader
+from ..transfer.copy import Destination, Staging, compare, execute
+from ..transfer.page_cache import page_cache_for
+from .initialize import check_rules, initialize
+from .report import LoadReport
+
+__all__ = ["fill", "load"]
+
+Names = Mapping[str, str] | Callable[[str], str]
+
+
+def load(
+    model: nn.Module,
+    source: str | os.PathLike[str] | Catalog,
+    *,
+    names: Names | None = None,
+    unused: Sequence[str] = (),
+    init: Mapping[str, str] | None = None,
+    device: torch.device | str | None = None,
+    io: IOOptions | None = None,
+    verify: Literal["cover", "digest"] | None = None,
+    ignored: Sequence[str] = (),
+) -> LoadReport:
+    """Fill ``model`` in place from ``source``; complete and proved, or one error that lists all of it.
+
+    Every parameter and persistent buffer is filled: DTensors with any FSDP2/HSDP/TP/EP placements, plain
+    tensors, scalars, integers, ties. Each rank reads only the bytes of its own shards. Parameters keep
+    identity, dtype, wrapping, padding and ``requires_grad``; RNG and torch settings are untouched.
+
+    Args:
+        model: any module; what is on meta gets memory on ``device`` first.
+        source: a safetensors file or directory, a shardwise checkpoint, or a catalog.
+        names: stored name → module name, as a mapping (others stay as they are) or a function.
+            Default: the transformers renames of the model's class, or none for other modules; in a model that
+            PEFT wrapped, the base's.
+        unused: ``fnmatch`` patterns of stored names that may be left over.
+        init: pattern of module names that may be missing → rule; ``"model"`` is the model's own rule.
+        device: where meta tensors get memory. Default: the mesh's device, else CPU.
+        io: staging and time limits.
+        verify: ``"cover"`` proves the plan; ``"digest"`` also compares the content with digests, of every
+            tensor for which the source records one and whose dtype is not changed by the load. None:
+            ``"digest"`` where the source records digests (a checkpoint does), else ``"cover"``.
+        ignored: ``fnmatch`` patterns of trainable parameters that are plain tensors beside sharded ones.
+            Nobody shards them, and FSDP2 does not reduce their gradients: reduce them yourself. Those whose
+            gradients ``shard`` reduces need not be named.
+
+    Every rank of the default process group must call it. Memory: this rank's shards plus
+    ``io.staging_bytes``. Raises :class:`PlanError` before payload is read, :class:`SourceError`,
+    :class:`LayoutError`, :class:`ShardError` (trainable plain parameters that are not ``ignored``), or
+    :class:`RankError` alike on every living rank.
+    """
+    io = io or IOOptions()
+    ranks = Ranks.current(timeout_s=io.timeout_s)
+    with ranks.agree("open source"):
+        catalog = source if isinstance(source, Catalog) else open_catalog(source)
+        refuse_source(catalog, model)
+        declared = _init_rules(init)
+        hub = hub_rules_of(model, catalog) if names is None else None
+        rules = Rules(
+            _resolve(model, catalog, names, hub),
+            unused=lambda stored, _: "caller" if matches_any(stored, unused) else None,
+            init=lambda name: "caller" if matches_any(name, declared) else None,
+            caller_declares=True,
+        )
+    report = fill(
+        model, catalog, rules, device=device, io=io, ranks=ranks, verify=verify, ignored=tuple(ignored)
+    )
+    if hub is not None:
+        note_conversions(model, hub.used())
+    return report
+
+
+def fill(
+    model: nn.Module,
+    catalog: Catalog,
+    rules: Rules,
+    *,
+    device: torch.device | str | None = None,
+    io: IOOptions,
+    ranks: Ranks,
+    verify: Literal["cover", "digest"] | None = None,
+    seed: int = 0,
+    ignored: Sequence[str] | None = None,
+) -> LoadReport:
+    """The pipeline behind :func:`load` and ``load_pretrained``: plan, prove, read, place, verify.
+
+    ``ignored=None`` lets any parameter be plain.
+    """
+    started = time.perf_counter()
+    reshard(model)
+    with ranks.agree("plan the load") as claim:
+        if (problem := fsdp1_problem(model)) is not None:
+            raise ShardError(problem)
+        if ignored is not None:
+            _refuse_unsharded(model, ignored)
+        plan = plan_load(model, catalog, rules, io=io)
+        new = _parameters_of(plan.initialized, plan)
+        if new:
+            check_rules(model, new)
+        claim.alike(_fingerprint(plan), lambda _: _describe(plan))
+    planned = time.perf_counter()
+    with ranks.agree("read"):
+        materialize(model, device or default_device(model))
+        local = _local_tensors(model)
+        page_cache = page_cache_for(io, (t.device for t in local.values()))
+        destination = Destination(local)
+        staging = Staging(_beside(plan.conversions, io), plan.staging_bytes)
+        with FileReader(ranks.tick, page_cache=page_cache) as files:
+            reader = ConvertingReader(files, plan.conversions, catalog.tensors)
+            execute(plan.transfers, reader, destination, staging)
+            compare(plan.checks, reader, destination, staging)
+    if new:
+        # A round of its own: magnitudes of DoRA may be gathered, and nobody may wait there for a rank that failed.
+        with ranks.agree("initialize"):
+            initialize(model, seed, names=new)
+    forget_meta_buffers(model)
+    compared = 0
+    if verify != "cover" and catalog.digests:
+        compared = check_digests(model, catalog, plan, ranks)
+    if not catalog.has_module_names:
+        remember(model, plan.recipes, catalog.tensors)
+    return LoadReport(
+        source=catalog.root,
+        tensors=len(plan.recipes),
+        model_bytes=sum(w.nbytes for w in plan.wanted),
+        local_bytes=plan.local_nbytes,
+        bytes_read=files.bytes_read,
+        staging_peak_bytes=staging.peak_bytes + reader.peak_bytes,
+        seconds_plan=planned - started,
+        seconds_read=time.perf_counter() - planned,
+        unused=plan.unused,
+        initialized=plan.initialized,
+        converted=tuple(host.describe() for host in dict.fromkeys(plan.conversions.values())),
+        ignored_files=plan.ignored_files,
+        verified="digest" if compared and compared == len(plan.recipes) else "cover",
+        digests_compared=compared,
+        page_cache=page_cache,
+    )
+
+
+def _beside(conversions: Mapping[str, HostConversion], io: IOOptions) -> IOOptions:
+    """What the largest host conversion leaves of the staging budget."""
+    largest = max((host.staging_bytes for host in conversions.values()), default=0)
+    return replace(io, staging_bytes=io.staging_bytes - largest)
+
+
+@no_collections()
+def plan_load(
+    model: nn.Module, catalog: Catalog, rules: Rules, *, io: IOOptions, rank: int | None = None
+) -> Plan:
+    """The plan that a load would run, for this rank or any other. Pure: nothing is read or allocated."""
+    layout = layout_of(model, rank=rank)
+    matched = match_rules(catalog, layout.wanted, rules)
+    matched.problems += _unfilled_buffers(model, {d.name for d in matched.initialized})
+    return build_plan(catalog, layout, matched, io)
+
+
+def _unfilled_buffers(model: nn.Module, initialized: set[str]) -> list[str]:
+    """Buffers without content that nothing stored fills: construction alone gives their values.
+
+    One that construction left on meta, and that was given memory but never written since, holds garbage.
+    """
+    unknown = set(meta_buffers(model))
+    if not unknown:
+        return []
+    problems = []
+    for t in named_tensors(model):
+        if t.kind != "buffer" or unknown.isdisjoint(t.names) or (t.persistent and t.name not in initialized):
+            continue
+        if not t.tensor.is_meta and not t.tensor.is_inference() and t.tensor._version:
+            continue
+        state = "is on meta" if t.tensor.is_meta else "was left on meta by construction and only given memory"
+        problems.append(
+            f"no value: {'' if t.persistent else 'non-persistent '}buffer {t.name!r} of shape "
+            f"{list(t.tensor.shape)} {state}, and no source holds it; build the model in shardwise.meta_init(), "
+            f"or give the buffer memory and fill it in place before the load"
+        )
+    return problems
+
+
+def _refuse_unsharded(model: nn.Module, ignored: Sequence[str]) -> None:
+    """Trainable plain parameters beside FSDP's drift apart, unless somebody reduces their gradients, as ``shard`` does.
+
+    Under tensor parallelism alone every rank computes the same gradients for them, so there they are fine.
+    """
+    if not any(isinstance(m, FSDPModule) for m in model.modules()):
+        return
+    parameters = [t for t in named_tensors(model) if t.kind == "parameter"]
+    if not any(isinstance(t.tensor, DTensor) for t in parameters):
+        return
+    reduced = reduced_parameters(model)
+    plain = [
+        t.name
+        for t in parameters
+        if not isinstance(t.tensor, DTensor)
+        and id(t.tensor) not in reduced
+        and t.tensor.requires_grad
+        and t.tensor.numel()
+        and not any(matches_any(name, ignored) for name in t.names)
+    ]
+    if plain:
+        raise ShardError(
+            f"{len(plain)} trainable parameters are plain tensors beside sharded ones, so that nobody reduces their "
+            f"gradients: {', '.join(plain)}. Shard them too (a module that is not wrapped itself leaves its "
+            f"parameters plain), freeze them, or name them in ignored=(…) and reduce their gradients yourself"
+        )
+
+
+def _parameters_of(initialized: Sequence[Declaration], plan: Plan) -> list[str]:
+    """Names of the parameters that need initial values; buffers have theirs from construction."""
+    kinds = {w.name: w.kind for w in plan.wanted}
+    return [d.name for d in initialized if kinds[d.name] == "parameter"]
+
+
+def _init_rules(init: Mapping[str, str] | None) -> dict[str, str]:
+    """The patterns that may be initialised; ``"model"`` is the only rule so far."""
+    rules = dict(init or {})
+    for pattern, rule in rules.items():
+        if rule != "model":
+            raise ValueError(f"init={{{pattern!r}: {rule!r}}}: the rule must be 'model' (the model's own)")
+    return rules
+
+
+def _resolve(model: nn.Module, catalog: Catalog, names: Names | None, hub: HubRules | None) -> Resolve:
+    """From stored tensors to module names, as the caller says, or as the model's class does."""
+    if callable(names):
+        return renamed(lambda stored: {n: names(n) for n in stored})
+    if names is not None:
+        given = dict(names)
+        lost = sorted(set(given) - set(catalog.tensors))
+        if lost:
+            raise PlanError(f"names= maps stored tensors that {catalog.root} does not hold", tuple(lost))
+        return renamed(lambda stored: {n: given.get(n, n) for n in stored})
+    return wrapped(model, hub.resolve if hub else same_names)
+
+
+def hub_rules_of(model: nn.Module, catalog: Catalog) -> HubRules | None:
+    """The rules of a model's class for hub files; None for other modules, and for a checkpoint's module names."""
+    return None if catalog.has_module_names else automatic_rules(model)
+
+
+def _local_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {t.name: local_tensor(t.tensor) for t in named_tensors(model) if t.persistent}
+
+
+def _fingerprint(plan: Plan) -> bytes:
+    """What every rank must agree on: names, shapes, dtypes and recipes of the whole model, not its own boxes."""
+    digest = hashlib.blake2b(digest_size=16)
+    for w in plan.wanted:
+        recipe: object = plan.recipes.get(w.name)
+        if isinstance(recipe, Recipe) and len(recipe.tiles) == 1 and not recipe.copies:
+            (tile,) = recipe.tiles  # most are stored as they are wanted: said in short
+            recipe = tile.source if is_identity(tile, w.shape) else recipe
+        digest.update(repr((w.name, w.aliases, w.shape, w.dtype, recipe)).encode())
+    return digest.digest()
+
+
+def _describe(plan: Plan) -> str:
+    """A plan in words for ranks that disagree: how many tensors and bytes, and of which dtypes."""
+    counts = Counter(w.dtype for w in plan.wanted)
+    kinds = ", ".join(f"{count} {dtype}" for dtype, count in sorted(counts.items()))
+    nbytes = sum(w.nbytes for w in plan.wanted)
+    return f"a model of {len(plan.wanted)} tensors ({kinds}; {nbytes} bytes)"
+
+
+def check_digests(model: nn.Module, catalog: Catalog, plan: Plan, ranks: Ranks) -> int:
+    """Compare the digests of what was loaded with those that the source records. Every rank must call it.
+
+    A tensor counts that was stored whole in its own dtype. Returns how many were compared.
+
+    Raises :class:`RankError`/:class:`IntegrityError` naming every tensor that differs.
+    """
+    from ..digests.live import model_digests
+
+    recorded = {}
+    for w in plan.wanted:
+        source = _stored_whole(plan.recipes.get(w.name))
+        if source is not None and source in catalog.digests:
+            stored = catalog.tensors[source]
+            if (stored.dtype, stored.shape) == (w.dtype, w.shape):
+                recorded[w.name] = catalog.digests[source]
+    if not recorded:
+        return 0
+    found = model_digests(model, ranks)
+    with ranks.agree("compare digests"):
+        wrong = [
+            f"{name}: loaded {found[name]:016x}, recorded {digest:016x}"
+            for name, digest in recorded.items()
+            if found[name] != digest
+        ]
+        if wrong:
+            raise IntegrityError(
+                "content differs from what was saved: " + "; ".join(wrong[:20]), path=catalog.root
+            )
+    return len(recorded)
+
+
+def _stored_whole(recipe: Recipe | None) -> str | None:
+    """The stored tensor that a wanted one is, element by element in order; None if it is made otherwise."""
+    if recipe is None:
+        return None
+    if not recipe.tiles:
+        return recipe.empty[0] if len(recipe.empty) == 1 else None
+    (tile, *more) = recipe.tiles
+    straight = all((v.source_dim, v.source_step) == (v.target_dim, v.target_step) for v in tile.loops)
+    return tile.source if straight and not more and tile.source_start == tile.target_start else None

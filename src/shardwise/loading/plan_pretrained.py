@@ -1,0 +1,296 @@
+"""``plan_pretrained``: what a load will cost every rank, found out in one process, before there are any ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, Unpack
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ..catalog import Catalog
+from ..errors import ShardError
+from ..layout.model import local_tensor
+from ..models.arguments import FromPretrained, understand
+from ..models.hub import find_model
+from ..names import named_tensors
+from ..plan import IOOptions, Plan
+from ..ranks.ranks import Ranks
+from ..recipe.host_convert import Converted
+from ..recipe.match import Declaration, Rules
+from ..sharding.fsdp import shard
+from ..sharding.groups import Group, ShardPolicy, describe_groups, largest_group
+from .load import _init_rules, plan_load
+from .pretrained import prepare
+
+__all__ = ["EVERY_RANK_UP_TO", "MAX_RANKS", "PlanReport", "RankCost", "plan_pretrained"]
+
+#: Up to here every rank is planned; beyond, the rank that holds most and the one that holds least.
+EVERY_RANK_UP_TO = 64
+#: Mistyped rank counts would fill the memory with meshes.
+MAX_RANKS = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class RankCost:
+    """What one rank's plan says."""
+
+    rank: int
+    shard_bytes: int
+    """Bytes that stay: this rank's part of parameters and persistent buffers."""
+    bytes_read: int
+    """Bytes that the load reads from the source."""
+    staging_bytes: int
+    """Host memory besides the shards during the load, for a CPU target."""
+    reads: int
+    """Strided copies in the plan."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanReport:
+    """What loading a model over ``ranks`` ranks takes, as the plans that a load would run say."""
+
+    path: str
+    model_class: str
+    """Of the base, where adapters are put into it."""
+    dtypes: tuple[str, ...]
+    """Stored codes of the dtypes that the model's tensors get, by falling bytes."""
+    ranks: int
+    replicas: int
+    """Copies of the model over all ranks: 1 for FSDP, more for HSDP."""
+    tensors: int
+    model_bytes: int
+    """Every distinct parameter and persistent buffer once."""
+    source_bytes: int
+    per_rank: tuple[RankCost, ...]
+    """Every rank up to 64 ranks; beyond, the one that holds most (rank 0) and the one that holds least (the last)."""
+    total_shard_bytes: int
+    """Over all ranks."""
+    total_bytes_read: int | None
+    """Over all ranks; None where not every rank was planned."""
+    groups: int
+    """How many FSDP2 groups the model is wrapped into."""
+    largest_group: Group
+    """The group that takes the most memory while it is gathered."""
+    replicated_bytes: int
+    """Bytes, on each rank, of parameters that FSDP2 can't shard: they stay whole."""
+    unused: tuple[Declaration, ...]
+    initialized: tuple[Declaration, ...]
+    converted: tuple[Converted, ...]
+    """What can't be compiled to byte ranges and is converted whole, by every rank that holds a part of it."""
+    ignored_files: tuple[str, ...]
+
+    @property
+    def is_every_rank(self) -> bool:
+        """Whether ``per_rank`` lists all ranks."""
+        return len(self.per_rank) == self.ranks
+
+    @property
+    def max_shard_bytes(self) -> int:
+        """Shard bytes of the rank that holds most."""
+        return max(cost.shard_bytes for cost in self.per_rank)
+
+    @property
+    def min_shard_bytes(self) -> int:
+        """Shard bytes of the rank that holds least."""
+        return min(cost.shard_bytes for cost in self.per_rank)
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain JSON values."""
+        return {
+            **asdict(self),
+            "max_shard_bytes": self.max_shard_bytes,
+            "min_shard_bytes": self.min_shard_bytes,
+        }
+
+
+def plan_pretrained(
+    path: str | os.PathLike[str],
+    *,
+    ranks: int,
+    replicas: int = 1,
+    dtype: torch.dtype | str = "auto",
+    policy: ShardPolicy | None = None,
+    auto_class: Any = None,
+    config: Any = None,
+    trust_remote_code: bool = False,
+    key_mapping: Mapping[str, str] | None = None,
+    unused: Sequence[str] = (),
+    init: Mapping[str, str] | None = None,
+    adapter: Any = None,
+    **options: Unpack[FromPretrained],
+) -> PlanReport:
+    """Plan ``load_pretrained`` of the model at ``path`` for every one of ``ranks`` ranks; loads nothing.
+
+    The model is built on meta and sharded over a fake process group, 1-D, or 2-D with ``replicas`` rows; then
+    the plan of each rank is made as that rank would make it. Allocates the model's buffers and the plans.
+    One process, which must not be in a process group; there is none afterwards either. Not thread-safe.
+
+    Args:
+        path: local directory with ``config.json`` and safetensors files, or a checkpoint of such a model, or the id of
+            a model on the Hugging Face hub, which is downloaded where the cache lacks it.
+        ranks: how many ranks the load would run on, at most 16,384.
+        replicas: how many of them hold the same shard; divides ``ranks``.
+        dtype: as for ``load_pretrained``.
+        policy: how to wrap.
+        auto_class, config, trust_remote_code, key_mapping, unused, init, adapter, options: as for ``load_pretrained``.
+
+    Raises :class:`ValueError` for counts or a dtype that make no sense, :class:`PlanError` if the load can't be
+    proved complete, :class:`SourceError`, :class:`ShardError` or :class:`LayoutError`.
+    """
+    _check_counts(ranks, replicas)
+    policy = policy or ShardPolicy()
+    asked = understand(options, _floating_dtype(dtype))
+    _floating_dtype(asked.dtype)
+    declared = _init_rules(init)
+    directory = find_model(path, asked.hub, Ranks(), with_code=trust_remote_code)
+    prepared = prepare(
+        directory,
+        asked,
+        name=os.fspath(path),
+        auto_class=auto_class,
+        config=config,
+        config_is_given=config is not None,
+        trust_remote_code=trust_remote_code,
+        key_mapping=key_mapping,
+        unused=unused,
+        init=tuple(declared),
+        adapter=adapter,
+    )
+    model, catalog, rules = prepared.model, prepared.catalog, prepared.rules
+    model_class = type(prepared.base).__name__  # before FSDP2 swaps it
+    groups = describe_groups(model, policy)
+    with _fake_ranks(ranks):
+        shard(model, _mesh(ranks, replicas), policy)
+        plans = ((rank, _plan_of(model, catalog, rules, rank)) for rank in _ranks_to_plan(ranks))
+        costs, first = _costs(plans)
+        total_shard_bytes = _over_all_ranks(model, ranks, replicas)
+    is_complete = len(costs) == ranks
+    assert not is_complete or total_shard_bytes == sum(c.shard_bytes for c in costs)
+    return PlanReport(
+        path=catalog.root,
+        model_class=model_class,
+        dtypes=_dtypes(first),
+        ranks=ranks,
+        replicas=replicas,
+        tensors=len(first.wanted),
+        model_bytes=sum(w.nbytes for w in first.wanted),
+        source_bytes=first.source_bytes,
+        per_rank=costs,
+        total_shard_bytes=total_shard_bytes,
+        total_bytes_read=sum(c.bytes_read for c in costs) if is_complete else None,
+        groups=len(groups),
+        largest_group=largest_group(groups),
+        replicated_bytes=sum(g.replicated_bytes for g in groups),
+        unused=first.unused,
+        initialized=first.initialized,
+        converted=tuple(host.describe() for host in dict.fromkeys(first.conversions.values())),
+        ignored_files=first.ignored_files,
+    )
+
+
+# ----------------------------------------------------------------------------------------------------
+# What was asked
+
+
+def _check_counts(ranks: int, replicas: int) -> None:
+    if not 1 <= ranks <= MAX_RANKS:
+        raise ValueError(f"ranks must be from 1 to {MAX_RANKS}, got {ranks}")
+    if replicas < 1 or ranks % replicas:
+        raise ValueError(f"replicas must be at least 1 and divide the {ranks} ranks, got {replicas}")
+
+
+def _floating_dtype(dtype: torch.dtype | str) -> torch.dtype | str:
+    """``"auto"`` or a dtype that a model can be built in."""
+    if dtype == "auto":
+        return dtype
+    found = vars(torch).get(dtype) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(f"dtype must be 'auto', a floating torch dtype or its name, got {dtype!r}")
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------
+# Ranks that are not there
+
+
+@contextmanager
+def _fake_ranks(ranks: int) -> Iterator[None]:
+    """A process group of ``ranks`` ranks, of which this process is rank 0 and none other exists."""
+    if dist.is_initialized():
+        raise ShardError(
+            "planning makes a process group of its own, and this process is in one already; plan in a process "
+            "without one (`shardwise plan`), or before init_process_group"
+        )
+    # Private, and registers the backend "fake" when imported; what torch's own planners use (torch 2.11-2.13).
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _mesh(ranks: int, replicas: int) -> DeviceMesh:
+    # Boxes depend on the sizes of the axes only: a CPU mesh gives those of the GPUs.
+    if replicas == 1:
+        return init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
+    return init_device_mesh("cpu", (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard"))
+
+
+def _ranks_to_plan(ranks: int) -> list[int]:
+    """All, or the two extremes: torch.chunk gives no later shard more than an earlier one, in any tensor."""
+    return list(range(ranks)) if ranks <= EVERY_RANK_UP_TO else [0, ranks - 1]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Plans and what they cost
+
+
+def _plan_of(model: nn.Module, catalog: Catalog, rules: Rules, rank: int) -> Plan:
+    """The plan that ``load_pretrained`` makes on a rank, by the same rules."""
+    # None for the rank that this process plays: its boxes are also checked against what torch allocated.
+    return plan_load(model, catalog, rules, io=IOOptions(), rank=rank or None)
+
+
+def _costs(plans: Iterator[tuple[int, Plan]]) -> tuple[tuple[RankCost, ...], Plan]:
+    """The cost of each rank, and rank 0's plan; the others are dropped as soon as they are counted."""
+    costs, first = [], None
+    for rank, plan in plans:
+        first = first or plan
+        reads = len(plan.transfers) + len(plan.checks)
+        costs.append(
+            RankCost(
+                rank,
+                plan.local_nbytes,
+                plan.bytes_to_read,
+                max(plan.staging_bytes, plan.init_staging_bytes),
+                reads,
+            )
+        )
+    assert first is not None
+    return tuple(costs), first
+
+
+def _over_all_ranks(model: nn.Module, ranks: int, replicas: int) -> int:
+    """Bytes that all ranks hold together: what is sharded once a replica, what is plain on every rank."""
+    total = 0
+    for entry in named_tensors(model):
+        if entry.persistent:
+            is_plain = local_tensor(entry.tensor) is entry.tensor
+            nbytes = entry.tensor.numel() * entry.tensor.dtype.itemsize
+            total += nbytes * (ranks if is_plain else replicas)
+    return total
+
+
+def _dtypes(plan: Plan) -> tuple[str, ...]:
+    held: dict[str, int] = {}
+    for wanted in plan.wanted:
+        held[wanted.dtype] = held.get(wanted.dtype, 0) + wanted.nbytes
+    return tuple(sorted(held, key=lambda code: -held[code]))

@@ -1,0 +1,402 @@
+"""``load_pretrained``: config → meta model → fully_shard → load. What ``from_pretrained`` gives, only sharded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Unpack
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..adapters.files import attach, combine
+from ..catalog import Catalog
+from ..catalog.open import open_catalog
+from ..catalog.records import StoredTensor
+from ..errors import FormatError, ShardwiseError
+from ..format.manifest import read_manifest
+from ..internals.torch import default_conversions
+from ..limits import (
+    MAX_BYTES_PER_STORED,
+    MAX_MODULES,
+    MAX_MODULES_PER_TENSOR,
+    MIN_TENSOR_BYTES,
+    brief,
+    read_shallow_json,
+)
+from ..models.arguments import Arguments, FromPretrained, understand
+from ..models.classes import config_and_class, home_of, in_turn, read_config
+from ..models.homes import remember_home
+from ..models.hub import find_model
+from ..models.meta_init import NotLarger, at_most, meta_init
+from ..models.unquantized import refuse_config, refuse_source
+from ..plan import IOOptions
+from ..ranks.ranks import Ranks
+from ..recipe.match import Rules, matches_any, same_names
+from ..recipe.transformers import HubRules, hub_rules, note_conversions
+from ..sharding.fsdp import ShardPolicy, shard
+from .load import _init_rules, fill
+from .report import LoadReport
+
+__all__ = ["Prepared", "build_meta", "load_pretrained", "load_wrapped", "prepare", "read_config"]
+
+
+def load_pretrained(
+    path: str | os.PathLike[str],
+    mesh: DeviceMesh | None = None,
+    *,
+    policy: ShardPolicy | None = None,
+    dtype: torch.dtype | str = "auto",
+    auto_class: Any = None,
+    config: Any = None,
+    trust_remote_code: bool = False,
+    key_mapping: Mapping[str, str] | None = None,
+    unused: Sequence[str] = (),
+    init: Mapping[str, str] | None = None,
+    adapter: Any = None,
+    seed: int = 0,
+    device: torch.device | str | None = None,
+    io: IOOptions | None = None,
+    **options: Unpack[FromPretrained],
+) -> tuple[Any, LoadReport]:
+    """Build the transformers model at ``path`` on meta, shard it over ``mesh`` and fill the shards.
+
+    Returns the model as ``from_pretrained`` would (eval mode, generation config, ``name_or_path``,
+    dtype), sharded by FSDP2, and the report of the load. No rank ever holds more than its shards and
+    the staging; RNG state and torch settings are untouched.
+
+    Args:
+        path: local directory with ``config.json`` and safetensors files, else the id of a model on the Hugging Face
+            hub: taken from the local cache, and what that lacks is downloaded once for each host (see ``options``).
+        mesh: 1-D (FSDP) or 2-D (HSDP: replicate, shard). None: not sharded, the whole model on each rank.
+        policy: how to wrap; see :class:`ShardPolicy`.
+        dtype: ``"auto"`` (as the config says, else as stored), a dtype or its name.
+        auto_class: a transformers Auto class or model class. Default: the config's ``architectures[0]``.
+        config: a config object to use instead of the stored one, or the directory of one.
+        trust_remote_code: run the Python files that the directory brings for its classes (``auto_map``). One
+            rank after another imports them where ranks share the cache into which transformers copies them.
+        key_mapping: further renames, regex → replacement, as ``from_pretrained`` takes them.
+        unused, init: declarations as for :func:`shardwise.load`; what the model class itself declares
+            (``_keys_to_ignore_on_load_*``, stored copies of non-persistent buffers) is added.
+        adapter: a PEFT (LoRA) config, the directory of an adapter, or a mapping of adapter names to either, the
+            active one first. The model is then the ``PeftModel`` around the sharded base, its adapters trainable
+            and, without a directory, initialised by PEFT's own rule.
+        seed: for what is initialised: same values at every world size.
+        device: where shards lie. Default: the mesh's device type; ``"cpu"`` with CPU offload.
+        io: staging and time limits.
+        options: as ``from_pretrained`` takes them. ``attn_implementation``, ``experts_implementation``, ``torch_dtype``
+            (the former name of ``dtype``), ``subfolder``, ``variant``; for the hub ``revision``, ``token``,
+            ``cache_dir``, ``local_files_only``, ``force_download``.
+
+    Every rank of the default process group must call it. Raises as :func:`shardwise.load` does;
+    :class:`UnsupportedConversionError` names stored tensors whose conversion is not supported yet, or what is
+    quantised; :class:`TypeError` says what to do instead of another argument of ``from_pretrained``.
+    """
+    chosen = policy or ShardPolicy()
+
+    def wrap(model: Any) -> tuple[str, ...]:
+        if mesh is not None:
+            shard(model, mesh, chosen)
+        return chosen.ignored
+
+    if device is None and (chosen.cpu_offload or mesh is None):
+        device = "cpu"
+    return load_wrapped(
+        path,
+        wrap,
+        dtype=dtype,
+        auto_class=auto_class,
+        config=config,
+        trust_remote_code=trust_remote_code,
+        key_mapping=key_mapping,
+        unused=unused,
+        init=init,
+        adapter=adapter,
+        seed=seed,
+        device=device,
+        io=io,
+        options=options,
+    )
+
+
+def load_wrapped(
+    path: str | os.PathLike[str],
+    wrap: Callable[[Any], tuple[str, ...]],
+    *,
+    dtype: torch.dtype | str,
+    auto_class: Any,
+    config: Any,
+    trust_remote_code: bool,
+    key_mapping: Mapping[str, str] | None,
+    unused: Sequence[str],
+    init: Mapping[str, str] | None,
+    adapter: Any,
+    seed: int,
+    device: torch.device | str | None,
+    io: IOOptions | None,
+    options: Mapping[str, Any],
+) -> tuple[Any, LoadReport]:
+    """:func:`load_pretrained`, sharded by ``wrap``: it gets the model on meta and gives the patterns of ``ignored``."""
+    io = io or IOOptions()
+    ranks = Ranks.current(timeout_s=io.timeout_s)
+    with ranks.agree("check arguments"):
+        asked = understand(options, dtype)
+        declared = _init_rules(init)
+    directory = find_model(path, asked.hub, ranks, with_code=trust_remote_code)
+    is_given = config is not None
+    if trust_remote_code:
+        config, auto_class = in_turn(
+            ranks, lambda: config_and_class(directory, config, auto_class, trust_remote_code=True)
+        )
+    with ranks.agree("build model"):
+        prepared = prepare(
+            directory,
+            asked,
+            name=os.fspath(path),
+            auto_class=auto_class,
+            config=config,
+            config_is_given=is_given,
+            key_mapping=key_mapping,
+            unused=unused,
+            init=tuple(declared),
+            adapter=adapter,
+        )
+        ignored = wrap(prepared.model)
+    report = fill(
+        prepared.model,
+        prepared.catalog,
+        prepared.rules,
+        device=device,
+        io=io,
+        ranks=ranks,
+        seed=seed,
+        ignored=ignored,
+    )
+    with ranks.agree("finish model"):
+        _finish(prepared.base, directory)
+        note_conversions(prepared.base, prepared.conversions())
+        prepared.model.eval()
+    return prepared.model, report
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A model on meta, what it is loaded from, and how stored tensors become its own."""
+
+    base: Any
+    model: Any
+    """``base``, or the ``PeftModel`` around it."""
+    catalog: Catalog
+    rules: Rules
+    conversions: Callable[[], list[Any]]
+    """What a later ``save_pretrained`` must invert."""
+
+
+def prepare(
+    directory: str,
+    asked: Arguments,
+    *,
+    name: str,
+    auto_class: Any,
+    config: Any,
+    key_mapping: Mapping[str, str] | None,
+    unused: Sequence[str],
+    init: Sequence[str],
+    adapter: Any,
+    config_is_given: bool,
+    trust_remote_code: bool = False,
+) -> Prepared:
+    """Everything of a load that comes before sharding; what a plan and a load have in common. Rank-local.
+
+    ``name`` is what the caller called the model: its ``name_or_path``. ``config_is_given``: by the caller, not read from
+    ``directory``.
+    """
+    catalog = open_catalog(directory, variant=asked.hub.variant)
+    base = build_meta(
+        directory,
+        catalog,
+        dtype=asked.dtype,
+        auto_class=auto_class,
+        config=config,
+        config_is_given=config_is_given,
+        trust_remote_code=trust_remote_code,
+        implementations=asked.implementations,
+        name=name,
+    )
+    hub = hub_rules(base, key_mapping)
+    rules = with_callers(hub, catalog, unused, init)
+    inverted = _conversions_of_checkpoint(base, hub, catalog) if catalog.has_module_names else None
+    model = base
+    if adapter is not None:
+        model, files = attach(base, adapter)
+        catalog, rules = combine(model, catalog, rules, files)
+    return Prepared(base, model, catalog, rules, lambda: hub.used() if inverted is None else inverted)
+
+
+def with_callers(hub: HubRules, catalog: Catalog, unused: Sequence[str], init: Sequence[str]) -> Rules:
+    """The rules of a model's class, with what the caller declares added. A checkpoint has module names already."""
+    # Resolved at once, while the model that the rules hold is still unsharded.
+    made = (same_names if catalog.has_module_names else hub.resolve)(catalog.tensors)
+    return Rules(
+        resolve=lambda _: made,
+        unused=lambda stored, target: "caller" if matches_any(stored, unused) else hub.unused(stored, target),
+        init=lambda name: "caller" if matches_any(name, init) else hub.init(name),
+        caller_declares=True,
+    )
+
+
+def build_meta(
+    path: str | os.PathLike[str],
+    catalog: Catalog | None = None,
+    *,
+    dtype: torch.dtype | str = "auto",
+    auto_class: Any = None,
+    config: Any = None,
+    trust_remote_code: bool = False,
+    config_is_given: bool | None = None,
+    implementations: Mapping[str, Any] | None = None,
+    name: str | None = None,
+) -> Any:
+    """The model at ``path`` with its parameters on meta and its buffers real, as ``from_pretrained`` would type it.
+
+    ``implementations`` are fields of the config (attention, experts); ``name`` becomes ``name_or_path``. Rank-local;
+    allocates buffers only. Raises :class:`UnsupportedConversionError` for a quantised config.
+    """
+    directory = os.fspath(path)
+    is_given = config is not None if config_is_given is None else config_is_given
+    config, model_class = config_and_class(path, config, auto_class, trust_remote_code=trust_remote_code)
+    refuse_config(config, catalog, directory, given=is_given)
+    file = os.path.join(home_of(directory), "config.json")
+    chosen = _dtype_of(dtype, config, catalog, file)
+    for field, value in (implementations or {}).items():
+        setattr(config, field, value)
+    try:
+        with meta_init(), _as_large_as_stored(catalog, file):
+            if hasattr(model_class, "from_config"):  # an Auto class; what it would ask is settled
+                model = model_class.from_config(config, dtype=chosen, trust_remote_code=False)
+            else:
+                model = model_class._from_config(config, dtype=chosen)
+    except (ShardwiseError, MemoryError):
+        raise
+    except Exception as error:
+        if catalog is not None:
+            refuse_source(catalog)  # explains more, as for a model that is asked for in the codes' dtype
+        # Model classes fail with whatever comes up when a config holds the wrong values.
+        raise FormatError(
+            f"transformers can't build a model from this config: {type(error).__name__}: {error}", path=file
+        ) from error
+    if catalog is not None:
+        refuse_source(catalog, model)
+    model.config.name_or_path = model.name_or_path = name or directory
+    remember_home(model, home_of(directory))
+    _keep_in_fp32(model, chosen)
+    return model
+
+
+@contextmanager
+def _as_large_as_stored(catalog: Catalog | None, file: str) -> Iterator[None]:
+    """A model with far more parts than the source has tensors, or with far larger ones, is refused before it is built."""
+    if catalog is None:
+        yield
+        return
+    most = MAX_MODULES + MAX_MODULES_PER_TENSOR * len(catalog.tensors)
+    refusal = FormatError(
+        f"asks for a model of more than {most} modules, parameters and buffers, and the source holds "
+        f"{len(catalog.tensors)} tensors; see the numbers of layers",
+        path=file,
+    )
+    most_bytes = max(MIN_TENSOR_BYTES, MAX_BYTES_PER_STORED * sum(t.nbytes for t in catalog.tensors.values()))
+    too_large = FormatError(
+        f"asks for a tensor of more than {most_bytes} bytes, which is {MAX_BYTES_PER_STORED} times what the source holds; "
+        f"see the sizes in it",
+        path=file,
+    )
+    with at_most(most, refusal), NotLarger(most_bytes, too_large):
+        yield
+
+
+def _dtype_of(dtype: torch.dtype | str, config: Any, catalog: Catalog | None, file: str) -> torch.dtype:
+    """The dtype that ``from_pretrained(dtype=…)`` would settle on."""
+    from ..dtypes import torch_dtype
+
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype != "auto":
+        found = vars(torch).get(dtype)
+        if not isinstance(found, torch.dtype):
+            raise ValueError(f"dtype must be 'auto', a torch dtype or its name, got {dtype!r}")
+        return found
+    if getattr(config, "dtype", None) is not None:
+        declared = config.dtype
+        declared = vars(torch).get(declared) if isinstance(declared, str) else declared
+        if not isinstance(declared, torch.dtype):
+            raise FormatError(f"its dtype {brief(config.dtype)} is none of torch's", path=file)
+        return declared
+    for stored in (catalog.tensors if catalog else {}).values():
+        if stored.dtype in ("F32", "BF16", "F16", "F64"):
+            return torch_dtype(stored.dtype)
+    return torch.float32
+
+
+def _keep_in_fp32(model: Any, dtype: torch.dtype) -> None:
+    """Modules that the class keeps in fp32 (T5's ``wo`` in fp16, routers, …) get fp32 parameters, still on meta."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    plan = model._get_dtype_plan(dtype)
+    if not plan:
+        return
+    pattern, _, _ = build_glob_alternation(list(plan))
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_floating_point() and pattern.search(name):
+            tensor.data = tensor.data.to(torch.float32)
+
+
+def _conversions_of_checkpoint(meta_model: Any, hub: HubRules, catalog: Catalog) -> list[Any]:
+    """What a later ``save_pretrained`` must invert: a checkpoint has module names, but its model came from the hub."""
+    known = read_manifest(catalog.root).hub_tensors if catalog.kind == "checkpoint" else {}
+    recorded = known.get("model")
+    if recorded is None:
+        return default_conversions(meta_model)
+    hub.resolve({name: StoredTensor(name, "F32", shape, ()) for name, shape in recorded.items()})
+    return hub.used()
+
+
+def _finish(model: Any, path: str | os.PathLike[str]) -> None:
+    """What ``from_pretrained`` does last: eval mode, generation config."""
+    model.eval()
+    if model.can_generate():
+        model.generation_config = _generation_config(model, os.fspath(path))
+
+
+def _generation_config(model: Any, directory: str) -> Any:
+    """The stored generation config, or the one that follows from the model's config."""
+    from transformers import GenerationConfig
+
+    kind = getattr(
+        model, "generation_config_class", GenerationConfig
+    )  # a class of its own for diffusion models
+    for folder in (directory, os.path.join(directory, "model")):
+        file = os.path.join(folder, "generation_config.json")
+        if os.path.isfile(file):
+            return _read_generation_config(kind, folder, file)
+    try:
+        return kind.from_model_config(model.config)
+    except NotImplementedError:
+        return kind()
+
+
+def _read_generation_config(kind: Any, folder: str, file: str) -> Any:
+    document = read_shallow_json(file, "generation config")
+    try:
+        if not isinstance(document, dict):
+            raise TypeError("not a JSON object")
+        return kind.from_pretrained(folder, local_files_only=True)
+    except MemoryError:
+        raise
+    except Exception as error:  # it checks its fields with errors of many kinds
+        raise FormatError(
+            f"not a generation config that transformers can read: {type(error).__name__}: {brief(str(error))}",
+            path=file,
+        ) from error

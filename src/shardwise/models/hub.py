@@ -1,0 +1,373 @@
+"""Where a model's files are: a local directory, or a snapshot of a Hugging Face hub repository in the local cache.
+
+Ranks that share a cache have one downloader; the other ranks wait as long as it works. Files are what a load needs.
+"""
+
+from __future__ import annotations
+
+import glob
+import logging
+import os
+import re
+import socket
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from ..catalog.safetensors import INDEX_NAME, SINGLE_NAME, with_variant
+from ..catalog.torchfile import TORCH_INDEX_NAME, TORCH_SINGLE_NAME
+from ..errors import SourceError
+from ..limits import inside, read_json
+from ..ranks.ranks import Ranks
+from .classes import same_directory
+
+__all__ = ["HubOptions", "find_model", "is_hub_id", "needed_files"]
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+#: ``name`` or ``organisation/name``; huggingface_hub checks the rest.
+_HUB_ID = re.compile(r"\w[\w.-]{0,95}(/\w[\w.-]{0,95})?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_NUMBERED = re.compile(r"(?P<stem>.*)-\d{5}-of-(?P<count>\d{5})(?P<end>\..*)")
+#: Config, tokenizer, processor and chat template files; small, as against weights.
+_DOCUMENTS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm", ".bpe")
+_TICK_S = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubOptions:
+    """Which files of which revision of a hub repository, and how they are had; as ``from_pretrained`` takes them."""
+
+    revision: str | None = None
+    """Branch, tag or commit. Default: the main branch."""
+    token: str | bool | None = field(default=None, repr=False)
+    """Default: what ``hf auth login`` or ``HF_TOKEN`` gave. Never stored or logged."""
+    cache_dir: str | os.PathLike[str] | None = None
+    """Default: huggingface_hub's (``HF_HUB_CACHE``, ``HF_HOME``)."""
+    subfolder: str = ""
+    """Of the repository or the local directory."""
+    variant: str | None = None
+    """``"fp16"`` takes ``model.fp16.safetensors``, also of a local directory."""
+    local_files_only: bool = False
+    """Take what the cache holds; as ``HF_HUB_OFFLINE=1``."""
+    force_download: bool = False
+
+
+def is_hub_id(path: str) -> bool:
+    """Whether a text that is no local path can be the id of a hub repository. Looks at the text only."""
+    return _HUB_ID.fullmatch(path) is not None and "--" not in path and ".." not in path
+
+
+def find_model(
+    source: str | os.PathLike[str], options: HubOptions, ranks: Ranks, *, with_code: bool = False
+) -> str:
+    """The local directory of a model: ``source`` itself where that exists, else the cached snapshot of a hub id.
+
+    What the cache lacks, one rank for each cache downloads (config, tokenizer and processor files, the weights of
+    ``options.variant``, with ``with_code`` the Python files). A path that neither exists nor can be an id is given
+    back as it is, for the readers to refuse.
+
+    Every rank must call it; at most three agreements. All ranks get the same commit. Raises :class:`SourceError`, or
+    :class:`RankError` alike on every rank: no such model, no access, not in the cache while offline, a download that
+    failed.
+    """
+    path = os.fspath(source)
+
+    def look() -> str | None:
+        if os.path.lexists(path) or not is_hub_id(path):
+            return None
+        return _identity(_cache_dir(options))
+
+    downloaders = ranks.combine("find the model", look, lambda caches: _downloaders(path, caches))
+    if not downloaders:
+        return inside(path, *filter(None, [options.subfolder.strip("/")]))
+    folder = ""
+
+    def fetch() -> str:
+        nonlocal folder
+        if ranks.rank in downloaders:
+            folder = _while_ticking(lambda: _fetch(path, options, with_code), ranks.tick)
+        return os.path.basename(folder)
+
+    commit = ranks.combine(f"get {path} from the hub", fetch, lambda found: _one_commit(path, found))
+    with ranks.agree(f"find {path} in the cache"):
+        folder = folder or _cached(path, commit, options)
+    return inside(folder, *filter(None, [options.subfolder.strip("/")]))
+
+
+def _downloaders(path: str, caches: list[str | None]) -> list[int]:
+    """The first rank of each cache; none where every rank has the path."""
+    local = [rank for rank, cache in enumerate(caches) if cache is None]
+    if local and len(local) < len(caches):
+        raise SourceError(
+            f"exists on {len(local)} ranks (the first is rank {local[0]}) and not on the other {len(caches) - len(local)}; "
+            "expected a path that every host has, or a hub id that is no path on any",
+            path=path,
+        )
+    return [] if local else sorted({caches.index(cache) for cache in caches})
+
+
+def _one_commit(path: str, commits: list[str]) -> str:
+    found = sorted(set(commits) - {""})
+    if len(found) > 1:
+        raise SourceError(
+            f"hosts have different commits of it ({', '.join(found)}); give revision=<one of them>",
+            path=path,
+        )
+    return found[0]
+
+
+def _while_ticking(work: Callable[[], T], tick: Callable[[], None]) -> T:
+    """Run ``work`` in a thread of its own, and tell the other ranks while it lasts that this one works.
+
+    huggingface_hub ends each request that stands still; how long the whole takes, only the network knows.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True, name="shardwise-download")
+    thread.start()
+    while thread.is_alive():
+        tick()
+        thread.join(_TICK_S)
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+# ----------------------------------------------------------------------------------------------------
+# One rank, one cache
+
+
+def _cache_dir(options: HubOptions) -> str:
+    from huggingface_hub import constants
+
+    return os.path.abspath(os.path.expanduser(options.cache_dir or constants.HF_HUB_CACHE))
+
+
+def _identity(cache: str) -> str:
+    try:
+        return same_directory(cache)
+    except OSError:  # can't be made: only what is there can be taken
+        return f"{socket.gethostname()}/{cache}"
+
+
+def _fetch(model: str, options: HubOptions, with_code: bool) -> str:
+    """The snapshot folder of a hub model, complete: from the cache if that is up to date, else downloaded."""
+    from huggingface_hub import HfApi, constants, errors
+
+    is_offline = options.local_files_only or constants.HF_HUB_OFFLINE
+    is_fixed = options.revision is not None and _COMMIT.fullmatch(options.revision) is not None
+    if is_offline or (is_fixed and not with_code and not options.force_download):
+        try:
+            return _cached(model, options.revision, options)
+        except SourceError:
+            if is_offline:
+                raise
+    try:
+        info = HfApi(token=options.token, library_name="shardwise").model_info(
+            model, revision=options.revision
+        )
+        return _downloaded(
+            model, str(info.sha), [s.rfilename for s in info.siblings or ()], options, with_code
+        )
+    except (SourceError, MemoryError):
+        raise
+    except Exception as error:  # of huggingface_hub, of its HTTP library, of the disk
+        # Not chained: the HTTP library's errors hold the request, and that the token.
+        refusal = _explained(error, model, options)
+        is_refused = isinstance(error, errors.RepositoryNotFoundError | errors.RevisionNotFoundError)
+    if is_refused or options.force_download:
+        raise refusal
+    try:
+        found = _cached(model, options.revision, options)
+    except SourceError:
+        raise refusal from None
+    _log.warning("%s; taking what the cache holds: %s", refusal, found)
+    return found
+
+
+def _downloaded(model: str, commit: str, files: Collection[str], options: HubOptions, with_code: bool) -> str:
+    """The snapshot folder of this commit, with every file that a load needs."""
+    from huggingface_hub import hf_hub_download, snapshot_download
+
+    common: dict[str, Any] = {
+        "token": options.token,
+        "cache_dir": _cache_dir(options),
+        "library_name": "shardwise",
+        "force_download": options.force_download,
+    }
+    names, index = needed_files(
+        files, subfolder=options.subfolder, variant=options.variant, with_code=with_code, where=model
+    )
+    if index is not None:
+        found = hf_hub_download(model, index, revision=commit, **common)
+        names += _listed_weights(found, index)
+    if not options.force_download:
+        try:
+            folder = _snapshot(model, commit, options)
+            if all(os.path.isfile(os.path.join(folder, name)) for name in names):
+                return folder
+        except SourceError:
+            pass  # the cache lacks this commit: download it
+    _log.info("downloading %d files of %s at %s", len(names), model, commit)
+    patterns = [glob.escape(name) for name in names]
+    folder = str(snapshot_download(model, revision=options.revision, allow_patterns=patterns, **common))
+    if os.path.basename(folder) != commit:
+        raise SourceError(
+            f"{options.revision or 'the main branch'} moved while it was downloaded; run again", path=model
+        )
+    return folder
+
+
+def _snapshot(model: str, revision: str | None, options: HubOptions) -> str:
+    """The folder of a snapshot in the cache, maybe with few of its files. Raises :class:`SourceError`."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return snapshot_download(
+            model, revision=revision, cache_dir=_cache_dir(options), local_files_only=True
+        )
+    except LocalEntryNotFoundError as error:
+        # Since huggingface_hub 2 a snapshot without all files of the repository is one; a load needs some of them.
+        if folder := getattr(error, "snapshot_path", None):
+            return str(folder)
+        at = f" at revision {revision!r}" if revision else ""
+        raise SourceError(
+            f"no such directory here, and the cache {_cache_dir(options)} holds no such model of the hub{at}; "
+            f"nothing was downloaded, because HF_HUB_OFFLINE or local_files_only says so. Correct the path, or run "
+            f"once online",
+            path=model,
+        ) from error
+    except (ValueError, OSError) as error:
+        raise SourceError(f"the cache of the hub can't be read: {error}", path=model) from error
+
+
+def _cached(model: str, revision: str | None, options: HubOptions) -> str:
+    """The folder of a snapshot in the cache, if it holds config and weights. Raises :class:`SourceError`."""
+    folder = _snapshot(model, revision, options)
+    files = [os.path.relpath(os.path.join(at, n), folder) for at, _, names in os.walk(folder) for n in names]
+    try:
+        names, index = needed_files(files, subfolder=options.subfolder, variant=options.variant, where=folder)
+    except SourceError as error:
+        raise SourceError(
+            f"the cache holds a part of {model} only, without the weights that are asked for. Run once online",
+            path=folder,
+        ) from error
+    if index is not None:
+        names += _listed_weights(inside(folder, index), index)
+    names += _whole_series(names)
+    lost = sorted(name for name in set(names) if not os.path.isfile(os.path.join(folder, name)))
+    if lost:
+        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+        raise SourceError(
+            f"the cache holds a part of {model} only: {', '.join(lost[:3])}{more} is not there. Run once online",
+            path=folder,
+        )
+    return folder
+
+
+def _whole_series(names: Iterable[str]) -> Iterator[str]:
+    """All of ``model-00001-of-00002.safetensors``, … of which one is named."""
+    for stem, count, end in {m.groups() for name in names if (m := _NUMBERED.fullmatch(name))}:
+        if int(count) <= 10_000:
+            yield from (f"{stem}-{k:05}-of-{count}{end}" for k in range(1, int(count) + 1))
+
+
+def _explained(error: Exception, model: str, options: HubOptions) -> SourceError:
+    """What the hub, the network or the disk said, in words, without the token."""
+    from huggingface_hub import constants, errors
+
+    endpoint = constants.ENDPOINT
+    at = f" at revision {options.revision!r}" if options.revision else ""
+    if isinstance(error, errors.GatedRepoError):
+        text = f"the model is gated: accept its conditions at {endpoint}/{model}, and give token= or run 'hf auth login'"
+    elif isinstance(error, errors.RepositoryNotFoundError):
+        text = (
+            f"no such directory here, and {endpoint} has no such model, or it is private and the token (token=, "
+            f"HF_TOKEN, 'hf auth login') has no access. Correct the path or the id"
+        )
+    elif isinstance(error, errors.RevisionNotFoundError):
+        text = f"{endpoint} has the model, and nothing{at}"
+    elif getattr(getattr(error, "response", None), "status_code", None) == 401:
+        text = f"{endpoint} refused the token (401); give a valid token=, HF_TOKEN or 'hf auth login'"
+    else:
+        said = " ".join(str(error).split())
+        if isinstance(options.token, str) and options.token:
+            said = said.replace(options.token, "(token)")
+        text = (
+            f"no such directory here, and the download from {endpoint} failed: {type(error).__name__}: {said}"
+        )
+    return SourceError(text, path=model)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Which files
+
+
+def needed_files(
+    files: Iterable[str],
+    *,
+    subfolder: str = "",
+    variant: str | None = None,
+    with_code: bool = False,
+    where: str,
+) -> tuple[list[str], str | None]:
+    """Of a repository's files those that a load needs, and the index that names more of them, if there is one. Pure.
+
+    Config, tokenizer, processor and template files of the folder itself; the safetensors files, as a load of a
+    directory chooses them, else ``pytorch_model.bin``; with ``with_code`` all Python files. Raises
+    :class:`SourceError` naming ``where`` if there are no weights.
+    """
+    prefix = f"{subfolder.strip('/')}/" if subfolder.strip("/") else ""
+    inner = {name.removeprefix(prefix): name for name in files if name.startswith(prefix)}
+    here = sorted(name for name in inner if "/" not in name)
+    wanted = [n for n in here if n.endswith(_DOCUMENTS) and ".index." not in n]
+    wanted += [n for n in inner if n.startswith("additional_chat_templates/")]
+    if with_code:
+        wanted += [n for n in inner if n.endswith(".py")]
+    weights, index = _weights(here, variant)
+    if not weights and index is None:
+        of = f" of variant {variant!r}" if variant else ""
+        other = sorted(
+            {os.path.splitext(n)[1] for n in here if n.endswith((".gguf", ".safetensors", ".bin", ".pt"))}
+        )
+        raise SourceError(
+            f"holds no {SINGLE_NAME}{of}, no index of several and no {TORCH_SINGLE_NAME}"
+            + (f" in {subfolder!r}" if prefix else "")
+            + (f"; it has {', '.join(other)} files under other names" if other else ""),
+            path=where,
+        )
+    chosen = [*wanted, *weights, *([index] if index else [])]
+    return [inner[n] for n in dict.fromkeys(chosen)], (inner[index] if index else None)
+
+
+def _weights(here: Collection[str], variant: str | None) -> tuple[list[str], str | None]:
+    for index, single in ((INDEX_NAME, SINGLE_NAME), (TORCH_INDEX_NAME, TORCH_SINGLE_NAME)):
+        if with_variant(index, variant) in here:
+            return [], with_variant(index, variant)
+        if with_variant(single, variant) in here:
+            return [with_variant(single, variant)], None
+        if variant is not None:
+            return [], None
+        if single == SINGLE_NAME and (several := [n for n in here if n.endswith(".safetensors")]):
+            return several, None
+    return [], None
+
+
+def _listed_weights(file: str, index: str) -> list[str]:
+    """The files that an index names, as paths inside the repository."""
+    document = read_json(file, "index")
+    found = document.get("weight_map") if isinstance(document, dict) else None
+    names = {n for n in found.values() if isinstance(n, str)} if isinstance(found, dict) else set()
+    folder = os.path.dirname(index)
+    return [inside(folder, name) for name in sorted(names)]

@@ -1,0 +1,290 @@
+"""Constructing any module with its parameters on meta and its buffers real and right.
+
+``torch.device("meta")`` would put buffers on meta too, and nothing says how to compute them afterwards;
+transformers' ``no_init_weights`` leaves out the buffers that ``_init_weights`` computes. Here construction
+runs as it always does; only each *parameter* is exchanged for one on meta when a module registers it. What is
+then done to it (initialisation, ties, dtype conversion) happens on meta and costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ..names import canonical_name
+from ..rng import preserve_rng
+
+__all__ = ["NotLarger", "at_most", "forget_meta_buffers", "meta_buffers", "meta_init"]
+
+
+@contextmanager
+def meta_init() -> Iterator[None]:
+    """Modules constructed inside have their parameters on meta, and the buffers of ordinary construction.
+
+    Works for any ``nn.Module``; no class is known by name. Kept of each parameter: shape, strides, dtype,
+    ``requires_grad``, class, Python attributes, and being shared. Scoped to the calling thread; can be nested.
+    The state of the random generators (Python, numpy, torch on the CPU and on an initialised accelerator) is
+    on exit what it was on entry, also after an error. Host memory: one parameter's unwritten allocation.
+
+    A buffer computed *from a parameter* can't be real; it is remembered, see :func:`meta_buffers`. Lazy
+    parameters (``nn.LazyLinear``) stay as they are.
+
+    Needs no process group; every rank that calls it constructs for itself.
+    """
+    with preserve_rng():
+        _enter()
+        try:
+            with _NothingDrawn():  # type: ignore[no-untyped-call]
+                yield
+        finally:
+            _exit()
+
+
+@contextmanager
+def at_most(registrations: int, refusal: Exception) -> Iterator[None]:
+    """Inside, and inside :func:`meta_init`, ``refusal`` is raised when modules, parameters and buffers get too many.
+
+    For configs from files, which can ask for any number of layers. Scoped to the calling thread.
+    """
+    before, _scope.left, _scope.refusal = (_scope.left, _scope.refusal), registrations, refusal
+    try:
+        yield
+    finally:
+        _scope.left, _scope.refusal = before
+
+
+def meta_buffers(model: nn.Module) -> list[str]:
+    """Canonical names of buffers whose value is not known: left on meta by :func:`meta_init`, or on meta now.
+
+    A buffer stays named after it was given memory, since memory does not make it right, until
+    :func:`forget_meta_buffers`.
+    """
+    names: dict[str, None] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        left = _left_on_meta(module)
+        for attribute, buffer in module._buffers.items():
+            if buffer is not None and (buffer.is_meta or attribute in left):
+                names[canonical_name(f"{path}.{attribute}" if path else attribute)] = None
+    return list(names)
+
+
+def forget_meta_buffers(model: nn.Module, names: Iterable[str] | None = None) -> None:
+    """Take buffers (canonical ``names``; all if None) off the list: they have been loaded or recomputed."""
+    settled = None if names is None else frozenset(names)
+    for path, module in model.named_modules(remove_duplicate=False):
+        left = _left_on_meta(module)
+        for attribute in tuple(left):
+            if settled is None or canonical_name(f"{path}.{attribute}" if path else attribute) in settled:
+                left.discard(attribute)
+
+
+# ----------------------------------------------------------------------------------------------------
+# One pair of global hooks serves every thread that is inside; what a thread has seen is its own.
+
+
+class _NothingDrawn(TorchDispatchMode):
+    """Leaves out what would only fill meta tensors with random numbers, where there are none to be filled.
+
+    torch has these two in Python alone for meta (torch 2.11-2.13): of a 32B model's construction they take two thirds.
+    """
+
+    _FILLS = frozenset((torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self._FILLS and args[0].is_meta:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+class NotLarger(TorchDispatchMode):
+    """Inside, ``refusal`` is raised before torch makes a tensor of more than ``most_bytes``.
+
+    For configs from files, which can ask for buffers of any size. Each operation is tried on meta first.
+    """
+
+    def __init__(self, most_bytes: int, refusal: Exception) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._most_bytes, self._refusal = most_bytes, refusal
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _bytes_made(func, args, kwargs) > self._most_bytes:
+            raise self._refusal
+        return func(*args, **kwargs)
+
+
+def _bytes_made(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
+    """Bytes of the largest tensor that an operation gives; 0 where meta can't tell."""
+    on_meta = {**kwargs, "device": torch.device("meta")} if kwargs.get("device") is not None else kwargs
+    try:
+        args, on_meta = tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, on_meta))
+        made = func(*args, **on_meta)
+    except Exception:  # no kernel for meta, or an operation that looks at values
+        return 0
+    return max(
+        (t.numel() * t.element_size() for t in tree_leaves(made) if isinstance(t, torch.Tensor)), default=0
+    )
+
+
+class _Scope(threading.local):
+    def __init__(self) -> None:
+        self.depth = 0
+        #: What may still be registered, and what is raised after that; None if there is no limit.
+        self.left: int | None = None
+        self.refusal: Exception | None = None
+        # By id of the original parameter. The weak reference keeps an id that Python gave out again from
+        # being taken for the first parameter, without holding the original's memory.
+        self.replacements: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
+        self.with_buffers: dict[int, weakref.ref[nn.Module]] = {}
+
+
+_scope = _Scope()
+_lock = threading.Lock()
+_inside = 0
+_handles: list[Any] = []
+
+# Keyed by id, since a module may define __eq__ and so lose its hash.
+_remembered: dict[int, tuple[weakref.ref[nn.Module], set[str]]] = {}
+
+
+def _enter() -> None:
+    global _inside
+    _scope.depth += 1
+    if _scope.depth == 1:
+        with _lock:
+            _inside += 1
+            if _inside == 1:
+                _handles.append(register_module_parameter_registration_hook(cast(Any, _to_meta)))
+                _handles.append(register_module_buffer_registration_hook(_note_buffer))
+                _handles.append(register_module_module_registration_hook(_note_module))
+
+
+def _exit() -> None:
+    global _inside
+    _remember_meta_buffers()
+    _scope.depth -= 1
+    if _scope.depth:
+        return
+    _scope.replacements.clear()
+    _scope.with_buffers.clear()
+    with _lock:
+        _inside -= 1
+        if _inside == 0:
+            _wait_for_registrations_elsewhere()
+            while _handles:
+                _handles.pop().remove()
+
+
+def _note_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
+    _count()
+
+
+def _count() -> None:
+    if _scope.depth and _scope.left is not None and _scope.refusal is not None:
+        _scope.left -= 1
+        if _scope.left < 0:
+            raise _scope.refusal
+
+
+def _to_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+    _count()
+    if not _scope.depth or parameter.is_meta or is_lazy(parameter):
+        return None
+    known = _scope.replacements.get(id(parameter))
+    if known is not None and known[0]() is parameter:
+        return known[1]
+    replacement = _meta_copy(parameter)
+    _scope.replacements[id(parameter)] = (weakref.ref(parameter), replacement)
+    return replacement
+
+
+def _meta_copy(parameter: nn.Parameter) -> nn.Parameter:
+    data = parameter.data
+    on_meta = data.to("meta")
+    if type(data) is torch.Tensor:
+        # A subclass of Parameter may want other arguments in __new__; this goes around it, keeps the class.
+        copy: nn.Parameter = torch.Tensor._make_subclass(type(parameter), on_meta, parameter.requires_grad)
+    else:  # a tensor subclass (DTensor, quantised) that is itself marked as a parameter
+        copy = nn.Parameter(on_meta, requires_grad=parameter.requires_grad)
+    copy.__dict__.update(parameter.__dict__)
+    return copy
+
+
+def _note_buffer(module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
+    _count()
+    if _scope.depth:
+        _scope.with_buffers[id(module)] = weakref.ref(module)
+
+
+def _remember_meta_buffers() -> None:
+    for key, reference in _scope.with_buffers.items():
+        module = reference()
+        if module is None or id(module) != key:
+            continue
+        left = {name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
+        if left:
+            _left_on_meta(module, create=True).update(left)
+
+
+def _left_on_meta(module: nn.Module, *, create: bool = False) -> set[str]:
+    known = _remembered.get(id(module))
+    if known is not None and known[0]() is module:
+        return known[1]
+    left: set[str] = set()
+    if create:
+        key = id(module)
+        reference = weakref.ref(module, lambda dead: _forget_module(key, dead))
+        _remembered[key] = (reference, left)
+    return left
+
+
+def _forget_module(key: int, dead: weakref.ref[nn.Module]) -> None:
+    known = _remembered.get(key)
+    if known is not None and known[0] is dead:
+        del _remembered[key]
+
+
+def _wait_for_registrations_elsewhere(timeout_s: float = 1.0) -> None:
+    """Let other threads leave ``register_parameter`` / ``register_buffer`` / ``add_module``.
+
+    torch iterates over its table of hooks there, and taking one out meanwhile would raise in that thread.
+    """
+    if threading.active_count() == 1:
+        return
+    deadline = time.monotonic() + timeout_s
+    while _registering_elsewhere() and time.monotonic() < deadline:
+        time.sleep(0)
+
+
+def _registering_elsewhere() -> bool:
+    iterating = (
+        nn.Module.register_parameter.__code__,
+        nn.Module.register_buffer.__code__,
+        nn.Module.add_module.__code__,
+        nn.Module.__setattr__.__code__,
+    )
+    here = threading.get_ident()
+    for thread, top in sys._current_frames().items():
+        frame: FrameType | None = top
+        while frame is not None and thread != here:
+            if frame.f_code in iterating:
+                return True
+            frame = frame.f_back
+    return False

@@ -1,0 +1,206 @@
+"""The model's own rules for initial values, found by watching them write on meta.
+
+A rule is a call: a module's ``reset_parameters()``, or ``_init_weights(module)`` of the nearest model around it
+that has one. Which parameters a call writes is not guessed from names: all calls run once on an unsharded meta copy
+of the model, in the order of ordinary construction, under a dispatch mode that records every write. So GPT-2's
+scaling of ``c_proj``, which is done in the call for the *whole model*, is found like any other.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..internals.torch import original_class
+from .meta_init import meta_init
+
+__all__ = ["Rule", "Template", "build_template", "copy_template", "rules_of"]
+
+# Operations that set every element without reading it: what earlier calls wrote no longer matters.
+_OVERWRITES = frozenset(
+    f"aten::{name}_"
+    for name in (
+        "bernoulli",
+        "copy",
+        "exponential",
+        "fill",
+        "geometric",
+        "normal",
+        "random",
+        "uniform",
+        "zero",
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """An unsharded meta copy of a model (or of a part of it), on which rules can run."""
+
+    root: nn.Module
+    path: str
+    """Where it stands in the live model: path as in ``named_modules``."""
+
+
+@dataclass(eq=False, slots=True)
+class Rule:
+    """One call, and what it wrote to each parameter of the template, by id."""
+
+    module: nn.Module
+    call: Callable[[], object]
+    written: dict[int, int] = field(default_factory=dict)
+    """Elements written, counting repeats."""
+    overwrites: set[int] = field(default_factory=set)
+    """Parameters whose every element it sets before anything else."""
+    failure: str | None = None
+
+
+def build_template(live: nn.Module, path: str) -> Template:
+    """A fresh transformers model of the original class, from the live one's config: nothing of a wrapper is left."""
+    with meta_init():
+        root: nn.Module = original_class(live)(copy.deepcopy(live.config))
+    _untie(root)
+    return Template(root, path)
+
+
+def copy_template(live: nn.Module) -> Template:
+    """A copy of any module's tree, with the original classes and without hooks."""
+    root = _meta_tree(live, {}, {})
+    _untie(root)
+    return Template(root, "")
+
+
+def _untie(root: nn.Module) -> None:
+    """Every slot gets a parameter of its own: construction ties only after each module was initialised."""
+    seen: set[int] = set()
+    for module in root.modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) in seen:
+                separate = nn.Parameter(torch.empty_like(parameter), parameter.requires_grad)
+                module._parameters[attribute] = parameter = separate
+            seen.add(id(parameter))
+
+
+def _meta_tree(
+    module: nn.Module, modules: dict[int, nn.Module], tensors: dict[int, torch.Tensor]
+) -> nn.Module:
+    """Copies of the modules without hooks, sharing nothing that a rule writes; shared objects stay shared."""
+    if id(module) in modules:
+        return modules[id(module)]
+    kind = original_class(module)
+    tree = modules[id(module)] = object.__new__(kind)  # around constructors that want arguments
+    tree.__dict__.update(module.__dict__)
+    for name in [n for n in tree.__dict__ if n.endswith("_hooks") or n.endswith("_hooks_with_kwargs")]:
+        tree.__dict__[name] = type(tree.__dict__[name])()
+
+    def on_meta(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is not None and id(tensor) not in tensors:
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            tensors[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+        return None if tensor is None else tensors[id(tensor)]
+
+    tree.__dict__["_parameters"] = {name: on_meta(p) for name, p in module._parameters.items()}
+    tree.__dict__["_buffers"] = {name: on_meta(b) for name, b in module._buffers.items()}
+    tree.__dict__["_modules"] = {
+        name: None if child is None else _meta_tree(child, modules, tensors)
+        for name, child in module._modules.items()
+    }
+    return tree
+
+
+def rules_of(template: Template, calls: Iterable[Rule] | None = None) -> list[Rule]:
+    """Every call that ordinary construction makes, in its order, with what it writes. Draws no random numbers.
+
+    ``calls`` are other ones to be looked at instead.
+    """
+    recorder = _Recorder(template.root)
+    rules = [*_resets(template.root), *_init_weights(template.root)] if calls is None else [*calls]
+    for rule in rules:
+        recorder.watch(rule)
+    return rules
+
+
+def _resets(root: nn.Module) -> Iterator[Rule]:
+    for module, _ in _children_first(root, None, set()):
+        for name in ("reset_parameters", "_reset_parameters"):
+            method = getattr(module, name, None)
+            if callable(method) and _takes(method):
+                yield Rule(module, method)
+                break
+
+
+def _init_weights(root: nn.Module) -> Iterator[Rule]:
+    for module, giver in _children_first(root, None, set()):
+        if giver is not None:
+            yield Rule(module, partial(giver._init_weights, module))
+
+
+def _children_first(
+    module: nn.Module, giver: nn.Module | None, seen: set[int]
+) -> Iterator[tuple[nn.Module, Any]]:
+    """Every module once, children before parents, with the nearest module around it that initialises others."""
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    method = getattr(module, "_init_weights", None)
+    if callable(method) and _takes(method, module):
+        giver = module
+    for child in module.children():
+        yield from _children_first(child, giver, seen)
+    yield module, giver
+
+
+def _takes(method: Callable[..., object], *arguments: object) -> bool:
+    try:
+        inspect.signature(method).bind(*arguments)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes for one call at a time which parameters' storages are written, through whatever view."""
+
+    def __init__(self, root: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._by_storage = {p.untyped_storage()._cdata: p for p in root.parameters() if p.is_meta}
+        self._rule: Rule | None = None
+
+    def watch(self, rule: Rule) -> None:
+        self._rule = rule
+        try:
+            with self, torch.no_grad():
+                rule.call()
+        except Exception as error:
+            rule.failure = f"{type(error).__name__}: {error}".splitlines()[0]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            target = args[place] if place < len(args) else kwargs.get(argument.name)
+            for tensor in target if isinstance(target, (list, tuple)) else (target,):
+                if isinstance(tensor, torch.Tensor):
+                    self._note(tensor, func._schema.name)
+        return func(*args, **kwargs)
+
+    def _note(self, tensor: torch.Tensor, operation: str) -> None:
+        parameter = self._by_storage.get(tensor.untyped_storage()._cdata)
+        if parameter is None or self._rule is None:
+            return
+        key, written = id(parameter), self._rule.written
+        if key not in written and operation in _OVERWRITES and tensor.numel() == parameter.numel():
+            self._rule.overwrites.add(key)
+        written[key] = written.get(key, 0) + tensor.numel()

@@ -1,0 +1,58 @@
+"""Refusing what is quantised, before anything is planned: sources, and configs that the caller gives."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from torch import nn
+
+from ..catalog import Catalog
+from ..catalog.quantized import method_of_config, quantized, way_out
+from ..errors import UnsupportedConversionError
+from ..names import named_tensors
+
+__all__ = ["refuse_config", "refuse_request", "refuse_source"]
+
+
+def refuse_source(catalog: Catalog, model: nn.Module | None = None) -> None:
+    """Raise :class:`UnsupportedConversionError`, in one line, if a source holds codes that ``model`` has no tensors for.
+
+    Float8 tensors without scales are no codes. Rank-local; looks at names only.
+    """
+    own = [name for t in named_tensors(model) for name in t.names] if model is not None else ()
+    found = quantized(catalog.tensors, own)
+    if found is not None:
+        raise UnsupportedConversionError(
+            f"{catalog.root}: quantised ({found.method}: {found.codes!r} goes with {found.companion!r}), which can't be "
+            f"loaded yet; {way_out(found.method)}"
+        )
+
+
+def refuse_config(config: Any, catalog: Catalog | None, path: str, *, given: bool) -> None:
+    """Raise :class:`UnsupportedConversionError` if the config of a load names a quantisation: the source's or a given one.
+
+    A checkpoint of a training run has the tensors that were trained, whatever its config kept. Rank-local.
+    """
+    method = method_of_config(config)
+    if not method or (catalog is not None and catalog.has_module_names and not given):
+        return
+    found = quantized(catalog.tensors) if catalog is not None else None
+    if given and found is None:
+        refuse_request(config, "config=")
+    hint = way_out(method)
+    if catalog is not None and found is None:
+        hint += "; if its tensors are plain, give config= without quantization_config"
+    raise UnsupportedConversionError(
+        f"{path}: quantised ({method}, says the config), which can't be loaded yet; {hint}"
+    )
+
+
+def refuse_request(wanted: Any, where: str) -> NoReturn:
+    """Raise :class:`UnsupportedConversionError` for a quantisation that the caller asks for in ``where``."""
+    method = (
+        method_of_config(wanted) or method_of_config({"quantization_config": wanted}) or "of no named method"
+    )
+    raise UnsupportedConversionError(
+        f"{where} asks for a quantised model ({method}), and nothing is quantised while it is loaded yet; leave it out "
+        f"for plain weights, or quantise with transformers' from_pretrained, on one process without sharding"
+    )

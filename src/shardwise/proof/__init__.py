@@ -1,1 +1,0 @@
-"""Proof that what was loaded or stored is what it should be: digests, coverage, reports."""

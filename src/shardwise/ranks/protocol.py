@@ -1,0 +1,483 @@
+"""One agreement of all ranks, through keyed entries of the process group's store, never through a collective.
+
+A rank that is stopped inside a gloo collective poisons the group for good. Rank 0 coordinates. In round ``n``::
+
+    others:  status/<rank> = ok | cause | payload,  n/arrived += 1,  poll n/verdict,  n/seen += 1
+    rank 0:  poll n/arrived,  read the statuses,  n/verdict = ok | causes | reply,  poll n/seen,  delete n/*
+
+The verdict is set once (compare-and-set), so all ranks read the same one whoever wrote it, whenever they
+read it: waiting ranks write it themselves when rank 0 makes no progress. Progress is ``beat/<rank>``, which
+`Ranks.tick` advances about once a second from the working thread, or while that is in a system call on a file from
+the thread that watches it (:mod:`.patience`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from typing import NoReturn, Protocol, cast
+
+import torch.distributed as dist
+
+from shardwise.errors import RankError
+from shardwise.internals.torch import default_store
+
+__all__ = ["Call", "Link", "cause_of", "failure", "link_of", "look_period_s", "pack", "shorten", "text_of"]
+
+_PART_BYTES = 4 * 1024**2  # TCPStore refuses values above 8 MiB and drops the connection
+_INLINE_BYTES = 64 * 1024  # payloads up to here travel inside the status or verdict
+_STATUSES_PER_GET = 256
+_CAUSE_CHARS = 4_000
+_ALL_CAUSES_CHARS = 256_000  # of one verdict, so that 1,000 failing ranks still fit into one value
+_FIRST_PAUSE_S = 0.001
+_LOOK_PERIOD_S = 1.0
+_LINGER_S = 2.0  # how long rank 0 stays for ranks that have arrived but not yet read the verdict
+_SAME_FAILURE_GRACE_S = 2.0  # how long rank 0 waits for the others to fail alike
+_FAILED = 1 << 32  # arrived counts arrivals in its low half, failures among them in its high half
+_AGREED = "_shardwise_agreed"  # attribute of errors that all ranks raise: an outer agree() lets them pass
+_UNREACHABLE = "unreachable: the process group's store is gone (did rank 0, or the process hosting it, end?)"
+
+
+class _Store(Protocol):
+    """What we use of torch.distributed.Store; its stub says str where bytes are taken and given."""
+
+    def set(self, key: str, value: bytes) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def add(self, key: str, value: int) -> int: ...
+    def check(self, keys: list[str]) -> bool: ...
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes: ...
+    def delete_key(self, key: str) -> bool: ...
+    def multi_get(self, keys: list[str]) -> list[bytes]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Which agreement a rank is in."""
+
+    kind: str
+    label: str
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """How a rank arrived at a round. ``fingerprint`` is equal for failures of the same type and full text."""
+
+    round: int
+    kind: str
+    label: str
+    cause: str | None = None
+    fingerprint: str = ""
+    parts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What all ranks of a round do: go on with the reply, or raise."""
+
+    ok: bool
+    label: str
+    causes: dict[str, str] = field(default_factory=dict)  # JSON has no integer keys
+    missing: tuple[int, ...] = ()
+    timeout_s: float = 0.0
+    identical: bool = False  # all ranks failed alike: each raises its own exception
+    parts: int = 0
+
+    def error(self) -> RankError:
+        causes = {int(rank): cause for rank, cause in self.causes.items()}
+        return RankError(self.label, causes, tuple(self.missing), self.timeout_s)
+
+
+def failure(call: Call, causes: Mapping[int, str], missing: tuple[int, ...] = ()) -> Verdict:
+    """The verdict that all raise, with causes cut so that those of 1,000 ranks fit into one value."""
+    room = max(200, _ALL_CAUSES_CHARS // max(1, len(causes)))
+    short = {str(rank): shorten(cause, room) for rank, cause in sorted(causes.items())}
+    return Verdict(ok=False, label=call.label, causes=short, missing=missing, timeout_s=call.timeout_s)
+
+
+class Watch:
+    """Finds ranks that make no progress, by looking at their beats about once a second.
+
+    Adds up the time between looks instead of comparing clocks, so that a watcher that was itself stopped
+    or suspended does not blame the others when it wakes.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._period_s = look_period_s(timeout_s)
+        self._looked = time.monotonic()
+        self._beats: dict[int, bytes] = {}
+        self._idle_s: dict[int, float] = {}
+
+    def due(self) -> bool:
+        return time.monotonic() - self._looked >= self._period_s
+
+    def look(self, beats: Mapping[int, bytes]) -> tuple[int, ...]:
+        """The ranks among ``beats`` that made no progress for the timeout."""
+        now = time.monotonic()
+        elapsed_s = min(now - self._looked, 2 * self._period_s)
+        self._looked = now
+        for rank, beat in beats.items():
+            moved = self._beats.get(rank) != beat
+            self._idle_s[rank] = 0.0 if moved else self._idle_s[rank] + elapsed_s
+        self._beats = dict(beats)
+        return tuple(rank for rank in sorted(beats) if self._idle_s[rank] >= self._timeout_s)
+
+
+# One link per process group, shared by all Ranks of it so that their rounds stay in step. Weak, because a
+# reference to the store would keep its port taken after destroy_process_group().
+_opening = threading.Lock()
+_links: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Link]] = weakref.WeakKeyDictionary()
+
+
+def link_of(group: dist.ProcessGroup, rank: int, world_size: int, channel: str = "") -> Link:
+    """This process's link of a group; made at the first call.
+
+    A channel has rounds of its own, and a connection of its own to the store: what one thread agrees on there
+    does not come between the rounds of another.
+    """
+    with _opening:
+        links = _links.setdefault(group, {})
+        if channel not in links:
+            links[channel] = _open_link(rank, world_size, channel)
+        return links[channel]
+
+
+def _open_link(rank: int, world_size: int, channel: str) -> Link:
+    try:
+        store = default_store()
+        if channel:
+            store = store.clone()
+        # Under torchrun the store outlives the group: a group made anew must not read old verdicts.
+        generation = store.add(f"shardwise/{channel}generation/{rank}", 1)
+        prefixed = dist.distributed_c10d.PrefixStore(f"shardwise/{channel}{generation}", store)
+    except RuntimeError as error:
+        raise RankError("open the process group's store", {0: _UNREACHABLE}) from error
+    return Link(cast(_Store, prefixed), rank, world_size, generation)
+
+
+class Link:
+    """This process's end of the agreements of one process group."""
+
+    def __init__(self, store: _Store, rank: int, world_size: int, generation: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._others = world_size - 1
+        self._generation = generation
+        self._round = 0
+        self._posted = 0  # the last round at which this rank has arrived
+        self._ticks = 0
+        self._ticked = 0.0
+        self._beating = (
+            threading.Lock()
+        )  # a beat that a thread made before this rank arrived must not come after it
+        self._prepared = False
+        self._broken = False
+        self._unswept: list[str] = []
+        # All ranks together poll about 5,000 times a second at most: a fraction of what a TCPStore serves.
+        self._longest_pause_s = max(0.005, 0.0002 * world_size)
+
+    def tick(self, amount: int, period_s: float) -> None:
+        self._ticks += amount
+        now = time.monotonic()
+        if now - self._ticked >= period_s and not self._broken:
+            self._ticked = now
+            try:
+                self._beat()
+            except RuntimeError:  # the store's; the next agreement reports it
+                self._broken = True
+
+    def is_agreed(self, error: BaseException) -> bool:
+        """Whether all ranks have just raised this, so that agreeing on it again would wait for nobody."""
+        return bool(getattr(error, _AGREED, None) == (self._generation, self._round))
+
+    def agree(
+        self,
+        call: Call,
+        *,
+        own: BaseException | None = None,
+        payload: bytes = b"",
+        decide: Callable[[list[bytes]], bytes] = lambda _: b"",
+    ) -> bytes:
+        """One round. ``decide`` runs on rank 0 on all payloads and makes the reply, or raises RankError."""
+        self._round += 1
+        status = self._status(call, own)
+        try:
+            if self._rank == 0:
+                verdict, reply = self._lead(call, status, own, payload, decide)
+            elif own is None or isinstance(own, Exception):
+                verdict, reply = self._follow(call, status, payload)
+            else:  # Ctrl-C or exit: tell the others, don't wait for them nor for rank 0's verdict
+                self._publish(failure(call, {self._rank: cause_of(own)}))
+                self._post(status)
+                self._store.add(self._key("seen"), 1)
+                raise own
+        except RuntimeError as error:  # only the store raises these
+            if own is not None and not isinstance(own, Exception):
+                raise own from None
+            self._raise_unreachable(call, status, own, error)
+        except BaseException as error:
+            if error is not own:
+                with suppress(RuntimeError):  # we leave; don't let the others wait for us
+                    self._publish(failure(call, {self._rank: cause_of(error)}))
+            raise
+        if own is not None and (verdict.identical or not isinstance(own, Exception)):
+            self._raise(own)
+        if not verdict.ok:
+            self._raise(verdict.error(), own)
+        return reply
+
+    # -- rank 0 ------------------------------------------------------------------------------------------
+
+    def _lead(
+        self,
+        call: Call,
+        own_status: Status,
+        own: BaseException | None,
+        payload: bytes,
+        decide: Callable[[list[bytes]], bytes],
+    ) -> tuple[Verdict, bytes]:
+        verdict, reply = self._await_arrivals(call, own_status, own), b""
+        if verdict is None:
+            verdict, reply = self._decide(call, payload, decide)
+        parts = self._put_parts("reply", reply)
+        header = replace(verdict, parts=parts)
+        verdict = self._publish(header, b"" if parts else reply)
+        names = ["arrived", "verdict", "seen", *(f"reply/{i}" for i in range(parts))]
+        self._unswept += [self._key(name) for name in names]
+        self._linger(min(_LINGER_S, call.timeout_s / 2))
+        return verdict, reply
+
+    def _await_arrivals(self, call: Call, own_status: Status, own: BaseException | None) -> Verdict | None:
+        """Wait until all are here (None), or until the round is known to fail."""
+        watch = Watch(call.timeout_s)
+        pauses = self._pauses()
+        failed_since: float | None = None
+        while not self._store.check([self._key("verdict")]):
+            arrived, failed = self._arrivals()
+            failed += own_status.cause is not None
+            if failed:
+                failed_since = failed_since or time.monotonic()
+                alike = failed == arrived + 1 and (own is None or isinstance(own, Exception))
+                waited_s = time.monotonic() - failed_since
+                if not alike or arrived == self._others or waited_s > _SAME_FAILURE_GRACE_S:
+                    return self._failures(call, own_status)
+            elif arrived == self._others:
+                return None
+            if watch.due():
+                idle = watch.look(self._beats_of_absent())
+                if idle:
+                    return replace(self._failures(call, own_status), missing=idle)
+            self.tick(1, look_period_s(call.timeout_s))
+            time.sleep(next(pauses))
+        return self._published()[0]
+
+    def _failures(self, call: Call, own_status: Status) -> Verdict:
+        statuses = {0: own_status, **{rank: status for rank, (status, _) in self._statuses().items()}}
+        causes: dict[int, str] = {}
+        for rank, status in statuses.items():
+            if status.cause is not None:
+                where = "" if status.label == call.label else f" (in '{status.label}')"
+                causes[rank] = status.cause + where
+        alike = len({status.fingerprint for status in statuses.values()}) == 1
+        return replace(failure(call, causes), identical=alike and len(causes) == self._others + 1)
+
+    def _decide(
+        self, call: Call, payload: bytes, decide: Callable[[list[bytes]], bytes]
+    ) -> tuple[Verdict, bytes]:
+        statuses = self._statuses()
+        if len(statuses) < self._others:  # the others gave us up while we were stopped, and went on
+            return self._published()
+        causes = {rank: _disagreement(rank, status, call) for rank, (status, _) in statuses.items()}
+        causes = {rank: cause for rank, cause in causes.items() if cause}
+        if causes:
+            return failure(call, causes), b""
+        payloads = [payload]
+        for rank, (status, inline) in sorted(statuses.items()):
+            payloads.append(self._get_parts(f"payload/{rank}", status.parts) if status.parts else inline)
+        try:
+            return Verdict(ok=True, label=call.label), decide(payloads)
+        except RankError as error:
+            return failure(call, error.causes), b""
+
+    def _linger(self, longest_s: float) -> None:
+        """Stay until all who arrived have read the verdict: the store may end with this process.
+
+        When all ranks have read it, nobody needs this or an earlier round's keys.
+        """
+        pauses = self._pauses()
+        end = time.monotonic() + longest_s
+        while (seen := self._store.add(self._key("seen"), 0)) < self._others:
+            if seen >= self._arrivals()[0] or time.monotonic() > end:
+                return
+            time.sleep(next(pauses))
+        for key in self._unswept:
+            self._store.delete_key(key)
+        self._unswept.clear()
+
+    def _arrivals(self) -> tuple[int, int]:
+        failed, arrived = divmod(self._store.add(self._key("arrived"), 0), _FAILED)
+        return arrived, failed
+
+    def _prepare(self) -> None:
+        """Create the others' keys where they have not: reading a key that does not exist blocks."""
+        if not self._prepared:
+            for rank in range(1, self._others + 1):
+                self._store.compare_set(f"beat/{rank}", b"", b"0 0")
+                self._store.compare_set(f"status/{rank}", b"", pack(Status(0, "", "")))
+            self._prepared = True
+
+    def _beats_of_absent(self) -> dict[int, bytes]:
+        self._prepare()
+        beats = self._store.multi_get([f"beat/{rank}" for rank in range(1, self._others + 1)])
+        return {rank: beat for rank, beat in enumerate(beats, 1) if int(beat.split()[0]) < self._round}
+
+    def _statuses(self) -> dict[int, tuple[Status, bytes]]:
+        """The statuses, with inline payload, of those who have arrived at this round."""
+        self._prepare()
+        found: dict[int, tuple[Status, bytes]] = {}
+        for first in range(1, self._others + 1, _STATUSES_PER_GET):
+            ranks = range(first, min(first + _STATUSES_PER_GET, self._others + 1))
+            values = self._store.multi_get([f"status/{rank}" for rank in ranks])
+            for rank, packed in zip(ranks, values, strict=True):
+                header, inline = packed.split(b"\n", 1)
+                status = Status(**json.loads(header))
+                if status.round == self._round:
+                    found[rank] = status, inline
+        return found
+
+    # -- the other ranks ---------------------------------------------------------------------------------
+
+    def _follow(self, call: Call, status: Status, payload: bytes) -> tuple[Verdict, bytes]:
+        parts = self._put_parts(f"payload/{self._rank}", payload)
+        self._post(replace(status, parts=parts), b"" if parts else payload)
+        watch = Watch(call.timeout_s)
+        pauses = self._pauses()
+        while not self._store.check([self._key("verdict")]):
+            if watch.due() and watch.look({0: self._beat_of_first()}):
+                causes = {} if status.cause is None else {self._rank: status.cause}
+                self._publish(failure(call, causes, missing=(0,)))
+            time.sleep(next(pauses))
+        verdict, reply = self._published()
+        for i in range(parts):  # rank 0 has read them, or never will
+            self._store.delete_key(self._key(f"payload/{self._rank}/{i}"))
+        self._store.add(self._key("seen"), 1)
+        return verdict, reply
+
+    def _post(self, status: Status, inline: bytes = b"") -> None:
+        self._store.set(f"status/{self._rank}", pack(status, inline))
+        self._posted = self._round
+        self._beat()
+        self._store.add(self._key("arrived"), 1 if status.cause is None else 1 + _FAILED)
+
+    def _beat_of_first(self) -> bytes:
+        return self._store.get("beat/0") if self._store.check(["beat/0"]) else b""
+
+    # -- both --------------------------------------------------------------------------------------------
+
+    def _key(self, name: str) -> str:
+        return f"{self._round}/{name}"
+
+    def _status(self, call: Call, own: BaseException | None) -> Status:
+        if own is None:
+            return Status(self._round, call.kind, call.label)
+        full = f"{type(own).__module__}.{type(own).__qualname__}: {text_of(own)}"
+        fingerprint = hashlib.blake2b(full.encode(errors="replace"), digest_size=16).hexdigest()
+        return Status(self._round, call.kind, call.label, cause_of(own), fingerprint)
+
+    def _beat(self) -> None:
+        with self._beating:
+            self._store.set(f"beat/{self._rank}", f"{self._posted} {self._ticks}".encode())
+
+    def _publish(self, verdict: Verdict, inline: bytes = b"") -> Verdict:
+        """Make this the verdict unless there is one; returns the one that holds."""
+        packed = self._store.compare_set(self._key("verdict"), b"", pack(verdict, inline))
+        return Verdict(**json.loads(packed.split(b"\n", 1)[0]))
+
+    def _published(self) -> tuple[Verdict, bytes]:
+        header, inline = self._store.get(self._key("verdict")).split(b"\n", 1)
+        verdict = Verdict(**json.loads(header))
+        return verdict, self._get_parts("reply", verdict.parts) if verdict.parts else inline
+
+    def _put_parts(self, name: str, payload: bytes) -> int:
+        """Store a payload that is too large to travel inline, in parts; returns how many."""
+        if len(payload) <= _INLINE_BYTES:
+            return 0
+        view = memoryview(payload)
+        starts = range(0, len(payload), _PART_BYTES)
+        for i, start in enumerate(starts):
+            self._store.set(self._key(f"{name}/{i}"), bytes(view[start : start + _PART_BYTES]))
+            self.tick(1, _LOOK_PERIOD_S)
+        return len(starts)
+
+    def _get_parts(self, name: str, count: int) -> bytes:
+        parts = []
+        for key in [self._key(f"{name}/{i}") for i in range(count)]:
+            if self._store.check([key]):  # else its rank gave us up and took it back: a verdict says so
+                parts.append(self._store.get(key))
+            self.tick(1, _LOOK_PERIOD_S)
+        return b"".join(parts)
+
+    def _pauses(self) -> Iterator[float]:
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            yield pause_s
+            pause_s = min(1.5 * pause_s, self._longest_pause_s)
+
+    def _raise_unreachable(
+        self, call: Call, status: Status, own: BaseException | None, store_error: RuntimeError
+    ) -> NoReturn:
+        causes = {0: _UNREACHABLE}
+        if status.cause is not None:
+            causes[self._rank] = status.cause if self._rank else f"{status.cause}; {_UNREACHABLE}"
+        self._raise(RankError(call.label, causes), own or store_error)
+
+    def _raise(self, error: BaseException, cause: BaseException | None = None) -> NoReturn:
+        setattr(error, _AGREED, (self._generation, self._round))
+        if cause is None:
+            raise error
+        raise error from cause
+
+
+def look_period_s(timeout_s: float) -> float:
+    """How often ranks show, and look for, progress."""
+    return min(_LOOK_PERIOD_S, timeout_s / 4)
+
+
+def pack(header: Status | Verdict, inline: bytes = b"") -> bytes:
+    """The value of a status or verdict in the store: a line of JSON, then a small payload."""
+    return json.dumps(asdict(header)).encode() + b"\n" + inline
+
+
+def cause_of(error: BaseException) -> str:
+    """An exception in words for other ranks."""
+    text = text_of(error)
+    return shorten(f"{type(error).__name__}: {text}" if text else type(error).__name__, _CAUSE_CHARS)
+
+
+def text_of(error: BaseException) -> str:
+    """An exception's text, or that it can't tell."""
+    try:
+        return str(error)
+    except Exception:  # reporting must not fail: the others wait for it
+        return "(its text can't be made)"
+
+
+def shorten(text: str, chars: int) -> str:
+    """At most so many characters of a text."""
+    return text if len(text) <= chars else f"{text[: chars - 20]} … [shortened]"
+
+
+def _disagreement(rank: int, status: Status, call: Call) -> str:
+    if (status.kind, status.label) == (call.kind, call.label):
+        return ""
+    theirs, ours = f"'{status.label}'", f"'{call.label}'"
+    if theirs == ours:
+        theirs, ours = f"{status.kind}({theirs})", f"{call.kind}({ours})"
+    return f"ranks disagree on what they are doing: rank {rank} is in {theirs}, rank 0 in {ours}"

@@ -1,0 +1,239 @@
+"""The ranks that load or save together, and how they agree that all went well; :mod:`.protocol` is how it travels."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NoReturn, TypeVar, cast
+
+import torch.distributed as dist
+
+from shardwise import errors
+from shardwise.errors import CheckpointError, RankError
+from shardwise.ranks.messages import pack, unpack
+from shardwise.ranks.patience import LIMIT, Watch, watched
+from shardwise.ranks.protocol import Call, Link, cause_of, link_of, look_period_s, shorten, text_of
+
+__all__ = ["Claim", "Ranks"]
+
+_DESCRIPTION_CHARS = 1_000
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """The ranks that load or save together.
+
+    All ranks must make the same calls in the same order; `tick` is free. A call returns on every rank or
+    raises the same `RankError` on every living rank. ``timeout_s`` bounds the time *without progress*
+    (neither arriving, nor ticking, nor in a system call on a file), not the time that work takes. One system call
+    counts as progress for ten times ``timeout_s`` (:mod:`.patience`). With one rank nothing is sent and
+    exceptions pass unchanged.
+
+    A rank that is killed or stopped is named after ``timeout_s``. Limit: while a *stopped* process hosts a
+    TCPStore (rank 0 without torchrun), store calls of the others block until it is continued or killed.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    timeout_s: float = 300.0
+    channel: str = ""
+    """Agreements of another thread need a channel of their own, because each channel counts its rounds."""
+    _group: weakref.ref[dist.ProcessGroup] | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.timeout_s > 0:
+            raise ValueError(f"timeout_s must be positive, got {self.timeout_s}")
+
+    @classmethod
+    def current(cls, *, timeout_s: float = 300.0, channel: str = "") -> Ranks:
+        """The ranks of the default process group (any backend), or one rank if there is none.
+
+        Keeps no reference to the group or its store: after the group is destroyed, ask again.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            return cls(timeout_s=timeout_s, channel=channel)
+        group = weakref.ref(cast(dist.ProcessGroup, dist.group.WORLD))
+        return cls(
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            timeout_s=timeout_s,
+            channel=channel,
+            _group=group,
+        )
+
+    @contextmanager
+    def agree(self, label: str) -> Iterator[Claim]:
+        """Run rank-local work; every rank must enter. If it fails anywhere, all living ranks raise.
+
+        What the work finds that all ranks must find alike it gives to ``claim`` of the yielded object.
+
+        Raises `RankError` naming the failing ranks and their causes, chained from the rank's own exception
+        where it has one. When all ranks fail with the same type and text, each raises its own exception
+        instead. KeyboardInterrupt and SystemExit are reported to the others and go on as themselves.
+        """
+        own: BaseException | None = None
+        claim = Claim()
+        try:
+            with self.patience():
+                yield claim
+        except BaseException as error:
+            if self.world_size == 1 or self._link().is_agreed(error):
+                raise
+            own = error
+        if self.world_size == 1:
+            return
+        call = Call("agree", label, self.timeout_s)
+        different = self._link().agree(call, own=own, payload=claim.digest(), decide=_ranks_unlike_first)
+        if different:
+            ranks: list[int] = json.loads(different)
+            words = claim.words().encode(errors="backslashreplace")
+            self._link().agree(call, payload=words, decide=partial(_raise_different, label, ranks))
+
+    def combine(self, label: str, work: Callable[[], T], decide: Callable[[list[T]], R]) -> R:
+        """Run rank-local work; rank 0 decides on what all ranks found, in rank order, and every rank gets its reply.
+
+        One round. What travels is what :func:`.messages.pack` takes. Work that fails is as in `agree`; so is
+        ``decide``, on rank 0.
+        """
+        if self.world_size == 1:
+            return decide([work()])
+
+        def decided(payloads: list[bytes]) -> bytes:
+            try:
+                return pack(decide([cast(T, unpack(payload)) for payload in payloads]))
+            except Exception as error:
+                raise RankError(label, {0: cause_of(error)}) from error
+
+        return cast(R, unpack(self._round(label, lambda: pack(work()), decided)))
+
+    def gather(self, label: str, value: T) -> list[T] | None:
+        """Bring every rank's value to rank 0, in rank order; the other ranks get None. One round, as in `combine`."""
+        gathered: list[T] = []
+        self.combine(label, lambda: value, gathered.extend)
+        return gathered if self.rank == 0 else None
+
+    def on_first(self, label: str, work: Callable[[], T]) -> T:
+        """Run ``work`` on rank 0 and bring what it returns to every rank; every rank must call it. One round.
+
+        What travels is what :func:`.messages.pack` takes. A `CheckpointError` of ``work`` is raised with its own
+        type and text on every rank, because what it says is so for all; anything else becomes a `RankError`, as in
+        `agree`.
+        """
+        if self.world_size == 1:
+            return work()
+        refusal: CheckpointError | None = None
+
+        def first() -> bytes:
+            nonlocal refusal
+            if self.rank != 0:
+                return b""
+            try:
+                return b"\n" + pack(work())
+            except CheckpointError as error:
+                refusal = error
+                return f"{type(error).__name__}\n{text_of(error)}".encode(errors="replace")
+
+        kind, content = self._round(label, first, lambda payloads: payloads[0]).split(b"\n", 1)
+        if kind:
+            raise refusal or getattr(errors, kind.decode())(content.decode())
+        return cast(T, unpack(content))
+
+    def _round(self, label: str, work: Callable[[], bytes], decide: Callable[[list[bytes]], bytes]) -> bytes:
+        """Every rank's bytes to rank 0, and its reply to every rank. Of two ranks or more."""
+        own: BaseException | None = None
+        payload = b""
+        try:
+            with self.patience():
+                payload = work()
+        except BaseException as error:
+            if self._link().is_agreed(error):
+                raise
+            own = error
+        return self._link().agree(
+            Call("combine", label, self.timeout_s), own=own, payload=payload, decide=decide
+        )
+
+    @contextmanager
+    def patience(self) -> Iterator[None]:
+        """System calls that go through :func:`.patience.patiently` in the block count as progress. Rank-local.
+
+        `agree`, `combine` and `on_first` do this for their work.
+        """
+        if self.world_size == 1:
+            yield
+            return
+        watch = Watch(self.tick, look_period_s(self.timeout_s), LIMIT * self.timeout_s)
+        try:
+            with watched(watch):
+                yield
+        finally:
+            watch.end()
+
+    def tick(self, amount: int = 1) -> None:
+        """Tell the others that this rank makes progress. Call it for each block read or written.
+
+        Costs about a microsecond; the store is written about once a second. Never fails for a broken
+        store: the next agreement reports that.
+        """
+        if self.world_size > 1:
+            self._link().tick(amount, look_period_s(self.timeout_s))
+
+    def _link(self) -> Link:
+        group = self._group() if self._group is not None else None
+        if group is None or group is not dist.group.WORLD:
+            raise CheckpointError(
+                "the process group was destroyed while ranks still had to agree; call close() of a Checkpointer (or "
+                "leave its block) before destroy_process_group()"
+            )
+        return link_of(group, self.rank, self.world_size, self.channel)
+
+
+class Claim:
+    """What a rank says that every rank of an agreement must say alike; see `Ranks.agree`."""
+
+    def __init__(self) -> None:
+        self._payload = b""
+        self._describe: Callable[[bytes], str] | None = None
+
+    def alike(self, payload: bytes, describe: Callable[[bytes], str] | None = None) -> None:
+        """Every rank must give the same bytes, else all raise `RankError` naming those unlike rank 0.
+
+        Only hashes travel. ``describe`` turns a rank's own payload into the words for that error; it is
+        called on all ranks, only if they differ.
+        """
+        self._payload, self._describe = payload, describe
+
+    def digest(self) -> bytes:
+        """What travels; nothing where nothing was claimed."""
+        return hashlib.blake2b(self._payload, digest_size=32).digest() if self._payload else b""
+
+    def words(self) -> str:
+        """What the error says of this rank's payload."""
+        return _describe(self._payload, self._describe)
+
+
+def _ranks_unlike_first(digests: list[bytes]) -> bytes:
+    """The ranks whose digest is not rank 0's, as JSON; nothing if there are none."""
+    different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    return json.dumps(different).encode() if different else b""
+
+
+def _describe(payload: bytes, describe: Callable[[bytes], str] | None) -> str:
+    if describe is None:
+        return f"{len(payload)} bytes with hash {hashlib.blake2b(payload, digest_size=8).hexdigest()}"
+    try:
+        return shorten(describe(payload), _DESCRIPTION_CHARS)
+    except Exception as error:  # the difference matters more than its description
+        return f"{len(payload)} bytes (describing them failed: {cause_of(error)})"
+
+
+def _raise_different(label: str, ranks: list[int], texts: list[bytes]) -> NoReturn:
+    words = [text.decode() for text in texts]
+    raise RankError(label, {r: f"differs from rank 0: has {words[r]}; rank 0 has {words[0]}" for r in ranks})

@@ -1,0 +1,1 @@
+"""Stored runs, whoever wrote them: what they hold, restore, convert, diff."""

@@ -1,0 +1,343 @@
+"""A stored training run as tensors with recipes and documents, whoever stored it: what a conversion takes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ..catalog import Catalog, StoredTensor
+from ..catalog.checkpoint import (
+    catalog_of_checkpoint,
+    catalog_of_slices,
+    directory,
+    optimizer_tensors,
+    packed_name,
+)
+from ..checkpoint.stored_documents import check_each, read_documents
+from ..checkpoint.verify import model_of
+from ..errors import FormatError, ShardwiseError, StateError
+from ..format.manifest import MANIFEST_NAME, Manifest, read_manifest
+from ..layout.wanted import Layout, whole_tensor
+from ..limits import MAX_COUNT, inside
+from ..loading.pretrained import build_meta
+from ..models.assets import read_companions
+from ..names import named_tensors
+from ..plan import IOOptions, build_plan
+from ..recipe.host_convert import HostConversion
+from ..recipe.match import Recipe, Rules, match_rules, same_names
+from ..recipe.origin import Origin
+from ..recipe.tiles import identity
+from ..recipe.transformers import hub_rules
+from ..state.train_state import document_of
+from ..state.typed_json import Encoded, encode
+from .pickled_values import plain_tensor
+from .third_party import ForeignRun, StoredOptimizer, find_run
+
+__all__ = [
+    "ModelContents",
+    "OptimizerContents",
+    "RunContents",
+    "as_config_says",
+    "as_stored",
+    "contents_of_run",
+    "has_module_names",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelContents:
+    """A model's tensors under module names, and how each is made of stored ones."""
+
+    catalog: Catalog
+    kinds: Mapping[str, tuple[str, tuple[int, ...]]]
+    """Dtype, as stored, and shape."""
+    recipes: Mapping[str, Recipe]
+    conversions: Mapping[str, HostConversion] = field(default_factory=dict)
+    buffers: frozenset[str] = frozenset()
+    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    stored_aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Names under which others' readers look for a tied tensor."""
+    hub_tensors: Mapping[str, tuple[int, ...]] | None = None
+    """As in a manifest: of the tensors that it was loaded from."""
+    companions: Mapping[str, bytes] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
+
+    def name_of(self, alias: str) -> str:
+        """The name of the tensor that has this name, or is tied to it."""
+        return next((n for n, others in self.aliases.items() if alias in others), alias)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerContents:
+    """An optimizer's tensors: spread like their parameter, or of one element."""
+
+    model: str
+    catalog: Catalog
+    spread: Mapping[str, Mapping[str, StoredTensor]]
+    scalars: Mapping[str, Mapping[str, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunContents:
+    """A run: its models and optimizers by name, and documents as a checkpoint of ours holds them."""
+
+    kind: str
+    models: Mapping[str, ModelContents]
+    optimizers: Mapping[str, OptimizerContents]
+    documents: Mapping[str, Encoded]
+    step: int
+    run_id: str | None
+    parent_step: int | None
+    seed: int
+    software: Mapping[str, str]
+    left: tuple[str, ...]
+    """What is stored and not carried over."""
+
+
+def contents_of_run(
+    path: str | os.PathLike[str], config: str | None, *, trust_remote_code: bool, io: IOOptions
+) -> RunContents:
+    """Describe the run (or the model alone) at ``path``. Rank-local; reads headers and small values, no payload.
+
+    ``config`` is a directory with the model's config.json, for a source that has none. Raises
+    :class:`SourceError`, :class:`PlanError` if the source is not complete for that config, :class:`StateError`.
+    """
+    root = os.fspath(path)
+    if os.path.isfile(os.path.join(root, MANIFEST_NAME)):
+        return _of_checkpoint(root)
+    run = find_run(root)
+    home = config or (root if os.path.isfile(os.path.join(root, "config.json")) else None)
+    if home is not None and len(run.models) > 1:
+        raise StateError(f"{root}: holds {len(run.models)} models, and one config can't be that of all")
+    names = ["model"] if len(run.models) == 1 else [f"model_{k}" for k in range(len(run.models))]
+    models = {name: as_stored(run.model(k)) for k, name in enumerate(names)}
+    if home is not None:
+        catalog = models["model"].catalog
+        found = as_config_says(catalog, build_meta(home, catalog, trust_remote_code=trust_remote_code), io)
+        models["model"] = replace(found, companions=read_companions(home))
+    return _of_foreign(run, models)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Models
+
+
+def as_stored(catalog: Catalog) -> ModelContents:
+    """Every stored tensor under its own name."""
+    kinds = {n: (t.dtype, t.shape) for n, t in catalog.tensors.items()}
+    recipes = {n: Recipe(n, (identity(n, t.shape),)) for n, t in catalog.tensors.items()}
+    return ModelContents(catalog, kinds, recipes)
+
+
+def has_module_names(catalog: Catalog) -> bool:
+    """Whether names may be those of modules: also slices that DCP's safetensors writer made (transformers' own save)."""
+    return catalog.has_module_names or "DCP_VERSION" in catalog.metadata
+
+
+def as_config_says(catalog: Catalog, model: Any, io: IOOptions) -> ModelContents:
+    """The tensors of a transformers model on meta, proved complete, in the dtypes in which they are stored."""
+    hub = hub_rules(model)
+    named = [t for t in named_tensors(model) if t.persistent]
+    known = {name for t in named for name in t.names}
+    # DCP's writer of safetensors takes either names: transformers gives it those of modules, torchtitan a hub's.
+    is_ours = catalog.tensors.keys() <= known or (catalog.has_module_names and catalog.kind != "slices")
+    made = (same_names if is_ours else hub.resolve)(catalog.tensors)
+    stored_as = {m.target: m.dtype for m in reversed(made)}
+    wanted = tuple(
+        replace(
+            whole_tensor(
+                t.name, next((stored_as[n] for n in t.names if n in stored_as), "F32"), t.tensor.shape
+            ),
+            aliases=t.aliases,
+        )
+        for t in named
+    )
+    matched = match_rules(catalog, wanted, Rules(lambda _: made, hub.unused, hub.init))
+    plan = build_plan(catalog, Layout(wanted), matched, io)
+    if plan.initialized:
+        lost = ", ".join(d.name for d in plan.initialized[:5])
+        raise StateError(
+            f"{catalog.root}: holds no {lost}, which the model has; load it (load_pretrained initialises them) and save"
+        )
+    results = {t.name: t for host in plan.conversions.values() for t in host.outputs.values()}
+    origin = Origin(plan.recipes, {n: t.shape for n, t in catalog.tensors.items()})
+    sources = {s for r in plan.recipes.values() for s in (*(t.source for t in r.tiles), *r.empty)}
+    shapes = {} if origin.is_plain else {s: catalog.tensors[s].shape for s in sources if s in catalog.tensors}
+    aliases = {t.name: t.aliases for t in named if t.aliases}
+    return ModelContents(
+        catalog=replace(catalog, tensors={**catalog.tensors, **results}),
+        kinds={w.name: (w.dtype, w.shape) for w in wanted},
+        recipes=plan.recipes,
+        conversions=plan.conversions,
+        buffers=frozenset(t.name for t in named if t.kind == "buffer"),
+        aliases=aliases,
+        stored_aliases=aliases,
+        # Converted whole: no names and shapes from which the class's conversions could be turned round.
+        hub_tensors=None if is_ours or plan.conversions else shapes,
+        unused=tuple(d.name for d in plan.unused),
+    )
+
+
+# ----------------------------------------------------------------------------------------------------
+# A run that another library stored
+
+
+def _of_foreign(run: ForeignRun, models: Mapping[str, ModelContents]) -> RunContents:
+    if not 0 <= run.step <= MAX_COUNT:
+        raise FormatError(f"is of step {run.step}, expected a number from 0 to {MAX_COUNT}", path=run.path)
+    documents: dict[str, Any] = {"step": run.step}
+    optimizers: dict[str, OptimizerContents] = {}
+    left = [f"{n}: not used by the model's class" for m in models.values() for n in m.unused]
+    count = len(run.optimizers)
+    for k in range(count):
+        if run.has_optimizer(k):
+            name = "optimizer" if count == 1 else f"optimizer_{k}"
+            stored = run.optimizer(k)
+            optimizers[name], documents[document_of("optimizer", name)] = _optimizer(stored, models, run.path)
+    for name in ("scheduler", "scaler"):
+        try:
+            found = run.document(name)
+        except StateError:
+            continue  # none is stored
+        except ShardwiseError as error:
+            left.append(f"{name}: {error}")
+            continue
+        if any(isinstance(v, dict) for v in found.values()) and not _is_in_a_file(run.path, name):
+            left.append(
+                f"{name}: a state dict keeps every key as text, so that those of its mappings are lost"
+            )
+            continue
+        documents[name] = found
+    kind = next(iter(models.values())).catalog.kind
+    return RunContents(
+        kind=kind,
+        models=models,
+        optimizers=optimizers,
+        documents={name: encode(value, where=name) for name, value in documents.items()},
+        step=run.step,
+        run_id=None,
+        parent_step=None,
+        seed=0,
+        software={},
+        left=(*left, "random generators and data position: not stored in a form that is read"),
+    )
+
+
+def _is_in_a_file(root: str, name: str) -> bool:
+    return any(os.path.isfile(os.path.join(root, f"{name}.{end}")) for end in ("bin", "pt"))
+
+
+def _optimizer(
+    stored: StoredOptimizer, models: Mapping[str, ModelContents], path: str
+) -> tuple[OptimizerContents, dict[str, Any]]:
+    """An optimizer's contents, and its document."""
+    owners = {short.rpartition(".")[0] for short in stored.catalog.tensors}
+    name, model = next(
+        (
+            (n, m)
+            for n, m in models.items()
+            if owners <= {*m.kinds, *(a for al in m.aliases.values() for a in al)}
+        ),
+        (None, None),
+    )
+    if name is None or model is None:
+        first = next(iter(models.values()))
+        strange = sorted(owners - first.kinds.keys())
+        raise StateError(
+            f"{path}: holds optimizer state of {', '.join(strange[:5])}, which the model does not have"
+        )
+    spread: dict[str, dict[str, StoredTensor]] = {}
+    scalars: dict[str, dict[str, torch.Tensor]] = {}
+    for short, t in stored.catalog.tensors.items():
+        owner, _, key = short.rpartition(".")
+        owner = model.name_of(owner)
+        if t.shape == model.kinds[owner][1] and t.shape:
+            spread.setdefault(owner, {})[key] = t
+        elif t.shape == ():
+            scalars.setdefault(owner, {})[key] = plain_tensor(t)
+        else:
+            raise StateError(
+                f"{path}: optimizer state {short} has shape {list(t.shape)}, its parameter {list(model.kinds[owner][1])}: "
+                f"where such state lay on ranks is not known; restore it in a run (shardwise.restore) and save there"
+            )
+    groups = [{**g, "names": [model.name_of(n) for n in g["names"]]} for g in stored.groups_as_stored()]
+    values = {model.name_of(n): dict(v) for n, v in stored.values.items()}
+    # No other library stores the optimizer's class: a resume goes by the settings.
+    document = {"class": None, "model": name, "groups": groups, "values": values}
+    return OptimizerContents(name, stored.catalog, spread, scalars), document
+
+
+# ----------------------------------------------------------------------------------------------------
+# A checkpoint of ours, for another number of files
+
+
+def _of_checkpoint(root: str) -> RunContents:
+    manifest = read_manifest(root)
+    models = {}
+    for name, entries in manifest.models.items():
+        found = as_stored(catalog_of_checkpoint(root, name))
+        folder = inside(root, directory("model", name))
+        models[name] = replace(
+            found,
+            buffers=frozenset(n for n, t in entries.items() if t.kind == "buffer"),
+            aliases={n: t.aliases for n, t in entries.items() if t.aliases},
+            stored_aliases={n: t.stored_aliases for n, t in entries.items() if t.stored_aliases},
+            hub_tensors=manifest.hub_tensors.get(name),
+            companions=read_companions(folder),
+        )
+    return RunContents(
+        kind="checkpoint",
+        models=models,
+        optimizers={name: _stored_optimizer(root, manifest, name) for name in manifest.packed},
+        documents=_documents(root, manifest),
+        step=manifest.step,
+        run_id=manifest.run_id,
+        parent_step=manifest.parent_step,
+        seed=manifest.seed,
+        software=manifest.software,
+        left=(
+            *(f"{n}: stored per rank" for n in manifest.local_documents),
+            *(f"{n}: a file beside the state" for n in _further_files(manifest, models)),
+        ),
+    )
+
+
+def _further_files(manifest: Manifest, models: Mapping[str, ModelContents]) -> list[str]:
+    """Files that are neither slices, documents nor companions: ``TrainState.files``, which a conversion drops."""
+    known = {f"{directory('model', name)}/{file}" for name, m in models.items() for file in m.companions}
+    known |= {"state.json", "state.safetensors"}
+    folders = {directory("model", n) for n in models} | {directory("optimizer", n) for n in manifest.packed}
+
+    def is_known(name: str) -> bool:
+        folder = name.rpartition("/")[0]
+        is_slice = folder in folders and name.endswith(".safetensors")
+        is_shown_at_top = not folder and manifest.files[name] == manifest.files.get(f"model/{name}")
+        return name in known or folder == "rank" or is_slice or is_shown_at_top
+
+    return sorted(n for n in manifest.files if not is_known(n))
+
+
+def _stored_optimizer(root: str, manifest: Manifest, name: str) -> OptimizerContents:
+    model = model_of(manifest, name)
+    catalog = catalog_of_slices(root, manifest, "optimizer", name, optimizer_tensors(manifest, name, model))
+    packed = {key: plain_tensor(catalog.tensors[packed_name(key)]) for key in manifest.packed[name]}
+    spread: dict[str, dict[str, StoredTensor]] = {}
+    scalars: dict[str, dict[str, torch.Tensor]] = {}
+    for owner, entry in manifest.models[model].items():
+        for key, state in entry.states.get(name, {}).items():
+            if state.packed is None:
+                spread.setdefault(owner, {})[key] = catalog.tensors[f"{owner}.{key}"]
+            else:
+                scalars.setdefault(owner, {})[key] = packed[state.packed][state.index]
+    return OptimizerContents(model, catalog, spread, scalars)
+
+
+def _documents(root: str, manifest: Manifest) -> dict[str, Encoded]:
+    """The documents that all ranks share, as they are stored; each is what a restore would take."""
+    found = read_documents(root, manifest, "state")
+    check_each(found, manifest, root)
+    return found

@@ -1,0 +1,290 @@
+"""``convert``: a run (or a model) that anybody stored, as a checkpoint of ours. What is read streams into what is written.
+
+The far side is the writer of every save: a converted tensor is a piece of it that is read when it is asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from ..catalog import StoredTensor
+from ..catalog.checkpoint import directory, packed_name, replicated
+from ..checkpoint.collect import Collected, Lineage
+from ..checkpoint.save import Piece, live_piece, publish_collected
+from ..checkpoint.snapshot import Live, ModelPart, OptimizerPart, Snapshot, layout_hash
+from ..dtypes import code_of, torch_dtype
+from ..errors import IntegrityError
+from ..format.manifest import CONVERTED, Manifest
+from ..format.slices import SliceTensor, assign_owners
+from ..layout.placements import Cut, Geometry
+from ..models.classes import import_code, in_turn
+from ..names import NamedTensor
+from ..plan import IOOptions
+from ..ranks.ranks import Ranks
+from ..recipe.host_convert import HostConversion
+from ..recipe.match import Recipe
+from ..recipe.tiles import identity
+from ..state.optimizer import Drained
+from ..transfer import FileReader
+from ..transfer.box import read_recipe, wanted_box
+from ..transfer.converted import ConvertingReader
+from ..transfer.copy import Staging
+from ..transfer.page_cache import page_cache_for
+from .contents import ModelContents, OptimizerContents, RunContents, contents_of_run
+
+__all__ = ["ConvertReport", "convert"]
+
+#: What is read, summed and written at a time.
+_PIECE_BYTES = 8 * 1024**2
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertReport:
+    """The outcome of a conversion on this rank."""
+
+    path: str
+    source: str
+    source_kind: str
+    step: int
+    tensors: int
+    optimizer_tensors: int
+    documents: tuple[str, ...]
+    left: tuple[str, ...]
+    """What the source holds and the checkpoint does not."""
+    bytes_read: int
+    """By this rank."""
+    bytes_written: int
+    """By this rank, headers included."""
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain JSON values."""
+        return asdict(self)
+
+
+def convert(
+    source: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    config: str | os.PathLike[str] | None = None,
+    trust_remote_code: bool = False,
+    io: IOOptions | None = None,
+) -> ConvertReport:
+    """Write what ``source`` holds as one checkpoint directory at ``path``: all of it or nothing.
+
+    Args:
+        source: a DCP checkpoint (Accelerate, the HF Trainer, torchtitan, transformers, torch), FSDP's full state or
+            another file of ``torch.save``, safetensors, or a checkpoint of ours. Optimizers, scheduler and scaler go
+            along where they are stored; random generators and data position do not.
+        path: must not exist. A Checkpointer finds it under the name ``step-%08d`` of its step.
+        config: directory with the model's config.json (and tokenizer, own code) where the source has none. Without
+            one, tensors keep the names that they have, and nothing says whether any is missing.
+        trust_remote_code: run the Python files of the config's directory.
+        io: staging and time limits.
+
+    Every rank of the default process group must call it; dim 0 of each tensor is cut evenly, and each rank reads
+    and writes its own part. Memory: ``io.staging_bytes`` and 8 MiB. What is read of a checkpoint of ours is compared
+    with its recorded digests. Raises :class:`SourceError`, :class:`PlanError`, :class:`StateError` before anything is
+    written, :class:`CheckpointError` if ``path`` exists or is the name of another step, :class:`RankError` on every rank.
+    """
+    started = time.perf_counter()
+    io = io or IOOptions()
+    ranks = Ranks.current(timeout_s=io.timeout_s)
+    final = os.path.abspath(path)
+    home = None if config is None else os.fspath(config)
+    if trust_remote_code:
+        in_turn(ranks, lambda: import_code(home or source))
+    with ranks.agree("plan the conversion") as claim:
+        run = contents_of_run(source, home, trust_remote_code=trust_remote_code, io=io)
+        origins: dict[int, _Origin] = {}
+        snapshot = _snapshot(run, ranks.world_size, origins)
+        claim.alike(layout_hash(snapshot).encode())
+    run_id = run.run_id or ranks.on_first("run id", lambda: secrets.token_hex(8))
+    collected = Collected(
+        snapshot=snapshot,
+        shared=run.documents,
+        local={},
+        companions=_companions(run),
+        step=run.step,
+        lineage=Lineage(run_id, run.parent_step),
+        seed=run.seed,
+        software={**run.software, CONVERTED: run.kind},
+        hub_tensors={n: m.hub_tensors for n, m in run.models.items() if m.hub_tensors is not None},
+    )
+    with FileReader(ranks.tick, page_cache=page_cache_for(io, ())) as files:
+        stream = _Stream(run, origins, files, Staging(io))
+        written = publish_collected(
+            collected, final, ranks, stream.tensor_of, _PIECE_BYTES, lambda made: _compare_digests(run, made)
+        )
+    return ConvertReport(
+        path=final,
+        source=os.fspath(source),
+        source_kind=run.kind,
+        step=run.step,
+        tensors=sum(len(m.kinds) for m in run.models.values()),
+        optimizer_tensors=sum(
+            len(s) for o in run.optimizers.values() for by in (o.spread, o.scalars) for s in by.values()
+        ),
+        documents=tuple(sorted(run.documents)),
+        left=run.left,
+        bytes_read=files.bytes_read,
+        bytes_written=written,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _companions(run: RunContents) -> dict[str, bytes]:
+    return {
+        f"{directory('model', name)}/{file}": content
+        for name, model in run.models.items()
+        for file, content in model.companions.items()
+    }
+
+
+def _compare_digests(run: RunContents, made: Manifest) -> None:
+    """With those that the source recorded, before anything is published."""
+    wrong = [
+        f"{name}" if len(run.models) == 1 else f"{model} {name}"
+        for model, contents in run.models.items()
+        for name, digest in contents.catalog.digests.items()
+        if made.models[model][name].digest != digest
+    ]
+    if wrong:
+        raise IntegrityError(
+            f"content of {len(wrong)} tensors differs from what was saved: {', '.join(wrong[:20])}; nothing was "
+            f"converted. See what 'shardwise verify' says of the source",
+            path=next(iter(run.models.values())).catalog.root,
+        )
+
+
+# ----------------------------------------------------------------------------------------------------
+# What is written
+
+
+#: What a converted tensor is made of.
+_Origin = tuple[Recipe, Mapping[str, StoredTensor]]
+
+
+def _snapshot(run: RunContents, world_size: int, origins: dict[int, _Origin]) -> Snapshot:
+    """The state to write; each tensor is on meta, and ``origins`` (by id) tell what it is made of."""
+    spread = _Spread(world_size)
+    models = tuple(_model_part(name, m, spread, origins) for name, m in run.models.items())
+    by_name = {part.name: part for part in models}
+    optimizers = tuple(
+        _optimizer_part(name, o, by_name[o.model], world_size, origins) for name, o in run.optimizers.items()
+    )
+    return Snapshot(models, optimizers, run.documents, frozenset(), frozenset(), ())
+
+
+class _Spread:
+    """Which ranks write a tensor: all of them equal rows, or, where there are too few rows, one, in turn."""
+
+    def __init__(self, world_size: int) -> None:
+        everyone = tuple(range(world_size))
+        self._even = Geometry((world_size,), ("ranks",), (Cut("shard", 0),), everyone)
+        self._single = [Geometry((1,), ("ranks",), (Cut("replicate"),), (rank,)) for rank in everyone]
+        self._given = 0
+
+    def of(self, shape: Sequence[int]) -> Geometry:
+        count = len(self._single)
+        if count > 1 and shape and shape[0] >= count:
+            return self._even
+        self._given += 1
+        return self._single[(self._given - 1) % count]
+
+
+def _meta(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch_dtype(dtype), device="meta")
+
+
+def _model_part(name: str, model: ModelContents, spread: _Spread, origins: dict[int, _Origin]) -> ModelPart:
+    named, live = [], []
+    for tensor, (dtype, shape) in model.kinds.items():
+        stand_in = _meta(dtype, shape)
+        origins[id(stand_in)] = model.recipes[tensor], model.catalog.tensors
+        aliases, geometry = model.aliases.get(tensor, ()), spread.of(shape)
+        named.append(
+            NamedTensor(
+                name=tensor,
+                aliases=aliases,
+                kind="buffer" if tensor in model.buffers else "parameter",
+                persistent=True,
+                tensor=stand_in,
+                owners=(),
+            )
+        )
+        live.append(Live(SliceTensor(tensor, dtype, shape, geometry), stand_in))
+        for alias in model.stored_aliases.get(tensor, ()):
+            live.append(Live(SliceTensor(alias, dtype, shape, geometry), stand_in, counted=False))
+    return ModelPart(name, tuple(named), tuple(live), model.stored_aliases)
+
+
+def _optimizer_part(
+    name: str,
+    optimizer: OptimizerContents,
+    model: ModelPart,
+    world_size: int,
+    origins: dict[int, _Origin],
+) -> OptimizerPart:
+    geometries = {v.stored.name: v.stored.geometry for v in model.live}
+    drained, live = Drained(), []
+    for owner, states in optimizer.spread.items():
+        for key, stored in states.items():
+            stand_in = _meta(stored.dtype, stored.shape)
+            made = Recipe(stored.name, (identity(stored.name, stored.shape),))
+            origins[id(stand_in)] = made, optimizer.catalog.tensors
+            drained.tensors.setdefault(owner, {})[key] = stand_in
+            full = SliceTensor(f"{owner}.{key}", stored.dtype, stored.shape, geometries[owner])
+            live.append(Live(full, stand_in))
+    scalars: dict[str, list[torch.Tensor]] = {}
+    for owner, values in optimizer.scalars.items():
+        for key, value in values.items():
+            pack = scalars.setdefault(f"{key}.{code_of(value.dtype)}", [])
+            drained.packed_index.setdefault(owner, {})[key] = (f"{key}.{code_of(value.dtype)}", len(pack))
+            pack.append(value)
+    drained.packed = {key: torch.stack(pack) for key, pack in scalars.items()}
+    everywhere = replicated(world_size)
+    packs = [
+        SliceTensor(packed_name(k), code_of(t.dtype), tuple(t.shape), everywhere)
+        for k, t in drained.packed.items()
+    ]
+    live += [Live(t, drained.packed[k]) for t, k in zip(assign_owners(packs), drained.packed, strict=True)]
+    return OptimizerPart(name, model.name, tuple(live), drained)
+
+
+# ----------------------------------------------------------------------------------------------------
+# What is read
+
+
+class _Stream:
+    """Reads each piece when the writer asks for it."""
+
+    def __init__(
+        self, run: RunContents, origins: Mapping[int, _Origin], files: FileReader, staging: Staging
+    ) -> None:
+        conversions: dict[str, HostConversion] = {}
+        stored: dict[str, StoredTensor] = {}
+        for model in run.models.values():
+            conversions |= model.conversions
+            stored |= {n: model.catalog.tensors[n] for h in model.conversions.values() for n in h.sources}
+        self._reader = ConvertingReader(files, conversions, stored)
+        self._origins = origins
+        self._staging = staging
+        self._room = Staging(IOOptions(staging_bytes=_PIECE_BYTES), _PIECE_BYTES)
+
+    def tensor_of(self, piece: Piece) -> torch.Tensor:
+        """The piece, read. Raises :class:`PlanError` if a second stored copy of it differs."""
+        origin = self._origins.get(id(piece.live.tensor))
+        if origin is None:
+            return live_piece(piece)
+        recipe, stored = origin
+        t = piece.live.stored
+        wanted = wanted_box(t.name, t.dtype, t.shape, piece.held.box)
+        return read_recipe(wanted, recipe, stored, self._reader, self._staging, self._room)

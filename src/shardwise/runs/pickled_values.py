@@ -1,0 +1,206 @@
+"""What others store and is no tensor, or a tensor of few elements: read as plain values, and as nothing else."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..catalog import StoredTensor
+from ..catalog.dcp import ByteRange, DcpCheckpoint, ItemFiles
+from ..catalog.torchfile import Archive, Dtype, Saved, opened
+from ..dtypes import itemsize, torch_dtype
+from ..errors import FormatError, IntegrityError, SourceError
+from ..limits import MAX_BYTES_PER_BYTE, MAX_VALUE_BYTES, brief, is_count
+from ..ranks.patience import patiently
+from ..transfer import FileReader
+
+__all__ = ["Objects", "PlainValues", "count_of_steps", "nested", "plain_tensor", "plain_values", "step_in"]
+
+
+#: Items that are so small are kept with their bytes.
+_SMALL_BYTES = 64 * 1024
+
+
+class Objects:
+    """Reads pickled items of DCP files. Equal bytes are one value: each parameter repeats its group's settings."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, Any] = {}
+        self._files = ItemFiles()
+
+    def __enter__(self) -> Objects:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.__exit__()
+
+    def value(self, where: ByteRange) -> Any:
+        """The value of an item. Raises :class:`SourceError` as :func:`plain_values` does."""
+        fd = self._files.fd(where)
+        if where.nbytes > _SMALL_BYTES:
+            return _plain_values(fd, where.offset_bytes, where.nbytes, where.path)
+        try:
+            key = os.pread(fd, where.nbytes, where.offset_bytes)
+        except OSError as error:
+            raise SourceError(f"can't be read: {error.strerror}", path=where.path) from error
+        if key not in self._known:
+            self._known[key] = _plain_values(fd, where.offset_bytes, where.nbytes, where.path)
+        return self._known[key]
+
+
+def plain_values(path: str) -> Any:
+    """Plain values and tensors from what ``torch.save`` wrote; nothing else is built.
+
+    Rank-local. Raises :class:`SourceError`, :class:`FormatError` for anything else, and for more bytes of tensors than
+    :data:`~shardwise.limits.MAX_VALUE_BYTES`.
+    """
+    with opened(path) as (fd, nbytes):
+        return _plain_values(fd, 0, nbytes, path)
+
+
+def _plain_values(fd: int, offset_bytes: int, nbytes: int, path: str) -> Any:
+    archive = Archive(fd, offset_bytes, nbytes, path)
+
+    def read(saved: Any) -> torch.Tensor:
+        found = torch.empty(saved.sizes, dtype=torch_dtype(saved.code))
+        if found.numel():
+            view = memoryview(found.reshape(-1).view(torch.uint8).numpy().data)
+            _read_into(fd, archive.payload(saved, saved.code, "a value"), view, path)
+        return found
+
+    return PlainValues(path, nbytes, read).of(archive.content)
+
+
+class PlainValues:
+    """Turns what a pickle of a file of ``nbytes`` described into plain values. ``read`` gives a tensor's content.
+
+    The tensors of one object have at most :data:`~shardwise.limits.MAX_VALUE_BYTES` together.
+    """
+
+    def __init__(self, path: str, nbytes: int, read: Callable[[Any], torch.Tensor]) -> None:
+        self._path, self._read = path, read
+        self._left = min(MAX_VALUE_BYTES, MAX_BYTES_PER_BYTE * nbytes)
+
+    def of(self, value: Any) -> Any:
+        """The plain value. Raises :class:`FormatError` for anything else."""
+        kind = type(value)
+        if kind is dict:
+            return {k: self.of(v) for k, v in value.items()}
+        if kind in (list, tuple):
+            return kind(map(self.of, value))
+        if value is None or kind in _PLAIN:
+            return value
+        if kind is Dtype and value.code is not None:
+            return torch_dtype(value.code)
+        if kind is StoredTensor:
+            return self._within(value.nbytes, value)
+        if kind is Saved and value.code is not None:
+            return self._within(math.prod(value.sizes) * itemsize(value.code), value)
+        raise FormatError(
+            f"holds more than plain values, which are all that is read: {brief(value)}", path=self._path
+        )
+
+    def _within(self, nbytes: int, value: Any) -> torch.Tensor:
+        self._left -= nbytes
+        if self._left < 0:
+            raise FormatError(f"holds values of more than {MAX_VALUE_BYTES} bytes", path=self._path)
+        return self._read(value)
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, set, Counter)
+
+
+def _read_into(fd: int, offset_bytes: int, view: memoryview, path: str) -> None:
+    try:
+        count = patiently(os.preadv, fd, [view], offset_bytes)
+    except OSError as error:
+        raise SourceError(f"can't be read: {error.strerror}", path=path) from error
+    if count != view.nbytes:
+        raise IntegrityError("ends before a value that it should hold: truncated", path=path)
+
+
+def plain_tensor(stored: StoredTensor) -> torch.Tensor:
+    """A (small) stored tensor, read whole. Raises :class:`FormatError` if it is large, or not in one chunk."""
+    if stored.nbytes > MAX_VALUE_BYTES:
+        where = stored.chunks[0].path if stored.chunks else None
+        raise FormatError(
+            f"{brief(stored.name)} has {stored.nbytes} bytes; a value that is no weight has at most {MAX_VALUE_BYTES}",
+            path=where,
+        )
+    found = torch.empty(stored.shape, dtype=torch_dtype(stored.dtype))
+    view = memoryview(found.reshape(-1).view(torch.uint8).numpy().data)
+    with FileReader() as reader:
+        for chunk in stored.chunks:
+            if chunk.box.sizes != stored.shape:
+                raise FormatError(f"{stored.name!r} is small and was spread over ranks", path=chunk.path)
+            reader.read_into(chunk.path, chunk.offset_bytes, view)
+    return found
+
+
+def step_in(found: DcpCheckpoint) -> int:
+    """``step`` of a state dict, or of torchtitan's ``train_state``: a number, or a tensor of one element.
+
+    0 if there is none. Raises :class:`FormatError` for a number that counts no steps.
+    """
+    for name in ("step", "train_state.step"):
+        if name in found.objects:
+            with Objects() as read:
+                value = read.value(found.objects[name])
+        elif name in found.catalog.tensors and found.catalog.tensors[name].shape in ((), (1,)):
+            value = plain_tensor(found.catalog.tensors[name])
+        else:
+            continue
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()
+            value = int(value) if isinstance(value, float) and value.is_integer() else value
+        if isinstance(value, int | float | complex):
+            return count_of_steps(value, name, found.catalog.root)
+    return 0
+
+
+def count_of_steps(value: object, what: str, path: str) -> int:
+    """``value`` if it counts steps. Raises :class:`FormatError` if not."""
+    if type(value) is not int or not is_count(value):
+        raise FormatError(f"{what} is {brief(value)}, which counts no steps", path=path)
+    return value
+
+
+def nested(found: DcpCheckpoint, keys: Sequence[str]) -> dict[Any, Any]:
+    """An entry of the state dict that was saved, put together from its items; empty if there is none.
+
+    Raises :class:`FormatError` if items lie in one another.
+    """
+    root: dict[Any, Any] = {}
+    with Objects() as read:
+        for name in (*found.objects, *found.catalog.tensors):
+            path = found.paths.get(name, (name,))
+            if len(path) < 2 or path[0] not in keys:
+                continue
+            node = root
+            for part in path[1:-1]:
+                node = node.setdefault(part, _Node())
+                if type(node) is not _Node:
+                    raise FormatError(f"{brief(name)} lies in an item: damaged", path=found.catalog.root)
+            if path[-1] in node:
+                raise FormatError(f"{brief(name)} is stored twice: damaged", path=found.catalog.root)
+            where = found.objects.get(name)
+            node[path[-1]] = read.value(where) if where else plain_tensor(found.catalog.tensors[name])
+    return {k: _with_lists(v) for k, v in root.items()}
+
+
+class _Node(dict[Any, Any]):
+    """What is put together here, told from dicts that are items."""
+
+
+def _with_lists(value: Any) -> Any:
+    """Numbers stand for places in a list; keys of mappings are text."""
+    if type(value) is not _Node:
+        return value
+    if value and all(isinstance(k, int) for k in value):
+        return [_with_lists(value[k]) for k in sorted(value)]
+    return {k: _with_lists(v) for k, v in value.items()}

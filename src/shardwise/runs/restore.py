@@ -1,0 +1,249 @@
+"""``restore``: training state from a checkpoint of ours, or of Accelerate, the HF Trainer, torchtitan, torch's examples.
+
+The model and the optimizer's tensors are read by byte ranges like any source; :mod:`.third_party` is how they lie.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..checkpoint.restore import ResumeReport, restore_into
+from ..checkpoint.snapshot import trained_model
+from ..dtypes import code_of, torch_dtype
+from ..errors import StateError
+from ..layout.model import geometries_of, local_tensor, wanted_of
+from ..layout.placements import mesh_text
+from ..layout.wanted import Layout, Wanted, whole_tensor
+from ..limits import brief
+from ..loading.load import fill
+from ..names import NamedTensor, named_tensors
+from ..plan import IOOptions, build_plan
+from ..ranks.ranks import Ranks
+from ..recipe.match import Rules, match_rules, renamed
+from ..rng import derive_rng
+from ..state.forms import attribute_of_class, refuse_other_kind
+from ..state.gradients import clear_gradients
+from ..state.optimizer import (
+    check_groups,
+    fill_groups,
+    parameter_names,
+    place_scalars,
+    place_states,
+    place_values,
+)
+from ..state.train_state import TrainState
+from ..transfer import FileReader
+from ..transfer.copy import Destination, Staging, execute
+from ..transfer.page_cache import page_cache_for
+from .third_party import ForeignRun, StoredOptimizer, find_run, is_foreign
+
+__all__ = ["restore"]
+
+
+def restore(state: TrainState, path: str | os.PathLike[str], *, io: IOOptions | None = None) -> ResumeReport:
+    """Put the checkpoint at ``path`` back into the live objects of ``state``, and prove it by digests.
+
+    Also what Accelerate (``save_state``; sharded, or the full state), the HF Trainer, torchtitan, transformers and
+    torch's own examples write: without digests, and without RNG and data position, which are not stored there in a
+    form that is read.
+
+    Under whatever mesh and world size this run has. The directory may have any name: whoever names it says which step is
+    meant, and the report's ``step`` is the one that its manifest holds. Every rank of the default process group must call it.
+    RNG comes last. Memory: staging only, besides what the state itself needs. Raises
+    :class:`SourceError`, :class:`IntegrityError`, :class:`PlanError`, :class:`StateError` or
+    :class:`RankError`, alike on every living rank; the state is then undefined until a restore succeeds.
+    """
+    io = io or IOOptions()
+    root, ranks = os.path.abspath(path), Ranks.current(timeout_s=io.timeout_s)
+    if ranks.on_first("look at checkpoint", lambda: is_foreign(root)):
+        return _restore_foreign(state, root, ranks, io)
+    return restore_into(state, root, ranks, io)
+
+
+def _restore_foreign(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> ResumeReport:
+    """Put somebody else's checkpoint into the live objects of ``state``. Collective; under whatever mesh this run has.
+
+    Restored: models, optimizers (tensors, steps, settings of the groups), scheduler and scaler where they are
+    stored. Not in such checkpoints in a form that is read: RNG (derived by rule instead), data position.
+    Raises as ``restore`` does; :class:`StateError` if the state asks for more than is there.
+    """
+    started = time.perf_counter()
+    with ranks.agree("read checkpoint"):
+        run = find_run(path)
+        _check_asked(state, run)
+        catalogs = {name: run.model(k) for k, name in enumerate(state.models)}
+        stored = {name: run.optimizer(k) for k, name in enumerate(state.optimizers)}
+        documents = _documents(state, run)
+        _check_groups(state, stored)
+        step, world_size = run.step, run.world_size
+    reports = [
+        fill(model, catalogs[name], Rules(), io=io, ranks=ranks) for name, model in state.models.items()
+    ]
+    bytes_read, tensors = sum(r.bytes_read for r in reports), 0
+    with ranks.agree("match names"):
+        named = {name: named_tensors(model) for name, model in state.models.items()}
+        for optimizer in state.optimizers.values():
+            clear_gradients(optimizer)
+    for name, optimizer in state.optimizers.items():
+        trained = trained_model(optimizer, named)
+        more, filled = _restore_optimizer(
+            optimizer, stored[name], state.models[trained], named[trained], ranks, io
+        )
+        bytes_read, tensors = bytes_read + more, tensors + filled
+    with ranks.agree("restore documents"):
+        for name, value in documents.items():
+            _apply(state.scheduler if name == "scheduler" else state.scaler, name, value, run.path)
+        rng = derive_rng(seed=torch.initial_seed() % 2**63, step=step, rank=ranks.rank)
+    return ResumeReport(
+        path=path,
+        step=step,
+        run_id="",
+        saved_world_size=world_size,
+        world_size=ranks.world_size,
+        saved_mesh="not recorded",
+        mesh=mesh_text(g for n, t in named.items() for g in geometries_of(state.models[n], t).values()),
+        digest="",
+        exact=False,
+        differences=("not written by shardwise: neither digests nor versions are recorded",),
+        tensors=sum(r.tensors for r in reports),
+        optimizer_tensors=tensors,
+        documents=tuple(documents),
+        not_restored=(
+            "random generators and data position: not stored in a form that is read",
+            *(f"extra.{name}: not read from such a checkpoint" for name in state.extra),
+        ),
+        caveats=(),
+        rng=rng,
+        bytes_read=bytes_read,
+        seconds=time.perf_counter() - started,
+        damaged={},
+        superseded=(),
+    )
+
+
+def _check_asked(state: TrainState, run: ForeignRun) -> None:
+    """Refuse what such a checkpoint can't give."""
+    if state.dataloader is not None:
+        raise StateError(
+            f"{run.path}: such a checkpoint holds no data position that can be read; leave dataloader out of the state"
+        )
+    if len(state.models) > len(run.models):
+        raise StateError(f"{run.path}: holds {len(run.models)} model(s); this run has {sorted(state.models)}")
+
+
+def _documents(state: TrainState, run: ForeignRun) -> dict[str, Any]:
+    """State of scheduler and scaler. Raises :class:`StateError` for one that is asked for and not there."""
+    found = {}
+    for name in ("scheduler", "scaler"):
+        live = state.scheduler if name == "scheduler" else state.scaler
+        if live is None:
+            continue
+        if not hasattr(live, "load_state_dict"):
+            raise StateError(f"{name}: several by name can't be restored from such a checkpoint; give one")
+        document = run.document(name)
+        if hidden := attribute_of_class(
+            live, document
+        ):  # torch's schedulers take every entry as an attribute
+            raise StateError(
+                f"{run.path}: its {name} holds {brief(hidden)}, which is a method of {type(live).__qualname__}: damaged"
+            )
+        found[name] = _with_keys_of(live.state_dict(), document)
+    return found
+
+
+def _apply(live: Any, name: str, value: Any, path: str) -> None:
+    try:
+        live.load_state_dict(value)
+    except Exception as error:  # any class, with values of a kind that it does not expect
+        raise StateError(
+            f"{path}: its {name} can't be put into this run's {type(live).__qualname__} ({type(error).__name__}: "
+            f"{brief(str(error))}); use the same class as the saved run, or leave {name} out of the state"
+        ) from error
+
+
+def _with_keys_of(live: Any, stored: Any) -> Any:
+    """``stored`` with the keys, and the kind of mapping, of the live state: DCP stores every key as text."""
+    if not isinstance(live, Mapping) or not isinstance(stored, Mapping):
+        return stored
+    texts = {str(key): key for key in live}
+    numbers = bool(live) and all(isinstance(key, int) for key in live)
+    found = {}
+    for key, value in stored.items():
+        own = texts.get(key, int(key) if numbers and re.fullmatch("[0-9]{1,18}", str(key)) else key)
+        found[own] = _with_keys_of(live.get(own), value)
+    return Counter(found) if isinstance(live, Counter) else found
+
+
+def _check_groups(state: TrainState, stored: Mapping[str, StoredOptimizer]) -> None:
+    """Refuse, before anything is changed, optimizers with other groups or of another kind."""
+    named = {name: named_tensors(model) for name, model in state.models.items()}
+    for name, optimizer in state.optimizers.items():
+        tensors = named[trained_model(optimizer, named)]
+        check_groups(
+            optimizer, parameter_names(optimizer, tensors), _groups_of(optimizer, stored[name], tensors)
+        )
+
+
+def _groups_of(
+    optimizer: Optimizer, stored: StoredOptimizer, named: Sequence[NamedTensor]
+) -> list[dict[str, Any]]:
+    names = parameter_names(optimizer, named)
+    live = {alias: t.name for t in named for alias in t.names}
+    members = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    groups = stored.groups_like(members, live)
+    refuse_other_kind(optimizer, groups)
+    return groups
+
+
+def _restore_optimizer(
+    optimizer: Optimizer,
+    stored: StoredOptimizer,
+    model: nn.Module,
+    named: tuple[NamedTensor, ...],
+    ranks: Ranks,
+    io: IOOptions,
+) -> tuple[int, int]:
+    """Returns bytes read by this rank and the number of tensors filled."""
+    with ranks.agree("plan optimizer state"):
+        names = parameter_names(optimizer, named)
+        live = {alias: t.name for t in named for alias in t.names}
+        groups = _groups_of(optimizer, stored, named)
+        values = {live.get(fqn, fqn): found for fqn, found in stored.values.items()}
+        fill_groups(optimizer, names, groups)
+        spread: dict[str, dict[str, str]] = {}
+        scalars: dict[str, dict[str, torch.Tensor]] = {}
+        for short, t in stored.catalog.tensors.items():
+            fqn, _, key = short.rpartition(".")
+            name = live.get(fqn, fqn)
+            if t.shape == ():
+                scalars.setdefault(name, {})[key] = torch.empty((), dtype=torch_dtype(t.dtype))
+            else:
+                spread.setdefault(name, {})[key] = t.dtype
+        tensors, before = place_states(optimizer, names, spread)
+        geometries = geometries_of(model, named)
+        wanted: list[Wanted] = [wanted_of(n, t, geometries[n.rsplit(".", 1)[0]]) for n, t in tensors.items()]
+        small = {f"{n}.{k}": t for n, states in scalars.items() for k, t in states.items()}
+        wanted += [whole_tensor(n, code_of(t.dtype), ()) for n, t in small.items()]
+
+        def rename(shorts: Sequence[str]) -> dict[str, str]:
+            parts = {n: n.rpartition(".") for n in shorts}
+            return {n: f"{live.get(p[0], p[0])}.{p[2]}" for n, p in parts.items()}
+
+        matched = match_rules(stored.catalog, wanted, Rules(renamed(rename)))
+        plan = build_plan(stored.catalog, Layout(tuple(wanted)), matched, io)
+    local = {n: local_tensor(t) for n, t in tensors.items()} | small
+    page_cache = page_cache_for(io, (t.device for t in local.values()))
+    with ranks.agree("read optimizer state"), FileReader(ranks.tick, page_cache=page_cache) as reader:
+        execute(plan.transfers, reader, Destination(local), Staging(io, plan.staging_bytes))
+        place_scalars(optimizer, names, scalars, before)
+        place_values(optimizer, names, values)
+    return reader.bytes_read, len(tensors) + len(small)

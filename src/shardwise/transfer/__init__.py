@@ -1,0 +1,5 @@
+"""Carries a plan out: from files to tensors and back, counting every byte."""
+
+from .files import FileReader
+
+__all__ = ["FileReader"]

@@ -1,0 +1,87 @@
+"""Reading the results of host conversions as if they were files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+from ..catalog.records import StoredTensor
+from ..dtypes import torch_dtype
+from ..errors import SourceError
+from ..recipe.host_convert import HostConversion
+from .files import FileReader
+
+__all__ = ["ConvertingReader", "Reader"]
+
+
+class Reader(Protocol):
+    """What carries out transfers reads from."""
+
+    def read_into(self, path: str, offset_bytes: int, view: memoryview) -> None:
+        """Fill ``view`` with the bytes at ``offset_bytes`` of what is at ``path``."""
+
+
+class ConvertingReader:
+    """Reads files; a path that names the result of a host conversion makes it run, on sources read whole.
+
+    Keeps the results of the last conversion only: transfers come in the order of their paths, so that each runs
+    once. Rank-local: every rank that holds a part of a result runs the conversion, and nobody waits for another.
+    Memory: :attr:`HostConversion.staging_bytes` of the largest. ``peak_bytes`` is what that was.
+    """
+
+    def __init__(
+        self,
+        files: FileReader,
+        conversions: Mapping[str, HostConversion],
+        stored: Mapping[str, StoredTensor],
+    ) -> None:
+        self.peak_bytes = 0
+        self._files = files
+        self._conversions = conversions
+        self._stored = stored
+        self._last: HostConversion | None = None
+        self._results: dict[str, memoryview] = {}
+
+    def read_into(self, path: str, offset_bytes: int, view: memoryview) -> None:
+        """As :meth:`FileReader.read_into`. Raises :class:`SourceError` if a conversion fails or makes something
+        else than planned."""
+        host = self._conversions.get(path)
+        if host is None:
+            self._files.read_into(path, offset_bytes, view)
+            return
+        if self._last is not host:
+            self._last, self._results = None, {}  # free before the next is made
+            self._results = self._convert(host)
+            self._last = host
+            self.peak_bytes = max(self.peak_bytes, host.staging_bytes)
+        view[:] = self._results[path][offset_bytes : offset_bytes + view.nbytes]
+
+    def _convert(self, host: HostConversion) -> dict[str, memoryview]:
+        sources = {name: self._read(self._stored[name]) for name in host.sources}
+        try:
+            made = dict(host.run(sources))
+        except Exception as error:  # whatever a caller's operation raises
+            raise SourceError(f"{host.name} failed: {type(error).__name__}: {error}") from error
+        found = {target: (t.dtype, tuple(t.shape)) for target, t in made.items()}
+        planned = {target: (torch_dtype(t.dtype), t.shape) for target, t in host.outputs.items()}
+        if found != planned:
+            raise SourceError(f"{host.name} made {found}, but {planned} were planned")
+        return {
+            host.outputs[target].name: t.contiguous().reshape(-1).view(torch.uint8).numpy().data
+            for target, t in made.items()
+        }
+
+    def _read(self, stored: StoredTensor) -> torch.Tensor:
+        """A stored tensor, whole."""
+        tensor = torch.empty(stored.shape, dtype=torch_dtype(stored.dtype))
+        for chunk in stored.chunks:
+            box = tuple(slice(a, b) for a, b in zip(chunk.box.start, chunk.box.stop, strict=True))
+            is_whole = chunk.box.sizes == stored.shape
+            part = tensor if is_whole else torch.empty(chunk.box.sizes, dtype=tensor.dtype)
+            view = part.reshape(-1).view(torch.uint8).numpy().data
+            self._files.read_into(chunk.path, chunk.offset_bytes, view)
+            if not is_whole:
+                tensor[box] = part
+        return tensor

@@ -1,0 +1,263 @@
+"""Executing transfers: from files into local tensors, straight where bytes allow it, through staging where not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from types import TracebackType
+
+import torch
+
+from ..dtypes import itemsize, torch_dtype
+from ..errors import CheckpointError, PlanError
+from ..plan.records import IOOptions, StridedLoop, Transfer
+from ..ranks.patience import PIECE_BYTES, patiently, write_behind
+from .converted import Reader
+
+__all__ = ["Destination", "FileFiller", "Staging", "compare", "execute", "write_back"]
+
+
+class Staging:
+    """A reusable host buffer, allocated on first use and never larger than the limit."""
+
+    def __init__(self, io: IOOptions, expected_bytes: int = 0) -> None:
+        self.limit_bytes = io.staging_bytes
+        self._expected_bytes = expected_bytes
+        self.peak_bytes = 0
+        self._buffer: torch.Tensor | None = None
+
+    def take(self, nbytes: int, *, pinned: bool = False) -> torch.Tensor:
+        """The first ``nbytes`` bytes of the buffer, as uint8. Content of an earlier take is lost."""
+        assert nbytes <= self.limit_bytes, (nbytes, self.limit_bytes)
+        if self._buffer is None or self._buffer.numel() < nbytes:
+            size = max(nbytes, min(self.limit_bytes, self._expected_bytes))
+            self._buffer = None  # free before allocating the next
+            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+            self.peak_bytes = size
+        return self._buffer[:nbytes]
+
+
+class Destination:
+    """The local tensors of a load by wanted name, and raw views of their memory."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._views: dict[str, memoryview] = {}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    def view(self, name: str) -> memoryview:
+        """The whole storage under a local CPU tensor, from the tensor's own first element on, as bytes."""
+        view = self._views.get(name)
+        if view is None:
+            tensor = self._tensors[name].detach()
+            raw = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+            start = tensor.storage_offset() * tensor.element_size()
+            view = self._views[name] = raw.numpy().data[start:]
+        return view
+
+    def strided(self, transfer: Transfer) -> torch.Tensor:
+        """The elements that a transfer writes, as a view with the transfer's loops as dims."""
+        tensor = self._tensors[transfer.wanted].detach()
+        sizes = [loop.size for loop in transfer.loops]
+        strides = [loop.target_stride for loop in transfer.loops]
+        return torch.as_strided(tensor, sizes, strides, tensor.storage_offset() + transfer.target_offset)
+
+
+def execute(
+    transfers: Sequence[Transfer], reader: Reader, destination: Destination, staging: Staging
+) -> None:
+    """Carry out transfers on this rank. Memory: at most the staging limit besides the destination."""
+    for transfer in transfers:
+        if transfer.is_direct and destination.tensor(transfer.wanted).device.type == "cpu":
+            _read_direct(transfer, reader, destination.view(transfer.wanted))
+        else:
+            for part in _parts(transfer, staging.limit_bytes):
+                destination.strided(part).copy_(_stage(part, reader, destination, staging))
+
+
+def compare(
+    transfers: Sequence[Transfer], reader: Reader, destination: Destination, staging: Staging
+) -> None:
+    """Check that what is stored equals what was loaded. Raises :class:`PlanError` naming both: the bytes are
+    whole, but they do not fit a model that ties the two."""
+    for transfer in transfers:
+        for part in _parts(transfer, staging.limit_bytes):
+            live = destination.strided(part)
+            stored = _stage(part, reader, destination, staging).to(dtype=live.dtype, device=live.device)
+            if not torch.equal(_raw(stored), _raw(live)):
+                raise PlanError(
+                    f"{transfer.path}: holds {transfer.stored!r}, a second copy of {transfer.wanted!r} that differs from "
+                    f"the first; the model ties the two. Untie them (tie_word_embeddings=False) or remove one copy"
+                )
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """Bits instead of numbers, so that NaN equals NaN and -0 differs from 0."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _read_direct(transfer: Transfer, reader: Reader, view: memoryview) -> None:
+    size = itemsize(transfer.source_dtype)
+    inner = transfer.loops[-1].size if transfer.loops else 1
+    run_bytes = inner * size
+    for source, target in _offsets(transfer.loops[:-1]):
+        at = (transfer.target_offset + target) * size
+        reader.read_into(transfer.path, transfer.offset_bytes + source * size, view[at : at + run_bytes])
+
+
+def _offsets(loops: Sequence[StridedLoop]) -> Iterator[tuple[int, int]]:
+    """(source, target) element offsets of every iteration of a loop nest, outermost first."""
+    if not loops:
+        yield 0, 0
+        return
+    for index in product(*(range(loop.size) for loop in loops)):
+        source = sum(i * loop.source_stride for i, loop in zip(index, loops, strict=True))
+        target = sum(i * loop.target_stride for i, loop in zip(index, loops, strict=True))
+        yield source, target
+
+
+def _parts(transfer: Transfer, limit_bytes: int) -> Iterator[Transfer]:
+    """The transfer in pieces that fit into staging, cut along its outermost loops."""
+    if transfer.bytes_to_read <= limit_bytes:
+        yield transfer
+        return
+    loop, inner = transfer.loops[0], replace(transfer, loops=transfer.loops[1:])
+    size = itemsize(transfer.source_dtype)
+    steps = max(1, _steps_that_fit(transfer, limit_bytes))
+    for begin in range(0, loop.size, steps):
+        count = min(steps, loop.size - begin)
+        loops = ((replace(loop, size=count),) if count > 1 else ()) + inner.loops
+        yield from _parts(
+            replace(
+                transfer,
+                offset_bytes=transfer.offset_bytes + begin * loop.source_stride * size,
+                target_offset=transfer.target_offset + begin * loop.target_stride,
+                loops=loops,
+            ),
+            limit_bytes,
+        )
+
+
+def _steps_that_fit(transfer: Transfer, limit_bytes: int) -> int:
+    """How many iterations of the outermost loop fit into staging."""
+    loop, inner = transfer.loops[0], replace(transfer, loops=transfer.loops[1:])
+    size = itemsize(transfer.source_dtype)
+    if transfer.reads_whole_span:
+        return (limit_bytes // size - inner.span_numel) // loop.source_stride + 1
+    return limit_bytes // (inner.numel * size)
+
+
+def _stage(transfer: Transfer, reader: Reader, destination: Destination, staging: Staging) -> torch.Tensor:
+    """Read a transfer that fits into staging; returns it as a view with the transfer's loops as dims."""
+    size = itemsize(transfer.source_dtype)
+    pinned = destination.tensor(transfer.wanted).device.type == "cuda"
+    buffer = staging.take(transfer.bytes_to_read, pinned=pinned)
+    view = buffer.numpy().data
+    sizes = [loop.size for loop in transfer.loops]
+    if transfer.reads_whole_span:
+        reader.read_into(transfer.path, transfer.offset_bytes, view)
+        strides = [loop.source_stride for loop in transfer.loops]
+        return torch.as_strided(buffer.view(torch_dtype(transfer.source_dtype)), sizes, strides)
+    run = transfer.run_numel
+    run_bytes, at, covered, outer = run * size, 0, 1, list(transfer.loops)
+    while outer and covered < run:
+        covered *= outer.pop().size
+    for source, _ in _offsets(outer):
+        reader.read_into(transfer.path, transfer.offset_bytes + source * size, view[at : at + run_bytes])
+        at += run_bytes
+    return buffer.view(torch_dtype(transfer.source_dtype)).view(sizes)
+
+
+class FileFiller:
+    """Writes byte ranges into existing files of a directory, and syncs them when the block is left without error.
+
+    They are written to disk on the way, so that fsync has little to do. Rank-local; several ranks may fill disjoint ranges of one file. Raises :class:`CheckpointError`.
+    """
+
+    def __init__(self, root: str, on_progress: Callable[[int], object] | None = None) -> None:
+        self.bytes_written = 0
+        self._root = root
+        self._fds: dict[str, int] = {}
+        self._cached_bytes: dict[str, int] = {}  # of each file since the kernel was last told to write them
+        self._on_progress = on_progress
+
+    def __enter__(self) -> FileFiller:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            for name, fd in self._fds.items():
+                if kind is None:
+                    try:
+                        patiently(os.fsync, fd)
+                    except OSError as failure:
+                        raise CheckpointError(
+                            f"{self._root}/{name}: fsync failed: {failure.strerror}"
+                        ) from failure
+        finally:
+            while self._fds:
+                patiently(os.close, self._fds.popitem()[1])
+
+    def write_at(self, name: str, offset_bytes: int, view: memoryview) -> None:
+        """Write bytes at an offset of a file."""
+        try:
+            if name not in self._fds:
+                path = os.path.join(self._root, name)
+                self._fds[name] = patiently(os.open, path, os.O_WRONLY | os.O_CLOEXEC)
+            fd, done = self._fds[name], 0
+            while done < view.nbytes:
+                count = patiently(os.pwrite, fd, view[done : done + _WRITE_BYTES], offset_bytes + done)
+                done += count
+                self.bytes_written += count
+                self._cached_bytes[name] = self._cached_bytes.get(name, 0) + count
+                if self._cached_bytes[name] >= PIECE_BYTES:
+                    self._cached_bytes[name] = 0
+                    patiently(write_behind, fd)
+                if self._on_progress is not None:
+                    self._on_progress(count)
+        except OSError as error:
+            raise CheckpointError(f"{self._root}/{name}: writing failed: {error.strerror}") from error
+
+
+_WRITE_BYTES = 16 * 1024**2
+
+
+def write_back(
+    transfers: Iterable[Transfer], filler: FileFiller, destination: Destination, staging: Staging
+) -> None:
+    """Transfers the other way round: from local tensors into files, cast to the stored dtype where it differs.
+
+    Memory: at most half the staging limit for what is strided, cast or on a device.
+    """
+    for transfer in transfers:
+        tensor = destination.tensor(transfer.wanted)
+        size = itemsize(transfer.source_dtype)
+        if transfer.is_direct and tensor.device.type == "cpu":
+            view = destination.view(transfer.wanted)
+            run_bytes = (transfer.loops[-1].size if transfer.loops else 1) * size
+            for source, target in _offsets(transfer.loops[:-1]):
+                at = (transfer.target_offset + target) * size
+                filler.write_at(
+                    transfer.path, transfer.offset_bytes + source * size, view[at : at + run_bytes]
+                )
+        else:
+            for part in _parts(transfer, staging.limit_bytes // 2):
+                _write_part(part, filler, destination)
+
+
+def _write_part(part: Transfer, filler: FileFiller, destination: Destination) -> None:
+    size = itemsize(part.source_dtype)
+    content = destination.strided(part).to(dtype=torch_dtype(part.source_dtype), device="cpu").contiguous()
+    view = content.reshape(-1).view(torch.uint8).numpy().data
+    run, covered, outer = part.run_numel, 1, list(part.loops)
+    while outer and covered < run:
+        covered *= outer.pop().size
+    for k, (source, _) in enumerate(_offsets(outer)):
+        piece = view[k * run * size : (k + 1) * run * size]
+        filler.write_at(part.path, part.offset_bytes + source * size, piece)

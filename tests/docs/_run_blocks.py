@@ -1,0 +1,136 @@
+"""Run the Python blocks of pages, one process, on the CPU: ``python -m tests.docs._run_blocks PAGE…``.
+
+A page's blocks share their names, as they do for its reader, but where each stands for itself (``ALONE``). Names that a page leaves to its reader (``MyModel``, ``path``,
+``my_dataloader``) are made here. A device "cuda" becomes "cpu", a hub id a directory.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
+
+import shardwise as sw
+from tests.docs.blocks import ROOT, Block, blocks
+
+INSTEAD = {
+    '"cuda:nccl,cpu:gloo"': '"gloo"',
+    '"cuda"': '"cpu"',
+    'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))': "",
+    '"Qwen/Qwen3-0.6B"': "path",
+}
+#: Blocks of other pages' objects: what they need is not made here.
+LEFT_OUT = ("Accelerator", "…")
+
+#: Pages of blocks that have nothing to do with each other.
+ALONE = ("docs/index.md", "docs/concepts/")
+
+
+class MyModel(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, config)
+        self.head = nn.Linear(config, 256)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embedding(ids))  # type: ignore[no-any-return]
+
+
+def train_one_step(model: Any, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
+    given = model(batch)
+    (given if isinstance(given, torch.Tensor) else given.logits).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def write_base() -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
+    config = Qwen3Config(vocab_size=256, num_attention_heads=4, num_key_value_heads=4, **sizes)
+    Qwen3ForCausalLM(config).save_pretrained("base")
+    sw.export_hf(MyModel(8), "path/to/weights")
+
+
+def names() -> dict[str, Any]:
+    """What a page takes for granted."""
+    from transformers import AutoModelForSequenceClassification
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (1,))
+    model, report = sw.load_pretrained("base", mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    samples = [torch.arange(start, start + 4) for start in range(101)]
+    loader = sw.ResumableLoader(DataLoader(samples))
+    train_one_step(model, optimizer, next(iter(loader))[None][0])
+    state = sw.TrainState(model=model, optimizer=optimizer, scheduler=scheduler, dataloader=loader)
+    checkpoints = sw.Checkpointer("runs/before")
+    checkpoints.save(state, 1)
+    sw.save(sw.TrainState(model=model), "runs/stored/step-00000100", step=100)
+    whole = get_state_dict(model, optimizer)
+    theirs = {"model": whole[0], "optimizer": whole[1], "scheduler": scheduler.state_dict()}
+    dcp.save(theirs, checkpoint_id="old/step-1200")
+    found: dict[str, Any] = {"MyModel": MyModel, "config": 8, "path": "base", "epochs": 1}
+    found |= {"my_dataloader": DataLoader(samples), "dataset": samples, "train_one_step": train_one_step}
+    found |= {"shard_my_way": lambda model, mesh: fully_shard(model, mesh=mesh)}
+    found |= {"fully_shard": fully_shard, "init_device_mesh": init_device_mesh, "DataLoader": DataLoader}
+    found |= {"AutoModelForSequenceClassification": AutoModelForSequenceClassification}
+    found |= {
+        "torch": torch,
+        "dist": dist,
+        "os": os,
+        "sw": sw,
+        "mesh": mesh,
+        "model": model,
+        "report": report,
+    }
+    found |= {"optimizer": optimizer, "scheduler": scheduler, "loader": loader, "state": state}
+    return found | {"checkpoints": checkpoints}
+
+
+def run(block: Block, namespace: dict[str, Any]) -> None:
+    text = block.text
+    for before, after in INSTEAD.items():
+        text = text.replace(before, after)
+    text = text.replace('"runs/a/step-00000100"', '"runs/stored/step-00000100"')
+    if "init_process_group" in text and dist.is_initialized():
+        dist.destroy_process_group()
+    print(block, flush=True)
+    exec(compile("\n" * (block.line - 1) + text, block.page, "exec"), namespace)
+
+
+def main(pages: list[str]) -> None:
+    for number, page in enumerate(pages):
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        with tempfile.TemporaryDirectory() as folder:
+            os.chdir(folder)
+            torch.manual_seed(number)
+            write_base()
+            namespace = names()
+            for block in blocks(ROOT / page):
+                code = re.sub(r"#.*", "", block.text)
+                if block.language == "python" and not any(word in code for word in LEFT_OUT):
+                    run(block, dict(namespace) if page.startswith(ALONE) else namespace)
+            namespace["checkpoints"].close()
+            namespace.clear()
+            dist.destroy_process_group()
+            os.chdir("/")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
+    assert Path.cwd() == Path("/")
