@@ -55,6 +55,6 @@ def test_own_loop_goes_on_at_another_world_size(ranks: RankPool, tmp_path: Path,
 
 
 def test_the_32b_is_built_on_every_rank(ranks: RankPool) -> None:
-    """CPU seconds of each rank: how busy the machine is does not count."""
-    for seconds in ranks.run_ranks(2, fns.time_32b):
-        assert 0 < seconds <= 0.5
+    """CPU seconds of each rank, the quickest of three runs: how busy the machine is does not count."""
+    for seconds in zip(*(ranks.run_ranks(2, fns.time_32b) for _ in range(3)), strict=True):
+        assert 0 < min(seconds) <= 0.5

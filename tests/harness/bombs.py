@@ -19,6 +19,8 @@ __all__ = ["Outcome", "refused_within", "run_apart"]
 #: When a fork that computes, or sleeps, is killed; processors are shared with other tests.
 _WALL_FACTOR, _WALL_MORE_S = 10, 20
 _MIB = 1024**2
+#: Work that is slow is slow each time; a processor that is shared with other machines makes some runs slower.
+_ATTEMPTS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +40,17 @@ class Outcome:
 def run_apart(work: Callable[[], object], seconds: float = 1, mbytes: float = 200) -> Outcome:
     """Run ``work`` in a fork, which is ended when it takes far more than the limits. What it changes is lost.
 
-    The fork shares what this process imported, so that a run costs milliseconds. Memory is counted from the fork on.
+    The outcome of the quickest of three runs, where the first takes longer than ``seconds``. The fork shares what this process imported, so that a run costs milliseconds. Memory is counted from the fork on.
     """
+    best = _run_once(work, seconds, mbytes)
+    for _ in range(_ATTEMPTS - 1):
+        if best.kind == "killed" or best.seconds <= seconds:
+            break
+        best = min(best, _run_once(work, seconds, mbytes), key=lambda outcome: outcome.seconds)
+    return best
+
+
+def _run_once(work: Callable[[], object], seconds: float, mbytes: float) -> Outcome:
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

@@ -234,7 +234,11 @@ def main(root: Path) -> None:
         folder = root / str(k)
         folder.mkdir()
         attempt = bomb(folder)
-        print(json.dumps({"name": name, **_tried(attempt)}), flush=True)
+        tried = _tried(attempt)
+        for _ in range(2):  # work that is slow is slow each time; a shared processor makes some runs slower
+            if tried["seconds"] > 1:
+                tried |= {"seconds": min(tried["seconds"], _tried(attempt)["seconds"])}
+        print(json.dumps({"name": name, **tried}), flush=True)
 
 
 if __name__ == "__main__":

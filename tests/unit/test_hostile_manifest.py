@@ -20,6 +20,7 @@ from shardwise.checkpoint.check import check_files, quick_check
 from shardwise.errors import CheckpointError, FormatError, IntegrityError, ShardwiseError, StateError
 from shardwise.format.manifest import read_manifest
 from shardwise.runs.convert import convert
+from tests.harness.bombs import refused_within
 from tests.harness.hostile import edit_manifest, put_file, run
 from tests.unit import _bombs
 
@@ -149,6 +150,27 @@ def test_bombs_take_a_second_and_200_megabytes_at_most(tried: dict[str, dict[str
     assert bomb["said"].startswith(("FormatError", "IntegrityError")), bomb
     assert bomb["seconds"] <= 1.0, bomb
     assert bomb["bytes"] <= 200 * 1000**2, bomb
+
+
+@pytest.mark.parametrize("files_too", [False, True])
+def test_tensors_larger_than_their_files(step: Path, files_too: bool) -> None:
+    """``export`` made a file of 2^59 bytes first, and cut it into 600 MB of pieces."""
+
+    def change(manifest: dict[str, Any]) -> None:
+        for name, tensor in manifest["models"]["model"].items():
+            if name == "layer.bias":
+                tensor["shape"] = [2**57]
+        for name, entry in manifest["files"].items():
+            if files_too and name.startswith("model/"):
+                entry["nbytes"] = 2**59 + 2**20
+
+    edit_manifest(step, change)
+    out = step.with_name("out")
+    for use in (sw.export_hf, convert):
+        text = refused_within(lambda use=use: use(step, out))  # type: ignore[misc]
+        assert "model" in text
+        assert not out.exists()
+    assert not sw.verify(step).ok
 
 
 # -------------------------------------------------------------------------------- nothing that no reader takes

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+import stat
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..dtypes import itemsize
-from ..errors import FormatError
+from ..errors import FormatError, IntegrityError, SourceError
 from ..format.manifest import Manifest, read_manifest
 from ..format.slices import SliceTensor, file_name
 from ..format.spread import Kind, Place, Spread
@@ -23,6 +24,7 @@ from .records import Catalog, Chunks, SharedChunk, StoredFile, StoredTensor
 __all__ = [
     "catalog_of_checkpoint",
     "catalog_of_slices",
+    "check_size",
     "directory",
     "model_named",
     "model_tensors",
@@ -101,6 +103,25 @@ class _SliceFiles:
         return path, self._offsets[key]
 
 
+def check_size(path: str, nbytes: int) -> None:
+    """Compare the size of a file with what its manifest says, before anything is made room for.
+
+    Raises :class:`IntegrityError` (lost, another size, no regular file), :class:`SourceError`.
+    """
+    try:
+        status = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise IntegrityError("lost: no such file", path=path) from error
+    except OSError as error:
+        raise SourceError(f"can't be read: {error.strerror}", path=path) from error
+    if not stat.S_ISREG(status.st_mode):
+        raise IntegrityError("is no regular file", path=path)
+    if status.st_size != nbytes:
+        raise IntegrityError(
+            f"{status.st_size} bytes, expected {nbytes}: truncated or overwritten", path=path
+        )
+
+
 @no_collections()
 def catalog_of_slices(
     root: str, manifest: Manifest, kind: str, name: str, tensors: Sequence[SliceTensor]
@@ -110,7 +131,8 @@ def catalog_of_slices(
     Costs O(tensors + files): where single slices lie is found when a plan asks for them.
     """
     folder = directory(kind, name)
-    if sum(math.prod(t.shape) * itemsize(t.dtype) for t in tensors) >= MAX_COUNT:
+    nbytes = sum(math.prod(t.shape) * itemsize(t.dtype) for t in tensors)
+    if nbytes >= MAX_COUNT:
         raise FormatError(f"{folder}: holds more bytes than any file can", path=root)
     if len({t.name for t in tensors}) < len(tensors):
         raise FormatError(f"{folder}: two tensors have one name", path=root)
@@ -127,6 +149,11 @@ def catalog_of_slices(
             path = inside(root, relative)
             stored_files.append(StoredFile(path, entry.nbytes))
             files[rank, k] = path, entry.header_bytes
+    held_bytes = sum(f.nbytes for f in stored_files)
+    if nbytes > held_bytes:
+        raise FormatError(
+            f"{folder}: its tensors take {nbytes:,} bytes, and its files hold {held_bytes:,}", path=root
+        )
     slice_files = _SliceFiles(spread, files)
     cuts = [None if kind is None else _SliceCut(kind, slice_files) for kind in spread.kinds]
     stored = {}

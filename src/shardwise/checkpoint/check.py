@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Callable, Iterator
 
 import xxhash
 
+from ..catalog.checkpoint import check_size
 from ..errors import IntegrityError, SourceError
 from ..format.manifest import BLOCK_BYTES, MANIFEST_NAME, Manifest, read_manifest
 from ..limits import inside
@@ -64,18 +64,6 @@ def check_files(path: str, step: int, on_progress: Callable[[], object] = lambda
             path=path,
         )
     for name, entry in manifest.files.items():
-        file = inside(path, name)
-        try:
-            status = os.stat(file)
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise IntegrityError("lost: no such file", path=file) from error
-        except OSError as error:
-            raise SourceError(f"can't be read: {error.strerror}", path=file) from error
-        if not stat.S_ISREG(status.st_mode):
-            raise IntegrityError("is no regular file", path=file)
-        if status.st_size != entry.nbytes:
-            raise IntegrityError(
-                f"{status.st_size} bytes, expected {entry.nbytes}: truncated or overwritten", path=file
-            )
+        check_size(inside(path, name), entry.nbytes)
         on_progress()
     return manifest

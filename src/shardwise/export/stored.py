@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 
 from ..catalog import Catalog, StoredTensor
-from ..catalog.checkpoint import catalog_of_checkpoint, directory, model_named
+from ..catalog.checkpoint import catalog_of_checkpoint, check_size, directory, model_named
 from ..catalog.open import open_catalog
 from ..checkpoint.verify import pieces
 from ..digests.digest import finish, partial_sum
@@ -79,7 +79,10 @@ class StoredJob:
             return open_catalog(self._path, model)
         self._manifest = read_manifest(self._path)
         self._model = model_named(self._manifest, model, self._path)
-        return catalog_of_checkpoint(self._path, self._model, manifest=self._manifest)
+        catalog = catalog_of_checkpoint(self._path, self._model, manifest=self._manifest)
+        for file in catalog.files:
+            check_size(file.path, file.nbytes)
+        return catalog
 
     def close(self) -> None:
         """Close the files."""

@@ -13,6 +13,7 @@ from ..catalog import Catalog, StoredTensor
 from ..catalog.checkpoint import (
     catalog_of_checkpoint,
     catalog_of_slices,
+    check_size,
     directory,
     optimizer_tensors,
     packed_name,
@@ -277,6 +278,8 @@ def _optimizer(
 
 def _of_checkpoint(root: str) -> RunContents:
     manifest = read_manifest(root)
+    for name, entry in manifest.files.items():
+        check_size(inside(root, name), entry.nbytes)
     models = {}
     for name, entries in manifest.models.items():
         found = as_stored(catalog_of_checkpoint(root, name))
