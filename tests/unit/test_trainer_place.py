@@ -17,6 +17,7 @@ from shardwise.format.manifest import read_manifest
 from shardwise.integrations._trainer_data import DataPlace
 from shardwise.integrations._trainer_folder import Run, contents, newest, set_newer_aside
 from shardwise.integrations._trainer_place import check_place
+from shardwise.rng import capture_host_rng
 from shardwise.store.lock import DirectoryLock
 from tests.harness.hostile import edit_documents, run
 
@@ -102,3 +103,38 @@ def test_a_run_that_lost_the_directory_renames_nothing(step: Path) -> None:
     finally:
         lock.release()
     assert step.is_dir()
+
+
+class Understated(DataLoader[int]):
+    """Gives more batches than it says."""
+
+    def __len__(self) -> int:
+        return 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "skipped", "stand_ins", "rest"),
+    [
+        (DataLoader, 3, 3, [[6, 7]]),
+        (DataLoader, 4, 4, []),
+        (DataLoader, 10**15, 4, []),  # looped for years
+        (Understated, 3, 3, [[6, 7]]),
+        (Understated, 10**15, 2, []),
+    ],
+)
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_skipping_ends_with_the_data(
+    kind: type[DataLoader[int]], skipped: int, stand_ins: int, rest: list[list[int]], goes_on: bool
+) -> None:
+    loader: Any = kind(list(range(8)), batch_size=2)  # type: ignore[arg-type]
+    said: list[str] = []
+    place = DataPlace(said.append, reads_again=True)
+    rng = capture_host_rng()
+    if goes_on:
+        before = DataPlace(print, reads_again=True)
+        next(iter(before.open(loader, 0, 0, False, None)))
+        place.load_state_dict({**before.state_dict(), "consumed": skipped})
+    given = list(place.open(loader, 0, skipped, goes_on, rng))
+    assert given[:stand_ins] == [None] * stand_ins
+    assert [batch.tolist() for batch in given[stand_ins:]] == rest
+    assert bool(said) == goes_on, "the last batch before the place is not the stored one"

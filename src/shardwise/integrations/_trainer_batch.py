@@ -21,13 +21,16 @@ class Batch:
         self._held = [(path, leaf, _version(leaf)) for path, leaf in _leaves(batch, "")]
 
     def digests(self) -> dict[str, str]:
-        """By path in the batch; without tensors that were written to since. Copies tensors of a device to the host."""
+        """By path in the batch; ``tensor`` is a batch that is one, ``""`` all that is none.
+
+        Leaves out tensors that were written to since. Copies tensors of a device to the host.
+        """
         found: dict[str, str] = {}
         rest = xxhash.xxh3_64()
         for path, leaf, version in self._held:
             if isinstance(leaf, torch.Tensor):
                 if _version(leaf) == version and len(found) < _MOST:
-                    found[path] = _digest(leaf)
+                    found[path or "tensor"] = _digest(leaf)
             elif isinstance(leaf, np.ndarray) and leaf.dtype != object:
                 rest.update(np.ascontiguousarray(leaf).tobytes())
             elif isinstance(leaf, (str, int, float, bool, bytes, type(None))):

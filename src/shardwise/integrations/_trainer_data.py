@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
@@ -163,12 +163,12 @@ class DataPlace:
                 _start_workers(loader)
             if skipped and (stored["epoch"], stored["consumed"]) == (epoch, skipped) and rng is not None:
                 self.sets_rng = True
-                return _after_stand_ins(skipped, lambda: self._go_on(loader, stored, rng))
+                return _after_stand_ins(loader, skipped, lambda: self._go_on(loader, stored, rng))
             if not skipped:
                 put_own_states(loader, stored["now"])
         if skipped:
             before = capture_host_rng()  # Trainer would make the loader's iterator now
-            return _after_stand_ins(skipped, lambda: self._skip(loader, epoch, skipped, before))
+            return _after_stand_ins(loader, skipped, lambda: self._skip(loader, epoch, skipped, before))
         return _Watched(loader, lambda: self._begin(loader, epoch))
 
     def _begin(self, loader: Any, number: int) -> Iterator[Any]:
@@ -336,21 +336,32 @@ class _Watched:
 
 
 class _StandIns(IterableDataset[Any]):
-    """Nothing, as often as Trainer skips a batch, and then the batches that follow."""
+    """Nothing, as often as Trainer skips a batch, and then the batches that follow.
 
-    def __init__(self, count: int, rest: Callable[[], Iterator[Any]]) -> None:
+    A checkpoint may ask to skip more batches than an epoch has by ``length``, the loader's own (or None). Then the
+    loader is asked first whether it has them: skipping takes as long as the data is, whatever number is stored.
+    """
+
+    def __init__(self, count: int, length: int | None, rest: Callable[[], Iterator[Any]]) -> None:
         self._count = count
+        self._length = count if length is None else min(count, length)
         self._rest = rest
 
     def __iter__(self) -> Iterator[Any]:
-        for _ in range(self._count):
-            yield None
-        yield from self._rest()
+        yield from repeat(None, self._length)
+        rest = self._rest()
+        if self._length < self._count:
+            if (first := next(rest, _END)) is _END:
+                return
+            yield from repeat(None, self._count - self._length)
+            yield first
+        yield from rest
 
 
-def _after_stand_ins(count: int, rest: Callable[[], Iterator[Any]]) -> DataLoader[Any]:
-    """A loader for Trainer to skip ``count`` batches of: it does not know where they begin, and ``rest`` does."""
-    return DataLoader(_StandIns(count, rest), batch_size=None, collate_fn=_as_it_is)
+def _after_stand_ins(loader: Any, count: int, rest: Callable[[], Iterator[Any]]) -> DataLoader[Any]:
+    """For Trainer to skip ``count`` batches of: it does not know where ``loader``'s begin, and ``rest`` does."""
+    stand_ins = _StandIns(count, _description(loader)["batches"], rest)
+    return DataLoader(stand_ins, batch_size=None, collate_fn=_as_it_is)
 
 
 def _as_it_is(batch: Any) -> Any:
