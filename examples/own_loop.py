@@ -24,7 +24,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, Dataset
 
 import shardwise as sw
-from shardwise.integrations.peft import save_adapter
 
 GLOBAL_BATCH = 12  # sequences of a step on all ranks: divides by the rank counts that may come
 
@@ -86,10 +85,9 @@ def train(base: Path, out: Path, steps: int, *, lora: bool = False) -> dict[int,
     export = out / f"export-{steps}"
     if export.exists():
         return losses
-    if lora:
-        save_adapter(model, export)  # in PEFT's own format, without the base
-    else:
-        sw.export_hf(model, export)  # hub names, written by all ranks in place
+    sw.export_hf(
+        model, export
+    )  # hub names; of LoRA the adapter in PEFT's format. Written by all ranks in place
     return losses
 
 

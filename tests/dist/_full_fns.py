@@ -146,10 +146,8 @@ def fails(source: str, root: str) -> list[tuple[str, str]]:
 
 
 def hand_over_adapter(source: str, out: str) -> tuple[str, str]:
-    """``names="adapter"`` is what ``save_adapter`` writes; hub names of a model with adapters are refused."""
+    """``names="adapter"`` is what ``export_hf`` writes; hub names of a model with adapters are refused."""
     from peft import LoraConfig
-
-    from shardwise.integrations.peft import save_adapter
 
     lora = LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights=True)
     with known_warnings():
@@ -158,7 +156,7 @@ def hand_over_adapter(source: str, out: str) -> tuple[str, str]:
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.add_(0.5)
-    save_adapter(model, out)
+    sw.export_hf(model, out)
     expected = load_file(Path(out, "adapter_model.safetensors"))
     assert expected
     assert_equal(dict(sw.iter_full(model, names="adapter")), expected)

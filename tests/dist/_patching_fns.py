@@ -93,7 +93,6 @@ def use_the_rest(path: str, root: str, lora: Any) -> None:
 
     import shardwise as sw
     from shardwise.integrations import accelerate as swa
-    from shardwise.integrations import peft as swp
     from tests.dist._accelerate_fns import accelerator_with
     from tests.dist._peft_fns import known_warnings
 
@@ -116,8 +115,8 @@ def use_the_rest(path: str, root: str, lora: Any) -> None:
     with known_warnings():
         adapted = peft.get_peft_model(built(), lora)
     sw.shard(adapted, init_device_mesh("cpu", (dist.get_world_size(),)))
-    swp.load(adapted, path, adapter=f"{root}/again")
-    swp.save_adapter(adapted, f"{root}/rest-adapter")
+    sw.load(adapted, path, adapter=f"{root}/again")
+    sw.export_hf(adapted, f"{root}/rest-adapter")
 
 
 def remove(directory: str) -> None:
@@ -145,8 +144,8 @@ def patched(path: str, root: str) -> dict[str, Any]:
     assert "shardwise" not in sys.modules
     before = snapshot()
 
+    import shardwise as sw
     from shardwise.integrations import accelerate as swa
-    from shardwise.integrations.peft import save_adapter
     from shardwise.integrations.trainer import ShardwiseTrainer, load_pretrained
 
     class MyTrainer(ShardwiseTrainer, SFTTrainer):
@@ -156,7 +155,7 @@ def patched(path: str, root: str) -> dict[str, Any]:
             swa.save_state(self.accelerator, f"{root}/state")
             swa.load_state(self.accelerator, f"{root}/state")
             remove(f"{root}/again")
-            save_adapter(self.model, f"{root}/again")
+            sw.export_hf(self.model, f"{root}/again")
             return done
 
     use_trainers(

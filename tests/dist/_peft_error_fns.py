@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
-from shardwise.integrations import peft as sw_peft
 from tests.dist._checkpointer_fns import failure
 from tests.dist._load_fns import nothing_else_changes
 from tests.dist._peft_fns import known_warnings, mesh_of, on_meta
@@ -24,7 +23,7 @@ def refusals(base: str, directories: dict[str, str]) -> dict[str, tuple[str, str
         sw.shard(model, mesh_of())
         dist.barrier()  # ranks that fail seconds apart can't tell that they fail alike
         with nothing_else_changes():
-            found[case] = failure(lambda: sw_peft.load(model, base, adapter=directory))  # noqa: B023
+            found[case] = failure(lambda: sw.load(model, base, adapter=directory))  # noqa: B023
         assert all(p.is_meta for p in model.parameters()), "nothing was read"
     return found
 
@@ -54,17 +53,24 @@ def other_refusals(root: str, out: str) -> dict[str, str]:
     model = on_meta("two", base)
     sw.shard(model, mesh_of())
     found = {
-        "one directory for two": _words(lambda: sw_peft.load(model, base, adapter=f"{root}/adapter")),
-        "no such adapter": _words(lambda: sw_peft.load(model, base, adapter={"stile": f"{root}/adapter"})),
-        "not PEFT's": _words(lambda: sw_peft.load(nn.Linear(2, 2), base)),
+        "one directory for two": _words(lambda: sw.load(model, base, adapter=f"{root}/adapter")),
+        "no such adapter": _words(lambda: sw.load(model, base, adapter={"stile": f"{root}/adapter"})),
+        "not PEFT's": _words(lambda: sw.load(nn.Linear(2, 2), base, adapter=f"{root}/adapter")),
         "not a config": _words(lambda: sw.load_pretrained(base, mesh_of(), adapter={"default": 3})),
     }
-    sw_peft.load(model, base)
-    found["export"] = _words(lambda: sw.export_hf(model, out))
-    found["save"] = _words(lambda: sw_peft.save_adapter(model, out, adapter_name="stile"))
+    sw.load(model, base, adapter=model.peft_config)
+    other = peft.LoraConfig(r=5, target_modules=["q_proj"])
+    found["other settings"] = _words(lambda: sw.load(model, base, adapter={"style": other}))
+    found["nothing said of adapters"] = _words(lambda: sw.load(model, base))
+    injected = peft.inject_adapter_in_model(
+        peft.LoraConfig(target_modules=["0"]), nn.Sequential(nn.Linear(2, 2))
+    )
+    found["export"] = _words(lambda: sw.export_hf(injected, out))
+    found["no adapters"] = _words(lambda: sw.export_hf(nn.Linear(2, 2), out, adapters="default"))
+    found["save"] = _words(lambda: sw.export_hf(model, out, adapters="stile"))
     assert not os.path.exists(out)
-    sw_peft.save_adapter(model, out, adapter_name="style")
-    found["again"] = _words(lambda: sw_peft.save_adapter(model, out))
+    sw.export_hf(model, out, adapters="style")
+    found["again"] = _words(lambda: sw.export_hf(model, out))
     return found
 
 

@@ -21,7 +21,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import shardwise as sw
-from shardwise.integrations import peft as sw_peft
 from shardwise.internals.peft import base_of
 from shardwise.names import canonical_name
 from tests import models
@@ -209,14 +208,14 @@ def equals_plain_peft(kind: str, root: str, out: str) -> None:
     assert bool(brought) == (kind in ("biases", "tied-embedding")), "PEFT stores these with the adapter"
     assert_outputs(model, ordinary)
     with known_warnings():
-        sw_peft.save_adapter(model, out)
+        sw.export_hf(model, out)
 
     own = on_meta(kind, f"{root}/base")
     sw.shard(own, mesh_of())
     before = {n: (id(p), p.requires_grad) for n, p in own.named_parameters()}
     given = directories(kind, root)
     with nothing_else_changes():
-        sw_peft.load(own, f"{root}/base", adapter=given if len(given) > 1 else given["default"])
+        sw.load(own, f"{root}/base", adapter=given if len(given) > 1 else given["default"])
     assert_values(own, expected)
     assert {n: (id(p), p.requires_grad) for n, p in own.named_parameters()} == before
 
@@ -246,7 +245,7 @@ def seeded(kind: str, base: str) -> dict[str, torch.Tensor]:
     own = on_meta(kind, base)
     sw.shard(own, mesh_of())
     with nothing_else_changes():
-        sw_peft.load(own, base, seed=5)
+        sw.load(own, base, adapter=own.peft_config, seed=5)
     assert_values(own, values)
 
     plain = on_meta(kind, base)
@@ -372,11 +371,11 @@ def wrapped_in_other_ways(kind: str, root: str, out: str) -> None:
         else:
             sw.shard(model, mesh)
         outer: nn.Module = torch.compile(model, backend="eager") if how == "compiled" else model  # type: ignore[assignment]
-        sw_peft.load(outer, f"{root}/base", adapter=f"{root}/adapter")
+        sw.load(outer, f"{root}/base", adapter=f"{root}/adapter")
         values = {canonical_name(n): whole(t).detach() for n, t in tensors_of(outer).items()}
         assert values.keys() == expected.keys()
         assert all(torch.equal(bits(values[n]), bits(t)) for n, t in expected.items()), how
-        report = sw_peft.save_adapter(outer, f"{out}/{k}")
+        report = sw.export_hf(outer, f"{out}/{k}")
         stored = [load_file(f"{d}/adapter_model.safetensors") for d in (f"{out}/{k}", f"{root}/adapter")]
         assert stored[0].keys() == stored[1].keys(), how
         assert all(torch.equal(bits(stored[0][n]), bits(t)) for n, t in stored[1].items()), how
@@ -393,7 +392,7 @@ def base_from_a_checkpoint(kind: str, root: str, runs: str) -> None:
     sw.save(sw.TrainState(model=base), f"{runs}/base")
     model = on_meta(kind, f"{root}/base")
     sw.shard(model, mesh_of())
-    sw_peft.load(model, f"{runs}/base", adapter=f"{root}/adapter")
+    sw.load(model, f"{runs}/base", adapter=f"{root}/adapter")
     assert_values(model, expected)
     with known_warnings():
         model, _ = sw.load_pretrained(f"{runs}/base", mesh_of(), adapter=f"{root}/adapter")
@@ -436,7 +435,7 @@ def base_of_the_hub(kind: str, root: str, out: str) -> None:
         model, _ = sw.load_pretrained(f"{root}/base", mesh_of(), adapter=f"{root}/adapter")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Setting `save_embedding_layers` to `True`")
-        sw_peft.save_adapter(model, out)
+        sw.export_hf(model, out)
 
 
 def plain_module(base: str, adapter: str, out: str) -> None:
@@ -450,13 +449,13 @@ def plain_module(base: str, adapter: str, out: str) -> None:
     with sw.meta_init():
         model = peft.get_peft_model(Plain(), plain_config())
     sw.shard(model, mesh_of())
-    sw_peft.load(model, base, adapter=adapter)
+    sw.load(model, base, adapter=adapter)
     assert_values(model, {n: t.detach() for n, t in tensors_of(ordinary).items()})
     x = torch.linspace(-1, 1, 2 * 6 * 10).reshape(2, 6, 10)
     with torch.no_grad():
         torch.testing.assert_close(model.eval()(x), ordinary.eval()(x))
-    sw_peft.save_adapter(model, out)
-    sw_peft.load(model, base)
+    sw.export_hf(model, out)
+    sw.load(model, base, adapter=model.peft_config)
     for name, tensor in tensors_of(fresh).items():
         if "lora_A" not in name:
             assert torch.equal(bits(whole(tensors_of(model)[name])), bits(tensor)), name
@@ -497,5 +496,5 @@ def start_a_run(base: str, adapter: str | None, out: str) -> dict[str, Any]:
         model, _ = sw.load_pretrained(base, mesh_of(), adapter=adapter or config, seed=3)
     with torch.no_grad():
         logits = model(input_ids=torch.arange(6)[None] + 3).logits
-    sw_peft.save_adapter(model, out)
+    sw.export_hf(model, out)
     return {"digests": sw.digest(model), "logits": logits}

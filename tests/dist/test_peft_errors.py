@@ -150,11 +150,14 @@ def test_wrong_arguments_and_export(ranks: RankPool, tmp_path: Path) -> None:
     for case, words in {
         "one directory for two": "ValueError: the model has the adapters 'default', 'style'",
         "no such adapter": "ValueError: adapter= names 'stile'; the model has 'default', 'style'",
-        "not PEFT's": "TypeError: Linear is no PeftModel",
+        "not PEFT's": "TypeError: adapter=: Linear is no PeftModel",
         "not a config": "TypeError: adapter 'default' must be a PEFT config or a directory, got 3",
-        "export": "CheckpointError: a model with PEFT adapters has no hub format: write the adapters of the",
-        "save": "ValueError: adapter_name='stile': the model has the adapters 'default', 'style'",
+        "export": "CheckpointError: adapters were injected into this model, which is no PeftModel",
+        "save": "ValueError: adapters='stile': the model has the adapters 'default', 'style'",
         "again": "is there already",
+        "other settings": "adapter 'style': r is 5 in adapter=, and 3 in the model",
+        "nothing said of adapters": "PlanError",
+        "no adapters": "ValueError: adapters= is of live models that PEFT put adapters into",
     }.items():
         assert words in found[0][case], (case, found[0][case])
     assert sorted(p.name for p in (tmp_path / "out").rglob("*")) == [

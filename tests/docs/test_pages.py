@@ -23,8 +23,7 @@ from shardwise.cli import main
 from tests.docs.blocks import DOCS, ROOT, Block, blocks, pages
 
 MODULES = {"sw": "shardwise", "swa": "shardwise.integrations.accelerate"}
-MODULES |= {"sw_peft": "shardwise.integrations.peft"}
-INTEGRATIONS = ("accelerate", "trainer", "peft")
+INTEGRATIONS = ("accelerate", "trainer")
 
 ALL = [block for page in pages() for block in blocks(page)]
 PYTHON = [block for block in ALL if block.language == "python"]

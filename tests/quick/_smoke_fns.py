@@ -215,13 +215,11 @@ def trainer(place: Path, mesh: DeviceMesh) -> None:
 def peft(place: Path, mesh: DeviceMesh) -> None:
     from peft import LoraConfig, PeftModel
 
-    from shardwise.integrations.peft import save_adapter
-
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     model, _ = sw.load_pretrained(place / "hub", mesh, adapter=config)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     train(model, optimizer, 1)
-    save_adapter(model, place / "adapter")
+    sw.export_hf(model, place / "adapter")
     base = transformers.AutoModelForCausalLM.from_pretrained(place / "hub")
     assert_same(dict(PeftModel.from_pretrained(base, place / "adapter").state_dict()), whole(model))
 

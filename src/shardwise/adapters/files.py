@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ __all__ = [
     "CONFIG_NAME",
     "WEIGHTS_NAME",
     "AdapterFiles",
+    "Adapters",
     "attach",
     "combine",
     "open_adapter",
@@ -64,7 +65,7 @@ class AdapterFiles:
 
 
 def open_adapter(directory: str | os.PathLike[str]) -> AdapterFiles:
-    """Config and headers of a directory that PEFT (or ``save_adapter``) wrote. Rank-local; no payload is read.
+    """Config and headers of a directory that PEFT or :func:`shardwise.export_hf` wrote. Rank-local; no payload is read.
 
     Raises :class:`SourceError` naming the file that is missing, :class:`FormatError` for one that can't be read.
     """
@@ -122,8 +123,18 @@ def _import_peft() -> Any:
     return peft
 
 
-def attach(base: nn.Module, adapter: Any) -> tuple[Any, dict[str, AdapterFiles]]:
-    """Let PEFT wrap a base model on meta. Returns the ``PeftModel`` and the files of the adapters that have some.
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """Where the adapters of a load come from."""
+
+    files: Mapping[str, AdapterFiles]
+    """Those that are read from a directory, by name."""
+    seeded: frozenset[str] = frozenset()
+    """Those that get PEFT's initial values."""
+
+
+def attach(base: nn.Module, adapter: Any) -> tuple[Any, Adapters]:
+    """Let PEFT wrap a base model on meta. Returns the ``PeftModel`` and where its adapters come from.
 
     ``adapter`` is a PEFT config, a directory, or a mapping of adapter names to either; the first becomes the active
     one. One from a directory can be trained. Nothing is allocated or drawn, and the caller's configs stay theirs.
@@ -131,18 +142,14 @@ def attach(base: nn.Module, adapter: Any) -> tuple[Any, dict[str, AdapterFiles]]
     Rank-local. Raises as :func:`open_adapters` does.
     """
     peft = _import_peft()
-    given = dict(adapter) if isinstance(adapter, Mapping) else {"default": adapter}
-    files: dict[str, AdapterFiles] = {}
+    files, own = _opened(dict(adapter) if isinstance(adapter, Mapping) else {"default": adapter})
     configs: dict[str, Any] = {}
-    for name, source in given.items():
-        if isinstance(source, peft.PeftConfig):
-            configs[name] = copy.deepcopy(source)
-        elif isinstance(source, str | os.PathLike):
-            files[name] = open_adapter(source)
-            configs[name] = copy.deepcopy(files[name].config)
+    for name in (*files, *own):
+        configs[name] = copy.deepcopy(files[name].config if name in files else own[name])
+        if name in files:
             configs[name].inference_mode = False
-        else:
-            raise TypeError(f"adapter {name!r} must be a PEFT config or a directory, got {source!r}")
+    if isinstance(adapter, Mapping):  # the first is the active one
+        configs = {name: configs[name] for name in adapter}
     if not configs:
         raise ValueError("adapter={} names no adapter")
     _refuse(base, configs, files)
@@ -166,13 +173,30 @@ def attach(base: nn.Module, adapter: Any) -> tuple[Any, dict[str, AdapterFiles]]
             ) from error
         if trained_on is not None:
             model.peft_config[name].base_model_name_or_path = trained_on
-    return model, files
+    return model, Adapters(files, frozenset(own))
 
 
-def open_adapters(model: nn.Module, adapter: Any) -> dict[str, AdapterFiles]:
-    """The files of the adapters of a ``PeftModel`` that are to be loaded from a directory, by name.
+def _opened(given: Mapping[str, Any]) -> tuple[dict[str, AdapterFiles], dict[str, Any]]:
+    """What the caller gave by name: directories, opened, and configs."""
+    config_class = _import_peft().PeftConfig
+    files: dict[str, AdapterFiles] = {}
+    configs: dict[str, Any] = {}
+    for name, source in given.items():
+        if isinstance(source, config_class):
+            configs[name] = source
+        elif isinstance(source, str | os.PathLike):
+            files[name] = open_adapter(source)
+        else:
+            raise TypeError(f"adapter {name!r} must be a PEFT config or a directory, got {source!r}")
+    return files, configs
 
-    ``adapter`` is a directory (for a model with one adapter), a mapping of names to directories, or None.
+
+def open_adapters(model: nn.Module, adapter: Any) -> Adapters:
+    """Where the adapters of a live ``PeftModel`` come from.
+
+    ``adapter`` is a directory or a PEFT config (for a model with one adapter), or a mapping of adapter names to either.
+    A directory is read; a config stands for PEFT's initial values, and must agree with the model's own. Rank-local; no
+    payload is read.
 
     Raises :class:`SourceError` and :class:`FormatError` as :func:`open_adapter` does, :class:`PlanError` naming
     every adapter that can't be loaded, with the reason.
@@ -180,11 +204,12 @@ def open_adapters(model: nn.Module, adapter: Any) -> dict[str, AdapterFiles]:
     peft = peft_model(model)
     if peft is None:
         raise TypeError(
-            f"{type(model).__name__} is no PeftModel: wrap the base with peft.get_peft_model() inside sw.meta_init()"
+            f"adapter=: {type(model).__name__} is no PeftModel; wrap the base with peft.get_peft_model() inside "
+            f"sw.meta_init()"
         )
     configs = adapter_configs(peft)
-    if adapter is None or isinstance(adapter, Mapping):
-        given = dict(adapter or {})
+    if isinstance(adapter, Mapping):
+        given = dict(adapter)
     elif len(configs) == 1:
         given = {next(iter(configs)): adapter}
     else:
@@ -196,16 +221,22 @@ def open_adapters(model: nn.Module, adapter: Any) -> dict[str, AdapterFiles]:
         raise ValueError(
             f"adapter= names {', '.join(map(repr, unknown))}; the model has {', '.join(map(repr, configs))}"
         )
-    files = {name: open_adapter(directory) for name, directory in given.items()}
-    _refuse(base_of(peft), configs, files)
-    return files
+    files, own = _opened(given)
+    _refuse(base_of(peft), {name: configs[name] for name in given}, files, own)
+    return Adapters(files, frozenset(own))
 
 
 # ----------------------------------------------------------------------------------------------------
 # What can't be loaded
 
 
-def _refuse(base: nn.Module, configs: Mapping[str, Any], files: Mapping[str, AdapterFiles]) -> None:
+def _refuse(
+    base: nn.Module,
+    configs: Mapping[str, Any],
+    files: Mapping[str, AdapterFiles],
+    own: Mapping[str, Any] | None = None,
+) -> None:
+    """Raise :class:`PlanError` for what has no sharded form, or is not what ``configs``, the model's, say."""
     problems = []
     quantised = getattr(getattr(base, "config", None), "quantization_config", None)
     if quantised is not None or getattr(base, "hf_quantizer", None) is not None:
@@ -216,7 +247,10 @@ def _refuse(base: nn.Module, configs: Mapping[str, Any], files: Mapping[str, Ada
     for name, config in configs.items():
         problems += [f"adapter {name!r}: {reason}" for reason in _obstacles(config, name in files)]
         if name in files:
-            problems += _differences(name, config, files[name])
+            place = f"in {files[name].directory}/{CONFIG_NAME}"
+            problems += _differences(name, config, files[name].config, place)
+        elif own is not None:
+            problems += _differences(name, config, own[name], "in adapter=")
     if problems:
         raise PlanError("adapters that can't be loaded into a sharded model", tuple(problems))
 
@@ -241,19 +275,18 @@ def _obstacles(config: Any, has_files: bool) -> list[str]:
     return found
 
 
-def _differences(name: str, config: Any, files: AdapterFiles) -> list[str]:
-    """Settings in which a stored adapter is not the one that the model holds."""
+def _differences(name: str, config: Any, given: Any, place: str) -> list[str]:
+    """Settings in which the adapter that the caller gave is not the one that the model holds."""
     found = [
-        (setting, getattr(files.config, setting, None), getattr(config, setting, None))
-        for setting in _SETTINGS
+        (setting, getattr(given, setting, None), getattr(config, setting, None)) for setting in _SETTINGS
     ]
-    patterns = getattr(files.config, "alpha_pattern", None)
+    patterns = getattr(given, "alpha_pattern", None)
     if patterns:  # PEFT adds to an empty one where layers were fused since the adapter was trained
         found.append(("alpha_pattern", patterns, config.alpha_pattern))
     return [
-        f"adapter {name!r}: {setting} is {stored!r} in {files.directory}/{CONFIG_NAME}, and {own!r} in the model"
-        for setting, stored, own in found
-        if stored != own
+        f"adapter {name!r}: {setting} is {stored!r} {place}, and {live!r} in the model"
+        for setting, stored, live in found
+        if stored != live
     ]
 
 
@@ -261,16 +294,15 @@ def _differences(name: str, config: Any, files: AdapterFiles) -> list[str]:
 # One catalog, one set of rules
 
 
-def combine(
-    model: nn.Module, base: Catalog, rules: Rules, files: Mapping[str, AdapterFiles]
-) -> tuple[Catalog, Rules]:
+def combine(model: nn.Module, base: Catalog, rules: Rules, adapters: Adapters) -> tuple[Catalog, Rules]:
     """Base and adapters as one source for one plan and one proof of cover. Pure.
 
     ``rules`` are those of the base model. Stored names of an adapter's tensors get its name in front
-    (``default:base_model.model.…``), so that several files can hold equal names. Adapters without files get PEFT's
-    initial values, trained copies (``modules_to_save``) without files those of the base. A tensor of the base that
-    an adapter brings along (biases, embeddings) is the adapter's.
+    (``default:base_model.model.…``), so that several files can hold equal names. Trained copies (``modules_to_save``)
+    of an adapter without files get the base's values. A tensor of the base that an adapter brings along (biases,
+    embeddings) is the adapter's.
     """
+    files = adapters.files
     outer = wrapped_rules(model, rules)
     found = base_of(model)
     meta_base = meta_instance(found) if files and is_transformers_model(found) else None
@@ -289,7 +321,7 @@ def combine(
             replaced |= dict.fromkeys(one.sources, f"adapter {brought[one.target]!r} (brings its own)")
             one = replace(one, target=f"{one.target} (of the base)")  # no module's name
         made.append(one)
-    seeded = _seeded(model, files)
+    seeded = _seeded(model, adapters.seeded)
 
     def unused(stored: str, target: str) -> str | None:
         return replaced.get(stored) or outer.unused(stored, target)
@@ -309,13 +341,12 @@ def combine(
     return catalog, rules
 
 
-def _seeded(model: nn.Module, files: Mapping[str, AdapterFiles]) -> dict[str, str]:
-    """What adapters without files add to the model, and whose rule initialises it."""
+def _seeded(model: nn.Module, adapters: Collection[str]) -> dict[str, str]:
+    """What these adapters add to the model, and whose rule initialises it."""
     of_the_base = wrapped_names(model).bases
     return {
         held: f"PEFT (init_lora_weights of {name!r})"
-        for name in adapter_configs(model)
-        if name not in files
+        for name in adapters
         for held, _ in adapter_tensors(model, name).values()
         if held not in of_the_base
     }

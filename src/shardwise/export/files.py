@@ -44,9 +44,16 @@ class HubFiles:
 _FLOATS = ("F16", "BF16", "F32", "F64")
 
 
+def kinds_in(
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]], dtype: str | None
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Dtypes and shapes with floating-point tensors in ``dtype``; None: as they are."""
+    return {n: (dtype if dtype and code in _FLOATS else code, shape) for n, (code, shape) in tensors.items()}
+
+
 def lay_out(hub: Mapping[str, tuple[str, tuple[int, ...]]], dtype: str | None, limit: int) -> HubFiles:
     """Which tensor goes into which file at which offset. Files are filled in the tensors' order."""
-    kinds = {n: (dtype if dtype and code in _FLOATS else code, shape) for n, (code, shape) in hub.items()}
+    kinds = kinds_in(hub, dtype)
     groups: list[list[str]] = [[]]
     used = 0
     for name, (code, shape) in kinds.items():

@@ -21,7 +21,7 @@ from torch import nn
 from ..dtypes import code_of, torch_dtype
 from ..errors import CheckpointError
 from ..format.slices import SliceTensor, assign_owners, owner_ranks
-from ..internals.peft import has_adapters
+from ..internals.peft import has_adapters, peft_model
 from ..layout.model import geometries_of, local_tensor, reshard, wanted_of
 from ..models.assets import companion_files
 from ..models.classes import import_code, in_turn
@@ -33,11 +33,12 @@ from ..ranks.ranks import Ranks
 from ..recipe.origin import recall
 from ..recipe.transformers import is_transformers_model, meta_instance
 from ..transfer.copy import Destination, FileFiller, Staging, write_back
+from .adapters import adapter_assets, chosen_adapters, lay_out_adapters
 from .files import HubFiles, lay_out, prepare_files, publish_files
-from .stored import NO_HUB_FORMAT, StoredJob
+from .stored import StoredJob
 from .tensors import Contents, as_named, inverted, reverted
 
-__all__ = ["Contents", "ExportReport", "LiveJob", "export_hf", "write_out"]
+__all__ = ["ExportReport", "LiveJob", "export_hf"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +66,16 @@ def export_hf(
     model: str | None = None,
     config: str | os.PathLike[str] | None = None,
     dtype: torch.dtype | str | None = None,
+    adapters: str | Sequence[str] | None = None,
     max_shard_bytes: int = 5 * 1024**3,
     trust_remote_code: bool = False,
     io: IOOptions | None = None,
 ) -> ExportReport:
     """Write a model in hub format: hub names, index, config, tokenizer and own code if known; ties once.
+
+    Of a live ``PeftModel`` the adapters are written, as ``PeftModel.save_pretrained`` does (names, config, folders), and
+    ``PeftModel.from_pretrained(base, out_dir)`` opens them: ``default`` lies in ``out_dir`` itself, every other one in a
+    folder of its name, one file each. Base embeddings lie beside them where they are adapted or resized.
 
     Args:
         model_or_path: a live (sharded) model, a checkpoint directory, or any other source of a load.
@@ -78,6 +84,7 @@ def export_hf(
         config: directory with the config.json (and tokenizer, own code) of a source that has none, as a DCP
             checkpoint. Without one, its tensors keep their names.
         dtype: floating-point tensors are written in it. Default: as they are.
+        adapters: of a ``PeftModel``, one or several of its adapters. Default: all.
         max_shard_bytes: payload per file, unless one tensor is larger.
         trust_remote_code: of a checkpoint, run the Python files that its model brings for its classes: they
             know the hub's names. Others need none.
@@ -98,9 +105,13 @@ def export_hf(
             raise ValueError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
         if isinstance(model_or_path, nn.Module) and (model, config) != (None, None):
             raise ValueError("model= and config= are of stored models; this one is live")
+        if adapters is not None and not (
+            isinstance(model_or_path, nn.Module) and has_adapters(model_or_path)
+        ):
+            raise ValueError("adapters= is of live models that PEFT put adapters into; this is another")
         code = _dtype_code(dtype)
         job: LiveJob | StoredJob = (
-            LiveJob(model_or_path)
+            LiveJob(model_or_path, adapters)
             if isinstance(model_or_path, nn.Module)
             else StoredJob(model_or_path, model, config, trust_remote_code, ranks.tick, io)
         )
@@ -109,12 +120,9 @@ def export_hf(
             home = job.home
             in_turn(ranks, lambda: import_code(home))
         with ranks.agree("plan export"):
-            if code is not None and isinstance(job, StoredJob):
-                job.refuse_codes()
-            contents = job.contents()
-            output = lay_out(contents.hub, code, max_shard_bytes)
+            contents, output = job.lay_out(code, max_shard_bytes)
             companions = _with_dtype(job.companions(), code) if ranks.rank == 0 else {}
-        written = write_out(job, contents, output, companions, final, ranks, io)
+        written = _write_out(job, contents, output, companions, final, ranks, io)
     return ExportReport(
         final,
         tuple(output.headers),
@@ -125,7 +133,7 @@ def export_hf(
     )
 
 
-def write_out(
+def _write_out(
     job: LiveJob | StoredJob,
     contents: Contents,
     output: HubFiles,
@@ -165,20 +173,33 @@ def _dtype_code(dtype: torch.dtype | str | None) -> str | None:
 
 
 class LiveJob:
-    """Export of a live model: every rank writes the boxes that it owns."""
+    """Export of a live model, or of its adapters: every rank writes the boxes that it owns."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, adapters: str | Sequence[str] | None = None) -> None:
         reshard(model)
         self._model = model
+        self._peft = peft_model(model)
+        self._adapters = chosen_adapters(self._peft, adapters) if self._peft is not None else []
         ignored = set(getattr(unwrap(model), "_keys_to_ignore_on_save", None) or ())
         self._named = {t.name: t for t in named_tensors(model) if t.persistent and t.name not in ignored}
 
     def _kinds(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         return {n: (code_of(t.tensor.dtype), tuple(t.tensor.shape)) for n, t in self._named.items()}
 
+    def lay_out(self, dtype: str | None, max_shard_bytes: int) -> tuple[Contents, HubFiles]:
+        """What each tensor of the model becomes, and where in which file it lies."""
+        if self._peft is not None:
+            return lay_out_adapters(self._peft, self._adapters, dtype)
+        contents = self.contents()
+        return contents, lay_out(contents.hub, dtype, max_shard_bytes)
+
     def contents(self) -> Contents:
+        """Hub tensors and tiles of the whole model. Raises :class:`CheckpointError` if it has adapters."""
         if has_adapters(self._model):
-            raise CheckpointError(f"a model with PEFT adapters {NO_HUB_FORMAT}")
+            raise CheckpointError(
+                "adapters were injected into this model, which is no PeftModel: it has no hub format. Wrap it with "
+                "peft.get_peft_model(), and export_hf writes the adapters"
+            )
         origin = recall(self._model)
         if origin is not None:
             return inverted(self._kinds(), origin.recipes, origin.shapes)
@@ -204,6 +225,8 @@ class LiveJob:
         """Nothing was read."""
 
     def companions(self) -> Mapping[str, bytes]:
+        if self._peft is not None:
+            return adapter_assets(self._peft, self._adapters)
         return companion_files(self._model)
 
     def close(self) -> None:

@@ -30,15 +30,10 @@ from ..transfer import FileReader
 from ..transfer.box import read_recipe, wanted_box
 from ..transfer.copy import Destination, FileFiller, Staging, write_back
 from ..transfer.page_cache import page_cache_for
-from .files import HubFiles
+from .files import HubFiles, lay_out
 from .tensors import Contents, as_named, inverted, reverted
 
-__all__ = ["NO_HUB_FORMAT", "StoredJob"]
-
-NO_HUB_FORMAT = (
-    "has no hub format: write the adapters of the live model with "
-    "shardwise.integrations.peft.save_adapter(model, directory); the base is what it was loaded from"
-)
+__all__ = ["StoredJob"]
 
 
 class StoredJob:
@@ -106,10 +101,17 @@ class StoredJob:
             f"let the run keep this one (keep_last, keep_every)"
         )
 
-    def refuse_codes(self) -> None:
+    def _refuse_codes(self) -> None:
         """Codes stay what they are in any dtype, their scales would not. Raises :class:`UnsupportedConversionError`."""
         if not has_module_names(self._catalog):
             refuse_source(self._catalog)
+
+    def lay_out(self, dtype: str | None, max_shard_bytes: int) -> tuple[Contents, HubFiles]:
+        """What each stored tensor becomes, and where in which file it lies."""
+        if dtype is not None:
+            self._refuse_codes()
+        contents = self.contents()
+        return contents, lay_out(contents.hub, dtype, max_shard_bytes)
 
     def contents(self) -> Contents:
         """Hub tensors and tiles. Builds the model on meta where its class knows the hub's names."""
@@ -117,7 +119,8 @@ class StoredJob:
         folder = directory("model", self._model)
         if self._manifest is not None and f"{folder}/{ADAPTERS_NAME}" in self._manifest.files:
             raise CheckpointError(
-                f"{self._path}: the checkpoint of a model with PEFT adapters {NO_HUB_FORMAT}"
+                f"{self._path}: the checkpoint of a model with PEFT adapters has no hub format: write the adapters of the "
+                f"live model with export_hf; the base is what it was loaded from"
             )
         if "config.json" not in self._documents:
             return as_named(kinds)

@@ -14,11 +14,11 @@ from safetensors import safe_open
 
 from ..adapters.names import adapter_tensors
 from ..errors import CheckpointError, UnsupportedConversionError
+from ..export.hub import export_hf
 from ..internals.peft import adapter_configs, peft_model
 from ..models.assets import TOKENIZER_FILES
 from ..ranks.patience import patiently, remove_tree
 from ..ranks.ranks import Ranks
-from .peft import save_adapter
 
 __all__ = [
     "ADAPTER",
@@ -121,7 +121,7 @@ def adapter_files(model: Any, run_dir: str, ranks: Ranks) -> dict[str, bytes]:
 
     folder = ranks.on_first("make room for the adapter", name)
     try:
-        report = save_adapter(model, folder)
+        report = export_hf(model, folder)
         with ranks.agree("read adapter"):
             if ranks.rank == 0 and report.total_bytes > MAX_FILES_BYTES:
                 _log.warning(

@@ -35,7 +35,6 @@ from ._trainer_files import (
 )
 from ._trainer_folder import STATE_NAME, Run, move_into, rotate, set_newer_aside
 from ._trl import generation_state
-from .peft import save_adapter
 
 __all__ = ["Saving"]
 
@@ -166,7 +165,7 @@ class Saving(Trainer):
         folder = ranks.on_first("make room for the export", name)
         try:
             with_adapters = peft_model(self.model) is not None
-            (save_adapter if with_adapters else export_hf)(self.model, folder)
+            export_hf(self.model, folder)
             with tempfile.TemporaryDirectory(prefix="shardwise-") as staging:
                 with ranks.agree("write Trainer's files"):
                     self._write_beside(staging)

@@ -8,13 +8,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from ..adapters.files import combine, open_adapters
 from ..adapters.names import wrapped
 from ..catalog import Catalog
 from ..catalog.open import open_catalog
@@ -52,6 +53,8 @@ def load(
     names: Names | None = None,
     unused: Sequence[str] = (),
     init: Mapping[str, str] | None = None,
+    adapter: Any = None,
+    seed: int = 0,
     device: torch.device | str | None = None,
     io: IOOptions | None = None,
     verify: Literal["cover", "digest"] | None = None,
@@ -71,6 +74,12 @@ def load(
             PEFT wrapped, the base's.
         unused: ``fnmatch`` patterns of stored names that may be left over.
         init: pattern of module names that may be missing → rule; ``"model"`` is the model's own rule.
+        adapter: of a ``PeftModel`` whose base ``source`` holds: the directory of an adapter, or a PEFT config (as
+            ``model.peft_config["default"]``) for PEFT's own initial values, or a mapping of adapter names to either.
+            Base and adapters are one plan and one proof; stored names of an adapter begin with its own
+            (``default:base_model.model.…``). DoRA's magnitudes follow from the loaded weights, and ``modules_to_save``
+            without files copy those of the base. None: ``source`` holds the adapters, too.
+        seed: for what is initialised: the same values at every world size.
         device: where meta tensors get memory. Default: the mesh's device, else CPU.
         io: staging and time limits.
         verify: ``"cover"`` proves the plan; ``"digest"`` also compares the content with digests, of every
@@ -81,7 +90,9 @@ def load(
             gradients ``shard`` reduces need not be named.
 
     Every rank of the default process group must call it. Memory: this rank's shards plus
-    ``io.staging_bytes``. Raises :class:`PlanError` before payload is read, :class:`SourceError`,
+    ``io.staging_bytes``. Raises :class:`PlanError` before payload is read (also for adapters that have no sharded
+    form: another method than LoRA, an initialisation that needs weights or data, a quantised base, settings other than
+    the model's), :class:`SourceError`,
     :class:`LayoutError`, :class:`ShardError` (trainable plain parameters that are not ``ignored``), or
     :class:`RankError` alike on every living rank.
     """
@@ -98,8 +109,18 @@ def load(
             init=lambda name: "caller" if matches_any(name, declared) else None,
             caller_declares=True,
         )
+        if adapter is not None:
+            catalog, rules = combine(model, catalog, rules, open_adapters(model, adapter))
     report = fill(
-        model, catalog, rules, device=device, io=io, ranks=ranks, verify=verify, ignored=tuple(ignored)
+        model,
+        catalog,
+        rules,
+        device=device,
+        io=io,
+        ranks=ranks,
+        verify=verify,
+        seed=seed,
+        ignored=tuple(ignored),
     )
     if hub is not None:
         note_conversions(model, hub.used())

@@ -230,8 +230,8 @@ def prepare(
     inverted = _conversions_of_checkpoint(base, hub, catalog) if catalog.has_module_names else None
     model = base
     if adapter is not None:
-        model, files = attach(base, adapter)
-        catalog, rules = combine(model, catalog, rules, files)
+        model, adapters = attach(base, adapter)
+        catalog, rules = combine(model, catalog, rules, adapters)
     return Prepared(base, model, catalog, rules, lambda: hub.used() if inverted is None else inverted)
 
 
