@@ -22,6 +22,7 @@ from ..dtypes import code_of, torch_dtype
 from ..errors import CheckpointError
 from ..format.slices import SliceTensor, assign_owners, owner_ranks
 from ..internals.peft import has_adapters
+from ..internals.transformers import ignored_on_save
 from ..layout.model import geometries_of, local_tensor, reshard, wanted_of
 from ..models.assets import companion_files
 from ..models.classes import import_code, in_turn
@@ -170,7 +171,7 @@ class LiveJob:
     def __init__(self, model: nn.Module) -> None:
         reshard(model)
         self._model = model
-        ignored = set(getattr(unwrap(model), "_keys_to_ignore_on_save", None) or ())
+        ignored = ignored_on_save(unwrap(model))
         self._named = {t.name: t for t in named_tensors(model) if t.persistent and t.name not in ignored}
 
     def _kinds(self) -> dict[str, tuple[str, tuple[int, ...]]]:
