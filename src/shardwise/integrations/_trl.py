@@ -1,6 +1,6 @@
 """What TRL's trainers need beside the Trainer with a sharded policy: references, the head's gradient, completions in hand.
 
-Read at TRL 1.16; nothing of it is patched. Its DPO, KTO, GRPO and RLOO trainers make the reference themselves, while they
+Read at TRL 1.16, of which no class, module or function is changed. Its DPO, KTO, GRPO and RLOO trainers make the reference themselves, while they
 are made: of a model by loading it whole on every rank (``create_model_from_path``), of a ``PeftModel`` by a second adapter
 "ref", whose plain tensors they fill from sharded ones. :class:`References` gives them shards instead.
 """

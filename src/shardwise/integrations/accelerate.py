@@ -14,7 +14,8 @@ A script keeps its YAML and its calls; the import changes, and the line that loa
 Each method is a function here, too, for an accelerator that is not made by the script: ``load_pretrained(accelerator,
 path)``, ``prepare(accelerator, …)``, ``save_state(accelerator, folder)``, ``load_state(accelerator, folder)``.
 
-Nothing of Accelerate is patched: ``prepare`` takes a model that is sharded already as it is.
+No class, module or function of Accelerate is changed: ``prepare`` takes a model that is sharded already as it is. What is
+changed in objects of the run (the plugin, samplers of prepared loaders): docs/concepts/patching.md.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ What changes in a script, here with TRL::
     trainer = MyTrainer(model, args, train_dataset=dataset)   # 4: for SFTTrainer
     trainer.train(resume_from_checkpoint=True)                # as ever, and so are save_model and the arguments
 
-With the Trainer itself, :class:`ShardwiseTrainer` takes its place. Methods are overridden; nothing is patched.
+With the Trainer itself, :class:`ShardwiseTrainer` takes its place. Methods are overridden; no class, module or function
+of another package is changed. What is changed in objects of the run: docs/concepts/patching.md.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 FSDP2 ends every backward in one callback, on every rank that ran one. What is here goes after it: one reduction
 over the mesh for all such parameters, zeros where this rank has no gradient. So it does not matter which of them
 a rank's loss used, in what order, or how often forward ran before; and nothing hangs on the parameter objects,
-which may be swapped, moved and loaded.
+which may be swapped, moved and loaded. One attribute of one of FSDP2's groups is assigned for it; its classes stay as they are.
 """
 
 from __future__ import annotations
