@@ -54,6 +54,13 @@ class ExportReport:
     """Payload bytes that this rank wrote."""
     seconds: float
 
+    @classmethod
+    def of(cls, output: HubFiles, path: str, bytes_written: int, started: float) -> ExportReport:
+        """The report of ``output``, which lies at ``path``; ``started`` as ``time.perf_counter`` was then."""
+        seconds = time.perf_counter() - started
+        files = tuple(output.headers)
+        return cls(path, files, len(output.tensors), output.total_bytes, bytes_written, seconds)
+
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values."""
         return asdict(self)
@@ -116,14 +123,7 @@ def export_hf(
             output = lay_out(contents.hub, code, max_shard_bytes)
             companions = _with_dtype(job.companions(), code) if ranks.rank == 0 else {}
         written = write_out(job, contents, output, companions, final, ranks, io)
-    return ExportReport(
-        final,
-        tuple(output.headers),
-        len(output.tensors),
-        output.total_bytes,
-        written,
-        time.perf_counter() - started,
-    )
+    return ExportReport.of(output, final, written, started)
 
 
 def write_out(

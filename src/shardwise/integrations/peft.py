@@ -141,14 +141,7 @@ def save_adapter(
         contents, output = _lay_out(peft, chosen, save_embedding_layers)
         companions = _configs(peft, chosen) if ranks.rank == 0 else {}
     written = write_out(job, contents, output, companions, final, ranks, io)
-    return ExportReport(
-        final,
-        tuple(output.headers),
-        len(output.tensors),
-        output.total_bytes,
-        written,
-        time.perf_counter() - started,
-    )
+    return ExportReport.of(output, final, written, started)
 
 
 def _chosen(there: list[str], wanted: str | Sequence[str] | None) -> list[str]:
