@@ -14,19 +14,17 @@ def no_collections() -> Iterator[None]:
     """The collector waits while the block runs (or the function that this decorates), if it was on.
 
     Planning makes about a million records and no cycles. The collector then looks several times through everything
-    that the process holds (a second each beside a model of 20,000 parameters), and finds nothing. Reference counting
-    goes on. Blocks may be nested, and run in several threads: the last that ends leaves the collector on.
+    that the process holds, and finds nothing: it doubles the time. Reference counting goes on. Blocks may be nested, and
+    run in several threads: the last that ends leaves the collector on.
     """
     was_on = gc.isenabled()
     if was_on:
-        gc.collect(1)  # young garbage, a model that was dropped just before: it would become old, and stay
+        gc.collect(
+            1
+        )  # young garbage, a model that was dropped just before: it would keep its memory meanwhile
     gc.disable()
     try:
         yield
     finally:
         if was_on:
-            if not gc.get_freeze_count():  # else they are the program's own, and not ours to thaw
-                # Makes all objects old ones at once. As young ones the next allocation would have looked through them.
-                gc.freeze()
-                gc.unfreeze()
             gc.enable()

@@ -16,7 +16,16 @@ from torch import nn
 
 from .errors import LayoutError
 
-__all__ = ["NamedTensor", "canonical_name", "named_tensors", "unwrap", "without_wrappers"]
+__all__ = [
+    "NamedTensor",
+    "canonical_name",
+    "children",
+    "named_tensors",
+    "own_parameter",
+    "own_tensors",
+    "unwrap",
+    "without_wrappers",
+]
 
 # torch.compile; torch's activation checkpointing; FSDP1; DDP, DataParallel and most third-party wrappers.
 _WRAPPER_PARTS = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"))
@@ -103,7 +112,7 @@ def named_tensors(model: nn.Module) -> tuple[NamedTensor, ...]:
     for path, module in _modules_by_path(model):
         if not module._parameters and not module._buffers:
             continue
-        for attribute, tensor, kind, persistent in _direct_tensors(module):
+        for attribute, tensor, kind, persistent in own_tensors(module):
             entry = entries.get(id(tensor))
             if entry is None:
                 entry = entries[id(tensor)] = _Entry(tensor, kind)
@@ -127,21 +136,29 @@ def named_tensors(model: nn.Module) -> tuple[NamedTensor, ...]:
     )
 
 
+def children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """A module's own submodules by attribute, a second time where they stand twice; ``named_children`` leaves that out."""
+    return [(name, child) for name, child in module._modules.items() if child is not None]
+
+
+def own_parameter(module: nn.Module, attribute: str) -> nn.Parameter | None:
+    """The parameter that a module registered under that name; None if it has none."""
+    return module._parameters.get(attribute)
+
+
 def _modules_by_path(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """``model.named_modules(remove_duplicate=False)`` without its generator for each level of depth."""
     stack = [("", model)]
     while stack:
         path, module = stack.pop()
         yield path, module
-        children = [
-            (f"{path}.{n}" if path else n, child) for n, child in module._modules.items() if child is not None
-        ]
-        stack += reversed(children)
+        stack += reversed([(f"{path}.{n}" if path else n, child) for n, child in children(module)])
 
 
-def _direct_tensors(
+def own_tensors(
     module: nn.Module,
 ) -> Iterator[tuple[str, torch.Tensor, Literal["parameter", "buffer"], bool]]:
+    """A module's own parameters and buffers: attribute, tensor, kind, and whether ``state_dict`` has it."""
     for attribute, parameter in module._parameters.items():
         if parameter is not None:
             yield attribute, parameter, "parameter", True

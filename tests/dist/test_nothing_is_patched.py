@@ -1,4 +1,7 @@
-"""Importing and using the integrations changes nothing in accelerate, peft, torch, transformers and trl."""
+"""Importing and using the integrations changes no class and no module of accelerate, peft, torch, transformers and trl.
+
+What is changed in objects of a run: docs/concepts/patching.md.
+"""
 
 from __future__ import annotations
 

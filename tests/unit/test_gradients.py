@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.checkpoint.snapshot import take_snapshot
 from shardwise.errors import IntegrityError, StateError
 from shardwise.format.manifest import read_manifest
-from shardwise.state.gradients import GRADIENT, UNSEEN_GRADIENTS, waiting_gradients
+from shardwise.state.gradients import GRADIENT, UNSEEN_GRADIENTS, has_unseen_gradients, waiting_gradients
 
 
 class Net(nn.Module):
@@ -52,6 +53,36 @@ def gradients(state: sw.TrainState) -> dict[str, torch.Tensor | None]:
 
 def waiting(state: sw.TrainState) -> int:
     return sum(1 for _ in waiting_gradients(state.optimizer))  # type: ignore[arg-type]
+
+
+def test_reading_a_state_registers_nothing() -> None:
+    """Making it, a save and a restore do: also for an optimizer that was given later."""
+    state = run()
+    later = torch.optim.SGD(state.model.parameters())  # type: ignore[union-attr]
+    hooks = later._optimizer_step_post_hooks
+    state.optimizer = later
+    assert state.optimizers == {"optimizer": later}
+    assert not hooks
+    for _ in range(2):
+        state.watch()
+    assert len(hooks) == 1
+    state.optimizer = torch.optim.SGD(state.model.parameters())  # type: ignore[union-attr]
+    take_snapshot(state, 1)
+    assert len(state.optimizer._optimizer_step_post_hooks) == 1
+
+
+def test_an_optimizer_that_takes_no_hooks() -> None:
+    class Bare(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            self.param_groups = [{"params": list(parameters)}]
+            self.state = {}
+
+    model = Net()
+    optimizer = Bare(model.parameters())
+    state = sw.TrainState(model=model, optimizer=optimizer)
+    backward(state)
+    assert has_unseen_gradients(optimizer)
+    assert not waiting(state)
 
 
 def zero_first(state: sw.TrainState, optimizer: torch.optim.Optimizer) -> None:

@@ -327,8 +327,6 @@ def test_after_an_error_all_is_as_before() -> None:
     with pytest.raises(LookupError), meta_init(), meta_init():
         Draws(fail=True)
     assert _rng_states() == before
-    assert not torch_module._global_parameter_registration_hooks
-    assert not torch_module._global_buffer_registration_hooks
     assert not nn.Linear(2, 2).weight.is_meta
 
 
@@ -338,7 +336,28 @@ def test_nested_ends_with_the_outermost() -> None:
             pass
         assert nn.Linear(2, 2).weight.is_meta
     assert not nn.Linear(2, 2).weight.is_meta
-    assert not torch_module._global_parameter_registration_hooks
+
+
+def test_hooks_are_registered_once() -> None:
+    """They stay, and leave alone what is made outside."""
+    with meta_init():
+        pass
+    tables = ("parameter", "buffer", "module")
+    before = {name: dict(getattr(torch_module, f"_global_{name}_registration_hooks")) for name in tables}
+    for _ in range(3):
+        with meta_init(), meta_init():
+            nn.BatchNorm1d(2)
+    after = {name: dict(getattr(torch_module, f"_global_{name}_registration_hooks")) for name in tables}
+    assert after == before
+    ours = [h for table in after.values() for h in table.values() if h.__module__.startswith("shardwise.")]
+    assert len(ours) == 3
+    parameter, buffer = nn.Parameter(torch.ones(2)), torch.ones(2)
+    module = nn.Module()
+    module.parameter, module.inner = parameter, (inner := nn.Module())
+    module.register_buffer("buffer", buffer)
+    assert module.parameter is parameter
+    assert module.buffer is buffer
+    assert module.inner is inner
 
 
 def test_other_threads_construct_as_ever() -> None:
@@ -381,7 +400,7 @@ def test_two_threads_at_once() -> None:
     for thread in threads:
         thread.join()
     assert results == {0: True, 1: True}
-    assert not torch_module._global_parameter_registration_hooks
+    assert not nn.Linear(2, 2).weight.is_meta
 
 
 def test_a_32b_model_takes_half_a_second_and_no_memory() -> None:

@@ -17,8 +17,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..internals.peft import adapter_configs, lora_layers
+from ..internals.torch import local_tensor
 from ..layout.boxes import LocalBox
 from ..models.rules import Rule
+from ..names import children, own_parameter
 
 __all__ = ["SEEDED_INITS", "Magnitude", "adapter_rules", "magnitudes", "without_rule"]
 
@@ -56,14 +58,15 @@ def without_rule(model: nn.Module) -> dict[int, str]:
 
 def _own(layer: Any, adapter: str) -> Iterator[nn.Parameter]:
     """What an adapter adds to a layer."""
-    for name, container in layer._modules.items():
-        if name == "base_layer" or container is None:
+    for name, container in children(layer):
+        if name == "base_layer":
             continue
-        held = container._modules.get(adapter)
+        held = dict(children(container)).get(adapter)
+        parameter = own_parameter(container, adapter)
         if held is not None:
             yield from held.parameters()
-        elif container._parameters.get(adapter) is not None:
-            yield container._parameters[adapter]
+        elif parameter is not None:
+            yield parameter
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -81,7 +84,7 @@ class Magnitude:
     @property
     def drawn_with(self) -> torch.Tensor:
         """The parameter ``B``, which has to be zero for the weight's norms to be the magnitudes."""
-        linear = self.layer.lora_B._modules.get(self.adapter)
+        linear: Any = dict(children(self.layer.lora_B)).get(self.adapter)
         found: torch.Tensor = self.layer.lora_embedding_A[self.adapter] if linear is None else linear.weight
         return found
 
@@ -101,14 +104,14 @@ class Magnitude:
         weight: torch.Tensor = self.layer.get_base_layer().weight
         with torch.no_grad():
             if self._rows_are_local(weight):
-                _local(self.tensor).copy_(self._norms_by_row(_local(weight)))
+                local_tensor(self.tensor).copy_(self._norms_by_row(local_tensor(weight)))
                 return
             full = weight.full_tensor() if isinstance(weight, DTensor) else weight
             norms = self._norms(full)
             for local in boxes:
                 mine = _slices(local.box.start, local.box.stop)
                 sizes = zip(local.local_start, local.box.sizes, strict=True)
-                _local(self.tensor)[tuple(slice(a, a + n) for a, n in sizes)].copy_(norms[mine])
+                local_tensor(self.tensor)[tuple(slice(a, a + n) for a, n in sizes)].copy_(norms[mine])
 
     def _norms(self, weight: torch.Tensor) -> torch.Tensor:
         norms: torch.Tensor = self.dora.get_weight_norm(weight, weight.new_zeros(()), 0.0)
@@ -143,10 +146,6 @@ def magnitudes(model: nn.Module) -> dict[int, Magnitude]:
         for _, layer in lora_layers(model)
         for adapter, dora in layer.lora_magnitude_vector.items()
     }
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _slices(start: tuple[int, ...], stop: tuple[int, ...]) -> tuple[slice, ...]:

@@ -19,7 +19,7 @@ from ..internals.peft import (
     places,
     select_adapter,
 )
-from ..names import NamedTensor, canonical_name, named_tensors, without_wrappers
+from ..names import NamedTensor, canonical_name, named_tensors, own_tensors, without_wrappers
 from ..recipe.match import Made, Resolve, Rules
 from ..recipe.trace import stored_tensor
 
@@ -126,8 +126,8 @@ def adapter_tensors(
     state = {
         f"{path}.{attribute}": stored_tensor(name, tensor.shape, tensor.dtype)
         for path, module in peft.named_modules(remove_duplicate=False)
-        for attribute, tensor in (*module._parameters.items(), *module._buffers.items())
-        if tensor is not None and (name := canonical_name(f"{path}.{attribute}")) in live
+        for attribute, tensor, _, _ in own_tensors(module)
+        if (name := canonical_name(f"{path}.{attribute}")) in live
     }
     names = {id(symbol): canonical_name(path) for path, symbol in state.items()}
     config = adapter_configs(peft).get(adapter)

@@ -101,6 +101,7 @@ def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> R
     started = time.perf_counter()
     seen = first_view(path, ranks)
     with ranks.agree("read manifest"):
+        state.watch()
         for model in state.models.values():
             refuse_fsdp1(model)
             reshard(model)

@@ -14,17 +14,19 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..catalog.checkpoint import packed_name, replicated
+from ..catalog.records import StoredTensor
 from ..digests.digest import partial_sum
 from ..dtypes import code_of
 from ..errors import StateError
 from ..format.slices import SliceTensor, assign_owners
 from ..format.steps import checked_step
 from ..gc_paused import no_collections
+from ..internals.transformers import is_transformers_model
 from ..layout.model import geometries_of, local_tensor, reshard, world_size
 from ..layout.placements import Geometry
 from ..limits import brief
 from ..names import NamedTensor, canonical_name, named_tensors, unwrap
-from ..recipe.transformers import is_transformers_model
+from ..recipe.match import Recipe
 from ..rng import capture_rng, devices_of
 from ..state.beyond import Beyond
 from ..state.beyond_model import beyond_model, refuse_fsdp1
@@ -37,7 +39,15 @@ from ..state.storable import refuse_unstorable
 from ..state.train_state import TrainState, document_of
 from ..state.typed_json import Encoded, encode
 
-__all__ = ["Live", "ModelPart", "OptimizerPart", "Snapshot", "take_snapshot", "trained_model"]
+__all__ = ["Live", "MadeOf", "ModelPart", "OptimizerPart", "Snapshot", "take_snapshot", "trained_model"]
+
+
+@dataclass(frozen=True, slots=True)
+class MadeOf:
+    """A recipe, and the stored tensors that it names."""
+
+    recipe: Recipe
+    stored: Mapping[str, StoredTensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +57,8 @@ class Live:
     stored: SliceTensor
     tensor: torch.Tensor
     counted: bool = True
+    made_of: MadeOf | None = None
+    """What the tensor is read from when it is written, where it is on meta and nothing live holds it; see ``runs.convert``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +125,7 @@ def take_snapshot(state: TrainState, step: int) -> Snapshot:
     Raises :class:`StateError` naming what can't be expressed, before anything is written.
     """
     step = checked_step(step)
+    state.watch()
     models = tuple(_model_part(name, model) for name, model in state.models.items())
     optimizers = tuple(_optimizer_part(name, o, state, models) for name, o in state.optimizers.items())
     beyond = _beyond(state, models)

@@ -105,12 +105,14 @@ def model_class(name: str | None) -> Any:
     """The class that ``--class`` names: of transformers, or of a module that is imported. Raises ``BadParameter``."""
     if name is None:
         return None
+    from ..internals.transformers import can_be_built
+
     module, _, kind = name.rpartition(":")
     try:
         found = getattr(importlib.import_module(module or "transformers"), kind, None)
     except ImportError as error:
         raise click.BadParameter(f"{module} can't be imported: {error}", param_hint="'--class'") from error
-    if not hasattr(found, "from_config") and not hasattr(found, "_from_config"):
+    if not can_be_built(found):
         where = module or "transformers"
         raise click.BadParameter(f"{where} has no model class {kind!r}", param_hint="'--class'")
     return found

@@ -14,6 +14,7 @@ import torch
 from ..catalog import StoredTensor
 from ..catalog.open import open_catalog
 from ..errors import FormatError, ShardwiseError, SourceError
+from ..internals.transformers import build_from_config
 from ..loading.pretrained import build_meta, read_config
 from ..names import named_tensors
 from ..recipe.transformers import HubRules, hub_rules
@@ -101,7 +102,7 @@ def _declarations(
     from ..models.meta_init import meta_init
 
     with meta_init():
-        whole = whole_class._from_config(base.config, dtype=torch.float32)
+        whole = build_from_config(whole_class, base.config, torch.float32)
     whole_names = {name for t in named_tensors(whole) for name in t.names}
     whole_targets = hub_rules(whole).targets(stored)
     rules: HubRules = hub_rules(base)

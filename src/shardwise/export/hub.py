@@ -22,6 +22,7 @@ from ..dtypes import code_of, torch_dtype
 from ..errors import CheckpointError
 from ..format.slices import SliceTensor, assign_owners, owner_ranks
 from ..internals.peft import has_adapters, peft_model
+from ..internals.transformers import ignored_on_save
 from ..layout.model import geometries_of, local_tensor, reshard, wanted_of
 from ..models.assets import companion_files
 from ..models.classes import import_code, in_turn
@@ -53,6 +54,13 @@ class ExportReport:
     bytes_written: int
     """Payload bytes that this rank wrote."""
     seconds: float
+
+    @classmethod
+    def of(cls, output: HubFiles, path: str, bytes_written: int, started: float) -> ExportReport:
+        """The report of ``output``, which lies at ``path``; ``started`` as ``time.perf_counter`` was then."""
+        seconds = time.perf_counter() - started
+        files = tuple(output.headers)
+        return cls(path, files, len(output.tensors), output.total_bytes, bytes_written, seconds)
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values."""
@@ -123,14 +131,7 @@ def export_hf(
             contents, output = job.lay_out(code, max_shard_bytes)
             companions = _with_dtype(job.companions(), code) if ranks.rank == 0 else {}
         written = _write_out(job, contents, output, companions, final, ranks, io)
-    return ExportReport(
-        final,
-        tuple(output.headers),
-        len(output.tensors),
-        output.total_bytes,
-        written,
-        time.perf_counter() - started,
-    )
+    return ExportReport.of(output, final, written, started)
 
 
 def _write_out(
@@ -180,7 +181,7 @@ class LiveJob:
         self._model = model
         self._peft = peft_model(model)
         self._adapters = chosen_adapters(self._peft, adapters) if self._peft is not None else []
-        ignored = set(getattr(unwrap(model), "_keys_to_ignore_on_save", None) or ())
+        ignored = ignored_on_save(unwrap(model))
         self._named = {t.name: t for t in named_tensors(model) if t.persistent and t.name not in ignored}
 
     def _kinds(self) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -23,6 +23,7 @@ from torch.utils.data import (
 from torch.utils.data.sampler import SubsetRandomSampler, WeightedRandomSampler
 
 from ..rng import capture_host_rng, preserve_rng, restore_rng
+from ..state.beyond import same
 
 __all__ = [
     "Order",
@@ -100,7 +101,7 @@ class RecordedSampler(Sampler[Any]):
         """The loader fetches its first two batches at once: generators that move between them were moved by the dataset."""
         before = capture_host_rng()
         yield from itertools.islice(samples, self._per_batch)
-        self.dataset_draws = bool(self.dataset_draws) or not _same(before, capture_host_rng())
+        self.dataset_draws = bool(self.dataset_draws) or not same(before, capture_host_rng())
         yield from samples
 
     def _own_state(self) -> torch.Tensor | None:
@@ -152,7 +153,7 @@ def seen_to_draw(loader: Any) -> bool:
             loader.collate_fn([loader.dataset[0]])
         except Exception:  # a dataset of another kind of key: nothing is known
             return True
-        return not _same(before, capture_host_rng())
+        return not same(before, capture_host_rng())
 
 
 def _is_plain(batches: Any) -> bool:
@@ -173,9 +174,3 @@ def start_that_leads_to(sampler: Any, end: Any) -> dict[str, Any] | None:
     is_same = isinstance(end, torch.Tensor) and torch.equal(own.get_state(), end)
     own.set_state(start)
     return {"rng": None, "generator": start} if is_same else None
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, dict):
-        return all(_same(a[key], b[key]) for key in a)
-    return torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b)

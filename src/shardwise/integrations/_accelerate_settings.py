@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import weakref
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import ShardError
-from ..internals.torch import is_transformers_model, tp_by_plan
+from ..internals.transformers import is_transformers_model, tp_by_plan
 from ..names import NamedTensor, named_tensors
 from ..sharding.replicated import reduce_after_backward
 
@@ -23,6 +24,7 @@ __all__ = [
     "SettingsWithoutLoading",
     "check_kind",
     "check_supported",
+    "copy_of_plugin",
     "cut_by_tp_plan",
     "keep_whole",
     "takes_over_checkpointing",
@@ -95,9 +97,32 @@ def takes_over_checkpointing(plugin: Any) -> bool:
 
     It looks at the plugin alone, not at the model, so the plugin is changed for good.
     """
-    wanted = plugin.activation_checkpointing or getattr(plugin, "_checkpoints_activations", False)
-    plugin.activation_checkpointing, plugin._checkpoints_activations = False, wanted
-    return bool(wanted)
+    if plugin.activation_checkpointing:
+        _note_taken_over(plugin)
+        plugin.activation_checkpointing = False
+    return _is_taken_over(plugin)
+
+
+#: Plugins that were asked for activation checkpointing, before it was switched off in them. By id: they have no hash.
+_TAKEN_OVER: dict[int, weakref.ref[Any]] = {}
+
+
+def _note_taken_over(plugin: Any) -> None:
+    key = id(plugin)
+    _TAKEN_OVER[key] = weakref.ref(plugin, lambda _: _TAKEN_OVER.pop(key, None))
+
+
+def _is_taken_over(plugin: Any) -> bool:
+    known = _TAKEN_OVER.get(id(plugin))
+    return known is not None and known() is plugin
+
+
+def copy_of_plugin(plugin: Any) -> Any:
+    """A copy with the same settings, those that were taken over from it included."""
+    copied = copy.copy(plugin)
+    if _is_taken_over(plugin):
+        _note_taken_over(copied)
+    return copied
 
 
 def check_kind(accelerator: Accelerator) -> None:

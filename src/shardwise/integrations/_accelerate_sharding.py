@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from ..sharding.fsdp import remember_sharding
 from ._accelerate_settings import (
     SettingsWithoutLoading,
     check_supported,
+    copy_of_plugin,
     cut_by_tp_plan,
     keep_whole,
     takes_over_checkpointing,
@@ -86,7 +86,9 @@ def _remember(accelerator: Any, model: nn.Module) -> None:
     names = ("distributed_type", "is_fsdp2", "parallelism_config", "torch_device_mesh", "mixed_precision")
     settings: Any = SimpleNamespace(**{name: getattr(accelerator, name, None) for name in names})
     settings.device, settings.is_main_process = accelerator.device, accelerator.is_main_process
-    settings.state = SimpleNamespace(fsdp_plugin=copy.copy(getattr(accelerator.state, "fsdp_plugin", None)))
+    settings.state = SimpleNamespace(
+        fsdp_plugin=copy_of_plugin(getattr(accelerator.state, "fsdp_plugin", None))
+    )
     remember_sharding(model, lambda second: shard(settings, second))
 
 

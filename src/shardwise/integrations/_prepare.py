@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import ShardError
-from ..internals.torch import original_class
+from ..internals.torch import is_checkpointed, original_class
+from ..internals.transformers import blocks_not_to_split
 from ..names import unwrap
 
 __all__ = ["Groups", "adopt", "groups_of", "put_back"]
@@ -39,7 +40,6 @@ def adopt(plugin: Any, model: nn.Module) -> None:
 
     For models that were sharded under another plugin object, or by ``sw.shard``. Raises :class:`ShardError`.
     """
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
@@ -51,12 +51,12 @@ def adopt(plugin: Any, model: nn.Module) -> None:
             f"parts of the {type(model).__name__} are sharded, and it is not: was it wrapped after it was loaded? "
             "Adapters belong into the load: load_pretrained(args, path, adapter=peft_config), without peft_config for the trainer"
         )
-    if any(isinstance(m, CheckpointWrapper) for m in modules):
+    if any(map(is_checkpointed, modules)):
         plugin.activation_checkpointing = False  # the wrappers are there
     if plugin.auto_wrap_policy is not transformer_auto_wrap_policy:
         return
     names = plugin.transformer_cls_names_to_wrap
     if names is None:
-        names = plugin.transformer_cls_names_to_wrap = list(getattr(model, "_no_split_modules", None) or ())
+        names = plugin.transformer_cls_names_to_wrap = list(blocks_not_to_split(model))
     classes = {kind for kind in map(original_class, modules) if kind.__name__ in names}
     plugin.auto_wrap_policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=classes)

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 import xxhash
 
+from ..internals.torch import version_of
+
 __all__ = ["Batch"]
 
 _MOST = 32
@@ -52,7 +54,7 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 def _version(leaf: Any) -> int:
     """How often a tensor was written to; -1 for what does not count."""
     try:
-        return int(leaf._version) if isinstance(leaf, torch.Tensor) else -1
+        return version_of(leaf) if isinstance(leaf, torch.Tensor) else -1
     except RuntimeError:  # made in inference mode
         return -1
 

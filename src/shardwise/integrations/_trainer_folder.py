@@ -75,7 +75,7 @@ def held(root: str) -> Iterator[None]:
     def take() -> None:
         nonlocal lock
         lock = DirectoryLock(root, name=LOCK_NAME)
-        while not _has_its_name(lock, root):  # the run before deleted it, after this one had opened it
+        while not lock.has_its_name():  # the run before deleted it, after this one had opened it
             lock.release()
             lock = DirectoryLock(root, name=LOCK_NAME)
         sweep_leftovers(root)
@@ -86,18 +86,10 @@ def held(root: str) -> Iterator[None]:
     finally:
         if lock is not None:
             with Ranks.current().patience():
-                if _has_its_name(lock, root):
+                if lock.has_its_name():
                     with contextlib.suppress(OSError):
                         patiently(os.unlink, os.path.join(root, LOCK_NAME))
                 lock.release()
-
-
-def _has_its_name(lock: DirectoryLock, root: str) -> bool:
-    """Whether the file that was locked is still the one that the next run will open."""
-    try:
-        return os.path.samestat(os.fstat(lock._fd), os.stat(os.path.join(root, LOCK_NAME)))
-    except OSError:
-        return False
 
 
 def is_ours(path: str) -> bool:

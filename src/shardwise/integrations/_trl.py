@@ -1,6 +1,6 @@
 """What TRL's trainers need beside the Trainer with a sharded policy: references, the head's gradient, completions in hand.
 
-Read at TRL 1.16; nothing of it is patched. Its DPO, KTO, GRPO and RLOO trainers make the reference themselves, while they
+Read at TRL 1.16, of which no class, module or function is changed. Its DPO, KTO, GRPO and RLOO trainers make the reference themselves, while they
 are made: of a model by loading it whole on every rank (``create_model_from_path``), of a ``PeftModel`` by a second adapter
 "ref", whose plain tensors they fill from sharded ones. :class:`References` gives them shards instead.
 """
@@ -17,8 +17,9 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import ShardError
 from ..format.manifest import read_manifest
+from ..internals import trl
 from ..internals.peft import adapter_configs, base_of
-from ..internals.torch import is_transformers_model
+from ..internals.transformers import is_transformers_model
 from ..loading.clone import clone
 from ..ranks.ranks import Ranks
 
@@ -152,8 +153,7 @@ def _is_trained_shard(weight: torch.Tensor) -> bool:
 
 def stores_completions(trainer: Any) -> bool:
     """Whether a trainer keeps its completions as GRPO's and RLOO's do. Others keep other things, and count otherwise."""
-    names = ("_buffered_inputs", "num_iterations", *_Counters.names)
-    return all(hasattr(trainer, name) for name in names) and hasattr(trainer.args, "steps_per_generation")
+    return trl.counts_as_grpo(trainer)
 
 
 def generation_state(trainer: Trainer, source: str | None) -> dict[str, Any]:
@@ -177,17 +177,14 @@ def generation_state(trainer: Trainer, source: str | None) -> dict[str, Any]:
 class _Counters:
     """Where in a round of generation a trainer is, in steps of accumulation, and how many tokens it counted."""
 
-    names = ("_step", "_total_train_tokens")
-
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self._trainer, name) for name in self.names}
+        return trl.counters(self._trainer)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            setattr(self._trainer, name, value)
+        trl.put_counters(self._trainer, state)
 
 
 class _Completions:
@@ -198,9 +195,9 @@ class _Completions:
 
     def state_dict(self) -> dict[str, Any]:
         every = self._trainer.args.steps_per_generation * self._trainer.num_iterations
-        return {"inputs": self._trainer._buffered_inputs if self._trainer._step % every else None}
+        return {"inputs": trl.completions(self._trainer) if trl.steps(self._trainer) % every else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         from accelerate.utils import send_to_device
 
-        self._trainer._buffered_inputs = send_to_device(state["inputs"], self._trainer.args.device)
+        trl.put_completions(self._trainer, send_to_device(state["inputs"], self._trainer.args.device))

@@ -14,7 +14,8 @@ A script keeps its YAML and its calls; the import changes, and the line that loa
 Each method is a function here, too, for an accelerator that is not made by the script: ``load_pretrained(accelerator,
 path)``, ``prepare(accelerator, …)``, ``save_state(accelerator, folder)``, ``load_state(accelerator, folder)``.
 
-Nothing of Accelerate is patched: ``prepare`` takes a model that is sharded already as it is.
+No class, module or function of Accelerate is changed: ``prepare`` takes a model that is sharded already as it is. What is
+changed in objects of the run (the plugin, samplers of prepared loaders): docs/concepts/patching.md.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 import torch
 from accelerate import Accelerator
@@ -32,6 +33,7 @@ from ..checkpoint.checkpointer import save
 from ..checkpoint.restore import ResumeReport
 from ..checkpoint.save import SaveReport
 from ..errors import StateError
+from ..internals.accelerate import has_state_hooks, prepared
 from ..loading.load import load as _load
 from ..loading.pretrained import load_wrapped
 from ..loading.report import LoadReport
@@ -158,14 +160,14 @@ def _prepared(accelerator: Any, by: Callable[..., Any], objects: tuple[Any, ...]
     check_kind(accelerator)
     optimizers = [found for found in objects if isinstance(found, torch.optim.Optimizer)]
     before = [groups_of(optimizer) for optimizer in optimizers]
-    prepared = by(*objects)
+    result = by(*objects)
     for optimizer, groups in zip(optimizers, before, strict=True):
         if groups is not None:
             put_back(optimizer, groups)
         watch_steps(optimizer)
-    for loader in accelerator._dataloaders:
+    for loader in prepared(accelerator).loaders:
         record(loader)
-    return prepared
+    return result
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -192,7 +194,7 @@ def save_state(
     something; :class:`StateError` also for registered save hooks: they would add files to a checkpoint whose files are
     all listed and proved.
     """
-    _refuse_hooks(accelerator, "_save_model_state_pre_hook", "register_save_state_pre_hook")
+    _refuse_hooks(accelerator, "save")
     project = accelerator.project_configuration
     folder = folder_for(accelerator, output_dir)
     ranks = Ranks.current()
@@ -217,7 +219,7 @@ def load_state(accelerator: Accelerator, input_dir: str | os.PathLike[str] | Non
 
     Every rank must call it. Raises as :func:`shardwise.restore`; :class:`NoCheckpointError` if there is none.
     """
-    _refuse_hooks(accelerator, "_load_model_state_pre_hook", "register_load_state_pre_hook")
+    _refuse_hooks(accelerator, "load")
     ranks = Ranks.current()
     if input_dir is None:
         found = ranks.on_first("find newest", lambda: newest(accelerator))
@@ -236,10 +238,10 @@ def train_state(accelerator: Accelerator) -> TrainState:
     Several models are called ``model_0``, ``model_1``, …, and so are optimizers and schedulers. Rank-local.
     """
     check_kind(accelerator)
-    models, optimizers = accelerator._models, accelerator._optimizers
-    if not models:
+    held = prepared(accelerator)
+    if not held.models:
         raise StateError("the accelerator has no model; call accelerator.prepare(model, optimizer, …) first")
-    for optimizer in optimizers:
+    for optimizer in held.optimizers:
         every = [p for group in optimizer.param_groups for p in group["params"]]
         if len({id(p) for p in every}) < len(every):
             raise StateError(
@@ -247,12 +249,12 @@ def train_state(accelerator: Accelerator) -> TrainState:
                 "shardwise.integrations.accelerate.prepare(accelerator, …) instead of accelerator.prepare(…)"
             )
     return TrainState(
-        model=models[0] if len(models) == 1 else _numbered("model", models),
-        optimizer=_one_or_numbered("optimizer", optimizers),
-        scheduler=_one_or_numbered("scheduler", accelerator._schedulers),
-        dataloader=LoaderPositions(accelerator._dataloaders) if accelerator._dataloaders else None,
+        model=held.models[0] if len(held.models) == 1 else _numbered("model", held.models),
+        optimizer=_one_or_numbered("optimizer", held.optimizers),
+        scheduler=_one_or_numbered("scheduler", held.schedulers),
+        dataloader=LoaderPositions(held.loaders) if held.loaders else None,
         scaler=accelerator.scaler,
-        extra={"accelerate": _Counters(accelerator), **_numbered("custom", accelerator._custom_objects)},
+        extra={"accelerate": _Counters(accelerator), **_numbered("custom", held.objects)},
     )
 
 
@@ -280,10 +282,10 @@ class _Counters:
         self._accelerator.project_configuration.iteration = state["save_iteration"] + 1
 
 
-def _refuse_hooks(accelerator: Accelerator, attribute: str, register: str) -> None:
-    if getattr(accelerator, attribute):
+def _refuse_hooks(accelerator: Accelerator, when: Literal["save", "load"]) -> None:
+    if has_state_hooks(accelerator, when):
         raise StateError(
-            f"hooks of {register} write and read files of their own beside Accelerate's state; a shardwise checkpoint holds "
+            f"hooks of register_{when}_state_pre_hook write and read files of their own beside Accelerate's state; a shardwise checkpoint holds "
             "listed files only. Remove the hooks, and register objects with state_dict (register_for_checkpointing)"
         )
 

@@ -10,7 +10,8 @@ What changes in a script, here with TRL::
     trainer = MyTrainer(model, args, train_dataset=dataset)   # 4: for SFTTrainer
     trainer.train(resume_from_checkpoint=True)                # as ever, and so are save_model and the arguments
 
-With the Trainer itself, :class:`ShardwiseTrainer` takes its place. Methods are overridden; nothing is patched.
+With the Trainer itself, :class:`ShardwiseTrainer` takes its place. Methods are overridden; no class, module or function
+of another package is changed. What is changed in objects of the run: docs/concepts/patching.md.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from transformers import TrainingArguments
 from ..checkpoint.restore import ResumeReport
 from ..errors import CheckpointError, ShardError, ShardwiseError, is_damage
 from ..format.manifest import read_manifest
+from ..internals.trl import keeps_completions
 from ..loading.load import load as _load
 from ..loading.report import LoadReport
 from ..ranks.ranks import Ranks
@@ -230,7 +232,7 @@ class ShardwiseTrainer(Saving):
         run.rng = capture_rng()
         saved, now = holds["trainer"]["global_batch_size"], self._global_batch_size
         found = list(self._data.differences(run.loader, *run.place, "seeds" in holds["trainer"]))
-        if hasattr(self, "_buffered_inputs") and not stores_completions(self):
+        if keeps_completions(self) and not stores_completions(self):
             found.append(f"completions that {type(self).__name__} keeps for later steps are not stored")
         if not with_optimizer:
             found.append(

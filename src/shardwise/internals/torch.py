@@ -1,122 +1,169 @@
-"""What depends on the inside of other packages, each with the version at which it was read.
+"""What shardwise uses of torch's modules, tensors and dispatch that torch keeps private. torch 2.12-2.13.
 
-Nothing here is needed for plain torch modules; transformers is imported only inside functions.
+Optimizers, schedulers and scalers: :mod:`.optim`. FSDP2's groups: :mod:`.fsdp`.
 """
 
 from __future__ import annotations
 
-import copy
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
-    "HubGroup",
-    "default_conversions",
+    "NO_TORCH_FUNCTION",
+    "StridedShard",
+    "TorchDispatchMode",
+    "allocate_dtensors",
     "default_store",
-    "empty_dtensor",
-    "fsdp_parameter_ids",
-    "fsdp_unreduced_ids",
-    "hub_groups",
+    "fake_store",
+    "is_checkpointed",
     "is_stateful_loader",
-    "is_transformers_model",
-    "modules_cache",
+    "keep_metadata",
+    "local_tensor",
+    "meta_tree",
     "original_class",
-    "remote_class",
-    "revert_to_hub",
-    "scaler_stages",
+    "parameter_like",
+    "quantised",
+    "reset_methods",
     "sibling_meshes",
-    "tie_map",
-    "tp_by_plan",
-    "transformers_conversions",
+    "spec_key",
+    "storage_key",
+    "swappable_rnns",
+    "tree_leaves",
+    "tree_map_only",
+    "version_of",
+    "wrapper_subclass",
+    "written_tensors",
 ]
+
+# ``StridedShard``: how FSDP2 over TP cuts a dim that TP has cut; no public placement says it.
+# ``TorchDispatchMode``: sees every operation below autograd; the public ``TorchFunctionMode`` misses those that torch's own
+# code calls, and with them initial values. ``tree_leaves``, ``tree_map_only``: nested arguments, as dispatch gets them.
+
+
+# ----------------------------------------------------------------------------------------------------
+# Ranks
 
 
 def default_store() -> Any:
-    """The store of the default process group. torch 2.11-2.13: private, but the only way to the store."""
+    """The store of the default process group, through which ranks agree. Private, but the only way to it."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
 
 
-def scaler_stages(scaler: Any) -> set[str]:
-    """How far the optimizers of a ``torch.amp.GradScaler`` are in a step: ``READY``, ``UNSCALED``, ``STEPPED``.
+def fake_store() -> Any:
+    """The store of a process group ``fake``, whose ranks are not there: what torch's own planners use.
 
-    torch 2.11-2.13: empty after ``update``.
+    Importing it registers the backend. Without it, planning for 64 ranks would take 64 processes.
     """
-    states = getattr(scaler, "_per_optimizer_states", {}).values()
-    return {state["stage"].name for state in states if "stage" in state}
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
 
 
 def sibling_meshes(mesh: Any) -> torch.Tensor:
     """Ranks of a device mesh and of its siblings: all meshes that the same slicing of the root mesh gives.
 
-    Shape: number of siblings, then the mesh's own. torch 2.11-2.13: ``DeviceMesh.mesh`` picks this rank's
-    from the same tensor.
+    Shape: number of siblings, then the mesh's own. ``DeviceMesh.mesh`` picks this rank's from the same tensor. Without
+    it, each rank would describe another layout of one model, and a manifest can hold one only.
     """
     ranks: torch.Tensor = mesh._layout.remap_to_tensor(mesh._rank_map)
     return ranks
 
 
-def empty_dtensor(like: DTensor, device: torch.device) -> DTensor:
-    """A DTensor with the placements of ``like`` and uninitialised memory on ``device``.
+# ----------------------------------------------------------------------------------------------------
+# Tensors
 
-    As ``torch.empty_like(like, device=device)``, without its dispatch, which costs more than the rest of
-    materialising a parameter. torch 2.11-2.13: the constructor that FSDP2 uses itself.
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a parameter or buffer that lies on this rank (the tensor itself if it is not a DTensor).
+
+    The very tensor that FSDP2 trains: ``to_local()`` makes a view of it through autograd each time.
     """
-    local = like._local_tensor
-    real = torch.empty_strided(local.size(), local.stride(), dtype=local.dtype, device=device)
-    return DTensor(real, like._spec, requires_grad=False)
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def fsdp_parameter_ids(model: nn.Module) -> set[int]:
-    """ids of the parameters that ``fully_shard`` manages (their ``_StridedShard`` means: TP cut first).
+def spec_key(tensor: torch.Tensor) -> int:
+    """A number that DTensors of one spec (mesh, placements and shape) share while they live; one for all other tensors.
 
-    torch 2.11-2.13 keep them in the FSDP state's parameter groups.
+    Tensors of one shape often have one spec, so that reading mesh and placements is done once for them.
     """
-    return {id(p.sharded_param) for group in _fsdp_groups(model) for p in group.fsdp_params}
+    return id(tensor._spec) if isinstance(tensor, DTensor) else 0
 
 
-def fsdp_unreduced_ids(model: nn.Module) -> set[int]:
-    """ids of the parameters of which ``fully_shard`` keeps a gradient that it has not reduced yet.
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was written to. Raises ``RuntimeError`` for one that was made in inference mode.
 
-    torch 2.11-2.13: the gradient of the whole parameter, or its sum in the reduce dtype, after a backward without
-    gradient sync; of HSDP without all-reduce, one partial sum a group.
+    Without it, a gradient that a step has used can't be told from one that waits for a step.
     """
-    found: set[int] = set()
-    for group in _fsdp_groups(model):
-        partial = getattr(group, "_partial_reduce_output", None) is not None
-        for p in group.fsdp_params:
-            whole = getattr(p, "_unsharded_param", None)  # before the first forward there is none
-            summed = getattr(p, "unsharded_accumulated_grad", None) is not None
-            if partial or summed or (whole is not None and whole.grad is not None):
-                found.add(id(p.sharded_param))
-    return found
+    return int(tensor._version)
 
 
-def _fsdp_groups(model: nn.Module) -> Iterator[Any]:
-    """The parameter groups that ``fully_shard`` keeps: one in the state of a module, or a list (torch 2.13)."""
-    from torch.distributed.fsdp import FSDPModule
+def storage_key(tensor: torch.Tensor) -> int:
+    """A number that tensors of one storage share while it lives, also on meta, where every address is 0."""
+    return int(tensor.untyped_storage()._cdata)
 
-    found, stack = {model}, [model]
-    while stack:  # model.modules() is a generator for each level of depth
-        module = stack.pop()
-        inner = {m for m in module._modules.values() if m is not None} - found
-        stack += inner
-        found |= inner
-        if not isinstance(module, FSDPModule):
+
+def parameter_like(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
+    """A parameter that holds ``data``, with the class, ``requires_grad`` and Python attributes of another one.
+
+    A subclass of ``Parameter`` may want other arguments in ``__new__``: ``Tensor._make_subclass`` goes around it.
+    """
+    if type(data) is torch.Tensor:
+        made: nn.Parameter = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
+    else:  # a tensor subclass (DTensor, quantised) that is itself marked as a parameter
+        made = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    made.__dict__.update(parameter.__dict__)
+    return made
+
+
+def quantised(integers: torch.Tensor, scale: Any, zero_point: Any, axis: int | None) -> torch.Tensor:
+    """A quantised tensor of these integers; ``axis=None``: one scale for all. ``torch.quantize_*`` would round anew."""
+    if axis is None:
+        return torch._make_per_tensor_quantized_tensor(integers, float(scale), int(zero_point))
+    return torch._make_per_channel_quantized_tensor(integers, scale, zero_point, axis)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Operations
+
+#: As a class's ``__torch_function__``: none of it, ``__torch_dispatch__`` alone.
+NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
+
+
+def wrapper_subclass(kind: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
+    """An instance of a tensor class, on meta, with a shape and a dtype and nothing else.
+
+    Without it, conversions can't be run on symbols, and every rank would convert whole tensors.
+    """
+    return torch.Tensor._make_wrapper_subclass(kind, tuple(shape), dtype=dtype, device=torch.device("meta"))
+
+
+def written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors that an operation of ``__torch_dispatch__`` writes to, by its schema.
+
+    Without it, which parameters a rule of initial values fills would have to be guessed from their names.
+    """
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
             continue
-        state = module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:
-            group = getattr(state, "_fsdp_param_group", None)
-            groups = [group] if group is not None else []
-        yield from groups
+        target = args[place] if place < len(args) else kwargs.get(argument.name)
+        for tensor in target if isinstance(target, (list, tuple)) else (target,):
+            if isinstance(tensor, torch.Tensor):
+                yield tensor
+
+
+# ----------------------------------------------------------------------------------------------------
+# Modules
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
@@ -129,187 +176,109 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     return kind
 
 
+def reset_methods(module: nn.Module) -> list[Callable[..., Any]]:
+    """``reset_parameters`` of a module, and ``_reset_parameters``, as torch's own attention and transformer call it."""
+    found = (getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters"))
+    return [method for method in found if callable(method)]
+
+
+def is_checkpointed(module: nn.Module) -> bool:
+    """Whether a module is torch's wrapper for activation checkpointing, which must not be put around another."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+
+    return isinstance(module, CheckpointWrapper)
+
+
 def is_stateful_loader(loader: object) -> bool:
     """Whether a loader is torchdata's (0.11); does not import torchdata if nobody else did."""
     module = sys.modules.get("torchdata.stateful_dataloader")
     return module is not None and isinstance(loader, module.StatefulDataLoader)
 
 
-def is_transformers_model(module: nn.Module) -> bool:
-    """Whether a module is a transformers model; does not import transformers if nobody else did."""
-    modeling = sys.modules.get("transformers.modeling_utils")
-    return modeling is not None and isinstance(module, modeling.PreTrainedModel)
+def keep_metadata(of: Any, to: Any) -> None:
+    """Note on a copy of a module's state dict the versions of modules that the state dict says, if it says any.
 
-
-def tp_by_plan(model: Any, mesh: Any) -> None:
-    """Tensor parallelism as ``from_pretrained(distributed_config=DistributedConfig(tp_size=…))`` applies it, on meta.
-
-    transformers 5.21-5.23: ``distributed.tensor_parallel.apply_tensor_parallelism``, which does not find tied parameters
-    under their second names; here they are cut too, and tied again afterwards.
+    Without it, modules with ``_load_from_state_dict`` of their own take the copy for one of an old release.
     """
-    from transformers import DistributedConfig
-    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
-
-    for name, style_name in model._expand_parallel_plan(model.tp_plan).items():
-        style = ALL_PARALLEL_STYLES[style_name]
-        path, _, last = name.rpartition(".")
-        module = model.get_submodule(path)
-        if last not in module._parameters:
-            module = model.get_submodule(name)
-            if style_name == "mla_kv_a_proj":
-                module.config = model.config.get_text_config()
-            style.install_forward(module, mesh)
-        elif module._parameters[last] is not None:
-            style.validate_param(module, last, mesh, parameter_name=name)
-            style.shard_param(module, last, mesh)
-        module._is_hooked = True
-    model.tie_weights()
-    model.config.distributed_config = DistributedConfig(tp_size=mesh.size())
-    model._tp_size = mesh.size()
+    if hasattr(of, "_metadata"):
+        to._metadata = of._metadata
 
 
-def transformers_conversions(meta_model: Any, key_mapping: Mapping[str, str] | None) -> list[Any]:
-    """The renames and converters that ``from_pretrained`` would apply, in its order.
+def meta_tree(module: nn.Module) -> nn.Module:
+    """A copy of a tree of modules, with the original classes, tensors on meta, and without hooks.
 
-    ``meta_model`` must be an unsharded instance of the original class: on a wrapped one the mapping comes
-    back empty. transformers 5.17-5.23: ``conversion_mapping.get_model_conversion_mapping``.
+    Shared modules and tensors stay shared. No constructor is run: one may want arguments. Without it, the initial values
+    of a class that only the caller can build would have no rule.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    model_class: Any = type(meta_model)
-    if original_class(meta_model) is not model_class:
-        raise TypeError(f"{model_class.__name__} is wrapped: its conversions would come back empty")
-    return list(get_model_conversion_mapping(meta_model, dict(key_mapping) if key_mapping else None))
+    return _meta_tree(module, {}, {})
 
 
-def default_conversions(meta_model: Any) -> list[Any]:
-    """What ``save_pretrained`` inverts of a model that was not loaded from the hub's files.
+def _meta_tree(
+    module: nn.Module, modules: dict[int, nn.Module], tensors: dict[int, torch.Tensor]
+) -> nn.Module:
+    if id(module) in modules:
+        return modules[id(module)]
+    kind = original_class(module)
+    tree = modules[id(module)] = object.__new__(kind)
+    tree.__dict__.update(module.__dict__)
+    for name in [n for n in tree.__dict__ if n.endswith("_hooks") or n.endswith("_hooks_with_kwargs")]:
+        tree.__dict__[name] = type(tree.__dict__[name])()
 
-    transformers 5.17-5.23: as in ``core_model_loading.revert_weight_conversion``, which finds nothing on a model
-    whose class FSDP2 swapped.
-    """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import PrefixChange
+    def on_meta(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is not None and id(tensor) not in tensors:
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            tensors[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+        return None if tensor is None else tensors[id(tensor)]
 
-    found = get_model_conversion_mapping(meta_model, add_legacy=False)
-    return [conversion for conversion in found if not isinstance(conversion, PrefixChange)]
+    tree.__dict__["_parameters"] = {name: on_meta(p) for name, p in module._parameters.items()}
+    tree.__dict__["_buffers"] = {name: on_meta(b) for name, b in module._buffers.items()}
+    tree.__dict__["_modules"] = {
+        name: None if child is None else _meta_tree(child, modules, tensors)
+        for name, child in module._modules.items()
+    }
+    return tree
 
 
-@dataclass(frozen=True, slots=True)
-class HubGroup:
-    """Stored tensors that one converter takes together: a layer's experts, the parts of a fused weight.
+# ----------------------------------------------------------------------------------------------------
+# Memory for models on meta
 
-    The smallest set that the conversion can be run on.
+
+def allocate_dtensors(model: nn.Module, device: torch.device) -> None:
+    """Give the DTensors of a model that are on meta uninitialised memory on ``device``.
+
+    ``Module._apply``, because FSDP2's own re-pads shards and keeps its references: identity and ties survive. ``to_empty``
+    would ruin tensors that are real already.
     """
 
-    target: str
-    """Module name of the (first) tensor that it makes."""
-    parts: tuple[tuple[str, str], ...]
-    """(stored name, source pattern that it matched), in the order in which the converter takes them."""
-    converter: Any
-    meta_model: Any
+    def allocate(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, DTensor) and tensor.is_meta:
+            return _empty_dtensor(tensor, device)
+        return tensor
 
-    @property
-    def sources(self) -> tuple[str, ...]:
-        """Stored names."""
-        return tuple(name for name, _ in self.parts)
-
-    @property
-    def kinds(self) -> str:
-        """The operations, in words."""
-        return " + ".join(type(op).__name__ for op in self.converter.operations)
-
-    @property
-    def targets(self) -> tuple[str, ...]:
-        """Module names of all tensors that it makes, as far as the converter's patterns tell."""
-        patterns: list[str] = list(self.converter.target_patterns)
-        found = next((p for p in patterns if p in self.target), None)
-        if found is None:
-            return (self.target,)
-        prefix, _, suffix = self.target.partition(found)
-        return tuple(prefix + p + suffix for p in patterns)
-
-    def run(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Convert ``tensors`` (by stored name; real ones or symbols). Returns what is made, by module name."""
-        converter = copy.deepcopy(self.converter)
-        for name, pattern in self.parts:
-            converter.add_tensor(self.target, name, pattern, tensors[name])
-        with torch.no_grad():
-            made = converter.convert(self.target, model=self.meta_model, config=self.meta_model.config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+    model._apply(allocate)
 
 
-def hub_groups(
-    stored: Iterable[str], conversions: Sequence[Any], meta_model: Any
-) -> tuple[list[tuple[str, str]], list[HubGroup]]:
-    """Sort stored names into those that are only renamed and those that a converter takes, as ``from_pretrained``.
+def _empty_dtensor(like: DTensor, device: torch.device) -> DTensor:
+    """A DTensor with the placements of ``like`` and uninitialised memory on ``device``.
 
-    A function of the whole list of names: some renames only start once another key was seen, in natural
-    order. Returns (module name, stored name) for the first kind, names that the model does not have included.
-
-    transformers 5.17-5.23: follows ``core_model_loading.convert_and_load_state_dict_in_model``.
+    As ``torch.empty_like(like, device=device)``, without its dispatch, which costs more than the rest of
+    materialising a parameter: the constructor that FSDP2 uses itself.
     """
-    from transformers.core_model_loading import (
-        WeightConverter,
-        WeightRenaming,
-        dot_natural_key,
-        rename_source_key,
-    )
-
-    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
-    converters = [c for c in conversions if isinstance(c, WeightConverter)]
-    by_pattern = {p: c for c in converters for p in c.source_patterns}
-    wanted = meta_model.state_dict()
-    prefix = meta_model.base_model_prefix
-    names = set(stored)
-    plain: list[tuple[str, str]] = []
-    parts: dict[str, list[tuple[str, str]]] = {}
-    for name in sorted(names, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, prefix, wanted)
-        if target not in wanted and name in wanted:
-            target, pattern = rename_source_key(name, [], [], prefix, wanted)
-        if pattern is None or target not in wanted:
-            plain.append((target, name))
-        else:
-            parts.setdefault(target, []).append((name, pattern))
-    groups = [
-        HubGroup(target, tuple(found), by_pattern[found[0][1]], meta_model) for target, found in parts.items()
-    ]
-    return plain, groups
+    local = like._local_tensor
+    real = torch.empty_strided(local.size(), local.stride(), dtype=local.dtype, device=device)
+    return DTensor(real, like._spec, requires_grad=False)
 
 
-def revert_to_hub(meta_model: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Module tensors (or symbols of them) under hub names, as ``save_pretrained`` reverts them.
+@contextmanager
+def swappable_rnns(model: nn.Module) -> Iterator[None]:
+    """Inside, ``torch.utils.swap_tensors`` takes the weights of ``nn.LSTM`` and the like.
 
-    transformers 5.17-5.23: ``core_model_loading.revert_weight_conversion``.
+    These keep weak references to their weights, which ``swap_tensors`` refuses; they make new ones at the end.
     """
-    from transformers.core_model_loading import revert_weight_conversion
-
-    with torch.no_grad():
-        return dict(revert_weight_conversion(meta_model, dict(tensors)))
-
-
-def tie_map(model: Any) -> dict[str, str]:
-    """Names that a transformers model ties, target to source; empty for other modules."""
-    return dict(getattr(model, "all_tied_weights_keys", None) or {})
-
-
-def modules_cache() -> str:
-    """The directory into which transformers copies the Python files of models. 5.17-5.23."""
-    from transformers.utils.hub import HF_MODULES_CACHE
-
-    return str(HF_MODULES_CACHE)
-
-
-def remote_class(reference: str, directory: str, auto_class: str) -> Any:
-    """The model class that a directory's own code defines, as ``from_pretrained(trust_remote_code=True)`` takes it.
-
-    Runs that code. ``reference`` is ``[repository--]module.Class``; another repository's is taken from the local
-    cache of the hub only. transformers 5.17-5.23: as in ``_BaseAutoModelClass.from_config``.
-    """
-    from transformers.dynamic_module_utils import get_class_from_dynamic_module
-    from transformers.models.auto.auto_factory import add_generation_mixin_to_remote_model
-
-    found: Any = get_class_from_dynamic_module(reference, directory, local_files_only=True)
-    found.register_for_auto_class(auto_class)  # so that a later save_pretrained carries the files along
-    return add_generation_mixin_to_remote_model(found)
+    rnns = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
+    for rnn in rnns:
+        rnn._flat_weight_refs = []
+    yield
+    for rnn in rnns:
+        rnn._init_flat_weights()

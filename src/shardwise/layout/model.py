@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ..dtypes import code_of
 from ..errors import LayoutError
-from ..internals.torch import fsdp_parameter_ids
+from ..internals.fsdp import fsdp_parameter_ids
+from ..internals.torch import local_tensor, spec_key
 from ..names import NamedTensor, named_tensors
 from .boxes import LocalBox
 from .placements import Geometry, check_local_shape, cut_boxes, geometry_of, local_shape
@@ -28,11 +28,6 @@ __all__ = [
     "wanted_states",
     "world_size",
 ]
-
-
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a parameter or buffer that lies on this rank (the tensor itself if it is not a DTensor)."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def fsdp1_problem(model: nn.Module) -> str | None:
@@ -82,7 +77,7 @@ def geometries_of(model: nn.Module, tensors: Iterable[NamedTensor]) -> dict[str,
     found = {}
     for t in tensors:
         managed = id(t.tensor) in fsdp
-        spec = (id(getattr(t.tensor, "_spec", None)), managed)
+        spec = (spec_key(t.tensor), managed)
         geometry = by_spec.get(spec)
         if geometry is None:
             mesh = getattr(t.tensor, "device_mesh", None)

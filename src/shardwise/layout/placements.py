@@ -248,9 +248,10 @@ def geometry_of(tensor: torch.Tensor, *, world_size: int, fsdp_order: bool = Tru
 
 def _cut_of(placement: object, ndim: int) -> Cut:
     from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
 
-    if isinstance(placement, _StridedShard):
+    from ..internals.torch import StridedShard
+
+    if isinstance(placement, StridedShard):
         return Cut("strided", placement.dim % ndim, int(placement.split_factor))
     if isinstance(placement, Shard):
         return Cut("shard", placement.dim % ndim)
@@ -270,13 +271,15 @@ def local_boxes(
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor
 
+    from ..internals.torch import local_tensor
+
     if not isinstance(tensor, DTensor):
         box = whole(tensor.shape)
         return (LocalBox(box, box.start),) if box.numel else ()
     geometry = geometry_of(tensor, world_size=dist.get_world_size(), fsdp_order=fsdp_order)
     coordinate = geometry.coordinate(dist.get_rank())
     boxes = cut_boxes(tensor.shape, geometry, coordinate) if coordinate is not None else ()
-    check_local_shape(tuple(tensor.shape), boxes, tuple(tensor._local_tensor.shape), name, tensor.placements)
+    check_local_shape(tuple(tensor.shape), boxes, tuple(local_tensor(tensor).shape), name, tensor.placements)
     return boxes
 
 

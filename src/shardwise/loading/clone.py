@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import LayoutError, ShardError, StateError
 from ..internals.peft import has_adapters
-from ..internals.torch import is_transformers_model, original_class
+from ..internals.torch import original_class
+from ..internals.transformers import build_from_config, copy_conversions, is_transformers_model
 from ..layout.model import geometries_of, local_tensor, reshard
 from ..models.memory import materialize
 from ..models.meta_init import forget_meta_buffers, meta_init
@@ -75,7 +76,7 @@ def _built_again(model: nn.Module) -> Any:
     kind: Any = original_class(inner)
     try:
         with meta_init():
-            second: Any = kind._from_config(copy.deepcopy(inner.config), dtype=inner.dtype)
+            second: Any = build_from_config(kind, copy.deepcopy(inner.config), inner.dtype)
     except MemoryError:
         raise
     except Exception as error:  # whatever a class does that expects more than a config
@@ -94,9 +95,9 @@ def _built_again(model: nn.Module) -> Any:
             "to shard a second one alike is not known. Give build=, a function that builds it in shardwise.meta_init() and "
             "shards it as the first"
         )
-    for attribute in ("generation_config", "_weight_conversions"):
-        if hasattr(inner, attribute):
-            setattr(second, attribute, copy.copy(getattr(inner, attribute)))
+    if hasattr(inner, "generation_config"):
+        second.generation_config = copy.copy(inner.generation_config)
+    copy_conversions(inner, second)
     second.name_or_path = inner.name_or_path
     return second
 
@@ -131,4 +132,4 @@ def _copy(live: NamedTensor, own: NamedTensor) -> None:
         return
     content = live.tensor.clone()
     for module, attribute in own.owners:
-        module._buffers[attribute] = content
+        setattr(module, attribute, content)

@@ -12,17 +12,18 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from ..adapters.initial import adapter_rules, magnitudes, without_rule
 from ..errors import PlanError
+from ..internals.fsdp import fsdp_parameter_ids
 from ..internals.peft import has_adapters, places
-from ..internals.torch import fsdp_parameter_ids, is_transformers_model, tie_map
+from ..internals.torch import local_tensor
+from ..internals.transformers import is_transformers_model, tie_map
 from ..layout.boxes import LocalBox
 from ..layout.placements import local_boxes
 from ..models.memory import default_device, materialize
 from ..models.rules import Rule, Template, build_template, copy_template, rules_of
-from ..names import NamedTensor, canonical_name, named_tensors
+from ..names import NamedTensor, canonical_name, named_tensors, own_parameter
 from ..rng import preserve_rng
 
 __all__ = ["check_rules", "initialize"]
@@ -144,9 +145,9 @@ class _Slots:
                 self.writing.setdefault(key, []).append(index)
         self.failures = [rule for rule in self.rules if rule.failure is not None]
         self._targets = frozenset(self._full(name) for name in tie_map(template.root))
-        self._modules: dict[str, nn.Module] = {}
+        self._by_path: dict[str, nn.Module] = {}
         for path, module in template.root.named_modules(remove_duplicate=False):
-            self._modules.setdefault(self._full(canonical_name(path)), module)
+            self._by_path.setdefault(self._full(canonical_name(path)), module)
 
     def _full(self, name: str) -> str:
         return ".".join(part for part in (self.prefix, name) if part)
@@ -157,8 +158,8 @@ class _Slots:
         for name in tensor.names:
             module_name, _, attribute = name.rpartition(".")
             for place in (module_name, self._unwrapped.get(module_name, module_name)):
-                module = self._modules.get(place)
-                if module is not None and module._parameters.get(attribute) is not None:
+                module = self._by_path.get(place)
+                if module is not None and own_parameter(module, attribute) is not None:
                     found.append((name, place, module, attribute))
                     break
         if not found:
@@ -238,14 +239,14 @@ def _transformers_models(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _rules_for(module: nn.Module, attribute: str, slot: _Slots) -> list[int]:
     """Indices of the rules that write this parameter, from the last one that starts by overwriting it all."""
-    key = id(module._parameters[attribute])
+    key = id(own_parameter(module, attribute))
     writing = slot.writing.get(key, [])
     starts = [place for place, index in enumerate(writing) if key in slot.rules[index].overwrites]
     return writing[starts[-1] if starts else 0 :]
 
 
 def _problem(module: nn.Module, attribute: str, slot: _Slots, rules: list[int]) -> str | None:
-    parameter = module._parameters[attribute]
+    parameter = own_parameter(module, attribute)
     assert parameter is not None
     for rule in slot.failures:
         if any(m is module for m in rule.module.modules()):
@@ -270,29 +271,29 @@ def _run(job: _Job, seed: int, live: dict[str, NamedTensor], managed: set[int]) 
     }
     if not any(boxes.values()):
         return  # other ranks hold all of it; nobody's values depend on this rank's drawing
-    on_meta = {attribute: job.module._parameters[attribute] for attribute, _ in targets}
+    on_meta = {attribute: own_parameter(job.module, attribute) for attribute, _ in targets}
     try:
         for attribute, target in targets:
             full = torch.empty(target.tensor.shape, dtype=target.tensor.dtype, device="cpu")
-            job.module._parameters[attribute] = nn.Parameter(full, target.tensor.requires_grad)
+            setattr(job.module, attribute, nn.Parameter(full, target.tensor.requires_grad))
         _seed_generators(seed, job.name)
         with torch.no_grad():
             for rule in job.rules:
                 rule.call()
             for attribute, target in targets:
-                drawn = job.module._parameters[attribute]
+                drawn = own_parameter(job.module, attribute)
                 assert drawn is not None
                 for local in boxes[target.name]:
                     _local_part(target.tensor, local).copy_(drawn[_slices(local.box.start, local.box.stop)])
     finally:
-        job.module._parameters.update(on_meta)
+        for attribute, parameter in on_meta.items():
+            setattr(job.module, attribute, parameter)
 
 
 def _local_part(tensor: torch.Tensor, local: LocalBox) -> torch.Tensor:
-    storage = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     lengths = (stop - start for start, stop in zip(local.box.start, local.box.stop, strict=True))
     stops = tuple(a + n for a, n in zip(local.local_start, lengths, strict=True))
-    return storage[_slices(local.local_start, stops)]
+    return local_tensor(tensor)[_slices(local.local_start, stops)]
 
 
 def _slices(start: tuple[int, ...], stop: tuple[int, ...]) -> tuple[slice, ...]:

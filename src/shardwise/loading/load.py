@@ -21,6 +21,7 @@ from ..catalog import Catalog
 from ..catalog.open import open_catalog
 from ..errors import IntegrityError, PlanError, ShardError
 from ..gc_paused import no_collections
+from ..internals.torch import version_of
 from ..layout.model import fsdp1_problem, layout_of, local_tensor, reshard
 from ..models.memory import default_device, materialize
 from ..models.meta_init import forget_meta_buffers, meta_buffers
@@ -224,7 +225,7 @@ def _unfilled_buffers(model: nn.Module, initialized: set[str]) -> list[str]:
     for t in named_tensors(model):
         if t.kind != "buffer" or unknown.isdisjoint(t.names) or (t.persistent and t.name not in initialized):
             continue
-        if not t.tensor.is_meta and not t.tensor.is_inference() and t.tensor._version:
+        if not t.tensor.is_meta and not t.tensor.is_inference() and version_of(t.tensor):
             continue
         state = "is on meta" if t.tensor.is_meta else "was left on meta by construction and only given memory"
         problems.append(

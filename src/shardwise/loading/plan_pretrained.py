@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..catalog import Catalog
 from ..errors import ShardError
+from ..internals.torch import fake_store
 from ..layout.model import local_tensor
 from ..models.arguments import FromPretrained, understand
 from ..models.hub import find_model
@@ -227,10 +228,7 @@ def _fake_ranks(ranks: int) -> Iterator[None]:
             "planning makes a process group of its own, and this process is in one already; plan in a process "
             "without one (`shardwise plan`), or before init_process_group"
         )
-    # Private, and registers the backend "fake" when imported; what torch's own planners use (torch 2.11-2.13).
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=ranks)
     try:
         yield
     finally:

@@ -17,7 +17,7 @@ from ..catalog.open import open_catalog
 from ..catalog.records import StoredTensor
 from ..errors import FormatError, ShardwiseError
 from ..format.manifest import read_manifest
-from ..internals.torch import default_conversions
+from ..internals.transformers import build_from_config, default_conversions, kept_in_fp32
 from ..limits import (
     MAX_BYTES_PER_STORED,
     MAX_MODULES,
@@ -277,7 +277,7 @@ def build_meta(
             if hasattr(model_class, "from_config"):  # an Auto class; what it would ask is settled
                 model = model_class.from_config(config, dtype=chosen, trust_remote_code=False)
             else:
-                model = model_class._from_config(config, dtype=chosen)
+                model = build_from_config(model_class, config, chosen)
     except (ShardwiseError, MemoryError):
         raise
     except Exception as error:
@@ -342,14 +342,9 @@ def _dtype_of(dtype: torch.dtype | str, config: Any, catalog: Catalog | None, fi
 
 def _keep_in_fp32(model: Any, dtype: torch.dtype) -> None:
     """Modules that the class keeps in fp32 (T5's ``wo`` in fp16, routers, …) get fp32 parameters, still on meta."""
-    from transformers.core_model_loading import build_glob_alternation
-
-    plan = model._get_dtype_plan(dtype)
-    if not plan:
-        return
-    pattern, _, _ = build_glob_alternation(list(plan))
+    is_kept = kept_in_fp32(model, dtype)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_floating_point() and pattern.search(name):
+        if tensor.is_floating_point() and is_kept(name):
             tensor.data = tensor.data.to(torch.float32)
 
 

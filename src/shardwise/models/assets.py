@@ -13,7 +13,8 @@ from typing import Any
 
 from ..errors import FormatError
 from ..internals.peft import adapter_configs, has_adapters, stored_config
-from ..internals.torch import is_transformers_model, original_class
+from ..internals.torch import original_class
+from ..internals.transformers import auto_class_of, is_transformers_model
 from ..limits import inside, parse_json, read_small
 from ..names import unwrap
 from .homes import home_of
@@ -101,7 +102,7 @@ def _code_of(model: Any, config: Any) -> dict[str, bytes]:
     """
     found: dict[str, bytes] = {}
     for kind in (original_class(model), type(model.config)):
-        auto_class = getattr(kind, "_auto_class", None)
+        auto_class = auto_class_of(kind)
         file = getattr(sys.modules.get(kind.__module__), "__file__", None)
         if auto_class is None or file is None:
             continue

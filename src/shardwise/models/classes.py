@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from ..errors import FormatError, ShardwiseError, SourceError
 from ..format.steps import of_steps
-from ..internals.torch import modules_cache, remote_class
+from ..internals.transformers import known_class, modules_cache, remote_class
 from ..limits import MAX_CONFIG_COUNT, brief, inside, read_shallow_json
 from ..ranks.patience import patiently
 from ..ranks.ranks import Ranks
@@ -157,7 +157,7 @@ def _class_of(config: Any, directory: str, auto_class: Any, trust_remote_code: b
     if auto_class is None:
         key, known = _named_by_config(config, code)
     else:
-        key, known = auto_class.__name__, auto_class._model_mapping.get(type(config), None)
+        key, known = auto_class.__name__, known_class(auto_class, config)
     # What the caller registered for this config goes before the directory's code, as in from_pretrained.
     is_registered = isinstance(known, type) and not known.__module__.startswith("transformers.")
     if key in code and trust_remote_code and not is_registered:

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..internals.torch import empty_dtensor
-from ..layout.model import local_tensor
+from ..internals.torch import allocate_dtensors, local_tensor, parameter_like, swappable_rnns
+from ..names import own_tensors
 
 __all__ = ["default_device", "give_addresses", "materialize"]
 
@@ -33,25 +33,15 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
     """
     device = torch.device(device)
     if any(isinstance(p, DTensor) and p.is_meta for p in model.parameters()):
-
-        def allocate(tensor: torch.Tensor) -> torch.Tensor:
-            if isinstance(tensor, DTensor) and tensor.is_meta:
-                return empty_dtensor(tensor, device)
-            return tensor
-
-        model._apply(allocate)
-    rnns = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
-    for rnn in rnns:
-        rnn._flat_weight_refs = []  # weak references to its weights, which swap_tensors refuses
+        allocate_dtensors(model, device)
     seen: set[int] = set()
-    for parameter in model.parameters():
-        if parameter.is_meta and id(parameter) not in seen:
-            seen.add(id(parameter))
-            real = _real_parameter(parameter, device)
-            torch.utils.swap_tensors(parameter, real)
-            seen.add(id(real))
-    for rnn in rnns:
-        rnn._init_flat_weights()
+    with swappable_rnns(model):
+        for parameter in model.parameters():
+            if parameter.is_meta and id(parameter) not in seen:
+                seen.add(id(parameter))
+                real = parameter_like(parameter, torch.empty_like(parameter.data, device=device))
+                torch.utils.swap_tensors(parameter, real)
+                seen.add(id(real))
     _materialize_buffers(model, device)
     give_addresses(model)
 
@@ -83,25 +73,13 @@ def default_device(model: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
-def _real_parameter(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """A parameter with uninitialised memory, of the same class and with the same attributes."""
-    empty = torch.empty_like(parameter.data, device=device)
-    if type(empty) is torch.Tensor:
-        # A subclass of Parameter may want other arguments in __new__; this goes around it, keeps the class.
-        real: nn.Parameter = torch.Tensor._make_subclass(type(parameter), empty, parameter.requires_grad)
-    else:  # a tensor subclass that is itself marked as a parameter
-        real = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    real.__dict__.update(parameter.__dict__)
-    return real
-
-
 def _materialize_buffers(model: nn.Module, device: torch.device) -> None:
     """Persistent meta buffers get memory; a buffer that several modules register stays one tensor."""
     real: dict[int, torch.Tensor] = {}
     for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is None or not buffer.is_meta or name in module._non_persistent_buffers_set:
+        for name, buffer, kind, persistent in [*own_tensors(module)]:
+            if kind == "parameter" or not buffer.is_meta or not persistent:
                 continue
             if id(buffer) not in real:
                 real[id(buffer)] = torch.empty_like(buffer, device=device)
-            module._buffers[name] = real[id(buffer)]
+            setattr(module, name, real[id(buffer)])

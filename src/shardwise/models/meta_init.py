@@ -8,13 +8,10 @@ then done to it (initialisation, ties, dtype conversion) happens on meta and cos
 
 from __future__ import annotations
 
-import sys
 import threading
-import time
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -25,9 +22,8 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..internals.torch import TorchDispatchMode, parameter_like, tree_leaves, tree_map_only
 from ..names import canonical_name
 from ..rng import preserve_rng
 
@@ -45,6 +41,9 @@ def meta_init() -> Iterator[None]:
 
     A buffer computed *from a parameter* can't be real; it is remembered, see :func:`meta_buffers`. Lazy
     parameters (``nn.LazyLinear``) stay as they are.
+
+    The first use in a process registers three hooks with torch (``register_module_parameter_registration_hook`` and its
+    like). They stay, because torch may be going through its table of hooks in another thread. Outside, they return at once.
 
     Needs no process group; every rank that calls it constructs for itself.
     """
@@ -79,8 +78,8 @@ def meta_buffers(model: nn.Module) -> list[str]:
     names: dict[str, None] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         left = _left_on_meta(module)
-        for attribute, buffer in module._buffers.items():
-            if buffer is not None and (buffer.is_meta or attribute in left):
+        for attribute, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            if buffer.is_meta or attribute in left:
                 names[canonical_name(f"{path}.{attribute}" if path else attribute)] = None
     return list(names)
 
@@ -96,7 +95,7 @@ def forget_meta_buffers(model: nn.Module, names: Iterable[str] | None = None) ->
 
 
 # ----------------------------------------------------------------------------------------------------
-# One pair of global hooks serves every thread that is inside; what a thread has seen is its own.
+# One set of global hooks serves every thread that is inside; what a thread has seen is its own.
 
 
 class _NothingDrawn(TorchDispatchMode):
@@ -157,39 +156,34 @@ class _Scope(threading.local):
 
 _scope = _Scope()
 _lock = threading.Lock()
-_inside = 0
-_handles: list[Any] = []
+_are_registered = False
 
 # Keyed by id, since a module may define __eq__ and so lose its hash.
 _remembered: dict[int, tuple[weakref.ref[nn.Module], set[str]]] = {}
 
 
 def _enter() -> None:
-    global _inside
+    _register_hooks()
     _scope.depth += 1
-    if _scope.depth == 1:
-        with _lock:
-            _inside += 1
-            if _inside == 1:
-                _handles.append(register_module_parameter_registration_hook(cast(Any, _to_meta)))
-                _handles.append(register_module_buffer_registration_hook(_note_buffer))
-                _handles.append(register_module_module_registration_hook(_note_module))
+
+
+def _register_hooks() -> None:
+    """Once per process: taking a hook out while another thread registers a parameter would raise in that thread."""
+    global _are_registered
+    with _lock:
+        if not _are_registered:
+            register_module_parameter_registration_hook(cast(Any, _to_meta))
+            register_module_buffer_registration_hook(_note_buffer)
+            register_module_module_registration_hook(_note_module)
+            _are_registered = True
 
 
 def _exit() -> None:
-    global _inside
     _remember_meta_buffers()
     _scope.depth -= 1
-    if _scope.depth:
-        return
-    _scope.replacements.clear()
-    _scope.with_buffers.clear()
-    with _lock:
-        _inside -= 1
-        if _inside == 0:
-            _wait_for_registrations_elsewhere()
-            while _handles:
-                _handles.pop().remove()
+    if not _scope.depth:
+        _scope.replacements.clear()
+        _scope.with_buffers.clear()
 
 
 def _note_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
@@ -210,21 +204,9 @@ def _to_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parame
     known = _scope.replacements.get(id(parameter))
     if known is not None and known[0]() is parameter:
         return known[1]
-    replacement = _meta_copy(parameter)
+    replacement = parameter_like(parameter, parameter.data.to("meta"))
     _scope.replacements[id(parameter)] = (weakref.ref(parameter), replacement)
     return replacement
-
-
-def _meta_copy(parameter: nn.Parameter) -> nn.Parameter:
-    data = parameter.data
-    on_meta = data.to("meta")
-    if type(data) is torch.Tensor:
-        # A subclass of Parameter may want other arguments in __new__; this goes around it, keeps the class.
-        copy: nn.Parameter = torch.Tensor._make_subclass(type(parameter), on_meta, parameter.requires_grad)
-    else:  # a tensor subclass (DTensor, quantised) that is itself marked as a parameter
-        copy = nn.Parameter(on_meta, requires_grad=parameter.requires_grad)
-    copy.__dict__.update(parameter.__dict__)
-    return copy
 
 
 def _note_buffer(module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
@@ -238,7 +220,8 @@ def _remember_meta_buffers() -> None:
         module = reference()
         if module is None or id(module) != key:
             continue
-        left = {name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
+        buffers = module.named_buffers(recurse=False, remove_duplicate=False)
+        left = {name for name, buffer in buffers if buffer.is_meta}
         if left:
             _left_on_meta(module, create=True).update(left)
 
@@ -259,32 +242,3 @@ def _forget_module(key: int, dead: weakref.ref[nn.Module]) -> None:
     known = _remembered.get(key)
     if known is not None and known[0] is dead:
         del _remembered[key]
-
-
-def _wait_for_registrations_elsewhere(timeout_s: float = 1.0) -> None:
-    """Let other threads leave ``register_parameter`` / ``register_buffer`` / ``add_module``.
-
-    torch iterates over its table of hooks there, and taking one out meanwhile would raise in that thread.
-    """
-    if threading.active_count() == 1:
-        return
-    deadline = time.monotonic() + timeout_s
-    while _registering_elsewhere() and time.monotonic() < deadline:
-        time.sleep(0)
-
-
-def _registering_elsewhere() -> bool:
-    iterating = (
-        nn.Module.register_parameter.__code__,
-        nn.Module.register_buffer.__code__,
-        nn.Module.add_module.__code__,
-        nn.Module.__setattr__.__code__,
-    )
-    here = threading.get_ident()
-    for thread, top in sys._current_frames().items():
-        frame: FrameType | None = top
-        while frame is not None and thread != here:
-            if frame.f_code in iterating:
-                return True
-            frame = frame.f_back
-    return False

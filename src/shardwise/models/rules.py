@@ -17,9 +17,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..internals.torch import original_class
+from ..internals.torch import (
+    TorchDispatchMode,
+    meta_tree,
+    original_class,
+    reset_methods,
+    storage_key,
+    written_tensors,
+)
+from ..internals.transformers import initializer_of
 from .meta_init import meta_init
 
 __all__ = ["Rule", "Template", "build_template", "copy_template", "rules_of"]
@@ -73,7 +80,7 @@ def build_template(live: nn.Module, path: str) -> Template:
 
 def copy_template(live: nn.Module) -> Template:
     """A copy of any module's tree, with the original classes and without hooks."""
-    root = _meta_tree(live, {}, {})
+    root = meta_tree(live)
     _untie(root)
     return Template(root, "")
 
@@ -82,41 +89,11 @@ def _untie(root: nn.Module) -> None:
     """Every slot gets a parameter of its own: construction ties only after each module was initialised."""
     seen: set[int] = set()
     for module in root.modules():
-        for attribute, parameter in module._parameters.items():
-            if parameter is None:
-                continue
+        for attribute, parameter in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
             if id(parameter) in seen:
-                separate = nn.Parameter(torch.empty_like(parameter), parameter.requires_grad)
-                module._parameters[attribute] = parameter = separate
+                parameter = nn.Parameter(torch.empty_like(parameter), parameter.requires_grad)
+                setattr(module, attribute, parameter)
             seen.add(id(parameter))
-
-
-def _meta_tree(
-    module: nn.Module, modules: dict[int, nn.Module], tensors: dict[int, torch.Tensor]
-) -> nn.Module:
-    """Copies of the modules without hooks, sharing nothing that a rule writes; shared objects stay shared."""
-    if id(module) in modules:
-        return modules[id(module)]
-    kind = original_class(module)
-    tree = modules[id(module)] = object.__new__(kind)  # around constructors that want arguments
-    tree.__dict__.update(module.__dict__)
-    for name in [n for n in tree.__dict__ if n.endswith("_hooks") or n.endswith("_hooks_with_kwargs")]:
-        tree.__dict__[name] = type(tree.__dict__[name])()
-
-    def on_meta(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        if tensor is not None and id(tensor) not in tensors:
-            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            is_parameter = isinstance(tensor, nn.Parameter)
-            tensors[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-        return None if tensor is None else tensors[id(tensor)]
-
-    tree.__dict__["_parameters"] = {name: on_meta(p) for name, p in module._parameters.items()}
-    tree.__dict__["_buffers"] = {name: on_meta(b) for name, b in module._buffers.items()}
-    tree.__dict__["_modules"] = {
-        name: None if child is None else _meta_tree(child, modules, tensors)
-        for name, child in module._modules.items()
-    }
-    return tree
 
 
 def rules_of(template: Template, calls: Iterable[Rule] | None = None) -> list[Rule]:
@@ -133,29 +110,27 @@ def rules_of(template: Template, calls: Iterable[Rule] | None = None) -> list[Ru
 
 def _resets(root: nn.Module) -> Iterator[Rule]:
     for module, _ in _children_first(root, None, set()):
-        for name in ("reset_parameters", "_reset_parameters"):
-            method = getattr(module, name, None)
-            if callable(method) and _takes(method):
-                yield Rule(module, method)
-                break
+        method = next(filter(_takes, reset_methods(module)), None)
+        if method is not None:
+            yield Rule(module, method)
 
 
 def _init_weights(root: nn.Module) -> Iterator[Rule]:
     for module, giver in _children_first(root, None, set()):
         if giver is not None:
-            yield Rule(module, partial(giver._init_weights, module))
+            yield Rule(module, partial(giver, module))
 
 
 def _children_first(
-    module: nn.Module, giver: nn.Module | None, seen: set[int]
-) -> Iterator[tuple[nn.Module, Any]]:
-    """Every module once, children before parents, with the nearest module around it that initialises others."""
+    module: nn.Module, giver: Callable[[nn.Module], Any] | None, seen: set[int]
+) -> Iterator[tuple[nn.Module, Callable[[nn.Module], Any] | None]]:
+    """Every module once, children before parents, with the ``_init_weights`` of the nearest module around it that has one."""
     if id(module) in seen:
         return
     seen.add(id(module))
-    method = getattr(module, "_init_weights", None)
-    if callable(method) and _takes(method, module):
-        giver = module
+    method = initializer_of(module)
+    if method is not None and _takes(method, module):
+        giver = method
     for child in module.children():
         yield from _children_first(child, giver, seen)
     yield module, giver
@@ -174,7 +149,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, root: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._by_storage = {p.untyped_storage()._cdata: p for p in root.parameters() if p.is_meta}
+        self._by_storage = {storage_key(p): p for p in root.parameters() if p.is_meta}
         self._rule: Rule | None = None
 
     def watch(self, rule: Rule) -> None:
@@ -187,17 +162,12 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for place, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            target = args[place] if place < len(args) else kwargs.get(argument.name)
-            for tensor in target if isinstance(target, (list, tuple)) else (target,):
-                if isinstance(tensor, torch.Tensor):
-                    self._note(tensor, func._schema.name)
+        for tensor in written_tensors(func, args, kwargs):
+            self._note(tensor, func.name().partition(".")[0])
         return func(*args, **kwargs)
 
     def _note(self, tensor: torch.Tensor, operation: str) -> None:
-        parameter = self._by_storage.get(tensor.untyped_storage()._cdata)
+        parameter = self._by_storage.get(storage_key(tensor))
         if parameter is None or self._rule is None:
             return
         key, written = id(parameter), self._rule.written

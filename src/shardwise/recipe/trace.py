@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..internals.torch import NO_TORCH_FUNCTION, wrapper_subclass
 from .tiles import Tile, identity
 from .views import Untraceable, join, narrow, permute, reshape, select, squeeze, unsqueeze
 
@@ -26,13 +27,11 @@ class Traced(torch.Tensor):
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, tiles: tuple[Tile, ...]) -> Traced:
-        made = torch.Tensor._make_wrapper_subclass(
-            cls, tuple(shape), dtype=dtype, device=torch.device("meta")
-        )
+        made: Traced = wrapper_subclass(cls, shape, dtype)
         made.tiles = tiles
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = NO_TORCH_FUNCTION
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

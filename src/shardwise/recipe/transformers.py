@@ -19,13 +19,17 @@ from ..catalog.records import StoredTensor
 from ..dtypes import code_of, torch_dtype
 from ..errors import UnsupportedConversionError
 from ..internals.peft import base_of
-from ..internals.torch import (
+from ..internals.torch import original_class
+from ..internals.transformers import (
     HubGroup,
+    build_from_config,
     hub_groups,
+    ignored_on_load,
     is_transformers_model,
-    original_class,
     revert_to_hub,
+    set_conversions,
     transformers_conversions,
+    without_initialization,
 )
 from ..names import unwrap
 from .match import Made, Resolve
@@ -85,7 +89,7 @@ def hub_rules(meta_model: Any, key_mapping: Mapping[str, str] | None = None) -> 
     """The rules of a class, from an unsharded instance of it with its parameters on meta."""
     conversions = transformers_conversions(meta_model, key_mapping)
     buffers = dict(meta_model.named_buffers())
-    unexpected = set(meta_model._keys_to_ignore_on_load_unexpected or ())
+    unexpected, missing = ignored_on_load(meta_model)
     # transformers adds these two itself: buffers that old checkpoints stored (modeling_utils 5.17-5.23).
     if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
         unexpected.add(r"rotary_emb\.inv_freq")
@@ -96,7 +100,7 @@ def hub_rules(meta_model: Any, key_mapping: Mapping[str, str] | None = None) -> 
         resolve=_resolver(meta_model, conversions),
         conversions=conversions,
         unexpected=tuple(sorted(unexpected)),
-        missing=tuple(sorted(meta_model._keys_to_ignore_on_load_missing or ())),
+        missing=tuple(sorted(missing)),
         non_persistent=frozenset(name for name in buffers if name not in persistent),
     )
 
@@ -175,8 +179,6 @@ def meta_instance(model: Any) -> Any:
 
     Raises :class:`UnsupportedConversionError` for a class that can't be built from a config alone.
     """
-    from transformers.initialization import no_init_weights
-
     from ..models.meta_init import meta_init
 
     model = unwrap(model)
@@ -184,8 +186,8 @@ def meta_instance(model: Any) -> Any:
     try:
         # Only names, shapes and classes are looked at: no values. Not on torch's meta device altogether, because
         # people's classes take numbers out of tensors (.item()) while they are built.
-        with meta_init(), no_init_weights():
-            return kind._from_config(copy.deepcopy(model.config), dtype=model.dtype)
+        with meta_init(), without_initialization():
+            return build_from_config(kind, copy.deepcopy(model.config), model.dtype)
     except MemoryError:
         raise
     except Exception as error:  # whatever a class does that expects more than a config
@@ -212,8 +214,7 @@ def note_conversions(model: nn.Module, conversions: list[Any]) -> None:
 
     Without, it takes all that the class has, or nothing where FSDP2 swapped the class.
     """
-    base: Any = base_of(model)
-    base._weight_conversions = conversions
+    set_conversions(base_of(model), conversions)
 
 
 def reverse_tiles(meta_model: Any, module: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[Made]:

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..catalog.records import Chunk, StoredTensor
 from ..dtypes import code_of, itemsize, torch_dtype
 from ..errors import UnsupportedConversionError
+from ..internals.torch import TorchDispatchMode, storage_key
 from ..layout.boxes import whole
 from .host_convert import HostConversion
 
@@ -88,7 +88,7 @@ class _Allocations(TorchDispatchMode):
         for value in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(value, torch.Tensor):
                 storage = value.untyped_storage()
-                if storage._cdata not in self._seen:
-                    self._seen[storage._cdata] = storage
+                if (key := storage_key(value)) not in self._seen:
+                    self._seen[key] = storage
                     self.nbytes += storage.nbytes()
         return result

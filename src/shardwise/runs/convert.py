@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from ..catalog import StoredTensor
 from ..catalog.checkpoint import directory, packed_name, replicated
 from ..checkpoint.collect import Collected, Lineage
 from ..checkpoint.save import Piece, live_piece, publish_collected
-from ..checkpoint.snapshot import Live, ModelPart, OptimizerPart, Snapshot, layout_hash
+from ..checkpoint.snapshot import Live, MadeOf, ModelPart, OptimizerPart, Snapshot, layout_hash
 from ..dtypes import code_of, torch_dtype
 from ..errors import IntegrityError
 from ..format.manifest import CONVERTED, Manifest
@@ -103,8 +103,7 @@ def convert(
         in_turn(ranks, lambda: import_code(home or source))
     with ranks.agree("plan the conversion") as claim:
         run = contents_of_run(source, home, trust_remote_code=trust_remote_code, io=io)
-        origins: dict[int, _Origin] = {}
-        snapshot = _snapshot(run, ranks.world_size, origins)
+        snapshot = _snapshot(run, ranks.world_size)
         claim.alike(layout_hash(snapshot).encode())
     run_id = run.run_id or ranks.on_first("run id", lambda: secrets.token_hex(8))
     collected = Collected(
@@ -119,7 +118,7 @@ def convert(
         hub_tensors={n: m.hub_tensors for n, m in run.models.items() if m.hub_tensors is not None},
     )
     with FileReader(ranks.tick, page_cache=page_cache_for(io, ())) as files:
-        stream = _Stream(run, origins, files, Staging(io))
+        stream = _Stream(run, files, Staging(io))
         written = publish_collected(
             collected, final, ranks, stream.tensor_of, _PIECE_BYTES, lambda made: _compare_digests(run, made)
         )
@@ -168,17 +167,13 @@ def _compare_digests(run: RunContents, made: Manifest) -> None:
 # What is written
 
 
-#: What a converted tensor is made of.
-_Origin = tuple[Recipe, Mapping[str, StoredTensor]]
-
-
-def _snapshot(run: RunContents, world_size: int, origins: dict[int, _Origin]) -> Snapshot:
-    """The state to write; each tensor is on meta, and ``origins`` (by id) tell what it is made of."""
+def _snapshot(run: RunContents, world_size: int) -> Snapshot:
+    """The state to write; each tensor is on meta, and says itself what it is made of."""
     spread = _Spread(world_size)
-    models = tuple(_model_part(name, m, spread, origins) for name, m in run.models.items())
+    models = tuple(_model_part(name, m, spread) for name, m in run.models.items())
     by_name = {part.name: part for part in models}
     optimizers = tuple(
-        _optimizer_part(name, o, by_name[o.model], world_size, origins) for name, o in run.optimizers.items()
+        _optimizer_part(name, o, by_name[o.model], world_size) for name, o in run.optimizers.items()
     )
     return Snapshot(models, optimizers, run.documents, frozenset(), frozenset(), ())
 
@@ -204,11 +199,11 @@ def _meta(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.empty(shape, dtype=torch_dtype(dtype), device="meta")
 
 
-def _model_part(name: str, model: ModelContents, spread: _Spread, origins: dict[int, _Origin]) -> ModelPart:
+def _model_part(name: str, model: ModelContents, spread: _Spread) -> ModelPart:
     named, live = [], []
     for tensor, (dtype, shape) in model.kinds.items():
         stand_in = _meta(dtype, shape)
-        origins[id(stand_in)] = model.recipes[tensor], model.catalog.tensors
+        made_of = MadeOf(model.recipes[tensor], model.catalog.tensors)
         aliases, geometry = model.aliases.get(tensor, ()), spread.of(shape)
         named.append(
             NamedTensor(
@@ -220,18 +215,15 @@ def _model_part(name: str, model: ModelContents, spread: _Spread, origins: dict[
                 owners=(),
             )
         )
-        live.append(Live(SliceTensor(tensor, dtype, shape, geometry), stand_in))
+        live.append(Live(SliceTensor(tensor, dtype, shape, geometry), stand_in, made_of=made_of))
         for alias in model.stored_aliases.get(tensor, ()):
-            live.append(Live(SliceTensor(alias, dtype, shape, geometry), stand_in, counted=False))
+            copy = SliceTensor(alias, dtype, shape, geometry)
+            live.append(Live(copy, stand_in, counted=False, made_of=made_of))
     return ModelPart(name, tuple(named), tuple(live), model.stored_aliases)
 
 
 def _optimizer_part(
-    name: str,
-    optimizer: OptimizerContents,
-    model: ModelPart,
-    world_size: int,
-    origins: dict[int, _Origin],
+    name: str, optimizer: OptimizerContents, model: ModelPart, world_size: int
 ) -> OptimizerPart:
     geometries = {v.stored.name: v.stored.geometry for v in model.live}
     drained, live = Drained(), []
@@ -239,10 +231,9 @@ def _optimizer_part(
         for key, stored in states.items():
             stand_in = _meta(stored.dtype, stored.shape)
             made = Recipe(stored.name, (identity(stored.name, stored.shape),))
-            origins[id(stand_in)] = made, optimizer.catalog.tensors
             drained.tensors.setdefault(owner, {})[key] = stand_in
             full = SliceTensor(f"{owner}.{key}", stored.dtype, stored.shape, geometries[owner])
-            live.append(Live(full, stand_in))
+            live.append(Live(full, stand_in, made_of=MadeOf(made, optimizer.catalog.tensors)))
     scalars: dict[str, list[torch.Tensor]] = {}
     for owner, values in optimizer.scalars.items():
         for key, value in values.items():
@@ -266,25 +257,21 @@ def _optimizer_part(
 class _Stream:
     """Reads each piece when the writer asks for it."""
 
-    def __init__(
-        self, run: RunContents, origins: Mapping[int, _Origin], files: FileReader, staging: Staging
-    ) -> None:
+    def __init__(self, run: RunContents, files: FileReader, staging: Staging) -> None:
         conversions: dict[str, HostConversion] = {}
         stored: dict[str, StoredTensor] = {}
         for model in run.models.values():
             conversions |= model.conversions
             stored |= {n: model.catalog.tensors[n] for h in model.conversions.values() for n in h.sources}
         self._reader = ConvertingReader(files, conversions, stored)
-        self._origins = origins
         self._staging = staging
         self._room = Staging(IOOptions(staging_bytes=_PIECE_BYTES), _PIECE_BYTES)
 
     def tensor_of(self, piece: Piece) -> torch.Tensor:
         """The piece, read. Raises :class:`PlanError` if a second stored copy of it differs."""
-        origin = self._origins.get(id(piece.live.tensor))
-        if origin is None:
+        made_of = piece.live.made_of
+        if made_of is None:
             return live_piece(piece)
-        recipe, stored = origin
         t = piece.live.stored
         wanted = wanted_box(t.name, t.dtype, t.shape, piece.held.box)
-        return read_recipe(wanted, recipe, stored, self._reader, self._staging, self._room)
+        return read_recipe(wanted, made_of.recipe, made_of.stored, self._reader, self._staging, self._room)

@@ -78,6 +78,7 @@ def _restore_foreign(state: TrainState, path: str, ranks: Ranks, io: IOOptions) 
     """
     started = time.perf_counter()
     with ranks.agree("read checkpoint"):
+        state.watch()
         run = find_run(path)
         _check_asked(state, run)
         catalogs = {name: run.model(k) for k, name in enumerate(state.models)}

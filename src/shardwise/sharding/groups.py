@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 from torch.nn.parameter import is_lazy
 
 from ..errors import ShardError
-from ..names import NamedTensor, canonical_name, named_tensors
+from ..names import NamedTensor, canonical_name, children, named_tensors
 from .split_points import Candidate, GroupKind, Inside, find_candidates
 
 __all__ = [
@@ -234,12 +234,10 @@ def _owners(model: nn.Module, candidates: dict[int, Candidate]) -> tuple[dict[in
         if (id(module), owner) in visited:
             return
         visited.add((id(module), owner))
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                owners.setdefault(id(parameter), set()).add(owner)
-        for child in module._modules.values():
-            if child is not None:
-                visit(child, owner)
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(owner)
+        for _, child in children(module):
+            visit(child, owner)
 
     visit(model, id(model))
     return owners, depth

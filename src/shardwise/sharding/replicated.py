@@ -3,23 +3,23 @@
 FSDP2 ends every backward in one callback, on every rank that ran one. What is here goes after it: one reduction
 over the mesh for all such parameters, zeros where this rank has no gradient. So it does not matter which of them
 a rank's loss used, in what order, or how often forward ran before; and nothing hangs on the parameter objects,
-which may be swapped, moved and loaded.
+which may be swapped, moved and loaded. One attribute of one of FSDP2's groups is assigned for it; its classes stay as they are.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ..errors import ShardError
+from ..internals.fsdp import FsdpGroup, fsdp_groups
+from ..names import own_parameter
 
 __all__ = ["mesh_device", "reduce_after_backward", "reduced_parameters"]
 
@@ -32,9 +32,9 @@ def reduce_after_backward(
     They follow the settings (gradient sync, divide factor) of one group: the first of the modules ``beside`` that
     FSDP2 holds parameters for. Call after ``fully_shard``, on every rank, with the same places in the same order.
     """
-    groups = [group for module in beside for group in _groups_of(module)]
+    groups = [group for module in beside for group in fsdp_groups(module)]
     if groups:  # else nothing here is trainable
-        groups[0].finalize_backward = Reduction(groups[0], tuple(places), mesh)
+        groups[0].finalize_with(Reduction(groups[0], tuple(places), mesh))
 
 
 def reduced_parameters(model: nn.Module) -> set[int]:
@@ -42,9 +42,9 @@ def reduced_parameters(model: nn.Module) -> set[int]:
     return {
         id(parameter)
         for module in model.modules()
-        for group in _groups_of(module)
-        if isinstance(group.finalize_backward, Reduction)
-        for parameter in group.finalize_backward.parameters()
+        for group in fsdp_groups(module)
+        if isinstance(group.finalizer, Reduction)
+        for parameter in group.finalizer.parameters()
     }
 
 
@@ -56,24 +56,24 @@ def mesh_device(mesh: DeviceMesh) -> torch.device:
 
 
 class Reduction:
-    """Stands in for ``finalize_backward`` of an FSDP2 group, which runs last in every backward."""
+    """Stands in for what an FSDP2 group runs last in every backward, which it runs first."""
 
-    def __init__(self, group: Any, places: tuple[tuple[nn.Module, str], ...], mesh: DeviceMesh) -> None:
+    def __init__(self, group: FsdpGroup, places: tuple[tuple[nn.Module, str], ...], mesh: DeviceMesh) -> None:
         self._group = group
-        self._finish = group.finalize_backward
+        self._finish = group.finalizer
         self._places = places
         self._mesh = mesh
         self._reduced: list[weakref.ref[torch.Tensor]] = []
 
     def __call__(self) -> None:
         self._finish()
-        all_axes = self._mesh.ndim == 1 or self._group.all_reduce_grads
-        if self._group.reduce_grads and all_axes:  # else gradients add up until they are: averaging is linear
+        all_axes = self._mesh.ndim == 1 or self._group.all_reduces
+        if self._group.reduces and all_axes:  # else gradients add up until they are: averaging is linear
             self._reduce([p for p in self.parameters() if p.requires_grad])
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that are at the places now."""
-        found = (module._parameters.get(attribute) for module, attribute in self._places)
+        found = (own_parameter(module, attribute) for module, attribute in self._places)
         return [p for p in found if p is not None and not isinstance(p, DTensor)]
 
     @torch.no_grad()
@@ -81,7 +81,7 @@ class Reduction:
         """Every gradient becomes the mean over the mesh; None only where no rank has one."""
         if not parameters:
             return
-        factor = self._group.gradient_divide_factor or self._mesh.size()
+        factor = self._group.divide_factor or self._mesh.size()
         if factor != self._mesh.size():
             self._refuse_reduced(parameters)
         sizes = [p.numel() for p in parameters]
@@ -121,13 +121,3 @@ def _sum_over(mesh: DeviceMesh, tensor: torch.Tensor) -> None:
     if mesh.ndim > 1:
         # Another part of the last axis may have added the same sums up in another order.
         dist.broadcast(tensor, group=mesh.get_group(1), group_src=0)
-
-
-def _groups_of(module: nn.Module) -> list[Any]:
-    """FSDP2's parameter groups of one module. torch 2.11 keeps one in the state, 2.13 a list."""
-    if not isinstance(module, FSDPModule):
-        return []
-    state: Any = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []

@@ -12,7 +12,8 @@ from torch import nn
 from ..errors import ShardError
 from ..internals.peft import adapted_modules, is_adapted
 from ..internals.torch import original_class
-from ..names import NamedTensor
+from ..internals.transformers import blocks_not_to_split
+from ..names import NamedTensor, children
 
 __all__ = ["Candidate", "GroupKind", "Inside", "can_be_group", "find_candidates"]
 
@@ -65,7 +66,7 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     """The outermost repeated blocks, then ``_no_split_modules`` that neither lie in one nor hold one."""
     repeated: list[nn.Module] = []
     _collect_repeated(model, "", repeated, set())
-    names = {name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or ()}
+    names = {name for m in model.modules() for name in blocks_not_to_split(m)}
     held = {id(m) for block in repeated for m in block.modules()}
     starts = {id(block) for block in repeated}
     whole: list[nn.Module] = []
@@ -85,10 +86,10 @@ def _collect_repeated(module: nn.Module, attribute: str, found: list[nn.Module],
         return
     seen.add(id(module))
     is_container = isinstance(module, _CONTAINERS) and not _holds_experts(module, attribute)
-    children = [(name, child) for name, child in module._modules.items() if child is not None]
-    classes = [original_class(child) for _, child in children if next(child.parameters(), None) is not None]
+    inside = children(module)
+    classes = [original_class(child) for _, child in inside if next(child.parameters(), None) is not None]
     repeats = is_container and len(classes) > len(set(classes))
-    for name, child in children:
+    for name, child in inside:
         if repeats and can_be_group(child):
             found.append(child)
         elif not _holds_experts(child, name) and not is_adapted(child):
@@ -128,7 +129,7 @@ def _experts(model: nn.Module, taken: set[int]) -> list[nn.Module]:
     for module in model.modules():
         if id(module) in inside:
             continue
-        listed = module._modules.get("experts")
+        listed = dict(children(module)).get("experts")
         is_owner = (
             listed is not None and not can_be_group(listed) and next(listed.parameters(), None) is not None
         )
@@ -170,8 +171,8 @@ def _listed_experts(model: nn.Module) -> set[int]:
     return {
         id(m)
         for module in model.modules()
-        for name, child in module._modules.items()
-        if child is not None and _holds_experts(child, name)
+        for name, child in children(module)
+        if _holds_experts(child, name)
         for m in child.modules()
         if m is not child
     }

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from ..errors import ShardwiseError
+from ..internals.torch import keep_metadata
 from ..layout.model import local_tensor
 from .encoding import quantised_parts
 from .places import Places
@@ -225,8 +226,7 @@ def _at(value: Any, path: Path) -> Any:
 def _copied(value: Any) -> Any:
     if isinstance(value, dict):
         made = value.copy()  # keeps its class, and what a module's state dict says of versions
-        if hasattr(value, "_metadata"):
-            made._metadata = value._metadata  # type: ignore[attr-defined]
+        keep_metadata(value, made)
         for key, one in value.items():
             made[key] = _copied(one)
         return made

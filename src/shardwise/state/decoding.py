@@ -16,6 +16,7 @@ import torch
 
 from ..devices import own_device
 from ..errors import FormatError, StateError
+from ..internals.torch import quantised
 from ..limits import MAX_COLLISIONS, MAX_DIMS, brief, cause
 from .encoding import FACTORIES, MAX_DEPTH, TAG, imported
 from .places import Places
@@ -109,7 +110,7 @@ class Decoder:
     def quantised(self, node: dict[str, Any]) -> torch.Tensor:
         integers, scale, zero_point, axis = self.items(node["parts"])
         if axis is None:
-            made = torch._make_per_tensor_quantized_tensor(integers, float(scale), int(zero_point))
+            made = quantised(integers, float(scale), int(zero_point), None)
         else:
             if (
                 not 0 <= axis < integers.dim()
@@ -118,7 +119,7 @@ class Decoder:
                 raise ValueError("scales do not fit the axis")
             if (scale.dtype, zero_point.dtype) != (torch.float64, torch.int64):
                 raise ValueError("scales or zero points are of another dtype")
-            made = torch._make_per_channel_quantized_tensor(integers, scale, zero_point, axis)
+            made = quantised(integers, scale, zero_point, axis)
         if made.dtype is not _torch_dtype(node["dtype"]):
             raise ValueError("its integers are of another dtype")
         if self._places is not None:  # it lies where its integers lay

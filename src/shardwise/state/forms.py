@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..errors import FormatError, StateError
+from ..internals.optim import inner_by_torch
 from ..limits import brief
 from .beyond import path_text
 from .data import ResumableLoader
@@ -154,7 +155,7 @@ def check_scheduler(target: Any, state: Any, name: str) -> None:
     states = state.get("_schedulers", [])
     if not isinstance(states, list | tuple) or not all(isinstance(one, dict) for one in states):
         raise FormatError(f"{name}._schedulers: expected states of schedulers, got {brief(states)}")
-    inner = getattr(target, "_schedulers", ())
+    inner = inner_by_torch(target)
     if len(states) != len(inner):
         raise StateError(f"{name}: was saved of {len(states)} schedulers in it, this run has {len(inner)}")
     for k, (one, of_one) in enumerate(zip(inner, states, strict=True)):

@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 
 from ..errors import StateError
 from ..format.manifest import GRADIENT
-from ..internals.torch import fsdp_unreduced_ids
+from ..internals.fsdp import fsdp_unreduced_ids
+from ..internals.torch import version_of
 from ..layout.model import local_tensor
 from ..names import named_tensors
 
@@ -58,9 +59,13 @@ _MARKS: weakref.WeakKeyDictionary[Optimizer, dict[int, _Mark]] = weakref.WeakKey
 def watch_steps(optimizer: Optimizer) -> None:
     """Note from now on which gradients each step uses; once per optimizer, however often it is called."""
     inner = bare_optimizer(optimizer)
-    if inner not in _MARKS and hasattr(inner, "_optimizer_step_post_hooks"):
+    if inner in _MARKS:
+        return
+    try:
         inner.register_step_post_hook(_note_used)
-        _mark(inner, is_used=False)
+    except AttributeError:  # its class leaves out torch's constructor, and takes no hooks
+        return
+    _mark(inner, is_used=False)
 
 
 def _note_used(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -161,7 +166,7 @@ def _gradients(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, torch.Tenso
 
 def _versions(gradient: torch.Tensor) -> tuple[int, int]:
     """Of a DTensor: what is done to it counts on itself, what FSDP2 does to its local tensor counts there."""
-    return gradient._version, local_tensor(gradient)._version
+    return version_of(gradient), version_of(local_tensor(gradient))
 
 
 def bare_optimizer(optimizer: Optimizer) -> Optimizer:

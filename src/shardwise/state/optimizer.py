@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from ..dtypes import code_of, torch_dtype
 from ..errors import StateError
+from ..internals.optim import keeps_flat_history
 from ..layout.model import local_tensor
 from ..limits import brief
 from ..names import NamedTensor
@@ -79,7 +80,7 @@ def parameter_names(optimizer: Optimizer, tensors: Iterable[NamedTensor]) -> dic
 
 def drain(optimizer: Optimizer, names: Mapping[int, str]) -> Drained:
     """References to everything in an optimizer, by parameter name. Copies 0-d tensors only."""
-    if getattr(optimizer, "_numel_cache", None) is not None or type(optimizer).__name__ == "LBFGS":
+    if keeps_flat_history(optimizer):
         raise StateError("LBFGS keeps flat history over all parameters, which has no name to be stored under")
     live = {id(p) for group in optimizer.param_groups for p in group["params"]}
     strange = [k for k in optimizer.state if id(k) not in live]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import StateError
-from ..internals.torch import scaler_stages
+from ..internals.optim import scaler_stages
 
 __all__ = ["refuse_unfinished_step"]
 

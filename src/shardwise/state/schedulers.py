@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..internals.optim import inner_by_torch, scale_function
 from ..limits import MAX_TEXT_CHARS
 from .beyond import Path, same
 from .encoding import FUNCTIONS
@@ -78,9 +79,9 @@ def functions_left_out(scheduler: Any, where: str = "scheduler") -> Iterator[str
     for index, function in enumerate(getattr(scheduler, "lr_lambdas", ())):
         if isinstance(function, FUNCTIONS):
             yield f"{where}.lr_lambdas[{index}]"
-    if isinstance(getattr(scheduler, "_scale_fn_custom", None), FUNCTIONS):
+    if isinstance(scale_function(scheduler), FUNCTIONS):
         yield f"{where}.scale_fn"
-    for index, inner in enumerate(getattr(scheduler, "_schedulers", ())):  # SequentialLR, ChainedScheduler
+    for index, inner in enumerate(inner_by_torch(scheduler)):
         yield from functions_left_out(inner, f"{where}.schedulers[{index}]")
     if hasattr(inner := getattr(scheduler, "scheduler", None), "state_dict"):  # Accelerate's wrapper
         yield from functions_left_out(inner, where)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from ..dtypes import code_of
 from ..errors import FormatError, StateError
+from ..internals.torch import local_tensor
 
 __all__ = ["refuse_meta", "refuse_unstorable"]
 
@@ -17,7 +17,7 @@ def refuse_unstorable(where: str, tensor: torch.Tensor) -> None:
 
     One on meta may be planned, and has no values to be written: see :func:`refuse_meta`.
     """
-    why = _why_not(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
+    why = _why_not(local_tensor(tensor))
     if why:
         raise StateError(f"{where}: {why}")
 

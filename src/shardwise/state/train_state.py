@@ -20,9 +20,10 @@ __all__ = ["TrainState", "document_of"]
 
 @dataclass(slots=True, kw_only=True)
 class TrainState:
-    """The live objects of a training run. Holds references only; nothing is copied or called here.
+    """The live objects of a training run. Holds references only; nothing is copied.
 
-    Make it before training: its optimizers note after each step from then on which gradients it used. Gradients
+    Make it before training: it registers a hook with its optimizers (:meth:`watch`), and from then on notes after each step
+    which gradients the step used. Gradients
     that wait for a step when a save comes (in the middle of an accumulation) are part of the state. Gradients that
     were there before the first ``TrainState``, and that no step has used since, are not: both reports say so.
 
@@ -53,7 +54,16 @@ class TrainState:
     def __post_init__(self) -> None:
         for model in self.models.values():
             refuse_fsdp1(model)
-        _ = self.optimizers
+        self.watch()
+
+    def watch(self) -> None:
+        """Note from now on which gradients each step of the optimizers uses; once per optimizer, however often it is called.
+
+        Registers a hook (``register_step_post_hook``). Making the state does it, and so does each save and restore, for an
+        optimizer that was given later.
+        """
+        for optimizer in self.optimizers.values():
+            watch_steps(optimizer)
 
     @property
     def models(self) -> dict[str, nn.Module]:
@@ -64,10 +74,7 @@ class TrainState:
     @property
     def optimizers(self) -> dict[str, Optimizer]:
         """The optimizers by name, without what is wrapped around them; a single one is called ``optimizer``."""
-        found = {name: bare_optimizer(optimizer) for name, optimizer in self.given_optimizers.items()}
-        for optimizer in found.values():  # here, because one may be given later than the others
-            watch_steps(optimizer)
-        return found
+        return {name: bare_optimizer(optimizer) for name, optimizer in self.given_optimizers.items()}
 
     @property
     def given_optimizers(self) -> dict[str, Optimizer]:

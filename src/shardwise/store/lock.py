@@ -100,8 +100,7 @@ class DirectoryLock:
         if self._fd < 0 or self._pid != os.getpid():
             return "this process did not take it, or gave it back"
         try:
-            named, held = patiently(os.stat, self._path), patiently(os.fstat, self._fd)
-            if (named.st_dev, named.st_ino) != (held.st_dev, held.st_ino):
+            if not self._has_its_name():
                 return "another file has its name"
             patiently(_lock, self._fd)
             holder = self._holder()
@@ -111,6 +110,16 @@ class DirectoryLock:
             who = "another run has locked it" if error.errno in _TAKEN else "it can't be looked at"
             return f"{who}: {error.strerror}"
         return "" if holder == self._lease else f"it was taken by {holder or 'another run'}"
+
+    def has_its_name(self) -> bool:
+        """Whether the file that was locked is still the one that the next run will open."""
+        try:
+            return self._has_its_name()
+        except OSError:
+            return False
+
+    def _has_its_name(self) -> bool:
+        return os.path.samestat(patiently(os.stat, self._path), patiently(os.fstat, self._fd))
 
     def release(self) -> None:
         """Give the lock back. The file stays: deleting it would let two runs lock two files."""

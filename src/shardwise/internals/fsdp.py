@@ -1,0 +1,109 @@
+"""What shardwise uses of FSDP2's own objects: the parameter groups that ``fully_shard`` keeps. torch 2.12-2.13."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..names import children
+
+__all__ = ["FsdpGroup", "fsdp_groups", "fsdp_parameter_ids", "fsdp_unreduced_ids"]
+
+
+@dataclass(frozen=True, slots=True)
+class FsdpGroup:
+    """One parameter group of FSDP2: its settings, and what it runs last in every backward.
+
+    torch 2.12-2.13: ``FSDPParamGroup``. Without it, parameters that FSDP2 can't shard would train apart on each rank.
+    """
+
+    group: Any
+
+    @property
+    def all_reduces(self) -> bool:
+        """Whether gradients are reduced over the replicas of HSDP, too (``set_requires_all_reduce``)."""
+        return bool(self.group.all_reduce_grads)
+
+    @property
+    def reduces(self) -> bool:
+        """Whether gradients are reduced in this backward (``set_requires_gradient_sync``)."""
+        return bool(self.group.reduce_grads)
+
+    @property
+    def divide_factor(self) -> float | None:
+        """By what sums of gradients are divided, if the caller said so (``set_gradient_divide_factor``)."""
+        factor: float | None = self.group.gradient_divide_factor
+        return factor
+
+    @property
+    def finalizer(self) -> Callable[[], None]:
+        """What the group runs last in every backward, on every rank that ran one: FSDP2's method, or its stand-in."""
+        found: Callable[[], None] = self.group.finalize_backward
+        return found
+
+    def finalize_with(self, finalizer: Callable[[], None]) -> None:
+        """Run ``finalizer`` instead of the group's ``finalize_backward``, which it has to call itself.
+
+        An attribute of this one object is assigned; FSDP2's class and module stay as they are. FSDP2 has no public place
+        after the last reduction of a backward: a hook on a parameter is lost when the parameter is swapped, and hangs
+        where one rank's loss did not use it; one on a module runs before the gradients of its inputs are there.
+        """
+        self.group.finalize_backward = finalizer
+
+
+def fsdp_groups(module: nn.Module) -> list[FsdpGroup]:
+    """The parameter groups of one module that ``fully_shard`` was called on; none of any other module.
+
+    torch 2.12 keeps one in the module's state, 2.13 a list.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    if not isinstance(module, FSDPModule):
+        return []
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        group = getattr(state, "_fsdp_param_group", None)
+        groups = [group] if group is not None else []
+    return [FsdpGroup(group) for group in groups]
+
+
+def fsdp_parameter_ids(model: nn.Module) -> set[int]:
+    """ids of the parameters that ``fully_shard`` manages (their ``_StridedShard`` means: TP cut first).
+
+    torch 2.12-2.13 keep them in the parameter groups. Without it, uneven shards of FSDP2 over TP would be read and
+    written at wrong rows.
+    """
+    return {id(p.sharded_param) for group in _all_groups(model) for p in group.fsdp_params}
+
+
+def fsdp_unreduced_ids(model: nn.Module) -> set[int]:
+    """ids of the parameters of which ``fully_shard`` keeps a gradient that it has not reduced yet.
+
+    torch 2.12-2.13: the gradient of the whole parameter, or its sum in the reduce dtype, after a backward without
+    gradient sync; of HSDP without all-reduce, one partial sum a group. Without it, a save in the middle of such an
+    accumulation would lose them, silently.
+    """
+    found: set[int] = set()
+    for group in _all_groups(model):
+        partial = getattr(group, "_partial_reduce_output", None) is not None
+        for p in group.fsdp_params:
+            whole = getattr(p, "_unsharded_param", None)  # before the first forward there is none
+            summed = getattr(p, "unsharded_accumulated_grad", None) is not None
+            if partial or summed or (whole is not None and whole.grad is not None):
+                found.add(id(p.sharded_param))
+    return found
+
+
+def _all_groups(model: nn.Module) -> Iterator[Any]:
+    """The groups of all modules, as FSDP2 has them."""
+    found, stack = {model}, [model]
+    while stack:  # model.modules() is a generator for each level of depth
+        module = stack.pop()
+        inner = {child for _, child in children(module)} - found
+        stack += inner
+        found |= inner
+        yield from (one.group for one in fsdp_groups(module))

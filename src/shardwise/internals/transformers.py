@@ -1,0 +1,343 @@
+"""What shardwise uses of transformers that transformers keeps private, or moves between releases. transformers 5.20-5.23.
+
+Importing this does not import transformers, and asking whether a module is a transformers model doesn't either.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .torch import original_class
+
+__all__ = [
+    "HubGroup",
+    "auto_class_of",
+    "blocks_not_to_split",
+    "build_from_config",
+    "can_be_built",
+    "copy_conversions",
+    "default_conversions",
+    "hub_groups",
+    "ignored_on_load",
+    "ignored_on_save",
+    "initializer_of",
+    "is_transformers_model",
+    "kept_in_fp32",
+    "known_class",
+    "modules_cache",
+    "remote_class",
+    "revert_to_hub",
+    "set_conversions",
+    "tie_map",
+    "tp_by_plan",
+    "transformers_conversions",
+    "without_initialization",
+]
+
+
+def is_transformers_model(module: nn.Module) -> bool:
+    """Whether a module is a transformers model; does not import transformers if nobody else did."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    return modeling is not None and isinstance(module, modeling.PreTrainedModel)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Classes, and models made of a config
+
+
+def can_be_built(kind: Any) -> bool:
+    """Whether something is a model class or an Auto class of transformers: what a model is built by from a config."""
+    return hasattr(kind, "from_config") or hasattr(kind, "_from_config")
+
+
+def build_from_config(kind: Any, config: Any, dtype: torch.dtype) -> Any:
+    """A model of a class (no Auto class) from a config alone, in a dtype, as ``from_pretrained`` builds it.
+
+    transformers 5.20-5.23: ``PreTrainedModel._from_config``. The public constructor takes no dtype: parts that a class
+    keeps in fp32 would get another one.
+    """
+    return kind._from_config(config, dtype=dtype)
+
+
+def without_initialization() -> AbstractContextManager[None]:
+    """Inside, models are built without initial values. transformers 5.20-5.23; without it, building takes longer."""
+    from transformers.initialization import no_init_weights
+
+    found: AbstractContextManager[None] = no_init_weights()
+    return found
+
+
+def kept_in_fp32(model: Any, dtype: torch.dtype) -> Callable[[str], bool]:
+    """Whether a tensor's name is one that the class keeps in fp32 (T5's ``wo`` in fp16, routers, …).
+
+    transformers 5.20-5.23: ``_get_dtype_plan`` and ``core_model_loading.build_glob_alternation``. Without it, such a
+    model has other dtypes than ``from_pretrained`` gives it, and other values.
+    """
+    from transformers.core_model_loading import build_glob_alternation
+
+    plan = model._get_dtype_plan(dtype)
+    if not plan:
+        return lambda name: False
+    pattern, _, _ = build_glob_alternation(list(plan))
+    return lambda name: pattern.search(name) is not None
+
+
+def known_class(auto_class: Any, config: Any) -> Any:
+    """The class that an Auto class has for a config, or a tuple of them; None if it has none.
+
+    transformers 5.20-5.23: ``_BaseAutoModelClass._model_mapping``. Without it, a class that the caller registered
+    would be passed by for code that lies beside the weights.
+    """
+    return auto_class._model_mapping.get(type(config), None)
+
+
+def auto_class_of(kind: type) -> str | None:
+    """The Auto class that a user's own class (of a model or a config) was registered for; None for all others.
+
+    transformers 5.20-5.23: ``register_for_auto_class`` notes it in ``_auto_class``. Without it, a checkpoint lacks the
+    Python files of its classes.
+    """
+    found: str | None = getattr(kind, "_auto_class", None)
+    return found
+
+
+def blocks_not_to_split(module: nn.Module) -> tuple[str, ...]:
+    """The classes of a model that must lie on one device as a whole: its blocks. None of a module that says none.
+
+    transformers 5.20-5.23: ``_no_split_modules``, which Accelerate and FSDP look at, too. Without it, models whose
+    blocks stand in no list would be one FSDP2 group.
+    """
+    return tuple(getattr(module, "_no_split_modules", None) or ())
+
+
+def initializer_of(module: nn.Module) -> Callable[[nn.Module], Any] | None:
+    """``_init_weights(module)`` of a module that initialises those inside it; None for any other.
+
+    transformers 5.20-5.23 and most code written like it. Without it, new parameters (a head, say) have no rule.
+    """
+    method = getattr(module, "_init_weights", None)
+    return method if callable(method) else None
+
+
+def ignored_on_load(model: Any) -> tuple[set[str], set[str]]:
+    """Patterns of names that a class declares: stored ones that it has no use for, own ones that may be missing.
+
+    transformers 5.20-5.23: ``_keys_to_ignore_on_load_unexpected`` and ``…_missing``. Without it, loads that
+    ``from_pretrained`` takes without a word are refused.
+    """
+    unexpected, missing = model._keys_to_ignore_on_load_unexpected, model._keys_to_ignore_on_load_missing
+    return set(unexpected or ()), set(missing or ())
+
+
+def ignored_on_save(module: nn.Module) -> set[str]:
+    """Names of tensors that a class leaves out of what ``save_pretrained`` writes; none of other modules.
+
+    transformers 5.20-5.23: ``_keys_to_ignore_on_save``. Without it, an export has tensors that ``from_pretrained`` then
+    calls unexpected.
+    """
+    return set(getattr(module, "_keys_to_ignore_on_save", None) or ())
+
+
+# ----------------------------------------------------------------------------------------------------
+# Tensor parallelism
+
+
+def tp_by_plan(model: Any, mesh: Any) -> None:
+    """Tensor parallelism as ``from_pretrained(distributed_config=DistributedConfig(tp_size=…))`` applies it, on meta.
+
+    transformers 5.21-5.23: ``distributed.tensor_parallel.apply_tensor_parallelism``, which does not find tied parameters
+    under their second names; here they are cut too, and tied again afterwards.
+    """
+    from transformers import DistributedConfig
+    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+
+    for name, style_name in model._expand_parallel_plan(model.tp_plan).items():
+        style = ALL_PARALLEL_STYLES[style_name]
+        path, _, last = name.rpartition(".")
+        module = model.get_submodule(path)
+        if last not in module._parameters:
+            module = model.get_submodule(name)
+            if style_name == "mla_kv_a_proj":
+                module.config = model.config.get_text_config()
+            style.install_forward(module, mesh)
+        elif module._parameters[last] is not None:
+            style.validate_param(module, last, mesh, parameter_name=name)
+            style.shard_param(module, last, mesh)
+        module._is_hooked = True
+    model.tie_weights()
+    model.config.distributed_config = DistributedConfig(tp_size=mesh.size())
+    model._tp_size = mesh.size()
+
+
+# ----------------------------------------------------------------------------------------------------
+# Names and conversions of the hub
+
+
+def transformers_conversions(meta_model: Any, key_mapping: Mapping[str, str] | None) -> list[Any]:
+    """The renames and converters that ``from_pretrained`` would apply, in its order.
+
+    ``meta_model`` must be an unsharded instance of the original class: on a wrapped one the mapping comes
+    back empty. transformers 5.20-5.23: ``conversion_mapping.get_model_conversion_mapping``.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    model_class: Any = type(meta_model)
+    if original_class(meta_model) is not model_class:
+        raise TypeError(f"{model_class.__name__} is wrapped: its conversions would come back empty")
+    return list(get_model_conversion_mapping(meta_model, dict(key_mapping) if key_mapping else None))
+
+
+def default_conversions(meta_model: Any) -> list[Any]:
+    """What ``save_pretrained`` inverts of a model that was not loaded from the hub's files.
+
+    transformers 5.20-5.23: as in ``core_model_loading.revert_weight_conversion``, which finds nothing on a model
+    whose class FSDP2 swapped.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
+
+    found = get_model_conversion_mapping(meta_model, add_legacy=False)
+    return [conversion for conversion in found if not isinstance(conversion, PrefixChange)]
+
+
+def set_conversions(model: Any, conversions: list[Any]) -> None:
+    """Leave on a live model what ``save_pretrained`` inverts to give the hub's names back, as ``from_pretrained`` does.
+
+    transformers 5.20-5.23: ``_weight_conversions``. Without, it takes all that the class has, or nothing where FSDP2
+    swapped the class.
+    """
+    model._weight_conversions = conversions
+
+
+def copy_conversions(of: Any, to: Any) -> None:
+    """:func:`set_conversions` on a second model, if it was done to the first."""
+    if hasattr(of, "_weight_conversions"):
+        to._weight_conversions = copy.copy(of._weight_conversions)
+
+
+@dataclass(frozen=True, slots=True)
+class HubGroup:
+    """Stored tensors that one converter takes together: a layer's experts, the parts of a fused weight.
+
+    The smallest set that the conversion can be run on.
+    """
+
+    target: str
+    """Module name of the (first) tensor that it makes."""
+    parts: tuple[tuple[str, str], ...]
+    """(stored name, source pattern that it matched), in the order in which the converter takes them."""
+    converter: Any
+    meta_model: Any
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Stored names."""
+        return tuple(name for name, _ in self.parts)
+
+    @property
+    def kinds(self) -> str:
+        """The operations, in words."""
+        return " + ".join(type(op).__name__ for op in self.converter.operations)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Module names of all tensors that it makes, as far as the converter's patterns tell."""
+        patterns: list[str] = list(self.converter.target_patterns)
+        found = next((p for p in patterns if p in self.target), None)
+        if found is None:
+            return (self.target,)
+        prefix, _, suffix = self.target.partition(found)
+        return tuple(prefix + p + suffix for p in patterns)
+
+    def run(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Convert ``tensors`` (by stored name; real ones or symbols). Returns what is made, by module name."""
+        converter = copy.deepcopy(self.converter)
+        for name, pattern in self.parts:
+            converter.add_tensor(self.target, name, pattern, tensors[name])
+        with torch.no_grad():
+            made = converter.convert(self.target, model=self.meta_model, config=self.meta_model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def hub_groups(
+    stored: Iterable[str], conversions: Sequence[Any], meta_model: Any
+) -> tuple[list[tuple[str, str]], list[HubGroup]]:
+    """Sort stored names into those that are only renamed and those that a converter takes, as ``from_pretrained``.
+
+    A function of the whole list of names: some renames only start once another key was seen, in natural
+    order. Returns (module name, stored name) for the first kind, names that the model does not have included.
+
+    transformers 5.20-5.23: follows ``core_model_loading.convert_and_load_state_dict_in_model``.
+    """
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
+
+    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+    converters = [c for c in conversions if isinstance(c, WeightConverter)]
+    by_pattern = {p: c for c in converters for p in c.source_patterns}
+    wanted = meta_model.state_dict()
+    prefix = meta_model.base_model_prefix
+    names = set(stored)
+    plain: list[tuple[str, str]] = []
+    parts: dict[str, list[tuple[str, str]]] = {}
+    for name in sorted(names, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, wanted)
+        if target not in wanted and name in wanted:
+            target, pattern = rename_source_key(name, [], [], prefix, wanted)
+        if pattern is None or target not in wanted:
+            plain.append((target, name))
+        else:
+            parts.setdefault(target, []).append((name, pattern))
+    groups = [
+        HubGroup(target, tuple(found), by_pattern[found[0][1]], meta_model) for target, found in parts.items()
+    ]
+    return plain, groups
+
+
+def revert_to_hub(meta_model: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Module tensors (or symbols of them) under hub names, as ``save_pretrained`` reverts them.
+
+    transformers 5.20-5.23: ``core_model_loading.revert_weight_conversion``.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    with torch.no_grad():
+        return dict(revert_weight_conversion(meta_model, dict(tensors)))
+
+
+def tie_map(model: Any) -> dict[str, str]:
+    """Names that a transformers model ties, target to source; empty for other modules."""
+    return dict(getattr(model, "all_tied_weights_keys", None) or {})
+
+
+def modules_cache() -> str:
+    """The directory into which transformers copies the Python files of models. 5.20-5.23."""
+    from transformers.utils.hub import HF_MODULES_CACHE
+
+    return str(HF_MODULES_CACHE)
+
+
+def remote_class(reference: str, directory: str, auto_class: str) -> Any:
+    """The model class that a directory's own code defines, as ``from_pretrained(trust_remote_code=True)`` takes it.
+
+    Runs that code. ``reference`` is ``[repository--]module.Class``; another repository's is taken from the local
+    cache of the hub only. transformers 5.20-5.23: as in ``_BaseAutoModelClass.from_config``.
+    """
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+    from transformers.models.auto.auto_factory import add_generation_mixin_to_remote_model
+
+    found: Any = get_class_from_dynamic_module(reference, directory, local_files_only=True)
+    found.register_for_auto_class(auto_class)  # so that a later save_pretrained carries the files along
+    return add_generation_mixin_to_remote_model(found)

@@ -1,0 +1,60 @@
+"""What shardwise reads and writes of TRL's GRPO and RLOO trainers that TRL keeps private. TRL 1.0-1.16.
+
+Importing this does not import TRL. Without it, a checkpoint between the steps of one round of generation would resume with
+other completions than the round had.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "completions",
+    "counters",
+    "counts_as_grpo",
+    "keeps_completions",
+    "put_completions",
+    "put_counters",
+    "steps",
+]
+
+_BUFFER = "_buffered_inputs"
+_COUNTERS = ("_step", "_total_train_tokens")
+
+
+def keeps_completions(trainer: Any) -> bool:
+    """Whether a trainer keeps what it generated for later steps, in whatever form."""
+    return hasattr(trainer, _BUFFER)
+
+
+def counts_as_grpo(trainer: Any) -> bool:
+    """Whether it keeps completions, and counts rounds, as GRPO's and RLOO's trainers do. Others count otherwise."""
+    has_all = all(hasattr(trainer, name) for name in (_BUFFER, "num_iterations", *_COUNTERS))
+    return has_all and hasattr(trainer.args, "steps_per_generation")
+
+
+def steps(trainer: Any) -> int:
+    """Steps of accumulation so far: every so many of them a trainer generates."""
+    count: int = trainer._step
+    return count
+
+
+def counters(trainer: Any) -> dict[str, Any]:
+    """Where in a round of generation a trainer is, and how many tokens it counted; by the names of its attributes."""
+    return {name: getattr(trainer, name) for name in _COUNTERS}
+
+
+def put_counters(trainer: Any, stored: dict[str, Any]) -> None:
+    """Give :func:`counters` back."""
+    for name, value in stored.items():
+        setattr(trainer, name, value)
+
+
+def completions(trainer: Any) -> Any:
+    """What was generated and scored, and is not used up; None before the first round."""
+    return getattr(trainer, _BUFFER)
+
+
+def put_completions(trainer: Any, inputs: Any) -> None:
+    """Give :func:`completions` back, on the trainer's device."""
+    setattr(trainer, _BUFFER, inputs)
