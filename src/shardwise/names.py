@@ -7,8 +7,8 @@ DDP or FSDP1 was applied, and in whatever order.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -16,7 +16,15 @@ from torch import nn
 
 from .errors import LayoutError
 
-__all__ = ["NamedTensor", "canonical_name", "named_tensors", "unwrap", "without_wrappers"]
+__all__ = [
+    "NamedTensor",
+    "canonical_name",
+    "modules_by_path",
+    "named_tensors",
+    "tensors_of",
+    "unwrap",
+    "without_wrappers",
+]
 
 # torch.compile; torch's activation checkpointing; FSDP1; DDP, DataParallel and most third-party wrappers.
 _WRAPPER_PARTS = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"))
@@ -76,6 +84,14 @@ class NamedTensor:
         """``name`` and ``aliases``."""
         return (self.name, *self.aliases)
 
+    def refreshed(self) -> NamedTensor:
+        """The same entry with the object that its owner holds now: what is on meta may be replaced to get memory."""
+        module, attribute = self.owners[0]
+        held: torch.Tensor | None = module._parameters.get(attribute)
+        held = module._buffers.get(attribute) if held is None else held
+        assert held is not None, f"{self.name} is gone"
+        return self if held is self.tensor else replace(self, tensor=held)
+
 
 class _Entry:
     """What has been collected of one tensor object so far."""
@@ -98,9 +114,14 @@ def named_tensors(model: nn.Module) -> tuple[NamedTensor, ...]:
     Raises:
         LayoutError: two different tensors have one canonical name; names all such cases.
     """
+    return tensors_of(modules_by_path(model))
+
+
+def tensors_of(modules: Iterable[tuple[str, nn.Module]]) -> tuple[NamedTensor, ...]:
+    """:func:`named_tensors` of a model whose tree was walked already; ``modules`` as :func:`modules_by_path` gives them."""
     entries: dict[int, _Entry] = {}
     holders: dict[str, list[str]] = {}
-    for path, module in _modules_by_path(model):
+    for path, module in modules:
         if not module._parameters and not module._buffers:
             continue
         for attribute, tensor, kind, persistent in _direct_tensors(module):
@@ -127,7 +148,7 @@ def named_tensors(model: nn.Module) -> tuple[NamedTensor, ...]:
     )
 
 
-def _modules_by_path(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def modules_by_path(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """``model.named_modules(remove_duplicate=False)`` without its generator for each level of depth."""
     stack = [("", model)]
     while stack:

@@ -14,6 +14,7 @@ from ..catalog import Catalog
 from ..catalog.safetensors import catalog_of_safetensors
 from ..errors import FormatError, PlanError, SourceError
 from ..internals.peft import adapter_configs, base_of, peft_model
+from ..layout.live import LiveModel
 from ..limits import MAX_ADAPTER_RANK, brief, cause, check_pattern, read_shallow_json
 from ..models.meta_init import meta_init
 from ..recipe.match import Made, Rules
@@ -262,25 +263,24 @@ def _differences(name: str, config: Any, files: AdapterFiles) -> list[str]:
 
 
 def combine(
-    model: nn.Module, base: Catalog, rules: Rules, files: Mapping[str, AdapterFiles]
+    live: LiveModel, base: Catalog, rules: Rules, files: Mapping[str, AdapterFiles]
 ) -> tuple[Catalog, Rules]:
     """Base and adapters as one source for one plan and one proof of cover. Pure.
 
-    ``rules`` are those of the base model. Stored names of an adapter's tensors get its name in front
+    ``live`` is the ``PeftModel``, ``rules`` are those of the base model. Stored names of an adapter's tensors get its name in front
     (``default:base_model.model.…``), so that several files can hold equal names. Adapters without files get PEFT's
     initial values, trained copies (``modules_to_save``) without files those of the base. A tensor of the base that
     an adapter brings along (biases, embeddings) is the adapter's.
     """
-    outer = wrapped_rules(model, rules)
-    found = base_of(model)
-    meta_base = meta_instance(found) if files and is_transformers_model(found) else None
+    outer = wrapped_rules(live, rules)
+    meta_base = meta_instance(live.base) if files and is_transformers_model(live.base) else None
     brought: dict[str, str] = {}
     made: list[Made] = []
     tensors = dict(base.tensors)
     for name, adapter in files.items():
         stored = {n: replace(t, name=f"{name}:{n}") for n, t in adapter.catalog.tensors.items()}
         tensors |= {t.name: t for t in stored.values()}
-        for one in resolve_adapter(model, name, meta_base)(stored):
+        for one in resolve_adapter(live, name, meta_base)(stored):
             made.append(one)
             brought[one.target] = name
     replaced: dict[str, str] = {}
@@ -289,7 +289,7 @@ def combine(
             replaced |= dict.fromkeys(one.sources, f"adapter {brought[one.target]!r} (brings its own)")
             one = replace(one, target=f"{one.target} (of the base)")  # no module's name
         made.append(one)
-    seeded = _seeded(model, files)
+    seeded = _seeded(live, files)
 
     def unused(stored: str, target: str) -> str | None:
         return replaced.get(stored) or outer.unused(stored, target)
@@ -309,13 +309,13 @@ def combine(
     return catalog, rules
 
 
-def _seeded(model: nn.Module, files: Mapping[str, AdapterFiles]) -> dict[str, str]:
+def _seeded(live: LiveModel, files: Mapping[str, AdapterFiles]) -> dict[str, str]:
     """What adapters without files add to the model, and whose rule initialises it."""
-    of_the_base = wrapped_names(model).bases
+    of_the_base = wrapped_names(live).bases
     return {
         held: f"PEFT (init_lora_weights of {name!r})"
-        for name in adapter_configs(model)
+        for name in adapter_configs(live.root)
         if name not in files
-        for held, _ in adapter_tensors(model, name).values()
+        for held, _ in adapter_tensors(live, name).values()
         if held not in of_the_base
     }

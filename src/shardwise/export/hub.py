@@ -22,10 +22,10 @@ from ..dtypes import code_of, torch_dtype
 from ..errors import CheckpointError
 from ..format.slices import SliceTensor, assign_owners, owner_ranks
 from ..internals.peft import has_adapters
-from ..layout.model import geometries_of, local_tensor, reshard, wanted_of
+from ..layout.live import LiveModel, describe
+from ..layout.model import wanted_of
 from ..models.assets import companion_files
 from ..models.classes import import_code, in_turn
-from ..names import named_tensors, unwrap
 from ..plan import IOOptions
 from ..plan.build import transfers_of
 from ..ranks.patience import remove_tree
@@ -100,7 +100,7 @@ def export_hf(
             raise ValueError("model= and config= are of stored models; this one is live")
         code = _dtype_code(dtype)
         job: LiveJob | StoredJob = (
-            LiveJob(model_or_path)
+            LiveJob(describe(model_or_path))
             if isinstance(model_or_path, nn.Module)
             else StoredJob(model_or_path, model, config, trust_remote_code, ranks.tick, io)
         )
@@ -167,31 +167,30 @@ def _dtype_code(dtype: torch.dtype | str | None) -> str | None:
 class LiveJob:
     """Export of a live model: every rank writes the boxes that it owns."""
 
-    def __init__(self, model: nn.Module) -> None:
-        reshard(model)
-        self._model = model
-        ignored = set(getattr(unwrap(model), "_keys_to_ignore_on_save", None) or ())
-        self._named = {t.name: t for t in named_tensors(model) if t.persistent and t.name not in ignored}
+    def __init__(self, live: LiveModel) -> None:
+        self._live = live
+        ignored = set(getattr(live.unwrapped, "_keys_to_ignore_on_save", None) or ())
+        self._named = {t.name: t for t in live.stored if t.name not in ignored}
 
     def _kinds(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         return {n: (code_of(t.tensor.dtype), tuple(t.tensor.shape)) for n, t in self._named.items()}
 
     def contents(self) -> Contents:
-        if has_adapters(self._model):
+        if has_adapters(self._live.root):
             raise CheckpointError(f"a model with PEFT adapters {NO_HUB_FORMAT}")
-        origin = recall(self._model)
+        origin = recall(self._live.root)
         if origin is not None:
             return inverted(self._kinds(), origin.recipes, origin.shapes)
-        if is_transformers_model(unwrap(self._model)):
-            return reverted(meta_instance(self._model), self._kinds())
+        if is_transformers_model(self._live.unwrapped):
+            return reverted(meta_instance(self._live.unwrapped), self._kinds())
         return as_named(self._kinds())
 
     def write(
         self, contents: Contents, output: HubFiles, filler: FileFiller, staging: Staging, ranks: Ranks
     ) -> list[int]:
-        geometries = geometries_of(self._model, self._named.values())
+        geometries = self._live.geometries
         owned = assign_owners([SliceTensor(n, c, s, geometries[n]) for n, (c, s) in self._kinds().items()])
-        destination = Destination({n: local_tensor(t.tensor) for n, t in self._named.items()})
+        destination = Destination(self._live.local_tensors())
         for t in owned:
             if ranks.rank not in owner_ranks(t.geometry, t.owner):
                 continue
@@ -204,7 +203,7 @@ class LiveJob:
         """Nothing was read."""
 
     def companions(self) -> Mapping[str, bytes]:
-        return companion_files(self._model)
+        return companion_files(self._live.root)
 
     def close(self) -> None:
         """Nothing is open."""

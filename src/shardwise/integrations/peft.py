@@ -30,8 +30,9 @@ from ..catalog.open import open_catalog
 from ..dtypes import code_of
 from ..export.files import HubFiles, header_of
 from ..export.hub import Contents, ExportReport, LiveJob, write_out
-from ..internals.peft import base_of, embeddings_to_save, peft_model, stored_config
+from ..internals.peft import embeddings_to_save, peft_model, stored_config
 from ..layout.boxes import whole
+from ..layout.live import LiveModel, describe
 from ..loading.load import _init_rules, fill, hub_rules_of
 from ..loading.report import LoadReport
 from ..models.unquantized import refuse_source
@@ -80,18 +81,19 @@ def load(
     with ranks.agree("open base and adapters"):
         files = open_adapters(model, adapter)
         catalog = base if isinstance(base, Catalog) else open_catalog(base)
-        refuse_source(catalog, model)
+        live = describe(model)
+        refuse_source(catalog, lambda: live.tensors)
         declared = _init_rules(init)
-        hub = hub_rules_of(model, catalog)
+        hub = hub_rules_of(live, catalog)
         rules = Rules(
             hub.resolve if hub else same_names,
             unused=lambda stored, _: "caller" if matches_any(stored, unused) else None,
             init=lambda name: "caller" if matches_any(name, declared) else None,
             caller_declares=True,
         )
-        catalog, rules = combine(model, catalog, rules, files)
+        catalog, rules = combine(live, catalog, rules, files)
     report = fill(
-        model,
+        live,
         catalog,
         rules,
         device=device,
@@ -102,7 +104,7 @@ def load(
         ignored=tuple(ignored),
     )
     if hub is not None:
-        note_conversions(base_of(model), hub.used())
+        note_conversions(live.base, hub.used())
     return report
 
 
@@ -136,9 +138,10 @@ def save_adapter(
         peft = peft_model(model)
         if peft is None:
             raise TypeError(f"{type(model).__name__} is no PeftModel; its weights are written by export_hf()")
-        job = LiveJob(model)  # puts gathered parameters back, before anything looks at them
+        live = describe(model)
+        job = LiveJob(live)
         chosen = _chosen(list(peft.peft_config), adapter_name)
-        contents, output = _lay_out(peft, chosen, save_embedding_layers)
+        contents, output = _lay_out(live, peft, chosen, save_embedding_layers)
         companions = _configs(peft, chosen) if ranks.rank == 0 else {}
     written = write_out(job, contents, output, companions, final, ranks, io)
     return ExportReport(
@@ -167,7 +170,7 @@ def _folder(adapter: str) -> str:
 
 
 def _lay_out(
-    peft: Any, adapters: Sequence[str], embeddings: bool | Literal["auto"]
+    live: LiveModel, peft: Any, adapters: Sequence[str], embeddings: bool | Literal["auto"]
 ) -> tuple[Contents, HubFiles]:
     """One file for each adapter: which bytes of it each tensor of the model is."""
     hub: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -175,7 +178,7 @@ def _lay_out(
     tensors, headers, sizes = {}, {}, {}
     for adapter in adapters:
         which = embeddings_to_save(peft, adapter) if embeddings == "auto" else embeddings
-        held = {stored: t for stored, (_, t) in adapter_tensors(peft, adapter, embeddings=which).items()}
+        held = {stored: t for stored, (_, t) in adapter_tensors(live, adapter, embeddings=which).items()}
         kinds = {n: (code_of(t.tensor.dtype), tuple(t.tensor.shape)) for n, t in held.items()}
         file = os.path.join(_folder(adapter), WEIGHTS_NAME)
         header, offsets, end = header_of(kinds)

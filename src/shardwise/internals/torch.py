@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "default_conversions",
     "default_store",
     "empty_dtensor",
+    "fsdp_groups",
     "fsdp_parameter_ids",
     "fsdp_unreduced_ids",
     "hub_groups",
@@ -74,22 +76,24 @@ def empty_dtensor(like: DTensor, device: torch.device) -> DTensor:
     return DTensor(real, like._spec, requires_grad=False)
 
 
-def fsdp_parameter_ids(model: nn.Module) -> set[int]:
-    """ids of the parameters that ``fully_shard`` manages (their ``_StridedShard`` means: TP cut first).
+def fsdp_parameter_ids(modules: Iterable[FSDPModule]) -> set[int]:
+    """ids of the parameters that ``fully_shard`` manages in ``modules`` (their ``_StridedShard`` means: TP cut first).
 
     torch 2.11-2.13 keep them in the FSDP state's parameter groups.
     """
-    return {id(p.sharded_param) for group in _fsdp_groups(model) for p in group.fsdp_params}
+    return {
+        id(p.sharded_param) for module in modules for group in fsdp_groups(module) for p in group.fsdp_params
+    }
 
 
-def fsdp_unreduced_ids(model: nn.Module) -> set[int]:
-    """ids of the parameters of which ``fully_shard`` keeps a gradient that it has not reduced yet.
+def fsdp_unreduced_ids(modules: Iterable[FSDPModule]) -> set[int]:
+    """ids of the parameters in ``modules`` of which ``fully_shard`` keeps a gradient that it has not reduced yet.
 
     torch 2.11-2.13: the gradient of the whole parameter, or its sum in the reduce dtype, after a backward without
     gradient sync; of HSDP without all-reduce, one partial sum a group.
     """
     found: set[int] = set()
-    for group in _fsdp_groups(model):
+    for group in (group for module in modules for group in fsdp_groups(module)):
         partial = getattr(group, "_partial_reduce_output", None) is not None
         for p in group.fsdp_params:
             whole = getattr(p, "_unsharded_param", None)  # before the first forward there is none
@@ -99,30 +103,18 @@ def fsdp_unreduced_ids(model: nn.Module) -> set[int]:
     return found
 
 
-def _fsdp_groups(model: nn.Module) -> Iterator[Any]:
-    """The parameter groups that ``fully_shard`` keeps: one in the state of a module, or a list (torch 2.13)."""
-    from torch.distributed.fsdp import FSDPModule
-
-    found, stack = {model}, [model]
-    while stack:  # model.modules() is a generator for each level of depth
-        module = stack.pop()
-        inner = {m for m in module._modules.values() if m is not None} - found
-        stack += inner
-        found |= inner
-        if not isinstance(module, FSDPModule):
-            continue
-        state = module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:
-            group = getattr(state, "_fsdp_param_group", None)
-            groups = [group] if group is not None else []
-        yield from groups
+def fsdp_groups(module: FSDPModule) -> list[Any]:
+    """The parameter groups that ``fully_shard`` keeps for a module. torch 2.11 has one in the state, 2.13 a list."""
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        group = getattr(state, "_fsdp_param_group", None)
+        groups = [group] if group is not None else []
+    return list(groups)
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
     """The class that a module had before ``fully_shard`` swapped it (FSDP<Name>, FSDPModule, Name, …)."""
-    from torch.distributed.fsdp import FSDPModule
-
     kind = type(module)
     if isinstance(module, FSDPModule):
         return next(c for c in kind.__mro__ if issubclass(c, nn.Module) and not issubclass(c, FSDPModule))

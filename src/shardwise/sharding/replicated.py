@@ -9,7 +9,7 @@ which may be swapped, moved and loaded.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ..errors import ShardError
+from ..internals.torch import fsdp_groups
 
 __all__ = ["mesh_device", "reduce_after_backward", "reduced_parameters"]
 
@@ -32,17 +33,17 @@ def reduce_after_backward(
     They follow the settings (gradient sync, divide factor) of one group: the first of the modules ``beside`` that
     FSDP2 holds parameters for. Call after ``fully_shard``, on every rank, with the same places in the same order.
     """
-    groups = [group for module in beside for group in _groups_of(module)]
+    groups = [g for module in beside if isinstance(module, FSDPModule) for g in fsdp_groups(module)]
     if groups:  # else nothing here is trainable
         groups[0].finalize_backward = Reduction(groups[0], tuple(places), mesh)
 
 
-def reduced_parameters(model: nn.Module) -> set[int]:
-    """ids of the plain parameters of ``model`` whose gradients are averaged after each backward."""
+def reduced_parameters(modules: Iterable[FSDPModule]) -> set[int]:
+    """ids of the plain parameters beside ``modules``, those of a model, whose gradients are averaged after each backward."""
     return {
         id(parameter)
-        for module in model.modules()
-        for group in _groups_of(module)
+        for module in modules
+        for group in fsdp_groups(module)
         if isinstance(group.finalize_backward, Reduction)
         for parameter in group.finalize_backward.parameters()
     }
@@ -121,13 +122,3 @@ def _sum_over(mesh: DeviceMesh, tensor: torch.Tensor) -> None:
     if mesh.ndim > 1:
         # Another part of the last axis may have added the same sums up in another order.
         dist.broadcast(tensor, group=mesh.get_group(1), group_src=0)
-
-
-def _groups_of(module: nn.Module) -> list[Any]:
-    """FSDP2's parameter groups of one module. torch 2.11 keeps one in the state, 2.13 a list."""
-    if not isinstance(module, FSDPModule):
-        return []
-    state: Any = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
