@@ -34,6 +34,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 import shardwise as sw
 from shardwise.catalog import catalog_of_safetensors
 from shardwise.dtypes import itemsize
+from shardwise.layout.live import describe
 from shardwise.loading.load import fill, plan_load
 from shardwise.loading.pretrained import with_callers
 from shardwise.plan import IOOptions
@@ -111,7 +112,7 @@ def worker(kind: str, rank: int, world_size: int, port: int, directory: str, out
     plan = None
     if kind == "floor":
         catalog = catalog_of_safetensors(directory)
-        plan = plan_load(model, catalog, rules, io=IOOptions())
+        plan = plan_load(describe(model), catalog, rules, io=IOOptions())
     gc.collect()
     dist.barrier()
     before, io_before = anonymous_bytes(), storage_bytes()
@@ -122,7 +123,7 @@ def worker(kind: str, rank: int, world_size: int, port: int, directory: str, out
         profiler = profile(activities=[ProfilerActivity.CPU]) if kind == "profile" else nullcontext()
         with profiler:
             report = fill(
-                model,
+                describe(model),
                 catalog_of_safetensors(directory),
                 rules,
                 io=IOOptions(),

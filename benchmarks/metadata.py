@@ -47,7 +47,7 @@ from shardwise.format.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry, rea
 from shardwise.format.slices import boxes_to_write, file_name, header_bytes, rank_files
 from shardwise.format.spread import file_count
 from shardwise.gc_paused import no_collections
-from shardwise.layout.model import geometries_of
+from shardwise.layout.live import describe
 from shardwise.loading.load import _fingerprint, plan_load
 from shardwise.names import named_tensors
 from shardwise.plan import IOOptions, Plan
@@ -292,13 +292,13 @@ def plan_resume(
     model, io = state.models["model"], IOOptions()
     manifest = read_manifest(path)
     catalog = catalog_of_checkpoint(path, manifest=manifest)
-    plan = plan_load(model, catalog, Rules(), io=io)
+    described = describe(model)
+    plan = plan_load(described, catalog, Rules(), io=io)
     _fingerprint(plan)
-    named = named_tensors(model)
     slices = optimizer_tensors(manifest)
     states = catalog_of_slices(path, manifest, "optimizer", "optimizer", slices)
-    live = {alias: t.name for t in named for alias in t.names}
-    return plan, _plan_states(states, tensors, packed, geometries_of(model, named), live, io)
+    live = {alias: t.name for t in described.tensors for alias in t.names}
+    return plan, _plan_states(states, tensors, packed, described.geometries, live, io)
 
 
 def measure_resume(state: sw.TrainState, path: str, repeats: int) -> dict[str, Any]:

@@ -7,8 +7,8 @@ DDP or FSDP1 was applied, and in whatever order.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -20,9 +20,11 @@ __all__ = [
     "NamedTensor",
     "canonical_name",
     "children",
+    "modules_by_path",
     "named_tensors",
     "own_parameter",
     "own_tensors",
+    "tensors_of",
     "unwrap",
     "without_wrappers",
 ]
@@ -85,6 +87,14 @@ class NamedTensor:
         """``name`` and ``aliases``."""
         return (self.name, *self.aliases)
 
+    def refreshed(self) -> NamedTensor:
+        """The same entry with the object that its owner holds now: what is on meta may be replaced to get memory."""
+        module, attribute = self.owners[0]
+        held: torch.Tensor | None = module._parameters.get(attribute)
+        held = module._buffers.get(attribute) if held is None else held
+        assert held is not None, f"{self.name} is gone"
+        return self if held is self.tensor else replace(self, tensor=held)
+
 
 class _Entry:
     """What has been collected of one tensor object so far."""
@@ -107,9 +117,14 @@ def named_tensors(model: nn.Module) -> tuple[NamedTensor, ...]:
     Raises:
         LayoutError: two different tensors have one canonical name; names all such cases.
     """
+    return tensors_of(modules_by_path(model))
+
+
+def tensors_of(modules: Iterable[tuple[str, nn.Module]]) -> tuple[NamedTensor, ...]:
+    """:func:`named_tensors` of a model whose tree was walked already; ``modules`` as :func:`modules_by_path` gives them."""
     entries: dict[int, _Entry] = {}
     holders: dict[str, list[str]] = {}
-    for path, module in _modules_by_path(model):
+    for path, module in modules:
         if not module._parameters and not module._buffers:
             continue
         for attribute, tensor, kind, persistent in own_tensors(module):
@@ -146,7 +161,7 @@ def own_parameter(module: nn.Module, attribute: str) -> nn.Parameter | None:
     return module._parameters.get(attribute)
 
 
-def _modules_by_path(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def modules_by_path(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """``model.named_modules(remove_duplicate=False)`` without its generator for each level of depth."""
     stack = [("", model)]
     while stack:

@@ -122,7 +122,7 @@ def loads_however_wrapped(file: str, run: tuple[str, ...]) -> dict[str, list[str
                 # torch's: its compiler looks at .grad of FSDP2's gathered parameters.
                 warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
                 torch.testing.assert_close(train_step(model, x), train_step(ordinary, x))
-            reshard(model)
+            reshard(model.modules())
             assert_close_whole(model, ordinary)
         names[how] = [n for n, _ in model.named_parameters()]
     return names
@@ -350,7 +350,7 @@ def ties_stay(file: str, how: str) -> None:
     ids = torch.arange(10).reshape(2, 5)
     for _ in range(2):
         torch.testing.assert_close(train_step(model, ids), train_step(ordinary, ids))
-    reshard(model)
+    reshard(model.modules())
     assert model.head.weight is model.embed.weight
     assert model.blocks[0].scale is model.shared_scale
     assert_close_whole(model, ordinary)
@@ -367,7 +367,7 @@ def tied_transformers_model(directory: str) -> None:
         optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
         each(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
-    reshard(model)
+    reshard(model.modules())
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert_close_whole(model, ordinary)
 

@@ -328,9 +328,9 @@ def restore_packed(path: str, shape: tuple[int, int] | None) -> dict[str, Any]:
 
 
 def _boxes(model: nn.Module) -> dict[str, int]:
-    from shardwise.layout.model import layout_of
+    from shardwise.layout.live import describe
 
-    return {w.name: len(w.boxes) for w in layout_of(model).wanted}
+    return {w.name: len(w.boxes) for w in describe(model).layout().wanted}
 
 
 def expected_packed() -> dict[str, torch.Tensor]:

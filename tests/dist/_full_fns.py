@@ -183,7 +183,7 @@ def memory() -> dict[str, Any]:
 
 def state(model: nn.Module) -> dict[str, torch.Tensor]:
     """What this rank holds: local shards and all buffers, also those that are not stored."""
-    reshard(model)  # a forward leaves the root's parameters gathered
+    reshard(model.modules())  # a forward leaves the root's parameters gathered
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
     return {name: local_tensor(tensor).detach().clone() for name, tensor in named}
 
@@ -279,7 +279,7 @@ def clone_of_accelerates(source: str) -> None:
         model, _ = swa.load_pretrained(accelerator, source)
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         clone_of_trained(model, optimizer)
-        reshard(model)
+        reshard(model.modules())
         assert all(isinstance(p, DTensor) and p.dtype == torch.float32 for p in model.parameters())
         held = weakref.ref(model)
         del model, optimizer

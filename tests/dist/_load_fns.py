@@ -132,7 +132,7 @@ def frozen_state(model: nn.Module) -> dict[str, tuple[Any, ...]]:
 
 def pointers(model: nn.Module) -> dict[str, int]:
     """Where the local shards lie."""
-    reshard(model)
+    reshard(model.modules())
     return {n: local(p).untyped_storage().data_ptr() for n, p in model.named_parameters()}
 
 

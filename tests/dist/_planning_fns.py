@@ -14,6 +14,7 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise.catalog.checkpoint import catalog_of_checkpoint, catalog_of_slices, optimizer_tensors
 from shardwise.format.manifest import read_manifest
+from shardwise.layout.live import describe
 from shardwise.loading.load import plan_load
 from shardwise.plan import IOOptions
 from shardwise.ranks.protocol import Link
@@ -61,7 +62,7 @@ def plan_only(path: str) -> dict[str, Any]:
     with opened_below(path) as opened:
         manifest = read_manifest(path)
         catalog = catalog_of_checkpoint(path, manifest=manifest)
-        plan = plan_load(state.models["model"], catalog, Rules(), io=IOOptions())
+        plan = plan_load(describe(state.models["model"]), catalog, Rules(), io=IOOptions())
         slices = optimizer_tensors(manifest)
         states = catalog_of_slices(path, manifest, "optimizer", "optimizer", slices)
         chunks = sum(len(t.chunks) for t in states.tensors.values())

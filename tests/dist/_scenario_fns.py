@@ -202,7 +202,7 @@ class Run:
         return found
 
     def bits(self) -> dict[str, Any]:
-        reshard(self.model)
+        reshard(self.model.modules())
         found = {t.name: raw(t.tensor) for t in named_tensors(self.model) if t.persistent}
         names = {id(t.tensor): t.name for t in named_tensors(self.model)}
         for optimizer in self.state.optimizers.values():

@@ -141,7 +141,7 @@ def is_copy(reference: Any, path: str) -> None:
     """Sharded, frozen, and bit for bit what is stored."""
     from transformers import AutoModelForCausalLM
 
-    reshard(reference)  # a forward leaves the head gathered
+    reshard(reference.modules())  # a forward leaves the head gathered
     assert all(isinstance(p, DTensor) and not p.requires_grad for p in reference.parameters())
     assert not reference.training
     stored = AutoModelForCausalLM.from_pretrained(path).state_dict()

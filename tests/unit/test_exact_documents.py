@@ -17,6 +17,7 @@ import shardwise as sw
 from shardwise.checkpoint.documents import restore_documents
 from shardwise.checkpoint.own import OwnState
 from shardwise.format.manifest import read_manifest
+from shardwise.layout.live import describe
 from shardwise.ranks.ranks import Ranks
 from shardwise.state.beyond import differing_leaves, same, split_storable
 from shardwise.state.places import Places
@@ -224,7 +225,7 @@ def test_what_each_rank_saved_by_itself_is_named_at_another_world_size(tmp_path:
     sw.save(state, tmp_path / "c")
     manifest = replace(read_manifest(tmp_path / "c"), local_documents=("own",))
     own = OwnState({}, manifest, Places())
-    own.give_to_models(state.models, Ranks())
+    own.give_to_models({name: describe(model) for name, model in state.models.items()}, Ranks())
     assert own.differences == (), "it is not said that the checkpoint lacks it"
     _, left = restore_documents([], state, {}, manifest)
     assert left == ("own: stored per rank, and this run has another number of ranks",)

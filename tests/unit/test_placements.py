@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwise.errors import LayoutError
 from shardwise.layout.boxes import LocalBox, find_overlap, whole
-from shardwise.layout.model import layout_of
+from shardwise.layout.live import describe
 from shardwise.layout.placements import (
     Cut,
     Geometry,
@@ -284,8 +284,8 @@ def parallelize(model: Net, mesh: DeviceMesh) -> None:
 
 def assert_model_is_as_described(model: nn.Module, originals: dict[str, torch.Tensor], rank: int) -> None:
     """The layout of a live model against the content of its local tensors."""
-    found = {w.name: w for w in layout_of(model).wanted}
-    others = {w.name: w for w in layout_of(model, rank=rank).wanted}
+    found = {w.name: w for w in describe(model).layout().wanted}
+    others = {w.name: w for w in describe(model).layout(rank=rank).wanted}
     assert set(found) == set(originals)
     for name, full in originals.items():
         tensor = model.get_parameter(name) if name != "scale" else model.get_buffer(name)
@@ -378,7 +378,7 @@ def test_one_process_can_describe_every_rank() -> None:
             parallelize_module(model, axes_of(mesh, "tp"), ColwiseParallel(), src_data_rank=None)
             fully_shard(model, mesh=axes_of(mesh, "dp"))
             if rank == 0:
-                said = {r: layout_of(model, rank=r) for r in range(8)}
-            for here, there in zip(layout_of(model).wanted, said[rank].wanted, strict=True):
+                said = {r: describe(model).layout(rank=r) for r in range(8)}
+            for here, there in zip(describe(model).layout().wanted, said[rank].wanted, strict=True):
                 assert here.boxes == there.boxes
                 assert here.local_nbytes == there.local_nbytes

@@ -14,6 +14,7 @@ from ..catalog import Catalog
 from ..catalog.safetensors import catalog_of_safetensors
 from ..errors import FormatError, PlanError, SourceError
 from ..internals.peft import adapter_configs, base_of, peft_model
+from ..layout.live import LiveModel
 from ..limits import MAX_ADAPTER_RANK, brief, cause, check_pattern, read_shallow_json
 from ..models.meta_init import meta_init
 from ..recipe.match import Made, Rules
@@ -294,25 +295,24 @@ def _differences(name: str, config: Any, given: Any, place: str) -> list[str]:
 # One catalog, one set of rules
 
 
-def combine(model: nn.Module, base: Catalog, rules: Rules, adapters: Adapters) -> tuple[Catalog, Rules]:
+def combine(live: LiveModel, base: Catalog, rules: Rules, adapters: Adapters) -> tuple[Catalog, Rules]:
     """Base and adapters as one source for one plan and one proof of cover. Pure.
 
-    ``rules`` are those of the base model. Stored names of an adapter's tensors get its name in front
-    (``default:base_model.model.…``), so that several files can hold equal names. Trained copies (``modules_to_save``)
-    of an adapter without files get the base's values. A tensor of the base that an adapter brings along (biases,
-    embeddings) is the adapter's.
+    ``live`` is the ``PeftModel``, ``rules`` are those of the base model. Stored names of an adapter's tensors get its
+    name as prefix (``default:base_model.model.…``), because several files may hold equal names. Trained copies
+    (``modules_to_save``) of an adapter without files get the base's values. If an adapter's file holds a tensor of the
+    base (biases, embeddings), the file's one is loaded.
     """
     files = adapters.files
-    outer = wrapped_rules(model, rules)
-    found = base_of(model)
-    meta_base = meta_instance(found) if files and is_transformers_model(found) else None
+    outer = wrapped_rules(live, rules)
+    meta_base = meta_instance(live.base) if files and is_transformers_model(live.base) else None
     brought: dict[str, str] = {}
     made: list[Made] = []
     tensors = dict(base.tensors)
     for name, adapter in files.items():
         stored = {n: replace(t, name=f"{name}:{n}") for n, t in adapter.catalog.tensors.items()}
         tensors |= {t.name: t for t in stored.values()}
-        for one in resolve_adapter(model, name, meta_base)(stored):
+        for one in resolve_adapter(live, name, meta_base)(stored):
             made.append(one)
             brought[one.target] = name
     replaced: dict[str, str] = {}
@@ -321,7 +321,7 @@ def combine(model: nn.Module, base: Catalog, rules: Rules, adapters: Adapters) -
             replaced |= dict.fromkeys(one.sources, f"adapter {brought[one.target]!r} (brings its own)")
             one = replace(one, target=f"{one.target} (of the base)")  # no module's name
         made.append(one)
-    seeded = _seeded(model, adapters.seeded)
+    seeded = _seeded(live, adapters.seeded)
 
     def unused(stored: str, target: str) -> str | None:
         return replaced.get(stored) or outer.unused(stored, target)
@@ -341,12 +341,12 @@ def combine(model: nn.Module, base: Catalog, rules: Rules, adapters: Adapters) -
     return catalog, rules
 
 
-def _seeded(model: nn.Module, adapters: Collection[str]) -> dict[str, str]:
-    """What these adapters add to the model, and whose rule initialises it."""
-    of_the_base = wrapped_names(model).bases
+def _seeded(live: LiveModel, adapters: Collection[str]) -> dict[str, str]:
+    """The tensors that these adapters add to the model, each with the rule that initialises it."""
+    of_the_base = wrapped_names(live).bases
     return {
         held: f"PEFT (init_lora_weights of {name!r})"
         for name in adapters
-        for held, _ in adapter_tensors(model, name).values()
+        for held, _ in adapter_tensors(live, name).values()
         if held not in of_the_base
     }

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from torch import nn
-
 from ..catalog.records import StoredTensor
 from ..dtypes import code_of, torch_dtype
 from ..errors import PlanError, UnsupportedConversionError
@@ -19,7 +17,8 @@ from ..internals.peft import (
     places,
     select_adapter,
 )
-from ..names import NamedTensor, canonical_name, named_tensors, own_tensors, without_wrappers
+from ..layout.live import LiveModel
+from ..names import NamedTensor, canonical_name, own_tensors, without_wrappers
 from ..recipe.match import Made, Resolve, Rules
 from ..recipe.trace import stored_tensor
 
@@ -39,20 +38,20 @@ class WrappedNames:
     """The other way round, copies included."""
 
 
-def wrapped_names(model: nn.Module) -> WrappedNames:
+def wrapped_names(live: LiveModel) -> WrappedNames:
     """The names of a live model, sharded or not. Raises :class:`PlanError` if its layers were replicated."""
-    replicated = [a for a, c in adapter_configs(model).items() if getattr(c, "layer_replication", None)]
+    replicated = [a for a, c in adapter_configs(live.root).items() if getattr(c, "layer_replication", None)]
     if replicated:
         raise PlanError(
             f"adapter {replicated[0]!r} replicates layers of the base (layer_replication): which stored layer each "
             f"one is can't be told from the model; take the replication out of its config"
         )
-    found = places(model)
+    found = places(live.root)
     originals: dict[str, str] = {}
     own: dict[str, str] = {}
     bases: dict[str, str] = {}
     tied: dict[str, tuple[str, ...]] = {}
-    for tensor in named_tensors(model):
+    for tensor in live.tensors:
         there = []
         for name in tensor.names:
             module, _, attribute = name.rpartition(".")
@@ -70,15 +69,15 @@ def wrapped_names(model: nn.Module) -> WrappedNames:
     return WrappedNames(originals, copies, bases)
 
 
-def wrapped(model: nn.Module, resolve: Resolve) -> Resolve:
+def wrapped(live: LiveModel, resolve: Resolve) -> Resolve:
     """The resolve of a base model, for the same model with adapters; as it is for a model without.
 
     What is stored under the model's own names (a checkpoint of it) keeps them. A copy that is not stored is
     made from what its original is made from, as PEFT makes it when it wraps the module.
     """
-    if not has_adapters(model):
+    if not has_adapters(live.root):
         return resolve
-    names = wrapped_names(model)
+    names = wrapped_names(live)
 
     def resolve_wrapped(stored: Mapping[str, StoredTensor]) -> list[Made]:
         by_base = {}
@@ -97,18 +96,18 @@ def wrapped(model: nn.Module, resolve: Resolve) -> Resolve:
     return resolve_wrapped
 
 
-def wrapped_rules(model: nn.Module, rules: Rules) -> Rules:
+def wrapped_rules(live: LiveModel, rules: Rules) -> Rules:
     """The rules of a base model, for the same model with adapters. What is declared counts under either name."""
-    names = wrapped_names(model).bases
+    names = wrapped_names(live).bases
     return replace(
         rules,
-        resolve=wrapped(model, rules.resolve),
+        resolve=wrapped(live, rules.resolve),
         init=lambda name: rules.init(name) or (rules.init(names[name]) if name in names else None),
     )
 
 
 def adapter_tensors(
-    model: nn.Module, adapter: str, *, embeddings: bool | Literal["auto"] = False
+    live: LiveModel, adapter: str, *, embeddings: bool | Literal["auto"] = False
 ) -> dict[str, tuple[str, NamedTensor]]:
     """What PEFT stores for an adapter: name in its file → (name in the model, tensor).
 
@@ -119,15 +118,15 @@ def adapter_tensors(
 
     Raises :class:`UnsupportedConversionError` for methods whose tensors are stored otherwise than they are held.
     """
-    peft = peft_model(model)
+    peft = peft_model(live.root)
     if peft is None:
-        raise TypeError(f"{type(model).__name__} is not a PeftModel")
-    live = {name: t for t in named_tensors(peft) if t.persistent for name in t.names}
+        raise TypeError(f"{type(live.root).__name__} is not a PeftModel")
+    held = {name: t for t in live.stored for name in t.names}
     state = {
         f"{path}.{attribute}": stored_tensor(name, tensor.shape, tensor.dtype)
         for path, module in peft.named_modules(remove_duplicate=False)
         for attribute, tensor, _, _ in own_tensors(module)
-        if (name := canonical_name(f"{path}.{attribute}")) in live
+        if (name := canonical_name(f"{path}.{attribute}")) in held
     }
     names = {id(symbol): canonical_name(path) for path, symbol in state.items()}
     config = adapter_configs(peft).get(adapter)
@@ -140,7 +139,7 @@ def adapter_tensors(
     found = {without_wrappers(stored): names.get(id(value)) for stored, value in selected.items()}
     if computed := sorted(stored for stored, name in found.items() if name is None):
         raise _stored_otherwise(adapter, f"it computes {computed[0]!r}")
-    return {stored: (name, live[name]) for stored, name in found.items() if name is not None}
+    return {stored: (name, held[name]) for stored, name in found.items() if name is not None}
 
 
 def _stored_otherwise(adapter: str, why: str) -> UnsupportedConversionError:
@@ -150,7 +149,7 @@ def _stored_otherwise(adapter: str, why: str) -> UnsupportedConversionError:
     )
 
 
-def resolve_adapter(model: nn.Module, adapter: str, meta_base: object | None) -> Resolve:
+def resolve_adapter(live: LiveModel, adapter: str, meta_base: object | None) -> Resolve:
     """From an adapter's file to names of the model that holds it; the inverse of what PEFT does when it saves.
 
     What PEFT does not list for the adapter, but the file names as the model does (base embeddings, biases), keeps
@@ -158,8 +157,8 @@ def resolve_adapter(model: nn.Module, adapter: str, meta_base: object | None) ->
     an unsharded instance of a transformers base model, whose class may have changed its names since the adapter was
     trained; None for other base models.
     """
-    targets = {stored: name for stored, (name, _) in adapter_tensors(model, adapter).items()}
-    config = adapter_configs(model)[adapter]
+    targets = {stored: name for stored, (name, _) in adapter_tensors(live, adapter).items()}
+    config = adapter_configs(live.root)[adapter]
 
     def resolve(stored: Mapping[str, StoredTensor]) -> list[Made]:
         symbols = {n: stored_tensor(t.name, t.shape, torch_dtype(t.dtype)) for n, t in stored.items()}

@@ -21,8 +21,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..errors import FormatError, StateError
 from ..format.documents import document_named, document_of
 from ..format.manifest import Manifest
+from ..layout.live import LiveModel
 from ..limits import brief, cause
-from ..names import named_tensors
 from ..state.data import make_iterator
 from ..state.forms import (
     check_classes,
@@ -168,15 +168,15 @@ class _Modules(Receiver):
 class _Buffers(Receiver):
     """Plain buffers that differed between ranks."""
 
-    def __init__(self, name: str, model: nn.Module) -> None:
+    def __init__(self, name: str, model: str, lives: Mapping[str, LiveModel]) -> None:
         super().__init__(name)
-        self._model = model
+        self._model, self._lives = model, lives
 
     def check(self, stored: Any) -> None:
         pass  # they are the manifest's tensors, which the load proves to be the model's
 
     def restore(self, stored: Any) -> Iterable[str]:
-        live = {alias: t.tensor for t in named_tensors(self._model) for alias in t.names}
+        live = {alias: t.tensor for t in self._lives[self._model].tensors for alias in t.names}
         for name, content in stored.items():
             live[name].detach().copy_(content)
         return ()
@@ -240,9 +240,11 @@ class _Classes(Receiver):
         pass
 
 
-def receivers_of(state: TrainState, path: str, places: Places) -> list[Receiver]:
+def receivers_of(
+    state: TrainState, lives: Mapping[str, LiveModel], path: str, places: Places
+) -> list[Receiver]:
     """Everything in a training state that takes a document. ``path`` is the checkpoint's, for errors; ``places`` knows
-    where the documents' tensors lay."""
+    where the documents' tensors lay. ``lives`` is looked at when a document is taken: the caller keeps it true."""
     found: list[Receiver] = [_Classes(state)]
     for name, target in (
         ("scheduler", state.scheduler),
@@ -257,7 +259,7 @@ def receivers_of(state: TrainState, path: str, places: Places) -> list[Receiver]
         found.append(_Opaque(document_of("optimizer", name, "opaque")))
     for name, model in state.models.items():
         found.append(_Modules(document_of("model", name, "modules"), model, places))
-        found.append(_Buffers(document_of("model", name, "buffers"), model))
+        found.append(_Buffers(document_of("model", name, "buffers"), name, lives))
     return found
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from ..catalog import Catalog
@@ -18,11 +17,11 @@ from ..dtypes import code_of, torch_dtype
 from ..errors import FormatError, IntegrityError, StateError
 from ..format.manifest import Manifest, TensorEntry
 from ..gc_paused import no_collections
-from ..layout.model import geometries_of, local_tensor, wanted_states
+from ..layout.live import LiveModel
+from ..layout.model import local_tensor, wanted_states
 from ..layout.placements import Geometry
 from ..layout.wanted import Layout, Wanted, whole_tensor
 from ..limits import brief
-from ..names import NamedTensor
 from ..plan import IOOptions, Plan, build_plan
 from ..ranks.ranks import Ranks
 from ..recipe.match import Rules, match_rules, renamed
@@ -52,8 +51,7 @@ class TrainedBy:
     name: str
     optimizer: Optimizer
     model_name: str
-    model: nn.Module
-    named: tuple[NamedTensor, ...]
+    live: LiveModel
 
     @property
     def document(self) -> str:
@@ -83,12 +81,12 @@ def check_optimizer(part: TrainedBy, manifest: Manifest, documents: Mapping[str,
     Told from the documents and the manifest, with the model's names; changes nothing.
     """
     entries = manifest.models[part.model_name]
-    names = parameter_names(part.optimizer, part.named)
+    names = parameter_names(part.optimizer, part.live.tensors)
     document = documents[part.document]
     check_groups(part.optimizer, names, document["groups"])
     check_stored(part.optimizer, names, (n for n, e in entries.items() if e.states.get(part.name)))
     check_stored(part.optimizer, names, document["values"])
-    _check_opaque(documents.get(part.opaque, {}), entries, manifest, geometries_of(part.model, part.named))
+    _check_opaque(documents.get(part.opaque, {}), entries, manifest, part.live.geometries)
 
 
 def restore_optimizer(
@@ -107,7 +105,7 @@ def restore_optimizer(
     """
     entries = manifest.models[part.model_name]
     with ranks.agree("plan optimizer state"):
-        names = parameter_names(part.optimizer, part.named)
+        names = parameter_names(part.optimizer, part.live.tensors)
         document = documents[part.document]
         _place_documents(part, names, documents, places)
         fill_groups(part.optimizer, names, document["groups"])
@@ -116,11 +114,11 @@ def restore_optimizer(
         packed = {
             k: torch.empty(p.count, dtype=torch_dtype(p.dtype)) for k, p in manifest.packed[part.name].items()
         }
-        geometries = geometries_of(part.model, part.named)
+        geometries = part.live.geometries
         _check_opaque(documents.get(part.opaque, {}), entries, manifest, geometries)
         slices = optimizer_tensors(stored, part.name, part.model_name)
         catalog = catalog_of_slices(path, stored, "optimizer", part.name, slices)
-        live = {alias: t.name for t in part.named for alias in t.names}
+        live = {alias: t.name for t in part.live.tensors for alias in t.names}
         plan = _plan_states(catalog, tensors, packed, geometries, live, io)
     local = {n: local_tensor(t) for n, t in tensors.items()} | {packed_name(k): t for k, t in packed.items()}
     page_cache = page_cache_for(io, (t.device for t in local.values()))

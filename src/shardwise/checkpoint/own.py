@@ -7,15 +7,14 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from torch import nn
 from torch.optim import Optimizer
 
 from ..digests.digest import partial_sum
 from ..format.documents import document_named
 from ..format.manifest import Manifest
+from ..layout.live import LiveModel, describe
 from ..layout.model import local_tensor
 from ..limits import brief, cause
-from ..names import named_tensors
 from ..ranks.ranks import Ranks
 from ..state.beyond import Path, path_text, same
 from ..state.beyond_model import differences_of_model, give_back_to_model, has_own_loading
@@ -60,29 +59,37 @@ class OwnState:
         """Names of the documents that were given back."""
         return tuple(self._restored)
 
-    def give_to_models(self, models: Mapping[str, nn.Module], ranks: Ranks) -> list[str]:
+    def give_to_models(self, lives: dict[str, LiveModel], ranks: Ranks) -> list[str]:
         """After the models' tensors are filled. Collective.
 
-        Returns the models, the same on all ranks, whose own loading changed tensors: they have to be filled again.
+        A model whose own loading ran is described again in ``lives``: it may have changed anything. Returns the models, the
+        same on all ranks, of which tensors were changed: they have to be filled again.
         """
 
         def given() -> list[str]:
-            return [n for n, model in models.items() if self._give_to_model(n, model)]
+            return [n for n in lives if self._give_to_model(n, lives)]
 
         def anywhere(found: list[list[str]]) -> list[str]:
-            return [n for n in models if any(n in names for names in found)]
+            return [n for n in lives if any(n in names for names in found)]
 
         return ranks.combine("give models their own state", given, anywhere)
 
-    def _give_to_model(self, name: str, model: nn.Module) -> bool:
+    def _give_to_model(self, name: str, lives: dict[str, LiveModel]) -> bool:
         """Whether its own loading changed a tensor on this rank."""
         document = document_of("model", name, "own")
         lost, stored = self._lost.get(document, {}), self._leaves.get(document, [])
-        watched = bool(stored) or has_own_loading(model)
-        before = tensor_sums(model) if watched else {}
-        failed = give_back_to_model(name, model, stored, lost, self._places)
-        self._note(document, lost, failed, lambda: differences_of_model(name, model, stored, lost))
-        return watched and tensor_sums(model) != before
+
+        def asked() -> list[str]:
+            return differences_of_model(name, lives[name], stored, lost)
+
+        if not stored and not has_own_loading(lives[name].root):
+            self._note(document, lost, [], asked)
+            return False
+        before = tensor_sums(lives[name])
+        failed = give_back_to_model(name, lives[name], stored, lost, self._places)
+        lives[name] = describe(lives[name].root)
+        self._note(document, lost, failed, asked)
+        return tensor_sums(lives[name]) != before
 
     def give_to_optimizers(self, given: Mapping[str, Optimizer], bare: Mapping[str, Optimizer]) -> None:
         """After the optimizers are filled. Rank-local."""
@@ -111,16 +118,15 @@ class OwnState:
             self._restored.append(document)
 
 
-def tensor_sums(model: nn.Module) -> dict[str, tuple[Any, ...]]:
+def tensor_sums(live: LiveModel) -> dict[str, tuple[Any, ...]]:
     """Sums and shapes of this rank's part of all stored tensors."""
-    return dict(_sums_of(model))
+    return dict(_sums_of(live))
 
 
-def _sums_of(model: nn.Module) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    for t in named_tensors(model):
-        if t.persistent:
-            local = local_tensor(t.tensor).detach()
-            yield t.name, (tuple(local.shape), partial_sum(local, (0,) * local.dim()))
+def _sums_of(live: LiveModel) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    for t in live.stored:
+        local = local_tensor(t.tensor).detach()
+        yield t.name, (tuple(local.shape), partial_sum(local, (0,) * local.dim()))
 
 
 def not_taken(name: str, stored: Any, ask: Callable[[], Any]) -> Iterator[str]:

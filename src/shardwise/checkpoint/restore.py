@@ -14,11 +14,11 @@ from ..dtypes import code_of
 from ..errors import StateError
 from ..format.manifest import Manifest, TensorEntry
 from ..gc_paused import no_collections
-from ..layout.model import geometries_of, reshard
+from ..layout.live import LiveModel, describe
 from ..layout.placements import mesh_text
 from ..loading.load import fill
 from ..loading.report import LoadReport
-from ..names import NamedTensor, named_tensors
+from ..names import NamedTensor
 from ..plan import IOOptions
 from ..ranks.ranks import Ranks
 from ..recipe.match import Rules
@@ -102,20 +102,20 @@ def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> R
     seen = first_view(path, ranks)
     with ranks.agree("read manifest"):
         state.watch()
-        for model in state.models.values():
-            refuse_fsdp1(model)
-            reshard(model)
+        lives = {name: describe(model) for name, model in state.models.items()}
+        for live in lives.values():
+            refuse_fsdp1(live.fsdp1_problem)
             for optimizer in state.optimizers.values():
-                refuse_unreduced(optimizer, model)
+                refuse_unreduced(optimizer, live)
         manifest = seen.manifest()
         _check_models(state, manifest, path)
         catalogs = {name: catalog_of_checkpoint(path, name, manifest=manifest) for name in state.models}
         own_files = ranks.rank if manifest.world_size == ranks.world_size else None
         places = Places()
         documents = _read_documents(path, manifest, own_files, places)
-        receivers = receivers_of(state, path, places)
+        receivers = receivers_of(state, lives, path, places)
         check_documents(receivers, documents, manifest, path)
-        _check_optimizers(state, manifest, documents)
+        _check_optimizers(state, lives, manifest, documents)
         own = OwnState(documents, manifest, places)
         rng = plan_rng(
             documents.get("rng"),
@@ -124,43 +124,47 @@ def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> R
             rank=ranks.rank,
             devices=devices_of(state.models.values()),
         )
-        for name, model in state.models.items():  # the first that changes anything
-            make_room(model, {n: t.shape for n, t in manifest.models[name].items()})
+        for name, live in lives.items():  # the first that changes anything
+            if make_room(live, {n: t.shape for n, t in manifest.models[name].items()}):
+                lives[name] = describe(live.root)
 
     def filled_model(name: str) -> LoadReport:
-        return fill(state.models[name], catalogs[name], Rules(), io=io, ranks=ranks, verify="digest")
+        report = fill(lives[name], catalogs[name], Rules(), io=io, ranks=ranks, verify="digest")
+        lives[name] = lives[name].refreshed()
+        return report
 
-    loaded = [filled_model(name) for name in state.models]
-    for name in own.give_to_models(state.models, ranks):
+    loaded = [filled_model(name) for name in lives]
+    for name in own.give_to_models(lives, ranks):
         loaded.append(filled_model(name))
     with ranks.agree("match names"):
-        named = {name: named_tensors(model) for name, model in state.models.items()}
         stored = manifest
-        for name in named:
-            manifest, documents = _under_live_names(manifest, documents, name, named[name])
+        for name, live in lives.items():
+            manifest, documents = _under_live_names(manifest, documents, name, live.tensors)
         for optimizer in state.optimizers.values():  # before any is given its own: two may share parameters
             clear_gradients(optimizer)
     filled = []
     for name, optimizer in state.optimizers.items():
-        trained = trained_model(optimizer, named)
-        part = TrainedBy(name, optimizer, trained, state.models[trained], named[trained])
+        trained = trained_model(optimizer, lives)
+        part = TrainedBy(name, optimizer, trained, lives[trained])
         filled.append(restore_optimizer(part, manifest, stored, path, documents, places, ranks, io))
     with ranks.agree("give optimizers their own state"):
         own.give_to_optimizers(state.given_optimizers, state.optimizers)
     with ranks.agree("restore documents"):
         restore_buffers(receivers, documents)
         is_watched = any(r.reaches_others() for r in receivers if r.name in documents)
-        watched = Watched(state) if is_watched else None
+        watched = Watched(state, lives) if is_watched else None
         restored, left = restore_documents(receivers, state, documents, manifest)
-        ruined = tuple(watched.put_back()) if watched is not None else ()
-    for name in changed_anywhere(watched, ranks):
+        if watched is not None:  # the program's own code ran
+            lives.update({name: describe(live.root) for name, live in lives.items()})
+        ruined = tuple(watched.put_back(lives)) if watched is not None else ()
+    for name in changed_anywhere(watched, lives, ranks):
         loaded.append(filled_model(name))
     with ranks.agree("ask what was taken"):
         restore_buffers(receivers, documents)
         left += ask_receivers(receivers)
         own.ask()
         caveats = data_caveats(state.dataloader)
-        differences = _differences(state, manifest, documents, ranks, named)
+        differences = _differences(state, lives, manifest, documents, ranks)
         differences += tuple(line for o in filled for line in o.differences)
         differences += ruined + own.differences + places.differences + rng.differences
         rng.apply()
@@ -171,7 +175,7 @@ def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> R
         saved_world_size=manifest.world_size,
         world_size=ranks.world_size,
         saved_mesh=mesh_text(manifest.geometries),
-        mesh=mesh_text(g for n, t in named.items() for g in geometries_of(state.models[n], t).values()),
+        mesh=mesh_text(g for live in lives.values() for g in live.geometries.values()),
         digest=_digest_of_all(state, manifest),
         exact=not (differences or left or caveats),
         differences=differences,
@@ -206,21 +210,22 @@ def _digest_of_all(state: TrainState, manifest: Manifest) -> str:
     return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
 
 
-def _check_optimizers(state: TrainState, manifest: Manifest, documents: dict[str, Any]) -> None:
+def _check_optimizers(
+    state: TrainState, lives: Mapping[str, LiveModel], manifest: Manifest, documents: dict[str, Any]
+) -> None:
     """Refuse, before anything is changed, what the optimizers can't take."""
-    named = {name: named_tensors(model) for name, model in state.models.items()}
-    for name in named:
-        manifest, documents = _under_live_names(manifest, documents, name, named[name])
+    for name, live in lives.items():
+        manifest, documents = _under_live_names(manifest, documents, name, live.tensors)
     for name, optimizer in state.optimizers.items():
-        trained = trained_model(optimizer, named)
+        trained = trained_model(optimizer, lives)
         stored = documents[document_of("optimizer", name)].get("model", trained)
         if stored != trained:
             raise StateError(
                 f"optimizer {name!r} trained the model {stored!r} when it was saved, and {trained!r} now; give each "
                 f"optimizer the name that it had"
             )
-        if {t.name for t in named[trained] if t.persistent} == manifest.models[trained].keys():
-            part = TrainedBy(name, optimizer, trained, state.models[trained], named[trained])
+        if {t.name for t in lives[trained].stored} == manifest.models[trained].keys():
+            part = TrainedBy(name, optimizer, trained, lives[trained])
             check_optimizer(part, manifest, documents)  # of another model, the load says what does not fit
 
 
@@ -270,10 +275,10 @@ def _under_live_names(
 
 def _differences(
     state: TrainState,
+    lives: Mapping[str, LiveModel],
     manifest: Manifest,
     documents: Mapping[str, Any],
     ranks: Ranks,
-    named: Mapping[str, tuple[NamedTensor, ...]],
 ) -> tuple[str, ...]:
     """What withdraws the promise of an exact resume. The same on every rank but for per-rank machines."""
     found = []
@@ -284,14 +289,13 @@ def _differences(
     if "scheduler" in documents and "classes" not in documents:
         found.append("scheduler: the checkpoint does not say of which class it was")
     moved = False
-    for name, model in state.models.items():
+    for name, live in lives.items():
         entries = manifest.models[name]
-        persistent = [t for t in named[name] if t.persistent]
-        for t in persistent:
+        for t in live.stored:
             if code_of(t.tensor.dtype) != entries[t.name].dtype:
                 found.append(f"{t.name}: saved {entries[t.name].dtype}, now {code_of(t.tensor.dtype)}")
-        live = geometries_of(model, persistent)
-        moved |= any(not same_place(manifest.geometries[entries[n].geometry], g) for n, g in live.items())
+        spread = live.geometries.items()
+        moved |= any(not same_place(manifest.geometries[entries[n].geometry], g) for n, g in spread)
     if manifest.world_size == ranks.world_size and moved:
         found.append("mesh or placements: tensors are spread over ranks otherwise than they were")
     return tuple(found)

@@ -22,10 +22,11 @@ from ..format.slices import SliceTensor, assign_owners
 from ..format.steps import checked_step
 from ..gc_paused import no_collections
 from ..internals.transformers import is_transformers_model
-from ..layout.model import geometries_of, local_tensor, reshard, world_size
+from ..layout.live import LiveModel, describe
+from ..layout.model import local_tensor, world_size
 from ..layout.placements import Geometry
 from ..limits import brief
-from ..names import NamedTensor, canonical_name, named_tensors, unwrap
+from ..names import NamedTensor, canonical_name
 from ..recipe.match import Recipe
 from ..rng import capture_rng, devices_of
 from ..state.beyond import Beyond
@@ -126,9 +127,10 @@ def take_snapshot(state: TrainState, step: int) -> Snapshot:
     """
     step = checked_step(step)
     state.watch()
-    models = tuple(_model_part(name, model) for name, model in state.models.items())
-    optimizers = tuple(_optimizer_part(name, o, state, models) for name, o in state.optimizers.items())
-    beyond = _beyond(state, models)
+    lives = {name: describe(model) for name, model in state.models.items()}
+    models = tuple(_model_part(name, live) for name, live in lives.items())
+    optimizers = tuple(_optimizer_part(name, o, lives, models) for name, o in state.optimizers.items())
+    beyond = _beyond(state, lives)
     pieces = {
         name: encode(value, where=name) for name, value in _pieces(state, models, optimizers, step).items()
     }
@@ -153,9 +155,9 @@ def take_snapshot(state: TrainState, step: int) -> Snapshot:
     )
 
 
-def _beyond(state: TrainState, models: tuple[ModelPart, ...]) -> dict[tuple[str, str], Beyond]:
+def _beyond(state: TrainState, lives: Mapping[str, LiveModel]) -> dict[tuple[str, str], Beyond]:
     """By kind and name, what models and optimizers would save besides."""
-    found = {("model", m.name): beyond_model(m.name, state.models[m.name], m.named) for m in models}
+    found = {("model", name): beyond_model(name, live) for name, live in lives.items()}
     for name, given in state.given_optimizers.items():
         found["optimizer", name] = beyond_optimizer(name, given, state.optimizers[name])
     return found
@@ -184,15 +186,13 @@ def _beyond_pieces(
     return {**pieces, "not_stored": lost} if lost else pieces
 
 
-def _model_part(name: str, model: nn.Module) -> ModelPart:
-    refuse_fsdp1(model)
-    reshard(model)
-    named = tuple(named_tensors(model))
-    persistent = [t for t in named if t.persistent]
+def _model_part(name: str, described: LiveModel) -> ModelPart:
+    refuse_fsdp1(described.fsdp1_problem)
+    persistent = described.stored
     for t in persistent:
         refuse_unstorable(t.name, t.tensor)
-    geometries = geometries_of(model, persistent)
-    aliases = {t.name: t.aliases for t in persistent if t.aliases and is_transformers_model(unwrap(model))}
+    geometries, is_hubs = described.geometries, is_transformers_model(described.unwrapped)
+    aliases = {t.name: t.aliases for t in persistent if t.aliases and is_hubs}
     owned = assign_owners(
         [
             SliceTensor(t.name, code_of(t.tensor.dtype), tuple(t.tensor.shape), geometries[t.name])
@@ -205,23 +205,23 @@ def _model_part(name: str, model: nn.Module) -> ModelPart:
         for alias in aliases.get(t.name, ()):
             copy = SliceTensor(alias, stored.dtype, stored.shape, stored.geometry, stored.owner)
             live.append(Live(copy, t.tensor, counted=False))
-    return ModelPart(name, named, tuple(live), aliases)
+    return ModelPart(name, described.tensors, tuple(live), aliases)
 
 
 def _optimizer_part(
-    name: str, optimizer: Optimizer, state: TrainState, models: tuple[ModelPart, ...]
+    name: str, optimizer: Optimizer, lives: Mapping[str, LiveModel], models: tuple[ModelPart, ...]
 ) -> OptimizerPart:
-    part = next(p for p in models if p.name == trained_model(optimizer, {m.name: m.named for m in models}))
-    refuse_unreduced(optimizer, state.models[part.name])
+    part = next(p for p in models if p.name == trained_model(optimizer, lives))
+    refuse_unreduced(optimizer, lives[part.name])
     drained = drain(optimizer, parameter_names(optimizer, part.named))
     return OptimizerPart(name, part.name, tuple(_optimizer_live(drained, part)), drained)
 
 
-def trained_model(optimizer: Optimizer, named: Mapping[str, tuple[NamedTensor, ...]]) -> str:
+def trained_model(optimizer: Optimizer, lives: Mapping[str, LiveModel]) -> str:
     """The name of the first model that holds all parameters of the optimizer; of the first one, if none does."""
     optimised = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    found = (n for n, tensors in named.items() if optimised <= {id(t.tensor) for t in tensors})
-    return next(found, next(iter(named)))
+    found = (n for n, live in lives.items() if optimised <= {id(t.tensor) for t in live.tensors})
+    return next(found, next(iter(lives)))
 
 
 def _optimizer_live(drained: Drained, model: ModelPart) -> list[Live]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..names import named_tensors
+from ..layout.live import LiveModel
 from ..ranks.ranks import Ranks
 from ..state.beyond_optimizer import KeptOptimizer
 from ..state.schedulers import inner_schedulers, unwrapped
@@ -50,36 +50,35 @@ def reaches_others(target: Any, above: tuple[int, ...] = ()) -> bool:
 class Watched:
     """Models and optimizers of a run before other objects get their state. Reads all of their tensors. Rank-local."""
 
-    def __init__(self, state: TrainState) -> None:
-        self._models = state.models
-        self._sums = {name: tensor_sums(model) for name, model in self._models.items()}
-        self._tensors = {name: dict(self._by_name(name)) for name in self._models}
+    def __init__(self, state: TrainState, lives: Mapping[str, LiveModel]) -> None:
+        self._sums = {name: tensor_sums(live) for name, live in lives.items()}
+        self._tensors = {name: {t.name: t.tensor for t in live.stored} for name, live in lives.items()}
         bare = state.optimizers
         self._kept = {name: KeptOptimizer(o, bare[name]) for name, o in state.given_optimizers.items()}
 
-    def _by_name(self, model: str) -> Iterator[tuple[str, Any]]:
-        return ((t.name, t.tensor) for t in named_tensors(self._models[model]) if t.persistent)
-
-    def changed_models(self) -> list[str]:
+    def changed_models(self, lives: Mapping[str, LiveModel]) -> list[str]:
         """Models with a tensor on this rank that is not as it was: they have to be filled again."""
-        return [name for name, model in self._models.items() if tensor_sums(model) != self._sums[name]]
+        return [name for name, live in lives.items() if tensor_sums(live) != self._sums[name]]
 
-    def put_back(self) -> Iterator[str]:
-        """Give optimizers the settings and states that they had. A line for what can't be put right."""
+    def put_back(self, lives: Mapping[str, LiveModel]) -> Iterator[str]:
+        """Give optimizers the settings and states that they had. A line for what can't be put right.
+
+        ``lives``: the models as they are now.
+        """
         for name, before in self._tensors.items():
-            for key, tensor in self._by_name(name):
-                if before.get(key) is not tensor:
-                    yield f"{name}: {key} is another tensor since another object took its state; optimizers train the former"
+            for t in lives[name].stored:
+                if before.get(t.name) is not t.tensor:
+                    yield f"{name}: {t.name} is another tensor since another object took its state; optimizers train the former"
         for name, kept in self._kept.items():
             for what in kept.put_back():
                 yield f"{name}: {what} was changed when another object took its state, and may differ now"
 
 
-def changed_anywhere(watched: Watched | None, ranks: Ranks) -> list[str]:
+def changed_anywhere(watched: Watched | None, lives: Mapping[str, LiveModel], ranks: Ranks) -> list[str]:
     """Models that other objects changed on any rank, the same on all. Collective."""
 
     def found() -> list[str]:
-        return watched.changed_models() if watched is not None else []
+        return watched.changed_models(lives) if watched is not None else []
 
     def anywhere(each: list[list[str]]) -> list[str]:
         return sorted({name for names in each for name in names})

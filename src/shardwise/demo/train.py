@@ -25,9 +25,7 @@ from shardwise.demo.crash import die_in_next_save
 from shardwise.demo.data import PairBatches
 from shardwise.demo.embed import TEMPERATURE, embed, load_tokenizer
 from shardwise.demo.memory import AnonymousPeak
-from shardwise.digests.live import model_digests
 from shardwise.errors import ShardwiseError
-from shardwise.ranks.ranks import Ranks
 
 
 def train(options: argparse.Namespace) -> None:
@@ -127,7 +125,7 @@ class Record:
 
     def digests(self, when: str, step: int, model: Any) -> None:
         """Fingerprints of the live weights. Every rank must call it."""
-        found = {name: f"{digest:016x}" for name, digest in model_digests(model, Ranks.current()).items()}
+        found = sw.digest(model)
         if self._rank == 0:
             path = self._directory / f"digests-{when}-{step}.json"
             path.write_text(json.dumps(found), encoding="utf-8")

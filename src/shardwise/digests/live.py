@@ -12,9 +12,9 @@ from torch import nn
 from ..dtypes import code_of
 from ..errors import IntegrityError
 from ..format.slices import replicas
-from ..layout.model import geometries_of, local_tensor, reshard
+from ..layout.live import LiveModel, describe
+from ..layout.model import local_tensor
 from ..layout.placements import Geometry, cut_boxes, geometry_of
-from ..names import named_tensors
 from ..ranks.ranks import Ranks
 from .digest import finish, format_digest, partial_sum, tensor_digest
 
@@ -87,18 +87,15 @@ def live_digests(
     }
 
 
-def model_digests(model: nn.Module, ranks: Ranks) -> dict[str, int]:
-    """Digest of every parameter and persistent buffer by canonical name. Every rank must call it.
+def model_digests(live: LiveModel, ranks: Ranks) -> dict[str, int]:
+    """Digest of every parameter and persistent buffer by canonical name. Every rank must call it; one round.
 
     Plain buffers may differ between ranks (BatchNorm statistics): rank 0's counts. Raises
     :class:`IntegrityError` if replicas of anything else differ.
     """
-    with ranks.agree("describe model"):
-        reshard(model)
-        tensors = [t for t in named_tensors(model) if t.persistent]
-        geometries = geometries_of(model, tensors)
+    tensors = live.stored
     plain = {t.name for t in tensors if t.kind == "buffer" and local_tensor(t.tensor) is t.tensor}
-    return live_digests({t.name: t.tensor for t in tensors}, geometries, ranks, may_differ=plain)
+    return live_digests({t.name: t.tensor for t in tensors}, live.geometries, ranks, may_differ=plain)
 
 
 def digest(model_or_tensor: nn.Module | torch.Tensor) -> dict[str, str] | str:
@@ -109,7 +106,10 @@ def digest(model_or_tensor: nn.Module | torch.Tensor) -> dict[str, str] | str:
     """
     ranks = Ranks.current()
     if isinstance(model_or_tensor, nn.Module):
-        return {name: format_digest(d) for name, d in model_digests(model_or_tensor, ranks).items()}
+        with ranks.agree("describe model"):
+            live = describe(model_or_tensor)
+            _ = live.geometries  # what is not supported is refused here, on all ranks alike
+        return {name: format_digest(d) for name, d in model_digests(live, ranks).items()}
     from torch.distributed.tensor import DTensor
 
     if not isinstance(model_or_tensor, DTensor):

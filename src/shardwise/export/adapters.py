@@ -12,8 +12,9 @@ from ..adapters.files import CONFIG_NAME, WEIGHTS_NAME
 from ..adapters.names import adapter_tensors
 from ..catalog import Chunk, StoredTensor
 from ..dtypes import code_of
-from ..internals.peft import embeddings_to_save, stored_config
+from ..internals.peft import embeddings_to_save, peft_model, stored_config
 from ..layout.boxes import whole
+from ..layout.live import LiveModel
 from ..recipe.tiles import Tile, identity
 from .files import HubFiles, header_of, kinds_in
 from .tensors import Contents
@@ -38,17 +39,20 @@ def _folder(adapter: str) -> str:
     return "" if adapter == "default" else adapter
 
 
-def lay_out_adapters(peft: Any, adapters: Sequence[str], dtype: str | None) -> tuple[Contents, HubFiles]:
+def lay_out_adapters(
+    live: LiveModel, adapters: Sequence[str], dtype: str | None
+) -> tuple[Contents, HubFiles]:
     """One file for each adapter: which bytes of it each tensor of the model is. Rank-local, pure.
 
     ``dtype`` is the stored dtype of floating-point tensors; None: as they are. Base embeddings lie beside an adapter as
     with PEFT's ``save_embedding_layers="auto"``.
     """
+    peft = peft_model(live.root)
     hub: dict[str, tuple[str, tuple[int, ...]]] = {}
     tiles: dict[str, list[Tile]] = {}
     tensors, headers, sizes = {}, {}, {}
     for adapter in adapters:
-        named = adapter_tensors(peft, adapter, embeddings=embeddings_to_save(peft, adapter))
+        named = adapter_tensors(live, adapter, embeddings=embeddings_to_save(peft, adapter))
         held = {stored: t for stored, (_, t) in named.items()}
         own = {n: (code_of(t.tensor.dtype), tuple(t.tensor.shape)) for n, t in held.items()}
         kinds = kinds_in(own, dtype)

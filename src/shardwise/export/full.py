@@ -26,10 +26,11 @@ from ..errors import CheckpointError, StateError
 from ..format.slices import SliceTensor, assign_owners, owner_ranks
 from ..internals.peft import has_adapters, peft_model
 from ..layout.boxes import whole
-from ..layout.model import geometries_of, local_tensor, reshard, wanted_of
+from ..layout.live import LiveModel, describe
+from ..layout.model import wanted_of
 from ..layout.wanted import Wanted
 from ..models.memory import default_device
-from ..names import NamedTensor, named_tensors
+from ..names import NamedTensor
 from ..plan import IOOptions
 from ..plan.build import transfers_of
 from ..ranks.ranks import Ranks
@@ -82,12 +83,12 @@ def iter_full(
     with ranks.agree("plan full tensors") as claim:
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
-        reshard(model)
-        full = _plan(model, _contents(model, names), _dtype_code(dtype), ranks.rank)
+        live = describe(model)
+        full = _plan(live, _contents(live, names), _dtype_code(dtype), ranks.rank)
         given = [(f.stored.name, f.stored.dtype, f.stored.shape) for f in full]
         claim.alike(repr((bucket_bytes, given)).encode())
-        parts = Destination({t.name: local_tensor(t.tensor) for t in named_tensors(model)})
-        device = _device(model)
+        parts = Destination(live.local_tensors())
+        device = _device(live)
         sums_on = _where_ranks_sum(device) if ranks.world_size > 1 else device
     return _iterate(_buckets(full, bucket_bytes), parts, (sums_on, device), ranks)
 
@@ -100,27 +101,27 @@ class _Full:
     parts: tuple[tuple[Wanted, Tile], ...]
 
 
-def _contents(model: nn.Module, names: str) -> Contents:
+def _contents(live: LiveModel, names: str) -> Contents:
     """What is given, under which names, and which of its elements each tensor of the model holds."""
     if names == "hub":
-        if has_adapters(model):
+        if has_adapters(live.root):
             raise CheckpointError(
                 "a model with PEFT adapters has no names on the hub: names='adapter' gives the active adapter, "
                 "names='module' all tensors under the model's own names"
             )
-        return LiveJob(model).contents()
+        return LiveJob(live).contents()
     if names == "module":
-        return as_named({t.name: _kind(t) for t in named_tensors(model) if t.persistent})
+        return as_named({t.name: _kind(t) for t in live.stored})
     if names == "adapter":
-        return _adapter_contents(model)
+        return _adapter_contents(live)
     raise ValueError(f"names must be 'hub', 'module' or 'adapter', got {names!r}")
 
 
-def _adapter_contents(model: nn.Module) -> Contents:
-    peft = peft_model(model)
+def _adapter_contents(live: LiveModel) -> Contents:
+    peft = peft_model(live.root)
     if peft is None:
-        raise TypeError(f"names='adapter': {type(model).__name__} is no PeftModel")
-    held = {stored: t for stored, (_, t) in adapter_tensors(peft, peft.active_adapter).items()}
+        raise TypeError(f"names='adapter': {type(live.root).__name__} is no PeftModel")
+    held = {stored: t for stored, (_, t) in adapter_tensors(live, peft.active_adapter).items()}
     hub = {stored: _kind(t) for stored, t in held.items()}
     tiles: dict[str, tuple[Tile, ...]] = {}
     for stored, t in held.items():
@@ -132,14 +133,13 @@ def _kind(tensor: NamedTensor) -> tuple[str, tuple[int, ...]]:
     return code_of(tensor.tensor.dtype), tuple(tensor.tensor.shape)
 
 
-def _plan(model: nn.Module, contents: Contents, dtype: str | None, rank: int) -> list[_Full]:
+def _plan(live: LiveModel, contents: Contents, dtype: str | None, rank: int) -> list[_Full]:
     """What a rank brings of each full tensor. Of replicas one brings it; an export chooses it the same way."""
-    named = {t.name: t for t in named_tensors(model) if t.name in contents.tiles}
+    named = {t.name: t for t in live.stored if t.name in contents.tiles}
     unfilled = [name for name, t in named.items() if t.tensor.is_meta]
     if unfilled:
         raise StateError(f"{len(unfilled)} tensors are on meta, e.g. {unfilled[0]!r}; load the model first")
-    geometries = geometries_of(model, named.values())
-    owned = assign_owners([SliceTensor(n, *_kind(t), geometries[n]) for n, t in named.items()])
+    owned = assign_owners([SliceTensor(n, *_kind(t), live.geometries[n]) for n, t in named.items()])
     brought: dict[str, list[tuple[Wanted, Tile]]] = {}
     for t in owned:
         if rank in owner_ranks(t.geometry, t.owner):
@@ -220,11 +220,11 @@ def _fill(full: torch.Tensor, one: _Full, parts: Destination) -> None:
             full.as_strided(sizes, strides, first).copy_(parts.strided(transfer))
 
 
-def _device(model: nn.Module) -> torch.device:
+def _device(live: LiveModel) -> torch.device:
     """Where full tensors are given: the device of the model's mesh, or of a model without one itself."""
-    tensors = [t.tensor for t in named_tensors(model)]
+    tensors = [t.tensor for t in live.tensors]
     if any(isinstance(t, DTensor) for t in tensors) or not tensors:
-        return default_device(model)
+        return default_device(live.root)
     return tensors[0].device
 
 

@@ -23,10 +23,10 @@ from ..errors import CheckpointError
 from ..format.slices import SliceTensor, assign_owners, owner_ranks
 from ..internals.peft import has_adapters, peft_model
 from ..internals.transformers import ignored_on_save
-from ..layout.model import geometries_of, local_tensor, reshard, wanted_of
+from ..layout.live import LiveModel, describe
+from ..layout.model import wanted_of
 from ..models.assets import companion_files
 from ..models.classes import import_code, in_turn
-from ..names import named_tensors, unwrap
 from ..plan import IOOptions
 from ..plan.build import transfers_of
 from ..ranks.patience import remove_tree
@@ -119,7 +119,7 @@ def export_hf(
             raise ValueError("adapters= is of live models that PEFT put adapters into; this is another")
         code = _dtype_code(dtype)
         job: LiveJob | StoredJob = (
-            LiveJob(model_or_path, adapters)
+            LiveJob(describe(model_or_path), adapters)
             if isinstance(model_or_path, nn.Module)
             else StoredJob(model_or_path, model, config, trust_remote_code, ranks.tick, io)
         )
@@ -176,13 +176,12 @@ def _dtype_code(dtype: torch.dtype | str | None) -> str | None:
 class LiveJob:
     """Export of a live model, or of its adapters: every rank writes the boxes that it owns."""
 
-    def __init__(self, model: nn.Module, adapters: str | Sequence[str] | None = None) -> None:
-        reshard(model)
-        self._model = model
-        self._peft = peft_model(model)
+    def __init__(self, live: LiveModel, adapters: str | Sequence[str] | None = None) -> None:
+        self._live = live
+        self._peft = peft_model(live.root)
         self._adapters = chosen_adapters(self._peft, adapters) if self._peft is not None else []
-        ignored = ignored_on_save(unwrap(model))
-        self._named = {t.name: t for t in named_tensors(model) if t.persistent and t.name not in ignored}
+        ignored = ignored_on_save(live.unwrapped)
+        self._named = {t.name: t for t in live.stored if t.name not in ignored}
 
     def _kinds(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         return {n: (code_of(t.tensor.dtype), tuple(t.tensor.shape)) for n, t in self._named.items()}
@@ -190,30 +189,30 @@ class LiveJob:
     def lay_out(self, dtype: str | None, max_shard_bytes: int) -> tuple[Contents, HubFiles]:
         """What each tensor of the model becomes, and where in which file it lies."""
         if self._peft is not None:
-            return lay_out_adapters(self._peft, self._adapters, dtype)
+            return lay_out_adapters(self._live, self._adapters, dtype)
         contents = self.contents()
         return contents, lay_out(contents.hub, dtype, max_shard_bytes)
 
     def contents(self) -> Contents:
         """Hub tensors and tiles of the whole model. Raises :class:`CheckpointError` if it has adapters."""
-        if has_adapters(self._model):
+        if has_adapters(self._live.root):
             raise CheckpointError(
-                "adapters were injected into this model, which is no PeftModel: it has no hub format. Wrap it with "
+                "adapters were injected into this model, which is not a PeftModel: it has no hub format. Wrap it with "
                 "peft.get_peft_model(), and export_hf writes the adapters"
             )
-        origin = recall(self._model)
+        origin = recall(self._live.root)
         if origin is not None:
             return inverted(self._kinds(), origin.recipes, origin.shapes)
-        if is_transformers_model(unwrap(self._model)):
-            return reverted(meta_instance(self._model), self._kinds())
+        if is_transformers_model(self._live.unwrapped):
+            return reverted(meta_instance(self._live.unwrapped), self._kinds())
         return as_named(self._kinds())
 
     def write(
         self, contents: Contents, output: HubFiles, filler: FileFiller, staging: Staging, ranks: Ranks
     ) -> list[int]:
-        geometries = geometries_of(self._model, self._named.values())
+        geometries = self._live.geometries
         owned = assign_owners([SliceTensor(n, c, s, geometries[n]) for n, (c, s) in self._kinds().items()])
-        destination = Destination({n: local_tensor(t.tensor) for n, t in self._named.items()})
+        destination = Destination(self._live.local_tensors())
         for t in owned:
             if ranks.rank not in owner_ranks(t.geometry, t.owner):
                 continue
@@ -228,7 +227,7 @@ class LiveJob:
     def companions(self) -> Mapping[str, bytes]:
         if self._peft is not None:
             return adapter_assets(self._peft, self._adapters)
-        return companion_files(self._model)
+        return companion_files(self._live.root)
 
     def close(self) -> None:
         """Nothing is open."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
-from ..names import children
+from torch.distributed.fsdp import FSDPModule
 
 __all__ = ["FsdpGroup", "fsdp_groups", "fsdp_parameter_ids", "fsdp_unreduced_ids"]
 
@@ -54,13 +52,11 @@ class FsdpGroup:
         self.group.finalize_backward = finalizer
 
 
-def fsdp_groups(module: nn.Module) -> list[FsdpGroup]:
+def fsdp_groups(module: object) -> list[FsdpGroup]:
     """The parameter groups of one module that ``fully_shard`` was called on; none of any other module.
 
     torch 2.12 keeps one in the module's state, 2.13 a list.
     """
-    from torch.distributed.fsdp import FSDPModule
-
     if not isinstance(module, FSDPModule):
         return []
     state: Any = module._get_fsdp_state()
@@ -71,24 +67,24 @@ def fsdp_groups(module: nn.Module) -> list[FsdpGroup]:
     return [FsdpGroup(group) for group in groups]
 
 
-def fsdp_parameter_ids(model: nn.Module) -> set[int]:
-    """ids of the parameters that ``fully_shard`` manages (their ``_StridedShard`` means: TP cut first).
+def fsdp_parameter_ids(modules: Iterable[FSDPModule]) -> set[int]:
+    """ids of the parameters that ``fully_shard`` manages in ``modules`` (their ``_StridedShard`` means: TP cut first).
 
     torch 2.12-2.13 keep them in the parameter groups. Without it, uneven shards of FSDP2 over TP would be read and
     written at wrong rows.
     """
-    return {id(p.sharded_param) for group in _all_groups(model) for p in group.fsdp_params}
+    return {id(p.sharded_param) for group in _all_groups(modules) for p in group.fsdp_params}
 
 
-def fsdp_unreduced_ids(model: nn.Module) -> set[int]:
-    """ids of the parameters of which ``fully_shard`` keeps a gradient that it has not reduced yet.
+def fsdp_unreduced_ids(modules: Iterable[FSDPModule]) -> set[int]:
+    """ids of the parameters in ``modules`` of which ``fully_shard`` keeps a gradient that it has not reduced yet.
 
     torch 2.12-2.13: the gradient of the whole parameter, or its sum in the reduce dtype, after a backward without
     gradient sync; of HSDP without all-reduce, one partial sum a group. Without it, a save in the middle of such an
     accumulation would lose them, silently.
     """
     found: set[int] = set()
-    for group in _all_groups(model):
+    for group in _all_groups(modules):
         partial = getattr(group, "_partial_reduce_output", None) is not None
         for p in group.fsdp_params:
             whole = getattr(p, "_unsharded_param", None)  # before the first forward there is none
@@ -98,12 +94,6 @@ def fsdp_unreduced_ids(model: nn.Module) -> set[int]:
     return found
 
 
-def _all_groups(model: nn.Module) -> Iterator[Any]:
-    """The groups of all modules, as FSDP2 has them."""
-    found, stack = {model}, [model]
-    while stack:  # model.modules() is a generator for each level of depth
-        module = stack.pop()
-        inner = {child for _, child in children(module)} - found
-        stack += inner
-        found |= inner
-        yield from (one.group for one in fsdp_groups(module))
+def _all_groups(modules: Iterable[FSDPModule]) -> Iterator[Any]:
+    """The groups of these modules, as FSDP2 has them."""
+    return (one.group for module in modules for one in fsdp_groups(module))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -168,8 +169,6 @@ def written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 def original_class(module: nn.Module) -> type[nn.Module]:
     """The class that a module had before ``fully_shard`` swapped it (FSDP<Name>, FSDPModule, Name, …)."""
-    from torch.distributed.fsdp import FSDPModule
-
     kind = type(module)
     if isinstance(module, FSDPModule):
         return next(c for c in kind.__mro__ if issubclass(c, nn.Module) and not issubclass(c, FSDPModule))

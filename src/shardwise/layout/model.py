@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from ..dtypes import code_of
 from ..errors import LayoutError
 from ..internals.fsdp import fsdp_parameter_ids
 from ..internals.torch import local_tensor, spec_key
-from ..names import NamedTensor, named_tensors
+from ..names import NamedTensor
 from .boxes import LocalBox
 from .placements import Geometry, check_local_shape, cut_boxes, geometry_of, local_shape
 from .wanted import Kind, Layout, Wanted, contiguous_strides
@@ -30,14 +31,12 @@ __all__ = [
 ]
 
 
-def fsdp1_problem(model: nn.Module) -> str | None:
+def fsdp1_problem(modules: Iterable[tuple[str, nn.Module]]) -> str | None:
     """Why a model that FSDP1 wraps, in whole or in part, can be neither filled nor stored, and the way out; else None.
 
-    Its flat parameters have neither names nor shapes of the model.
+    Its flat parameters have neither names nor shapes of the model. ``modules``: all of them, with their paths.
     """
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    for path, module in model.named_modules():
+    for path, module in modules:
         if isinstance(module, FullyShardedDataParallel):
             return (
                 f"{path or 'the model'} is wrapped by FSDP1 (torch's FullyShardedDataParallel), which keeps flat "
@@ -47,17 +46,16 @@ def fsdp1_problem(model: nn.Module) -> str | None:
     return None
 
 
-def reshard(model: nn.Module) -> None:
-    """Put every FSDP module back to its sharded parameters.
+def reshard(modules: Iterable[nn.Module]) -> tuple[FSDPModule, ...]:
+    """Put every FSDP2 module among ``modules`` back to its sharded parameters; returns these modules, each once.
 
     After a forward pass without backward the root keeps its gathered parameters registered; what reads or
     fills a model must see the shards. Rank-local and free where nothing is gathered.
     """
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    found = tuple(dict.fromkeys([m for m in modules if isinstance(m, FSDPModule)]))
+    for module in found:
+        module.reshard()
+    return found
 
 
 def world_size() -> int:
@@ -65,9 +63,9 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def geometries_of(model: nn.Module, tensors: Iterable[NamedTensor]) -> dict[str, Geometry]:
-    """How each named tensor is spread over ranks."""
-    fsdp = fsdp_parameter_ids(model)
+def geometries_of(fsdp_modules: Iterable[FSDPModule], tensors: Iterable[NamedTensor]) -> dict[str, Geometry]:
+    """How each named tensor of a model is spread over ranks. ``fsdp_modules``: those of it that FSDP2 shards."""
+    fsdp = fsdp_parameter_ids(fsdp_modules)
     world = world_size()
     # Reading a mesh costs more than everything else here, and most tensors share mesh and placements, many their spec.
     known: dict[object, Geometry] = {}
@@ -90,15 +88,15 @@ def geometries_of(model: nn.Module, tensors: Iterable[NamedTensor]) -> dict[str,
     return found
 
 
-def layout_of(model: nn.Module, *, rank: int | None = None) -> Layout:
-    """What a load has to fill: every parameter and persistent buffer, with the boxes of one rank.
+def layout_of(
+    tensors: Iterable[NamedTensor], geometries: Mapping[str, Geometry], *, rank: int | None = None
+) -> Layout:
+    """What a load has to fill: the tensors of a model with the boxes of one rank.
 
     ``rank=None`` is this rank; its boxes are checked against the local tensors that torch allocated.
     Another rank's layout is computed from placements alone, so that one process can plan for all.
     Reads structure only. Raises :class:`LayoutError`.
     """
-    tensors = [t for t in named_tensors(model) if t.persistent]
-    geometries = geometries_of(model, tensors)
     place = _place_on(_this_rank(), is_here=True) if rank is None else _place_on(rank, is_here=False)
     return Layout(
         tuple([_wanted(t.name, t.tensor, geometries[t.name], place, t.aliases, t.kind) for t in tensors])

@@ -12,12 +12,12 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import LayoutError, ShardError, StateError
 from ..internals.peft import has_adapters
-from ..internals.torch import original_class
 from ..internals.transformers import build_from_config, copy_conversions, is_transformers_model
-from ..layout.model import geometries_of, local_tensor, reshard
+from ..layout.live import LiveModel, describe
+from ..layout.model import local_tensor
 from ..models.memory import materialize
 from ..models.meta_init import forget_meta_buffers, meta_init
-from ..names import NamedTensor, named_tensors, unwrap
+from ..names import NamedTensor, named_tensors
 from ..plan import IOOptions
 from ..ranks.ranks import Ranks
 from ..recipe.origin import inherit
@@ -46,34 +46,34 @@ def clone(
     differs), :class:`ShardError`, :class:`LayoutError` or :class:`RankError` alike on every rank.
     """
     with Ranks.current(timeout_s=(io or IOOptions()).timeout_s).agree("clone model"):
-        reshard(model)
-        second = build() if build is not None else _built_again(model)
-        pairs = _paired(model, second)
+        live = describe(model)
+        second = build() if build is not None else _built_again(live)
+        pairs = _paired(live, describe(second))
         device = next((local_tensor(t.tensor).device for t, _ in pairs if t.kind == "parameter"), None)
         materialize(second, device or "cpu")
         with torch.no_grad():
-            for live, own in pairs:
-                _copy(live, own)
+            for given, own in pairs:
+                _copy(given, own.refreshed())
         forget_meta_buffers(second)
         inherit(second, model)
         second.requires_grad_(False)
         return second.eval()
 
 
-def _built_again(model: nn.Module) -> Any:
+def _built_again(live: LiveModel) -> Any:
     """A model on meta of the same class, wrapped in the same way."""
-    if has_adapters(model):
+    if has_adapters(live.root):
         raise StateError(
             "a model with PEFT adapters needs no second copy as a reference: its base is there, inside "
             "`with model.disable_adapter()`. Else give build="
         )
-    inner: Any = unwrap(model)
+    inner: Any = live.unwrapped
     if not is_transformers_model(inner):
         raise StateError(
             f"{type(inner).__name__} is no transformers model: how to build a second one is not known. Give build=, a "
             f"function that builds it in shardwise.meta_init() and shards it as the first"
         )
-    kind: Any = original_class(inner)
+    kind: Any = live.kind
     try:
         with meta_init():
             second: Any = build_from_config(kind, copy.deepcopy(inner.config), inner.dtype)
@@ -84,12 +84,12 @@ def _built_again(model: nn.Module) -> Any:
             f"a second {kind.__name__} can't be built, because {kind.__name__}(config) fails ({type(error).__name__}: "
             f"{error}); give build="
         ) from error
-    live = {t.name: t.tensor for t in named_tensors(model)}
+    given = {t.name: t.tensor for t in live.tensors}
     for t in named_tensors(second):
-        if t.kind == "parameter" and t.name in live:  # some classes keep some in fp32
-            t.tensor.data = t.tensor.data.to(live[t.name].dtype)
-            t.tensor.requires_grad_(live[t.name].requires_grad)  # shard() groups by it; frozen afterwards
-    if not shard_alike(second, inner) and any(isinstance(p, DTensor) for p in live.values()):
+        if t.kind == "parameter" and t.name in given:  # some classes keep some in fp32
+            t.tensor.data = t.tensor.data.to(given[t.name].dtype)
+            t.tensor.requires_grad_(given[t.name].requires_grad)  # shard() groups by it; frozen afterwards
+    if not shard_alike(second, inner) and any(isinstance(p, DTensor) for p in given.values()):
         raise ShardError(
             "the model was not sharded by shardwise.shard(), load_pretrained() or shardwise.integrations.accelerate, so how "
             "to shard a second one alike is not known. Give build=, a function that builds it in shardwise.meta_init() and "
@@ -102,18 +102,17 @@ def _built_again(model: nn.Module) -> Any:
     return second
 
 
-def _paired(model: nn.Module, second: nn.Module) -> list[tuple[NamedTensor, NamedTensor]]:
+def _paired(live: LiveModel, second: LiveModel) -> list[tuple[NamedTensor, NamedTensor]]:
     """The tensors of both, each beside its like. Raises :class:`LayoutError` naming those that are not alike."""
-    live, own = ({t.name: t for t in named_tensors(m)} for m in (model, second))
-    problems = [f"{name}: in one of the two only" for name in sorted(live.keys() ^ own.keys())]
-    pairs = [(t, own[name]) for name, t in live.items() if name in own]
-    spread = [geometries_of(m, (p[k] for p in pairs)) for k, m in enumerate((model, second))]
+    given, own = ({t.name: t for t in m.tensors} for m in (live, second))
+    problems = [f"{name}: in one of the two only" for name in sorted(given.keys() ^ own.keys())]
+    pairs = [(t, own[name]) for name, t in given.items() if name in own]
     for t, other in pairs:
         for what, a, b in (
             ("names", t.names, other.names),
             ("shape", tuple(t.tensor.shape), tuple(other.tensor.shape)),
             ("dtype", t.tensor.dtype, other.tensor.dtype),
-            ("shards", spread[0][t.name], spread[1][t.name]),
+            ("shards", live.geometries.get(t.name), second.geometries.get(t.name)),
         ):
             if a != b and (t.kind == "parameter" or what == "names"):
                 problems.append(f"{t.name}: {what} {a} in the first, {b} in the second")
@@ -125,11 +124,11 @@ def _paired(model: nn.Module, second: nn.Module) -> list[tuple[NamedTensor, Name
     return pairs
 
 
-def _copy(live: NamedTensor, own: NamedTensor) -> None:
+def _copy(given: NamedTensor, own: NamedTensor) -> None:
     """Parameters in place: FSDP2 holds on to their memory. Buffers as new tensors: some change their shape as they live."""
     if own.kind == "parameter":
-        local_tensor(own.tensor).copy_(local_tensor(live.tensor))
+        local_tensor(own.tensor).copy_(local_tensor(given.tensor))
         return
-    content = live.tensor.clone()
+    content = given.tensor.clone()
     for module, attribute in own.owners:
         setattr(module, attribute, content)

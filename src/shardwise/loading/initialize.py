@@ -11,7 +11,6 @@ from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from ..adapters.initial import adapter_rules, magnitudes, without_rule
 from ..errors import PlanError
@@ -20,13 +19,14 @@ from ..internals.peft import has_adapters, places
 from ..internals.torch import local_tensor
 from ..internals.transformers import is_transformers_model, tie_map
 from ..layout.boxes import LocalBox
+from ..layout.live import LiveModel, describe
 from ..layout.placements import local_boxes
 from ..models.memory import default_device, materialize
 from ..models.rules import Rule, Template, build_template, copy_template, rules_of
-from ..names import NamedTensor, canonical_name, named_tensors, own_parameter
+from ..names import NamedTensor, canonical_name, own_parameter
 from ..rng import preserve_rng
 
-__all__ = ["check_rules", "initialize"]
+__all__ = ["check_rules", "fill_by_rule", "initialize"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,14 @@ class _Job:
     wanted: tuple[tuple[str, NamedTensor], ...]
     """(attribute, live tensor)."""
     rules: tuple[Rule, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A live parameter, and what this rank holds of it."""
+
+    tensor: torch.Tensor
+    boxes: tuple[LocalBox, ...]
 
 
 def initialize(
@@ -73,34 +81,42 @@ def initialize(
         PlanError: a pattern that matches nothing, or parameters that no rule fills (all are named); before
             anything is written.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # after a forward the root's gathered parameters stand where the shards belong
-    wanted = _wanted(model, None if names is None else tuple(names))
-    jobs, norms = _plan(model, wanted)
+    return fill_by_rule(describe(model), seed, names, device)
+
+
+def fill_by_rule(
+    live: LiveModel,
+    seed: int,
+    names: Iterable[str] | None,
+    device: torch.device | str | None = None,
+) -> tuple[str, ...]:
+    """:func:`initialize` of a model that is described already."""
+    wanted = _wanted(live, None if names is None else tuple(names))
+    jobs, norms = _plan(live, wanted)
     if any(t.tensor.is_meta for t in wanted):
-        materialize(model, default_device(model) if device is None else device)
-        wanted = _refreshed(model, wanted)
-    live = {t.name: t for t in wanted}
-    managed = fsdp_parameter_ids(model)
+        materialize(live.root, default_device(live.root) if device is None else device)
+        wanted = tuple(t.refreshed() for t in wanted)
+    managed = fsdp_parameter_ids(live.fsdp_modules)
+    held = {
+        t.name: _Held(t.tensor, local_boxes(t.tensor, name=t.name, fsdp_order=id(t.tensor) in managed))
+        for t in wanted
+    }
     with preserve_rng():
         for job in jobs:
-            _run(job, seed, live, managed)
-    by_parameter = magnitudes(model) if norms else {}
-    for t in (live[name] for name in norms):
-        by_parameter[id(t.tensor)].fill(
-            local_boxes(t.tensor, name=t.name, fsdp_order=id(t.tensor) in managed)
-        )
+            _run(job, seed, held)
+    by_parameter = magnitudes(live.root) if norms else {}
+    for t in (held[name] for name in norms):
+        by_parameter[id(t.tensor)].fill(t.boxes)
     return tuple(t.name for t in wanted)
 
 
-def check_rules(model: nn.Module, names: Iterable[str]) -> None:
+def check_rules(live: LiveModel, names: Iterable[str]) -> None:
     """Raise the :class:`PlanError` that :func:`initialize` would raise for these names. Writes nothing."""
-    _plan(model, _wanted(model, tuple(names)))
+    _plan(live, _wanted(live, tuple(names)))
 
 
-def _wanted(model: nn.Module, patterns: tuple[str, ...] | None) -> tuple[NamedTensor, ...]:
-    parameters = tuple(t for t in named_tensors(model) if t.kind == "parameter")
+def _wanted(live: LiveModel, patterns: tuple[str, ...] | None) -> tuple[NamedTensor, ...]:
+    parameters = live.parameters
     if patterns is None:
         return parameters
     # A load gives names, thousands of them for adapters: only the rest are patterns.
@@ -115,12 +131,6 @@ def _wanted(model: nn.Module, patterns: tuple[str, ...] | None) -> tuple[NamedTe
     return tuple(
         t for t in parameters if any(n in exact or any(fnmatchcase(n, p) for p in globs) for n in t.names)
     )
-
-
-def _refreshed(model: nn.Module, wanted: tuple[NamedTensor, ...]) -> tuple[NamedTensor, ...]:
-    """The same entries, with the tensor objects that the model holds now."""
-    keep = {t.name for t in wanted}
-    return tuple(t for t in named_tensors(model) if t.name in keep)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -168,8 +178,9 @@ class _Slots:
         return place, module, attribute
 
 
-def _plan(model: nn.Module, wanted: tuple[NamedTensor, ...]) -> tuple[list[_Job], list[str]]:
+def _plan(live: LiveModel, wanted: tuple[NamedTensor, ...]) -> tuple[list[_Job], list[str]]:
     """One job per module that owns wanted parameters, and the magnitudes to compute. Writes nothing to the model."""
+    model = live.root
     unwrapped = _without_peft(model)
     own = {id(t.tensor) for t in wanted if unwrapped and _is_adapters(t, unwrapped)}
     others = [t for t in wanted if id(t.tensor) not in own]
@@ -263,13 +274,10 @@ def _problem(module: nn.Module, attribute: str, slot: _Slots, rules: list[int]) 
 # Doing it
 
 
-def _run(job: _Job, seed: int, live: dict[str, NamedTensor], managed: set[int]) -> None:
+def _run(job: _Job, seed: int, held: Mapping[str, _Held]) -> None:
     """Draw one module's wanted parameters in full, and copy this rank's parts of them."""
-    targets = [(attribute, live[tensor.name]) for attribute, tensor in job.wanted]
-    boxes = {
-        t.name: local_boxes(t.tensor, name=t.name, fsdp_order=id(t.tensor) in managed) for _, t in targets
-    }
-    if not any(boxes.values()):
+    targets = [(attribute, held[tensor.name]) for attribute, tensor in job.wanted]
+    if not any(target.boxes for _, target in targets):
         return  # other ranks hold all of it; nobody's values depend on this rank's drawing
     on_meta = {attribute: own_parameter(job.module, attribute) for attribute, _ in targets}
     try:
@@ -283,7 +291,7 @@ def _run(job: _Job, seed: int, live: dict[str, NamedTensor], managed: set[int]) 
             for attribute, target in targets:
                 drawn = own_parameter(job.module, attribute)
                 assert drawn is not None
-                for local in boxes[target.name]:
+                for local in target.boxes:
                     _local_part(target.tensor, local).copy_(drawn[_slices(local.box.start, local.box.stop)])
     finally:
         for attribute, parameter in on_meta.items():

@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ..adapters.files import combine, open_adapters
@@ -22,11 +21,10 @@ from ..catalog.open import open_catalog
 from ..errors import IntegrityError, PlanError, ShardError
 from ..gc_paused import no_collections
 from ..internals.torch import version_of
-from ..layout.model import fsdp1_problem, layout_of, local_tensor, reshard
+from ..layout.live import LiveModel, describe
 from ..models.memory import default_device, materialize
 from ..models.meta_init import forget_meta_buffers, meta_buffers
 from ..models.unquantized import refuse_source
-from ..names import named_tensors
 from ..plan import IOOptions, Plan, build_plan
 from ..ranks.ranks import Ranks
 from ..recipe.host_convert import HostConversion
@@ -39,7 +37,7 @@ from ..transfer import FileReader
 from ..transfer.converted import ConvertingReader
 from ..transfer.copy import Destination, Staging, compare, execute
 from ..transfer.page_cache import page_cache_for
-from .initialize import check_rules, initialize
+from .initialize import check_rules, fill_by_rule
 from .report import LoadReport
 
 __all__ = ["fill", "load"]
@@ -101,19 +99,20 @@ def load(
     ranks = Ranks.current(timeout_s=io.timeout_s)
     with ranks.agree("open source"):
         catalog = source if isinstance(source, Catalog) else open_catalog(source)
-        refuse_source(catalog, model)
+        live = describe(model)
+        refuse_source(catalog, lambda: live.tensors)
         declared = _init_rules(init)
-        hub = hub_rules_of(model, catalog) if names is None else None
+        hub = hub_rules_of(live, catalog) if names is None else None
         rules = Rules(
-            _resolve(model, catalog, names, hub),
+            _resolve(live, catalog, names, hub),
             unused=lambda stored, _: "caller" if matches_any(stored, unused) else None,
             init=lambda name: "caller" if matches_any(name, declared) else None,
             caller_declares=True,
         )
         if adapter is not None:
-            catalog, rules = combine(model, catalog, rules, open_adapters(model, adapter))
+            catalog, rules = combine(live, catalog, rules, open_adapters(model, adapter))
     report = fill(
-        model,
+        live,
         catalog,
         rules,
         device=device,
@@ -124,12 +123,12 @@ def load(
         ignored=tuple(ignored),
     )
     if hub is not None:
-        note_conversions(model, hub.used())
+        note_conversions(live.base, hub.used())
     return report
 
 
 def fill(
-    model: nn.Module,
+    live: LiveModel,
     catalog: Catalog,
     rules: Rules,
     *,
@@ -142,24 +141,24 @@ def fill(
 ) -> LoadReport:
     """The pipeline behind :func:`load` and ``load_pretrained``: plan, prove, read, place, verify.
 
-    ``ignored=None`` lets any parameter be plain.
+    ``ignored=None`` lets any parameter be plain. What ``live`` says stays true but for buffers that are on meta.
     """
-    started = time.perf_counter()
-    reshard(model)
+    started, model = time.perf_counter(), live.root
     with ranks.agree("plan the load") as claim:
-        if (problem := fsdp1_problem(model)) is not None:
-            raise ShardError(problem)
+        if live.fsdp1_problem is not None:
+            raise ShardError(live.fsdp1_problem)
         if ignored is not None:
-            _refuse_unsharded(model, ignored)
-        plan = plan_load(model, catalog, rules, io=io)
+            _refuse_unsharded(live, ignored)
+        plan = plan_load(live, catalog, rules, io=io)
         new = _parameters_of(plan.initialized, plan)
         if new:
-            check_rules(model, new)
+            check_rules(live, new)
         claim.alike(_fingerprint(plan), lambda _: _describe(plan))
     planned = time.perf_counter()
     with ranks.agree("read"):
         materialize(model, device or default_device(model))
-        local = _local_tensors(model)
+        live = live.refreshed()
+        local = live.local_tensors()
         page_cache = page_cache_for(io, (t.device for t in local.values()))
         destination = Destination(local)
         staging = Staging(_beside(plan.conversions, io), plan.staging_bytes)
@@ -170,11 +169,11 @@ def fill(
     if new:
         # A round of its own: magnitudes of DoRA may be gathered, and nobody may wait there for a rank that failed.
         with ranks.agree("initialize"):
-            initialize(model, seed, names=new)
+            fill_by_rule(live, seed, new)
     forget_meta_buffers(model)
     compared = 0
     if verify != "cover" and catalog.digests:
-        compared = check_digests(model, catalog, plan, ranks)
+        compared = check_digests(live, catalog, plan, ranks)
     if not catalog.has_module_names:
         remember(model, plan.recipes, catalog.tensors)
     return LoadReport(
@@ -204,25 +203,25 @@ def _beside(conversions: Mapping[str, HostConversion], io: IOOptions) -> IOOptio
 
 @no_collections()
 def plan_load(
-    model: nn.Module, catalog: Catalog, rules: Rules, *, io: IOOptions, rank: int | None = None
+    live: LiveModel, catalog: Catalog, rules: Rules, *, io: IOOptions, rank: int | None = None
 ) -> Plan:
     """The plan that a load would run, for this rank or any other. Pure: nothing is read or allocated."""
-    layout = layout_of(model, rank=rank)
+    layout = live.layout(rank=rank)
     matched = match_rules(catalog, layout.wanted, rules)
-    matched.problems += _unfilled_buffers(model, {d.name for d in matched.initialized})
+    matched.problems += _unfilled_buffers(live, {d.name for d in matched.initialized})
     return build_plan(catalog, layout, matched, io)
 
 
-def _unfilled_buffers(model: nn.Module, initialized: set[str]) -> list[str]:
+def _unfilled_buffers(live: LiveModel, initialized: set[str]) -> list[str]:
     """Buffers without content that nothing stored fills: construction alone gives their values.
 
     One that construction left on meta, and that was given memory but never written since, holds garbage.
     """
-    unknown = set(meta_buffers(model))
+    unknown = set(meta_buffers(live.root))
     if not unknown:
         return []
     problems = []
-    for t in named_tensors(model):
+    for t in live.tensors:
         if t.kind != "buffer" or unknown.isdisjoint(t.names) or (t.persistent and t.name not in initialized):
             continue
         if not t.tensor.is_meta and not t.tensor.is_inference() and version_of(t.tensor):
@@ -236,17 +235,15 @@ def _unfilled_buffers(model: nn.Module, initialized: set[str]) -> list[str]:
     return problems
 
 
-def _refuse_unsharded(model: nn.Module, ignored: Sequence[str]) -> None:
+def _refuse_unsharded(live: LiveModel, ignored: Sequence[str]) -> None:
     """Trainable plain parameters beside FSDP's drift apart, unless somebody reduces their gradients, as ``shard`` does.
 
     Under tensor parallelism alone every rank computes the same gradients for them, so there they are fine.
     """
-    if not any(isinstance(m, FSDPModule) for m in model.modules()):
+    parameters = live.parameters
+    if not live.fsdp_modules or not any(isinstance(t.tensor, DTensor) for t in parameters):
         return
-    parameters = [t for t in named_tensors(model) if t.kind == "parameter"]
-    if not any(isinstance(t.tensor, DTensor) for t in parameters):
-        return
-    reduced = reduced_parameters(model)
+    reduced = reduced_parameters(live.fsdp_modules)
     plain = [
         t.name
         for t in parameters
@@ -279,7 +276,7 @@ def _init_rules(init: Mapping[str, str] | None) -> dict[str, str]:
     return rules
 
 
-def _resolve(model: nn.Module, catalog: Catalog, names: Names | None, hub: HubRules | None) -> Resolve:
+def _resolve(live: LiveModel, catalog: Catalog, names: Names | None, hub: HubRules | None) -> Resolve:
     """From stored tensors to module names, as the caller says, or as the model's class does."""
     if callable(names):
         return renamed(lambda stored: {n: names(n) for n in stored})
@@ -289,16 +286,12 @@ def _resolve(model: nn.Module, catalog: Catalog, names: Names | None, hub: HubRu
         if lost:
             raise PlanError(f"names= maps stored tensors that {catalog.root} does not hold", tuple(lost))
         return renamed(lambda stored: {n: given.get(n, n) for n in stored})
-    return wrapped(model, hub.resolve if hub else same_names)
+    return wrapped(live, hub.resolve if hub else same_names)
 
 
-def hub_rules_of(model: nn.Module, catalog: Catalog) -> HubRules | None:
+def hub_rules_of(live: LiveModel, catalog: Catalog) -> HubRules | None:
     """The rules of a model's class for hub files; None for other modules, and for a checkpoint's module names."""
-    return None if catalog.has_module_names else automatic_rules(model)
-
-
-def _local_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {t.name: local_tensor(t.tensor) for t in named_tensors(model) if t.persistent}
+    return None if catalog.has_module_names else automatic_rules(live.base)
 
 
 def _fingerprint(plan: Plan) -> bytes:
@@ -321,7 +314,7 @@ def _describe(plan: Plan) -> str:
     return f"a model of {len(plan.wanted)} tensors ({kinds}; {nbytes} bytes)"
 
 
-def check_digests(model: nn.Module, catalog: Catalog, plan: Plan, ranks: Ranks) -> int:
+def check_digests(live: LiveModel, catalog: Catalog, plan: Plan, ranks: Ranks) -> int:
     """Compare the digests of what was loaded with those that the source records. Every rank must call it.
 
     A tensor counts that was stored whole in its own dtype. Returns how many were compared.
@@ -339,7 +332,7 @@ def check_digests(model: nn.Module, catalog: Catalog, plan: Plan, ranks: Ranks) 
                 recorded[w.name] = catalog.digests[source]
     if not recorded:
         return 0
-    found = model_digests(model, ranks)
+    found = model_digests(live, ranks)
     with ranks.agree("compare digests"):
         wrong = [
             f"{name}: loaded {found[name]:016x}, recorded {digest:016x}"

@@ -10,16 +10,15 @@ from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..catalog import Catalog
 from ..errors import ShardError
 from ..internals.torch import fake_store
+from ..layout.live import LiveModel, describe
 from ..layout.model import local_tensor
 from ..models.arguments import FromPretrained, understand
 from ..models.hub import find_model
-from ..names import named_tensors
 from ..plan import IOOptions, Plan
 from ..ranks.ranks import Ranks
 from ..recipe.host_convert import Converted
@@ -168,9 +167,10 @@ def plan_pretrained(
     groups = describe_groups(model, policy)
     with _fake_ranks(ranks):
         shard(model, _mesh(ranks, replicas), policy)
-        plans = ((rank, _plan_of(model, catalog, rules, rank)) for rank in _ranks_to_plan(ranks))
+        live = describe(model)
+        plans = ((rank, _plan_of(live, catalog, rules, rank)) for rank in _ranks_to_plan(ranks))
         costs, first = _costs(plans)
-        total_shard_bytes = _over_all_ranks(model, ranks, replicas)
+        total_shard_bytes = _over_all_ranks(live, ranks, replicas)
     is_complete = len(costs) == ranks
     assert not is_complete or total_shard_bytes == sum(c.shard_bytes for c in costs)
     return PlanReport(
@@ -251,10 +251,10 @@ def _ranks_to_plan(ranks: int) -> list[int]:
 # Plans and what they cost
 
 
-def _plan_of(model: nn.Module, catalog: Catalog, rules: Rules, rank: int) -> Plan:
+def _plan_of(live: LiveModel, catalog: Catalog, rules: Rules, rank: int) -> Plan:
     """The plan that ``load_pretrained`` makes on a rank, by the same rules."""
     # None for the rank that this process plays: its boxes are also checked against what torch allocated.
-    return plan_load(model, catalog, rules, io=IOOptions(), rank=rank or None)
+    return plan_load(live, catalog, rules, io=IOOptions(), rank=rank or None)
 
 
 def _costs(plans: Iterator[tuple[int, Plan]]) -> tuple[tuple[RankCost, ...], Plan]:
@@ -276,14 +276,13 @@ def _costs(plans: Iterator[tuple[int, Plan]]) -> tuple[tuple[RankCost, ...], Pla
     return tuple(costs), first
 
 
-def _over_all_ranks(model: nn.Module, ranks: int, replicas: int) -> int:
+def _over_all_ranks(live: LiveModel, ranks: int, replicas: int) -> int:
     """Bytes that all ranks hold together: what is sharded once a replica, what is plain on every rank."""
     total = 0
-    for entry in named_tensors(model):
-        if entry.persistent:
-            is_plain = local_tensor(entry.tensor) is entry.tensor
-            nbytes = entry.tensor.numel() * entry.tensor.dtype.itemsize
-            total += nbytes * (ranks if is_plain else replicas)
+    for entry in live.stored:
+        is_plain = local_tensor(entry.tensor) is entry.tensor
+        nbytes = entry.tensor.numel() * entry.tensor.dtype.itemsize
+        total += nbytes * (ranks if is_plain else replicas)
     return total
 
 

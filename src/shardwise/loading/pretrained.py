@@ -18,6 +18,7 @@ from ..catalog.records import StoredTensor
 from ..errors import FormatError, ShardwiseError
 from ..format.manifest import read_manifest
 from ..internals.transformers import build_from_config, default_conversions, kept_in_fp32
+from ..layout.live import describe
 from ..limits import (
     MAX_BYTES_PER_STORED,
     MAX_MODULES,
@@ -32,6 +33,7 @@ from ..models.homes import remember_home
 from ..models.hub import find_model
 from ..models.meta_init import NotLarger, at_most, meta_init
 from ..models.unquantized import refuse_config, refuse_source
+from ..names import named_tensors
 from ..plan import IOOptions
 from ..ranks.ranks import Ranks
 from ..recipe.match import Rules, matches_any, same_names
@@ -164,8 +166,9 @@ def load_wrapped(
             adapter=adapter,
         )
         ignored = wrap(prepared.model)
+        live = describe(prepared.model)
     report = fill(
-        prepared.model,
+        live,
         prepared.catalog,
         prepared.rules,
         device=device,
@@ -231,7 +234,7 @@ def prepare(
     model = base
     if adapter is not None:
         model, adapters = attach(base, adapter)
-        catalog, rules = combine(model, catalog, rules, adapters)
+        catalog, rules = combine(describe(model), catalog, rules, adapters)
     return Prepared(base, model, catalog, rules, lambda: hub.used() if inverted is None else inverted)
 
 
@@ -288,7 +291,7 @@ def build_meta(
             f"transformers can't build a model from this config: {type(error).__name__}: {error}", path=file
         ) from error
     if catalog is not None:
-        refuse_source(catalog, model)
+        refuse_source(catalog, lambda: named_tensors(model))
     model.config.name_or_path = model.name_or_path = name or directory
     remember_home(model, home_of(directory))
     _keep_in_fp32(model, chosen)

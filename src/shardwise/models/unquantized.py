@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
-
-from torch import nn
 
 from ..catalog import Catalog
 from ..catalog.quantized import method_of_config, quantized, way_out
 from ..errors import UnsupportedConversionError
-from ..names import named_tensors
+from ..names import NamedTensor
 
 __all__ = ["refuse_config", "refuse_request", "refuse_source"]
 
 
-def refuse_source(catalog: Catalog, model: nn.Module | None = None) -> None:
-    """Raise :class:`UnsupportedConversionError`, in one line, if a source holds codes that ``model`` has no tensors for.
+def refuse_source(catalog: Catalog, own: Callable[[], Iterable[NamedTensor]] | None = None) -> None:
+    """Raise :class:`UnsupportedConversionError`, in one line, if a source holds codes that a model has no tensors for.
 
-    Float8 tensors without scales are no codes. Rank-local; looks at names only.
+    Float8 tensors without scales are no codes. Rank-local; looks at names only. ``own`` gives the tensors of the model; it
+    is called only where the source looks quantised, which the model may be, too.
     """
-    own = [name for t in named_tensors(model) for name in t.names] if model is not None else ()
-    found = quantized(catalog.tensors, own)
+    found = quantized(catalog.tensors)
+    if found is not None and own is not None:
+        found = quantized(catalog.tensors, [name for t in own() for name in t.names])
     if found is not None:
         raise UnsupportedConversionError(
             f"{catalog.root}: quantised ({found.method}: {found.codes!r} goes with {found.companion!r}), which can't be "

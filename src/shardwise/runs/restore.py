@@ -13,19 +13,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from ..checkpoint.restore import ResumeReport, restore_into
 from ..checkpoint.snapshot import trained_model
 from ..dtypes import code_of, torch_dtype
 from ..errors import StateError
-from ..layout.model import geometries_of, local_tensor, wanted_of
+from ..layout.live import LiveModel, describe
+from ..layout.model import local_tensor, wanted_of
 from ..layout.placements import mesh_text
 from ..layout.wanted import Layout, Wanted, whole_tensor
 from ..limits import brief
 from ..loading.load import fill
-from ..names import NamedTensor, named_tensors
+from ..names import NamedTensor
 from ..plan import IOOptions, build_plan
 from ..ranks.ranks import Ranks
 from ..recipe.match import Rules, match_rules, renamed
@@ -84,21 +84,18 @@ def _restore_foreign(state: TrainState, path: str, ranks: Ranks, io: IOOptions) 
         catalogs = {name: run.model(k) for k, name in enumerate(state.models)}
         stored = {name: run.optimizer(k) for k, name in enumerate(state.optimizers)}
         documents = _documents(state, run)
-        _check_groups(state, stored)
+        lives = {name: describe(model) for name, model in state.models.items()}
+        _check_groups(state, lives, stored)
         step, world_size = run.step, run.world_size
-    reports = [
-        fill(model, catalogs[name], Rules(), io=io, ranks=ranks) for name, model in state.models.items()
-    ]
+    reports = [fill(live, catalogs[name], Rules(), io=io, ranks=ranks) for name, live in lives.items()]
     bytes_read, tensors = sum(r.bytes_read for r in reports), 0
     with ranks.agree("match names"):
-        named = {name: named_tensors(model) for name, model in state.models.items()}
+        lives = {name: live.refreshed() for name, live in lives.items()}
         for optimizer in state.optimizers.values():
             clear_gradients(optimizer)
     for name, optimizer in state.optimizers.items():
-        trained = trained_model(optimizer, named)
-        more, filled = _restore_optimizer(
-            optimizer, stored[name], state.models[trained], named[trained], ranks, io
-        )
+        trained = lives[trained_model(optimizer, lives)]
+        more, filled = _restore_optimizer(optimizer, stored[name], trained, ranks, io)
         bytes_read, tensors = bytes_read + more, tensors + filled
     with ranks.agree("restore documents"):
         for name, value in documents.items():
@@ -111,7 +108,7 @@ def _restore_foreign(state: TrainState, path: str, ranks: Ranks, io: IOOptions) 
         saved_world_size=world_size,
         world_size=ranks.world_size,
         saved_mesh="not recorded",
-        mesh=mesh_text(g for n, t in named.items() for g in geometries_of(state.models[n], t).values()),
+        mesh=mesh_text(g for live in lives.values() for g in live.geometries.values()),
         digest="",
         exact=False,
         differences=("not written by shardwise: neither digests nor versions are recorded",),
@@ -184,11 +181,12 @@ def _with_keys_of(live: Any, stored: Any) -> Any:
     return Counter(found) if isinstance(live, Counter) else found
 
 
-def _check_groups(state: TrainState, stored: Mapping[str, StoredOptimizer]) -> None:
+def _check_groups(
+    state: TrainState, lives: Mapping[str, LiveModel], stored: Mapping[str, StoredOptimizer]
+) -> None:
     """Refuse, before anything is changed, optimizers with other groups or of another kind."""
-    named = {name: named_tensors(model) for name, model in state.models.items()}
     for name, optimizer in state.optimizers.items():
-        tensors = named[trained_model(optimizer, named)]
+        tensors = lives[trained_model(optimizer, lives)].tensors
         check_groups(
             optimizer, parameter_names(optimizer, tensors), _groups_of(optimizer, stored[name], tensors)
         )
@@ -208,13 +206,13 @@ def _groups_of(
 def _restore_optimizer(
     optimizer: Optimizer,
     stored: StoredOptimizer,
-    model: nn.Module,
-    named: tuple[NamedTensor, ...],
+    trained: LiveModel,
     ranks: Ranks,
     io: IOOptions,
 ) -> tuple[int, int]:
     """Returns bytes read by this rank and the number of tensors filled."""
     with ranks.agree("plan optimizer state"):
+        named = trained.tensors
         names = parameter_names(optimizer, named)
         live = {alias: t.name for t in named for alias in t.names}
         groups = _groups_of(optimizer, stored, named)
@@ -230,7 +228,7 @@ def _restore_optimizer(
             else:
                 spread.setdefault(name, {})[key] = t.dtype
         tensors, before = place_states(optimizer, names, spread)
-        geometries = geometries_of(model, named)
+        geometries = trained.geometries
         wanted: list[Wanted] = [wanted_of(n, t, geometries[n.rsplit(".", 1)[0]]) for n, t in tensors.items()]
         small = {f"{n}.{k}": t for n, states in scalars.items() for k, t in states.items()}
         wanted += [whole_tensor(n, code_of(t.dtype), ()) for n, t in small.items()]

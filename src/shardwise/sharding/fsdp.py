@@ -20,7 +20,6 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from ..errors import ShardError
-from ..names import named_tensors
 from .groups import Group, ShardPolicy, Wrapping, describe_groups, find_wrapping, largest_group, parameter_of
 from .replicated import mesh_device, reduce_after_backward
 from .split_points import Candidate, can_be_group
@@ -77,7 +76,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, policy: ShardPolicy = ShardPolicy(
     wrapping = find_wrapping(model, policy)
     _check_wrappable(model, wrapping)
     _check_replicated(wrapping)
-    _check_placements(model, wrapping, mesh, policy)
+    _check_placements(wrapping, mesh, policy)
     _move_plain(wrapping.plain, mesh)
     _wrap(wrapping, mesh, policy)
     if wrapping.replicated:
@@ -129,9 +128,7 @@ def _check_wrappable(model: nn.Module, wrapping: Wrapping) -> None:
             "into. Put it into a module with a forward, and shard that."
         )
     strided = [
-        t.name
-        for t in named_tensors(model)
-        if t.kind == "parameter" and t.tensor not in wrapping.plain and not t.tensor.is_contiguous()
+        t.name for t in wrapping.tensors if t.tensor not in wrapping.plain and not t.tensor.is_contiguous()
     ]
     if strided:
         raise ShardError(
@@ -164,14 +161,14 @@ def _check_replicated(wrapping: Wrapping) -> None:
         )
 
 
-def _check_placements(model: nn.Module, wrapping: Wrapping, mesh: DeviceMesh, policy: ShardPolicy) -> None:
+def _check_placements(wrapping: Wrapping, mesh: DeviceMesh, policy: ShardPolicy) -> None:
     if policy.placement is None:
         return
     shards = mesh.size(mesh.ndim - 1)
     problems = []
-    for tensor in named_tensors(model):
+    for tensor in wrapping.tensors:
         parameter = tensor.tensor
-        if tensor.kind != "parameter" or parameter in wrapping.plain or isinstance(parameter, DTensor):
+        if parameter in wrapping.plain or isinstance(parameter, DTensor):
             continue
         chosen = policy.placement(parameter_of(tensor))
         if chosen is None:

@@ -70,6 +70,8 @@ class Group:
 class Wrapping:
     """Who holds which parameter: every parameter is in one group, or plain."""
 
+    tensors: tuple[NamedTensor, ...]
+    """Every parameter, with its names."""
     groups: tuple[tuple[Candidate, tuple[nn.Parameter, ...]], ...]
     """Bottom-up, the root last, with their own parameters."""
     plain: frozenset[nn.Parameter]
@@ -149,6 +151,7 @@ def find_wrapping(model: nn.Module, policy: ShardPolicy) -> Wrapping:
         return candidates[holder].module if holder in kept and not others else model
 
     return Wrapping(
+        tuple(tensors),
         tuple((candidates[key], tuple(parameter_of(t) for t in own[key])) for key in kept),
         frozenset(unfit | named | {parameter_of(t) for t in whole}),
         tuple((t, beside(t)) for t in whole),

@@ -9,12 +9,13 @@ which may be swapped, moved and loaded. One attribute of one of FSDP2's groups i
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ..errors import ShardError
@@ -37,11 +38,11 @@ def reduce_after_backward(
         groups[0].finalize_with(Reduction(groups[0], tuple(places), mesh))
 
 
-def reduced_parameters(model: nn.Module) -> set[int]:
-    """ids of the plain parameters of ``model`` whose gradients are averaged after each backward."""
+def reduced_parameters(modules: Iterable[FSDPModule]) -> set[int]:
+    """ids of the plain parameters beside ``modules``, those of a model, whose gradients are averaged after each backward."""
     return {
         id(parameter)
-        for module in model.modules()
+        for module in modules
         for group in fsdp_groups(module)
         if isinstance(group.finalizer, Reduction)
         for parameter in group.finalizer.parameters()

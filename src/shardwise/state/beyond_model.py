@@ -7,6 +7,7 @@ which move nothing, and start no collective.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -15,8 +16,8 @@ import torch
 from torch import nn
 
 from ..errors import StateError
-from ..layout.model import fsdp1_problem
-from ..names import NamedTensor, canonical_name, named_tensors, unwrap
+from ..layout.live import LiveModel
+from ..names import NamedTensor, canonical_name, unwrap
 from .beyond import (
     Beyond,
     Path,
@@ -50,9 +51,12 @@ _LOADING = (
 )
 
 
-def refuse_fsdp1(model: nn.Module) -> None:
-    """Raise :class:`StateError` for a model that FSDP1 wraps: its flat parameters have no names to be stored under."""
-    if (problem := fsdp1_problem(model)) is not None:
+def refuse_fsdp1(problem: str | None) -> None:
+    """Raise :class:`StateError` for a model that FSDP1 wraps: its flat parameters have no names to be stored under.
+
+    ``problem`` is what :func:`..layout.model.fsdp1_problem` says of it.
+    """
+    if problem is not None:
         raise StateError(problem)
 
 
@@ -80,15 +84,16 @@ def _is_wrappers(hook: Any) -> bool:
     return (getattr(getattr(hook, "hook", hook), "__module__", None) or "").startswith(_WRAPPERS)
 
 
-def beyond_model(name: str, model: nn.Module, named: Iterable[NamedTensor]) -> Beyond:
+def beyond_model(name: str, live: LiveModel) -> Beyond:
     """What a checkpoint of the model has to hold besides its tensors and extra state. Rank-local.
 
     Calls the model's ``state_dict`` where it may say more than torch's. Paths begin with the canonical key.
     """
+    model = live.root
     if not _differs_from_torch(model, *_SAVING):
         return Beyond()
     try:
-        leaves = _leaves(model, named)
+        leaves = _leaves(model, live.tensors)
     except Exception as error:
         why = f"{type(model).__qualname__}.state_dict failed: {type(error).__name__}: {error}"
         return Beyond(not_stored={"": f"{name}: what it would save by itself is not known ({why})"})
@@ -136,7 +141,7 @@ def _own_state(model: nn.Module) -> dict[str, Any]:
 
 def give_back_to_model(
     name: str,
-    model: nn.Module,
+    live: LiveModel,
     stored: list[tuple[Path, Any]],
     not_stored: Mapping[str, str],
     places: Places,
@@ -146,25 +151,25 @@ def give_back_to_model(
     To be called where its tensors are restored; those that are given to it are the live ones, so that torch copies
     nothing. Tensors in ``stored`` get the live ones' place. Returns why it failed; raises nothing of the model's.
     """
-    if not (stored or has_own_loading(model)):
+    if not (stored or has_own_loading(live.root)):
         return []
     try:
-        live = dict(_leaves(model, named_tensors(model)))
-        stored[:] = put_leaves(stored, live, places)
-        _load(model, stored, list(live), set(not_stored))
+        now = dict(_leaves(live.root, live.tensors))
+        stored[:] = put_leaves(stored, now, places)
+        _load(live.root, stored, list(now), set(not_stored))
     except Exception as error:
         return [f"{name}: its own load_state_dict failed ({type(error).__name__}: {error})"]
     return []
 
 
 def differences_of_model(
-    name: str, model: nn.Module, stored: list[tuple[Path, Any]], not_stored: Mapping[str, str]
+    name: str, live: LiveModel, stored: list[tuple[Path, Any]], not_stored: Mapping[str, str]
 ) -> list[str]:
     """A line for each thing that the model would save by itself and that is not as ``stored``. Rank-local."""
-    if not (stored or _differs_from_torch(model, *_SAVING)):
+    if not (stored or _differs_from_torch(live.root, *_SAVING)):
         return []
     try:
-        now = _leaves(model, named_tensors(model))
+        now = _leaves(live.root, live.tensors)
         return list(differing_leaves(now, stored, not_stored.keys(), name))
     except Exception as error:
         return [f"{name}: what it would save by itself is not known ({type(error).__name__}: {error})"]
@@ -193,24 +198,24 @@ def _prefix_of_root(model: nn.Module) -> str:
     return next((f"{path}." for path, module in model.named_modules() if module is inner and path), "")
 
 
-def make_room(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def make_room(live: LiveModel, shapes: Mapping[str, tuple[int, ...]]) -> bool:
     """Let a model with a loading of its own take stored shapes of plain tensors that are not its own. Rank-local.
 
     A module may give a buffer the shape of what is loaded. Its ``load_state_dict`` gets zeros of the stored shapes,
-    which are filled later. What it does not take stays as it is, and the plan names it.
+    which are filled later. What it does not take stays as it is, and the plan names it. Returns whether it was called:
+    the model may be another one then.
     """
     other = [
         t
-        for t in named_tensors(model)
-        if t.persistent and type(t.tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and not t.tensor.is_meta
+        for t in live.stored
+        if type(t.tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and not t.tensor.is_meta
         and any(tuple(t.tensor.shape) != shapes[n] for n in t.names if n in shapes)
     ]  # fmt: skip
-    if not other or not has_own_loading(model):
-        return
+    if not other or not has_own_loading(live.root):
+        return False
     zeros: list[tuple[Path, Any]] = [
         ((n,), t.tensor.new_zeros(shapes[n])) for t in other for n in t.names if n in shapes
     ]
-    try:
-        _load(model, zeros, [], set())
-    except Exception:
-        return
+    with contextlib.suppress(Exception):
+        _load(live.root, zeros, [], set())
+    return True

@@ -22,8 +22,8 @@ from ..errors import StateError
 from ..format.manifest import GRADIENT
 from ..internals.fsdp import fsdp_unreduced_ids
 from ..internals.torch import version_of
+from ..layout.live import LiveModel
 from ..layout.model import local_tensor
-from ..names import named_tensors
 
 __all__ = [
     "GRADIENT",
@@ -138,16 +138,16 @@ def place_gradients(
     return tuple(differences)
 
 
-def refuse_unreduced(optimizer: Optimizer, model: nn.Module) -> None:
+def refuse_unreduced(optimizer: Optimizer, live: LiveModel) -> None:
     """Raise :class:`StateError` if FSDP2 holds gradients of the optimizer's parameters that it has yet to reduce.
 
     They are of whole parameters, differ between ranks, and lie in FSDP2's own memory.
     """
-    held = fsdp_unreduced_ids(model)
+    held = fsdp_unreduced_ids(live.fsdp_modules)
     if not held:
         return
     optimised = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    found = [t.name for t in named_tensors(model) if id(t.tensor) in held & optimised]
+    found = [t.name for t in live.tensors if id(t.tensor) in held & optimised]
     if found:
         raise StateError(
             f"FSDP2 holds gradients of {len(found)} parameters ({', '.join(found[:3])}) that are not reduced yet, from a "

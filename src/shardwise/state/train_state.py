@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ..errors import StateError
 from ..format.documents import document_of
+from ..layout.model import fsdp1_problem
 from ..limits import is_word
 from .beyond_model import refuse_fsdp1
 from .gradients import bare_optimizer, watch_steps
@@ -53,7 +54,7 @@ class TrainState:
 
     def __post_init__(self) -> None:
         for model in self.models.values():
-            refuse_fsdp1(model)
+            refuse_fsdp1(fsdp1_problem(model.named_modules()))
         self.watch()
 
     def watch(self) -> None:
