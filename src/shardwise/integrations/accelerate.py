@@ -35,7 +35,7 @@ from ..errors import StateError
 from ..loading.load import load as _load
 from ..loading.pretrained import load_wrapped
 from ..loading.report import LoadReport
-from ..models.arguments import FromPretrained
+from ..models.arguments import FromPretrained, Pretrained
 from ..models.meta_init import meta_init
 from ..plan import IOOptions
 from ..ranks.ranks import Ranks
@@ -93,9 +93,8 @@ def load_pretrained(
     Other arguments, memory, which ranks must call it and errors: as :func:`shardwise.load_pretrained`. Raises
     :class:`ShardError` for what can't be honoured.
     """
-    return load_wrapped(
-        path,
-        lambda model: shard(accelerator, model),
+    request = Pretrained(
+        path=path,
         dtype=dtype,
         auto_class=auto_class,
         config=config,
@@ -104,10 +103,10 @@ def load_pretrained(
         unused=unused,
         init=init,
         adapter=adapter,
-        seed=seed,
-        device=device_of(accelerator),
-        io=io,
         options=options,
+    )
+    return load_wrapped(
+        request, lambda model: shard(accelerator, model), seed=seed, device=device_of(accelerator), io=io
     )
 
 

@@ -33,8 +33,9 @@ from ..export.hub import Contents, ExportReport, LiveJob, write_out
 from ..internals.peft import embeddings_to_save, peft_model, stored_config
 from ..layout.boxes import whole
 from ..layout.live import LiveModel, describe
-from ..loading.load import _init_rules, fill, hub_rules_of
+from ..loading.load import fill, hub_rules_of
 from ..loading.report import LoadReport
+from ..models.arguments import init_rules
 from ..models.unquantized import refuse_source
 from ..plan import IOOptions
 from ..ranks.ranks import Ranks
@@ -83,7 +84,7 @@ def load(
         catalog = base if isinstance(base, Catalog) else open_catalog(base)
         live = describe(model)
         refuse_source(catalog, lambda: live.tensors)
-        declared = _init_rules(init)
+        declared = init_rules(init)
         hub = hub_rules_of(live, catalog)
         rules = Rules(
             hub.resolve if hub else same_names,
