@@ -97,6 +97,7 @@ bench: install
 	$(BIN)/python benchmarks/moe.py
 	$(BIN)/python benchmarks/save.py
 	$(BIN)/python benchmarks/metadata.py
+	$(BIN)/python benchmarks/planning.py
 	$(BIN)/python benchmarks/page_cache.py
 
 faults: install

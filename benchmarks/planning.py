@@ -5,7 +5,7 @@
 
 A walk names the tensors of a whole module tree, the model's own or that of a second instance on meta; geometries are how all
 tensors of a model are spread; a round is one agreement of all ranks. Seconds are CPU seconds of one process that is the
-only rank of a group, minima of the repeats in fresh processes that take turns.
+only rank of a group: minima of the repeats, in a process and in fresh processes that take turns.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardwise as sw
 from benchmarks.fresh import on_fresh_ranks
 from shardwise.loading.plan_pretrained import plan_pretrained
+from shardwise.loading.report import LoadReport
 from tests.harness.looks import looks
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2}
-PLANNED_RANKS = 32
+PLANNED_RANKS = 8
 
 
 def write_model(directory: Path, layers: int) -> None:
@@ -100,16 +101,21 @@ def counted(rank: int, world_size: int, root: str) -> dict[str, dict[str, Any]]:
     return found
 
 
-def print_counts(root: Path) -> None:
+def counts(root: Path) -> dict[str, dict[str, Any]]:
+    """By entry point: walks, geometries and rounds in one process, and on two ranks."""
     write_model(root / "hub", 2)
     alone = counted(0, 1, str(root))
     with looks() as seen:
         plan_pretrained(root / "hub", ranks=PLANNED_RANKS)
     alone[f"plan --ranks {PLANNED_RANKS}"] = seen.as_json()
     (together, *_) = on_fresh_ranks(2, counted, str(root))
+    return {name: {"one process": alone[name], "2 ranks": together.get(name)} for name in alone}
+
+
+def print_counts(found: dict[str, dict[str, Any]]) -> None:
     print(f"{'one process, 2 ranks':20} {'walks':>9} {'geometries':>12} {'rounds':>8}")
-    for name, one in alone.items():
-        two = together.get(name, {})
+    for name, on in found.items():
+        one, two = on["one process"], on["2 ranks"] or {}
         cells = [f"{one[k]}, {two.get(k, '-')}" for k in ("walks", "geometries")]
         print(f"{name:20} {cells[0]:>9} {cells[1]:>12} {two.get('rounds', '-'):>8}")
 
@@ -122,31 +128,34 @@ def timed(root: Path) -> dict[str, float]:
     """CPU seconds of one process: what is planned, and whole calls on tensors of a few hundred bytes."""
     found: dict[str, float] = {}
 
-    def measure(name: str, call: Callable[[], Any]) -> Any:
-        gc.collect()
-        started = time.process_time()
-        result = call()
-        found[name] = time.process_time() - started
-        return result
+    def measure(name: str, call: Callable[[int], Any], times: int = 4) -> None:
+        for turn in range(times):
+            gc.collect()
+            started = time.process_time()
+            result = call(turn)
+            seconds = {name: time.process_time() - started}
+            if isinstance(result, LoadReport):
+                seconds[f"of a {name}, the plan"] = result.seconds_plan
+            for what, one in seconds.items():
+                found[what] = min(found.get(what, one), one)
 
     hub = root / "many"
-    measure(f"plan_pretrained, {PLANNED_RANKS} ranks", lambda: plan_pretrained(hub, ranks=PLANNED_RANKS))
+    measure(f"plan --ranks {PLANNED_RANKS}", lambda _: plan_pretrained(hub, ranks=PLANNED_RANKS), 1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    first, second, third = (on_meta(hub) for _ in range(3))
-    report = measure("load", lambda: sw.load(first, hub))
-    found["of a load, the plan"] = report.seconds_plan
-    state, other = state_of(first), state_of(second)
+    model, other = on_meta(hub), on_meta(hub)
+    measure("load", lambda _: sw.load(model, hub))
+    state, second = state_of(model), state_of(other)
     step(state)
     with tempfile.TemporaryDirectory(dir=root) as place:
-        measure("save", lambda: sw.save(state, Path(place) / "step"))
-        measure("restore", lambda: sw.restore(other, Path(place) / "step"))
-        report = measure("load (checkpoint)", lambda: sw.load(third, Path(place) / "step"))
-        found["of a load (checkpoint), the plan"] = report.seconds_plan
+        measure("save", lambda turn: sw.save(state, Path(place) / f"{turn}"))
+        measure("restore", lambda _: sw.restore(second, Path(place) / "0"))
+        measure("load (checkpoint)", lambda _: sw.load(model, Path(place) / "0"))
     dist.destroy_process_group()
     return found
 
 
-def print_seconds(root: Path, layers: int, repeats: int, against: str | None) -> None:
+def seconds(root: Path, layers: int, repeats: int, against: str | None) -> dict[str, list[float]]:
+    """What is measured, here and in the other version, if there is one."""
     write_model(root / "many", layers)
     sources = {"here": str(ROOT / "src"), **({"there": against} if against else {})}
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in sources}
@@ -156,19 +165,25 @@ def print_seconds(root: Path, layers: int, repeats: int, against: str | None) ->
             environment = {**os.environ, "PYTHONPATH": sources[name]}
             done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
             runs[name].append(json.loads(done.stdout.splitlines()[-1]))
-    print(f"\n{layers} layers, CPU s, minimum of {repeats}: {', '.join(sources)}, and their ratio")
-    for what in runs["here"][0]:
-        least = [min(run[what] for run in runs[name]) for name in sources]
-        ratio = f"{least[0] / least[1]:8.3f}" if against else ""
+    return {what: [min(run[what] for run in runs[name]) for name in sources] for what in runs["here"][0]}
+
+
+def print_seconds(found: dict[str, list[float]], layers: int, repeats: int) -> None:
+    print(
+        f"\n{layers} layers, CPU s, minimum of {repeats}: here; there and the ratio, if there is another version"
+    )
+    for what, least in found.items():
+        ratio = f"{least[0] / least[1]:8.3f}" if len(least) > 1 else ""
         print(f"{what:34} {'  '.join(f'{s:8.4f}' for s in least)} {ratio}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=200)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--layers", type=int, default=100)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--against", help="the src folder of another version")
     parser.add_argument("--only", choices=("counts", "seconds"))
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -177,11 +192,17 @@ def main() -> None:
     if options.child:
         print(json.dumps(timed(Path(options.child))))
         return
+    result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as root:
         if options.only != "seconds":
-            print_counts(Path(root))
+            result |= (counted_here := counts(Path(root)))
+            print_counts(counted_here)
         if options.only != "counts":
-            print_seconds(Path(root), options.layers, options.repeats, options.against)
+            took = seconds(Path(root), options.layers, options.repeats, options.against)
+            result["seconds"] = took
+            print_seconds(took, options.layers, options.repeats)
+    if options.json:
+        print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from tests.harness.process import ROOT, worker_env
             ("--params", "200", "--ranks", "16", "--repeats", "1"),
             ("largest manifest, MB", "resume of HSDP on 12 ranks 1-D"),
         ),
+        ("planning.py", ("--layers", "2", "--repeats", "1"), ("load", "restore", "seconds")),
     ],
 )
 def test_short_form(tmp_path: Path, script: str, options: tuple[str, ...], figures: tuple[str, ...]) -> None:

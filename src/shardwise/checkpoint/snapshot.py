@@ -191,8 +191,8 @@ def _model_part(name: str, described: LiveModel) -> ModelPart:
     persistent = described.stored
     for t in persistent:
         refuse_unstorable(t.name, t.tensor)
-    geometries, is_hubs = described.geometries, is_transformers_model(described.unwrapped)
-    aliases = {t.name: t.aliases for t in persistent if t.aliases and is_hubs}
+    geometries, is_hub_model = described.geometries, is_transformers_model(described.unwrapped)
+    aliases = {t.name: t.aliases for t in persistent if t.aliases and is_hub_model}
     owned = assign_owners(
         [
             SliceTensor(t.name, code_of(t.tensor.dtype), tuple(t.tensor.shape), geometries[t.name])

@@ -37,7 +37,7 @@ from ..internals.accelerate import has_state_hooks, prepared
 from ..loading.load import load as _load
 from ..loading.pretrained import load_wrapped
 from ..loading.report import LoadReport
-from ..models.arguments import FromPretrained
+from ..models.arguments import FromPretrained, Pretrained
 from ..models.meta_init import meta_init
 from ..plan import IOOptions
 from ..ranks.ranks import Ranks
@@ -95,9 +95,8 @@ def load_pretrained(
     Other arguments, memory, which ranks must call it and errors: as :func:`shardwise.load_pretrained`. Raises
     :class:`ShardError` for what can't be honoured.
     """
-    return load_wrapped(
-        path,
-        lambda model: shard(accelerator, model),
+    request = Pretrained(
+        path=path,
         dtype=dtype,
         auto_class=auto_class,
         config=config,
@@ -106,10 +105,10 @@ def load_pretrained(
         unused=unused,
         init=init,
         adapter=adapter,
-        seed=seed,
-        device=device_of(accelerator),
-        io=io,
         options=options,
+    )
+    return load_wrapped(
+        request, lambda model: shard(accelerator, model), seed=seed, device=device_of(accelerator), io=io
     )
 
 

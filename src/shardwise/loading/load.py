@@ -22,6 +22,7 @@ from ..errors import IntegrityError, PlanError, ShardError
 from ..gc_paused import no_collections
 from ..internals.torch import version_of
 from ..layout.live import LiveModel, describe
+from ..models.arguments import init_rules
 from ..models.memory import default_device, materialize
 from ..models.meta_init import forget_meta_buffers, meta_buffers
 from ..models.unquantized import refuse_source
@@ -101,7 +102,7 @@ def load(
         catalog = source if isinstance(source, Catalog) else open_catalog(source)
         live = describe(model)
         refuse_source(catalog, lambda: live.tensors)
-        declared = _init_rules(init)
+        declared = init_rules(init)
         hub = hub_rules_of(live, catalog) if names is None else None
         rules = Rules(
             _resolve(live, catalog, names, hub),
@@ -265,15 +266,6 @@ def _parameters_of(initialized: Sequence[Declaration], plan: Plan) -> list[str]:
     """Names of the parameters that need initial values; buffers have theirs from construction."""
     kinds = {w.name: w.kind for w in plan.wanted}
     return [d.name for d in initialized if kinds[d.name] == "parameter"]
-
-
-def _init_rules(init: Mapping[str, str] | None) -> dict[str, str]:
-    """The patterns that may be initialised; ``"model"`` is the only rule so far."""
-    rules = dict(init or {})
-    for pattern, rule in rules.items():
-        if rule != "model":
-            raise ValueError(f"init={{{pattern!r}: {rule!r}}}: the rule must be 'model' (the model's own)")
-    return rules
 
 
 def _resolve(live: LiveModel, catalog: Catalog, names: Names | None, hub: HubRules | None) -> Resolve:

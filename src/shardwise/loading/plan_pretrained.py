@@ -17,7 +17,7 @@ from ..errors import ShardError
 from ..internals.torch import fake_store
 from ..layout.live import LiveModel, describe
 from ..layout.model import local_tensor
-from ..models.arguments import FromPretrained, understand
+from ..models.arguments import FromPretrained, Pretrained
 from ..models.hub import find_model
 from ..plan import IOOptions, Plan
 from ..ranks.ranks import Ranks
@@ -25,7 +25,7 @@ from ..recipe.host_convert import Converted
 from ..recipe.match import Declaration, Rules
 from ..sharding.fsdp import shard
 from ..sharding.groups import Group, ShardPolicy, describe_groups, largest_group
-from .load import _init_rules, plan_load
+from .load import plan_load
 from .pretrained import prepare
 
 __all__ = ["EVERY_RANK_UP_TO", "MAX_RANKS", "PlanReport", "RankCost", "plan_pretrained"]
@@ -145,23 +145,22 @@ def plan_pretrained(
     """
     _check_counts(ranks, replicas)
     policy = policy or ShardPolicy()
-    asked = understand(options, _floating_dtype(dtype))
-    _floating_dtype(asked.dtype)
-    declared = _init_rules(init)
-    directory = find_model(path, asked.hub, Ranks(), with_code=trust_remote_code)
-    prepared = prepare(
-        directory,
-        asked,
-        name=os.fspath(path),
+    request = Pretrained(
+        path=path,
+        dtype=_floating_dtype(dtype),
         auto_class=auto_class,
         config=config,
-        config_is_given=config is not None,
         trust_remote_code=trust_remote_code,
         key_mapping=key_mapping,
         unused=unused,
-        init=tuple(declared),
+        init=init,
         adapter=adapter,
+        options=options,
     )
+    asked = request.understood()
+    _floating_dtype(asked.dtype)
+    directory = find_model(path, asked.hub, Ranks(), with_code=trust_remote_code)
+    prepared = prepare(request, asked, directory)
     model, catalog, rules = prepared.model, prepared.catalog, prepared.rules
     model_class = type(prepared.base).__name__  # before FSDP2 swaps it
     groups = describe_groups(model, policy)

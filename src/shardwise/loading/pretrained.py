@@ -27,7 +27,7 @@ from ..limits import (
     brief,
     read_shallow_json,
 )
-from ..models.arguments import Arguments, FromPretrained, understand
+from ..models.arguments import Arguments, FromPretrained, Pretrained, init_rules
 from ..models.classes import config_and_class, home_of, in_turn, read_config
 from ..models.homes import remember_home
 from ..models.hub import find_model
@@ -39,7 +39,7 @@ from ..ranks.ranks import Ranks
 from ..recipe.match import Rules, matches_any, same_names
 from ..recipe.transformers import HubRules, hub_rules, note_conversions
 from ..sharding.fsdp import ShardPolicy, shard
-from .load import _init_rules, fill
+from .load import fill
 from .report import LoadReport
 
 __all__ = ["Prepared", "build_meta", "load_pretrained", "load_wrapped", "prepare", "read_config"]
@@ -105,9 +105,8 @@ def load_pretrained(
 
     if device is None and (chosen.cpu_offload or mesh is None):
         device = "cpu"
-    return load_wrapped(
-        path,
-        wrap,
+    request = Pretrained(
+        path=path,
         dtype=dtype,
         auto_class=auto_class,
         config=config,
@@ -116,55 +115,31 @@ def load_pretrained(
         unused=unused,
         init=init,
         adapter=adapter,
-        seed=seed,
-        device=device,
-        io=io,
         options=options,
     )
+    return load_wrapped(request, wrap, seed=seed, device=device, io=io)
 
 
 def load_wrapped(
-    path: str | os.PathLike[str],
+    request: Pretrained,
     wrap: Callable[[Any], tuple[str, ...]],
     *,
-    dtype: torch.dtype | str,
-    auto_class: Any,
-    config: Any,
-    trust_remote_code: bool,
-    key_mapping: Mapping[str, str] | None,
-    unused: Sequence[str],
-    init: Mapping[str, str] | None,
-    adapter: Any,
     seed: int,
     device: torch.device | str | None,
     io: IOOptions | None,
-    options: Mapping[str, Any],
 ) -> tuple[Any, LoadReport]:
     """:func:`load_pretrained`, sharded by ``wrap``: it gets the model on meta and gives the patterns of ``ignored``."""
     io = io or IOOptions()
     ranks = Ranks.current(timeout_s=io.timeout_s)
     with ranks.agree("check arguments"):
-        asked = understand(options, dtype)
-        declared = _init_rules(init)
-    directory = find_model(path, asked.hub, ranks, with_code=trust_remote_code)
-    is_given = config is not None
-    if trust_remote_code:
-        config, auto_class = in_turn(
-            ranks, lambda: config_and_class(directory, config, auto_class, trust_remote_code=True)
-        )
+        asked = request.understood()
+    directory = find_model(request.path, asked.hub, ranks, with_code=request.trust_remote_code)
+    known = None
+    if request.trust_remote_code:
+        given = request.config, request.auto_class
+        known = in_turn(ranks, lambda: config_and_class(directory, *given, trust_remote_code=True))
     with ranks.agree("build model"):
-        prepared = prepare(
-            directory,
-            asked,
-            name=os.fspath(path),
-            auto_class=auto_class,
-            config=config,
-            config_is_given=is_given,
-            key_mapping=key_mapping,
-            unused=unused,
-            init=tuple(declared),
-            adapter=adapter,
-        )
+        prepared = prepare(request, asked, directory, known)
         ignored = wrap(prepared.model)
         live = describe(prepared.model)
     report = fill(
@@ -198,42 +173,32 @@ class Prepared:
 
 
 def prepare(
-    directory: str,
-    asked: Arguments,
-    *,
-    name: str,
-    auto_class: Any,
-    config: Any,
-    key_mapping: Mapping[str, str] | None,
-    unused: Sequence[str],
-    init: Sequence[str],
-    adapter: Any,
-    config_is_given: bool,
-    trust_remote_code: bool = False,
+    request: Pretrained, asked: Arguments, directory: str, known: tuple[Any, Any] | None = None
 ) -> Prepared:
     """Everything of a load that comes before sharding; what a plan and a load have in common. Rank-local.
 
-    ``name`` is what the caller called the model: its ``name_or_path``. ``config_is_given``: by the caller, not read from
-    ``directory``.
+    ``asked`` is what ``request`` comes to (:meth:`Pretrained.understood`), ``directory`` where its model lies. ``known``:
+    config and class, where the model's own code was imported already.
     """
     catalog = open_catalog(directory, variant=asked.hub.variant)
+    config, auto_class = known if known is not None else (request.config, request.auto_class)
     base = build_meta(
         directory,
         catalog,
         dtype=asked.dtype,
         auto_class=auto_class,
         config=config,
-        config_is_given=config_is_given,
-        trust_remote_code=trust_remote_code,
+        config_is_given=request.config is not None,
+        trust_remote_code=request.trust_remote_code and known is None,
         implementations=asked.implementations,
-        name=name,
+        name=os.fspath(request.path),
     )
-    hub = hub_rules(base, key_mapping)
-    rules = with_callers(hub, catalog, unused, init)
+    hub = hub_rules(base, request.key_mapping)
+    rules = with_callers(hub, catalog, request.unused, tuple(init_rules(request.init)))
     inverted = _conversions_of_checkpoint(base, hub, catalog) if catalog.has_module_names else None
     model = base
-    if adapter is not None:
-        model, adapters = attach(base, adapter)
+    if request.adapter is not None:
+        model, adapters = attach(base, request.adapter)
         catalog, rules = combine(describe(model), catalog, rules, adapters)
     return Prepared(base, model, catalog, rules, lambda: hub.used() if inverted is None else inverted)
 

@@ -1,9 +1,9 @@
-"""Keyword arguments of ``from_pretrained`` that people bring along: those that work here, and what to do about the rest."""
+"""What loaders of transformers models are asked for: their common arguments, and those of ``from_pretrained``."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -12,7 +12,7 @@ import torch
 from .hub import HubOptions
 from .unquantized import refuse_request
 
-__all__ = ["REFUSED", "Arguments", "FromPretrained", "understand"]
+__all__ = ["REFUSED", "Arguments", "FromPretrained", "Pretrained", "init_rules", "understand"]
 
 
 class FromPretrained(TypedDict, total=False):
@@ -136,3 +136,38 @@ def _instead(name: str) -> str:
         f"what changes the config goes into one: config = AutoConfig.from_pretrained(path, {name}=…), and "
         f"load_pretrained(path, …, config=config)"
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pretrained:
+    """Which model is built, and from what it is filled: what every loader of transformers models takes alike.
+
+    See :func:`shardwise.load_pretrained` for the fields.
+    """
+
+    path: str | os.PathLike[str]
+    dtype: torch.dtype | str
+    auto_class: Any
+    config: Any
+    trust_remote_code: bool
+    key_mapping: Mapping[str, str] | None
+    unused: Sequence[str]
+    init: Mapping[str, str] | None
+    adapter: Any
+    options: Mapping[str, Any]
+    """The keyword arguments of ``from_pretrained`` among the caller's."""
+
+    def understood(self) -> Arguments:
+        """``options`` and ``dtype``, checked; ``init`` is, too. Raises :class:`TypeError` or :class:`ValueError`."""
+        found = understand(self.options, self.dtype)
+        init_rules(self.init)
+        return found
+
+
+def init_rules(init: Mapping[str, str] | None) -> dict[str, str]:
+    """The patterns that may be initialised; ``"model"`` is the only rule so far."""
+    rules = dict(init or {})
+    for pattern, rule in rules.items():
+        if rule != "model":
+            raise ValueError(f"init={{{pattern!r}: {rule!r}}}: the rule must be 'model' (the model's own)")
+    return rules
