@@ -11,11 +11,11 @@ __all__ = ["no_collections"]
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """The collector waits while the block runs (or the function that this decorates), if it was on.
+    """Pause the cyclic collector during the block (or the decorated function), if it was on.
 
-    Planning makes about a million records and no cycles. The collector then looks several times through everything
-    that the process holds (a second each beside a model of 20,000 parameters), and finds nothing. Reference counting
-    goes on. Blocks may be nested, and run in several threads: the last that ends leaves the collector on.
+    Planning makes about a million records and no cycles. The collector would scan the whole process several times
+    (a second each beside a model of 20,000 parameters) and find nothing. Reference counting goes on. Blocks may nest
+    and run in several threads: the last one to end turns the collector on again.
     """
     was_on = gc.isenabled()
     if was_on:
@@ -26,7 +26,7 @@ def no_collections() -> Iterator[None]:
     finally:
         if was_on:
             if not gc.get_freeze_count():  # else they are the program's own, and not ours to thaw
-                # Makes all objects old ones at once. As young ones the next allocation would have looked through them.
+                # Moves all objects to the oldest generation. Otherwise the next allocation would scan the new ones.
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()

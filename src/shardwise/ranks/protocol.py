@@ -2,13 +2,12 @@
 
 A rank that is stopped inside a gloo collective poisons the group for good. Rank 0 coordinates. In round ``n``::
 
-    others:  status/<rank> = ok | cause | payload,  n/arrived += 1,  poll n/verdict,  n/seen += 1
+    rank r:  status/<rank> = ok | cause | payload,  n/arrived += 1,  poll n/verdict,  n/seen += 1
     rank 0:  poll n/arrived,  read the statuses,  n/verdict = ok | causes | reply,  poll n/seen,  delete n/*
 
-The verdict is set once (compare-and-set), so all ranks read the same one whoever wrote it, whenever they
-read it: waiting ranks write it themselves when rank 0 makes no progress. Progress is ``beat/<rank>``, which
-`Ranks.tick` advances about once a second from the working thread, or while that is in a system call on a file from
-the thread that watches it (:mod:`.patience`).
+The verdict is set once (compare-and-set), so all ranks read the same one at any time, even when a waiting rank wrote
+it because rank 0 made no progress. Progress is ``beat/<rank>``. `Ranks.tick` advances it about once a second from the
+working thread; during a system call on a file the watching thread does (:mod:`.patience`).
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ _PART_BYTES = 4 * 1024**2  # TCPStore refuses values above 8 MiB and drops the c
 _INLINE_BYTES = 64 * 1024  # payloads up to here travel inside the status or verdict
 _STATUSES_PER_GET = 256
 _CAUSE_CHARS = 4_000
-_ALL_CAUSES_CHARS = 256_000  # of one verdict, so that 1,000 failing ranks still fit into one value
+_ALL_CAUSES_CHARS = 256_000  # per verdict: the causes of 1,000 failing ranks fit into one value
 _FIRST_PAUSE_S = 0.001
 _LOOK_PERIOD_S = 1.0
-_LINGER_S = 2.0  # how long rank 0 stays for ranks that have arrived but not yet read the verdict
-_SAME_FAILURE_GRACE_S = 2.0  # how long rank 0 waits for the others to fail alike
-_FAILED = 1 << 32  # arrived counts arrivals in its low half, failures among them in its high half
-_AGREED = "_shardwise_agreed"  # attribute of errors that all ranks raise: an outer agree() lets them pass
+_LINGER_S = 2.0  # how long rank 0 waits for ranks that have arrived but not yet read the verdict
+_SAME_FAILURE_GRACE_S = 2.0  # how long rank 0 waits for the other ranks to fail alike
+_FAILED = 1 << 32  # n/arrived counts arrivals in its low half, failures among them in its high half
+_AGREED = "_shardwise_agreed"  # attribute of an error that all ranks raise: an outer agree() passes it on
 _UNREACHABLE = "unreachable: the process group's store is gone (did rank 0, or the process hosting it, end?)"
 
 
 class _Store(Protocol):
-    """What we use of torch.distributed.Store; its stub says str where bytes are taken and given."""
+    """The methods of torch.distributed.Store that shardwise uses. Its stub says str where it takes and gives bytes."""
 
     def set(self, key: str, value: bytes) -> None: ...
     def get(self, key: str) -> bytes: ...
@@ -58,7 +57,7 @@ class _Store(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Which agreement a rank is in."""
+    """The agreement that a rank is in."""
 
     kind: str
     label: str
@@ -67,7 +66,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """How a rank arrived at a round. ``fingerprint`` is equal for failures of the same type and full text."""
+    """How a rank arrived at a round. Failures of the same type and full text have the same ``fingerprint``."""
 
     round: int
     kind: str
@@ -79,7 +78,7 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What all ranks of a round do: go on with the reply, or raise."""
+    """The outcome of a round for all ranks: go on with the reply, or raise."""
 
     ok: bool
     label: str
@@ -95,7 +94,7 @@ class Verdict:
 
 
 def failure(call: Call, causes: Mapping[int, str], missing: tuple[int, ...] = ()) -> Verdict:
-    """The verdict that all raise, with causes cut so that those of 1,000 ranks fit into one value."""
+    """A verdict that makes all ranks raise. Its causes are cut: those of 1,000 ranks fit into one value."""
     room = max(200, _ALL_CAUSES_CHARS // max(1, len(causes)))
     short = {str(rank): shorten(cause, room) for rank, cause in sorted(causes.items())}
     return Verdict(ok=False, label=call.label, causes=short, missing=missing, timeout_s=call.timeout_s)
@@ -104,8 +103,8 @@ def failure(call: Call, causes: Mapping[int, str], missing: tuple[int, ...] = ()
 class Watch:
     """Finds ranks that make no progress, by looking at their beats about once a second.
 
-    Adds up the time between looks instead of comparing clocks, so that a watcher that was itself stopped
-    or suspended does not blame the others when it wakes.
+    Adds up the time between looks instead of comparing clocks: a watcher that was itself stopped or suspended does
+    not blame other ranks when it wakes.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -130,8 +129,8 @@ class Watch:
         return tuple(rank for rank in sorted(beats) if self._idle_s[rank] >= self._timeout_s)
 
 
-# One link per process group, shared by all Ranks of it so that their rounds stay in step. Weak, because a
-# reference to the store would keep its port taken after destroy_process_group().
+# One link per process group. All Ranks of the group share it, so their rounds stay in step. Weak: a reference to the
+# store would keep its port taken after destroy_process_group().
 _opening = threading.Lock()
 _links: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Link]] = weakref.WeakKeyDictionary()
 
@@ -139,8 +138,7 @@ _links: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Link]] = weakref.
 def link_of(group: dist.ProcessGroup, rank: int, world_size: int, channel: str = "") -> Link:
     """This process's link of a group; made at the first call.
 
-    A channel has rounds of its own, and a connection of its own to the store: what one thread agrees on there
-    does not come between the rounds of another.
+    Each channel has its own rounds and its own connection to the store, so two threads can agree independently.
     """
     with _opening:
         links = _links.setdefault(group, {})
@@ -154,7 +152,7 @@ def _open_link(rank: int, world_size: int, channel: str) -> Link:
         store = default_store()
         if channel:
             store = store.clone()
-        # Under torchrun the store outlives the group: a group made anew must not read old verdicts.
+        # Under torchrun the store outlives the group: a new group must not read old verdicts.
         generation = store.add(f"shardwise/{channel}generation/{rank}", 1)
         prefixed = dist.distributed_c10d.PrefixStore(f"shardwise/{channel}{generation}", store)
     except RuntimeError as error:
@@ -176,11 +174,11 @@ class Link:
         self._ticked = 0.0
         self._beating = (
             threading.Lock()
-        )  # a beat that a thread made before this rank arrived must not come after it
+        )  # a beat from before this rank arrived must not be written after its arrival
         self._prepared = False
         self._broken = False
         self._unswept: list[str] = []
-        # All ranks together poll about 5,000 times a second at most: a fraction of what a TCPStore serves.
+        # All ranks together poll about 5,000 times a second at most; a TCPStore serves many more.
         self._longest_pause_s = max(0.005, 0.0002 * world_size)
 
     def tick(self, amount: int, period_s: float) -> None:
@@ -194,7 +192,7 @@ class Link:
                 self._broken = True
 
     def is_agreed(self, error: BaseException) -> bool:
-        """Whether all ranks have just raised this, so that agreeing on it again would wait for nobody."""
+        """Whether all ranks have just raised this error: no rank would come to another agreement on it."""
         return bool(getattr(error, _AGREED, None) == (self._generation, self._round))
 
     def agree(
@@ -205,7 +203,7 @@ class Link:
         payload: bytes = b"",
         decide: Callable[[list[bytes]], bytes] = lambda _: b"",
     ) -> bytes:
-        """One round. ``decide`` runs on rank 0 on all payloads and makes the reply, or raises RankError."""
+        """One round. On rank 0, ``decide`` makes the reply from all payloads, or raises RankError."""
         self._round += 1
         status = self._status(call, own)
         try:
@@ -213,7 +211,7 @@ class Link:
                 verdict, reply = self._lead(call, status, own, payload, decide)
             elif own is None or isinstance(own, Exception):
                 verdict, reply = self._follow(call, status, payload)
-            else:  # Ctrl-C or exit: tell the others, don't wait for them nor for rank 0's verdict
+            else:  # Ctrl-C or exit: tell the other ranks; wait neither for them nor for rank 0's verdict
                 self._publish(failure(call, {self._rank: cause_of(own)}))
                 self._post(status)
                 self._store.add(self._key("seen"), 1)
@@ -224,7 +222,7 @@ class Link:
             self._raise_unreachable(call, status, own, error)
         except BaseException as error:
             if error is not own:
-                with suppress(RuntimeError):  # we leave; don't let the others wait for us
+                with suppress(RuntimeError):  # this rank leaves; the other ranks must not wait for it
                     self._publish(failure(call, {self._rank: cause_of(error)}))
             raise
         if own is not None and (verdict.identical or not isinstance(own, Exception)):
@@ -255,7 +253,7 @@ class Link:
         return verdict, reply
 
     def _await_arrivals(self, call: Call, own_status: Status, own: BaseException | None) -> Verdict | None:
-        """Wait until all are here (None), or until the round is known to fail."""
+        """Wait until all ranks have arrived (None), or until the round is known to fail."""
         watch = Watch(call.timeout_s)
         pauses = self._pauses()
         failed_since: float | None = None
@@ -292,7 +290,7 @@ class Link:
         self, call: Call, payload: bytes, decide: Callable[[list[bytes]], bytes]
     ) -> tuple[Verdict, bytes]:
         statuses = self._statuses()
-        if len(statuses) < self._others:  # the others gave us up while we were stopped, and went on
+        if len(statuses) < self._others:  # while rank 0 was stopped, the other ranks gave it up and went on
             return self._published()
         causes = {rank: _disagreement(rank, status, call) for rank, (status, _) in statuses.items()}
         causes = {rank: cause for rank, cause in causes.items() if cause}
@@ -307,9 +305,9 @@ class Link:
             return failure(call, error.causes), b""
 
     def _linger(self, longest_s: float) -> None:
-        """Stay until all who arrived have read the verdict: the store may end with this process.
+        """Stay until all ranks that arrived have read the verdict: the store may end with this process.
 
-        When all ranks have read it, nobody needs this or an earlier round's keys.
+        Once all ranks have read it, the keys of this round and of earlier ones can go.
         """
         pauses = self._pauses()
         end = time.monotonic() + longest_s
@@ -326,7 +324,7 @@ class Link:
         return arrived, failed
 
     def _prepare(self) -> None:
-        """Create the others' keys where they have not: reading a key that does not exist blocks."""
+        """Create the keys that other ranks have not created yet: reading a missing key blocks."""
         if not self._prepared:
             for rank in range(1, self._others + 1):
                 self._store.compare_set(f"beat/{rank}", b"", b"0 0")
@@ -339,7 +337,7 @@ class Link:
         return {rank: beat for rank, beat in enumerate(beats, 1) if int(beat.split()[0]) < self._round}
 
     def _statuses(self) -> dict[int, tuple[Status, bytes]]:
-        """The statuses, with inline payload, of those who have arrived at this round."""
+        """The statuses, with inline payload, of the ranks that have arrived at this round."""
         self._prepare()
         found: dict[int, tuple[Status, bytes]] = {}
         for first in range(1, self._others + 1, _STATUSES_PER_GET):
@@ -396,7 +394,7 @@ class Link:
             self._store.set(f"beat/{self._rank}", f"{self._posted} {self._ticks}".encode())
 
     def _publish(self, verdict: Verdict, inline: bytes = b"") -> Verdict:
-        """Make this the verdict unless there is one; returns the one that holds."""
+        """Set this verdict unless one is set already; returns the one that is set."""
         packed = self._store.compare_set(self._key("verdict"), b"", pack(verdict, inline))
         return Verdict(**json.loads(packed.split(b"\n", 1)[0]))
 
@@ -406,7 +404,7 @@ class Link:
         return verdict, self._get_parts("reply", verdict.parts) if verdict.parts else inline
 
     def _put_parts(self, name: str, payload: bytes) -> int:
-        """Store a payload that is too large to travel inline, in parts; returns how many."""
+        """Store a payload in parts if it is too large to travel inline; returns the number of parts."""
         if len(payload) <= _INLINE_BYTES:
             return 0
         view = memoryview(payload)
@@ -419,7 +417,7 @@ class Link:
     def _get_parts(self, name: str, count: int) -> bytes:
         parts = []
         for key in [self._key(f"{name}/{i}") for i in range(count)]:
-            if self._store.check([key]):  # else its rank gave us up and took it back: a verdict says so
+            if self._store.check([key]):  # else its rank gave this one up and deleted it; a verdict says so
                 parts.append(self._store.get(key))
             self.tick(1, _LOOK_PERIOD_S)
         return b"".join(parts)
@@ -446,7 +444,7 @@ class Link:
 
 
 def look_period_s(timeout_s: float) -> float:
-    """How often ranks show, and look for, progress."""
+    """Seconds between two signs of progress, and between two looks for them."""
     return min(_LOOK_PERIOD_S, timeout_s / 4)
 
 
@@ -462,15 +460,15 @@ def cause_of(error: BaseException) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """An exception's text, or that it can't tell."""
+    """An exception's text, or a note that it has none."""
     try:
         return str(error)
-    except Exception:  # reporting must not fail: the others wait for it
+    except Exception:  # reporting must not fail: the other ranks wait for it
         return "(its text can't be made)"
 
 
 def shorten(text: str, chars: int) -> str:
-    """At most so many characters of a text."""
+    """``text``, cut to at most ``chars`` characters."""
     return text if len(text) <= chars else f"{text[: chars - 20]} … [shortened]"
 
 
