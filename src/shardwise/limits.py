@@ -37,7 +37,7 @@ MAX_NAME_CHARS = 1024
 MAX_PICKLE_BYTES = 1024**3
 #: Text, bytes and whole numbers in a pickle.
 MAX_PICKLED_TEXT_BYTES, MAX_PICKLED_INT_BYTES = 1024**2, 32
-#: Containers in one another in a pickle. Real ones nest nine deep.
+#: Nested containers in a pickle. Real ones nest nine deep.
 MAX_PICKLE_DEPTH = 32
 #: Values that a walk through a pickle meets, for each of its bytes: a shared part is met once per reference.
 MAX_VISITS_PER_BYTE = 16
@@ -51,7 +51,7 @@ MAX_BYTES_PER_BYTE = 64
 MAX_COMPARISONS_PER_CHUNK = 64
 #: A number in config.json that counts layers, labels, heads and so on. Config classes make lists of this length.
 MAX_CONFIG_COUNT = 2**20
-#: Values in one another in a config. Real ones nest six deep; transformers writes each out again, indented by its depth.
+#: Nested values in a config. Real ones nest six deep; transformers writes each out again, indented by its depth.
 MAX_CONFIG_DEPTH = 32
 #: Modules, parameters and buffers that a config may build: a base number, plus a number for each stored tensor.
 MAX_MODULES, MAX_MODULES_PER_TENSOR = 2_000, 64

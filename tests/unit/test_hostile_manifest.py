@@ -292,8 +292,8 @@ def test_what_is_no_regular_file_is_a_line(step: Path) -> None:
     put_file(step, "note", b"")
     (step / "note").unlink()
     os.mkfifo(step / "note")
-    assert sw.verify(step).problems == ("note: is no regular file",)
-    with pytest.raises(IntegrityError, match="note: is no regular file"):
+    assert sw.verify(step).problems == ("note: is not a regular file",)
+    with pytest.raises(IntegrityError, match="note: is not a regular file"):
         check_files(str(step), 7)
 
 

@@ -325,7 +325,7 @@ def test_no_descriptor_stays_open(run_directory: Path, tmp_path: Path) -> None:
 
 def test_a_lock_that_is_a_pipe(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / ".lock")
-    with pytest.raises(ShardwiseError, match="no regular file"):
+    with pytest.raises(ShardwiseError, match="not a regular file"):
         sw.Checkpointer(tmp_path)
 
 

@@ -114,7 +114,7 @@ def _wrong_file(path: str, nbytes: int) -> str | None:
     except OSError as error:  # a link to nothing, or to itself
         return f"lost ({error.strerror})"
     if not stat.S_ISREG(status.st_mode):
-        return "is no regular file"
+        return "is not a regular file"
     if status.st_size != nbytes:
         return f"{status.st_size} bytes, expected {nbytes}: truncated or overwritten"
     return None
