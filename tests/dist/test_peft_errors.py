@@ -49,7 +49,7 @@ EXPECTED: dict[str, tuple[str, tuple[str, ...]]] = {
     "no directory": ("SourceError", ("no directory: no such directory",)),
     "no config": ("SourceError", ("no config: no adapter_config.json",)),
     "no tensors": ("SourceError", ("no tensors: no adapter_model.safetensors",)),
-    "pickled": ("SourceError", ("adapter_model.bin is pickled and not read",)),
+    "pickled": ("SourceError", ("adapter_model.bin is a pickle, which is not read",)),
     "not a config": ("FormatError", ("adapter_config.json: not a config that PEFT can read",)),
     "other rank": ("PlanError", ("'default': r is 2 in", "and 4 in the model")),
     "other alpha": ("PlanError", ("'default': lora_alpha is 99 in", "and 8 in the model")),
@@ -150,7 +150,7 @@ def test_wrong_arguments_and_export(ranks: RankPool, tmp_path: Path) -> None:
     for case, words in {
         "one directory for two": "ValueError: the model has the adapters 'default', 'style'",
         "no such adapter": "ValueError: adapter= names 'stile'; the model has 'default', 'style'",
-        "not PEFT's": "TypeError: Linear is no PeftModel",
+        "not PEFT's": "TypeError: Linear is not a PeftModel",
         "not a config": "TypeError: adapter 'default' must be a PEFT config or a directory, got 3",
         "export": "CheckpointError: a model with PEFT adapters has no hub format: write the adapters of the",
         "save": "ValueError: adapter_name='stile': the model has the adapters 'default', 'style'",

@@ -1,4 +1,4 @@
-"""Adapters in a load: their directories, what can't be loaded, and one catalog and one set of rules with the base."""
+"""Adapters in a load: opens their directories, refuses unsupported ones, and merges catalog and rules with the base."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 
-#: Values of ``init_lora_weights`` that leave the base's weights as they are stored.
+#: Values of ``init_lora_weights`` that do not change the base's weights.
 _BASE_IS_KEPT = (*SEEDED_INITS, False, "eva", "orthogonal", "mica")
 
 #: Settings that add tensors of other kinds, tie them, or change the base.
@@ -50,7 +50,7 @@ _UNSUPPORTED = (
     "velora_config",
 )
 
-#: Settings that change what an adapter computes while its tensors may fit all the same.
+#: Settings that change an adapter's result although its tensors may still fit.
 _SETTINGS = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora")
 
 
@@ -64,9 +64,9 @@ class AdapterFiles:
 
 
 def open_adapter(directory: str | os.PathLike[str]) -> AdapterFiles:
-    """Config and headers of a directory that PEFT (or ``save_adapter``) wrote. Rank-local; no payload is read.
+    """Config and headers of a directory that PEFT (or ``save_adapter``) wrote. Rank-local; reads no payload.
 
-    Raises :class:`SourceError` naming the file that is missing, :class:`FormatError` for one that can't be read.
+    Raises :class:`SourceError` naming a missing file, :class:`FormatError` for one that can't be read.
     """
     root = os.fspath(directory)
     file = os.path.join(root, CONFIG_NAME)
@@ -77,37 +77,37 @@ def open_adapter(directory: str | os.PathLike[str]) -> AdapterFiles:
         raise SourceError(f"no {CONFIG_NAME}; PEFT writes one beside an adapter's tensors", path=root)
     if not os.path.isfile(weights):
         pickled = os.path.isfile(os.path.join(root, "adapter_model.bin"))
-        hint = "; adapter_model.bin is pickled and not read: save it again with PEFT" if pickled else ""
+        hint = "; adapter_model.bin is a pickle, which is not read: save it again with PEFT" if pickled else ""
         raise SourceError(f"no {WEIGHTS_NAME}{hint}", path=root)
     return AdapterFiles(root, catalog_of_safetensors(weights), read_adapter_config(root))
 
 
 def read_adapter_config(root: str) -> Any:
-    """The PEFT config that lies in a directory. Rank-local. Raises :class:`FormatError` if it can't be read."""
+    """The PEFT config in a directory. Rank-local. Raises :class:`FormatError` if it can't be read."""
     peft, file = _import_peft(), os.path.join(root, CONFIG_NAME)
     _check_config(read_shallow_json(file, "not a config that PEFT can read: it"), file)
     try:
         return peft.PeftConfig.from_pretrained(root)
     except Exception as error:
-        # Config classes check their fields with errors of many kinds, some not derived from ValueError.
+        # Config classes raise errors of many types for wrong fields, some not derived from ValueError.
         raise FormatError(
             f"not a config that PEFT can read: {type(error).__name__}: {brief(str(error))}", path=file
         ) from error
 
 
-#: Settings that PEFT matches with names of modules: expressions, or mappings whose keys are some.
+#: Settings that PEFT matches with names of modules: expressions, or mappings with expressions as keys.
 _PATTERNS = ("target_modules", "exclude_modules", "layers_pattern", "rank_pattern", "alpha_pattern")
 
 
 def _check_config(document: Any, file: str) -> None:
-    """Raise :class:`FormatError` for settings with which PEFT would take for ever, or more memory than a model has."""
+    """Raise :class:`FormatError` for settings that would cost PEFT endless time, or more memory than a model."""
     if not isinstance(document, dict):
         raise FormatError("not a config that PEFT can read: not a JSON object", path=file)
     patterns, ranks = document.get("rank_pattern"), [document.get("r", 1)]
     ranks += list(patterns.values()) if isinstance(patterns, dict) else []
     for rank in ranks:
         if type(rank) is not int or not 0 < rank <= MAX_ADAPTER_RANK:
-            raise FormatError(f"rank {brief(rank)} is no number from 1 to {MAX_ADAPTER_RANK}", path=file)
+            raise FormatError(f"rank {brief(rank)} is not a number from 1 to {MAX_ADAPTER_RANK}", path=file)
     for setting in _PATTERNS:
         value = document.get(setting)
         for pattern in [value] if isinstance(value, str) else value if isinstance(value, dict) else []:
@@ -123,10 +123,10 @@ def _import_peft() -> Any:
 
 
 def attach(base: nn.Module, adapter: Any) -> tuple[Any, dict[str, AdapterFiles]]:
-    """Let PEFT wrap a base model on meta. Returns the ``PeftModel`` and the files of the adapters that have some.
+    """Let PEFT wrap a base model on meta. Returns the ``PeftModel``, and the files of adapters with a directory.
 
     ``adapter`` is a PEFT config, a directory, or a mapping of adapter names to either; the first becomes the active
-    one. One from a directory can be trained. Nothing is allocated or drawn, and the caller's configs stay theirs.
+    one. An adapter from a directory can be trained. Allocates and draws nothing; copies the caller's configs.
 
     Rank-local. Raises as :func:`open_adapters` does.
     """
@@ -149,7 +149,7 @@ def attach(base: nn.Module, adapter: Any) -> tuple[Any, dict[str, AdapterFiles]]
     model: Any = None
     for name, config in configs.items():
         trained_on = config.base_model_name_or_path
-        config.base_model_name_or_path = None  # so that PEFT takes the base's without a warning
+        config.base_model_name_or_path = None  # PEFT then takes the base's without a warning
         try:
             with meta_init():
                 if model is None:
@@ -159,7 +159,7 @@ def attach(base: nn.Module, adapter: Any) -> tuple[Any, dict[str, AdapterFiles]]
         except Exception as error:
             if name not in files:
                 raise  # the caller's own config
-            # PEFT fails with whatever comes up when a setting has a value of another kind.
+            # PEFT may raise anything for a setting of the wrong type.
             raise FormatError(
                 f"PEFT can't put this adapter into {type(base).__name__} ({cause(error)})",
                 path=os.path.join(files[name].directory, CONFIG_NAME),
@@ -170,7 +170,7 @@ def attach(base: nn.Module, adapter: Any) -> tuple[Any, dict[str, AdapterFiles]]
 
 
 def open_adapters(model: nn.Module, adapter: Any) -> dict[str, AdapterFiles]:
-    """The files of the adapters of a ``PeftModel`` that are to be loaded from a directory, by name.
+    """The files, by name, of a ``PeftModel``'s adapters that are loaded from a directory.
 
     ``adapter`` is a directory (for a model with one adapter), a mapping of names to directories, or None.
 
@@ -180,7 +180,7 @@ def open_adapters(model: nn.Module, adapter: Any) -> dict[str, AdapterFiles]:
     peft = peft_model(model)
     if peft is None:
         raise TypeError(
-            f"{type(model).__name__} is no PeftModel: wrap the base with peft.get_peft_model() inside sw.meta_init()"
+            f"{type(model).__name__} is not a PeftModel: wrap the base with peft.get_peft_model() inside sw.meta_init()"
         )
     configs = adapter_configs(peft)
     if adapter is None or isinstance(adapter, Mapping):
@@ -202,7 +202,7 @@ def open_adapters(model: nn.Module, adapter: Any) -> dict[str, AdapterFiles]:
 
 
 # ----------------------------------------------------------------------------------------------------
-# What can't be loaded
+# Unsupported adapters
 
 
 def _refuse(base: nn.Module, configs: Mapping[str, Any], files: Mapping[str, AdapterFiles]) -> None:
@@ -210,8 +210,8 @@ def _refuse(base: nn.Module, configs: Mapping[str, Any], files: Mapping[str, Ada
     quantised = getattr(getattr(base, "config", None), "quantization_config", None)
     if quantised is not None or getattr(base, "hf_quantizer", None) is not None:
         problems.append(
-            f"the base {type(base).__name__} is quantised ({type(quantised).__name__}), which is not read in shards "
-            f"yet; take an unquantised base"
+            f"the base {type(base).__name__} is quantised ({type(quantised).__name__}), which can't be sharded yet; "
+            f"take an unquantised base"
         )
     for name, config in configs.items():
         problems += [f"adapter {name!r}: {reason}" for reason in _obstacles(config, name in files)]
@@ -222,16 +222,16 @@ def _refuse(base: nn.Module, configs: Mapping[str, Any], files: Mapping[str, Ada
 
 
 def _obstacles(config: Any, has_files: bool) -> list[str]:
-    """What of an adapter's config has no sharded form."""
+    """Settings of an adapter's config that have no sharded form."""
     kind = getattr(config.peft_type, "value", config.peft_type)
     if kind != "LORA":
-        return [f"its method is {kind}; LoRA (with DoRA, modules_to_save, biases) is what can be loaded"]
+        return [f"its method is {kind}; only LoRA (with DoRA, modules_to_save, biases) can be loaded"]
     found = [f"{setting}= is not supported" for setting in _UNSUPPORTED if getattr(config, setting, None)]
     rule = config.init_lora_weights or False
     if rule not in _BASE_IS_KEPT:
         found.append(
-            f"init_lora_weights={rule!r} changes the base's weights, so that the stored ones are not those that it "
-            f"was trained with; convert it to plain LoRA with PEFT (path_initial_model_for_weight_conversion=)"
+            f"init_lora_weights={rule!r} changes the base's weights, so it was not trained with the stored ones; "
+            f"convert it to plain LoRA with PEFT (path_initial_model_for_weight_conversion=)"
         )
     elif rule not in SEEDED_INITS and not has_files:
         found.append(
@@ -242,16 +242,16 @@ def _obstacles(config: Any, has_files: bool) -> list[str]:
 
 
 def _differences(name: str, config: Any, files: AdapterFiles) -> list[str]:
-    """Settings in which a stored adapter is not the one that the model holds."""
+    """Settings in which a stored adapter differs from the model's."""
     found = [
         (setting, getattr(files.config, setting, None), getattr(config, setting, None))
         for setting in _SETTINGS
     ]
     patterns = getattr(files.config, "alpha_pattern", None)
-    if patterns:  # PEFT adds to an empty one where layers were fused since the adapter was trained
+    if patterns:  # PEFT adds to an empty one if layers were fused since the adapter was trained
         found.append(("alpha_pattern", patterns, config.alpha_pattern))
     return [
-        f"adapter {name!r}: {setting} is {stored!r} in {files.directory}/{CONFIG_NAME}, and {own!r} in the model"
+        f"adapter {name!r}: {setting} is {stored!r} in {files.directory}/{CONFIG_NAME}, but {own!r} in the model"
         for setting, stored, own in found
         if stored != own
     ]
@@ -266,10 +266,10 @@ def combine(
 ) -> tuple[Catalog, Rules]:
     """Base and adapters as one source for one plan and one proof of cover. Pure.
 
-    ``rules`` are those of the base model. Stored names of an adapter's tensors get its name in front
-    (``default:base_model.model.…``), so that several files can hold equal names. Adapters without files get PEFT's
-    initial values, trained copies (``modules_to_save``) without files those of the base. A tensor of the base that
-    an adapter brings along (biases, embeddings) is the adapter's.
+    ``rules`` are those of the base model. Stored names of an adapter's tensors get its name as prefix
+    (``default:base_model.model.…``), because several files may hold equal names. Adapters without files get PEFT's
+    initial values; trained copies (``modules_to_save``) without files get the base's values. If an adapter's file holds
+    a tensor of the base (biases, embeddings), the file's one is loaded.
     """
     outer = wrapped_rules(model, rules)
     found = base_of(model)
@@ -287,7 +287,7 @@ def combine(
     for one in outer.resolve(base.tensors):
         if one.target in brought:
             replaced |= dict.fromkeys(one.sources, f"adapter {brought[one.target]!r} (brings its own)")
-            one = replace(one, target=f"{one.target} (of the base)")  # no module's name
+            one = replace(one, target=f"{one.target} (of the base)")  # not the name of any module
         made.append(one)
     seeded = _seeded(model, files)
 
@@ -310,7 +310,7 @@ def combine(
 
 
 def _seeded(model: nn.Module, files: Mapping[str, AdapterFiles]) -> dict[str, str]:
-    """What adapters without files add to the model, and whose rule initialises it."""
+    """The tensors that adapters without files add to the model, each with the rule that initialises it."""
     of_the_base = wrapped_names(model).bases
     return {
         held: f"PEFT (init_lora_weights of {name!r})"
