@@ -226,7 +226,7 @@ def test_a_run_of_a_negative_step_is_not_converted(tmp_path: Path) -> None:
     source.mkdir()
     save_file({"w": torch.ones(2)}, source / "model.safetensors")
     (source / "trainer_state.json").write_text('{"global_step": -5}')
-    with pytest.raises(FormatError, match="global_step is -5, which counts no steps"):
+    with pytest.raises(FormatError, match="global_step is -5, which can't count steps"):
         convert(source, tmp_path / "out")
     assert tree(tmp_path) == [
         "checkpoint-5",

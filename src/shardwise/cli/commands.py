@@ -1,4 +1,4 @@
-"""The commands. Each parses, calls what does the work, and renders. Heavy imports wait until they are needed."""
+"""The commands. Each parses, calls the library, and renders. Heavy imports wait until they are needed."""
 
 from __future__ import annotations
 

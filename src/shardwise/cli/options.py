@@ -23,7 +23,7 @@ __all__ = [
     "trust_remote_code",
 ]
 
-#: What a model can be built or exported in.
+#: The dtypes in which a model can be built or exported.
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 _UNITS = {"": 1, "B": 1}
@@ -45,13 +45,13 @@ def byte_count(context: click.Context, parameter: click.Parameter, value: str) -
 
 
 def common(command: Callable[..., Any]) -> Callable[..., Any]:
-    """``--json`` and ``--debug``. The program looks at both itself, also when parsing fails."""
+    """``--json`` and ``--debug``. The program itself reads both, also when parsing fails."""
     command = click.option("--debug", is_flag=True, expose_value=False, help="Show tracebacks.")(command)
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")(command)
 
 
 def source_path(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The argument PATH. What is wrong with it is for the readers to say, who know more."""
+    """The argument PATH, unchecked: the readers raise better errors."""
     return click.argument("path", type=click.Path(path_type=str))(command)
 
 
@@ -76,7 +76,7 @@ def trust_remote_code(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def as_load_pretrained(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The arguments of ``load_pretrained`` that say which model is built, and of what."""
+    """The arguments of ``load_pretrained`` that choose the model and its source."""
     options = (
         click.option("--class", "class_name", default=None, metavar="[MODULE:]CLASS", help=_CLASS_HELP),
         click.option(
@@ -102,7 +102,7 @@ _ADAPTER_HELP = "Adapter to put in; with adapter_config.json alone, a new one."
 
 
 def model_class(name: str | None) -> Any:
-    """The class that ``--class`` names: of transformers, or of a module that is imported. Raises ``BadParameter``."""
+    """The class that ``--class`` names, from transformers or from a module that it imports. Raises ``BadParameter``."""
     if name is None:
         return None
     module, _, kind = name.rpartition(":")
@@ -117,7 +117,7 @@ def model_class(name: str | None) -> Any:
 
 
 def new_adapter(directory: str | None) -> Any:
-    """What ``adapter=`` takes for ``--adapter``: the directory, or the config where that is all it holds."""
+    """The value of ``adapter=`` for ``--adapter``: the directory, or its config if it holds nothing else."""
     if directory is None or not os.path.isfile(os.path.join(directory, "adapter_config.json")):
         return directory
     if any(name.startswith("adapter_model.") for name in os.listdir(directory)):

@@ -27,9 +27,9 @@ __all__ = [
     "match",
     "match_rules",
     "matches_any",
-    "nobody",
     "renamed",
     "same_names",
+    "undeclared",
 ]
 
 #: From the sorted stored names to the wanted name of each. It takes the whole list because some renames are stateful.
@@ -108,7 +108,7 @@ def same_names(stored: Mapping[str, StoredTensor]) -> list[Made]:
     return [as_stored(t, t.name) for t in stored.values()]
 
 
-def nobody(*_: str) -> None:
+def undeclared(*_: str) -> None:
     """No declaration."""
 
 
@@ -121,8 +121,8 @@ class Rules:
     """
 
     resolve: Resolve = same_names
-    unused: Callable[[str, str], str | None] = nobody
-    init: Callable[[str], str | None] = nobody
+    unused: Callable[[str, str], str | None] = undeclared
+    init: Callable[[str], str | None] = undeclared
     caller_declares: bool = False
     """Whether the call takes ``unused=``, ``init=`` and renames. Only then problems advise them."""
 
@@ -132,8 +132,8 @@ def match(
     wanted: Sequence[Wanted],
     rename: Rename,
     *,
-    unused: Callable[[str, str], str | None] = nobody,
-    init: Callable[[str], str | None] = nobody,
+    unused: Callable[[str, str], str | None] = undeclared,
+    init: Callable[[str], str | None] = undeclared,
 ) -> Matched:
     """Match a catalog against wanted tensors, by names; see :func:`match_rules`."""
     return match_rules(catalog, wanted, Rules(renamed(rename), unused, init, caller_declares=True))
