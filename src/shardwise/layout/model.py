@@ -31,14 +31,14 @@ __all__ = [
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a parameter or buffer that lies on this rank (the tensor itself if it is not a DTensor)."""
+    """This rank's part of a parameter or buffer (the tensor itself if it is not a DTensor)."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def fsdp1_problem(model: nn.Module) -> str | None:
-    """Why a model that FSDP1 wraps, in whole or in part, can be neither filled nor stored, and the way out; else None.
+    """The text of an error, with the way out, if FSDP1 wraps (a part of) the model; otherwise None.
 
-    Its flat parameters have neither names nor shapes of the model.
+    FSDP1's flat parameters have neither names nor shapes of the model, so they can be neither filled nor stored.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -55,8 +55,8 @@ def fsdp1_problem(model: nn.Module) -> str | None:
 def reshard(model: nn.Module) -> None:
     """Put every FSDP module back to its sharded parameters.
 
-    After a forward pass without backward the root keeps its gathered parameters registered; what reads or
-    fills a model must see the shards. Rank-local and free where nothing is gathered.
+    After a forward pass without backward the root keeps its gathered parameters registered, but reading or filling a
+    model needs the shards. Rank-local, and free if nothing is gathered.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -66,7 +66,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def world_size() -> int:
-    """Ranks of the default process group; 1 without one."""
+    """Size of the default process group; 1 without one."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
@@ -74,10 +74,10 @@ def geometries_of(model: nn.Module, tensors: Iterable[NamedTensor]) -> dict[str,
     """How each named tensor is spread over ranks."""
     fsdp = fsdp_parameter_ids(model)
     world = world_size()
-    # Reading a mesh costs more than everything else here, and most tensors share mesh and placements, many their spec.
+    # Reading a mesh dominates the cost. Most tensors share mesh and placements; many share their spec.
     known: dict[object, Geometry] = {}
     by_spec: dict[tuple[int, bool], Geometry] = {}
-    # One object for all that are equal, though their meshes are several: what is kept by geometry compares them by identity.
+    # One object for all equal geometries, even from several meshes: caches keyed by geometry compare by identity.
     one_of: dict[Geometry, Geometry] = {}
     found = {}
     for t in tensors:
@@ -96,11 +96,11 @@ def geometries_of(model: nn.Module, tensors: Iterable[NamedTensor]) -> dict[str,
 
 
 def layout_of(model: nn.Module, *, rank: int | None = None) -> Layout:
-    """What a load has to fill: every parameter and persistent buffer, with the boxes of one rank.
+    """The tensors that a load has to fill: every parameter and persistent buffer, with the boxes of one rank.
 
-    ``rank=None`` is this rank; its boxes are checked against the local tensors that torch allocated.
-    Another rank's layout is computed from placements alone, so that one process can plan for all.
-    Reads structure only. Raises :class:`LayoutError`.
+    ``rank=None`` is this rank; its boxes are checked against the local tensors that torch allocated. Another rank's
+    layout is computed from placements alone: one process can plan for all ranks. Reads structure only. Raises
+    :class:`LayoutError`.
     """
     tensors = [t for t in named_tensors(model) if t.persistent]
     geometries = geometries_of(model, tensors)
@@ -111,13 +111,13 @@ def layout_of(model: nn.Module, *, rank: int | None = None) -> Layout:
 
 
 def wanted_of(name: str, tensor: torch.Tensor, geometry: Geometry) -> Wanted:
-    """A tensor on this rank that a load has to fill and that is no model's; see :func:`layout_of`."""
+    """A tensor on this rank that a load has to fill, outside any model; see :func:`layout_of`."""
     (found,) = wanted_states({name: tensor}, {name: geometry})
     return found
 
 
 def wanted_states(tensors: Mapping[str, torch.Tensor], geometries: Mapping[str, Geometry]) -> list[Wanted]:
-    """:func:`wanted_of` many, which costs less together: most are spread like others."""
+    """:func:`wanted_of` for many tensors; cheaper together, because most are spread alike."""
     place = _place_on(_this_rank(), is_here=True)
     return [_wanted(name, tensor, geometries[name], place) for name, tensor in tensors.items()]
 
@@ -128,7 +128,7 @@ def _this_rank() -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a tensor lies on one rank."""
+    """The boxes and the storage of a tensor on one rank."""
 
     shape: tuple[int, ...]
     boxes: tuple[LocalBox, ...]
@@ -136,12 +136,12 @@ class _Place:
     local_strides: tuple[int, ...]
 
 
-#: From a tensor's name, itself, its local part and its geometry to where it lies.
+#: From a tensor's name, the tensor, its local part and its geometry to its place.
 _PlaceOf = Callable[[str, torch.Tensor, torch.Tensor, Geometry], _Place]
 
 
 def _place_on(rank: int, *, is_here: bool) -> _PlaceOf:
-    """Where tensors lie on a rank. Thousands are spread alike, and share the answer."""
+    """A function that places tensors on a rank. Thousands are spread alike and share one place."""
     known: dict[tuple[object, ...], _Place] = {}
 
     def place_of(name: str, tensor: torch.Tensor, local: torch.Tensor, geometry: Geometry) -> _Place:
@@ -189,7 +189,7 @@ def _wanted(
 
 
 def _owns_elements(tensor: torch.Tensor) -> bool:
-    """Whether no two indices of a strided tensor share a storage element (exact for what torch makes)."""
+    """Whether no two indices of a strided tensor share a storage element (exact for tensors that torch makes)."""
     pairs = sorted((st, n) for st, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)
     reach = 0
     for stride, size in pairs:

@@ -1,4 +1,4 @@
-"""Refusing what is quantised, before anything is planned: sources, and configs that the caller gives."""
+"""Refuses quantised sources and configs before anything is planned."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["refuse_config", "refuse_request", "refuse_source"]
 
 
 def refuse_source(catalog: Catalog, model: nn.Module | None = None) -> None:
-    """Raise :class:`UnsupportedConversionError`, in one line, if a source holds codes that ``model`` has no tensors for.
+    """Raise :class:`UnsupportedConversionError`, in one line, if a source holds codes for which ``model`` lacks tensors.
 
-    Float8 tensors without scales are no codes. Rank-local; looks at names only.
+    Float8 tensors without scales are not codes. Rank-local; looks only at names and dtypes.
     """
     own = [name for t in named_tensors(model) for name in t.names] if model is not None else ()
     found = quantized(catalog.tensors, own)
@@ -29,9 +29,9 @@ def refuse_source(catalog: Catalog, model: nn.Module | None = None) -> None:
 
 
 def refuse_config(config: Any, catalog: Catalog | None, path: str, *, given: bool) -> None:
-    """Raise :class:`UnsupportedConversionError` if the config of a load names a quantisation: the source's or a given one.
+    """Raise :class:`UnsupportedConversionError` if the config of a load (the source's or a given one) is quantised.
 
-    A checkpoint of a training run has the tensors that were trained, whatever its config kept. Rank-local.
+    A training checkpoint holds the trained tensors, even if its config still names a quantisation. Rank-local.
     """
     method = method_of_config(config)
     if not method or (catalog is not None and catalog.has_module_names and not given):
@@ -48,7 +48,7 @@ def refuse_config(config: Any, catalog: Catalog | None, path: str, *, given: boo
 
 
 def refuse_request(wanted: Any, where: str) -> NoReturn:
-    """Raise :class:`UnsupportedConversionError` for a quantisation that the caller asks for in ``where``."""
+    """Raise :class:`UnsupportedConversionError` for a quantisation requested in ``where``."""
     method = (
         method_of_config(wanted) or method_of_config({"quantization_config": wanted}) or "of no named method"
     )

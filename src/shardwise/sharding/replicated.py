@@ -1,9 +1,9 @@
-"""Gradients of parameters that stay whole on every rank, because FSDP2 can't shard them: averaged after backward.
+"""Averages, after backward, the gradients of parameters that FSDP2 can't shard and that stay whole on every rank.
 
-FSDP2 ends every backward in one callback, on every rank that ran one. What is here goes after it: one reduction
-over the mesh for all such parameters, zeros where this rank has no gradient. So it does not matter which of them
-a rank's loss used, in what order, or how often forward ran before; and nothing hangs on the parameter objects,
-which may be swapped, moved and loaded.
+FSDP2 ends every backward in one callback, on every rank that ran a backward. The reduction runs after it: one for all
+such parameters, over the mesh, with zeros if this rank has no gradient. So it does not matter which parameters a
+rank's loss used, in which order, or how often forward ran before. No hook hangs on the parameter objects, which may be
+swapped, moved and loaded.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def reduce_after_backward(
 ) -> None:
     """Average the gradients of the parameters at ``places`` over ``mesh`` at the end of each backward.
 
-    They follow the settings (gradient sync, divide factor) of one group: the first of the modules ``beside`` that
-    FSDP2 holds parameters for. Call after ``fully_shard``, on every rank, with the same places in the same order.
+    The settings (gradient sync, divide factor) of one group apply: that of the first module in ``beside`` for which
+    FSDP2 holds parameters. Call it after ``fully_shard``, on every rank, with the same places in the same order.
     """
     groups = [group for module in beside for group in _groups_of(module)]
-    if groups:  # else nothing here is trainable
+    if groups:  # otherwise nothing is trainable
         groups[0].finalize_backward = Reduction(groups[0], tuple(places), mesh)
 
 
@@ -68,17 +68,17 @@ class Reduction:
     def __call__(self) -> None:
         self._finish()
         all_axes = self._mesh.ndim == 1 or self._group.all_reduce_grads
-        if self._group.reduce_grads and all_axes:  # else gradients add up until they are: averaging is linear
+        if self._group.reduce_grads and all_axes:  # else gradients add up until a later sync: averaging is linear
             self._reduce([p for p in self.parameters() if p.requires_grad])
 
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters that are at the places now."""
+        """The parameters now registered at the places."""
         found = (module._parameters.get(attribute) for module, attribute in self._places)
         return [p for p in found if p is not None and not isinstance(p, DTensor)]
 
     @torch.no_grad()
     def _reduce(self, parameters: list[nn.Parameter]) -> None:
-        """Every gradient becomes the mean over the mesh; None only where no rank has one."""
+        """Replace every gradient by its mean over the mesh; None only if no rank has one."""
         if not parameters:
             return
         factor = self._group.gradient_divide_factor or self._mesh.size()
@@ -94,7 +94,7 @@ class Reduction:
         holders.copy_(torch.tensor([p.grad is not None for p in parameters]))
         _sum_over(self._mesh, sums)
         sums /= factor
-        # Looked at only by a rank that lacks one: it waits for the device.
+        # Reading it waits for the device, so only a rank that lacks a gradient does.
         held = holders.tolist() if any(p.grad is None for p in parameters) else []
         for index, (parameter, part) in enumerate(zip(parameters, parts, strict=True)):
             if parameter.grad is not None:
@@ -104,7 +104,7 @@ class Reduction:
         self._reduced = [weakref.ref(p.grad) for p in parameters if p.grad is not None]
 
     def _refuse_reduced(self, parameters: list[nn.Parameter]) -> None:
-        """What is in a gradient already is averaged once more, which changes nothing only for a mean."""
+        """Refuse gradients reduced before: they are averaged again, which is right only for a mean."""
         before = [grad for reference in self._reduced if (grad := reference()) is not None]
         if any(p.grad is grad for p in parameters for grad in before):
             raise ShardError(
@@ -115,11 +115,11 @@ class Reduction:
 
 
 def _sum_over(mesh: DeviceMesh, tensor: torch.Tensor) -> None:
-    """Sum in place over all ranks of the mesh; the same bits on each."""
+    """Sum in place over all ranks of the mesh, with the same bits on each."""
     for axis in reversed(range(mesh.ndim)):
         dist.all_reduce(tensor, group=mesh.get_group(axis))
     if mesh.ndim > 1:
-        # Another part of the last axis may have added the same sums up in another order.
+        # Another slice of the last axis may have added the same values in another order.
         dist.broadcast(tensor, group=mesh.get_group(1), group_src=0)
 
 
