@@ -1,4 +1,4 @@
-"""The files of documents: encoded, taken by the reader's own checks, and then written."""
+"""The files of documents: encodes them, passes them through the reader's own checks, and writes them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ __all__ = ["checked_text", "write_documents"]
 def checked_text(pieces: Mapping[str, Encoded], outline: Manifest, stem: str, final: str) -> bytes:
     """The text of ``<stem>.json``. Raises :class:`StateError` naming a document that no reader would take.
 
-    ``outline``: the manifest, of which digests and files are not looked at. Memory: the text, and copies of one
-    document's tensors; a document with more than 16 MiB of tensors is parsed and not decoded.
+    ``outline``: the manifest; its digests and files are ignored. Memory: the text, and copies of one document's
+    tensors; a document with more than 16 MiB of tensors is parsed but not decoded.
     """
     document = {name: piece.document for name, piece in pieces.items()}
     text = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
@@ -48,7 +48,7 @@ def checked_text(pieces: Mapping[str, Encoded], outline: Manifest, stem: str, fi
 def write_documents(
     root: str, stem: str, text: bytes, pieces: Mapping[str, Encoded], files: dict[str, FileEntry]
 ) -> None:
-    """``<stem>.json`` with the documents and, if they refer to tensors, ``<stem>.safetensors`` with those."""
+    """Write ``<stem>.json`` with the documents and, if they refer to tensors, ``<stem>.safetensors`` with these."""
     from safetensors.torch import save
 
     tensors = {f"{n}/{k}": t.detach().cpu() for n, p in pieces.items() for k, t in p.tensors.items()}

@@ -1,4 +1,4 @@
-"""Writing one checkpoint: snapshot → write → agree → commit. The function below is the pipeline."""
+"""Writes one checkpoint: snapshot → write → agree → commit."""
 
 from __future__ import annotations
 
@@ -58,18 +58,18 @@ class SaveReport:
     path: str
     step: int
     bytes_written: int
-    """Payload and headers that this rank wrote; of a save that goes on behind, the bytes that were copied."""
+    """Payload and headers that this rank wrote; for an async save, the bytes that it copied."""
     seconds: float
-    """From the call to the published step; of a save that goes on behind, to the return of ``save``."""
+    """From the call to the published step; for an async save, to the return of ``save``."""
     not_stored: tuple[str, ...]
-    """What can't be stored: functions in the state, by path; gradients whose use no hook saw; and
-    what a model or an optimizer would save by itself and a document can't hold, which the resume names, too."""
+    """State that can't be stored: functions, by path; gradients whose use no hook saw; own state of a model or an
+    optimizer that a document can't hold. The restore reports the last, too."""
     staging_bytes: int = 0
-    """Host memory that holds copies of the state; kept for the next save."""
+    """Host memory for copies of the state; kept for the next save."""
     is_published: bool = True
-    """Whether the step is there. A save that goes on behind is published when ``Checkpointer.wait`` returns."""
+    """Whether the step is published. An async save is published when ``Checkpointer.wait`` returns."""
     gradients: int = 0
-    """Gradients in it that wait for an optimizer step: the save is in the middle of an accumulation."""
+    """Number of stored gradients that wait for an optimizer step: the save is in the middle of an accumulation."""
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values."""
@@ -81,7 +81,7 @@ def write_checkpoint(
 ) -> SaveReport:
     """Publish ``state`` as the directory ``final``. Collective; on failure nothing is published on any rank.
 
-    ``at_top``: the files of ``model/`` are there at the top, too (:mod:`.at_top`).
+    ``at_top``: link the files of ``model/`` at the top, too (:mod:`.at_top`).
     """
     started = time.perf_counter()
     collected = collect(state, step, lineage, ranks)
@@ -134,8 +134,8 @@ def publish_collected(
 ) -> int:
     """Write, agree, commit. Collective; on failure nothing is published. Returns the bytes that this rank wrote.
 
-    ``tensor_of`` is called once for each of :func:`pieces_of`, in that order; for each in several parts, where it has
-    more than ``most_bytes``. ``prove`` is called on rank 0 before the commit, with the digests of what was written.
+    Calls ``tensor_of`` once for each piece of :func:`pieces_of`, in order; for a piece of more than ``most_bytes``,
+    once for each part. Calls ``prove`` on rank 0 before the commit, with the digests of the written tensors.
     """
     first_final, temporary = _make_temporary(final, collected, ranks)
     try:
@@ -168,7 +168,7 @@ def publish_collected(
     return sum(f.nbytes for f in files.values())
 
 
-#: Gives a :class:`Piece` as tensors that follow one another in it, each with the box that it is.
+#: Gives a :class:`Piece` as consecutive tensors, each with its box.
 PartsOf = Callable[[Piece], Iterator[tuple[Box, torch.Tensor]]]
 
 
@@ -210,7 +210,7 @@ def _folders(collected: Collected) -> list[str]:
 
 
 def _documents(collected: Collected, ranks: Ranks) -> dict[str, Mapping[str, Encoded]]:
-    """What this rank writes, by the stem of the files."""
+    """The documents that this rank writes, by the stem of their files."""
     found = {f"rank/{ranks.rank:05d}": collected.local}
     return found | {"state": collected.shared} if ranks.rank == 0 else found
 
@@ -274,7 +274,7 @@ def _write_tensors(
 
 
 def pieces_of(collected: Collected, rank: int) -> Iterator[Piece]:
-    """What a rank hands to the writer, in the order in which it is written or, a replica, only summed."""
+    """The pieces that a rank hands to the writer, in order. The writer writes them, or only sums replicas."""
     for part in collected.snapshot.parts:
         live = part.live
         by_name = {v.stored.name: v for v in live}
@@ -287,14 +287,14 @@ def pieces_of(collected: Collected, rank: int) -> Iterator[Piece]:
 
 
 def _replicas_of_others(live: Sequence[Live], rank: int) -> Iterator[Live]:
-    """Tensors of which this rank holds a copy (or nothing) that another rank writes."""
+    """Tensors of which another rank writes this rank's copy."""
     for v in live:
         if v.counted and rank not in owner_ranks(v.stored.geometry, v.stored.owner):
             yield v
 
 
 def _records(files: dict[str, FileEntry], sums: list[int]) -> dict[str, bytes]:
-    """What a rank wrote, for rank 0: entries of files, and the digest sums of its copies of all tensors."""
+    """A rank's record for rank 0: entries of its files, and the digest sums of its copies of all tensors."""
     entries = json.dumps({name: asdict(entry) for name, entry in files.items()}).encode()
     return {"files": entries, "sums": np.array(sums, dtype=np.uint64).tobytes()}
 
@@ -363,7 +363,7 @@ def _model_entries(
 
 
 def _digests(snapshot: Snapshot, sums: Any) -> Digests:
-    """Digest of every tensor from all ranks' sums, [rank, tensor]. Replicas must be equal, but for plain buffers.
+    """Digest of every tensor from all ranks' sums, [rank, tensor]. Replicas must be equal, except plain buffers.
 
     Raises :class:`StateError` naming tensors whose replicas differ.
     """

@@ -42,7 +42,7 @@ __all__ = ["Live", "ModelPart", "OptimizerPart", "Snapshot", "take_snapshot", "t
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """A stored tensor and the live one behind it. ``counted=False`` for a second copy under a tied name."""
+    """A stored tensor and its live tensor. ``counted=False`` for a second copy under a tied name."""
 
     stored: SliceTensor
     tensor: torch.Tensor
@@ -60,7 +60,7 @@ class ModelPart:
 
     @property
     def kind(self) -> str:
-        """Of slice files."""
+        """The kind of its slice files."""
         return "model"
 
 
@@ -75,17 +75,17 @@ class OptimizerPart:
 
     @property
     def kind(self) -> str:
-        """Of slice files."""
+        """The kind of its slice files."""
         return "optimizer"
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What one rank contributes to a checkpoint.
+    """One rank's contribution to a checkpoint.
 
-    ``pieces`` are documents by name (``scheduler``, ``rng``, …); which of them are the same on all ranks
-    is found out when saving. ``always_local`` are kept per rank even if they happen to be equal; ``compared_only``
-    are compared between ranks but stored elsewhere (as tensors of ``optimizer/``).
+    ``pieces`` are documents by name (``scheduler``, ``rng``, …); the save finds those that are equal on all ranks.
+    ``always_local`` documents are kept per rank even if they happen to be equal; ``compared_only`` ones are compared
+    between ranks but stored elsewhere (as tensors of ``optimizer/``).
     """
 
     models: tuple[ModelPart, ...]
@@ -97,18 +97,18 @@ class Snapshot:
 
     @property
     def parts(self) -> tuple[ModelPart | OptimizerPart, ...]:
-        """In the order in which they are written."""
+        """Models and optimizers in the order of writing."""
         return (*self.models, *self.optimizers)
 
     @property
     def gradients(self) -> int:
-        """Gradients that wait for an optimizer step."""
+        """Number of gradients that wait for an optimizer step."""
         return sum(o.drained.gradients for o in self.optimizers)
 
 
 @no_collections()
 def take_snapshot(state: TrainState, step: int) -> Snapshot:
-    """Collect everything of a training state on this rank; nothing is copied but 0-d optimizer states.
+    """Collect the training state of this rank. Copies only 0-d optimizer states.
 
     Raises :class:`StateError` naming what can't be expressed, before anything is written.
     """
@@ -141,7 +141,7 @@ def take_snapshot(state: TrainState, step: int) -> Snapshot:
 
 
 def _beyond(state: TrainState, models: tuple[ModelPart, ...]) -> dict[tuple[str, str], Beyond]:
-    """By kind and name, what models and optimizers would save besides."""
+    """The own state of models and optimizers, by kind and name."""
     found = {("model", m.name): beyond_model(m.name, state.models[m.name], m.named) for m in models}
     for name, given in state.given_optimizers.items():
         found["optimizer", name] = beyond_optimizer(name, given, state.optimizers[name])
@@ -149,7 +149,7 @@ def _beyond(state: TrainState, models: tuple[ModelPart, ...]) -> dict[tuple[str,
 
 
 def _without(functions: tuple[str, ...]) -> dict[str, str]:
-    """Lines for the report of a resume, by path."""
+    """Lines for the report of a restore, by path."""
     return {
         path: f"{path}: a function is not stored; what this run has there may differ" for path in functions
     }
@@ -205,7 +205,7 @@ def _optimizer_part(
 
 
 def trained_model(optimizer: Optimizer, named: Mapping[str, tuple[NamedTensor, ...]]) -> str:
-    """The name of the first model that holds all parameters of the optimizer; of the first one, if none does."""
+    """The name of the first model that holds all parameters of the optimizer; of the first model if none does."""
     optimised = {id(p) for group in optimizer.param_groups for p in group["params"]}
     found = (n for n, tensors in named.items() if optimised <= {id(t.tensor) for t in tensors})
     return next(found, next(iter(named)))
@@ -262,7 +262,7 @@ def _pieces(
 
 
 def classes_of(state: TrainState) -> dict[str, Any]:
-    """The class of each scheduler, and of those in it: the only thing that tells one's state from another's."""
+    """The class of each scheduler and of its inner ones. Nothing else distinguishes their states."""
     found = {} if state.scheduler is None else {"scheduler": _classes_in(state.scheduler)}
     extras = {f"extra.{name}": value for name, value in state.extra.items()}
     return found | {n: class_text(v) for n, v in extras.items() if isinstance(unwrapped(v), LRScheduler)}
@@ -311,7 +311,7 @@ def piece_hash(piece: Encoded) -> str:
 
 
 def layout_hash(snapshot: Snapshot) -> str:
-    """Hash of which tensors are stored and how they lie on ranks; one manifest can only describe one layout."""
+    """Hash of the stored tensors and their layout on ranks; one manifest can describe only one layout."""
     geometries: dict[Geometry, int] = {}
     total = xxhash.xxh3_64()
     for part in snapshot.parts:
@@ -325,7 +325,7 @@ def layout_hash(snapshot: Snapshot) -> str:
 
 
 def plain_tensors(snapshot: Snapshot, *, kind: str = "") -> dict[str, tuple[ModelPart, NamedTensor]]:
-    """What every rank holds whole: by ``model:name``, of a kind or of all."""
+    """Tensors that every rank holds whole, by ``model:name``; of one kind or of all."""
     return {
         f"{part.name}:{t.name}": (part, t)
         for part in snapshot.models
@@ -335,7 +335,7 @@ def plain_tensors(snapshot: Snapshot, *, kind: str = "") -> dict[str, tuple[Mode
 
 
 def plain_sums(snapshot: Snapshot) -> dict[str, int]:
-    """Digest sums of what every rank holds whole, to find out whether ranks agree."""
+    """Digest sums of tensors that every rank holds whole, to compare ranks."""
     return {
         key: partial_sum(t.tensor.detach(), (0,) * t.tensor.dim())
         for key, (_, t) in plain_tensors(snapshot).items()

@@ -1,7 +1,7 @@
 """``export_hf``: a live model or a stored checkpoint as a hub-format directory, written by all ranks in place.
 
-The same transfers as a load, with output files as the far side: every rank computes where its boxes lie in
-the final files and writes them there. Nobody gathers, nobody holds a whole model.
+It uses the transfers of a load in reverse: every rank computes the places of its boxes in the final files and writes
+them there. No rank gathers or holds a whole model.
 """
 
 from __future__ import annotations
@@ -74,20 +74,19 @@ def export_hf(
     Args:
         model_or_path: a live (sharded) model, a checkpoint directory, or any other source of a load.
         out_dir: must not exist, or be empty. It appears complete or not at all.
-        model: of a checkpoint with several models, which one.
-        config: directory with the config.json (and tokenizer, own code) of a source that has none, as a DCP
+        model: the name of the model, for a checkpoint with several models.
+        config: directory with the config.json (and tokenizer, own code) of a source that has none, such as a DCP
             checkpoint. Without one, its tensors keep their names.
-        dtype: floating-point tensors are written in it. Default: as they are.
+        dtype: cast floating-point tensors to it. Default: no cast.
         max_shard_bytes: payload per file, unless one tensor is larger.
-        trust_remote_code: of a checkpoint, run the Python files that its model brings for its classes: they
-            know the hub's names. Others need none.
+        trust_remote_code: run the Python files of a checkpoint's model: they know its hub names. Only models with
+            their own code need it.
 
-    Every rank of the default process group must call it; each writes its own bytes at precomputed
-    offsets of the final files. What is read of a checkpoint is compared with its recorded digests before
-    anything appears; its files are opened at once, so that a run that deletes it meanwhile does no harm (of more
-    files than the process may have open, :class:`CheckpointError`). Memory: staging only. Raises
-    :class:`CheckpointError`, :class:`SourceError` (:class:`IntegrityError` for content that differs),
-    :class:`RankError` alike on every rank.
+    Every rank of the default process group must call it; each writes its own bytes at precomputed offsets of the
+    final files. Tensors read from a checkpoint are compared with its recorded digests before anything appears. All
+    files of a checkpoint are opened at the start, so a run that deletes it meanwhile does no harm (if the process may
+    not open that many files: :class:`CheckpointError`). Memory: staging only. Raises :class:`CheckpointError`,
+    :class:`SourceError` (:class:`IntegrityError` for content that differs), :class:`RankError` alike on every rank.
     """
     started = time.perf_counter()
     io = io or IOOptions()
@@ -134,7 +133,7 @@ def write_out(
     ranks: Ranks,
     io: IOOptions,
 ) -> int:
-    """Everything after planning: the files appear at ``final`` complete or not at all. Returns this rank's bytes."""
+    """Write and publish: the files appear at ``final`` complete or not at all. Returns this rank's bytes."""
     temporary = prepare_files(final, output, ranks)
     try:
         with ranks.agree("write export"), FileFiller(temporary, ranks.tick) as filler:
@@ -201,17 +200,17 @@ class LiveJob:
         return []
 
     def check(self, sums: Sequence[int]) -> None:
-        """Nothing was read."""
+        """Does nothing: a live model has no recorded digests."""
 
     def companions(self) -> Mapping[str, bytes]:
         return companion_files(self._model)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: no file is open."""
 
 
 def _with_dtype(files: Mapping[str, bytes], dtype: str | None) -> dict[str, bytes]:
-    """The files with the dtype of config.json, a JSON object, set to what is written."""
+    """The files, with the dtype in config.json (a JSON object) set to the exported one."""
     found = dict(files)
     if dtype is not None and "config.json" in found:
         config = json.loads(found["config.json"])

@@ -1,4 +1,4 @@
-"""Export of what is stored: ranks share the tensors, piece by piece, through staging."""
+"""Export of a stored model: ranks share the tensors, piece by piece, through staging."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ NO_HUB_FORMAT = (
 
 
 class StoredJob:
-    """Export of a model that is stored.
+    """Export of a stored model.
 
-    Opens its files at once, as many as the process may have open, so that a run that deletes the checkpoint
-    meanwhile does no harm. Raises :class:`CheckpointError` if it was faster.
+    Opens its files at the start, as many as the process may have open, so a run that deletes the checkpoint meanwhile
+    does no harm. Raises :class:`CheckpointError` if the run was faster.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class StoredJob:
 
     @property
     def home(self) -> str:
-        """Where the config lies, and what goes with it."""
+        """The directory of the config and the other assets."""
         if self._config is not None:
             return self._config
         if self._manifest is not None:
@@ -98,7 +98,7 @@ class StoredJob:
         return self._path if os.path.isdir(self._path) else os.path.dirname(self._path)
 
     def _unless_deleted(self, error: SourceError) -> Exception:
-        """What to raise for an error of reading: the checkpoint may be gone altogether."""
+        """The error to raise when reading fails: a clearer one if the whole checkpoint was deleted."""
         if self._manifest is None or os.path.exists(os.path.join(self._path, MANIFEST_NAME)):
             return error
         return CheckpointError(
@@ -107,12 +107,12 @@ class StoredJob:
         )
 
     def refuse_codes(self) -> None:
-        """Codes stay what they are in any dtype, their scales would not. Raises :class:`UnsupportedConversionError`."""
+        """Refuse a cast of quantised codes: their scales would change. Raises :class:`UnsupportedConversionError`."""
         if not has_module_names(self._catalog):
             refuse_source(self._catalog)
 
     def contents(self) -> Contents:
-        """Hub tensors and tiles. Builds the model on meta where its class knows the hub's names."""
+        """Hub tensors and tiles. Builds the model on meta if its class knows the hub names."""
         kinds = self._stored.kinds
         folder = directory("model", self._model)
         if self._manifest is not None and f"{folder}/{ADAPTERS_NAME}" in self._manifest.files:
@@ -130,7 +130,7 @@ class StoredJob:
         shapes = self._manifest.hub_tensors.get(self._model)
         if shapes is None:
             return reverted(model, kinds)
-        # The tensors that it was loaded from, run through the class's conversions once more.
+        # Run the class's conversions once more over the tensors that the model was loaded from.
         stored = {n: StoredTensor(n, _any_dtype(kinds), s, ()) for n, s in shapes.items()}
         entries = self._manifest.models[self._model]
         by_name = {alias: n for n, t in entries.items() for alias in (n, *t.aliases)}
@@ -146,7 +146,7 @@ class StoredJob:
     def write(
         self, contents: Contents, output: HubFiles, filler: FileFiller, staging: Staging, ranks: Ranks
     ) -> list[int]:
-        """Returns this rank's share of the digest sum of each tensor that has a recorded digest."""
+        """Write this rank's pieces. Returns its share of the digest sum of each tensor with a recorded digest."""
         sums = dict.fromkeys(self._recorded(), 0)
         try:
             for name, box in _share_of(self._stored.kinds, staging.limit_bytes // 2, ranks):
@@ -159,7 +159,7 @@ class StoredJob:
         return list(sums.values())
 
     def check(self, sums: Sequence[int]) -> None:
-        """Compare what all ranks read with the recorded digests. Raises :class:`IntegrityError`."""
+        """Compare the digests of all ranks' reads with the recorded ones. Raises :class:`IntegrityError`."""
         wrong = []
         for name, total in zip(self._recorded(), sums, strict=True):
             stored = self._catalog.tensors[name]
@@ -186,7 +186,7 @@ class StoredJob:
         filler: FileFiller,
         staging: Staging,
     ) -> int:
-        """Returns the digest sum of the piece as it was read."""
+        """Write one piece. Returns its digest sum as read."""
         dtype, shape = self._stored.kinds[name]
         wanted = wanted_box(name, dtype, shape, box)
         stored = self._stored.catalog.tensors

@@ -1,4 +1,4 @@
-"""What an export writes: hub tensors, and which of their elements each module tensor holds."""
+"""The tensors of an export: hub tensors, and which of their elements each module tensor holds."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["Contents", "as_named", "inverted", "reverted"]
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What to export: hub tensors by name with dtype and shape, and which tiles of them each module tensor holds.
+    """Hub tensors by name with dtype and shape, and the tiles of them that each module tensor holds.
 
-    A tile's source is a hub tensor, its target a module tensor: the load's tiles, run the other way.
+    A tile's source is a hub tensor, its target a module tensor: an export runs the load's tiles in reverse.
     """
 
     hub: dict[str, tuple[str, tuple[int, ...]]]
@@ -33,7 +33,7 @@ def as_named(kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> Contents:
 
 
 def reverted(meta_model: Any, kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> Contents:
-    """Module tensors as the library's own reverse transforms name and shape them for the hub."""
+    """Module tensors with the hub names and shapes from the library's own reverse transforms."""
     hub, tiles = {}, {n: [] for n in kinds}  # type: ignore[var-annotated]
     for made in reverse_tiles(meta_model, kinds):
         hub[made.target] = (made.dtype, made.shape)
@@ -47,7 +47,7 @@ def inverted(
     recipes: Mapping[str, Recipe],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> Contents:
-    """Module tensors as the tensors that they were loaded from; what was initialised keeps its own name."""
+    """Module tensors as the tensors that they were loaded from; initialised tensors keep their own names."""
     hub: dict[str, tuple[str, tuple[int, ...]]] = {}
     tiles = {}
     for name, (code, shape) in kinds.items():
@@ -65,7 +65,7 @@ def inverted(
 
 
 def _checked(contents: Contents) -> Contents:
-    """Every element of every hub tensor is written once. Raises :class:`FormatError` naming those that are not."""
+    """Check that every element of every hub tensor is written once. Raises :class:`FormatError` naming the rest."""
     held: Counter[str] = Counter()
     for found in contents.tiles.values():
         for tile in found:

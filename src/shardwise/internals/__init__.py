@@ -1,1 +1,1 @@
-"""What shardwise uses of other packages that those packages keep private, each with the versions it was tried with."""
+"""Private names of other packages that shardwise uses, each with the versions it was tried with."""

@@ -1,4 +1,4 @@
-"""What depends on the inside of other packages, each with the version at which it was read.
+"""Code that depends on internals of other packages, each with the version at which it was read.
 
 Nothing here is needed for plain torch modules; transformers is imported only inside functions.
 """
@@ -83,7 +83,7 @@ def fsdp_parameter_ids(model: nn.Module) -> set[int]:
 
 
 def fsdp_unreduced_ids(model: nn.Module) -> set[int]:
-    """ids of the parameters of which ``fully_shard`` keeps a gradient that it has not reduced yet.
+    """ids of the parameters for which ``fully_shard`` keeps a gradient that it has not reduced yet.
 
     torch 2.11-2.13: the gradient of the whole parameter, or its sum in the reduce dtype, after a backward without
     gradient sync; of HSDP without all-reduce, one partial sum a group.
@@ -92,7 +92,7 @@ def fsdp_unreduced_ids(model: nn.Module) -> set[int]:
     for group in _fsdp_groups(model):
         partial = getattr(group, "_partial_reduce_output", None) is not None
         for p in group.fsdp_params:
-            whole = getattr(p, "_unsharded_param", None)  # before the first forward there is none
+            whole = getattr(p, "_unsharded_param", None)  # missing before the first forward
             summed = getattr(p, "unsharded_accumulated_grad", None) is not None
             if partial or summed or (whole is not None and whole.grad is not None):
                 found.add(id(p.sharded_param))
@@ -130,13 +130,13 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 
 def is_stateful_loader(loader: object) -> bool:
-    """Whether a loader is torchdata's (0.11); does not import torchdata if nobody else did."""
+    """Whether a loader is torchdata's (0.11). Does not import torchdata."""
     module = sys.modules.get("torchdata.stateful_dataloader")
     return module is not None and isinstance(loader, module.StatefulDataLoader)
 
 
 def is_transformers_model(module: nn.Module) -> bool:
-    """Whether a module is a transformers model; does not import transformers if nobody else did."""
+    """Whether a module is a transformers model. Does not import transformers."""
     modeling = sys.modules.get("transformers.modeling_utils")
     return modeling is not None and isinstance(module, modeling.PreTrainedModel)
 
@@ -183,7 +183,7 @@ def transformers_conversions(meta_model: Any, key_mapping: Mapping[str, str] | N
 
 
 def default_conversions(meta_model: Any) -> list[Any]:
-    """What ``save_pretrained`` inverts of a model that was not loaded from the hub's files.
+    """The conversions that ``save_pretrained`` inverts for a model that was not loaded from hub files.
 
     transformers 5.17-5.23: as in ``core_model_loading.revert_weight_conversion``, which finds nothing on a model
     whose class FSDP2 swapped.

@@ -1,4 +1,4 @@
-"""``load``: fill a model that is already sharded from stored tensors. The function below is the pipeline."""
+"""``load``: fills an already sharded model from stored tensors."""
 
 from __future__ import annotations
 
@@ -57,33 +57,32 @@ def load(
     verify: Literal["cover", "digest"] | None = None,
     ignored: Sequence[str] = (),
 ) -> LoadReport:
-    """Fill ``model`` in place from ``source``; complete and proved, or one error that lists all of it.
+    """Fill ``model`` in place from ``source``: complete and proved, or one error that lists every problem.
 
-    Every parameter and persistent buffer is filled: DTensors with any FSDP2/HSDP/TP/EP placements, plain
-    tensors, scalars, integers, ties. Each rank reads only the bytes of its own shards. Parameters keep
-    identity, dtype, wrapping, padding and ``requires_grad``; RNG and torch settings are untouched.
+    Fills every parameter and persistent buffer: DTensors with any FSDP2/HSDP/TP/EP placements, plain tensors, scalars,
+    integers, ties. Each rank reads only the bytes of its own shards. Parameters keep identity, dtype, wrapping,
+    padding and ``requires_grad``; RNG and torch settings are untouched.
 
     Args:
-        model: any module; what is on meta gets memory on ``device`` first.
+        model: any module; meta tensors get memory on ``device`` first.
         source: a safetensors file or directory, a shardwise checkpoint, or a catalog.
-        names: stored name → module name, as a mapping (others stay as they are) or a function.
-            Default: the transformers renames of the model's class, or none for other modules; in a model that
-            PEFT wrapped, the base's.
+        names: stored name → module name, as a mapping (names not in it stay unchanged) or a function. Default: the
+            transformers renames of the model's class, or none for other modules; for a model wrapped by PEFT, the
+            base's.
         unused: ``fnmatch`` patterns of stored names that may be left over.
         init: pattern of module names that may be missing → rule; ``"model"`` is the model's own rule.
         device: where meta tensors get memory. Default: the mesh's device, else CPU.
         io: staging and time limits.
-        verify: ``"cover"`` proves the plan; ``"digest"`` also compares the content with digests, of every
-            tensor for which the source records one and whose dtype is not changed by the load. None:
-            ``"digest"`` where the source records digests (a checkpoint does), else ``"cover"``.
-        ignored: ``fnmatch`` patterns of trainable parameters that are plain tensors beside sharded ones.
-            Nobody shards them, and FSDP2 does not reduce their gradients: reduce them yourself. Those whose
-            gradients ``shard`` reduces need not be named.
+        verify: ``"cover"`` proves the plan; ``"digest"`` also compares the digest of every tensor for which the source
+            records one, unless the load changes its dtype. None: ``"digest"`` if the source records digests (a
+            checkpoint does), else ``"cover"``.
+        ignored: ``fnmatch`` patterns of trainable parameters that stay plain tensors beside sharded ones. FSDP2 does
+            not reduce their gradients: reduce them yourself. Parameters whose gradients ``shard`` reduces need no
+            pattern.
 
-    Every rank of the default process group must call it. Memory: this rank's shards plus
-    ``io.staging_bytes``. Raises :class:`PlanError` before payload is read, :class:`SourceError`,
-    :class:`LayoutError`, :class:`ShardError` (trainable plain parameters that are not ``ignored``), or
-    :class:`RankError` alike on every living rank.
+    Every rank of the default process group must call it. Memory: this rank's shards plus ``io.staging_bytes``. Raises
+    :class:`PlanError` before payload is read, :class:`SourceError`, :class:`LayoutError`, :class:`ShardError`
+    (trainable plain parameters that are not ``ignored``), or :class:`RankError` alike on every living rank.
     """
     io = io or IOOptions()
     ranks = Ranks.current(timeout_s=io.timeout_s)
@@ -146,7 +145,7 @@ def fill(
             execute(plan.transfers, reader, destination, staging)
             compare(plan.checks, reader, destination, staging)
     if new:
-        # A round of its own: magnitudes of DoRA may be gathered, and nobody may wait there for a rank that failed.
+        # A separate round: DoRA's magnitudes may be gathered, and no rank may wait there for one that failed.
         with ranks.agree("initialize"):
             initialize(model, seed, names=new)
     forget_meta_buffers(model)
@@ -175,7 +174,7 @@ def fill(
 
 
 def _beside(conversions: Mapping[str, HostConversion], io: IOOptions) -> IOOptions:
-    """What the largest host conversion leaves of the staging budget."""
+    """The staging budget without the largest host conversion."""
     largest = max((host.staging_bytes for host in conversions.values()), default=0)
     return replace(io, staging_bytes=io.staging_bytes - largest)
 
@@ -184,7 +183,7 @@ def _beside(conversions: Mapping[str, HostConversion], io: IOOptions) -> IOOptio
 def plan_load(
     model: nn.Module, catalog: Catalog, rules: Rules, *, io: IOOptions, rank: int | None = None
 ) -> Plan:
-    """The plan that a load would run, for this rank or any other. Pure: nothing is read or allocated."""
+    """The plan that a load would run, for this rank or any other. Pure: reads and allocates nothing."""
     layout = layout_of(model, rank=rank)
     matched = match_rules(catalog, layout.wanted, rules)
     matched.problems += _unfilled_buffers(model, {d.name for d in matched.initialized})
@@ -192,9 +191,9 @@ def plan_load(
 
 
 def _unfilled_buffers(model: nn.Module, initialized: set[str]) -> list[str]:
-    """Buffers without content that nothing stored fills: construction alone gives their values.
+    """Buffers without values that no stored tensor fills: only construction could have given them values.
 
-    One that construction left on meta, and that was given memory but never written since, holds garbage.
+    A buffer that construction left on meta, and that got memory but was never written since, holds garbage.
     """
     unknown = set(meta_buffers(model))
     if not unknown:
@@ -215,9 +214,9 @@ def _unfilled_buffers(model: nn.Module, initialized: set[str]) -> list[str]:
 
 
 def _refuse_unsharded(model: nn.Module, ignored: Sequence[str]) -> None:
-    """Trainable plain parameters beside FSDP's drift apart, unless somebody reduces their gradients, as ``shard`` does.
+    """Refuse trainable plain parameters beside FSDP's: without reduced gradients (``shard`` reduces them) they drift.
 
-    Under tensor parallelism alone every rank computes the same gradients for them, so there they are fine.
+    Under tensor parallelism alone every rank computes the same gradients for them, which is fine.
     """
     if not any(isinstance(m, FSDPModule) for m in model.modules()):
         return
@@ -243,7 +242,7 @@ def _refuse_unsharded(model: nn.Module, ignored: Sequence[str]) -> None:
 
 
 def _parameters_of(initialized: Sequence[Declaration], plan: Plan) -> list[str]:
-    """Names of the parameters that need initial values; buffers have theirs from construction."""
+    """Names of the parameters that need initial values; buffers get theirs from construction."""
     kinds = {w.name: w.kind for w in plan.wanted}
     return [d.name for d in initialized if kinds[d.name] == "parameter"]
 
@@ -258,7 +257,7 @@ def _init_rules(init: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def _resolve(model: nn.Module, catalog: Catalog, names: Names | None, hub: HubRules | None) -> Resolve:
-    """From stored tensors to module names, as the caller says, or as the model's class does."""
+    """From stored tensors to module names, by the caller's ``names`` or by the model's class."""
     if callable(names):
         return renamed(lambda stored: {n: names(n) for n in stored})
     if names is not None:
@@ -280,19 +279,19 @@ def _local_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _fingerprint(plan: Plan) -> bytes:
-    """What every rank must agree on: names, shapes, dtypes and recipes of the whole model, not its own boxes."""
+    """A plan's part that must be equal on all ranks: names, shapes, dtypes and recipes of the whole model, not boxes."""
     digest = hashlib.blake2b(digest_size=16)
     for w in plan.wanted:
         recipe: object = plan.recipes.get(w.name)
         if isinstance(recipe, Recipe) and len(recipe.tiles) == 1 and not recipe.copies:
-            (tile,) = recipe.tiles  # most are stored as they are wanted: said in short
+            (tile,) = recipe.tiles  # a short form: most tensors are stored as they are wanted
             recipe = tile.source if is_identity(tile, w.shape) else recipe
         digest.update(repr((w.name, w.aliases, w.shape, w.dtype, recipe)).encode())
     return digest.digest()
 
 
 def _describe(plan: Plan) -> str:
-    """A plan in words for ranks that disagree: how many tensors and bytes, and of which dtypes."""
+    """A plan in words, for ranks that disagree: number of tensors, bytes, and dtypes."""
     counts = Counter(w.dtype for w in plan.wanted)
     kinds = ", ".join(f"{count} {dtype}" for dtype, count in sorted(counts.items()))
     nbytes = sum(w.nbytes for w in plan.wanted)
@@ -300,9 +299,9 @@ def _describe(plan: Plan) -> str:
 
 
 def check_digests(model: nn.Module, catalog: Catalog, plan: Plan, ranks: Ranks) -> int:
-    """Compare the digests of what was loaded with those that the source records. Every rank must call it.
+    """Compare the digests of loaded tensors with those that the source records. Every rank must call it.
 
-    A tensor counts that was stored whole in its own dtype. Returns how many were compared.
+    Compares tensors that were stored whole in their own dtype. Returns their number.
 
     Raises :class:`RankError`/:class:`IntegrityError` naming every tensor that differs.
     """
@@ -332,7 +331,7 @@ def check_digests(model: nn.Module, catalog: Catalog, plan: Plan, ranks: Ranks) 
 
 
 def _stored_whole(recipe: Recipe | None) -> str | None:
-    """The stored tensor that a wanted one is, element by element in order; None if it is made otherwise."""
+    """The stored tensor that equals a wanted one, element by element in order; None if there is none."""
     if recipe is None:
         return None
     if not recipe.tiles:
