@@ -1,4 +1,4 @@
-"""A batch, recognised again: digests of what it holds."""
+"""Recognises a batch by the digests of its content."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _MOST = 32
 
 
 class Batch:
-    """A batch as it was handed to the loop, to be recognised by its content. Holds references, and copies nothing."""
+    """A batch that the loop got, to be recognised by its content. Holds references, and copies nothing."""
 
     def __init__(self, batch: Any) -> None:
         self._held = [(path, leaf, _version(leaf)) for path, leaf in _leaves(batch, "")]
 
     def digests(self) -> dict[str, str]:
-        """By path in the batch; without tensors that were written to since. Copies tensors of a device to the host."""
+        """Digests by path in the batch, without tensors written to since. Copies tensors of a device to the host."""
         found: dict[str, str] = {}
         rest = xxhash.xxh3_64()
         for path, leaf, version in self._held:
@@ -47,7 +47,7 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _version(leaf: Any) -> int:
-    """How often a tensor was written to; -1 for what does not count."""
+    """How often a tensor was written to; -1 if it does not count writes."""
     try:
         return int(leaf._version) if isinstance(leaf, torch.Tensor) else -1
     except RuntimeError:  # made in inference mode

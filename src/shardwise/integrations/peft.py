@@ -1,4 +1,4 @@
-"""PEFT: a base model and its LoRA adapters through one plan; the adapter alone, full-size, in PEFT's own format.
+"""PEFT: loads a base model and its LoRA adapters by one plan; saves the adapter alone, full-size, in PEFT's format.
 
 Build the base on meta, let PEFT wrap it, shard, load, make the optimizer::
 
@@ -65,9 +65,9 @@ def load(
 
     Args:
         model: a ``PeftModel``, sharded in any way, on meta or not.
-        base: what :func:`shardwise.load` takes for the base model alone.
-        adapter: a directory that PEFT or :func:`save_adapter` wrote, or a mapping of adapter names to such.
-        seed: for what is initialised.
+        base: a source of :func:`shardwise.load` for the base model alone.
+        adapter: a directory that PEFT or :func:`save_adapter` wrote, or a mapping of adapter names to such directories.
+        seed: seed of initial values.
         unused, init, device, io, verify, ignored: as for :func:`shardwise.load`. Names are those of the wrapped
             model, or the base's. Stored names of an adapter begin with its own: ``default:base_model.model.…``.
 
@@ -122,8 +122,8 @@ def save_adapter(
     Args:
         directory: must not exist, or be empty. It appears complete or not at all.
         adapter_name: one or several of the model's adapters. Default: all.
-        save_embedding_layers: as for PEFT: base embeddings beside the adapter; "auto" where they are adapted or
-            their size is not that of the base's config.
+        save_embedding_layers: as for PEFT: base embeddings beside the adapter; "auto" if they are adapted or their
+            size differs from the base's config.
 
     Every rank of the default process group must call it; each writes its own bytes at precomputed offsets. Memory:
     staging only. Raises :class:`CheckpointError`, or :class:`RankError` alike on every rank.
@@ -136,7 +136,7 @@ def save_adapter(
         peft = peft_model(model)
         if peft is None:
             raise TypeError(f"{type(model).__name__} is no PeftModel; its weights are written by export_hf()")
-        job = LiveJob(model)  # puts gathered parameters back, before anything looks at them
+        job = LiveJob(model)  # reshards gathered parameters first
         chosen = _chosen(list(peft.peft_config), adapter_name)
         contents, output = _lay_out(peft, chosen, save_embedding_layers)
         companions = _configs(peft, chosen) if ranks.rank == 0 else {}
@@ -162,14 +162,14 @@ def _chosen(there: list[str], wanted: str | Sequence[str] | None) -> list[str]:
 
 
 def _folder(adapter: str) -> str:
-    """Where PEFT's ``save_pretrained`` puts an adapter, inside the directory."""
+    """The folder of an adapter inside the directory, as in PEFT's ``save_pretrained``."""
     return "" if adapter == "default" else adapter
 
 
 def _lay_out(
     peft: Any, adapters: Sequence[str], embeddings: bool | Literal["auto"]
 ) -> tuple[Contents, HubFiles]:
-    """One file for each adapter: which bytes of it each tensor of the model is."""
+    """One file for each adapter, and the bytes in it of each tensor of the model."""
     hub: dict[str, tuple[str, tuple[int, ...]]] = {}
     tiles: dict[str, list[Tile]] = {}
     tensors, headers, sizes = {}, {}, {}

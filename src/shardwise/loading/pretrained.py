@@ -138,7 +138,7 @@ def load_wrapped(
     io: IOOptions | None,
     options: Mapping[str, Any],
 ) -> tuple[Any, LoadReport]:
-    """:func:`load_pretrained`, sharded by ``wrap``, which takes the model on meta and returns patterns of ``ignored``."""
+    """:func:`load_pretrained`, sharded by ``wrap``. It takes the model on meta and returns patterns of ``ignored``."""
     io = io or IOOptions()
     ranks = Ranks.current(timeout_s=io.timeout_s)
     with ranks.agree("check arguments"):
@@ -191,7 +191,7 @@ class Prepared:
     catalog: Catalog
     rules: Rules
     conversions: Callable[[], list[Any]]
-    """What a later ``save_pretrained`` must invert."""
+    """The conversions that a later ``save_pretrained`` must invert."""
 
 
 def prepare(
@@ -354,7 +354,7 @@ def _keep_in_fp32(model: Any, dtype: torch.dtype) -> None:
 
 
 def _conversions_of_checkpoint(meta_model: Any, hub: HubRules, catalog: Catalog) -> list[Any]:
-    """The conversions that a later ``save_pretrained`` must invert: a checkpoint has module names, its export hub names."""
+    """The conversions that a later ``save_pretrained`` must invert for a model from a checkpoint (module names)."""
     known = read_manifest(catalog.root).hub_tensors if catalog.kind == "checkpoint" else {}
     recorded = known.get("model")
     if recorded is None:
