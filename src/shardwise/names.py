@@ -1,7 +1,7 @@
 """Names: a tensor's module path without the parts that wrappers put into it.
 
-One name for load, save, digest and optimizer alike, whichever of ``torch.compile``, activation checkpointing,
-DDP or FSDP1 was applied, and in whatever order.
+Load, save, digest and optimizer all use this name, with any of ``torch.compile``, activation checkpointing, DDP and
+FSDP1, applied in any order.
 """
 
 from __future__ import annotations

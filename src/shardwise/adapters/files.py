@@ -77,7 +77,9 @@ def open_adapter(directory: str | os.PathLike[str]) -> AdapterFiles:
         raise SourceError(f"no {CONFIG_NAME}; PEFT writes one beside an adapter's tensors", path=root)
     if not os.path.isfile(weights):
         pickled = os.path.isfile(os.path.join(root, "adapter_model.bin"))
-        hint = "; adapter_model.bin is a pickle, which is not read: save it again with PEFT" if pickled else ""
+        hint = (
+            "; adapter_model.bin is a pickle, which is not read: save it again with PEFT" if pickled else ""
+        )
         raise SourceError(f"no {WEIGHTS_NAME}{hint}", path=root)
     return AdapterFiles(root, catalog_of_safetensors(weights), read_adapter_config(root))
 

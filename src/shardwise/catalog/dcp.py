@@ -241,7 +241,8 @@ def _range_of(info: Any, root: str) -> ByteRange:
         raise FormatError(f"{brief(relative)}: byte range {brief(offset)} + {brief(nbytes)} is malformed")
     if transforms := _part(info, "transform_descriptors", None):
         raise FormatError(
-            f"{brief(relative)} is compressed ({brief(transforms)}); save the checkpoint without compression", path=root
+            f"{brief(relative)} is compressed ({brief(transforms)}); save the checkpoint without compression",
+            path=root,
         )
     try:
         path = inside(root, check_name(relative, "file"))

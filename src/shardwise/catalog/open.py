@@ -40,7 +40,8 @@ def open_catalog(
         return catalog_of_checkpoint(root, model)
     if model is not None:
         what = (
-            of_steps(root) or f"is not a checkpoint, and only checkpoints hold several models; don't ask for {model!r}"
+            of_steps(root)
+            or f"is not a checkpoint, and only checkpoints hold several models; don't ask for {model!r}"
         )
         raise SourceError(what, path=root)
     if is_torch_file(root):

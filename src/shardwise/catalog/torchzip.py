@@ -78,7 +78,9 @@ class TorchZip:
         tail = self._nbytes - _END.size
         mark, _, _, _, count, length, at, comment = _END.unpack(self.read(tail, _END.size))
         if mark != b"PK\5\6" or comment:
-            raise self.wrong("it does not end as a zip file does (before torch 1.6 torch wrote another format)")
+            raise self.wrong(
+                "it does not end as a zip file does (before torch 1.6 torch wrote another format)"
+            )
         if count == _16 or _32 in (length, at):
             mark, _, end, _ = _LOCATOR.unpack(self.read(tail - _LOCATOR.size, _LOCATOR.size))
             if mark != b"PK\6\7":

@@ -43,7 +43,9 @@ class OwnState:
 
         own = {n for n in (*documents, *manifest.local_documents) if is_own(n)}
         self._leaves: dict[str, list[tuple[Path, Any]]] = {n: documents[n] for n in own & documents.keys()}
-        self._elsewhere = own - documents.keys()  # of ranks that this run lacks; reported with other documents
+        self._elsewhere = (
+            own - documents.keys()
+        )  # of ranks that this run lacks; reported with other documents
         self._places = places
         self._lost: Mapping[str, Mapping[str, str]] = documents.get(_LEFT_OUT, {})
         self._lines = [line for n, lines in self._lost.items() if not is_own(n) for line in lines.values()]

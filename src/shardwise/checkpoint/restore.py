@@ -137,7 +137,9 @@ def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> R
         stored = manifest
         for name in named:
             manifest, documents = _under_live_names(manifest, documents, name, named[name])
-        for optimizer in state.optimizers.values():  # all before any gets its own state: two may share parameters
+        for (
+            optimizer
+        ) in state.optimizers.values():  # all before any gets its own state: two may share parameters
             clear_gradients(optimizer)
     filled = []
     for name, optimizer in state.optimizers.items():

@@ -142,8 +142,8 @@ def publish_collected(
         with ranks.agree("write checkpoint"):
             if first_final != final:
                 raise CheckpointError(
-                    f"rank {ranks.rank} was to save to {final}, rank 0 to {first_final}; give every rank the same path "
-                    f"(one with a time in it is made by rank 0 and told to the others)"
+                    f"rank {ranks.rank} should save to {final}, rank 0 to {first_final}; give every rank the same path "
+                    f"(if it contains the time, rank 0 must make it and send it to all ranks)"
                 )
             texts = _checked_texts(collected, ranks, final)
             await_folders(temporary, _folders(collected), ranks)

@@ -243,7 +243,7 @@ class _Verification:
             if name in self._bad:
                 self._unread[part] |= {s.tensor.name for s in own}
             elif own and sum(s.nbytes for s in own) != file.payload_bytes:
-                self._first.append(f"{name}: {file.payload_bytes} bytes of payload, its tensors take others")
+                self._first.append(f"{name}: {file.payload_bytes} bytes of payload do not fit its tensors")
                 self._unread[part] |= {s.tensor.name for s in own}
                 found.append(_File(name, entry, part, ()))
             else:

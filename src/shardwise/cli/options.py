@@ -57,7 +57,7 @@ def source_path(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def config(command: Callable[..., Any]) -> Callable[..., Any]:
     """``--config``, for sources that have none of their own."""
-    help = "Directory with config.json, tokenizer and own code, where PATH has none."
+    help = "Directory with config.json, tokenizer and own code, if PATH has none."
     return click.option("--config", type=click.Path(path_type=str), default=None, metavar="DIR", help=help)(
         command
     )
@@ -65,13 +65,13 @@ def config(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def one_model(command: Callable[..., Any]) -> Callable[..., Any]:
     """``--model``, for commands that write one model of a checkpoint that may hold several."""
-    help = "Of a checkpoint with several models, which one."
+    help = "Name of the model, for a checkpoint with several."
     return click.option("--model", default=None, metavar="NAME", help=help)(command)
 
 
 def trust_remote_code(command: Callable[..., Any]) -> Callable[..., Any]:
     """``--trust-remote-code``, for commands that build the model."""
-    help = "Run the Python files that the model brings for its classes."
+    help = "Run the model's own Python files."
     return click.option("--trust-remote-code", is_flag=True, help=help)(command)
 
 
@@ -87,10 +87,12 @@ def as_load_pretrained(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option("--init", multiple=True, metavar="PATTERN", help="Tensors that may be missing."),
         click.option("--adapter", default=None, metavar="DIR", help=_ADAPTER_HELP),
-        click.option("--revision", default=None, help="Of the hub: branch, tag or commit."),
-        click.option("--subfolder", default="", metavar="DIR", help="Where in PATH the model lies."),
+        click.option("--revision", default=None, help="Branch, tag or commit on the hub."),
+        click.option("--subfolder", default="", metavar="DIR", help="Folder of the model in PATH."),
         click.option("--variant", default=None, help="Take model.VARIANT.safetensors."),
-        click.option("--cache-dir", default=None, metavar="DIR", help="Of the hub; default: HF_HUB_CACHE."),
+        click.option(
+            "--cache-dir", default=None, metavar="DIR", help="Cache of the hub. Default: HF_HUB_CACHE."
+        ),
     )
     for option in reversed(options):
         command = option(command)

@@ -108,7 +108,9 @@ class PairBatches:
         """Move to the position. Raises :class:`StateError` if it belongs to another sequence."""
         stored = {key: state.get(key) for key in self._sequence()}
         if stored != self._sequence():
-            raise StateError(f"the data position belongs to {stored}, but these batches are {self._sequence()}")
+            raise StateError(
+                f"the data position belongs to {stored}, but these batches are {self._sequence()}"
+            )
         self._epoch, self._consumed = state["epoch"], state["consumed"]
 
     def _sequence(self) -> dict[str, int]:

@@ -71,7 +71,9 @@ def prepare_model(directory: Path) -> Prepared:
         tokens = set(tokenizer("First line of a docstring")["input_ids"])
     except Exception as error:  # tokenizers may raise anything
         raise SourceError(f"no tokenizer that transformers can load: {error}", path=str(directory)) from error
-    if tokens <= set(tokenizer.all_special_ids):  # without files, transformers makes a tokenizer without words
+    if tokens <= set(
+        tokenizer.all_special_ids
+    ):  # without files, transformers makes a tokenizer without words
         raise SourceError("no tokenizer files, or none that fit the config's model type", path=str(directory))
     try:
         base = build_meta(directory, catalog, dtype=torch.float32, auto_class=transformers.AutoModel)

@@ -70,7 +70,9 @@ def train(options: argparse.Namespace) -> None:
         written = 0
         for step in range(first_step, options.steps + 1):
             loss = contrastive_loss(model, tokenizer, batches.take())
-            (loss * world_size).backward()  # FSDP2 averages gradients over ranks, but this loss needs their sum
+            (
+                loss * world_size
+            ).backward()  # FSDP2 averages gradients over ranks, but this loss needs their sum
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()

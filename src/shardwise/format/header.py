@@ -74,7 +74,9 @@ def check_regular(path: str) -> None:
     Raises :class:`FormatError`, or ``OSError`` if the file does not exist.
     """
     mode = os.stat(path).st_mode
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # for a directory open() raises a clear error itself
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(
+        mode
+    ):  # for a directory open() raises a clear error itself
         raise FormatError("can't be read: not a regular file", path=path)
 
 

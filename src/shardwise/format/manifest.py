@@ -342,7 +342,9 @@ def _check_packs(
         for t in entries.values():
             for optimizer, states in t.states.items():
                 if trained.setdefault(optimizer, model) != model:
-                    raise ValueError(f"{optimizer} has states of two models, {trained[optimizer]} and {model}")
+                    raise ValueError(
+                        f"{optimizer} has states of two models, {trained[optimizer]} and {model}"
+                    )
                 for e in states.values():
                     if e.packed is None:
                         continue

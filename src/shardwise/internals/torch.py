@@ -230,7 +230,7 @@ class HubGroup:
         return tuple(prefix + p + suffix for p in patterns)
 
     def run(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Convert ``tensors`` (by stored name; real ones or symbols). Returns what is made, by module name."""
+        """Convert ``tensors`` (by stored name; real ones or symbols). Returns the results by module name."""
         converter = copy.deepcopy(self.converter)
         for name, pattern in self.parts:
             converter.add_tensor(self.target, name, pattern, tensors[name])

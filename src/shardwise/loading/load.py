@@ -235,8 +235,8 @@ def _refuse_unsharded(model: nn.Module, ignored: Sequence[str]) -> None:
     ]
     if plain:
         raise ShardError(
-            f"{len(plain)} trainable parameters are plain tensors beside sharded ones, so that nobody reduces their "
-            f"gradients: {', '.join(plain)}. Shard them too (a module that is not wrapped itself leaves its "
+            f"{len(plain)} trainable parameters are plain tensors beside sharded ones, and their gradients are not "
+            f"reduced: {', '.join(plain)}. Shard them too (a module that is not wrapped itself leaves its "
             f"parameters plain), freeze them, or name them in ignored=(…) and reduce their gradients yourself"
         )
 

@@ -1,7 +1,7 @@
 """Locates a model's files: a local directory, or a snapshot of a Hugging Face hub repository in the local cache.
 
-Of the ranks that share a cache one downloads, and the rest wait as long as it works. Only the files that a load needs
-are downloaded.
+One rank per cache downloads, and the ranks that share the cache wait as long as it works. It downloads only the files
+that a load needs.
 """
 
 from __future__ import annotations

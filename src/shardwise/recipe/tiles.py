@@ -78,7 +78,7 @@ def identity(source: str, shape: Sequence[int]) -> Tile:
     return Tile(source, *_identity(tuple(shape)))
 
 
-@lru_cache(maxsize=4096)  # most tensors are stored as they are wanted, and share their shape with others
+@lru_cache(maxsize=4096)  # most tensors are stored as they are wanted, and many share a shape
 def _identity(shape: tuple[int, ...]) -> tuple[tuple[Loop, ...], tuple[int, ...], tuple[int, ...]]:
     loops = tuple([Loop(n, d, 1, d, 1) for d, n in enumerate(shape) if n != 1])
     zero = (0,) * len(shape)

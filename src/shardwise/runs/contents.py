@@ -248,9 +248,7 @@ def _optimizer(
     if name is None or model is None:
         first = next(iter(models.values()))
         strange = sorted(owners - first.kinds.keys())
-        raise StateError(
-            f"{path}: holds optimizer state of {', '.join(strange[:5])}, which the model lacks"
-        )
+        raise StateError(f"{path}: holds optimizer state of {', '.join(strange[:5])}, which the model lacks")
     spread: dict[str, dict[str, StoredTensor]] = {}
     scalars: dict[str, dict[str, torch.Tensor]] = {}
     for short, t in stored.catalog.tensors.items():

@@ -185,7 +185,9 @@ def nested(found: DcpCheckpoint, keys: Sequence[str]) -> dict[Any, Any]:
             for part in path[1:-1]:
                 node = node.setdefault(part, _Node())
                 if type(node) is not _Node:
-                    raise FormatError(f"{brief(name)} lies inside another item: damaged", path=found.catalog.root)
+                    raise FormatError(
+                        f"{brief(name)} lies inside another item: damaged", path=found.catalog.root
+                    )
             if path[-1] in node:
                 raise FormatError(f"{brief(name)} is stored twice: damaged", path=found.catalog.root)
             where = found.objects.get(name)

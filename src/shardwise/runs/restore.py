@@ -149,9 +149,7 @@ def _documents(state: TrainState, run: ForeignRun) -> dict[str, Any]:
         if not hasattr(live, "load_state_dict"):
             raise StateError(f"{name}: several by name can't be restored from such a checkpoint; give one")
         document = run.document(name)
-        if hidden := attribute_of_class(
-            live, document
-        ):  # torch's schedulers set every entry as an attribute
+        if hidden := attribute_of_class(live, document):  # torch's schedulers set every entry as an attribute
             raise StateError(
                 f"{run.path}: its {name} holds {brief(hidden)}, which is a method of {type(live).__qualname__}: damaged"
             )

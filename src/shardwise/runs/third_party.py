@@ -326,6 +326,7 @@ def _group(found: Any, path: str) -> dict[str, Any]:
     params = found.get("params") if type(found) is dict else None
     if type(params) is not list or not all(isinstance(n, str) for n in params):
         raise FormatError(
-            f"expected an optimizer's group, a dict with a list of params by name, got {brief(found)}", path=path
+            f"expected an optimizer's group, a dict with a list of params by name, got {brief(found)}",
+            path=path,
         )
     return {str(k): v for k, v in found.items()}

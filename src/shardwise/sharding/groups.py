@@ -140,7 +140,7 @@ def find_wrapping(model: nn.Module, policy: ShardPolicy) -> Wrapping:
             candidates[id(candidate.module)] = candidate
             own[id(candidate.module)], depth[id(candidate.module)] = taken, depth[key] + 1
         whole += left
-    # The root is a group even if all its parameters lie in others: it starts FSDP2's iteration.
+    # The root is a group even if all its parameters lie in other groups: it starts FSDP2's iteration.
     kept = [key for key in candidates if own[key] or key == id(model)]
     kept.sort(key=lambda key: -depth[key])  # stable: module order among modules of one depth
 

@@ -68,7 +68,9 @@ class Reduction:
     def __call__(self) -> None:
         self._finish()
         all_axes = self._mesh.ndim == 1 or self._group.all_reduce_grads
-        if self._group.reduce_grads and all_axes:  # else gradients add up until a later sync: averaging is linear
+        if (
+            self._group.reduce_grads and all_axes
+        ):  # else gradients add up until a later sync: averaging is linear
             self._reduce([p for p in self.parameters() if p.requires_grad])
 
     def parameters(self) -> list[nn.Parameter]:

@@ -150,9 +150,7 @@ def split_storable(leaves: Iterable[tuple[Path, Any]], what: str) -> Beyond:
             if encoded.not_stored:
                 why = "it holds a function"
             elif nbytes + size > MAX_BEYOND_BYTES:
-                why = (
-                    f"with it such state has {nbytes + size} bytes; the limit is {MAX_BEYOND_BYTES}"
-                )
+                why = f"with it such state has {nbytes + size} bytes; the limit is {MAX_BEYOND_BYTES}"
             else:
                 nbytes += size
         if why:

@@ -62,7 +62,9 @@ class Decoder:
         tag = node[TAG]
         build = _BUILDERS.get(tag) if isinstance(tag, str) else None
         if build is None:
-            raise FormatError(f"typed JSON has the unknown kind {brief(tag)}; did a newer shardwise write it?")
+            raise FormatError(
+                f"typed JSON has the unknown kind {brief(tag)}; did a newer shardwise write it?"
+            )
         try:
             return build(self, node)
         except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError, AttributeError) as error:
@@ -227,7 +229,9 @@ def _factory(name: str | None) -> type | None:
 def _enum_member(node: dict[str, Any]) -> enum.Enum:
     cls = imported(node["class"])
     if not (isinstance(cls, type) and issubclass(cls, enum.Enum)):
-        raise StateError(f"the enum {brief(node['class'])} is not imported; import its module before resuming")
+        raise StateError(
+            f"the enum {brief(node['class'])} is not imported; import its module before resuming"
+        )
     if node["name"] not in cls.__members__:
         raise StateError(f"the enum {brief(node['class'])} has no member {brief(node['name'])} any more")
     member: enum.Enum = cls.__members__[node["name"]]

@@ -96,7 +96,9 @@ class Encoder:
         factory: Any = mapping.default_factory
         name = None if factory is None else getattr(factory, "__name__", "")
         if name is not None and FACTORIES.get(name) is not factory:
-            raise _refusal(where, mapping, f"is a defaultdict whose factory {factory!r} is not a builtin type")
+            raise _refusal(
+                where, mapping, f"is a defaultdict whose factory {factory!r} is not a builtin type"
+            )
         return {TAG: "defaultdict", "factory": name, "items": self.pairs(mapping, where)}
 
     def enum_member(self, member: enum.Enum, where: str) -> Any:

@@ -133,7 +133,9 @@ def check_scheduler(target: Any, state: Any, name: str) -> None:
     if type(target).load_state_dict.__module__ != _SCHEDULERS:
         return _check_inner(target, state, name)  # its own entries can't be checked
     if hidden := attribute_of_class(target, state):
-        raise FormatError(f"{name}: {brief(hidden)} is not part of the state of a {type(target).__qualname__}")
+        raise FormatError(
+            f"{name}: {brief(hidden)} is not part of the state of a {type(target).__qualname__}"
+        )
     live = target.state_dict()
     if type(target).__module__ != _SCHEDULERS:
         for key in _OF_EVERY_SCHEDULER:
@@ -143,7 +145,9 @@ def check_scheduler(target: Any, state: Any, name: str) -> None:
     # Releases of torch differ in the rest, and a program may have set harmless attributes on the saved scheduler.
     lost = [key for key in _ALWAYS if key in live and key not in state]
     if lost:
-        raise FormatError(f"{name}: lacks {brief(lost[0])}, which the state of a {type(target).__qualname__} has")
+        raise FormatError(
+            f"{name}: lacks {brief(lost[0])}, which the state of a {type(target).__qualname__} has"
+        )
     for key in live.keys() & state.keys() - {"_schedulers"}:
         _check_kind(live[key], state[key], f"{name}.{key}")
         if key in _BY_GROUP and len(live[key]) != len(state[key]):

@@ -36,9 +36,7 @@ __all__ = [
     "watch_steps",
 ]
 
-UNSEEN_GRADIENTS = (
-    "gradients from before the first TrainState (it is not known whether a step has used them)"
-)
+UNSEEN_GRADIENTS = "gradients from before the first TrainState (it is not known whether a step has used them)"
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,9 @@ def parameter_names(optimizer: Optimizer, tensors: Iterable[NamedTensor]) -> dic
 def drain(optimizer: Optimizer, names: Mapping[int, str]) -> Drained:
     """References to everything in an optimizer, by parameter name. Copies 0-d tensors only."""
     if getattr(optimizer, "_numel_cache", None) is not None or type(optimizer).__name__ == "LBFGS":
-        raise StateError("LBFGS keeps one flat history over all parameters; it has no name to be stored under")
+        raise StateError(
+            "LBFGS keeps one flat history over all parameters; it has no name to be stored under"
+        )
     live = {id(p) for group in optimizer.param_groups for p in group["params"]}
     strange = [k for k in optimizer.state if id(k) not in live]
     if strange:

@@ -51,9 +51,7 @@ class DirectWriter(FileWriter):
             self._is_direct = _switch(self._fd, on=True)
             # A daemon: the caller waits for it, and after an interrupt it must not keep the process alive.
             threading.Thread(target=self._write_buffers, name="shardwise-write", daemon=True).start()
-        except (
-            RuntimeError
-        ):  # Python starts no thread while a process ends or when the system has none left
+        except RuntimeError:  # Python starts no thread while a process ends or when the system has none left
             self._has_thread = False
         except BaseException:
             self._full.put(None)
@@ -120,7 +118,9 @@ class DirectWriter(FileWriter):
         aligned = view.nbytes // _ALIGNMENT * _ALIGNMENT if self._is_direct else view.nbytes
         done = 0
         while done < view.nbytes:
-            if self._is_direct and done == aligned:  # the end of the file, or an unaligned rest of a short write
+            if (
+                self._is_direct and done == aligned
+            ):  # the end of the file, or an unaligned rest of a short write
                 self._is_direct = _switch(self._fd, on=False)
                 aligned = view.nbytes
             try:

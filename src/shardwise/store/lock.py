@@ -55,7 +55,9 @@ class DirectoryLock:
             raise CheckpointError(f"{self._path}: can't be created: {error.strerror}") from error
         if not stat.S_ISREG(os.fstat(self._fd).st_mode):
             os.close(self._fd)
-            raise CheckpointError(f"{self._path}: can't be locked, because it is not a regular file; remove it")
+            raise CheckpointError(
+                f"{self._path}: can't be locked, because it is not a regular file; remove it"
+            )
         _HELD[self._root] = self  # before locking: a fork from here on must close the file
         _close_in_forks()
         try:
