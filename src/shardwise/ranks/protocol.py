@@ -27,7 +27,17 @@ import torch.distributed as dist
 from shardwise.errors import RankError
 from shardwise.internals.torch import default_store
 
-__all__ = ["Call", "Link", "cause_of", "failure", "link_of", "look_period_s", "pack", "shorten", "text_of"]
+__all__ = [
+    "Request",
+    "Agreement",
+    "cause_of",
+    "failure",
+    "agreement_of",
+    "look_period_s",
+    "pack",
+    "shorten",
+    "text_of",
+]
 
 _PART_BYTES = 4 * 1024**2  # TCPStore refuses values above 8 MiB and drops the connection
 _INLINE_BYTES = 64 * 1024  # payloads up to here travel inside the status or verdict
@@ -56,7 +66,7 @@ class _Store(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class Request:
     """The agreement that a rank is in."""
 
     kind: str
@@ -93,7 +103,7 @@ class Verdict:
         return RankError(self.label, causes, tuple(self.missing), self.timeout_s)
 
 
-def failure(call: Call, causes: Mapping[int, str], missing: tuple[int, ...] = ()) -> Verdict:
+def failure(call: Request, causes: Mapping[int, str], missing: tuple[int, ...] = ()) -> Verdict:
     """A verdict that makes all ranks raise. Its causes are cut: those of 1,000 ranks fit into one value."""
     room = max(200, _ALL_CAUSES_CHARS // max(1, len(causes)))
     short = {str(rank): shorten(cause, room) for rank, cause in sorted(causes.items())}
@@ -132,22 +142,22 @@ class Watch:
 # One link per process group. All Ranks of the group share it, so their rounds stay in step. Weak: a reference to the
 # store would keep its port taken after destroy_process_group().
 _opening = threading.Lock()
-_links: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Link]] = weakref.WeakKeyDictionary()
+_agreements: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Agreement]] = weakref.WeakKeyDictionary()
 
 
-def link_of(group: dist.ProcessGroup, rank: int, world_size: int, channel: str = "") -> Link:
+def agreement_of(group: dist.ProcessGroup, rank: int, world_size: int, channel: str = "") -> Agreement:
     """This process's link of a group; made at the first call.
 
     Each channel has its own rounds and its own connection to the store, so two threads can agree independently.
     """
     with _opening:
-        links = _links.setdefault(group, {})
+        links = _agreements.setdefault(group, {})
         if channel not in links:
-            links[channel] = _open_link(rank, world_size, channel)
+            links[channel] = _open_agreement(rank, world_size, channel)
         return links[channel]
 
 
-def _open_link(rank: int, world_size: int, channel: str) -> Link:
+def _open_agreement(rank: int, world_size: int, channel: str) -> Agreement:
     try:
         store = default_store()
         if channel:
@@ -157,10 +167,10 @@ def _open_link(rank: int, world_size: int, channel: str) -> Link:
         prefixed = dist.distributed_c10d.PrefixStore(f"shardwise/{channel}{generation}", store)
     except RuntimeError as error:
         raise RankError("open the process group's store", {0: _UNREACHABLE}) from error
-    return Link(cast(_Store, prefixed), rank, world_size, generation)
+    return Agreement(cast(_Store, prefixed), rank, world_size, generation)
 
 
-class Link:
+class Agreement:
     """This process's end of the agreements of one process group."""
 
     def __init__(self, store: _Store, rank: int, world_size: int, generation: int) -> None:
@@ -197,7 +207,7 @@ class Link:
 
     def agree(
         self,
-        call: Call,
+        call: Request,
         *,
         own: BaseException | None = None,
         payload: bytes = b"",
@@ -235,7 +245,7 @@ class Link:
 
     def _lead(
         self,
-        call: Call,
+        call: Request,
         own_status: Status,
         own: BaseException | None,
         payload: bytes,
@@ -252,7 +262,7 @@ class Link:
         self._linger(min(_LINGER_S, call.timeout_s / 2))
         return verdict, reply
 
-    def _await_arrivals(self, call: Call, own_status: Status, own: BaseException | None) -> Verdict | None:
+    def _await_arrivals(self, call: Request, own_status: Status, own: BaseException | None) -> Verdict | None:
         """Wait until all ranks have arrived (None), or until the round is known to fail."""
         watch = Watch(call.timeout_s)
         pauses = self._pauses()
@@ -276,7 +286,7 @@ class Link:
             time.sleep(next(pauses))
         return self._published()[0]
 
-    def _failures(self, call: Call, own_status: Status) -> Verdict:
+    def _failures(self, call: Request, own_status: Status) -> Verdict:
         statuses = {0: own_status, **{rank: status for rank, (status, _) in self._statuses().items()}}
         causes: dict[int, str] = {}
         for rank, status in statuses.items():
@@ -287,7 +297,7 @@ class Link:
         return replace(failure(call, causes), identical=alike and len(causes) == self._others + 1)
 
     def _decide(
-        self, call: Call, payload: bytes, decide: Callable[[list[bytes]], bytes]
+        self, call: Request, payload: bytes, decide: Callable[[list[bytes]], bytes]
     ) -> tuple[Verdict, bytes]:
         statuses = self._statuses()
         if len(statuses) < self._others:  # while rank 0 was stopped, the other ranks gave it up and went on
@@ -352,7 +362,7 @@ class Link:
 
     # -- the other ranks ---------------------------------------------------------------------------------
 
-    def _follow(self, call: Call, status: Status, payload: bytes) -> tuple[Verdict, bytes]:
+    def _follow(self, call: Request, status: Status, payload: bytes) -> tuple[Verdict, bytes]:
         parts = self._put_parts(f"payload/{self._rank}", payload)
         self._post(replace(status, parts=parts), b"" if parts else payload)
         watch = Watch(call.timeout_s)
@@ -382,7 +392,7 @@ class Link:
     def _key(self, name: str) -> str:
         return f"{self._round}/{name}"
 
-    def _status(self, call: Call, own: BaseException | None) -> Status:
+    def _status(self, call: Request, own: BaseException | None) -> Status:
         if own is None:
             return Status(self._round, call.kind, call.label)
         full = f"{type(own).__module__}.{type(own).__qualname__}: {text_of(own)}"
@@ -429,7 +439,7 @@ class Link:
             pause_s = min(1.5 * pause_s, self._longest_pause_s)
 
     def _raise_unreachable(
-        self, call: Call, status: Status, own: BaseException | None, store_error: RuntimeError
+        self, call: Request, status: Status, own: BaseException | None, store_error: RuntimeError
     ) -> NoReturn:
         causes = {0: _UNREACHABLE}
         if status.cause is not None:
@@ -472,7 +482,7 @@ def shorten(text: str, chars: int) -> str:
     return text if len(text) <= chars else f"{text[: chars - 20]} … [shortened]"
 
 
-def _disagreement(rank: int, status: Status, call: Call) -> str:
+def _disagreement(rank: int, status: Status, call: Request) -> str:
     if (status.kind, status.label) == (call.kind, call.label):
         return ""
     theirs, ours = f"'{status.label}'", f"'{call.label}'"

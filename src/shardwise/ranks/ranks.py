@@ -17,7 +17,15 @@ from shardwise import errors
 from shardwise.errors import CheckpointError, RankError
 from shardwise.ranks.messages import pack, unpack
 from shardwise.ranks.patience import LIMIT, Watch, watched
-from shardwise.ranks.protocol import Call, Link, cause_of, link_of, look_period_s, shorten, text_of
+from shardwise.ranks.protocol import (
+    Agreement,
+    Request,
+    agreement_of,
+    cause_of,
+    look_period_s,
+    shorten,
+    text_of,
+)
 
 __all__ = ["Claim", "Ranks"]
 
@@ -84,17 +92,17 @@ class Ranks:
             with self.patience():
                 yield claim
         except BaseException as error:
-            if self.world_size == 1 or self._link().is_agreed(error):
+            if self.world_size == 1 or self._agreement().is_agreed(error):
                 raise
             own = error
         if self.world_size == 1:
             return
-        call = Call("agree", label, self.timeout_s)
-        different = self._link().agree(call, own=own, payload=claim.digest(), decide=_ranks_unlike_first)
+        call = Request("agree", label, self.timeout_s)
+        different = self._agreement().agree(call, own=own, payload=claim.digest(), decide=_ranks_unlike_first)
         if different:
             ranks: list[int] = json.loads(different)
             words = claim.words().encode(errors="backslashreplace")
-            self._link().agree(call, payload=words, decide=partial(_raise_different, label, ranks))
+            self._agreement().agree(call, payload=words, decide=partial(_raise_different, label, ranks))
 
     def combine(self, label: str, work: Callable[[], T], decide: Callable[[list[T]], R]) -> R:
         """Run rank-local work; rank 0 decides on all results, in rank order, and every rank gets its reply.
@@ -153,11 +161,11 @@ class Ranks:
             with self.patience():
                 payload = work()
         except BaseException as error:
-            if self._link().is_agreed(error):
+            if self._agreement().is_agreed(error):
                 raise
             own = error
-        return self._link().agree(
-            Call("combine", label, self.timeout_s), own=own, payload=payload, decide=decide
+        return self._agreement().agree(
+            Request("combine", label, self.timeout_s), own=own, payload=payload, decide=decide
         )
 
     @contextmanager
@@ -183,16 +191,16 @@ class Ranks:
         agreement reports that.
         """
         if self.world_size > 1:
-            self._link().tick(amount, look_period_s(self.timeout_s))
+            self._agreement().tick(amount, look_period_s(self.timeout_s))
 
-    def _link(self) -> Link:
+    def _agreement(self) -> Agreement:
         group = self._group() if self._group is not None else None
         if group is None or group is not dist.group.WORLD:
             raise CheckpointError(
                 "the process group was destroyed while ranks still had to agree; call close() of a Checkpointer (or "
                 "leave its block) before destroy_process_group()"
             )
-        return link_of(group, self.rank, self.world_size, self.channel)
+        return agreement_of(group, self.rank, self.world_size, self.channel)
 
 
 class Claim:
