@@ -215,7 +215,7 @@ def test_state_of_a_shape_of_its_own_is_refused(tmp_path: Path) -> None:
         convert(tmp_path, tmp_path / "out")
     state = {"stranger": {"exp_avg": weight}}
     torch.save({"state": state, "param_groups": [{"params": ["stranger"]}]}, tmp_path / "optimizer.bin")
-    with pytest.raises(StateError, match="stranger, which the model does not have"):
+    with pytest.raises(StateError, match="stranger, which the model lacks"):
         convert(tmp_path, tmp_path / "out")
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
-    "Request",
+    "Call",
     "Hook",
     "fail_at",
     "fail_while",
@@ -53,7 +53,7 @@ _WRITABLE = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
 @dataclass(slots=True)
-class Request:
+class Call:
     """One call under the watched directory. ``path`` is relative to it; ``args`` may be changed by a hook."""
 
     number: int
@@ -72,7 +72,7 @@ class Request:
 
 
 #: Gets a call and what performs it (``do()`` uses ``call.args``); returns what the caller gets.
-Hook = Callable[[Request, Callable[[], Any]], Any]
+Hook = Callable[[Call, Callable[[], Any]], Any]
 
 
 @dataclass
@@ -115,28 +115,28 @@ class _Watch:
 
         return watched_call
 
-    def describe(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Request | None:
+    def describe(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """None for calls that have nothing to do with the directory."""
         if name in _BY_FD:
             if args[0] not in self.opened:
                 return None
             path, handle, writing = self.opened[args[0]]
             kind = "close for reading" if name == "close" and not writing else name
-            return Request(0, kind, path, args, kwargs, handle=handle)
+            return Call(0, kind, path, args, kwargs, handle=handle)
         if name in _BY_TWO_PATHS:
             path = self.relative(args[0], kwargs.get("src_dir_fd"))
             target = self.relative(args[1], kwargs.get("dst_dir_fd"))
             if path is None and target is None:
                 return None
-            return Request(0, name, path or "outside", args, kwargs, target or "outside")
+            return Call(0, name, path or "outside", args, kwargs, target or "outside")
         path = self.relative(args[0] if args else ".", kwargs.get("dir_fd"))
         if path is None:
             return None
         if name == "open":
             flags = args[1] if len(args) > 1 else kwargs["flags"]
             kind = "open" if flags & _WRITABLE else "open for reading"
-            return Request(0, kind, path, args, kwargs, handle=next(self.handles))
-        return Request(0, name, path, args, kwargs)
+            return Call(0, kind, path, args, kwargs, handle=next(self.handles))
+        return Call(0, name, path, args, kwargs)
 
 
 @contextlib.contextmanager
@@ -160,7 +160,7 @@ def watched(root: str | Path, hook: Hook, *, reading: bool = False) -> Iterator[
 def through(calls: list[str]) -> Hook:
     """Only notes the labels."""
 
-    def hook(call: Request, do: Callable[[], Any]) -> Any:
+    def hook(call: Call, do: Callable[[], Any]) -> Any:
         calls.append(call.label)
         return do()
 
@@ -168,7 +168,7 @@ def through(calls: list[str]) -> Hook:
 
 
 def kill_before(number: int) -> Hook:
-    def hook(call: Request, do: Callable[[], Any]) -> Any:
+    def hook(call: Call, do: Callable[[], Any]) -> Any:
         if call.number == number:
             os.kill(os.getpid(), signal.SIGKILL)
         return do()
@@ -177,7 +177,7 @@ def kill_before(number: int) -> Hook:
 
 
 def kill_after(number: int) -> Hook:
-    def hook(call: Request, do: Callable[[], Any]) -> Any:
+    def hook(call: Call, do: Callable[[], Any]) -> Any:
         try:
             return do()
         finally:  # also of a call that fails, as making a directory that is there does
@@ -190,7 +190,7 @@ def kill_after(number: int) -> Hook:
 def stop_at(number: int) -> Hook:
     """SIGSTOP before a call, which is made once somebody sends SIGCONT."""
 
-    def hook(call: Request, do: Callable[[], Any]) -> Any:
+    def hook(call: Call, do: Callable[[], Any]) -> Any:
         if call.number == number:
             os.kill(os.getpid(), signal.SIGSTOP)
         return do()
@@ -201,7 +201,7 @@ def stop_at(number: int) -> Hook:
 def stop_inside(number: int) -> Hook:
     """SIGSTOP while a call goes on, which takes a second after somebody sends SIGCONT."""
 
-    def hook(call: Request, do: Callable[[], Any]) -> Any:
+    def hook(call: Call, do: Callable[[], Any]) -> Any:
         if call.number == number:
             threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGSTOP)).start()
             time.sleep(1.3)
@@ -213,7 +213,7 @@ def stop_inside(number: int) -> Hook:
 def slow_at(number: int, seconds: float) -> Hook:
     """A call that takes long in the kernel."""
 
-    def hook(call: Request, do: Callable[[], Any]) -> Any:
+    def hook(call: Call, do: Callable[[], Any]) -> Any:
         if call.number == number:
             time.sleep(seconds)
         return do()
@@ -224,7 +224,7 @@ def slow_at(number: int, seconds: float) -> Hook:
 def fail_at(number: int, code: int = errno.EIO) -> Hook:
     """A call is not made and raises instead. A file that fails to close is closed, as the kernel has it."""
 
-    def hook(call: Request, do: Callable[[], Any]) -> Any:
+    def hook(call: Call, do: Callable[[], Any]) -> Any:
         if call.number == number:
             if call.name == "close":
                 do()
@@ -234,10 +234,10 @@ def fail_at(number: int, code: int = errno.EIO) -> Hook:
     return hook
 
 
-def fail_while(failing: Callable[[Request], bool], code: int = errno.ENOENT) -> Hook:
+def fail_while(failing: Callable[[Call], bool], code: int = errno.ENOENT) -> Hook:
     """Calls of which ``failing`` is true raise."""
 
-    def hook(call: Request, do: Callable[[], Any]) -> Any:
+    def hook(call: Call, do: Callable[[], Any]) -> Any:
         if failing(call):
             raise OSError(code, os.strerror(code), call.path)
         return do()
@@ -248,7 +248,7 @@ def fail_while(failing: Callable[[Request], bool], code: int = errno.ENOENT) -> 
 def short_write_at(number: int) -> Hook:
     """One write takes one byte only, as write(2) may."""
 
-    def hook(call: Request, do: Callable[[], Any]) -> Any:
+    def hook(call: Call, do: Callable[[], Any]) -> Any:
         if call.number == number and call.name in WRITES:
             data = call.args[1]
             if call.name.endswith("v"):
@@ -266,7 +266,7 @@ def record_into(log: Path, rank: int) -> Hook:
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     own_write, own_lock = os.write, threading.Lock()
 
-    def hook(call: Request, do: Callable[[], Any]) -> Any:
+    def hook(call: Call, do: Callable[[], Any]) -> Any:
         data, args = b"", call.args
         if call.name in ("write", "pwrite"):
             data = bytes(args[1])

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 import shardwise as sw
-from tests.faults.calls import Request, fail_while, watched
+from tests.faults.calls import Call, fail_while, watched
 from tests.faults.forks import Scenario
 from tests.faults.rows import Case, Context, Row, agreed, judge, rows_of
 from tests.faults.tiny import IO, TIMEOUT_S, Attempt, Found, Tiny, attempt, find, outcome_of, step_path
@@ -315,7 +315,7 @@ def _damage_after_publish(root: Path, step: int, damage: Callable[[Path], Any]) 
     """The step is damaged between its publishing and retention: when the hint is written."""
     is_done: list[bool] = []
 
-    def is_hint(call: Request) -> bool:
+    def is_hint(call: Call) -> bool:
         if call.name == "replace" and not is_done:
             is_done.append(True)
             damage(step_path(root, step))

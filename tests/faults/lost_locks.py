@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.faults.calls import Hook, Request, phase_of
+from tests.faults.calls import Call, Hook, phase_of
 from tests.faults.rows import Case, Context, Row, agreed, judge, rows_of
 from tests.faults.tiny import Attempt, Found, attempt, find
 
@@ -65,7 +65,7 @@ def _lose(loss: _Loss) -> tuple[Attempt, Found]:
 
 
 def _losing(loss: _Loss, opened: list[int]) -> Hook:
-    def hook(call: Request, do: Callable[[], Any]) -> Any:
+    def hook(call: Call, do: Callable[[], Any]) -> Any:
         if call.number == loss.number:
             lock = loss.root / ".lock"
             if loss.how != "taken":

@@ -47,7 +47,7 @@ def _arguments_of(function: Callable[..., Any]) -> set[str]:
     assert isinstance(body, ast.FunctionDef)
     named = {a.arg for a in (*body.args.args, *body.args.kwonlyargs)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Request) and ast.unparse(node.func) in ("kwargs.pop", "kwargs.get"):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("kwargs.pop", "kwargs.get"):
             if isinstance(node.args[0], ast.Constant):
                 named.add(node.args[0].value)
         elif isinstance(node, ast.For) and isinstance(node.iter, ast.List):

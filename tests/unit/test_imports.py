@@ -195,7 +195,7 @@ def _writes(node: ast.AST) -> Iterator[str]:
         holder = target.value if isinstance(target, ast.Subscript) else target
         if ast.unparse(holder) in ("os.environ", "environ"):
             yield f"writes {ast.unparse(target)}"
-    if isinstance(node, ast.Request):
+    if isinstance(node, ast.Call):
         called = ast.unparse(node.func)
         if called in ENVIRONMENT_WRITES or called == "logging.basicConfig":
             yield f"calls {called}"

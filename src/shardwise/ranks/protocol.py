@@ -28,11 +28,11 @@ from shardwise.errors import RankError
 from shardwise.internals.torch import default_store
 
 __all__ = [
-    "Request",
     "Agreement",
+    "Request",
+    "agreement_of",
     "cause_of",
     "failure",
-    "agreement_of",
     "look_period_s",
     "pack",
     "shorten",
@@ -103,11 +103,11 @@ class Verdict:
         return RankError(self.label, causes, tuple(self.missing), self.timeout_s)
 
 
-def failure(call: Request, causes: Mapping[int, str], missing: tuple[int, ...] = ()) -> Verdict:
+def failure(request: Request, causes: Mapping[int, str], missing: tuple[int, ...] = ()) -> Verdict:
     """A verdict that makes all ranks raise. Its causes are cut: those of 1,000 ranks fit into one value."""
     room = max(200, _ALL_CAUSES_CHARS // max(1, len(causes)))
     short = {str(rank): shorten(cause, room) for rank, cause in sorted(causes.items())}
-    return Verdict(ok=False, label=call.label, causes=short, missing=missing, timeout_s=call.timeout_s)
+    return Verdict(ok=False, label=request.label, causes=short, missing=missing, timeout_s=request.timeout_s)
 
 
 class Watch:
@@ -139,22 +139,22 @@ class Watch:
         return tuple(rank for rank in sorted(beats) if self._idle_s[rank] >= self._timeout_s)
 
 
-# One link per process group. All Ranks of the group share it, so their rounds stay in step. Weak: a reference to the
+# One agreement per process group. All Ranks of the group share it, so their rounds stay in step. Weak: a reference to the
 # store would keep its port taken after destroy_process_group().
 _opening = threading.Lock()
 _agreements: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Agreement]] = weakref.WeakKeyDictionary()
 
 
 def agreement_of(group: dist.ProcessGroup, rank: int, world_size: int, channel: str = "") -> Agreement:
-    """This process's link of a group; made at the first call.
+    """This process's agreement of a group; made at the first call.
 
     Each channel has its own rounds and its own connection to the store, so two threads can agree independently.
     """
     with _opening:
-        links = _agreements.setdefault(group, {})
-        if channel not in links:
-            links[channel] = _open_agreement(rank, world_size, channel)
-        return links[channel]
+        agreements = _agreements.setdefault(group, {})
+        if channel not in agreements:
+            agreements[channel] = _open_agreement(rank, world_size, channel)
+        return agreements[channel]
 
 
 def _open_agreement(rank: int, world_size: int, channel: str) -> Agreement:
@@ -207,7 +207,7 @@ class Agreement:
 
     def agree(
         self,
-        call: Request,
+        request: Request,
         *,
         own: BaseException | None = None,
         payload: bytes = b"",
@@ -215,25 +215,25 @@ class Agreement:
     ) -> bytes:
         """One round. On rank 0, ``decide`` makes the reply from all payloads, or raises RankError."""
         self._round += 1
-        status = self._status(call, own)
+        status = self._status(request, own)
         try:
             if self._rank == 0:
-                verdict, reply = self._lead(call, status, own, payload, decide)
+                verdict, reply = self._lead(request, status, own, payload, decide)
             elif own is None or isinstance(own, Exception):
-                verdict, reply = self._follow(call, status, payload)
+                verdict, reply = self._follow(request, status, payload)
             else:  # Ctrl-C or exit: tell the other ranks; wait neither for them nor for rank 0's verdict
-                self._publish(failure(call, {self._rank: cause_of(own)}))
+                self._publish(failure(request, {self._rank: cause_of(own)}))
                 self._post(status)
                 self._store.add(self._key("seen"), 1)
                 raise own
         except RuntimeError as error:  # only the store raises these
             if own is not None and not isinstance(own, Exception):
                 raise own from None
-            self._raise_unreachable(call, status, own, error)
+            self._raise_unreachable(request, status, own, error)
         except BaseException as error:
             if error is not own:
                 with suppress(RuntimeError):  # this rank leaves; the other ranks must not wait for it
-                    self._publish(failure(call, {self._rank: cause_of(error)}))
+                    self._publish(failure(request, {self._rank: cause_of(error)}))
             raise
         if own is not None and (verdict.identical or not isinstance(own, Exception)):
             self._raise(own)
@@ -245,26 +245,28 @@ class Agreement:
 
     def _lead(
         self,
-        call: Request,
+        request: Request,
         own_status: Status,
         own: BaseException | None,
         payload: bytes,
         decide: Callable[[list[bytes]], bytes],
     ) -> tuple[Verdict, bytes]:
-        verdict, reply = self._await_arrivals(call, own_status, own), b""
+        verdict, reply = self._await_arrivals(request, own_status, own), b""
         if verdict is None:
-            verdict, reply = self._decide(call, payload, decide)
+            verdict, reply = self._decide(request, payload, decide)
         parts = self._put_parts("reply", reply)
         header = replace(verdict, parts=parts)
         verdict = self._publish(header, b"" if parts else reply)
         names = ["arrived", "verdict", "seen", *(f"reply/{i}" for i in range(parts))]
         self._unswept += [self._key(name) for name in names]
-        self._linger(min(_LINGER_S, call.timeout_s / 2))
+        self._linger(min(_LINGER_S, request.timeout_s / 2))
         return verdict, reply
 
-    def _await_arrivals(self, call: Request, own_status: Status, own: BaseException | None) -> Verdict | None:
+    def _await_arrivals(
+        self, request: Request, own_status: Status, own: BaseException | None
+    ) -> Verdict | None:
         """Wait until all ranks have arrived (None), or until the round is known to fail."""
-        watch = Watch(call.timeout_s)
+        watch = Watch(request.timeout_s)
         pauses = self._pauses()
         failed_since: float | None = None
         while not self._store.check([self._key("verdict")]):
@@ -275,44 +277,44 @@ class Agreement:
                 alike = failed == arrived + 1 and (own is None or isinstance(own, Exception))
                 waited_s = time.monotonic() - failed_since
                 if not alike or arrived == self._others or waited_s > _SAME_FAILURE_GRACE_S:
-                    return self._failures(call, own_status)
+                    return self._failures(request, own_status)
             elif arrived == self._others:
                 return None
             if watch.due():
                 idle = watch.look(self._beats_of_absent())
                 if idle:
-                    return replace(self._failures(call, own_status), missing=idle)
-            self.tick(1, look_period_s(call.timeout_s))
+                    return replace(self._failures(request, own_status), missing=idle)
+            self.tick(1, look_period_s(request.timeout_s))
             time.sleep(next(pauses))
         return self._published()[0]
 
-    def _failures(self, call: Request, own_status: Status) -> Verdict:
+    def _failures(self, request: Request, own_status: Status) -> Verdict:
         statuses = {0: own_status, **{rank: status for rank, (status, _) in self._statuses().items()}}
         causes: dict[int, str] = {}
         for rank, status in statuses.items():
             if status.cause is not None:
-                where = "" if status.label == call.label else f" (in '{status.label}')"
+                where = "" if status.label == request.label else f" (in '{status.label}')"
                 causes[rank] = status.cause + where
         alike = len({status.fingerprint for status in statuses.values()}) == 1
-        return replace(failure(call, causes), identical=alike and len(causes) == self._others + 1)
+        return replace(failure(request, causes), identical=alike and len(causes) == self._others + 1)
 
     def _decide(
-        self, call: Request, payload: bytes, decide: Callable[[list[bytes]], bytes]
+        self, request: Request, payload: bytes, decide: Callable[[list[bytes]], bytes]
     ) -> tuple[Verdict, bytes]:
         statuses = self._statuses()
         if len(statuses) < self._others:  # while rank 0 was stopped, the other ranks gave it up and went on
             return self._published()
-        causes = {rank: _disagreement(rank, status, call) for rank, (status, _) in statuses.items()}
+        causes = {rank: _disagreement(rank, status, request) for rank, (status, _) in statuses.items()}
         causes = {rank: cause for rank, cause in causes.items() if cause}
         if causes:
-            return failure(call, causes), b""
+            return failure(request, causes), b""
         payloads = [payload]
         for rank, (status, inline) in sorted(statuses.items()):
             payloads.append(self._get_parts(f"payload/{rank}", status.parts) if status.parts else inline)
         try:
-            return Verdict(ok=True, label=call.label), decide(payloads)
+            return Verdict(ok=True, label=request.label), decide(payloads)
         except RankError as error:
-            return failure(call, error.causes), b""
+            return failure(request, error.causes), b""
 
     def _linger(self, longest_s: float) -> None:
         """Stay until all ranks that arrived have read the verdict: the store may end with this process.
@@ -362,15 +364,15 @@ class Agreement:
 
     # -- the other ranks ---------------------------------------------------------------------------------
 
-    def _follow(self, call: Request, status: Status, payload: bytes) -> tuple[Verdict, bytes]:
+    def _follow(self, request: Request, status: Status, payload: bytes) -> tuple[Verdict, bytes]:
         parts = self._put_parts(f"payload/{self._rank}", payload)
         self._post(replace(status, parts=parts), b"" if parts else payload)
-        watch = Watch(call.timeout_s)
+        watch = Watch(request.timeout_s)
         pauses = self._pauses()
         while not self._store.check([self._key("verdict")]):
             if watch.due() and watch.look({0: self._beat_of_first()}):
                 causes = {} if status.cause is None else {self._rank: status.cause}
-                self._publish(failure(call, causes, missing=(0,)))
+                self._publish(failure(request, causes, missing=(0,)))
             time.sleep(next(pauses))
         verdict, reply = self._published()
         for i in range(parts):  # rank 0 has read them, or never will
@@ -392,12 +394,12 @@ class Agreement:
     def _key(self, name: str) -> str:
         return f"{self._round}/{name}"
 
-    def _status(self, call: Request, own: BaseException | None) -> Status:
+    def _status(self, request: Request, own: BaseException | None) -> Status:
         if own is None:
-            return Status(self._round, call.kind, call.label)
+            return Status(self._round, request.kind, request.label)
         full = f"{type(own).__module__}.{type(own).__qualname__}: {text_of(own)}"
         fingerprint = hashlib.blake2b(full.encode(errors="replace"), digest_size=16).hexdigest()
-        return Status(self._round, call.kind, call.label, cause_of(own), fingerprint)
+        return Status(self._round, request.kind, request.label, cause_of(own), fingerprint)
 
     def _beat(self) -> None:
         with self._beating:
@@ -439,12 +441,12 @@ class Agreement:
             pause_s = min(1.5 * pause_s, self._longest_pause_s)
 
     def _raise_unreachable(
-        self, call: Request, status: Status, own: BaseException | None, store_error: RuntimeError
+        self, request: Request, status: Status, own: BaseException | None, store_error: RuntimeError
     ) -> NoReturn:
         causes = {0: _UNREACHABLE}
         if status.cause is not None:
             causes[self._rank] = status.cause if self._rank else f"{status.cause}; {_UNREACHABLE}"
-        self._raise(RankError(call.label, causes), own or store_error)
+        self._raise(RankError(request.label, causes), own or store_error)
 
     def _raise(self, error: BaseException, cause: BaseException | None = None) -> NoReturn:
         setattr(error, _AGREED, (self._generation, self._round))
@@ -482,10 +484,10 @@ def shorten(text: str, chars: int) -> str:
     return text if len(text) <= chars else f"{text[: chars - 20]} … [shortened]"
 
 
-def _disagreement(rank: int, status: Status, call: Request) -> str:
-    if (status.kind, status.label) == (call.kind, call.label):
+def _disagreement(rank: int, status: Status, request: Request) -> str:
+    if (status.kind, status.label) == (request.kind, request.label):
         return ""
-    theirs, ours = f"'{status.label}'", f"'{call.label}'"
+    theirs, ours = f"'{status.label}'", f"'{request.label}'"
     if theirs == ours:
-        theirs, ours = f"{status.kind}({theirs})", f"{call.kind}({ours})"
+        theirs, ours = f"{status.kind}({theirs})", f"{request.kind}({ours})"
     return f"ranks disagree on what they are doing: rank {rank} is in {theirs}, rank 0 in {ours}"

@@ -97,12 +97,14 @@ class Ranks:
             own = error
         if self.world_size == 1:
             return
-        call = Request("agree", label, self.timeout_s)
-        different = self._agreement().agree(call, own=own, payload=claim.digest(), decide=_ranks_unlike_first)
+        request = Request("agree", label, self.timeout_s)
+        different = self._agreement().agree(
+            request, own=own, payload=claim.digest(), decide=_ranks_unlike_first
+        )
         if different:
             ranks: list[int] = json.loads(different)
             words = claim.words().encode(errors="backslashreplace")
-            self._agreement().agree(call, payload=words, decide=partial(_raise_different, label, ranks))
+            self._agreement().agree(request, payload=words, decide=partial(_raise_different, label, ranks))
 
     def combine(self, label: str, work: Callable[[], T], decide: Callable[[list[T]], R]) -> R:
         """Run rank-local work; rank 0 decides on all results, in rank order, and every rank gets its reply.
