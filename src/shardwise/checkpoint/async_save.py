@@ -20,7 +20,7 @@ from .collect import Collected
 from .save import SaveReport, live_piece, pieces_of, publish_collected
 from .stage import StagingBuffer, detached_documents, room_for
 
-__all__ = ["SaveBehind", "reserve_for"]
+__all__ = ["AsyncSave", "reserve_for"]
 
 _log = logging.getLogger(__name__)
 _LOWER_PRIORITY = 13
@@ -45,7 +45,7 @@ def reserve_for(collected: Collected, buffer: StagingBuffer, ranks: Ranks, most_
         buffer.reserve(needed)
 
 
-class SaveBehind:
+class AsyncSave:
     """One save in a background thread. :meth:`copy` starts it, :meth:`wait` ends it."""
 
     def __init__(

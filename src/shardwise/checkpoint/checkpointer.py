@@ -15,7 +15,7 @@ from ..ranks.ranks import Ranks
 from ..state.train_state import TrainState
 from ..store import publish
 from ..store.lock import DirectoryLock, check_held
-from .async_save import SaveBehind, reserve_for
+from .async_save import AsyncSave, reserve_for
 from .check import check_files, quick_check
 from .collect import Lineage, collect
 from .restore import ResumeReport, restore_into
@@ -100,7 +100,7 @@ class Checkpointer:
         self._buffer = StagingBuffer() if mode == "async" else None
         self._max_staging_bytes = max_staging_bytes
         self._refuses_when_busy = when_busy == "refuse"
-        self._behind: SaveBehind | None = None
+        self._pending: AsyncSave | None = None
         self._lock: DirectoryLock | None = None
         self._closed = False
         self._lineage: Lineage | None = None
@@ -126,14 +126,14 @@ class Checkpointer:
     def _take_lock(self) -> str:
         self._lock = DirectoryLock(self.root)
         publish.sweep_leftovers(self.root)
-        return f"behind-{next(_NUMBERS)}-"
+        return f"async-{next(_NUMBERS)}-"
 
     def close(self) -> None:
         """Finish a pending async save and release the directory. Raises the save's error."""
         try:
             self.wait()
         finally:
-            if self._behind is None:  # else Ctrl-C: the save still runs, so no other run may write here yet
+            if self._pending is None:  # else Ctrl-C: the save still runs, so no other run may write here yet
                 self._closed = True
                 if self._lock is not None:
                     with self._ranks().patience():
@@ -148,7 +148,7 @@ class Checkpointer:
     @property
     def is_saving(self) -> bool:
         """Whether an async save is running on this rank."""
-        return self._behind is not None and self._behind.is_running
+        return self._pending is not None and self._pending.is_running
 
     def prepare(self, state: TrainState) -> int:
         """Allocate and touch the staging buffer for the present ``state``, to spare the first save. Returns its bytes.
@@ -168,16 +168,16 @@ class Checkpointer:
 
         Raises its error once, alike on every rank; earlier steps are untouched.
         """
-        behind = self._behind
-        if behind is None:
+        pending = self._pending
+        if pending is None:
             return None
         try:
-            report = behind.wait()
+            report = pending.wait()
         finally:
-            if not behind.is_running:  # else Ctrl-C: it still writes, from the same buffer
-                self._behind = None
+            if not pending.is_running:  # else Ctrl-C: it still writes, from the same buffer
+                self._pending = None
         assert self._lineage is not None
-        self._lineage = Lineage(self._lineage.run_id, behind.step)
+        self._lineage = Lineage(self._lineage.run_id, pending.step)
         return report
 
     def save(self, state: TrainState, step: int) -> SaveReport:
@@ -199,26 +199,28 @@ class Checkpointer:
             run_id = ranks.on_first("run id", _new_run_id)
             self._lineage = Lineage(run_id, None)
         if self._buffer is not None:
-            return self._save_behind(state, final, step, self._lineage, self._buffer)
+            return self._save_async(state, final, step, self._lineage, self._buffer)
         report = write_checkpoint(state, final, step, self._lineage, ranks)
         self._lineage = Lineage(self._lineage.run_id, step)
         self._retain(step, ranks)
         return report
 
-    def _save_behind(
+    def _save_async(
         self, state: TrainState, final: str, step: int, lineage: Lineage, buffer: StagingBuffer
     ) -> SaveReport:
         ranks = self._ranks()
         collected = collect(state, step, lineage, ranks)
         reserve_for(collected, buffer, ranks, self._max_staging_bytes)
-        others = Ranks.current(timeout_s=self._io.timeout_s, channel=self._channel)
+        ranks_of_thread = Ranks.current(timeout_s=self._io.timeout_s, channel=self._channel)
         with ranks.agree("copy documents"):  # if one rank has no memory for them, no rank saves
-            behind = SaveBehind(collected, final, buffer, others, lambda: self._retain(step, others))
-        self._behind = behind
-        return behind.copy()
+            pending = AsyncSave(
+                collected, final, buffer, ranks_of_thread, lambda: self._retain(step, ranks_of_thread)
+            )
+        self._pending = pending
+        return pending.copy()
 
     def _refuse_if_busy(self, ranks: Ranks) -> None:
-        if ranks.combine("ask for a save behind", lambda: self.is_saving, any):
+        if ranks.combine("ask for an async save", lambda: self.is_saving, any):
             raise CheckpointError(
                 f"{self.root}: the save before still runs; call wait(), save less often, or give when_busy='wait'"
             )

@@ -284,7 +284,7 @@ def restore_documents(
     """Give every document to its receiver. Returns the names restored, and those not restored with the rule."""
     by_name = {receiver.name: receiver for receiver in receivers}
     restored: list[str] = []
-    left = list(_left_behind(state, documents, manifest))
+    left = list(_without_document(state, documents, manifest))
     for name, value in documents.items():
         meaning = document_named(name, manifest)
         assert meaning is not None, "unknown names are refused where they are read"
@@ -311,7 +311,7 @@ def ask_receivers(receivers: Iterable[Receiver]) -> tuple[str, ...]:
     return tuple(line for receiver in receivers for ask in receiver.asked for line in ask())
 
 
-def _left_behind(state: TrainState, documents: Mapping[str, Any], manifest: Manifest) -> Iterator[str]:
+def _without_document(state: TrainState, documents: Mapping[str, Any], manifest: Manifest) -> Iterator[str]:
     """Lines for state that this run asks for or the checkpoint holds, but that has no document."""
     for key in state.extra:
         if f"extra.{key}" not in documents:

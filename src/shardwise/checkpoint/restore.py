@@ -97,7 +97,7 @@ class ResumeReport:
 
 @no_collections()
 def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> ResumeReport:
-    """The pipeline behind ``restore`` and ``Checkpointer.resume``. Collective."""
+    """The pipeline of ``restore`` and ``Checkpointer.resume``. Collective."""
     started = time.perf_counter()
     seen = first_view(path, ranks)
     with ranks.agree("read manifest"):
