@@ -40,7 +40,7 @@ from ..models.meta_init import meta_init
 from ..plan import IOOptions
 from ..ranks.ranks import Ranks
 from ..runs.restore import restore
-from ..runs.third_party import is_foreign
+from ..runs.third_party import is_third_party
 from ..state.gradients import watch_steps
 from ..state.train_state import TrainState
 from ._accelerate_folders import delete_oldest, folder_for, make_room, newest
@@ -224,7 +224,7 @@ def load_state(accelerator: Accelerator, input_dir: str | os.PathLike[str] | Non
         found = os.path.abspath(os.path.expanduser(input_dir))
     with ranks.agree("collect what the accelerator holds"):
         state = train_state(accelerator)
-    if ranks.on_first("look at checkpoint", lambda: is_foreign(found)):
+    if ranks.on_first("look at checkpoint", lambda: is_third_party(found)):
         state.dataloader = None
     return restore(state, found)
 

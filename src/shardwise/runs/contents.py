@@ -36,7 +36,7 @@ from ..recipe.transformers import hub_rules
 from ..state.train_state import document_of
 from ..state.typed_json import Encoded, encode
 from .pickled_values import plain_tensor
-from .third_party import ForeignRun, StoredOptimizer, find_run
+from .third_party import StoredOptimizer, ThirdPartyRun, find_run
 
 __all__ = [
     "ModelContents",
@@ -120,7 +120,7 @@ def contents_of_run(
         catalog = models["model"].catalog
         found = as_config_says(catalog, build_meta(home, catalog, trust_remote_code=trust_remote_code), io)
         models["model"] = replace(found, companions=read_companions(home))
-    return _of_foreign(run, models)
+    return _of_third_party(run, models)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ def as_config_says(catalog: Catalog, model: Any, io: IOOptions) -> ModelContents
 # A run that another library stored
 
 
-def _of_foreign(run: ForeignRun, models: Mapping[str, ModelContents]) -> RunContents:
+def _of_third_party(run: ThirdPartyRun, models: Mapping[str, ModelContents]) -> RunContents:
     if not 0 <= run.step <= MAX_COUNT:
         raise FormatError(f"its step is {run.step}, expected a number from 0 to {MAX_COUNT}", path=run.path)
     documents: dict[str, Any] = {"step": run.step}

@@ -44,7 +44,7 @@ from ..state.train_state import TrainState
 from ..transfer import FileReader
 from ..transfer.copy import Destination, Staging, execute
 from ..transfer.page_cache import page_cache_for
-from .third_party import ForeignRun, StoredOptimizer, find_run, is_foreign
+from .third_party import StoredOptimizer, ThirdPartyRun, find_run, is_third_party
 
 __all__ = ["restore"]
 
@@ -63,12 +63,12 @@ def restore(state: TrainState, path: str | os.PathLike[str], *, io: IOOptions | 
     """
     io = io or IOOptions()
     root, ranks = os.path.abspath(path), Ranks.current(timeout_s=io.timeout_s)
-    if ranks.on_first("look at checkpoint", lambda: is_foreign(root)):
-        return _restore_foreign(state, root, ranks, io)
+    if ranks.on_first("look at checkpoint", lambda: is_third_party(root)):
+        return _restore_third_party(state, root, ranks, io)
     return restore_into(state, root, ranks, io)
 
 
-def _restore_foreign(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> ResumeReport:
+def _restore_third_party(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> ResumeReport:
     """Put a third-party checkpoint into the live objects of ``state``. Collective; works under any mesh.
 
     Restores models, optimizers (tensors, steps, settings of the groups), and scheduler and scaler if stored. Such
@@ -129,7 +129,7 @@ def _restore_foreign(state: TrainState, path: str, ranks: Ranks, io: IOOptions) 
     )
 
 
-def _check_asked(state: TrainState, run: ForeignRun) -> None:
+def _check_asked(state: TrainState, run: ThirdPartyRun) -> None:
     """Refuse a state that asks for more than such a checkpoint holds."""
     if state.dataloader is not None:
         raise StateError(
@@ -139,7 +139,7 @@ def _check_asked(state: TrainState, run: ForeignRun) -> None:
         raise StateError(f"{run.path}: holds {len(run.models)} model(s); this run has {sorted(state.models)}")
 
 
-def _documents(state: TrainState, run: ForeignRun) -> dict[str, Any]:
+def _documents(state: TrainState, run: ThirdPartyRun) -> dict[str, Any]:
     """State of scheduler and scaler. Raises :class:`StateError` if one is wanted but not stored."""
     found = {}
     for name in ("scheduler", "scaler"):

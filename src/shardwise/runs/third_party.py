@@ -26,7 +26,7 @@ from ..format.steps import of_steps
 from ..limits import brief, read_json
 from .pickled_values import Objects, PlainValues, count_of_steps, nested, plain_tensor, plain_values, step_in
 
-__all__ = ["ForeignRun", "StoredOptimizer", "find_run", "is_foreign"]
+__all__ = ["ThirdPartyRun", "StoredOptimizer", "find_run", "is_third_party"]
 
 _OPTIMIZER_STEM = "optimizer"
 #: Names of slices by transformers (and DCP's safetensors writer), and of single ranks' parts by Accelerate.
@@ -103,7 +103,7 @@ def _as_text(options: Mapping[str, Any]) -> str:
     return repr([(key, comparable(options[key])) for key in sorted(options)])
 
 
-def is_foreign(path: str) -> bool:
+def is_third_party(path: str) -> bool:
     """Whether a directory holds a third-party training run: DCP, FSDP's full state, or slices."""
     if not os.path.isdir(path) or _has(path, "manifest.json"):
         return False
@@ -112,7 +112,7 @@ def is_foreign(path: str) -> bool:
     return any(_SLICE_OR_PART.fullmatch(name) for name in _listed(path))
 
 
-def find_run(path: str | os.PathLike[str]) -> ForeignRun:
+def find_run(path: str | os.PathLike[str]) -> ThirdPartyRun:
     """The training run at ``path``. Reads only names of files.
 
     Raises :class:`SourceError` if there is none, or if its ranks stored parts that only they can read.
@@ -131,7 +131,7 @@ def find_run(path: str | os.PathLike[str]) -> ForeignRun:
             )
         what = of_steps(root) or "holds no known training state and no model"
         raise SourceError(what, path=root)
-    return ForeignRun(root, models, _sources(root, _OPTIMIZER_STEM))
+    return ThirdPartyRun(root, models, _sources(root, _OPTIMIZER_STEM))
 
 
 def _sources(root: str, stem: str) -> tuple[str, ...]:
@@ -163,7 +163,7 @@ def _listed(root: str) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class ForeignRun:
+class ThirdPartyRun:
     """Locates the parts of a run. Reads a part when it is asked for, and each DCP directory once.
 
     Rank-local; reads no payload. Raises :class:`SourceError` and its subclasses, :class:`StateError` for a missing

@@ -13,7 +13,7 @@ import shardwise as sw
 from shardwise.catalog.open import open_catalog
 from shardwise.catalog.torchfile import FULL_STATE_STEM
 from tests.dist import _convert_fns, _dcp_fns, _export_fns
-from tests.dist import _foreign_fns as fns
+from tests.dist import _third_party_fns as fns
 from tests.harness.pool import RankPool
 
 
