@@ -1,4 +1,4 @@
-"""Python's cyclic garbage collector, out of the way while many records are made."""
+"""Pauses Python's cyclic garbage collector while many records are made."""
 
 from __future__ import annotations
 

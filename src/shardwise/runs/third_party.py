@@ -26,7 +26,7 @@ from ..format.steps import of_steps
 from ..limits import brief, read_json
 from .pickled_values import Objects, PlainValues, count_of_steps, nested, plain_tensor, plain_values, step_in
 
-__all__ = ["ThirdPartyRun", "StoredOptimizer", "find_run", "is_third_party"]
+__all__ = ["StoredOptimizer", "ThirdPartyRun", "find_run", "is_third_party"]
 
 _OPTIMIZER_STEM = "optimizer"
 #: Names of slices by transformers (and DCP's safetensors writer), and of single ranks' parts by Accelerate.
