@@ -6,11 +6,11 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["no_collections"]
+__all__ = ["gc_paused"]
 
 
 @contextmanager
-def no_collections() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Pause the cyclic collector during the block (or the decorated function), if it was on.
 
     Planning makes about a million records and no cycles. The collector would scan the whole process several times

@@ -15,7 +15,7 @@ from ..errors import FormatError, IntegrityError, SourceError
 from ..format.manifest import Manifest, read_manifest
 from ..format.slices import SliceTensor, file_name
 from ..format.spread import Kind, Place, Spread
-from ..gc_paused import no_collections
+from ..gc_paused import gc_paused
 from ..layout.boxes import Box
 from ..layout.placements import Cut, Geometry
 from ..limits import MAX_COUNT, brief, inside
@@ -122,7 +122,7 @@ def check_size(path: str, nbytes: int) -> None:
         )
 
 
-@no_collections()
+@gc_paused()
 def catalog_of_slices(
     root: str, manifest: Manifest, kind: str, name: str, tensors: Sequence[SliceTensor]
 ) -> Catalog:

@@ -17,7 +17,7 @@ from ..digests.live import live_digests
 from ..dtypes import code_of, torch_dtype
 from ..errors import FormatError, IntegrityError, StateError
 from ..format.manifest import Manifest, TensorEntry
-from ..gc_paused import no_collections
+from ..gc_paused import gc_paused
 from ..layout.model import geometries_of, local_tensor, wanted_states
 from ..layout.placements import Geometry
 from ..layout.wanted import Layout, Wanted, whole_tensor
@@ -184,7 +184,7 @@ def _spread_states(entry: TensorEntry, optimizer: str) -> dict[str, str]:
     return {key: e.dtype for key, e in entry.states[optimizer].items() if e.packed is None}
 
 
-@no_collections()
+@gc_paused()
 def _plan_states(
     catalog: Catalog,
     tensors: Mapping[str, torch.Tensor],

@@ -13,7 +13,7 @@ from ..catalog.checkpoint import catalog_of_checkpoint
 from ..dtypes import code_of
 from ..errors import StateError
 from ..format.manifest import Manifest, TensorEntry
-from ..gc_paused import no_collections
+from ..gc_paused import gc_paused
 from ..layout.model import geometries_of, reshard
 from ..layout.placements import mesh_text
 from ..loading.load import fill
@@ -95,7 +95,7 @@ class ResumeReport:
         return asdict(self)
 
 
-@no_collections()
+@gc_paused()
 def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> ResumeReport:
     """The pipeline of ``restore`` and ``Checkpointer.resume``. Collective."""
     started = time.perf_counter()

@@ -19,7 +19,7 @@ from ..dtypes import code_of
 from ..errors import StateError
 from ..format.slices import SliceTensor, assign_owners
 from ..format.steps import checked_step
-from ..gc_paused import no_collections
+from ..gc_paused import gc_paused
 from ..layout.model import geometries_of, local_tensor, reshard, world_size
 from ..layout.placements import Geometry
 from ..limits import brief
@@ -106,7 +106,7 @@ class Snapshot:
         return sum(o.drained.gradients for o in self.optimizers)
 
 
-@no_collections()
+@gc_paused()
 def take_snapshot(state: TrainState, step: int) -> Snapshot:
     """Collect the training state of this rank. Copies only 0-d optimizer states.
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from ..dtypes import ITEMSIZE
 from ..errors import FormatError, IntegrityError, SourceError, VersionError
-from ..gc_paused import no_collections
+from ..gc_paused import gc_paused
 from ..layout.placements import RULE_VERSION, Cut, Geometry, blocks_of
 from ..limits import (
     MAX_BLOCKS,
@@ -65,7 +65,7 @@ __all__ = [
 CONVERTED = "converted from"
 
 
-@no_collections()
+@gc_paused()
 def read_manifest(root: str | os.PathLike[str]) -> Manifest:
     """Read and check the manifest of a checkpoint directory.
 

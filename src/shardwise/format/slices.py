@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..dtypes import itemsize
-from ..gc_paused import no_collections
+from ..gc_paused import gc_paused
 from ..layout.boxes import Box, LocalBox
 from ..layout.placements import Geometry, cut_boxes
 
@@ -91,7 +91,7 @@ def replicas(geometry: Geometry) -> list[list[int]]:
     return [list(found) for found in _replica_ranks(geometry)]
 
 
-@no_collections()
+@gc_paused()
 def assign_owners(tensors: Sequence[SliceTensor]) -> list[SliceTensor]:
     """Give each tensor an owner. Replicas then share the writing, balanced by bytes.
 
@@ -123,7 +123,7 @@ def in_file_order(tensors: Iterable[SliceTensor]) -> list[SliceTensor]:
     return sorted(sorted(tensors, key=attrgetter("name")), key=lambda t: -itemsize(t.dtype))
 
 
-@no_collections()
+@gc_paused()
 def rank_files(tensors: Sequence[SliceTensor], rank: int) -> list[list[Slice]]:
     """The slice files of one rank: the k-th holds the k-th box of every tensor that has one there.
 
@@ -160,7 +160,7 @@ def boxes_to_write(tensor: SliceTensor, rank: int) -> tuple[LocalBox, ...]:
     return cut_boxes(tensor.shape, tensor.geometry, coordinate)
 
 
-@no_collections()
+@gc_paused()
 def header_bytes(slices: Sequence[Slice]) -> bytes:
     """Length prefix and header of a slice file, padded to start the payload at a multiple of 8.
 

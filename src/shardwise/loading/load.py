@@ -19,7 +19,7 @@ from ..adapters.names import wrapped
 from ..catalog import Catalog
 from ..catalog.open import open_catalog
 from ..errors import IntegrityError, PlanError, ShardError
-from ..gc_paused import no_collections
+from ..gc_paused import gc_paused
 from ..layout.model import fsdp1_problem, layout_of, local_tensor, reshard
 from ..models.memory import default_device, materialize
 from ..models.meta_init import forget_meta_buffers, meta_buffers
@@ -179,7 +179,7 @@ def _beside(conversions: Mapping[str, HostConversion], io: IOOptions) -> IOOptio
     return replace(io, staging_bytes=io.staging_bytes - largest)
 
 
-@no_collections()
+@gc_paused()
 def plan_load(
     model: nn.Module, catalog: Catalog, rules: Rules, *, io: IOOptions, rank: int | None = None
 ) -> Plan:
