@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from ..errors import SourceError
-from ..format.steps import of_steps
+from ..format.steps import describe_steps
 from .checkpoint import catalog_of_checkpoint
 from .dcp import METADATA_NAME, catalog_of_dcp
 from .records import Catalog
@@ -40,7 +40,7 @@ def open_catalog(
         return catalog_of_checkpoint(root, model)
     if model is not None:
         what = (
-            of_steps(root)
+            describe_steps(root)
             or f"is not a checkpoint, and only checkpoints hold several models; don't ask for {model!r}"
         )
         raise SourceError(what, path=root)

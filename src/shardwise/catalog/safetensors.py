@@ -6,7 +6,7 @@ import os
 
 from ..errors import FormatError, SourceError
 from ..format.header import Entry, Header, read_header
-from ..format.steps import of_steps
+from ..format.steps import describe_steps
 from ..layout.boxes import Box, whole
 from .index import read_weight_map
 from .records import Catalog, Chunk, StoredFile, StoredTensor, assemble
@@ -71,7 +71,7 @@ def _files_of(root: str, variant: str | None) -> tuple[list[str], dict[str, str]
     listed = _listed(root)
     names = sorted(n for n in listed if n.endswith(".safetensors"))
     if not names:
-        if steps := of_steps(root):
+        if steps := describe_steps(root):
             raise SourceError(steps, path=root)
         hint = ""
         if os.path.exists(os.path.join(root, "manifest.json")):

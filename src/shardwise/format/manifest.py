@@ -45,7 +45,7 @@ from .manifest_records import (
     TensorEntry,
     checksum_of,
 )
-from .steps import of_steps
+from .steps import describe_steps
 
 __all__ = [
     "BLOCK_BYTES",
@@ -111,7 +111,7 @@ def parse_manifest(raw: bytes, path: str) -> Manifest:
 
 def _no_manifest(root: str) -> str:
     if os.path.isdir(root):
-        return of_steps(root) or "not a checkpoint: no manifest.json"
+        return describe_steps(root) or "not a checkpoint: no manifest.json"
     if os.path.exists(root):
         return "is a file, not a directory; give the directory of a checkpoint"
     return "no such directory"

@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import StateError
 from ..limits import MAX_COUNT, brief
 
-__all__ = ["STEP_NAME", "checked_step", "misnamed", "of_steps"]
+__all__ = ["STEP_NAME", "checked_step", "misnamed", "describe_steps"]
 
 #: The name of a published step's directory: exactly one for each step.
 STEP_NAME = re.compile("step-([0-9]{8}|[1-9][0-9]{8,18})")
@@ -42,7 +42,7 @@ def misnamed(root: str, step: int, files: Container[str]) -> str | None:
     )
 
 
-def of_steps(root: str) -> str | None:
+def describe_steps(root: str) -> str | None:
     """The text of an error if ``root`` holds steps, with the path to give instead; otherwise None."""
     try:
         names = os.listdir(root)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from ..errors import FormatError, ShardwiseError, SourceError
-from ..format.steps import of_steps
+from ..format.steps import describe_steps
 from ..internals.torch import modules_cache, remote_class
 from ..limits import MAX_CONFIG_COUNT, brief, inside, read_shallow_json
 from ..ranks.patience import patiently
@@ -79,7 +79,7 @@ def read_config(directory: str, auto_class: Any = None, *, trust_remote_code: bo
     home = home_of(directory)
     file = os.path.join(home, "config.json")
     if not os.path.isfile(file):
-        what = of_steps(directory) or "no config.json; a transformers model directory has one"
+        what = describe_steps(directory) or "no config.json; a transformers model directory has one"
         raise SourceError(what, path=directory)
     _check_config(file, home)
     try:

@@ -22,7 +22,7 @@ from ..catalog.open import open_catalog
 from ..catalog.safetensors import has_safetensors
 from ..catalog.torchfile import FULL_STATE_STEM, read_torch_file
 from ..errors import FormatError, SourceError, StateError
-from ..format.steps import of_steps
+from ..format.steps import describe_steps
 from ..limits import brief, read_json
 from .pickled_values import Objects, PlainValues, count_of_steps, nested, plain_tensor, plain_values, step_in
 
@@ -129,7 +129,7 @@ def find_run(path: str | os.PathLike[str]) -> ThirdPartyRun:
                 f"save with SHARDED_STATE_DICT and DCP (use_dcp=True), or with FULL_STATE_DICT",
                 path=root,
             )
-        what = of_steps(root) or "holds no known training state and no model"
+        what = describe_steps(root) or "holds no known training state and no model"
         raise SourceError(what, path=root)
     return ThirdPartyRun(root, models, _sources(root, _OPTIMIZER_STEM))
 
