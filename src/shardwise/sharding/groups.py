@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import ShardError
 from ..names import NamedTensor, canonical_name, named_tensors
-from .split_points import Candidate, GroupKind, Inside, find_candidates
+from .split_points import Candidate, GroupKind, SplitPoints, find_candidates
 
 __all__ = [
     "Group",
@@ -133,9 +133,9 @@ def find_wrapping(model: nn.Module, policy: ShardPolicy) -> Wrapping:
     own: dict[int, list[NamedTensor]] = {key: [] for key in candidates}
     for tensor in sharded:
         own[next(iter(owners[id(tensor.tensor)]))].append(tensor)
-    inside = Inside(model, candidates)
+    split_points = SplitPoints(model, candidates)
     for key in list(own):
-        own[key], apart, left = _by_dtype(own[key], candidates[key], inside)
+        own[key], apart, left = _by_dtype(own[key], candidates[key], split_points)
         for candidate, taken in apart.items():
             candidates[id(candidate.module)] = candidate
             own[id(candidate.module)], depth[id(candidate.module)] = taken, depth[key] + 1
@@ -191,7 +191,7 @@ def named_by(tensors: list[NamedTensor], policy: ShardPolicy) -> frozenset[nn.Pa
 
 
 def _by_dtype(
-    tensors: list[NamedTensor], group: Candidate, inside: Inside
+    tensors: list[NamedTensor], group: Candidate, split_points: SplitPoints
 ) -> tuple[list[NamedTensor], dict[Candidate, list[NamedTensor]], list[NamedTensor]]:
     """Split a group by dtype: parameters that stay, new groups for trainable ones of a rarer dtype, and the rest.
 
@@ -207,7 +207,7 @@ def _by_dtype(
     apart: dict[Candidate, list[NamedTensor]] = {}
     left = []
     for tensor in (t for dtype in most_first[1:] for t in by_dtype[dtype]):
-        for candidate in inside.around(tensor, group):
+        for candidate in split_points.around(tensor, group):
             if candidate not in apart or apart[candidate][0].tensor.dtype == tensor.tensor.dtype:
                 apart.setdefault(candidate, []).append(tensor)
                 break

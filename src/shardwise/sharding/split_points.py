@@ -14,7 +14,7 @@ from ..internals.peft import adapted_modules, is_adapted
 from ..internals.torch import original_class
 from ..names import NamedTensor
 
-__all__ = ["Candidate", "GroupKind", "Inside", "can_be_group", "find_candidates"]
+__all__ = ["Candidate", "GroupKind", "SplitPoints", "can_be_group", "find_candidates"]
 
 GroupKind = Literal["block", "experts", "embedding", "head", "dtype", "root"]
 
@@ -177,7 +177,7 @@ def _listed_experts(model: nn.Module) -> set[int]:
     }
 
 
-class Inside:
+class SplitPoints:
     """Modules of a model that are not groups and run on every rank: they could take some of a group's parameters."""
 
     def __init__(self, model: nn.Module, groups: Collection[int]) -> None:
