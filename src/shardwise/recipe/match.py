@@ -11,9 +11,9 @@ from ..catalog.quantized import is_part
 from ..catalog.records import Catalog, StoredTensor
 from ..layout.wanted import Wanted
 from ..names import canonical_name
+from .explain import unmatched
 from .host_convert import HostConversion
 from .tiles import Tile, identity
-from .unmatched import unmatched
 
 __all__ = [
     "Declaration",
