@@ -36,7 +36,7 @@ from ..recipe.match import castable
 from ..recipe.tiles import Tile
 from ..transfer.copy import Destination
 from .hub import LiveJob, _dtype_code
-from .tensors import Contents, as_named
+from .tensors import HubTensors, as_named
 
 __all__ = ["iter_full"]
 
@@ -101,7 +101,7 @@ class _Full:
     parts: tuple[tuple[Wanted, Tile], ...]
 
 
-def _contents(model: nn.Module, names: str) -> Contents:
+def _contents(model: nn.Module, names: str) -> HubTensors:
     """The full tensors by name, and which of their elements each tensor of the model holds."""
     if names == "hub":
         if has_adapters(model):
@@ -117,7 +117,7 @@ def _contents(model: nn.Module, names: str) -> Contents:
     raise ValueError(f"names must be 'hub', 'module' or 'adapter', got {names!r}")
 
 
-def _adapter_contents(model: nn.Module) -> Contents:
+def _adapter_contents(model: nn.Module) -> HubTensors:
     peft = peft_model(model)
     if peft is None:
         raise TypeError(f"names='adapter': {type(model).__name__} is no PeftModel")
@@ -126,14 +126,14 @@ def _adapter_contents(model: nn.Module) -> Contents:
     tiles: dict[str, tuple[Tile, ...]] = {}
     for stored, t in held.items():
         tiles[t.name] = tiles.get(t.name, ()) + as_named({stored: hub[stored]}).tiles[stored]
-    return Contents(hub, tiles)
+    return HubTensors(hub, tiles)
 
 
 def _kind(tensor: NamedTensor) -> tuple[str, tuple[int, ...]]:
     return code_of(tensor.tensor.dtype), tuple(tensor.tensor.shape)
 
 
-def _plan(model: nn.Module, contents: Contents, dtype: str | None, rank: int) -> list[_Full]:
+def _plan(model: nn.Module, contents: HubTensors, dtype: str | None, rank: int) -> list[_Full]:
     """The elements that a rank contributes to each full tensor. One replica contributes, chosen as in an export."""
     named = {t.name: t for t in named_tensors(model) if t.name in contents.tiles}
     unfilled = [name for name, t in named.items() if t.tensor.is_meta]

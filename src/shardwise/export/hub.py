@@ -35,9 +35,9 @@ from ..recipe.transformers import is_transformers_model, meta_instance
 from ..transfer.copy import Destination, FileFiller, Staging, write_back
 from .files import HubFiles, lay_out, prepare_files, publish_files
 from .stored import NO_HUB_FORMAT, StoredJob
-from .tensors import Contents, as_named, inverted, reverted
+from .tensors import HubTensors, as_named, inverted, reverted
 
-__all__ = ["Contents", "ExportReport", "LiveJob", "export_hf", "write_out"]
+__all__ = ["HubTensors", "ExportReport", "LiveJob", "export_hf", "write_out"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ def export_hf(
 
 def write_out(
     job: LiveJob | StoredJob,
-    contents: Contents,
+    contents: HubTensors,
     output: HubFiles,
     companions: Mapping[str, bytes],
     final: str,
@@ -175,7 +175,7 @@ class LiveJob:
     def _kinds(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         return {n: (code_of(t.tensor.dtype), tuple(t.tensor.shape)) for n, t in self._named.items()}
 
-    def contents(self) -> Contents:
+    def contents(self) -> HubTensors:
         if has_adapters(self._model):
             raise CheckpointError(f"a model with PEFT adapters {NO_HUB_FORMAT}")
         origin = recall(self._model)
@@ -186,7 +186,7 @@ class LiveJob:
         return as_named(self._kinds())
 
     def write(
-        self, contents: Contents, output: HubFiles, filler: FileFiller, staging: Staging, ranks: Ranks
+        self, contents: HubTensors, output: HubFiles, filler: FileFiller, staging: Staging, ranks: Ranks
     ) -> list[int]:
         geometries = geometries_of(self._model, self._named.values())
         owned = assign_owners([SliceTensor(n, c, s, geometries[n]) for n, (c, s) in self._kinds().items()])

@@ -31,7 +31,7 @@ from ..transfer.box import read_recipe, wanted_box
 from ..transfer.copy import Destination, FileFiller, Staging, write_back
 from ..transfer.page_cache import page_cache_for
 from .files import HubFiles
-from .tensors import Contents, as_named, inverted, reverted
+from .tensors import HubTensors, as_named, inverted, reverted
 
 __all__ = ["NO_HUB_FORMAT", "StoredJob"]
 
@@ -111,7 +111,7 @@ class StoredJob:
         if not has_module_names(self._catalog):
             refuse_source(self._catalog)
 
-    def contents(self) -> Contents:
+    def contents(self) -> HubTensors:
         """Hub tensors and tiles. Builds the model on meta if its class knows the hub names."""
         kinds = self._stored.kinds
         folder = directory("model", self._model)
@@ -144,7 +144,7 @@ class StoredJob:
         return inverted(kinds, recipes, shapes)
 
     def write(
-        self, contents: Contents, output: HubFiles, filler: FileFiller, staging: Staging, ranks: Ranks
+        self, contents: HubTensors, output: HubFiles, filler: FileFiller, staging: Staging, ranks: Ranks
     ) -> list[int]:
         """Write this rank's pieces. Returns its share of the digest sum of each tensor with a recorded digest."""
         sums = dict.fromkeys(self._recorded(), 0)

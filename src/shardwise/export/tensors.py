@@ -13,11 +13,11 @@ from ..recipe.match import Recipe
 from ..recipe.tiles import Tile, identity, invert
 from ..recipe.transformers import reverse_tiles
 
-__all__ = ["Contents", "as_named", "inverted", "reverted"]
+__all__ = ["HubTensors", "as_named", "inverted", "reverted"]
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class HubTensors:
     """Hub tensors by name with dtype and shape, and the tiles of them that each module tensor holds.
 
     A tile's source is a hub tensor, its target a module tensor: an export runs the load's tiles in reverse.
@@ -27,26 +27,26 @@ class Contents:
     tiles: dict[str, tuple[Tile, ...]]
 
 
-def as_named(kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> Contents:
+def as_named(kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> HubTensors:
     """Module tensors under their own names."""
-    return Contents(dict(kinds), {n: (identity(n, shape),) for n, (_, shape) in kinds.items()})
+    return HubTensors(dict(kinds), {n: (identity(n, shape),) for n, (_, shape) in kinds.items()})
 
 
-def reverted(meta_model: Any, kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> Contents:
+def reverted(meta_model: Any, kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> HubTensors:
     """Module tensors with the hub names and shapes from the library's own reverse transforms."""
     hub, tiles = {}, {n: [] for n in kinds}  # type: ignore[var-annotated]
     for made in reverse_tiles(meta_model, kinds):
         hub[made.target] = (made.dtype, made.shape)
         for tile in made.tiles:
             tiles[tile.source].append(invert(tile, made.target))
-    return _checked(Contents(hub, {n: tuple(found) for n, found in tiles.items()}))
+    return _checked(HubTensors(hub, {n: tuple(found) for n, found in tiles.items()}))
 
 
 def inverted(
     kinds: Mapping[str, tuple[str, tuple[int, ...]]],
     recipes: Mapping[str, Recipe],
     shapes: Mapping[str, tuple[int, ...]],
-) -> Contents:
+) -> HubTensors:
     """Module tensors as the tensors that they were loaded from; initialised tensors keep their own names."""
     hub: dict[str, tuple[str, tuple[int, ...]]] = {}
     tiles = {}
@@ -61,10 +61,10 @@ def inverted(
                 raise FormatError(
                     f"{tile.source!r} would be written from tensors of dtypes {known[0]} and {code}"
                 )
-    return _checked(Contents(hub, tiles))
+    return _checked(HubTensors(hub, tiles))
 
 
-def _checked(contents: Contents) -> Contents:
+def _checked(contents: HubTensors) -> HubTensors:
     """Check that every element of every hub tensor is written once. Raises :class:`FormatError` naming the rest."""
     held: Counter[str] = Counter()
     for found in contents.tiles.values():

@@ -29,7 +29,7 @@ from ..catalog import Catalog, Chunk, StoredTensor
 from ..catalog.open import open_catalog
 from ..dtypes import code_of
 from ..export.files import HubFiles, header_of
-from ..export.hub import Contents, ExportReport, LiveJob, write_out
+from ..export.hub import ExportReport, HubTensors, LiveJob, write_out
 from ..internals.peft import base_of, embeddings_to_save, peft_model, stored_config
 from ..layout.boxes import whole
 from ..loading.load import _init_rules, fill, hub_rules_of
@@ -168,7 +168,7 @@ def _folder(adapter: str) -> str:
 
 def _lay_out(
     peft: Any, adapters: Sequence[str], embeddings: bool | Literal["auto"]
-) -> tuple[Contents, HubFiles]:
+) -> tuple[HubTensors, HubFiles]:
     """One file for each adapter, and the bytes in it of each tensor of the model."""
     hub: dict[str, tuple[str, tuple[int, ...]]] = {}
     tiles: dict[str, list[Tile]] = {}
@@ -187,7 +187,7 @@ def _lay_out(
             tensors[key] = StoredTensor(stored, code, shape, (chunk,))
             if math.prod(shape):
                 tiles.setdefault(held[stored].name, []).append(identity(key, shape))
-    return Contents(hub, {n: tuple(found) for n, found in tiles.items()}), HubFiles(
+    return HubTensors(hub, {n: tuple(found) for n, found in tiles.items()}), HubFiles(
         tensors, headers, sizes, None
     )
 
