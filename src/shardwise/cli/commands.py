@@ -27,7 +27,7 @@ from .options import (
 from .program import FINE, WRONG_DATA, Program, print_json, rank_of_launcher
 
 if TYPE_CHECKING:
-    from .contents import Contents
+    from .contents import Inspection
 
 __all__ = ["main"]
 
@@ -62,7 +62,7 @@ def inspect(path: str, as_json: bool) -> int:
     return FINE if _is_sound(contents) else WRONG_DATA
 
 
-def _is_sound(contents: Contents) -> bool:
+def _is_sound(contents: Inspection) -> bool:
     from .contents import CheckpointContents, RootContents
 
     if isinstance(contents, RootContents):

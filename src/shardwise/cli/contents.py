@@ -23,7 +23,7 @@ from .tree import Node, tree_of
 
 __all__ = [
     "CheckpointContents",
-    "Contents",
+    "Inspection",
     "RootContents",
     "SourceContents",
     "StepSummary",
@@ -119,10 +119,10 @@ class RootContents:
 
 _SET_ASIDE = re.compile(r"step-(?P<step>\d{8,})\.(?P<fate>superseded|damaged)-\w+")
 
-Contents = SourceContents | CheckpointContents | RootContents
+Inspection = SourceContents | CheckpointContents | RootContents
 
 
-def contents_of(path: str) -> Contents:
+def contents_of(path: str) -> Inspection:
     """Describe ``path``, or the model with this id in the hub's cache. Raises :class:`SourceError` if it can't be read
     or has no known form.
     """
@@ -154,7 +154,7 @@ def is_root(path: str) -> bool:
         raise SourceError(f"can't be read: {error.strerror or error}", path=path) from error
 
 
-def to_json(contents: Contents) -> dict[str, Any]:
+def to_json(contents: Inspection) -> dict[str, Any]:
     """The contents as plain JSON values; a checkpoint's source fields and its own side by side."""
     document = asdict(contents)
     return {**document.pop("source", {}), **document}

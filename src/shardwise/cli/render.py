@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from .contents import CheckpointContents, Contents, RootContents
+from .contents import CheckpointContents, Inspection, RootContents
 from .tree import Node
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def progress(label: str, *, enabled: bool) -> Iterator[Callable[[int, int], None
 # inspect
 
 
-def show_contents(out: Console, contents: Contents) -> None:
+def show_contents(out: Console, contents: Inspection) -> None:
     """Print the result of ``inspect``."""
     if isinstance(contents, RootContents):
         _show_root(out, contents)

@@ -110,14 +110,14 @@ def difference(
     )
 
 
-Contents = Mapping[str, tuple[StoredTensor, int | None]]
+TensorsByName = Mapping[str, tuple[StoredTensor, int | None]]
 
 
 def _is_checkpoint(path: str | os.PathLike[str]) -> bool:
     return os.path.isfile(os.path.join(os.fspath(path), "manifest.json"))
 
 
-def _contents(path: str | os.PathLike[str]) -> Contents:
+def _contents(path: str | os.PathLike[str]) -> TensorsByName:
     """Every tensor by name, with its recorded digest; in a checkpoint by ``part:name``."""
     root = os.fspath(path)
     if not _is_checkpoint(root):
@@ -146,7 +146,7 @@ def _of(catalog: Catalog) -> dict[str, tuple[StoredTensor, int | None]]:
     return {n: (t, catalog.digests.get(n)) for n, t in catalog.tensors.items()}
 
 
-def _models_only(contents: Contents) -> Contents:
+def _models_only(contents: TensorsByName) -> TensorsByName:
     """Drop names of parts: a checkpoint's model is compared with a plain source."""
     if not any(name.startswith("model:") for name in contents):
         return contents
