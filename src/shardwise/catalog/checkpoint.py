@@ -14,7 +14,7 @@ from ..dtypes import itemsize
 from ..errors import FormatError, IntegrityError, SourceError
 from ..format.manifest import Manifest, read_manifest
 from ..format.slices import SliceTensor, file_name
-from ..format.spread import Kind, Place, Spread
+from ..format.spread import CutKind, SliceAt, Spread
 from ..gc_paused import gc_paused
 from ..layout.boxes import Box
 from ..layout.placements import Cut, Geometry
@@ -77,7 +77,7 @@ def optimizer_tensors(
 class _SliceCut:
     """The slices of the tensors of one kind, in the files of all ranks."""
 
-    def __init__(self, kind: Kind, files: _SliceFiles) -> None:
+    def __init__(self, kind: CutKind, files: _SliceFiles) -> None:
         self.shape = kind.tensor.shape
         self._kind = kind
         self._files = files
@@ -94,7 +94,7 @@ class _SliceFiles:
         self._entries = entries
         self._offsets: dict[tuple[int, int], NDArray[np.int64]] = {}
 
-    def find(self, place: Place) -> tuple[str, NDArray[np.int64]]:
+    def find(self, place: SliceAt) -> tuple[str, NDArray[np.int64]]:
         """The file that holds a slice, and the offsets of all tensors in it, by position."""
         key = (place.rank, place.file)
         path, header_bytes = self._entries[key]

@@ -22,11 +22,11 @@ from ..layout.boxes import Box
 from ..layout.placements import Geometry, cutting_axes, dim_intervals
 from .slices import SliceTensor, boxes_to_write, in_file_order, owner_ranks
 
-__all__ = ["Kind", "Place", "Spread", "file_count"]
+__all__ = ["CutKind", "SliceAt", "Spread", "file_count"]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SliceAt:
     """A box of a tensor, in the ``file``-th slice file (from 0) of a rank."""
 
     box: Box
@@ -76,7 +76,7 @@ def _dim(length: int, dim: int, geometry: Geometry) -> _Dim:
     return _Dim(length, dim, geometry)
 
 
-class Kind:
+class CutKind:
     """Tensors, not empty, that are cut alike."""
 
     def __init__(self, tensor: SliceTensor) -> None:
@@ -87,7 +87,7 @@ class Kind:
         replicated = {axis for axis, cut in enumerate(geometry.cuts) if cut.kind == "replicate"}
         self._base = [c if axis in replicated else 0 for axis, c in enumerate(first)]
         self._owned = tuple(c if axis in replicated else slice(None) for axis, c in enumerate(first))
-        self._known: dict[Box, tuple[Place, ...]] = {}
+        self._known: dict[Box, tuple[SliceAt, ...]] = {}
 
     def boxes_by_rank(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The ranks of the owning replica, and how many boxes each holds."""
@@ -98,14 +98,14 @@ class Kind:
         ranks = np.array(self.tensor.geometry.ranks, np.int64).reshape(sizes)
         return ranks[self._owned].reshape(-1), boxes[self._owned].reshape(-1)
 
-    def touching(self, box: Box) -> tuple[Place, ...]:
+    def touching(self, box: Box) -> tuple[SliceAt, ...]:
         """The slices that share an element with a box."""
         found = self._known.get(box)
         if found is None:
             found = self._known[box] = tuple(self._find(box))
         return found
 
-    def _find(self, box: Box) -> Iterator[Place]:
+    def _find(self, box: Box) -> Iterator[SliceAt]:
         geometry = self.tensor.geometry
         per_dim = [d.overlapping(a, b) for d, a, b in zip(self._dims, box.start, box.stop, strict=True)]
         for pieces in product(*per_dim):
@@ -118,7 +118,7 @@ class Kind:
             for size, index in zip(geometry.axis_sizes, coordinate, strict=True):
                 place = place * size + index
             found = Box(tuple([p.start for p in pieces]), tuple([p.stop for p in pieces]))
-            yield Place(found, geometry.ranks[place], file)
+            yield SliceAt(found, geometry.ranks[place], file)
 
 
 class Spread:
@@ -140,7 +140,7 @@ class Spread:
             self._kind_at.append(kind)
         self._kinds_of_all = np.array(self._kind_at, np.int64)
         self._tensors = firsts
-        self.kinds = [None if 0 in t.shape else Kind(t) for t in firsts]
+        self.kinds = [None if 0 in t.shape else CutKind(t) for t in firsts]
         self.held = self._count_files()
 
     def _count_files(self) -> dict[int, int]:
