@@ -127,7 +127,7 @@ def _this_rank() -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _LocalPlace:
     """The boxes and the storage of a tensor on one rank."""
 
     shape: tuple[int, ...]
@@ -137,14 +137,14 @@ class _Place:
 
 
 #: From a tensor's name, the tensor, its local part and its geometry to its place.
-_PlaceOf = Callable[[str, torch.Tensor, torch.Tensor, Geometry], _Place]
+_LocalPlaceOf = Callable[[str, torch.Tensor, torch.Tensor, Geometry], _LocalPlace]
 
 
-def _place_on(rank: int, *, is_here: bool) -> _PlaceOf:
+def _place_on(rank: int, *, is_here: bool) -> _LocalPlaceOf:
     """A function that places tensors on a rank. Thousands are spread alike and share one place."""
-    known: dict[tuple[object, ...], _Place] = {}
+    known: dict[tuple[object, ...], _LocalPlace] = {}
 
-    def place_of(name: str, tensor: torch.Tensor, local: torch.Tensor, geometry: Geometry) -> _Place:
+    def place_of(name: str, tensor: torch.Tensor, local: torch.Tensor, geometry: Geometry) -> _LocalPlace:
         key = (tensor.shape, geometry, local.shape, local.stride())
         place = known.get(key)
         if place is None:
@@ -156,13 +156,13 @@ def _place_on(rank: int, *, is_here: bool) -> _PlaceOf:
 
 def _find_place(
     name: str, tensor: torch.Tensor, local: torch.Tensor | None, geometry: Geometry, rank: int
-) -> _Place:
+) -> _LocalPlace:
     shape = tuple(tensor.shape)
     coordinate = geometry.coordinate(rank)
     boxes = cut_boxes(shape, geometry, coordinate) if coordinate is not None else ()
     if local is None:
         held = local_shape(shape, boxes) or (0,) * len(shape)
-        return _Place(shape, boxes, held, contiguous_strides(held))
+        return _LocalPlace(shape, boxes, held, contiguous_strides(held))
     held, strides = tuple(local.shape), tuple(local.stride())
     check_local_shape(shape, boxes, held, name, getattr(tensor, "placements", "none"))
     if local.numel() and not _owns_elements(local):
@@ -170,14 +170,14 @@ def _find_place(
             f"{name}: local tensor with strides {strides} stores several elements in one place "
             f"(an expanded tensor); make it contiguous before loading into it"
         )
-    return _Place(shape, boxes, held, strides)
+    return _LocalPlace(shape, boxes, held, strides)
 
 
 def _wanted(
     name: str,
     tensor: torch.Tensor,
     geometry: Geometry,
-    place_of: _PlaceOf,
+    place_of: _LocalPlaceOf,
     aliases: tuple[str, ...] = (),
     kind: Kind = "state",
 ) -> Wanted:
