@@ -19,7 +19,7 @@ from ..names import canonical_name, unwrap
 from .torch import original_class
 
 __all__ = [
-    "Place",
+    "BaseSlot",
     "adapted_modules",
     "adapter_configs",
     "base_of",
@@ -94,7 +94,7 @@ def adapter_configs(model: nn.Module) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class BaseSlot:
     """The path of a module in the base model, without PEFT's parts."""
 
     base: str | None
@@ -103,7 +103,7 @@ class Place:
     """The adapter for which it is a trained copy (``modules_to_save``); None for the base's own."""
 
 
-def places(model: nn.Module) -> dict[str, Place]:
+def places(model: nn.Module) -> dict[str, BaseSlot]:
     """Every module of a model by canonical path, with that path without PEFT's parts.
 
     ``base_layer`` inside an adapted layer, ``original_module`` and ``modules_to_save.<adapter>`` inside a wrapper
@@ -111,16 +111,18 @@ def places(model: nn.Module) -> dict[str, Place]:
     """
     root = base_of(model)
     return {
-        canonical_name(path): Place(None if place.base is None else canonical_name(place.base), place.copy_of)
+        canonical_name(path): BaseSlot(
+            None if place.base is None else canonical_name(place.base), place.copy_of
+        )
         for path, place in _walk(model, "", "" if model is root else None, None, root)
     }
 
 
 def _walk(
     module: nn.Module, path: str, base: str | None, copy_of: str | None, root: nn.Module
-) -> Iterator[tuple[str, Place]]:
+) -> Iterator[tuple[str, BaseSlot]]:
     own = is_adapted(module)
-    yield path, Place(None if own else base, copy_of)
+    yield path, BaseSlot(None if own else base, copy_of)
     for name, child in module._modules.items():
         if child is None:
             continue
