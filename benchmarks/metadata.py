@@ -244,7 +244,7 @@ def measure_save(state: sw.TrainState, ranks: int, folder: str, repeats: int) ->
         snapshot=snapshot,
         shared={},
         local={"rng": snapshot.pieces["rng"]},
-        companions={},
+        assets={},
         step=1,
         lineage=Lineage("0123456789abcdef", None),
         seed=0,

@@ -297,7 +297,7 @@ def test_what_is_no_regular_file_is_a_line(step: Path) -> None:
         check_files(str(step), 7)
 
 
-def test_companions_are_read_from_inside(step: Path) -> None:
+def test_assets_are_read_from_inside(step: Path) -> None:
     """A pipe beside the weights is no tokenizer, and a document of hundreds of megabytes is no config."""
     with (step / "model" / "config.json").open("wb") as stream:
         stream.truncate(300 * 1024**2)

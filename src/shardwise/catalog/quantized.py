@@ -16,7 +16,7 @@ __all__ = ["Quantized", "code_of_weight", "is_part", "method_of_config", "quanti
 _CODES = frozenset({"F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "I8", "U8", "I32"})
 #: Suffix of a tensor beside codes → suffixes of the codes' names instead of it, and the method.
 #: compressed-tensors, GPTQ and AWQ, OpenAI's MXFP4, DeepSeek's FP8, bitsandbytes; as written in 2024-2026.
-_COMPANIONS: Sequence[tuple[str, Sequence[str], str]] = (
+_BESIDE: Sequence[tuple[str, Sequence[str], str]] = (
     ("_scales", ("_blocks",), "mxfp4"),
     (".g_idx", (".qweight",), "gptq"),
     (".qzeros", (".qweight",), "awq"),
@@ -31,7 +31,7 @@ _COMPANIONS: Sequence[tuple[str, Sequence[str], str]] = (
     ("_scale", ("",), "fp8"),
     (".scale", (".weight",), "fp8"),
 )
-_ENDS = tuple(end for end, _, _ in _COMPANIONS)
+_ENDS = tuple(end for end, _, _ in _BESIDE)
 _CODE_ENDS = ("_blocks", "_packed", ".qweight", ".W_q", "._data")
 
 
@@ -41,7 +41,7 @@ class Quantized:
 
     method: str
     codes: str
-    companion: str
+    beside: str
     """The tensor beside the codes: scales, zero points, an index of groups."""
 
 
@@ -62,7 +62,7 @@ def quantized(tensors: Mapping[str, StoredTensor], own: Collection[str] = ()) ->
 def _codes_beside(name: str, tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, str]]:
     """The codes beside which a tensor of this name stands, with the method."""
     dotted = f".{name}"  # a tensor of the root module has no dot before its name
-    for end, code_ends, method in _COMPANIONS:
+    for end, code_ends, method in _BESIDE:
         if dotted.endswith(end):
             stem = dotted.removesuffix(end)
             for codes in ((stem + e).removeprefix(".") for e in code_ends):
@@ -97,7 +97,7 @@ def is_part(name: str, tensors: Mapping[str, StoredTensor]) -> bool:
     dotted = f".{name}"
     return any(
         dotted.endswith(code_end) and (dotted.removesuffix(code_end) + end).removeprefix(".") in tensors
-        for end, code_ends, _ in _COMPANIONS
+        for end, code_ends, _ in _BESIDE
         for code_end in code_ends
     )
 

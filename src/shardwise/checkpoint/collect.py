@@ -15,7 +15,7 @@ import xxhash
 from ..catalog.checkpoint import directory
 from ..errors import StateError
 from ..limits import MAX_NAME_CHARS, brief
-from ..models.assets import companion_files
+from ..models.assets import asset_files
 from ..ranks.ranks import Ranks
 from ..recipe.origin import recall
 from ..state.storable import refuse_meta
@@ -51,7 +51,7 @@ class Collected:
     """Documents that are equal on all ranks."""
     local: Mapping[str, Encoded]
     """Documents that only this rank has."""
-    companions: Mapping[str, bytes]
+    assets: Mapping[str, bytes]
     """Small files beside the models' tensors, by path in the checkpoint; on rank 0."""
     step: int
     lineage: Lineage
@@ -66,15 +66,15 @@ def collect(state: TrainState, step: int, lineage: Lineage, ranks: Ranks) -> Col
     Raises :class:`StateError` or :class:`RankError` on every rank.
     """
     snapshot: Snapshot | None = None
-    companions: dict[str, bytes] = {}
+    assets: dict[str, bytes] = {}
 
     def collected() -> list[Any]:
-        nonlocal snapshot, companions
+        nonlocal snapshot, assets
         snapshot = take_snapshot(state, step)
         for live in (live for part in snapshot.parts for live in part.live):
             refuse_meta(live.stored.name, live.tensor)
         _check_names(snapshot)
-        companions = _companions(state) if ranks.rank == 0 else {}
+        assets = _assets(state) if ranks.rank == 0 else {}
         return _comparable(snapshot, ranks)
 
     differing = ranks.combine("collect state", collected, _differing)
@@ -84,7 +84,7 @@ def collect(state: TrainState, step: int, lineage: Lineage, ranks: Ranks) -> Col
         snapshot,
         shared,
         local,
-        companions,
+        assets,
         step,
         lineage,
         torch.initial_seed() % 2**63,
@@ -137,11 +137,11 @@ def _split_pieces(
     return shared, {n: p for n, p in local.items() if n not in snapshot.compared_only}
 
 
-def _companions(state: TrainState) -> dict[str, bytes]:
+def _assets(state: TrainState) -> dict[str, bytes]:
     found = {
         f"{directory('model', name)}/{file}": content
         for name, model in state.models.items()
-        for file, content in companion_files(model).items()
+        for file, content in asset_files(model).items()
     }
     folders = {directory("model", n) for n in state.models} | {
         directory("optimizer", n) for n in state.optimizers

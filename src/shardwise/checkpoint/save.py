@@ -194,7 +194,7 @@ def _make_temporary(final: str, collected: Collected, ranks: Ranks) -> tuple[str
     def make() -> list[str]:
         if os.path.lexists(final):
             raise CheckpointError(f"{final}: is there already; a published checkpoint is never written again")
-        if misnamed(final, collected.step, collected.companions):
+        if misnamed(final, collected.step, collected.assets):
             raise CheckpointError(
                 f"{final}: is the name of another step, and this is step {collected.step}, so that a reader would call it "
                 f"damaged; give it the name of its step"
@@ -235,7 +235,7 @@ def _write_rank(
     for stem, pieces_of_stem in _documents(collected, ranks).items():
         write_documents(root, stem, texts[stem], pieces_of_stem, files)
     if ranks.rank == 0:
-        for name, content in collected.companions.items():
+        for name, content in collected.assets.items():
             file = inside(root, name)
             make_directories(os.path.dirname(file))
             files[name] = write_file(file, content)

@@ -128,7 +128,7 @@ def _refuse_taken(final: str) -> None:
 
 
 def publish_files(
-    temporary: str, final: str, output: HubFiles, companions: Mapping[str, bytes], bytes_written: int
+    temporary: str, final: str, output: HubFiles, assets: Mapping[str, bytes], bytes_written: int
 ) -> None:
     """Write index and small files, sync them, and rename. For rank 0, after every rank synced its bytes.
 
@@ -138,7 +138,7 @@ def publish_files(
         raise CheckpointError(f"{final}: ranks wrote {bytes_written} bytes, expected {output.total_bytes}")
     if output.index is not None:
         write_file(os.path.join(temporary, INDEX_NAME), output.index)
-    for name, content in companions.items():
+    for name, content in assets.items():
         write_file(inside(temporary, name), content)
     _check_readable(temporary, final, output)
     for folder in dict.fromkeys((*map(os.path.dirname, output.headers), "")):

@@ -23,7 +23,7 @@ from ..errors import CheckpointError
 from ..format.slices import SliceTensor, assign_owners, owner_ranks
 from ..internals.peft import has_adapters
 from ..layout.model import geometries_of, local_tensor, reshard, wanted_of
-from ..models.assets import companion_files
+from ..models.assets import asset_files
 from ..models.classes import import_code, in_turn
 from ..names import named_tensors, unwrap
 from ..plan import IOOptions
@@ -112,8 +112,8 @@ def export_hf(
                 job.refuse_codes()
             contents = job.contents()
             output = lay_out(contents.hub, code, max_shard_bytes)
-            companions = _with_dtype(job.companions(), code) if ranks.rank == 0 else {}
-        written = write_out(job, contents, output, companions, final, ranks, io)
+            assets = _with_dtype(job.assets(), code) if ranks.rank == 0 else {}
+        written = write_out(job, contents, output, assets, final, ranks, io)
     return ExportReport(
         final,
         tuple(output.headers),
@@ -128,7 +128,7 @@ def write_out(
     job: LiveJob | StoredJob,
     contents: HubTensors,
     output: HubFiles,
-    companions: Mapping[str, bytes],
+    assets: Mapping[str, bytes],
     final: str,
     ranks: Ranks,
     io: IOOptions,
@@ -145,7 +145,7 @@ def write_out(
                 stacked = np.stack([np.frombuffer(g, dtype=np.uint64) for g in gathered])
                 total, *sums = map(int, stacked.sum(axis=0, dtype=np.uint64))
                 job.check(sums)
-                publish_files(temporary, final, output, companions, total)
+                publish_files(temporary, final, output, assets, total)
     except BaseException:
         if ranks.rank == 0:
             with ranks.patience():
@@ -202,8 +202,8 @@ class LiveJob:
     def check(self, sums: Sequence[int]) -> None:
         """Does nothing: a live model has no recorded digests."""
 
-    def companions(self) -> Mapping[str, bytes]:
-        return companion_files(self._model)
+    def assets(self) -> Mapping[str, bytes]:
+        return asset_files(self._model)
 
     def close(self) -> None:
         """Does nothing: no file is open."""

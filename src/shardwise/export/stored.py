@@ -17,7 +17,7 @@ from ..format.manifest import MANIFEST_NAME, Manifest, read_manifest
 from ..layout.boxes import Box
 from ..limits import inside
 from ..loading.pretrained import build_meta
-from ..models.assets import ADAPTERS_NAME, read_companions
+from ..models.assets import ADAPTERS_NAME, read_assets
 from ..models.unquantized import refuse_source
 from ..plan import IOOptions
 from ..plan.build import transfers_of
@@ -68,7 +68,7 @@ class StoredJob:
         try:
             self._catalog = self._open(model)
             self._files.hold(f.path for f in self._catalog.files)
-            self._documents = read_companions(self.home) if os.path.isdir(self.home) else {}
+            self._documents = read_assets(self.home) if os.path.isdir(self.home) else {}
         except SourceError as error:
             self._files.close()
             raise self._unless_deleted(error) from error
@@ -196,7 +196,7 @@ class StoredJob:
             write_back(transfers_of(tile, wanted, output.tensors), filler, destination, staging)
         return partial_sum(piece, box.start) if name in self._catalog.digests else 0
 
-    def companions(self) -> Mapping[str, bytes]:
+    def assets(self) -> Mapping[str, bytes]:
         """Config, tokenizer and own code."""
         return self._documents
 

@@ -139,8 +139,8 @@ def save_adapter(
         job = LiveJob(model)  # reshards gathered parameters first
         chosen = _chosen(list(peft.peft_config), adapter_name)
         contents, output = _lay_out(peft, chosen, save_embedding_layers)
-        companions = _configs(peft, chosen) if ranks.rank == 0 else {}
-    written = write_out(job, contents, output, companions, final, ranks, io)
+        assets = _configs(peft, chosen) if ranks.rank == 0 else {}
+    written = write_out(job, contents, output, assets, final, ranks, io)
     return ExportReport(
         final,
         tuple(output.headers),

@@ -18,7 +18,7 @@ from ..limits import inside, parse_json, read_small
 from ..names import unwrap
 from .homes import home_of
 
-__all__ = ["ADAPTERS_NAME", "TOKENIZER_FILES", "companion_files", "read_companions"]
+__all__ = ["ADAPTERS_NAME", "TOKENIZER_FILES", "asset_files", "read_assets"]
 
 ADAPTERS_NAME = "adapters.json"
 
@@ -42,7 +42,7 @@ TOKENIZER_FILES = (
 )
 
 
-def companion_files(model: Any) -> dict[str, bytes]:
+def asset_files(model: Any) -> dict[str, bytes]:
     """Config, generation config, own code and, if it came from a local directory, the tokenizer: name → content.
 
     For a model with PEFT adapters also the adapters' configs.
@@ -80,7 +80,7 @@ def _adapters_of(model: Any) -> dict[str, bytes]:
     return {ADAPTERS_NAME: json.dumps(configs, indent=2, sort_keys=True, default=str).encode()}
 
 
-def read_companions(folder: str) -> dict[str, bytes]:
+def read_assets(folder: str) -> dict[str, bytes]:
     """Config, generation config, tokenizer files and own code of a directory: name → content.
 
     Raises :class:`SourceError` if one can't be read, :class:`FormatError` if the config is not a JSON object.

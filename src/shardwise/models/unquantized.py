@@ -23,7 +23,7 @@ def refuse_source(catalog: Catalog, model: nn.Module | None = None) -> None:
     found = quantized(catalog.tensors, own)
     if found is not None:
         raise UnsupportedConversionError(
-            f"{catalog.root}: quantised ({found.method}: {found.codes!r} goes with {found.companion!r}), which can't be "
+            f"{catalog.root}: quantised ({found.method}: {found.codes!r} goes with {found.beside!r}), which can't be "
             f"loaded yet; {way_out(found.method)}"
         )
 

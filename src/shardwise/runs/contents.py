@@ -25,7 +25,7 @@ from ..format.manifest import MANIFEST_NAME, Manifest, read_manifest
 from ..layout.wanted import Layout, whole_tensor
 from ..limits import MAX_COUNT, inside
 from ..loading.pretrained import build_meta
-from ..models.assets import read_companions
+from ..models.assets import read_assets
 from ..names import named_tensors
 from ..plan import IOOptions, build_plan
 from ..recipe.host_convert import HostConversion
@@ -64,7 +64,7 @@ class ModelContents:
     """Names under which readers of other programs look for a tied tensor."""
     hub_tensors: Mapping[str, tuple[int, ...]] | None = None
     """As in a manifest: names and shapes of the tensors that it was loaded from."""
-    companions: Mapping[str, bytes] = field(default_factory=dict)
+    assets: Mapping[str, bytes] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
 
     def name_of(self, alias: str) -> str:
@@ -119,7 +119,7 @@ def contents_of_run(
     if home is not None:
         catalog = models["model"].catalog
         found = as_config_says(catalog, build_meta(home, catalog, trust_remote_code=trust_remote_code), io)
-        models["model"] = replace(found, companions=read_companions(home))
+        models["model"] = replace(found, assets=read_assets(home))
     return _of_third_party(run, models)
 
 
@@ -288,7 +288,7 @@ def _of_checkpoint(root: str) -> RunContents:
             aliases={n: t.aliases for n, t in entries.items() if t.aliases},
             stored_aliases={n: t.stored_aliases for n, t in entries.items() if t.stored_aliases},
             hub_tensors=manifest.hub_tensors.get(name),
-            companions=read_companions(folder),
+            assets=read_assets(folder),
         )
     return RunContents(
         kind="checkpoint",
@@ -308,8 +308,8 @@ def _of_checkpoint(root: str) -> RunContents:
 
 
 def _further_files(manifest: Manifest, models: Mapping[str, ModelContents]) -> list[str]:
-    """Files that are neither slices, documents nor companions: ``TrainState.files``, which a conversion drops."""
-    known = {f"{directory('model', name)}/{file}" for name, m in models.items() for file in m.companions}
+    """Files that are neither slices, documents nor assets: ``TrainState.files``, which a conversion drops."""
+    known = {f"{directory('model', name)}/{file}" for name, m in models.items() for file in m.assets}
     known |= {"state.json", "state.safetensors"}
     folders = {directory("model", n) for n in models} | {directory("optimizer", n) for n in manifest.packed}
 

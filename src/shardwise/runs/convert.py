@@ -111,7 +111,7 @@ def convert(
         snapshot=snapshot,
         shared=run.documents,
         local={},
-        companions=_companions(run),
+        assets=_assets(run),
         step=run.step,
         lineage=Lineage(run_id, run.parent_step),
         seed=run.seed,
@@ -140,11 +140,11 @@ def convert(
     )
 
 
-def _companions(run: RunContents) -> dict[str, bytes]:
+def _assets(run: RunContents) -> dict[str, bytes]:
     return {
         f"{directory('model', name)}/{file}": content
         for name, model in run.models.items()
-        for file, content in model.companions.items()
+        for file, content in model.assets.items()
     }
 
 
