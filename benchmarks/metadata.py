@@ -243,7 +243,7 @@ def measure_save(state: sw.TrainState, ranks: int, folder: str, repeats: int) ->
     collected = Collected(
         snapshot=snapshot,
         shared={},
-        local={"rng": snapshot.pieces["rng"]},
+        local={"rng": snapshot.documents["rng"]},
         assets={},
         step=1,
         lineage=Lineage("0123456789abcdef", None),

@@ -21,7 +21,7 @@ from ..recipe.origin import recall
 from ..state.storable import refuse_meta
 from ..state.train_state import TrainState, document_of
 from ..state.typed_json import Encoded, encode
-from .snapshot import Snapshot, layout_hash, piece_hash, plain_sums, plain_tensors, take_snapshot
+from .snapshot import Snapshot, document_hash, layout_hash, plain_sums, plain_tensors, take_snapshot
 
 __all__ = ["Collected", "Lineage", "collect", "software_versions"]
 
@@ -79,7 +79,7 @@ def collect(state: TrainState, step: int, lineage: Lineage, ranks: Ranks) -> Col
 
     differing = ranks.combine("collect state", collected, _differing)
     assert snapshot is not None
-    shared, local = _split_pieces(snapshot, differing, ranks)
+    shared, local = _split_documents(snapshot, differing, ranks)
     return Collected(
         snapshot,
         shared,
@@ -108,11 +108,11 @@ def _comparable(snapshot: Snapshot, ranks: Ranks) -> list[Any]:
     """Hashes of documents and plain tensors, to find those that are equal on all ranks."""
     if ranks.world_size == 1:
         return [{}, {}, ""]
-    hashes = {name: piece_hash(piece) for name, piece in snapshot.pieces.items()}
+    hashes = {name: document_hash(encoded) for name, encoded in snapshot.documents.items()}
     return [{**hashes, _LAYOUT: layout_hash(snapshot)}, plain_sums(snapshot), _held(snapshot)]
 
 
-def _split_pieces(
+def _split_documents(
     snapshot: Snapshot, differing: list[Any], ranks: Ranks
 ) -> tuple[dict[str, Encoded], dict[str, Encoded]]:
     """Documents that are equal on all ranks, and those that differ. Plain buffers that differ become a document.
@@ -121,19 +121,19 @@ def _split_pieces(
     """
     *names, held = differing
     documents, tensors = map(set, names)
-    local_names = snapshot.always_local | (documents & set(snapshot.pieces))
+    local_names = snapshot.always_local | (documents & set(snapshot.documents))
     buffers: dict[str, dict[str, torch.Tensor]] = {}
     for key, (part, t) in plain_tensors(snapshot, kind="buffer").items():
         if key in tensors:
             buffers.setdefault(document_of("model", part.name, "buffers"), {})[t.name] = t.tensor
     _refuse_other_modules(held)
     _refuse_differing(snapshot, documents, tensors)  # alike on every rank
-    local = {n: p for n, p in snapshot.pieces.items() if n in local_names}
+    local = {n: p for n, p in snapshot.documents.items() if n in local_names}
     if tensors:  # on every rank, or on none
         with ranks.agree("compare state"):
             local |= {name: encode(values, where=name) for name, values in buffers.items()}
     left_out = local_names | snapshot.compared_only
-    shared = {n: p for n, p in snapshot.pieces.items() if n not in left_out}
+    shared = {n: p for n, p in snapshot.documents.items() if n not in left_out}
     return shared, {n: p for n, p in local.items() if n not in snapshot.compared_only}
 
 

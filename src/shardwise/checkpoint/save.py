@@ -219,8 +219,8 @@ def _checked_texts(collected: Collected, ranks: Ranks, final: str) -> dict[str, 
     """Raises :class:`StateError` for documents of this rank that no reader would take."""
     outline = _manifest_of(collected, ranks, defaultdict(int), {})
     return {
-        stem: checked_text(pieces, outline, stem, final)
-        for stem, pieces in _documents(collected, ranks).items()
+        stem: checked_text(documents, outline, stem, final)
+        for stem, documents in _documents(collected, ranks).items()
     }
 
 

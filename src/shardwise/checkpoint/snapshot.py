@@ -83,14 +83,14 @@ class OptimizerPart:
 class Snapshot:
     """One rank's contribution to a checkpoint.
 
-    ``pieces`` are documents by name (``scheduler``, ``rng``, …); the save finds those that are equal on all ranks.
+    ``documents`` are by name (``scheduler``, ``rng``, …); the save finds those that are equal on all ranks.
     ``always_local`` documents are kept per rank even if they happen to be equal; ``compared_only`` ones are compared
     between ranks but stored elsewhere (as tensors of ``optimizer/``).
     """
 
     models: tuple[ModelPart, ...]
     optimizers: tuple[OptimizerPart, ...]
-    pieces: Mapping[str, Encoded]
+    documents: Mapping[str, Encoded]
     always_local: frozenset[str]
     compared_only: frozenset[str]
     not_stored: tuple[str, ...]
@@ -116,19 +116,23 @@ def take_snapshot(state: TrainState, step: int) -> Snapshot:
     models = tuple(_model_part(name, model) for name, model in state.models.items())
     optimizers = tuple(_optimizer_part(name, o, state, models) for name, o in state.optimizers.items())
     beyond = _beyond(state, models)
-    pieces = {
-        name: encode(value, where=name) for name, value in _pieces(state, models, optimizers, step).items()
+    documents = {
+        name: encode(value, where=name) for name, value in _documents(state, models, optimizers, step).items()
     }
-    functions = {name: _without(piece.not_stored) for name, piece in pieces.items() if piece.not_stored}
-    pieces |= {name: encode(value, where=name) for name, value in _beyond_pieces(beyond, functions).items()}
+    functions = {
+        name: _without(encoded.not_stored) for name, encoded in documents.items() if encoded.not_stored
+    }
+    documents |= {
+        name: encode(value, where=name) for name, value in _beyond_documents(beyond, functions).items()
+    }
     return Snapshot(
         models=models,
         optimizers=optimizers,
-        pieces=pieces,
+        documents=documents,
         always_local=frozenset({"rng", *(document_of("optimizer", o.name, "opaque") for o in optimizers)}),
         compared_only=frozenset(document_of("optimizer", o.name, "packed") for o in optimizers),
         not_stored=(
-            *(path for piece in pieces.values() for path in piece.not_stored),
+            *(path for encoded in documents.values() for path in encoded.not_stored),
             *functions_left_out(state.scheduler),
             *(
                 f"{document_of('optimizer', o.name)}: {UNSEEN_GRADIENTS}"
@@ -155,10 +159,10 @@ def _without(functions: tuple[str, ...]) -> dict[str, str]:
     }
 
 
-def _beyond_pieces(
+def _beyond_documents(
     beyond: Mapping[tuple[str, str], Beyond], functions: dict[str, dict[str, str]]
 ) -> dict[str, Any]:
-    pieces: dict[str, Any] = {
+    documents: dict[str, Any] = {
         document_of(kind, name, "own"): list(found.leaves)
         for (kind, name), found in beyond.items()
         if found.leaves
@@ -168,7 +172,7 @@ def _beyond_pieces(
         for (kind, name), found in beyond.items()
         if found.not_stored
     } | functions
-    return {**pieces, "not_stored": lost} if lost else pieces
+    return {**documents, "not_stored": lost} if lost else documents
 
 
 def _model_part(name: str, model: nn.Module) -> ModelPart:
@@ -227,38 +231,38 @@ def _optimizer_live(drained: Drained, model: ModelPart) -> list[Live]:
     return [Live(t, tensors[t.name]) for t in assign_owners(stored)]
 
 
-def _pieces(
+def _documents(
     state: TrainState, models: tuple[ModelPart, ...], optimizers: tuple[OptimizerPart, ...], step: int
 ) -> dict[str, Any]:
-    pieces: dict[str, Any] = {"step": step, "rng": capture_rng(devices_of(state.models.values()))}
+    documents: dict[str, Any] = {"step": step, "rng": capture_rng(devices_of(state.models.values()))}
     live = state.optimizers
     for o in optimizers:
-        pieces[document_of("optimizer", o.name)] = {
+        documents[document_of("optimizer", o.name)] = {
             "class": type(live[o.name]).__qualname__,
             "model": o.model,
             "groups": o.drained.groups,
             "values": o.drained.values,
         }
         if o.drained.has_unseen_gradients:
-            pieces[document_of("optimizer", o.name)]["unseen_gradients"] = True
-        pieces[document_of("optimizer", o.name, "packed")] = o.drained.packed
+            documents[document_of("optimizer", o.name)]["unseen_gradients"] = True
+        documents[document_of("optimizer", o.name, "packed")] = o.drained.packed
         if o.drained.opaque:
-            pieces[document_of("optimizer", o.name, "opaque")] = o.drained.opaque
+            documents[document_of("optimizer", o.name, "opaque")] = o.drained.opaque
     refuse_unfinished_step(state.scaler)
     for name in ("scheduler", "scaler", "dataloader"):
         value = getattr(state, name)
         if value is not None:
-            pieces[name] = _state_of(value, name)
+            documents[name] = _state_of(value, name)
     if classes := classes_of(state):
-        pieces["classes"] = classes
+        documents["classes"] = classes
     for name, value in state.extra.items():
         has_state = hasattr(value, "state_dict") or hasattr(value, "load_state_dict")
-        pieces[f"extra.{name}"] = _state_of(value, f"extra.{name}") if has_state else value
+        documents[f"extra.{name}"] = _state_of(value, f"extra.{name}") if has_state else value
     for name, model in state.models.items():
         modules = {path: m.get_extra_state() for path, m in modules_with_state(model)}
         if modules:
-            pieces[document_of("model", name, "modules")] = modules
-    return pieces
+            documents[document_of("model", name, "modules")] = modules
+    return documents
 
 
 def classes_of(state: TrainState) -> dict[str, Any]:
@@ -300,11 +304,11 @@ def _state_of(value: Any, name: str) -> Any:
     return found
 
 
-def piece_hash(piece: Encoded) -> str:
+def document_hash(encoded: Encoded) -> str:
     """Hash of a document and its tensors' bytes."""
-    total = xxhash.xxh3_64(json.dumps(piece.document, allow_nan=False).encode())
-    for key in sorted(piece.tensors):
-        tensor = piece.tensors[key].detach().cpu().contiguous()
+    total = xxhash.xxh3_64(json.dumps(encoded.document, allow_nan=False).encode())
+    for key in sorted(encoded.tensors):
+        tensor = encoded.tensors[key].detach().cpu().contiguous()
         total.update(f"{key}{tensor.dtype}{tuple(tensor.shape)}".encode())
         total.update(tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b"")
     return total.hexdigest()

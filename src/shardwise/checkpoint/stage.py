@@ -127,10 +127,10 @@ def room_for(tensor: torch.Tensor) -> int:
 def detached_documents(collected: Collected) -> Collected:
     """``collected`` with copies of the (small) tensors of documents: training may then change the originals."""
 
-    def copies(pieces: Mapping[str, Encoded]) -> dict[str, Encoded]:
+    def copies(documents: Mapping[str, Encoded]) -> dict[str, Encoded]:
         return {
-            name: replace(piece, tensors={k: t.detach().clone() for k, t in piece.tensors.items()})
-            for name, piece in pieces.items()
+            name: replace(encoded, tensors={k: t.detach().clone() for k, t in encoded.tensors.items()})
+            for name, encoded in documents.items()
         }
 
     return replace(collected, shared=copies(collected.shared), local=copies(collected.local))
