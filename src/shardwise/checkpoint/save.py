@@ -38,7 +38,7 @@ from .at_top import show_at_top
 from .collect import Collected, Lineage, collect
 from .document_files import checked_text, write_documents
 from .snapshot import Live, ModelPart, OptimizerPart, Snapshot, plain_tensors
-from .verify import pieces
+from .verify import runs_of
 from .view import await_folders
 
 __all__ = [
@@ -178,7 +178,7 @@ def _in_parts(tensor_of: TensorOf, most_bytes: int | None) -> PartsOf:
         if most_bytes is None:
             yield box, tensor_of(piece)
             return
-        for start, sizes, _ in pieces(
+        for start, sizes, _ in runs_of(
             box.start, box.sizes, max(1, most_bytes // itemsize(piece.live.stored.dtype))
         ):
             part = Box(start, tuple(a + n for a, n in zip(start, sizes, strict=True)))

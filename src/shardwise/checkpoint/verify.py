@@ -27,7 +27,7 @@ from ..limits import inside
 from ..transfer.files import FileReader
 from .check import read_head
 
-__all__ = ["VerifyReport", "boxes_of_run", "model_of", "pieces", "verify"]
+__all__ = ["VerifyReport", "boxes_of_run", "model_of", "runs_of", "verify"]
 
 Progress = Callable[[int, int], None]
 
@@ -378,7 +378,7 @@ def boxes_of_run(
     yield from part_of(bottom, 0, right)
 
 
-def pieces(
+def runs_of(
     start: tuple[int, ...], sizes: tuple[int, ...], limit: int, first: int = 0
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
     """Cut a row-major box into contiguous pieces of at most ``limit`` elements: (start, sizes, first element)."""
@@ -395,4 +395,4 @@ def pieces(
         count = min(rows, sizes[dim] - begin)
         moved = (*start[:dim], start[dim] + begin, *start[dim + 1 :])
         cut = (*sizes[:dim], count, *sizes[dim + 1 :])
-        yield from pieces(moved, cut, limit, first + begin * inner)
+        yield from runs_of(moved, cut, limit, first + begin * inner)

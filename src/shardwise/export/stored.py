@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ..catalog import Catalog, StoredTensor
 from ..catalog.checkpoint import catalog_of_checkpoint, check_size, directory, model_named
 from ..catalog.open import open_catalog
-from ..checkpoint.verify import pieces
+from ..checkpoint.verify import runs_of
 from ..digests.digest import finish, partial_sum
 from ..dtypes import itemsize
 from ..errors import CheckpointError, IntegrityError, SourceError
@@ -214,7 +214,7 @@ def _share_of(
     done = 0
     for name, (dtype, shape) in kinds.items():
         size = itemsize(dtype)
-        for start, sizes, _ in pieces((0,) * len(shape), shape, limit_bytes // size):
+        for start, sizes, _ in runs_of((0,) * len(shape), shape, limit_bytes // size):
             if done * ranks.world_size // total == ranks.rank:
                 found.append((name, Box(start, tuple(a + n for a, n in zip(start, sizes, strict=True)))))
             done += math.prod(sizes) * size

@@ -12,7 +12,7 @@ import torch
 from ..catalog import Catalog, StoredTensor
 from ..catalog.checkpoint import catalog_of_checkpoint, catalog_of_slices, optimizer_tensors
 from ..catalog.open import open_catalog
-from ..checkpoint.verify import model_of, pieces
+from ..checkpoint.verify import model_of, runs_of
 from ..dtypes import itemsize
 from ..format.manifest import read_manifest
 from ..layout.boxes import Box
@@ -161,7 +161,7 @@ def _compare(name: str, x: StoredTensor, y: StoredTensor, reader: FileReader) ->
         return Change(name, f"dtype: {x.dtype} and {y.dtype}", 0, float("nan"), float("nan"))
     elements, largest, square, norm = 0, 0.0, 0.0, 0.0
     limit = _PIECE_BYTES // max(itemsize(x.dtype), itemsize(y.dtype))
-    for start, sizes, _ in pieces((0,) * len(x.shape), x.shape, limit):
+    for start, sizes, _ in runs_of((0,) * len(x.shape), x.shape, limit):
         left, right = _read(x, start, sizes, reader), _read(y, start, sizes, reader)
         if x.dtype == y.dtype and torch.equal(left.view(torch.uint8), right.view(torch.uint8)):
             norm += float(left.double().nan_to_num().square().sum())
