@@ -46,7 +46,7 @@ from shardwise.checkpoint.snapshot import Snapshot, layout_hash, take_snapshot
 from shardwise.format.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry, read_manifest
 from shardwise.format.slices import boxes_to_write, file_name, header_bytes, rank_files
 from shardwise.format.spread import file_count
-from shardwise.gc_paused import no_collections
+from shardwise.gc_paused import gc_paused
 from shardwise.layout.live import describe
 from shardwise.loading.load import _fingerprint, plan_load
 from shardwise.names import named_tensors
@@ -243,8 +243,8 @@ def measure_save(state: sw.TrainState, ranks: int, folder: str, repeats: int) ->
     collected = Collected(
         snapshot=snapshot,
         shared={},
-        local={"rng": snapshot.pieces["rng"]},
-        companions={},
+        local={"rng": snapshot.documents["rng"]},
+        assets={},
         step=1,
         lineage=Lineage("0123456789abcdef", None),
         seed=0,
@@ -281,7 +281,7 @@ def measure_save(state: sw.TrainState, ranks: int, folder: str, repeats: int) ->
 # A resume
 
 
-@no_collections()  # as the whole of a resume
+@gc_paused()  # as the whole of a resume
 def plan_resume(
     state: sw.TrainState, path: str, tensors: dict[str, torch.Tensor], packed: dict[str, torch.Tensor]
 ) -> tuple[Plan, Plan]:

@@ -8,7 +8,7 @@ __all__ = ["own_device"]
 
 
 def own_device(kind: str) -> torch.device:
-    """This process's current device of a type; the CPU where it has none of it."""
+    """This process's current device of a type; the CPU if it has none of that type."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type != kind:
         return torch.device("cpu")

@@ -86,7 +86,7 @@ class ShardError(ShardwiseError):
 
 
 class StateError(ShardwiseError):
-    """Training state can't be expressed, stored or matched with what is live."""
+    """Training state can't be expressed, stored or matched with the live objects."""
 
 
 class CheckpointError(ShardwiseError):
@@ -123,11 +123,11 @@ class RankError(ShardwiseError):
 
 
 def is_damage(error: ShardwiseError) -> bool:
-    """Whether an error means that stored bytes are lost or wrong, on whichever rank.
+    """Whether an error means that stored bytes are lost or wrong, on any rank.
 
-    A file that can't be opened or read for another reason (too many open files, permissions, a server that is
-    away), a later format version, or a valid state that the live objects do not fit, is no damage: nothing may be set
-    aside for it.
+    Not damage: a file that can't be read for another reason (too many open files, permissions, an unreachable
+    server), a later format version, or a valid state that the live objects do not fit. No step may be set aside for
+    these.
     """
     if isinstance(error, RankError):
         kinds = ("IntegrityError", "FormatError")

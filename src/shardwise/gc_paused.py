@@ -1,4 +1,4 @@
-"""Python's cyclic garbage collector, out of the way while many records are made."""
+"""Pauses Python's cyclic garbage collector while many records are made."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["no_collections"]
+__all__ = ["gc_paused"]
 
 
 @contextmanager
-def no_collections() -> Iterator[None]:
-    """The collector waits while the block runs (or the function that this decorates), if it was on.
+def gc_paused() -> Iterator[None]:
+    """Pause the cyclic collector during the block (or the decorated function), if it was on.
 
     Planning makes about a million records and no cycles. The collector then looks several times through everything
     that the process holds, and finds nothing: it doubles the time. Reference counting goes on. Blocks may be nested, and

@@ -1,6 +1,6 @@
-"""What a file may ask of its reader, in one place; each limit is named in the error that it causes.
+"""Every limit on the time and memory that a file can cost its reader. The error that a limit causes names it.
 
-Files come from strangers. Reading one costs time and memory in proportion to its bytes, whatever it says.
+Files come from strangers. Reading one costs time and memory in proportion to its bytes, for any content.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ MAX_NAME_CHARS = 1024
 MAX_PICKLE_BYTES = 1024**3
 #: Text, bytes and whole numbers in a pickle.
 MAX_PICKLED_TEXT_BYTES, MAX_PICKLED_INT_BYTES = 1024**2, 32
-#: Containers in one another in a pickle. Real ones nest nine deep.
+#: Nested containers in a pickle. Real ones nest nine deep.
 MAX_PICKLE_DEPTH = 32
-#: Values that a walk through a pickle meets, for each of its bytes: what refers to shared parts is met again.
+#: Values that a walk through a pickle meets, for each of its bytes: a shared part is met once per reference.
 MAX_VISITS_PER_BYTE = 16
 #: The list of members of a zip file, at about 100 bytes a tensor.
 MAX_ZIP_DIRECTORY_BYTES = 64 * 1024**2
-#: A value that is no weight and is read whole: a setting, a scheduler's state, a step.
+#: A value that is not a weight and is read whole: a setting, a scheduler's state, a step.
 MAX_VALUE_BYTES = 64 * 1024**2
 #: Bytes of all tensors of a torch file, for each byte of the file: tied tensors lie in one storage.
 MAX_BYTES_PER_BYTE = 64
 #: Comparisons that find overlapping chunks, for each chunk of a tensor.
 MAX_COMPARISONS_PER_CHUNK = 64
-#: A number in config.json that counts layers, labels, heads and the like. Config classes make lists so long.
+#: A number in config.json that counts layers, labels, heads and so on. Config classes make lists of this length.
 MAX_CONFIG_COUNT = 2**20
-#: Values in one another in a config. Real ones nest six deep; transformers writes each out again, indented by its depth.
+#: Nested values in a config. Real ones nest six deep; transformers writes each out again, indented by its depth.
 MAX_CONFIG_DEPTH = 32
-#: Modules, parameters and buffers that a config may build: so many, and so many more for each tensor that is stored.
+#: Modules, parameters and buffers that a config may build: a base number, plus a number for each stored tensor.
 MAX_MODULES, MAX_MODULES_PER_TENSOR = 2_000, 64
-#: Bytes of one tensor that a config may build: for each byte that is stored, and in any case.
+#: Bytes of one tensor that a config may build: a multiple of the stored bytes, or the minimum if that is more.
 MAX_BYTES_PER_STORED, MIN_TENSOR_BYTES = 8, 256 * 1024**2
 #: Unbounded repeats in a regular expression of an adapter's config, and how often a bounded one may repeat.
 MAX_REPEATS, MAX_BOUND = 4, 16
@@ -77,7 +77,7 @@ def brief(value: Any) -> str:
 
 
 def parse_json(raw: bytes | str, path: str, what: str = "file") -> Any:
-    """The value of a JSON text. Raises :class:`FormatError` naming ``path`` for whatever is wrong with it."""
+    """The value of a JSON text. Raises :class:`FormatError` naming ``path`` if it can't be parsed."""
     try:
         return json.loads(raw)
     except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, endless digits
@@ -87,7 +87,7 @@ def parse_json(raw: bytes | str, path: str, what: str = "file") -> Any:
 def read_json(path: str, what: str = "file", max_bytes: int = MAX_JSON_BYTES) -> Any:
     """The value of a JSON file. Rank-local.
 
-    Raises :class:`SourceError` if it can't be read, :class:`FormatError` if it is no regular file, is longer than
+    Raises :class:`SourceError` if it can't be read, :class:`FormatError` if it is not a regular file, is longer than
     ``max_bytes`` or is not JSON.
     """
     return parse_json(read_small(path, what, max_bytes), path, what)
@@ -130,11 +130,11 @@ def read_small(path: str, what: str = "file", max_bytes: int = MAX_JSON_BYTES) -
 
 
 def inside(root: str, *parts: str) -> str:
-    """``root`` joined with names that a file gave. Raises :class:`FormatError` if they would leave ``root``.
+    """``root`` joined with names from a file. Raises :class:`FormatError` if they would leave ``root``.
 
-    Every path that is made of stored text is made here. Refused: parts that are empty, absolute, hold ``..``, ``.``,
-    a backslash, NUL or text that no file system takes. Links inside ``root`` are followed: the owner of the
-    directory made them, no file's content can.
+    Every path made of stored text goes through this function. Refused: parts that are empty, absolute, hold ``..``,
+    ``.``, a backslash, NUL or text that no file system takes. Links inside ``root`` are followed: only the owner of
+    the directory can make them.
     """
     for part in parts:
         if not is_inside(part):
@@ -150,7 +150,7 @@ def is_inside(part: object) -> bool:
 
 
 def is_text(value: object) -> TypeGuard[str]:
-    """Whether a value is text that UTF-8 can hold: half a surrogate pair is none, and no file system takes it."""
+    """Whether a value is text that UTF-8 can hold. Half a surrogate pair is not; no file system takes it."""
     return isinstance(value, str) and (value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value))
 
 
@@ -160,12 +160,12 @@ def is_word(value: object) -> TypeGuard[str]:
 
 
 def fits(shape: Sequence[int], itemsize: int = 1) -> bool:
-    """Whether torch can describe a tensor of that shape. An empty dim does not excuse the rest: strides multiply them."""
+    """Whether torch can describe a tensor of that shape. A dim of 0 does not excuse the rest: strides multiply them."""
     return len(shape) <= MAX_DIMS and math.prod([n or 1 for n in shape]) * itemsize <= MAX_COUNT
 
 
 def cause(error: BaseException) -> str:
-    """What an exception says, cut to a length that an error can repeat."""
+    """The text of an exception, cut to a length that an error can repeat."""
     try:
         text = str(error)
     except ValueError:  # Python prints no integer of more than 4,300 digits
@@ -176,10 +176,10 @@ def cause(error: BaseException) -> str:
 
 
 def numel_of(shape: Sequence[int], what: str, path: str | None = None) -> int:
-    """Elements of a shape that a file gave. Raises :class:`FormatError` for one that no tensor has.
+    """Number of elements of a shape from a file. Raises :class:`FormatError` if no tensor can have this shape.
 
-    Refused: more than :data:`MAX_DIMS` dims, dims that are no counts, a product above :data:`MAX_COUNT` / 16 (so that
-    bytes of any dtype stay counts) even where another dim is 0, because torch multiplies those, too.
+    Refused: more than :data:`MAX_DIMS` dims, dims that are not counts, a product above :data:`MAX_COUNT` / 16 (bytes
+    of any dtype then stay counts). A dim of 0 does not excuse the other dims, because torch multiplies them too.
     """
     if not isinstance(shape, Sequence) or len(shape) > MAX_DIMS:
         got = f"{len(shape)} dims" if isinstance(shape, Sequence) else brief(shape)
@@ -202,7 +202,7 @@ def is_count(value: object) -> bool:
 
 
 def check_name(name: object, what: str, path: str | None = None) -> str:
-    """``name`` if it can be one. Raises :class:`FormatError`: no text, too long, or no Unicode (half a surrogate)."""
+    """``name`` if it is valid. Raises :class:`FormatError`: not text, too long, or half a surrogate pair."""
     if not isinstance(name, str) or len(name) > MAX_NAME_CHARS:
         limit = f"; the limit is {MAX_NAME_CHARS} characters" if isinstance(name, str) else ""
         raise FormatError(f"{what} {brief(name)} is no name{limit}", path=path)
@@ -212,9 +212,9 @@ def check_name(name: object, what: str, path: str | None = None) -> str:
 
 
 def check_pattern(pattern: str, what: str, path: str) -> None:
-    """Refuse a regular expression of a file that could take for ever, with :class:`FormatError`.
+    """Refuse a regular expression from a file that could take for ever, with :class:`FormatError`.
 
-    Refused: what is none, an unbounded repeat within another, more than :data:`MAX_REPEATS` unbounded ones.
+    Refused: invalid expressions, an unbounded repeat within another, more than :data:`MAX_REPEATS` unbounded ones.
     """
     try:
         found = _repeats(_regex.parse(pattern))

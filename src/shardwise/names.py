@@ -1,7 +1,7 @@
 """Names: a tensor's module path without the parts that wrappers put into it.
 
-One name for load, save, digest and optimizer alike, whichever of ``torch.compile``, activation checkpointing,
-DDP or FSDP1 was applied, and in whatever order.
+Load, save, digest and optimizer all use this name, with any of ``torch.compile``, activation checkpointing, DDP and
+FSDP1, applied in any order.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ def canonical_name(path: str) -> str:
 
 
 def without_wrappers(path: str) -> str:
-    """``path`` without the components that no module calls its own: of ``module`` nobody can tell from the name."""
+    """``path`` without wrapper components, but with ``module``, which may be a real attribute."""
     own = _WRAPPER_PARTS - {"module"}
     return ".".join(part for part in path.split(".") if part not in own)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The module inside wrappers around the root (``torch.compile``, DDP, …): its class, config and origin count.
+    """The module inside wrappers around the root (``torch.compile``, DDP, …), which has the class, config and origin.
 
-    A wrapper holds one module under a wrapper's name, and no tensor of its own. Names and tensors are the
-    same either way; shards are to be looked for in what was given, which FSDP2 may have been applied to.
+    A wrapper holds one module under a wrapper's name and no tensor of its own. Names and tensors are the same with
+    and without it. Look for shards in the module that the caller gave: FSDP2 may have been applied to the wrapper.
     """
     while len(model._modules) == 1 and not model._parameters and not model._buffers:
         ((part, inner),) = model._modules.items()
@@ -70,11 +70,11 @@ class NamedTensor:
     """One distinct parameter or buffer object of a model, with every place that holds it."""
 
     name: str
-    """Canonical name; of a shared tensor the first one in module order."""
+    """Canonical name; for a shared tensor, the first one in module order."""
     aliases: tuple[str, ...]
     """The other canonical names of a shared tensor, in module order; empty if it is not shared."""
     kind: Literal["parameter", "buffer"]
-    """What the module that owns it (the first one) registered it as."""
+    """How its first owner registered it."""
     persistent: bool
     """Whether ``state_dict`` has it under at least one of its names; always so for a parameter."""
     tensor: torch.Tensor
@@ -97,7 +97,7 @@ class NamedTensor:
 
 
 class _Entry:
-    """What has been collected of one tensor object so far."""
+    """The names and owners found so far for one tensor object."""
 
     __slots__ = ("kind", "names", "owners", "persistent", "tensor")
 

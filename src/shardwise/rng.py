@@ -1,8 +1,8 @@
 """The random generators of a process: capture, restore, derive.
 
-These are Python's ``random``, numpy's global generator, torch's CPU generator, and the default generator of
-each of this process's own devices of an accelerator that is in use. Generators that a program made itself are not
-among them.
+These are Python's ``random``, numpy's global generator, torch's CPU generator and, if an accelerator is in use, the
+default generator of each of its devices that this process owns. Generators that a program made itself are not
+included.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class RngPlan:
-    """What a resume will do with the random generators. Making it changes nothing."""
+    """How a restore will set the random generators. Making the plan changes nothing."""
 
     rule: str
-    """In one line, for the report."""
+    """The rule in one line, for the report."""
     differences: tuple[str, ...]
-    """Why the next draws are not those of a run that never stopped, where the rule does not say it alone."""
+    """Why the next draws differ from those of a run that never stopped, if ``rule`` alone does not say it."""
     apply: Callable[[], Any]
     """Sets the generators. Do it last when resuming."""
 
@@ -48,10 +48,10 @@ class RngPlan:
 def capture_rng(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
     """The state of every global generator of this process, in values that typed JSON can hold.
 
-    Of an accelerator: this process's current device, and the other ones among ``devices`` (where its tensors lie),
-    in the order of their index. Other devices that it sees belong to other processes. Draws nothing and does not
-    initialise an accelerator: an accelerator that is not in use is left out.
-    Raises :class:`StateError` if numpy's global generator was replaced by one that is no Mersenne twister.
+    On an accelerator: the current device of this process, then the other ones among ``devices`` (where its tensors
+    lie) by index. Other visible devices belong to other processes. Draws nothing. Does not initialise an accelerator;
+    one that is not in use is skipped.
+    Raises :class:`StateError` if numpy's global generator was replaced and is not a Mersenne twister.
     """
     own = _own_devices(devices) if _in_use() else []
     states = [torch.get_device_module(d.type).get_rng_state(d).cpu() for d in own]
@@ -59,7 +59,7 @@ def capture_rng(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
 
 
 def capture_host_rng() -> dict[str, Any]:
-    """As :func:`capture_rng`, without accelerators. :func:`restore_rng` takes it as well."""
+    """As :func:`capture_rng`, without accelerators. :func:`restore_rng` accepts it too."""
     version, words, gauss_next = random.getstate()
     name, keys, position, has_gauss, cached_gauss = np.random.get_state(legacy=True)
     if name != "MT19937":
@@ -80,10 +80,10 @@ def capture_host_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: dict[str, Any]) -> None:
-    """Give every generator of this process the state that :func:`capture_rng` found in it.
+    """Set every generator of this process to the state that :func:`capture_rng` captured.
 
     Devices that ``state`` does not name keep theirs. Raises :class:`StateError`, before anything is changed, if
-    ``state`` is not such a capture or this process has not the devices that it names.
+    ``state`` is not such a capture or names devices that this process lacks.
     """
     set_host, accelerator = _checked_host(state), state.get("accelerator")
     if accelerator is None:
@@ -100,11 +100,11 @@ def restore_rng(state: dict[str, Any]) -> None:
 def plan_rng(
     state: dict[str, Any] | None, *, seed: int, step: int, rank: int, devices: Iterable[torch.device] = ()
 ) -> RngPlan:
-    """How to go on from ``state``, which may come from a process with other devices. Changes nothing.
+    """Plan how to go on from ``state``, which may come from a process with other devices. Changes nothing.
 
-    ``None`` (no captured state fits, at another world size): everything is derived by :func:`derive_rng`. Where the
-    accelerator is of another kind, or this process has another number of its devices: the host's generators get their
-    state, and the devices' are derived. ``devices``: as for :func:`capture_rng`.
+    ``state=None`` (at another world size no captured state fits): :func:`derive_rng` seeds everything. If the
+    accelerator has another type, or this process owns another number of devices, the host's generators get their
+    state and the devices' are derived. ``devices``: as for :func:`capture_rng`.
 
     Raises :class:`StateError` if ``state`` is not such a capture.
     """
@@ -139,11 +139,11 @@ def plan_rng(
 
 
 def derive_rng(*, seed: int, step: int, rank: int) -> str:
-    """Seed every global generator from (``seed``, ``step``, ``rank``), and say by which rule, in one line.
+    """Seed every global generator from (``seed``, ``step``, ``rank``). Returns the rule in one line.
 
-    This is the rule for going on at another world size, where no captured state fits. Equal input gives
-    equal draws on every machine. Accelerators are seeded too, without being initialised. Ranks that must
-    draw alike, such as tensor-parallel peers, pass the same number as ``rank``.
+    Used at another world size, where no captured state fits. Equal input gives equal draws on every machine.
+    Accelerators are seeded without being initialised. Ranks that must draw alike, such as tensor-parallel peers,
+    pass the same ``rank``.
     """
     rule = _derived_text(seed=seed, step=step, rank=rank)
     numpy_seed = np.frombuffer(_derive(seed, step, rank, "numpy"), dtype="<u4")
@@ -154,7 +154,7 @@ def derive_rng(*, seed: int, step: int, rank: int) -> str:
 
 
 def devices_of(models: Iterable[nn.Module]) -> set[torch.device]:
-    """Where the tensors of models lie on this rank."""
+    """The devices on which this rank holds tensors of ``models``."""
     return {t.device for model in models for t in (*model.parameters(), *model.buffers())}
 
 
@@ -182,7 +182,7 @@ def _unpack(packed: torch.Tensor) -> list[int]:
 
 
 def _checked_host(state: dict[str, Any]) -> Callable[[], None]:
-    """What sets the host's generators, after a trial on new ones."""
+    """A function that sets the host's generators. The state was tried on new generators first."""
     try:
         python, numpy = state["python"], state["numpy"]
         words = _unpack(python["words"])
@@ -204,17 +204,17 @@ def _checked_host(state: dict[str, Any]) -> Callable[[], None]:
 
 
 def _in_use() -> bool:
-    """Whether this process has initialised its accelerator; asking does not."""
+    """Whether this process has initialised its accelerator. Does not initialise it."""
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
         return False
-    # Asking a device for its state initialises it; a module that can't tell is asked only if it is there.
+    # Asking a device for its state initialises it. A backend without is_initialized() counts as in use if available.
     in_use = getattr(torch.get_device_module(device), "is_initialized", torch.accelerator.is_available)
     return bool(in_use())
 
 
 def _own_devices(devices: Iterable[torch.device] = ()) -> list[torch.device]:
-    """This process's devices: the current one first, then those of its tensors. None without an accelerator."""
+    """This process's devices: the current one first, then those of its tensors. Empty without an accelerator."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return []
@@ -226,7 +226,7 @@ def _own_devices(devices: Iterable[torch.device] = ()) -> list[torch.device]:
 def _fitting(
     accelerator: dict[str, Any] | None, own: list[torch.device]
 ) -> tuple[list[torch.Tensor], str | None]:
-    """The stored states of this process's own devices, or why there are none for them."""
+    """The stored states for this process's devices, or the reason why none fit."""
     if accelerator is None:
         return [], f"random generators: {own[0].type} was not in use when saved, and is now"
     try:
@@ -249,7 +249,7 @@ def _fitting(
 def _own_states(accelerator: dict[str, Any], own: list[torch.device]) -> list[torch.Tensor] | None:
     if "own" in accelerator:
         return list(accelerator["own"])
-    # Older checkpoints hold the states of all visible devices, by index, and do not say which was the process's own.
+    # Older checkpoints hold the states of all visible devices by index, without saying which the process owned.
     every: list[torch.Tensor] = list(accelerator["devices"])
     if len(every) == 1:
         return every
@@ -259,7 +259,7 @@ def _own_states(accelerator: dict[str, Any], own: list[torch.device]) -> list[to
 
 
 def _try_state(device: torch.device, state: Any) -> None:
-    """Raises :class:`StateError` if a generator of the device would not take it."""
+    """Raises :class:`StateError` if a generator of the device rejects ``state``."""
     if not isinstance(state, torch.Tensor) or state.dtype is not torch.uint8:
         raise StateError(f"this is no captured state of a {device.type} generator: {type(state).__name__}")
     if _in_use():
@@ -276,7 +276,7 @@ def _set_devices(own: list[torch.device], states: list[torch.Tensor]) -> None:
 
 @contextmanager
 def preserve_rng() -> Iterator[None]:
-    """On exit, also after an error, every global random generator has the state that it had on entry."""
+    """On exit, also after an error, restore every global random generator to its state on entry."""
     python_state = random.getstate()
     numpy_state = np.random.get_state()
     cpu_state = torch.get_rng_state()
@@ -293,7 +293,7 @@ def preserve_rng() -> Iterator[None]:
 
 
 def _initialised_accelerator() -> Any:
-    """The device module (``torch.cuda``, …) if it was initialised; asking must not initialise it."""
+    """The device module (``torch.cuda``, …) if it was initialised. Does not initialise it."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return None

@@ -17,7 +17,7 @@ from shardwise.format.manifest import read_manifest
 from shardwise.layout.live import describe
 from shardwise.loading.load import plan_load
 from shardwise.plan import IOOptions
-from shardwise.ranks.protocol import Link
+from shardwise.ranks.protocol import Agreement
 from shardwise.recipe.match import Rules
 from shardwise.transfer import FileReader
 from tests.dist import _reshard_fns
@@ -74,22 +74,22 @@ def resume(path: str) -> dict[str, Any]:
     state = _reshard_fns.build("1d", "adamw")
     reads: list[tuple[str, int, int]] = []
     sent: list[tuple[str, int]] = []
-    read_into, agree = FileReader.read_into, Link.agree
+    read_into, agree = FileReader.read_into, Agreement.agree
 
     def noted_read(self: FileReader, file: str, offset_bytes: int, view: memoryview) -> None:
         reads.append((os.path.relpath(file, path), offset_bytes, view.nbytes))
         read_into(self, file, offset_bytes, view)
 
-    def noted_agree(self: Link, call: Any, **given: Any) -> bytes:
+    def noted_agree(self: Agreement, call: Any, **given: Any) -> bytes:
         sent.append((call.label, len(given.get("payload", b""))))
         return agree(self, call, **given)
 
-    FileReader.read_into, Link.agree = noted_read, noted_agree  # type: ignore[method-assign, assignment]
+    FileReader.read_into, Agreement.agree = noted_read, noted_agree  # type: ignore[method-assign, assignment]
     try:
         with opened_below(path) as opened:
             report = sw.restore(state, path)
     finally:
-        FileReader.read_into, Link.agree = read_into, agree  # type: ignore[method-assign]
+        FileReader.read_into, Agreement.agree = read_into, agree  # type: ignore[method-assign]
     return {
         "opened": opened,
         "reads": reads,

@@ -173,5 +173,5 @@ def test_plain_buffers_come_back_per_rank(ranks: RankPool, tmp_path: Path) -> No
 def test_a_path_of_its_own_on_every_rank_is_named(ranks: RankPool, tmp_path: Path) -> None:
     for found in ranks.run_ranks(2, fns.saves_to_paths_of_its_own, str(tmp_path)):
         assert found.startswith("RankError: ")
-        assert f"rank 1 was to save to {tmp_path}/run-1, rank 0 to {tmp_path}/run-0" in found
+        assert f"rank 1 should save to {tmp_path}/run-1, rank 0 to {tmp_path}/run-0" in found
     assert not list(tmp_path.iterdir())

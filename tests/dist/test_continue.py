@@ -97,7 +97,7 @@ def test_gradients_that_are_not_reduced_yet_are_refused(ranks: RankPool, tmp_pat
             for call in ("save", "restore"):
                 text = found[f"{kind} {call}"]
                 assert text.startswith(("StateError", "RankError")), text
-                assert "not reduced yet" in text
+                assert "has not reduced the gradients" in text
                 assert "Save and resume after the optimizer's step" in text
                 assert "blocks.0.up.weight" in text or "head.weight" in text
             assert found[f"{kind} without optimizer"] == "nothing", "nobody goes on from these gradients"

@@ -18,7 +18,7 @@ from shardwise.errors import CheckpointError, IntegrityError, PlanError, StateEr
 from shardwise.format.manifest import read_manifest
 from shardwise.runs.convert import convert
 from tests.dist import _convert_fns as fns
-from tests.dist import _dcp_fns, _export_fns, _foreign_fns
+from tests.dist import _dcp_fns, _export_fns, _third_party_fns
 from tests.harness.pool import RankPool
 from tests.harness.process import worker_env
 
@@ -50,7 +50,7 @@ def test_what_accelerate_stores(ranks: RankPool, tmp_path: Path, kind: str) -> N
 
 def test_what_torchtitan_stores(ranks: RankPool, tmp_path: Path) -> None:
     folder, out = str(tmp_path / "step-3"), str(tmp_path / "out")
-    expected = ranks.run_ranks(2, _foreign_fns.titan_saves, folder)
+    expected = ranks.run_ranks(2, _third_party_fns.titan_saves, folder)
     report = convert(folder, out)
     assert report.step == 3
     (lost,) = [line for line in report.left if line.startswith("scheduler")]
@@ -114,7 +114,7 @@ def test_a_dcp_checkpoint_of_a_transformers_model(ranks: RankPool, tmp_path: Pat
 def test_transformers_own_distributed_save_becomes_a_hub_directory(ranks: RankPool, tmp_path: Path) -> None:
     source, folder = str(tmp_path / "source"), str(tmp_path / "saved")
     fns.save_qwen_moe(source)
-    (expected, *_) = ranks.run_ranks(2, _foreign_fns.transformers_saves, source, folder, True)
+    (expected, *_) = ranks.run_ranks(2, _third_party_fns.transformers_saves, source, folder, True)
     sw.export_hf(folder, tmp_path / "hub", config=source)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hub")
     for name, tensor in model.state_dict().items():
@@ -215,7 +215,7 @@ def test_state_of_a_shape_of_its_own_is_refused(tmp_path: Path) -> None:
         convert(tmp_path, tmp_path / "out")
     state = {"stranger": {"exp_avg": weight}}
     torch.save({"state": state, "param_groups": [{"params": ["stranger"]}]}, tmp_path / "optimizer.bin")
-    with pytest.raises(StateError, match="stranger, which the model does not have"):
+    with pytest.raises(StateError, match="stranger, which the model lacks"):
         convert(tmp_path, tmp_path / "out")
 
 

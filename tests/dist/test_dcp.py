@@ -251,7 +251,7 @@ def test_damage_is_named(ranks: RankPool, saved: Path, tmp_path: Path) -> None:
 
 
 def test_a_chunk_of_other_bytes_is_refused(saved: Path, tmp_path: Path) -> None:
-    """The elements of a transposed tensor don't lie row by row, and torch.save keeps its strides."""
+    """The elements of a transposed tensor are not row-major, and torch.save keeps its strides."""
     folder = copy_of(saved, tmp_path)
     metadata = metadata_of(folder)
     index, info = next((i, s) for i, s in metadata.storage_data.items() if i.fqn == "model.head.weight")
@@ -262,7 +262,7 @@ def test_a_chunk_of_other_bytes_is_refused(saved: Path, tmp_path: Path) -> None:
     info.relative_path, info.offset = "strided.distcp", 0
     info.length = (folder / "strided.distcp").stat().st_size
     write_metadata(folder, metadata)
-    with pytest.raises(FormatError, match="does not lie row by row"):
+    with pytest.raises(FormatError, match="is not row-major"):
         read_dcp(folder)
 
 
@@ -325,5 +325,5 @@ def test_another_optimizer_is_refused(ranks: RankPool, saved: Path) -> None:
         assert found["kind"].startswith(
             "StateError: the checkpoint's optimizer has settings that SGD does not"
         )
-        assert "different settings when they were saved" in found["groups"]
+        assert "were saved with different settings" in found["groups"]
         assert "extra.tokens" in found["left"]

@@ -241,7 +241,7 @@ def test_watch_blames_nobody_for_its_own_sleep(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_error_of_very_many_ranks_fits_into_one_value() -> None:
-    call = rounds.Call("agree", "read", 1.0)
+    call = rounds.Request("agree", "read", 1.0)
     verdict = rounds.failure(call, dict.fromkeys(range(5_000), "x" * 4_000))
     assert len(rounds.pack(verdict)) < 4 * 1024**2
     assert isinstance(verdict.error(), RankError)

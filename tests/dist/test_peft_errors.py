@@ -49,10 +49,10 @@ EXPECTED: dict[str, tuple[str, tuple[str, ...]]] = {
     "no directory": ("SourceError", ("no directory: no such directory",)),
     "no config": ("SourceError", ("no config: no adapter_config.json",)),
     "no tensors": ("SourceError", ("no tensors: no adapter_model.safetensors",)),
-    "pickled": ("SourceError", ("adapter_model.bin is pickled and not read",)),
+    "pickled": ("SourceError", ("adapter_model.bin is a pickle, which is not read",)),
     "not a config": ("FormatError", ("adapter_config.json: not a config that PEFT can read",)),
-    "other rank": ("PlanError", ("'default': r is 2 in", "and 4 in the model")),
-    "other alpha": ("PlanError", ("'default': lora_alpha is 99 in", "and 8 in the model")),
+    "other rank": ("PlanError", ("'default': r is 2 in", "but 4 in the model")),
+    "other alpha": ("PlanError", ("'default': lora_alpha is 99 in", "but 8 in the model")),
     "mis-shaped": (
         "PlanError",
         (f"mis-shaped: '{HELD}' expects shape [4, 24], but 'default:{A}'", "[2, 24]"),
@@ -98,7 +98,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "False": ({"init_lora_weights": False}, "=False has no rule that gives the same values"),
     "tokens": ({"trainable_token_indices": [1]}, "trainable_token_indices= is not supported"),
     "layers": ({"layer_replication": [(0, 2), (1, 2)]}, "layer_replication= is not supported"),
-    "method": ({"kind": "IA3Config", "feedforward_modules": []}, "its method is IA3; LoRA"),
+    "method": ({"kind": "IA3Config", "feedforward_modules": []}, "its method is IA3; only LoRA"),
 }
 
 

@@ -218,7 +218,7 @@ def test_a_setting_of_another_shape_is_named(tmp_path: Path) -> None:
     sw.save(state, tmp_path / "step")
     other = tensor_lr(torch.tensor(0.1))
     other.optimizer.param_groups[0]["lr"] = torch.ones(2)  # type: ignore[union-attr]
-    with pytest.raises(StateError, match=r"the setting 'lr' .* shape \[2\], and was saved as one of \[\]"):
+    with pytest.raises(StateError, match=r"the setting 'lr' .* shape \[2\], but was saved with shape \[\]"):
         sw.restore(other, tmp_path / "step")
 
 

@@ -226,7 +226,7 @@ def test_a_run_of_a_negative_step_is_not_converted(tmp_path: Path) -> None:
     source.mkdir()
     save_file({"w": torch.ones(2)}, source / "model.safetensors")
     (source / "trainer_state.json").write_text('{"global_step": -5}')
-    with pytest.raises(FormatError, match="global_step is -5, which counts no steps"):
+    with pytest.raises(FormatError, match="global_step is -5, which can't count steps"):
         convert(source, tmp_path / "out")
     assert tree(tmp_path) == [
         "checkpoint-5",
@@ -292,12 +292,12 @@ def test_what_is_no_regular_file_is_a_line(step: Path) -> None:
     put_file(step, "note", b"")
     (step / "note").unlink()
     os.mkfifo(step / "note")
-    assert sw.verify(step).problems == ("note: is no regular file",)
-    with pytest.raises(IntegrityError, match="note: is no regular file"):
+    assert sw.verify(step).problems == ("note: is not a regular file",)
+    with pytest.raises(IntegrityError, match="note: is not a regular file"):
         check_files(str(step), 7)
 
 
-def test_companions_are_read_from_inside(step: Path) -> None:
+def test_assets_are_read_from_inside(step: Path) -> None:
     """A pipe beside the weights is no tokenizer, and a document of hundreds of megabytes is no config."""
     with (step / "model" / "config.json").open("wb") as stream:
         stream.truncate(300 * 1024**2)

@@ -31,7 +31,7 @@ from shardwise.catalog.dcp import read_dcp
 from shardwise.catalog.open import open_catalog
 from shardwise.errors import FormatError, ShardwiseError, SourceError
 from shardwise.runs.pickled_values import Objects, plain_values
-from shardwise.runs.third_party import ForeignRun
+from shardwise.runs.third_party import ThirdPartyRun
 from tests.harness.bombs import refused_within, run_apart
 
 METADATA = "torch.distributed.checkpoint.metadata"
@@ -119,7 +119,7 @@ BOMBS: dict[str, bytes] = {
 def scheduler_in(file: str) -> object:
     """The file read as a scheduler's state, which lies beside a run."""
     shutil.copy(file, f"{file}-run/scheduler.bin")
-    return ForeignRun(f"{file}-run", (), ()).document("scheduler")
+    return ThirdPartyRun(f"{file}-run", (), ()).document("scheduler")
 
 
 HARMLESS = ("index of the memo", "index of the memo, as mutation made it")
@@ -408,7 +408,7 @@ def test_one_storage_for_many_large_tensors(tmp_path: Path) -> None:
     """Each lies in the file, and together they are 3,000 times as long."""
     base = torch.zeros(10_000)
     torch.save({f"w{k}": base[:9_999] for k in range(3000)}, tmp_path / "x.pt")
-    with pytest.raises(FormatError, match="lie in one another"):
+    with pytest.raises(FormatError, match="its tensors overlap"):
         open_catalog(tmp_path / "x.pt")
     torch.save({"a": base, "b": base}, tmp_path / "tied.pt")
     assert len(open_catalog(tmp_path / "tied.pt").tensors) == 2

@@ -19,7 +19,7 @@ from shardwise.adapters.files import open_adapter
 from shardwise.catalog.open import open_catalog
 from shardwise.errors import FormatError, ShardwiseError, SourceError
 from shardwise.loading.plan_pretrained import plan_pretrained
-from shardwise.models.assets import read_companions
+from shardwise.models.assets import read_assets
 from shardwise.models.classes import read_config
 from shardwise.runs.convert import convert
 from shardwise.runs.third_party import find_run
@@ -100,8 +100,8 @@ def test_a_model_far_larger_than_its_source(model_directory: Path, tmp_path: Pat
 @every_text
 def test_no_config(model_directory: Path, tmp_path: Path, text: str) -> None:
     root = copy_of(model_directory, tmp_path / "x", config=NOT_DOCUMENTS[text])
-    for read in (read_config, sw.load_pretrained, read_companions):
-        if read is read_companions and text == "digits":
+    for read in (read_config, sw.load_pretrained, read_assets):
+        if read is read_assets and text == "digits":
             continue  # Python's JSON takes it for what it is only where it is asked for
         with pytest.raises(FormatError, match=r"config\.json"):
             read(str(root))  # type: ignore[operator]
@@ -171,7 +171,7 @@ def test_a_pipe_or_a_sparse_file_in_the_place_of_a_document(model_directory: Pat
     assert "the limit is" in text
     root = copy_of(model_directory, tmp_path / "y", tokenizer=b"")
     os.truncate(root / "tokenizer.json", 5 * 1024**3)
-    assert "tokenizer.json" in refused_within(lambda: read_companions(str(root)))
+    assert "tokenizer.json" in refused_within(lambda: read_assets(str(root)))
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -325,7 +325,7 @@ def test_no_descriptor_stays_open(run_directory: Path, tmp_path: Path) -> None:
 
 def test_a_lock_that_is_a_pipe(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / ".lock")
-    with pytest.raises(ShardwiseError, match="no regular file"):
+    with pytest.raises(ShardwiseError, match="not a regular file"):
         sw.Checkpointer(tmp_path)
 
 

@@ -116,10 +116,12 @@ def test_milestones_of_nothing(tmp_path: Path) -> None:
 def test_schedulers_within_one(tmp_path: Path) -> None:
     sw.save(run("SequentialLR", steps=1), tmp_path / "step")
     edit_documents(tmp_path / "step", lambda d: d["scheduler"]["_schedulers"][1].update(step=5))
-    with pytest.raises(FormatError, match=r"scheduler\._schedulers\[1\]: 'step' is no state of a StepLR"):
+    with pytest.raises(
+        FormatError, match=r"scheduler\._schedulers\[1\]: 'step' is not part of the state of a StepLR"
+    ):
         sw.restore(run("SequentialLR"), tmp_path / "step")
     edit_documents(tmp_path / "step", lambda d: d["scheduler"]["_schedulers"].pop())
-    with pytest.raises(StateError, match="was saved of 1 schedulers in it, this run has 2"):
+    with pytest.raises(StateError, match="was saved with 1 schedulers in it, this run has 2"):
         sw.restore(run("SequentialLR"), tmp_path / "step")
 
 

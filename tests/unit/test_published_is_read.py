@@ -103,7 +103,7 @@ def test_a_name_of_another_step_is_refused(tmp_path: Path) -> None:
 def test_a_state_under_no_text_is_refused(tmp_path: Path, key: object) -> None:
     made = state()
     made.optimizer.state[made.model.weight][key] = 1  # type: ignore[union-attr]
-    with pytest.raises(StateError, match=r"keeps a state of weight under .*, which is no text"):
+    with pytest.raises(StateError, match=r"keeps a state of weight under .*, which is not text"):
         sw.save(made, tmp_path / "step")
     assert not list(tmp_path.iterdir())
 

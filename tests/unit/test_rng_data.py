@@ -438,7 +438,7 @@ def test_a_dataset_that_became_shorter_is_an_error() -> None:
     shorter.length = 2
     fresh = ResumableLoader(DataLoader(shorter, batch_size=2))
     fresh.load_state_dict(loader.state_dict())
-    with pytest.raises(StateError, match="ended after 1 batches, and 2"):
+    with pytest.raises(StateError, match="ended after 1 batches, but the stored run had consumed 2"):
         next(iter(fresh))
 
 

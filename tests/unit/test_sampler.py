@@ -298,7 +298,7 @@ def test_another_order_is_refused_by_name(other: Run, named: str) -> None:
 def test_positions_of_other_loaders_are_refused() -> None:
     (elastic,) = Run(20).loaders(1, 4)
     plain = sw.ResumableLoader(DataLoader(Numbers(20), batch_size=4))
-    with pytest.raises(StateError, match="stored with an ElasticSampler, and the loader is without"):
+    with pytest.raises(StateError, match="stored with an ElasticSampler, but the loader is without"):
         plain.load_state_dict(elastic.state_dict())
     with pytest.raises(StateError, match="stored without an ElasticSampler"):
         elastic.load_state_dict(plain.state_dict())
@@ -315,7 +315,7 @@ def test_positions_of_other_loaders_are_refused() -> None:
         ({"consumed": "8"}, "'consumed' is '8'"),
         ({"epoch": True}, "'epoch' is True"),
         ({"epoch": None}, "'epoch' is None"),
-        ({}, "'epoch' is not there"),
+        ({}, "'epoch' is missing"),
     ],
 )
 def test_a_damaged_position_is_refused_by_name(wrong: dict[str, Any], named: str) -> None:
@@ -334,7 +334,7 @@ def test_a_damaged_position_is_refused_by_name(wrong: dict[str, Any], named: str
     [
         ({"global_batch_size": 10, "num_replicas": 3, "rank": 0}, "10 can't be divided among 3 replicas"),
         ({"global_batch_size": 0}, "a global batch of 0"),
-        ({"global_batch_size": 4, "num_replicas": 2, "rank": 2}, "rank 2 is none of 2"),
+        ({"global_batch_size": 4, "num_replicas": 2, "rank": 2}, "rank 2 is not one of 2"),
         ({"global_batch_size": 21, "drop_last": True}, "20 samples make no global batch of 21"),
     ],
 )

@@ -168,7 +168,7 @@ def test_wrapped_schedulers_are_checked_before_anything_changes(tmp_path: Path) 
         edit_documents(tmp_path / name, hide)
         live = run(KINDS[name], other=1)
         before = live.model.weight.clone()  # type: ignore[union-attr]
-        with pytest.raises(FormatError, match="'step' is no state of a StepLR"):
+        with pytest.raises(FormatError, match="'step' is not part of the state of a StepLR"):
             sw.restore(live, tmp_path / name)
         assert torch.equal(live.model.weight, before)  # type: ignore[union-attr, arg-type]
 
@@ -188,7 +188,7 @@ def test_schedulers_in_one_are_of_the_saved_classes(tmp_path: Path) -> None:
     edit_documents(tmp_path / "step", lambda d: d["classes"].update(scheduler="ChainedScheduler"))
     report = sw.restore(run(chained(exponential, stairs)), tmp_path / "step")
     assert report.not_restored == (
-        "scheduler: the checkpoint does not say of which classes those in it were",
+        "scheduler: the checkpoint does not record the classes of the schedulers in it",
     )
     many = chained(*[exponential] * 40)
     sw.save(run(many, steps=2), tmp_path / "many")
@@ -198,7 +198,7 @@ def test_schedulers_in_one_are_of_the_saved_classes(tmp_path: Path) -> None:
 def test_lists_by_group_are_of_this_runs_length(tmp_path: Path) -> None:
     sw.save(run(step_lr, steps=2), tmp_path / "step")
     edit_documents(tmp_path / "step", lambda d: d["scheduler"]["base_lrs"].append(0.1))
-    with pytest.raises(StateError, match=r"scheduler.base_lrs: was saved of 2 groups, this run has 1"):
+    with pytest.raises(StateError, match=r"scheduler.base_lrs: was saved for 2 groups, this run has 1"):
         sw.restore(run(step_lr, other=1), tmp_path / "step")
 
 
@@ -215,5 +215,5 @@ def test_schedulers_among_extras(tmp_path: Path) -> None:
     ):
         sw.restore(state(lambda optimizer, _: lr.ExponentialLR(optimizer, 0.5)), tmp_path / "step")
     edit_documents(tmp_path / "step", lambda d: d["extra.warmup"].update(step=5))
-    with pytest.raises(FormatError, match="'step' is no state of a StepLR"):
+    with pytest.raises(FormatError, match="'step' is not part of the state of a StepLR"):
         sw.restore(state(step_lr), tmp_path / "step")

@@ -98,7 +98,7 @@ def test_a_run_that_lost_the_directory_renames_nothing(step: Path) -> None:
     try:
         (root / "_lock").unlink()
         (root / "_lock").touch()
-        with pytest.raises(LockedError, match="has lost its hold"):
+        with pytest.raises(LockedError, match="has lost its lock"):
             set_newer_aside(str(root), Run(resumed_step=1))
     finally:
         lock.release()

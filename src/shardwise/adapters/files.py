@@ -1,4 +1,4 @@
-"""Adapters in a load: their directories, what can't be loaded, and one catalog and one set of rules with the base."""
+"""Adapters in a load: opens their directories, refuses unsupported ones, and merges catalog and rules with the base."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = [
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 
-#: Values of ``init_lora_weights`` that leave the base's weights as they are stored.
+#: Values of ``init_lora_weights`` that do not change the base's weights.
 _BASE_IS_KEPT = (*SEEDED_INITS, False, "eva", "orthogonal", "mica")
 
 #: Settings that add tensors of other kinds, tie them, or change the base.
@@ -52,7 +52,7 @@ _UNSUPPORTED = (
     "velora_config",
 )
 
-#: Settings that change what an adapter computes while its tensors may fit all the same.
+#: Settings that change an adapter's result although its tensors may still fit.
 _SETTINGS = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora")
 
 
@@ -68,7 +68,7 @@ class AdapterFiles:
 def open_adapter(directory: str | os.PathLike[str]) -> AdapterFiles:
     """Config and headers of a directory that PEFT or :func:`shardwise.export_hf` wrote. Rank-local; no payload is read.
 
-    Raises :class:`SourceError` naming the file that is missing, :class:`FormatError` for one that can't be read.
+    Raises :class:`SourceError` naming a missing file, :class:`FormatError` for one that can't be read.
     """
     root = os.fspath(directory)
     file = os.path.join(root, CONFIG_NAME)
@@ -79,37 +79,39 @@ def open_adapter(directory: str | os.PathLike[str]) -> AdapterFiles:
         raise SourceError(f"no {CONFIG_NAME}; PEFT writes one beside an adapter's tensors", path=root)
     if not os.path.isfile(weights):
         pickled = os.path.isfile(os.path.join(root, "adapter_model.bin"))
-        hint = "; adapter_model.bin is pickled and not read: save it again with PEFT" if pickled else ""
+        hint = (
+            "; adapter_model.bin is a pickle, which is not read: save it again with PEFT" if pickled else ""
+        )
         raise SourceError(f"no {WEIGHTS_NAME}{hint}", path=root)
     return AdapterFiles(root, catalog_of_safetensors(weights), read_adapter_config(root))
 
 
 def read_adapter_config(root: str) -> Any:
-    """The PEFT config that lies in a directory. Rank-local. Raises :class:`FormatError` if it can't be read."""
+    """The PEFT config in a directory. Rank-local. Raises :class:`FormatError` if it can't be read."""
     peft, file = _import_peft(), os.path.join(root, CONFIG_NAME)
     _check_config(read_shallow_json(file, "not a config that PEFT can read: it"), file)
     try:
         return peft.PeftConfig.from_pretrained(root)
     except Exception as error:
-        # Config classes check their fields with errors of many kinds, some not derived from ValueError.
+        # Config classes raise errors of many types for wrong fields, some not derived from ValueError.
         raise FormatError(
             f"not a config that PEFT can read: {type(error).__name__}: {brief(str(error))}", path=file
         ) from error
 
 
-#: Settings that PEFT matches with names of modules: expressions, or mappings whose keys are some.
+#: Settings that PEFT matches with names of modules: expressions, or mappings with expressions as keys.
 _PATTERNS = ("target_modules", "exclude_modules", "layers_pattern", "rank_pattern", "alpha_pattern")
 
 
 def _check_config(document: Any, file: str) -> None:
-    """Raise :class:`FormatError` for settings with which PEFT would take for ever, or more memory than a model has."""
+    """Raise :class:`FormatError` for settings that would cost PEFT endless time, or more memory than a model."""
     if not isinstance(document, dict):
         raise FormatError("not a config that PEFT can read: not a JSON object", path=file)
     patterns, ranks = document.get("rank_pattern"), [document.get("r", 1)]
     ranks += list(patterns.values()) if isinstance(patterns, dict) else []
     for rank in ranks:
         if type(rank) is not int or not 0 < rank <= MAX_ADAPTER_RANK:
-            raise FormatError(f"rank {brief(rank)} is no number from 1 to {MAX_ADAPTER_RANK}", path=file)
+            raise FormatError(f"rank {brief(rank)} is not a number from 1 to {MAX_ADAPTER_RANK}", path=file)
     for setting in _PATTERNS:
         value = document.get(setting)
         for pattern in [value] if isinstance(value, str) else value if isinstance(value, dict) else []:
@@ -138,7 +140,7 @@ def attach(base: nn.Module, adapter: Any) -> tuple[Any, Adapters]:
     """Let PEFT wrap a base model on meta. Returns the ``PeftModel`` and where its adapters come from.
 
     ``adapter`` is a PEFT config, a directory, or a mapping of adapter names to either; the first becomes the active
-    one. One from a directory can be trained. Nothing is allocated or drawn, and the caller's configs stay theirs.
+    one. An adapter from a directory can be trained. Allocates and draws nothing; copies the caller's configs.
 
     Rank-local. Raises as :func:`open_adapters` does.
     """
@@ -157,7 +159,7 @@ def attach(base: nn.Module, adapter: Any) -> tuple[Any, Adapters]:
     model: Any = None
     for name, config in configs.items():
         trained_on = config.base_model_name_or_path
-        config.base_model_name_or_path = None  # so that PEFT takes the base's without a warning
+        config.base_model_name_or_path = None  # PEFT then takes the base's without a warning
         try:
             with meta_init():
                 if model is None:
@@ -167,7 +169,7 @@ def attach(base: nn.Module, adapter: Any) -> tuple[Any, Adapters]:
         except Exception as error:
             if name not in files:
                 raise  # the caller's own config
-            # PEFT fails with whatever comes up when a setting has a value of another kind.
+            # PEFT may raise anything for a setting of the wrong type.
             raise FormatError(
                 f"PEFT can't put this adapter into {type(base).__name__} ({cause(error)})",
                 path=os.path.join(files[name].directory, CONFIG_NAME),
@@ -228,7 +230,7 @@ def open_adapters(model: nn.Module, adapter: Any) -> Adapters:
 
 
 # ----------------------------------------------------------------------------------------------------
-# What can't be loaded
+# Unsupported adapters
 
 
 def _refuse(
@@ -242,8 +244,8 @@ def _refuse(
     quantised = getattr(getattr(base, "config", None), "quantization_config", None)
     if quantised is not None or getattr(base, "hf_quantizer", None) is not None:
         problems.append(
-            f"the base {type(base).__name__} is quantised ({type(quantised).__name__}), which is not read in shards "
-            f"yet; take an unquantised base"
+            f"the base {type(base).__name__} is quantised ({type(quantised).__name__}), which can't be sharded yet; "
+            f"take an unquantised base"
         )
     for name, config in configs.items():
         problems += [f"adapter {name!r}: {reason}" for reason in _obstacles(config, name in files)]
@@ -257,16 +259,16 @@ def _refuse(
 
 
 def _obstacles(config: Any, has_files: bool) -> list[str]:
-    """What of an adapter's config has no sharded form."""
+    """Settings of an adapter's config that have no sharded form."""
     kind = getattr(config.peft_type, "value", config.peft_type)
     if kind != "LORA":
-        return [f"its method is {kind}; LoRA (with DoRA, modules_to_save, biases) is what can be loaded"]
+        return [f"its method is {kind}; only LoRA (with DoRA, modules_to_save, biases) can be loaded"]
     found = [f"{setting}= is not supported" for setting in _UNSUPPORTED if getattr(config, setting, None)]
     rule = config.init_lora_weights or False
     if rule not in _BASE_IS_KEPT:
         found.append(
-            f"init_lora_weights={rule!r} changes the base's weights, so that the stored ones are not those that it "
-            f"was trained with; convert it to plain LoRA with PEFT (path_initial_model_for_weight_conversion=)"
+            f"init_lora_weights={rule!r} changes the base's weights, so it was not trained with the stored ones; "
+            f"convert it to plain LoRA with PEFT (path_initial_model_for_weight_conversion=)"
         )
     elif rule not in SEEDED_INITS and not has_files:
         found.append(
@@ -319,7 +321,7 @@ def combine(live: LiveModel, base: Catalog, rules: Rules, adapters: Adapters) ->
     for one in outer.resolve(base.tensors):
         if one.target in brought:
             replaced |= dict.fromkeys(one.sources, f"adapter {brought[one.target]!r} (brings its own)")
-            one = replace(one, target=f"{one.target} (of the base)")  # no module's name
+            one = replace(one, target=f"{one.target} (of the base)")  # not the name of any module
         made.append(one)
     seeded = _seeded(live, adapters.seeded)
 

@@ -1,8 +1,8 @@
 """Initial values of LoRA adapters, by PEFT's own rules.
 
-``lora_A`` and ``lora_B`` come from ``reset_lora_parameters``, which a meta copy of the model is asked for like any
-other rule (see :mod:`..models.rules`). DoRA's magnitudes are the norms of the *loaded* base weights, because ``B`` is zero
-at first: they are computed last, from this rank's rows where it holds whole rows.
+``lora_A`` and ``lora_B`` come from ``reset_lora_parameters``, which runs on a meta copy of the model like any other
+rule (see :mod:`..models.rules`). DoRA's magnitudes are the norms of the *loaded* base weights, because ``B`` is zero
+at first. They are computed last, from this rank's rows if it holds whole rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..names import children, own_parameter
 
 __all__ = ["SEEDED_INITS", "Magnitude", "adapter_rules", "magnitudes", "without_rule"]
 
-#: Values of ``init_lora_weights`` whose rule draws, and looks at no weights or data.
+#: Values of ``init_lora_weights`` whose rule only draws, without looking at weights or data.
 SEEDED_INITS = (True, "gaussian")
 
 #: Rows of a weight whose norms are computed at a time.
@@ -32,7 +32,7 @@ _ROWS = 256
 
 
 def adapter_rules(model: nn.Module) -> Iterator[Rule]:
-    """PEFT's call for each layer and adapter of a model (or of a meta copy), where its rule can be repeated."""
+    """PEFT's call for each layer and adapter of a model (or of a meta copy) whose rule can be repeated."""
     configs = adapter_configs(model)
     for _, layer in lora_layers(model):
         for adapter in layer.scaling:
@@ -42,7 +42,7 @@ def adapter_rules(model: nn.Module) -> Iterator[Rule]:
 
 
 def without_rule(model: nn.Module) -> dict[int, str]:
-    """Parameters by id, with a reason, that belong to adapters whose rule can't be repeated."""
+    """Parameters, by id, of adapters whose rule can't be repeated, each with the reason."""
     found: dict[int, str] = {}
     for adapter, config in adapter_configs(model).items():
         rule = getattr(config, "init_lora_weights", None)
@@ -75,7 +75,7 @@ def _own(layer: Any, adapter: str) -> Iterator[nn.Parameter]:
 
 @dataclass(frozen=True, slots=True)
 class Magnitude:
-    """The magnitudes of one layer and adapter, and the weight whose norms they begin as."""
+    """The magnitudes of one layer and adapter, and the weight whose norms are their initial values."""
 
     dora: Any
     layer: Any
@@ -97,9 +97,8 @@ class Magnitude:
     def fill(self, boxes: tuple[LocalBox, ...]) -> None:
         """Write this rank's part of the norms.
 
-        Memory: a block of rows; where a norm runs over other ranks' elements too (a transposed weight, a
-        convolution, another sharding), the whole weight, which is then gathered over its mesh: every rank must
-        come here.
+        Memory: a block of rows. If a norm includes other ranks' elements (a transposed weight, a convolution, another
+        sharding), the whole weight: it is gathered over its mesh, and every rank must call this.
         """
         weight: torch.Tensor = self.layer.get_base_layer().weight
         with torch.no_grad():
@@ -118,7 +117,7 @@ class Magnitude:
         return norms
 
     def _norms_by_row(self, weight: torch.Tensor) -> torch.Tensor:
-        """Block by block, always of one shape: the order in which a kernel adds up may follow from the shape."""
+        """Norms in blocks of one fixed shape: a kernel's order of summation may depend on the shape."""
         block = weight.new_zeros((_ROWS, weight.shape[1]))
         norms = weight.new_empty(weight.shape[:1])
         for begin in range(0, weight.shape[0], _ROWS):
@@ -128,13 +127,13 @@ class Magnitude:
         return norms
 
     def _rows_are_local(self, weight: torch.Tensor) -> bool:
-        """Whether each rank holds the rows of its magnitudes whole. The same on every rank."""
+        """Whether each rank holds whole rows for its magnitudes. The same on every rank."""
         target = self.tensor
         if self.dora.fan_in_fan_out or weight.ndim != 2 or target.ndim != 1:
             return False
         if not isinstance(weight, DTensor) or not isinstance(target, DTensor):
             return not isinstance(weight, DTensor) and not isinstance(target, DTensor)
-        # Cut along dim 0 in the same way, both have the same rows here.
+        # Cut along dim 0 in the same way, both have the same rows on this rank.
         by_rows = all(isinstance(p, Replicate) or getattr(p, "dim", None) == 0 for p in weight.placements)
         return by_rows and (weight.device_mesh, weight.placements) == (target.device_mesh, target.placements)
 

@@ -1,4 +1,4 @@
-"""Names of a model that PEFT put adapters into: where the base's tensors went, and what an adapter's file calls its own."""
+"""Name mapping for PEFT models: base names ↔ wrapped names, and names in an adapter's file."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ __all__ = ["WrappedNames", "adapter_tensors", "resolve_adapter", "wrapped", "wra
 
 @dataclass(frozen=True, slots=True)
 class WrappedNames:
-    """Where the tensors of a base model stand in the same model with adapters."""
+    """The names of a base model's tensors in the same model with adapters."""
 
     originals: Mapping[str, str]
     """Name in the base model → name with PEFT's parts in it."""
     copies: Mapping[str, tuple[str, ...]]
-    """Name of a trained copy (``modules_to_save``) → names in the base model that it can be made from, its own
-    first, then those that the base ties with it."""
+    """Name of a trained copy (``modules_to_save``) → names in the base model from which it can be made: its own
+    first, then those tied with it."""
     bases: Mapping[str, str]
-    """The other way round, copies included."""
+    """Name with PEFT's parts → name in the base model, copies included."""
 
 
 def wrapped_names(live: LiveModel) -> WrappedNames:
@@ -43,8 +43,8 @@ def wrapped_names(live: LiveModel) -> WrappedNames:
     replicated = [a for a, c in adapter_configs(live.root).items() if getattr(c, "layer_replication", None)]
     if replicated:
         raise PlanError(
-            f"adapter {replicated[0]!r} replicates layers of the base (layer_replication): which stored layer each "
-            f"one is can't be told from the model; take the replication out of its config"
+            f"adapter {replicated[0]!r} replicates layers of the base (layer_replication), so layers can't be matched "
+            f"with stored ones; remove the replication from its config"
         )
     found = places(live.root)
     originals: dict[str, str] = {}
@@ -72,8 +72,8 @@ def wrapped_names(live: LiveModel) -> WrappedNames:
 def wrapped(live: LiveModel, resolve: Resolve) -> Resolve:
     """The resolve of a base model, for the same model with adapters; as it is for a model without.
 
-    What is stored under the model's own names (a checkpoint of it) keeps them. A copy that is not stored is
-    made from what its original is made from, as PEFT makes it when it wraps the module.
+    Tensors stored under the model's own names (in its checkpoint) keep them. A copy that is not stored is made from
+    the sources of its original, as PEFT makes it when it wraps the module.
     """
     if not has_adapters(live.root):
         return resolve
@@ -109,14 +109,14 @@ def wrapped_rules(live: LiveModel, rules: Rules) -> Rules:
 def adapter_tensors(
     live: LiveModel, adapter: str, *, embeddings: bool | Literal["auto"] = False
 ) -> dict[str, tuple[str, NamedTensor]]:
-    """What PEFT stores for an adapter: name in its file → (name in the model, tensor).
+    """The tensors that PEFT stores for an adapter: name in its file → (name in the model, tensor).
 
     Taken from PEFT's own ``get_peft_model_state_dict``, run on symbols. Pure; works on sharded and meta models.
 
     Args:
         embeddings: as PEFT's ``save_embedding_layers``: base embeddings beside the adapter's tensors.
 
-    Raises :class:`UnsupportedConversionError` for methods whose tensors are stored otherwise than they are held.
+    Raises :class:`UnsupportedConversionError` for methods that store other tensors than the model holds.
     """
     peft = peft_model(live.root)
     if peft is None:
@@ -134,7 +134,7 @@ def adapter_tensors(
         raise _stored_otherwise(adapter, f"it computes those of {type(config).__name__}")
     try:
         selected = select_adapter(peft, adapter, state, embeddings)
-    except Exception as error:  # whatever a method does with tensors that hold no data
+    except Exception as error:  # a method may need data, which symbols don't have
         raise _stored_otherwise(adapter, f"{type(error).__name__}: {error}") from error
     found = {without_wrappers(stored): names.get(id(value)) for stored, value in selected.items()}
     if computed := sorted(stored for stored, name in found.items() if name is None):
@@ -144,18 +144,18 @@ def adapter_tensors(
 
 def _stored_otherwise(adapter: str, why: str) -> UnsupportedConversionError:
     return UnsupportedConversionError(
-        f"adapter {adapter!r}: PEFT does not store its tensors as the model holds them ({why}), so that they can't be "
-        f"written or read in shards"
+        f"adapter {adapter!r}: PEFT stores other tensors than the model holds ({why}), so they can't be written or "
+        f"read in shards"
     )
 
 
 def resolve_adapter(live: LiveModel, adapter: str, meta_base: object | None) -> Resolve:
     """From an adapter's file to names of the model that holds it; the inverse of what PEFT does when it saves.
 
-    What PEFT does not list for the adapter, but the file names as the model does (base embeddings, biases), keeps
-    its name, as in PEFT. ``stored`` is keyed by the names in the file; those of the records may differ. ``meta_base`` is
-    an unsharded instance of a transformers base model, whose class may have changed its names since the adapter was
-    trained; None for other base models.
+    Tensors that PEFT does not list for the adapter, but that the file names as the model does (base embeddings,
+    biases), keep their names, as in PEFT. ``stored`` is keyed by the names in the file; those in its records may
+    differ. ``meta_base`` is an unsharded instance of a transformers base model, whose class may have changed its names
+    since the adapter was trained; None for other base models.
     """
     targets = {stored: name for stored, (name, _) in adapter_tensors(live, adapter).items()}
     config = adapter_configs(live.root)[adapter]
@@ -166,7 +166,7 @@ def resolve_adapter(live: LiveModel, adapter: str, meta_base: object | None) -> 
         if meta_base is not None:
             try:
                 found = convert_adapter(meta_base, adapter, config, symbols)
-            except Exception as error:  # whatever an operation raises on what is stored
+            except Exception as error:  # an operation may raise anything
                 raise UnsupportedConversionError(
                     f"adapter {adapter!r} was trained on a class that has changed since, and PEFT's conversion of "
                     f"it can't be compiled ({type(error).__name__}: {error}); load it with PEFT on one process, "

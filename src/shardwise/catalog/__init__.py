@@ -1,4 +1,4 @@
-"""Catalogs: what a source holds, made from headers or a manifest alone. No payload is read here."""
+"""Catalogs: the tensors of a source and where they lie, from headers or a manifest alone. Reads no payload."""
 
 from .records import Catalog, Chunk, StoredFile, StoredTensor
 from .safetensors import catalog_of_safetensors

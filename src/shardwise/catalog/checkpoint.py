@@ -14,8 +14,8 @@ from ..dtypes import itemsize
 from ..errors import FormatError, IntegrityError, SourceError
 from ..format.manifest import Manifest, read_manifest
 from ..format.slices import SliceTensor, file_name
-from ..format.spread import Kind, Place, Spread
-from ..gc_paused import no_collections
+from ..format.spread import CutKind, SliceAt, Spread
+from ..gc_paused import gc_paused
 from ..layout.boxes import Box
 from ..layout.placements import Cut, Geometry
 from ..limits import MAX_COUNT, brief, inside
@@ -34,7 +34,7 @@ __all__ = [
 
 
 def packed_name(key: str) -> str:
-    """Stored name of a packed tensor; no parameter has a name that starts like this."""
+    """Stored name of a packed tensor. No parameter's name starts like it."""
     return f"__packed__.{key}"
 
 
@@ -49,7 +49,7 @@ def directory(kind: str, name: str) -> str:
 
 
 def model_tensors(manifest: Manifest, model: str = "model", *, aliases: bool = True) -> list[SliceTensor]:
-    """What ``model/`` holds, stored aliases included."""
+    """The tensors in ``model/``, stored aliases included."""
     found = []
     for name, t in manifest.models[model].items():
         for stored in (name, *(t.stored_aliases if aliases else ())):
@@ -60,7 +60,7 @@ def model_tensors(manifest: Manifest, model: str = "model", *, aliases: bool = T
 def optimizer_tensors(
     manifest: Manifest, optimizer: str = "optimizer", model: str = "model"
 ) -> list[SliceTensor]:
-    """What ``optimizer/`` holds: one tensor a state, named ``<parameter>.<state>``, and the packed ones."""
+    """The tensors in ``optimizer/``: one per state, named ``<parameter>.<state>``, and the packed ones."""
     found = []
     for name, t in manifest.models[model].items():
         for state, e in t.states.get(optimizer, {}).items():
@@ -75,9 +75,9 @@ def optimizer_tensors(
 
 
 class _SliceCut:
-    """Where the slices of tensors of one kind lie in the files of all ranks."""
+    """The slices of the tensors of one kind, in the files of all ranks."""
 
-    def __init__(self, kind: Kind, files: _SliceFiles) -> None:
+    def __init__(self, kind: CutKind, files: _SliceFiles) -> None:
         self.shape = kind.tensor.shape
         self._kind = kind
         self._files = files
@@ -94,8 +94,8 @@ class _SliceFiles:
         self._entries = entries
         self._offsets: dict[tuple[int, int], NDArray[np.int64]] = {}
 
-    def find(self, place: Place) -> tuple[str, NDArray[np.int64]]:
-        """The file in which a slice lies, and by the tensors' positions where theirs begin in it."""
+    def find(self, place: SliceAt) -> tuple[str, NDArray[np.int64]]:
+        """The file that holds a slice, and the offsets of all tensors in it, by position."""
         key = (place.rank, place.file)
         path, header_bytes = self._entries[key]
         if key not in self._offsets:
@@ -104,9 +104,9 @@ class _SliceFiles:
 
 
 def check_size(path: str, nbytes: int) -> None:
-    """Compare the size of a file with what its manifest says, before anything is made room for.
+    """Compare the size of a file with the manifest's, before memory is allocated for it.
 
-    Raises :class:`IntegrityError` (lost, another size, no regular file), :class:`SourceError`.
+    Raises :class:`IntegrityError` (lost, another size, not a regular file), :class:`SourceError`.
     """
     try:
         status = os.stat(path)
@@ -115,25 +115,25 @@ def check_size(path: str, nbytes: int) -> None:
     except OSError as error:
         raise SourceError(f"can't be read: {error.strerror}", path=path) from error
     if not stat.S_ISREG(status.st_mode):
-        raise IntegrityError("is no regular file", path=path)
+        raise IntegrityError("is not a regular file", path=path)
     if status.st_size != nbytes:
         raise IntegrityError(
             f"{status.st_size} bytes, expected {nbytes}: truncated or overwritten", path=path
         )
 
 
-@no_collections()
+@gc_paused()
 def catalog_of_slices(
     root: str, manifest: Manifest, kind: str, name: str, tensors: Sequence[SliceTensor]
 ) -> Catalog:
     """Catalog of the slice files in one directory of a checkpoint.
 
-    Costs O(tensors + files): where single slices lie is found when a plan asks for them.
+    Costs O(tensors + files): single slices are located when a plan asks for them.
     """
     folder = directory(kind, name)
     nbytes = sum(math.prod(t.shape) * itemsize(t.dtype) for t in tensors)
     if nbytes >= MAX_COUNT:
-        raise FormatError(f"{folder}: holds more bytes than any file can", path=root)
+        raise FormatError(f"{folder}: its tensors have more bytes than a file can hold", path=root)
     if len({t.name for t in tensors}) < len(tensors):
         raise FormatError(f"{folder}: two tensors have one name", path=root)
     spread = Spread(tensors)
@@ -145,14 +145,14 @@ def catalog_of_slices(
             relative = f"{folder}/{file_name(kind, rank, k, count)}"
             entry = manifest.files.get(relative)
             if entry is None:
-                raise FormatError(f"manifest lists no {relative}, which its tensors need", path=root)
+                raise FormatError(f"manifest does not list {relative}, which its tensors need", path=root)
             path = inside(root, relative)
             stored_files.append(StoredFile(path, entry.nbytes))
             files[rank, k] = path, entry.header_bytes
     held_bytes = sum(f.nbytes for f in stored_files)
     if nbytes > held_bytes:
         raise FormatError(
-            f"{folder}: its tensors take {nbytes:,} bytes, and its files hold {held_bytes:,}", path=root
+            f"{folder}: its tensors take {nbytes:,} bytes, but its files hold {held_bytes:,}", path=root
         )
     slice_files = _SliceFiles(spread, files)
     cuts = [None if kind is None else _SliceCut(kind, slice_files) for kind in spread.kinds]
@@ -167,11 +167,11 @@ def catalog_of_slices(
 def catalog_of_checkpoint(
     root: str | os.PathLike[str], model: str | None = None, *, manifest: Manifest | None = None
 ) -> Catalog:
-    """Catalog of a model in a checkpoint directory, aliases left out (they are names of the same tensor).
+    """Catalog of a model in a checkpoint directory, without aliases (other names of the same tensor).
 
-    ``model`` names one of several; None is the only one, or the one called ``model``. ``manifest`` is the directory's,
-    where it was read already. Raises :class:`SourceError`, :class:`FormatError`, :class:`IntegrityError` as reading a
-    manifest does.
+    ``model`` names one of several; None takes the only one, or the one called ``model``. ``manifest``: the
+    directory's, if it was read already. Raises :class:`SourceError`, :class:`FormatError`, :class:`IntegrityError`
+    as reading a manifest does.
     """
     path = os.fspath(root)
     manifest = manifest or read_manifest(path)
@@ -184,7 +184,7 @@ def catalog_of_checkpoint(
 
 
 def model_named(manifest: Manifest, model: str | None, path: str) -> str:
-    """The model that is meant: the named one, the only one, or ``model``. Raises :class:`FormatError`."""
+    """Pick a model: the named one, the only one, or ``model``. Raises :class:`FormatError`."""
     found = model or ("model" if len(manifest.models) != 1 else next(iter(manifest.models)))
     if found not in manifest.models:
         what = "say which one" if model is None else f"not {model!r}"

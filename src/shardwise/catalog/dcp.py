@@ -1,10 +1,9 @@
 """Catalog of a torch.distributed.checkpoint directory (``.metadata`` and ``*.distcp``), headers only.
 
-The format is torch's FileSystemWriter's (torch 2.3-2.13, metadata version 1.0.0): ``.metadata`` is a pickle of
-dataclasses that lists, per tensor, its chunks and, per chunk, a byte range of a file; each range is what
-``torch.save`` makes of one tensor, a zip file with the elements uncompressed in it. Neither pickle is given
-anything of torch's or Python's: the few classes that the format uses stand for plain records here, and any other
-name is refused.
+torch's FileSystemWriter writes the format (torch 2.3-2.13, metadata version 1.0.0). ``.metadata`` is a pickle of
+dataclasses that lists the chunks of each tensor and, for each chunk, a byte range of a file. Each range is a zip file
+of ``torch.save`` for one tensor, with its elements uncompressed. Neither pickle can reach anything of torch or
+Python: plain records stand for the few classes of the format, and any other name is refused.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ __all__ = [
 
 METADATA_NAME = ".metadata"
 _MODEL_PATHS: tuple[tuple[str, ...], ...] = (("model",), ("app", "model"), ("state", "model"))
-#: Entries of a state dict that are no model's, where the model's tensors lie at the top (torchtitan).
+#: Entries of a state dict that do not belong to the model, if the model's tensors lie at the top (torchtitan).
 _BESIDE = frozenset(("optimizer", "optim", "lr_scheduler", "scheduler", "dataloader", "train_state"))
 
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
-    """Where an item that is no tensor lies: a pickle, to be read by :mod:`.pickles` only."""
+    """The place of an item that is not a tensor: a pickle, which only :mod:`.pickles` may read."""
 
     path: str
     offset_bytes: int
@@ -52,7 +51,7 @@ class ByteRange:
 
 @dataclass(frozen=True, slots=True)
 class DcpCheckpoint:
-    """What ``.metadata`` tells: tensors by name, other items by name, and the path of each name in the state dict."""
+    """The content of ``.metadata``: tensors by name, other items by name, each name's path in the state dict."""
 
     catalog: Catalog
     objects: Mapping[str, ByteRange]
@@ -62,15 +61,15 @@ class DcpCheckpoint:
 def catalog_of_dcp(path: str | os.PathLike[str]) -> Catalog:
     """Catalog of the model in a DCP directory, under module names; see :func:`read_dcp`.
 
-    Where the state dict that was saved has an entry ``model`` (also inside ``app`` or ``state``), as Accelerate,
-    the HF Trainer and torch's own examples write it, its tensors; else all tensors but those of an optimizer and
-    of the other entries that torchtitan puts beside them. May be empty.
+    If the saved state dict has an entry ``model`` (also inside ``app`` or ``state``), as Accelerate, the HF Trainer
+    and torch's own examples write it, these are the tensors of that entry. Otherwise they are all tensors except
+    those of an optimizer and of the other entries that torchtitan puts beside them. May be empty.
     """
     return model_in(read_dcp(path))
 
 
 def model_in(found: DcpCheckpoint) -> Catalog:
-    """The model's part of a DCP directory that was read; see :func:`catalog_of_dcp`."""
+    """The model's part of a DCP directory already read; see :func:`catalog_of_dcp`."""
     paths = {n: found.paths.get(n, (n,)) for n in found.catalog.tensors}
     prefix = next((p for p in _MODEL_PATHS if any(path[: len(p)] == p for path in paths.values())), ())
     tensors = {
@@ -86,9 +85,9 @@ def model_in(found: DcpCheckpoint) -> Catalog:
 def read_dcp(path: str | os.PathLike[str]) -> DcpCheckpoint:
     """Describe a DCP directory. Rank-local; reads ``.metadata`` and about 1 KiB per chunk, no payload.
 
-    Raises :class:`SourceError` (not there, not readable), :class:`FormatError` (names other classes than DCP's,
-    points outside its directory, compressed or strided chunks, overlapping or missing ones),
-    :class:`IntegrityError` (a file that is lost or truncated).
+    Raises :class:`SourceError` (missing or not readable), :class:`FormatError` (other classes than DCP's, a path
+    outside its directory, chunks that are compressed, strided, overlapping or missing), :class:`IntegrityError` (a
+    lost or truncated file).
     """
     root = os.fspath(path)
     file = os.path.join(root, METADATA_NAME)
@@ -112,20 +111,20 @@ def read_dcp(path: str | os.PathLike[str]) -> DcpCheckpoint:
 
 
 # ----------------------------------------------------------------------------------------------------
-# The pickle of the metadata, without anything behind its names
+# The pickle of the metadata, with plain records for its names
 
 
-#: BytesStorageMetadata: an item that is no tensor.
+#: BytesStorageMetadata: an item that is not a tensor.
 _OBJECT = "an item"
 
 
 def _memory_format(value: Any) -> str:
-    """Stands for the enum of memory formats, which nothing here asks for."""
+    """Stands for the enum of memory formats, which is not used."""
     return "memory format"
 
 
 def _member(owner: Any, name: Any) -> str:
-    """Stands for ``getattr``, by which Python 3.11.0 to 3.11.3 refer to a member of an enum. Gets nothing."""
+    """Stands for ``getattr``, by which Python 3.11.0 to 3.11.3 pickle a member of an enum. Gets no attribute."""
     if not is_name_of(owner, _memory_format) or not isinstance(name, str):
         raise ValueError("getattr of something else than a memory format")
     return "memory format"
@@ -161,7 +160,7 @@ def _read_metadata(file: str) -> Any:
             return unpickled(stream.read, os.fstat(stream.fileno()).st_size, _NAMES, file)
     except FileNotFoundError as error:
         raise SourceError(
-            "no .metadata: not a DCP checkpoint, or one whose save did not end", path=file
+            "no .metadata: not a DCP checkpoint, or its save did not finish", path=file
         ) from error
     except OSError as error:
         raise SourceError(f"can't be read: {error.strerror}", path=file) from error
@@ -176,7 +175,7 @@ def _part(record: Any, name: str, default: Any = _MISSING) -> Any:
     found = state.get(name, default) if type(state) is dict else _MISSING
     if found is _MISSING:
         kind = record.kind if type(record) is Record else "metadata"
-        raise FormatError(f"its {kind} has no {name}; expected that of torch's FileSystemWriter: damaged")
+        raise FormatError(f"its {kind} has no {name}, which torch's FileSystemWriter writes: damaged")
     return found
 
 
@@ -185,7 +184,7 @@ def _mapping(record: Any, name: str, default: Any = _MISSING) -> dict[Any, Any]:
     if found is None and default is not _MISSING:
         return {}
     if type(found) is not dict:
-        raise FormatError(f"its {name} is no dict; expected that of torch's FileSystemWriter: damaged")
+        raise FormatError(f"its {name} is not a dict, as torch's FileSystemWriter writes it: damaged")
     return found
 
 
@@ -194,7 +193,7 @@ def _name(value: Any) -> str:
 
 
 def _path(value: Any) -> tuple[str | int, ...]:
-    """The path of an item in the state dict: keys and places in lists."""
+    """The path of an item in the state dict: keys, and positions in lists."""
     if type(value) is not tuple or not 0 < len(value) <= MAX_PICKLE_DEPTH:
         raise FormatError(f"the path {brief(value)} of an item is malformed: damaged")
     for part in value:
@@ -216,14 +215,14 @@ def _counts(record: Any, name: str) -> tuple[int, ...]:
 # Chunks
 
 
-#: Where the parts of a tensor lie, by the text of the index at which each begins. Python salts the hash of text, so
-#: that no file can choose keys that collide, as it can with tuples of numbers.
+#: The places of a tensor's parts, by the text of each part's first index. Python salts the hash of text: a file can't
+#: choose keys that collide, as it can with tuples of numbers.
 _Places = dict[str, ByteRange]
 _NO_INDEX = "none"
 
 
 def _locations(metadata: Any, root: str) -> dict[str, _Places]:
-    """Where everything lies, by name. No two byte ranges share a byte, so that no byte is looked at twice."""
+    """The places of all items, by name. Byte ranges are disjoint: no byte is read twice."""
     found: dict[str, _Places] = {}
     for index, info in _mapping(metadata, "storage_data").items():
         offset = _part(index, "offset", None)
@@ -242,7 +241,8 @@ def _range_of(info: Any, root: str) -> ByteRange:
         raise FormatError(f"{brief(relative)}: byte range {brief(offset)} + {brief(nbytes)} is malformed")
     if transforms := _part(info, "transform_descriptors", None):
         raise FormatError(
-            f"{brief(relative)} is compressed ({brief(transforms)}); write the checkpoint without", path=root
+            f"{brief(relative)} is compressed ({brief(transforms)}); save the checkpoint without compression",
+            path=root,
         )
     try:
         path = inside(root, check_name(relative, "file"))
@@ -254,7 +254,7 @@ def _range_of(info: Any, root: str) -> ByteRange:
 def _only_place(places: _Places, name: str) -> ByteRange:
     where = places.get(_NO_INDEX) or places.get("()")
     if where is None:
-        raise FormatError(f"lists no bytes of {name!r}")
+        raise FormatError(f"lists no bytes for {name!r}")
     return where
 
 
@@ -279,7 +279,7 @@ def _tensor(name: str, entry: Any, places: _Places, files: ItemFiles) -> StoredT
         where = places.get(str(start)) or (None if start else places.get(_NO_INDEX))
         if where is None or str(start) in seen:
             count = "no bytes" if where is None else "two chunks"
-            raise FormatError(f"lists {count} of {name!r} at {brief(start)}")
+            raise FormatError(f"lists {count} for {name!r} at {brief(start)}")
         seen.add(str(start))
         box = Box(start, tuple(a + n for a, n in zip(start, sizes, strict=True)))
         chunks.append(Chunk(box, where.path, files.payload(where, code, sizes, name)))
@@ -300,7 +300,7 @@ def _code_of(properties: Any, name: str) -> str:
 
 
 class ItemFiles:
-    """Keeps the files of items open, and finds where the elements of a ``torch.save``d tensor lie in them."""
+    """Keeps the files of items open, and finds the elements of ``torch.save``d tensors in them."""
 
     def __init__(self) -> None:
         self.sizes: dict[str, int] = {}
@@ -314,17 +314,17 @@ class ItemFiles:
             os.close(self._open.popitem()[1])
 
     def payload(self, where: ByteRange, code: str, sizes: tuple[int, ...], name: str) -> int:
-        """Offset, in the file, of the elements of one chunk. Raises :class:`FormatError` if they don't lie row by row."""
+        """Offset in the file of one chunk's elements. Raises :class:`FormatError` if they are not row-major."""
         archive = Archive(self.fd(where), where.offset_bytes, where.nbytes, where.path)
         saved = archive.content
         if not isinstance(saved, Saved) or saved.code not in (code, None) or saved.sizes != sizes:
             raise FormatError(
-                f"chunk of {name!r} is no tensor of dtype {code} and shape {list(sizes)}", path=where.path
+                f"chunk of {name!r} is not a tensor of dtype {code} and shape {list(sizes)}", path=where.path
             )
         return archive.payload(saved, code, name)
 
     def fd(self, where: ByteRange) -> int:
-        """Descriptor of the file in which an item lies, and lies whole. Raises :class:`SourceError`."""
+        """Descriptor of the file that holds the whole of an item. Raises :class:`SourceError`."""
         if where.path not in self._open:
             try:
                 fd = os.open(where.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

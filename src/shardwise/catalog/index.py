@@ -13,8 +13,8 @@ __all__ = ["read_weight_map"]
 def read_weight_map(path: str) -> dict[str, str]:
     """File by tensor name, from the index at ``path``. Rank-local.
 
-    Raises :class:`SourceError` if it can't be read, :class:`FormatError` if it is no index, or maps a tensor to
-    something else than the name of a file in its own directory.
+    Raises :class:`SourceError` if it can't be read, :class:`FormatError` if it is not an index, or maps a tensor to
+    anything but the name of a file in its own directory.
     """
     document = read_json(path, "index with a weight_map")
     weight_map = document.get("weight_map") if isinstance(document, dict) else None

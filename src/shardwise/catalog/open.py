@@ -1,11 +1,11 @@
-"""From a path to a catalog: which kind of source is it?"""
+"""Detects the kind of source at a path and opens its catalog."""
 
 from __future__ import annotations
 
 import os
 
 from ..errors import SourceError
-from ..format.steps import of_steps
+from ..format.steps import describe_steps
 from .checkpoint import catalog_of_checkpoint
 from .dcp import METADATA_NAME, catalog_of_dcp
 from .records import Catalog
@@ -24,12 +24,12 @@ __all__ = ["open_catalog"]
 def open_catalog(
     path: str | os.PathLike[str], model: str | None = None, *, variant: str | None = None
 ) -> Catalog:
-    """Catalog of whatever lies at ``path``: a shardwise checkpoint, a DCP checkpoint, safetensors, or a
-    file of ``torch.save``. Headers only.
+    """Catalog of the source at ``path``: a shardwise checkpoint, a DCP checkpoint, safetensors, or a
+    file of ``torch.save``. Reads headers only.
 
-    Sources describe themselves: a directory with ``manifest.json`` is a checkpoint, one with ``.metadata`` torch's
-    (DCP), one with ``pytorch_model_fsdp_0`` or ``pytorch_model_fsdp.bin`` and no safetensors Accelerate's.
-    ``model`` names one of several in a checkpoint; ``variant`` takes ``model.VARIANT.safetensors``. Raises :class:`SourceError`.
+    The files decide: a directory with ``manifest.json`` is a checkpoint, one with ``.metadata`` is torch's (DCP), one
+    with ``pytorch_model_fsdp_0`` or ``pytorch_model_fsdp.bin`` and no safetensors is Accelerate's. ``model`` names
+    one of several in a checkpoint; ``variant`` takes ``model.VARIANT.safetensors``. Raises :class:`SourceError`.
     """
     root = os.fspath(path)
     if "://" in root:
@@ -40,14 +40,15 @@ def open_catalog(
         return catalog_of_checkpoint(root, model)
     if model is not None:
         what = (
-            of_steps(root) or f"is no checkpoint, and only those hold several models; don't ask for {model!r}"
+            describe_steps(root)
+            or f"is not a checkpoint, and only checkpoints hold several models; don't ask for {model!r}"
         )
         raise SourceError(what, path=root)
     if is_torch_file(root):
         return catalog_of_torch_file(root)
     if os.path.isfile(os.path.join(root, METADATA_NAME)):
         found = catalog_of_dcp(root)
-        # transformers puts the optimizer's DCP files where somebody says, maybe beside the model's safetensors.
+        # transformers puts the optimizer's DCP files into the caller's directory, maybe beside the model's safetensors.
         return found if found.tensors or not has_safetensors(root) else catalog_of_safetensors(root)
     if has_safetensors(root):
         return catalog_of_safetensors(root)
@@ -62,4 +63,4 @@ def _without_safetensors(root: str) -> Catalog:
         return catalog_of_dcp(folder)
     if os.path.isfile(file):
         return catalog_of_torch_file(file)
-    return catalog_of_safetensors(root)  # says what is wrong
+    return catalog_of_safetensors(root)  # raises the error

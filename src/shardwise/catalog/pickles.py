@@ -1,14 +1,13 @@
-"""Pickles that other programs wrote, read as plain values and records: in proportion to their bytes, whatever they say.
+"""Reads pickles of other programs as plain values and records, at a cost in proportion to their bytes.
 
-An interpreter of the opcodes that ``torch.save`` (protocol 2) and torch's DCP (protocols 4 and 5) write, and of no
-others. Python's own ``pickle.Unpickler`` can be told which names to find, but not what the rest may cost: it hashes
-keys of any kind (tuples in tuples that share parts: for ever), makes room for whatever index a memo is given
-(64 GB from 20 bytes) and allocates a text before it has read it. Here keys are text, small numbers or records, the
-memo is a dict, and the values that come out can be walked through: no cycles, nested at most
-:data:`~shardwise.limits.MAX_PICKLE_DEPTH` deep, their shared parts met a bounded number of times.
+Interprets only the opcodes that ``torch.save`` (protocol 2) and torch's DCP (protocols 4 and 5) write. Python's own
+``pickle.Unpickler`` can restrict names, but not cost: it hashes keys of any type (nested tuples that share parts: for
+ever), allocates a memo up to any index (64 GB from 20 bytes), and allocates a text before it reads it. This reader
+takes text, small numbers or records as keys and keeps the memo in a dict. Its results can be walked through: no
+cycles, at most :data:`~shardwise.limits.MAX_PICKLE_DEPTH` levels, shared parts met a bounded number of times.
 
-It takes two to four times as long as the C one with the same records (``.metadata`` of 20,000 tensors: 6 MB in one
-chunk each, 26 MB in eight), and what follows, looking where each chunk lies in its file, takes longer.
+It takes two to four times as long as the C unpickler with the same records (``.metadata`` of 20,000 tensors: 6 MB in
+one chunk each, 26 MB in eight). Locating each chunk in its file, the next step, takes longer.
 """
 
 from __future__ import annotations
@@ -34,22 +33,22 @@ __all__ = ["Name", "Names", "Record", "check_key", "is_name_of", "unpickled"]
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """What a pickle gets for the name of a class or function: calling it is ``make``, ours."""
+    """Stands for the name of a class or function in a pickle. A call of the name calls ``make``, our own function."""
 
     make: Callable[..., Any]
 
 
-#: What each module and name stands for: a :class:`Name`, or a value.
+#: (module, name) → the :class:`Name` or value that it stands for.
 Names = Mapping[tuple[str, str], Any]
 
 
 def is_name_of(found: Any, make: Callable[..., Any]) -> bool:
-    """Whether something in a pickle is the name behind which ``make`` stands."""
+    """Whether a value from a pickle is the name that calls ``make``."""
     return isinstance(found, Name) and found.make is make
 
 
 class Record:
-    """Stands for an object of the class ``kind``: its arguments and its state. Equal to itself only."""
+    """Stands for an object of the class ``kind``, with its arguments and state. Equal only to itself."""
 
     __slots__ = ("args", "kind", "state")
 
@@ -59,9 +58,9 @@ class Record:
 
 
 def unpickled(read: Callable[[int], bytes], nbytes: int, names: Names, file: str) -> Any:
-    """What a pickle of ``nbytes`` describes, in terms of ``names`` only. ``read(n)`` gives the next n bytes, or fewer.
+    """The value of a pickle of ``nbytes``, with ``names`` for its classes. ``read(n)`` gives the next n bytes or fewer.
 
-    Containers are dicts, lists and tuples. Pure but for ``read``. Raises :class:`FormatError`: any other name or
+    Containers are dicts, lists and tuples. Pure except for ``read``. Raises :class:`FormatError`: any other name or
     opcode, damage, a limit of :mod:`..limits`.
     """
     if nbytes > MAX_PICKLE_BYTES:
@@ -76,8 +75,8 @@ def unpickled(read: Callable[[int], bytes], nbytes: int, names: Names, file: str
         raise FormatError(f"can't be read ({type(error).__name__}: {error}): damaged", path=file) from error
 
 
-#: What an interpreter meets in a pickle that no pickler wrote: an empty stack, no such entry of the memo, too few
-#: bytes, a record made with other arguments.
+#: Errors of the interpreter in a pickle that no pickler wrote: an empty stack, a missing entry of the memo, too few
+#: bytes, wrong arguments for a record.
 _DAMAGE = (IndexError, KeyError, TypeError, ValueError, OverflowError, struct.error)
 
 
@@ -94,15 +93,15 @@ _MAX_KEY = 2**61 - 1
 
 
 def check_key(key: Any) -> Any:
-    """``key`` if it may be one of a dict or set: hashed in one step, and not to values that a file chose."""
+    """``key`` if a dict or set may have it: it hashes in one step, and a file can't choose the hash."""
     kind = type(key)
     if kind is str or kind is Record or (kind in (int, bool) and -_MAX_KEY < key < _MAX_KEY):
         return key
-    raise FormatError(f"a {kind.__name__} is the key of a dict; text and small whole numbers can be")
+    raise FormatError(f"a {kind.__name__} is the key of a dict; only text and small whole numbers can be")
 
 
 class _Machine:
-    """The stack, the memo, and the bytes that are next."""
+    """The stack, the memo, and the next bytes."""
 
     def __init__(self, read: Callable[[int], bytes], names: Names) -> None:
         self._read, self._names = read, names
@@ -132,7 +131,7 @@ class _Machine:
     # -- bytes
 
     def _refill(self, nbytes: int) -> None:
-        """Have at least ``nbytes`` next, if there are so many."""
+        """Read ahead at least ``nbytes``, or to the end."""
         pieces = [self._bytes[self._at :]]
         self._before += self._at
         held = len(pieces[0])
@@ -216,7 +215,7 @@ class _Machine:
     def tuple_of(self, count: int) -> None:
         stack = self._stack
         if len(stack) < count:
-            raise IndexError("a tuple of more than there is")
+            raise IndexError("a tuple of more values than the stack has")
         found = tuple(stack[-count:])
         del stack[-count:]
         stack.append(found)
@@ -247,10 +246,10 @@ class _Machine:
     def _top(self, kind: type) -> Any:
         found = self._stack[-1]
         if type(found) is not kind:
-            raise TypeError(f"a {type(found).__name__} in the place of a {kind.__name__}")
+            raise TypeError(f"expected a {kind.__name__}, got a {type(found).__name__}")
         return found
 
-    # -- names and what is made of them
+    # -- names and calls
 
     def name(self) -> None:
         module = self._line()
@@ -259,7 +258,7 @@ class _Machine:
     def stack_name(self) -> None:
         name, module = self._stack.pop(), self._stack.pop()
         if type(name) is not str or type(module) is not str:
-            raise TypeError("a name that is no text")
+            raise TypeError("a name that is not text")
         self._find(module, name)
 
     def _find(self, module: str, name: str) -> None:
@@ -269,7 +268,7 @@ class _Machine:
             asked = f"{module}.{name}"
             asked = asked if len(asked) <= _MAX_LINE_BYTES and asked.isprintable() else brief(asked)
             raise FormatError(
-                f"refused: its pickle asks for {asked}, which is not a part of the format"
+                f"refused: its pickle asks for {asked}, which is not part of the format"
             ) from None
 
     def call(self) -> None:
@@ -283,7 +282,7 @@ class _Machine:
         target = self._stack[-1]
         if type(target) is Record and target.state is None:
             target.state = state
-        elif type(target) is not dict:  # a state dict's attributes (``_metadata``) are forgotten
+        elif type(target) is not dict:  # a state dict's attributes (``_metadata``) are dropped
             raise ValueError(f"state for a {type(target).__name__}")
 
 
@@ -293,7 +292,7 @@ _I32, _F64 = struct.Struct("<i"), struct.Struct(">d")
 
 
 def _steps() -> tuple[Callable[[_Machine], None] | None, ...]:
-    """What each opcode does; None for those that are refused."""
+    """The action of each opcode; None for those that are refused."""
     known: dict[int, Callable[[_Machine], None]] = {
         0x80: lambda m: m.skip(_U8),  # PROTO
         0x95: lambda m: m.skip(_U64),  # FRAME
@@ -332,7 +331,7 @@ def _steps() -> tuple[Callable[[_Machine], None] | None, ...]:
         0x52: _Machine.call,  # REDUCE
         0x81: _Machine.call,  # NEWOBJ
         0x62: _Machine.build,  # BUILD
-        0x51: lambda m: None,  # BINPERSID: the id says where a storage lies, and stays
+        0x51: lambda m: None,  # BINPERSID: the id, which says where a storage lies, stays on the stack
     }
     return tuple(known.get(code) for code in range(256))
 
@@ -341,16 +340,16 @@ _STEPS = _steps()
 
 
 # ----------------------------------------------------------------------------------------------------
-# What came out
+# Checks of the result
 
 
 _CONTAINERS = frozenset((dict, list, tuple, Record, Counter))
 
 
 def _check_walk(value: Any, most: int) -> None:
-    """Refuse cycles, what is nested too deep, and shared parts that a walk would meet more than ``most`` times.
+    """Refuse cycles, too deep nesting, and shared parts that a walk would meet more than ``most`` times.
 
-    Looks at each container about once. Only then can any reader go through the value as if it were a tree.
+    Looks at each container about once. After it any reader can walk through the value as a tree.
     """
     done: dict[int, tuple[int, int]] = {}  # visits and depth, by id: all are alive
     frames = [_Frame(value)] if type(value) in _CONTAINERS else []
@@ -372,7 +371,7 @@ def _check_walk(value: Any, most: int) -> None:
 
 
 class _Frame:
-    """A container that the walk is inside of: how many values it has met below, and how deep."""
+    """A container that the walk is in, with the number of values met below it and their depth."""
 
     __slots__ = ("_at", "_parts", "depth", "key", "visits")
 
@@ -381,7 +380,7 @@ class _Frame:
         self._parts, self._at = _parts(node), 0
 
     def next_unknown(self, done: Mapping[int, tuple[int, int]], most: int) -> Any:
-        """The next part that has to be walked through before this one can be finished; None at the end."""
+        """The next part to walk through before this one is finished; None at the end."""
         parts = self._parts
         for k in range(self._at, len(parts)):
             part = parts[k]
@@ -401,7 +400,7 @@ class _Frame:
                     return part
             if self.visits > most:
                 raise FormatError(
-                    f"refused: its pickle refers to shared parts so often that a walk meets more than {most} values"
+                    f"refused: its pickle repeats shared parts, and a walk meets more than {most} values"
                 )
         if self.depth > MAX_PICKLE_DEPTH:
             raise FormatError(f"refused: its pickle is nested deeper than {MAX_PICKLE_DEPTH} containers")
@@ -409,7 +408,7 @@ class _Frame:
 
 
 def _parts(node: Any) -> Sequence[Any]:
-    """What a container holds. The state of a record counts as the record's own."""
+    """The values that a container holds. The state of a record belongs to the record."""
     kind = type(node)
     if kind is tuple or kind is list:
         return node  # type: ignore[no-any-return]

@@ -1,6 +1,6 @@
-"""Which stored tensors are codes of quantised weights, known by their names and dtypes; and how to get the weights.
+"""Finds quantised weights in a source, by names and dtypes of its tensors, and tells how to dequantise them.
 
-Codes without their scales are no weights: a load that took them, or initialised what they stand for, would be wrong.
+Stored codes are not weights without their scales. A load that took them as weights would be wrong.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from .records import StoredTensor
 __all__ = ["Quantized", "code_of_weight", "is_part", "method_of_config", "quantized", "way_out"]
 
 _CODES = frozenset({"F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "I8", "U8", "I32"})
-#: What stands beside codes, by the end of its name → ends of the codes' names in its place, and the method.
-#: compressed-tensors, GPTQ and AWQ, OpenAI's MXFP4, DeepSeek's FP8, bitsandbytes; as they write in 2024-2026.
-_COMPANIONS: Sequence[tuple[str, Sequence[str], str]] = (
+#: Suffix of a tensor beside codes → suffixes of the codes' names instead of it, and the method.
+#: compressed-tensors, GPTQ and AWQ, OpenAI's MXFP4, DeepSeek's FP8, bitsandbytes; as written in 2024-2026.
+_BESIDE: Sequence[tuple[str, Sequence[str], str]] = (
     ("_scales", ("_blocks",), "mxfp4"),
     (".g_idx", (".qweight",), "gptq"),
     (".qzeros", (".qweight",), "awq"),
@@ -31,25 +31,25 @@ _COMPANIONS: Sequence[tuple[str, Sequence[str], str]] = (
     ("_scale", ("",), "fp8"),
     (".scale", (".weight",), "fp8"),
 )
-_ENDS = tuple(end for end, _, _ in _COMPANIONS)
+_ENDS = tuple(end for end, _, _ in _BESIDE)
 _CODE_ENDS = ("_blocks", "_packed", ".qweight", ".W_q", "._data")
 
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """How a source is quantised, and a stored tensor that shows it."""
+    """The method by which a source is quantised, and stored tensors that show it."""
 
     method: str
     codes: str
-    companion: str
-    """What stands beside the codes: scales, zero points, an index of groups."""
+    beside: str
+    """The tensor beside the codes: scales, zero points, an index of groups."""
 
 
 def quantized(tensors: Mapping[str, StoredTensor], own: Collection[str] = ()) -> Quantized | None:
-    """How a source is quantised, if it holds codes with their scales; None for any other, float8 without scales too.
+    """How a source is quantised, if it holds codes with their scales; otherwise None, also for float8 without scales.
 
-    ``own`` are names of a model's tensors: a model that has scales of such a name itself is loaded as it is. Pure; one
-    look at each name.
+    ``own``: names of the model's tensors. A model that itself has scales of such a name is loaded as stored. Pure;
+    looks at each name once.
     """
     held = {name.rpartition(".")[2] for name in own}
     for name in tensors:
@@ -60,9 +60,9 @@ def quantized(tensors: Mapping[str, StoredTensor], own: Collection[str] = ()) ->
 
 
 def _codes_beside(name: str, tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, str]]:
-    """The codes that a tensor of such a name belongs to, with the method."""
+    """The codes beside which a tensor of this name stands, with the method."""
     dotted = f".{name}"  # a tensor of the root module has no dot before its name
-    for end, code_ends, method in _COMPANIONS:
+    for end, code_ends, method in _BESIDE:
         if dotted.endswith(end):
             stem = dotted.removesuffix(end)
             for codes in ((stem + e).removeprefix(".") for e in code_ends):
@@ -71,7 +71,7 @@ def _codes_beside(name: str, tensors: Mapping[str, StoredTensor]) -> Iterator[tu
 
 
 def _finer(method: str, codes: str, tensors: Mapping[str, StoredTensor]) -> str:
-    """What names alone leave open."""
+    """The method, told by dtype where names alone don't tell it."""
     if method == "awq" and f"{codes.removesuffix('.qweight')}.g_idx" in tensors:
         return "gptq"
     if method == "fp8" and not tensors[codes].dtype.startswith("F8"):
@@ -80,7 +80,7 @@ def _finer(method: str, codes: str, tensors: Mapping[str, StoredTensor]) -> str:
 
 
 def code_of_weight(name: str, tensors: Mapping[str, StoredTensor]) -> str | None:
-    """The stored codes of a tensor that a model wants under this name, if that is how it is stored."""
+    """The stored codes of the weight that a model wants under this name, if there are any."""
     stem = name.removesuffix(".weight")
     for codes in (*(name + end for end in _CODE_ENDS), *(stem + end for end in _CODE_ENDS)):
         if codes in tensors and tensors[codes].dtype in _CODES:
@@ -89,7 +89,7 @@ def code_of_weight(name: str, tensors: Mapping[str, StoredTensor]) -> str | None
 
 
 def is_part(name: str, tensors: Mapping[str, StoredTensor]) -> bool:
-    """Whether a stored tensor is codes that have a companion, or the companion of codes."""
+    """Whether a stored tensor is codes with scales beside them, or stands beside codes."""
     if any(True for _ in _codes_beside(name, tensors)):
         return True
     if name not in tensors or tensors[name].dtype not in _CODES:
@@ -97,17 +97,17 @@ def is_part(name: str, tensors: Mapping[str, StoredTensor]) -> bool:
     dotted = f".{name}"
     return any(
         dotted.endswith(code_end) and (dotted.removesuffix(code_end) + end).removeprefix(".") in tensors
-        for end, code_ends, _ in _COMPANIONS
+        for end, code_ends, _ in _BESIDE
         for code_end in code_ends
     )
 
 
 # ----------------------------------------------------------------------------------------------------
-# What a config says
+# Configs
 
 
 def method_of_config(config: Any) -> str:
-    """The method that a model's config (a dict or an object) names, also in a part of it; "" for none."""
+    """The method that a model's config (a dict or an object), or a part of it, names; "" for none."""
     for section in _sections(config, 4):
         for name in ("quantization_config", "compression_config"):
             found = section.get(name)
@@ -127,7 +127,7 @@ def _sections(config: Any, depth: int) -> Iterator[Mapping[str, Any]]:
 
 
 def _method(found: Any) -> str:
-    """``fp8``, ``bitsandbytes``, …: the name that the config itself gives, else its class."""
+    """``fp8``, ``bitsandbytes``, …: the name in the config, otherwise its class."""
     fields = found if isinstance(found, Mapping) else getattr(found, "__dict__", {})
     method = fields.get("quant_method")
     if method is None and any(str(name).startswith("load_in_") for name in fields):
@@ -136,11 +136,11 @@ def _method(found: Any) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------
-# What to do
+# The next step for the user
 
 
 def way_out(method: str) -> str:
-    """What gives plain weights, in one sentence, for the methods of which transformers 5.23 can undo the codes."""
+    """How to get plain weights, in one sentence, if transformers 5.23 can dequantise the method."""
     kind = {
         "mxfp4": "Mxfp4Config",
         "fp8": "FineGrainedFP8Config",
@@ -154,5 +154,5 @@ def way_out(method: str) -> str:
     elif method == "bitsandbytes":
         undo = f"{load}).dequantize().{save}"
     else:
-        return "transformers can't undo this method: take the model from which it was quantised"
+        return "transformers can't dequantise this method: load the model from which it was quantised"
     return f"dequantise it first, in one process, and load OUT: {undo}"

@@ -1,4 +1,4 @@
-"""The records that every kind of source is described with."""
+"""The records that describe every kind of source."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class SharedChunk:
-    """A chunk that each of many tensors has, which are cut alike and lie in the same files: one box of all of them, in
-    the file at ``path``. ``offsets_bytes`` says by the tensors' positions where it begins."""
+    """The same chunk of many identically sharded tensors: one box, one file, and an offset per tensor by position."""
 
     box: Box
     path: str
@@ -37,18 +36,18 @@ class SharedChunk:
 
 
 class SharedCut(Protocol):
-    """How tensors of one shape are cut that are cut alike."""
+    """The cut that tensors of one shape share."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of each of them."""
+        """The shape of each of these tensors."""
 
     def touching(self, box: Box) -> Sequence[SharedChunk]:
         """The chunks that share an element with a box."""
 
 
 class Chunks(Sequence[Chunk]):
-    """The chunks of a tensor that is cut as others are: found by box, and made only for who goes through them all."""
+    """The chunks of a tensor with a shared cut, found by box. Iterating over it makes them all."""
 
     __slots__ = ("_all", "cut", "position")
 
@@ -63,7 +62,7 @@ class Chunks(Sequence[Chunk]):
         return [Chunk(c.box, c.path, int(c.offsets_bytes[self.position])) for c in found]
 
     def every(self) -> tuple[Chunk, ...]:
-        """All of them, by box."""
+        """All chunks, ordered by box."""
         if self._all is None:
             self._all = tuple(sorted(self.touching(whole(self.cut.shape)), key=lambda c: c.box))
         return self._all
@@ -84,7 +83,7 @@ class Chunks(Sequence[Chunk]):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor that a source holds; its chunks cover it exactly once. A plan asks for :meth:`chunks_touching` a box."""
+    """A tensor of a source; its chunks cover it exactly once. A plan asks for :meth:`chunks_touching` a box."""
 
     name: str
     dtype: str
@@ -116,8 +115,8 @@ class StoredFile:
 class Catalog:
     """Everything that planning knows of a source.
 
-    ``ignored_files`` are files that look like payload but do not belong to the source (outside its index).
-    ``digests`` are content digests by stored name, where the source records them.
+    ``ignored_files`` look like payload but do not belong to the source (they are outside its index).
+    ``digests`` are content digests by stored name, if the source records them.
     """
 
     kind: str
@@ -130,7 +129,7 @@ class Catalog:
 
     @property
     def has_module_names(self) -> bool:
-        """Whether names are those of a model's modules (a training checkpoint's), not of a hub."""
+        """Whether tensors have module names, as in a training checkpoint, and not hub names."""
         return self.kind in ("checkpoint", "dcp", "full state", "slices")
 
     @property

@@ -6,7 +6,7 @@ import os
 
 from ..errors import FormatError, SourceError
 from ..format.header import Entry, Header, read_header
-from ..format.steps import of_steps
+from ..format.steps import describe_steps
 from ..layout.boxes import Box, whole
 from .index import read_weight_map
 from .records import Catalog, Chunk, StoredFile, StoredTensor, assemble
@@ -18,7 +18,7 @@ SINGLE_NAME = "model.safetensors"
 
 
 def with_variant(name: str, variant: str | None) -> str:
-    """The name of a weights file or its index in a variant: ``model.fp16.safetensors``; as transformers has it."""
+    """The name of a weights file or its index in a variant, as in transformers: ``model.fp16.safetensors``."""
     if variant is None:
         return name
     stem, _, end = name.rpartition(".")
@@ -29,11 +29,11 @@ def catalog_of_safetensors(path: str | os.PathLike[str], variant: str | None = N
     """Catalog of a ``.safetensors`` file or of a directory of them, from headers only.
 
     In a directory, ``model.safetensors.index.json`` decides which files belong; without one, a single
-    ``model.safetensors``; without that, every ``*.safetensors``. Files that are left out are reported
-    in ``ignored_files``. With ``variant`` only its index or its single file counts. Entries with ``saved_offsets``
-    are chunks of one tensor; a tensor that is stored twice (chunks overlap) is refused.
+    ``model.safetensors``; without that, every ``*.safetensors``. ``ignored_files`` lists the other files. With
+    ``variant`` only its index or its single file counts. Entries with ``saved_offsets`` are chunks of one tensor; a
+    tensor that is stored twice (chunks overlap) is refused.
 
-    Raises :class:`SourceError` (nothing there), :class:`FormatError` (a header or the index lies).
+    Raises :class:`SourceError` (nothing found), :class:`FormatError` (a header or the index is wrong).
     Rank-local; reads a few KiB per file.
     """
     root = os.fspath(path)
@@ -55,7 +55,7 @@ def catalog_of_safetensors(path: str | os.PathLike[str], variant: str | None = N
 
 
 def has_safetensors(root: str) -> bool:
-    """Whether a directory holds any such file."""
+    """Whether a directory holds a safetensors file."""
     return os.path.isdir(root) and any(name.endswith(".safetensors") for name in _listed(root))
 
 
@@ -71,13 +71,13 @@ def _files_of(root: str, variant: str | None) -> tuple[list[str], dict[str, str]
     listed = _listed(root)
     names = sorted(n for n in listed if n.endswith(".safetensors"))
     if not names:
-        if steps := of_steps(root):
+        if steps := describe_steps(root):
             raise SourceError(steps, path=root)
         hint = ""
         if os.path.exists(os.path.join(root, "manifest.json")):
             hint = "; it is a shardwise checkpoint whose slices lie in model/"
         elif any(n.endswith((".bin", ".pt", ".pth")) for n in listed):
-            hint = "; it has files of torch.save under names that say nothing: give the path of the one"
+            hint = "; it has files of torch.save under unknown names: give the path of the one to load"
         raise SourceError(f"no .safetensors file in this directory{hint}", path=root)
     return names, None
 
@@ -90,7 +90,7 @@ def _listed(root: str) -> list[str]:
 
 
 def _check_index(root: str, weight_map: dict[str, str], headers: dict[str, Header], index_name: str) -> None:
-    """Every name of the index is in its file, and no listed file holds a copy that the index denies."""
+    """Check that the file of each indexed name holds it, and that no other listed file holds a copy."""
     index = os.path.join(root, index_name)
     lost = [f"{n} (in {f})" for n, f in weight_map.items() if n not in headers[f].entries]
     if lost:

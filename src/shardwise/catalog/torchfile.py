@@ -1,8 +1,8 @@
-"""Files that ``torch.save`` writes: where the elements of their tensors lie, without unpickling anything but records.
+"""Locates the tensors in files of ``torch.save``, without unpickling anything but plain records.
 
 The format is torch's zip container (torch 1.6-2.13): ``data.pkl`` describes tensors, each ``data/<key>`` holds the
-elements of one storage, uncompressed. :mod:`.pickles` reads the pickle with names that stand for plain records and
-nothing behind them; any other name is refused.
+elements of one storage, uncompressed. :mod:`.pickles` reads the pickle with plain records for its names and refuses
+any other name.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ _STORAGES = {
 
 @dataclass(frozen=True, slots=True)
 class Dtype:
-    """A dtype, or the class of a storage of it; None for bytes of any dtype."""
+    """A dtype, or the class of its storage; None for bytes of any dtype."""
 
     code: str | None
 
@@ -102,7 +102,7 @@ def to_dict() -> dict[Any, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What ``data.pkl`` of one tensor says."""
+    """The description of one tensor in ``data.pkl``."""
 
     key: str
     code: str | None
@@ -135,7 +135,7 @@ def _rebuilt(
 
 def _parameter(data: Any, *_: Any) -> Saved:
     if type(data) is not Saved:
-        raise ValueError("a parameter that is no tensor")
+        raise ValueError("a parameter that is not a tensor")
     return data
 
 
@@ -149,7 +149,7 @@ def _rebuilt_typed(
     dtype: Any,
     metadata: Any = None,
 ) -> Saved:
-    """``_rebuild_tensor_v3``: dtypes that no storage class stands for."""
+    """``_rebuild_tensor_v3``: dtypes without a storage class."""
     if type(dtype) is not Dtype:
         raise ValueError(f"a tensor of dtype {brief(dtype)}")
     return replace(_rebuilt(storage, offset, sizes, strides, metadata=metadata), code=dtype.code)
@@ -163,7 +163,7 @@ def _encoded(text: Any, encoding: Any) -> bytes:
 
 
 def _bytes(content: Any = b"") -> bytes:
-    """Stands for ``bytes`` and ``bytearray``; never makes room for a number of them."""
+    """Stands for ``bytes`` and ``bytearray``, but refuses a size, which would allocate that much."""
     if type(content) is not bytes:
         raise ValueError(f"bytes of {brief(content)}")
     return content
@@ -192,7 +192,7 @@ _BUILTINS: dict[str, Callable[..., Any]] = {
     "complex": _complex,
 }
 
-#: The names of tensors and plain values: what ``torch.save`` writes of a state dict, and DCP of each item.
+#: The names of tensors and plain values, as ``torch.save`` writes them for a state dict and DCP for each item.
 TENSOR_NAMES: Names = {
     ("torch._utils", "_rebuild_tensor_v2"): Name(_rebuilt),
     ("torch._utils", "_rebuild_tensor_v3"): Name(_rebuilt_typed),
@@ -204,13 +204,13 @@ TENSOR_NAMES: Names = {
     **{("torch", name): Dtype(code) for name, code in DTYPE_NAMES.items()},
     ("collections", "Counter"): Name(_counter),
     ("_codecs", "encode"): Name(_encoded),
-    # Protocol 2 calls the module as Python 2 did.
+    # Protocol 2 uses Python 2's name of the module.
     **{(m, n): Name(work) for n, work in _BUILTINS.items() for m in ("builtins", "__builtin__")},
 }
 
 
 class Archive:
-    """One ``torch.save``d object in a byte range of an open file: its description, and where storages lie."""
+    """One ``torch.save``d object in a byte range of an open file: its description and its storages."""
 
     def __init__(self, fd: int, offset_bytes: int, nbytes: int, path: str) -> None:
         """Reads the zip's directory and ``data.pkl``. Raises :class:`FormatError`."""
@@ -226,7 +226,7 @@ class Archive:
         self._is_little = order is None or MemberReader(self._zip, order)(16) == b"little"
 
     def payload(self, saved: Saved, code: str, name: str) -> int:
-        """Offset, in the file, of a tensor's elements. Raises :class:`FormatError` if they don't lie row by row."""
+        """Offset in the file of a tensor's elements. Raises :class:`FormatError` if they are not row-major."""
         size = itemsize(code)
         data = self._zip.members.get(f"data/{saved.key}")
         if (
@@ -237,7 +237,7 @@ class Archive:
             or (saved.offset + math.prod(saved.sizes)) * size > data.nbytes
         ):
             raise FormatError(
-                f"{brief(name)} does not lie row by row (shape {brief(list(saved.sizes))}, strides "
+                f"{brief(name)} is not row-major (shape {brief(list(saved.sizes))}, strides "
                 f"{brief(list(saved.strides))}); save it from a contiguous tensor",
                 path=self._path,
             )
@@ -245,25 +245,25 @@ class Archive:
 
 
 def is_torch_file(path: str) -> bool:
-    """Whether a path names a file as ``torch.save`` does: ``.bin``, ``.pt`` or ``.pth``."""
+    """Whether a path ends as files of ``torch.save`` do: ``.bin``, ``.pt`` or ``.pth``."""
     return path.endswith((".bin", ".pt", ".pth")) and os.path.isfile(path)
 
 
-#: What Accelerate and the HF Trainer call a model in FSDP's full state, whose names are those of modules.
+#: Accelerate's and the HF Trainer's file name for a model in FSDP's full state dict, which has module names.
 FULL_STATE_STEM = "pytorch_model_fsdp"
 TORCH_INDEX_NAME, TORCH_SINGLE_NAME = "pytorch_model.bin.index.json", "pytorch_model.bin"
 
 
 def has_torch_files(root: str) -> bool:
-    """Whether a directory holds a model in the layout that came before safetensors."""
+    """Whether a directory holds a model in the layout from before safetensors."""
     return any(os.path.isfile(os.path.join(root, n)) for n in (TORCH_INDEX_NAME, TORCH_SINGLE_NAME))
 
 
 def catalog_of_torch_files(root: str) -> Catalog:
     """Catalog of a directory with ``pytorch_model.bin``, or with several and an index.
 
-    Raises as :func:`catalog_of_torch_file`; :class:`FormatError` for a tensor that two files hold, or that a file
-    lacks which the index names.
+    Raises as :func:`catalog_of_torch_file`; :class:`FormatError` if two files hold a tensor, or if the file that the
+    index names lacks one.
     """
     index = os.path.join(root, TORCH_INDEX_NAME)
     if not os.path.isfile(index):
@@ -275,7 +275,7 @@ def catalog_of_torch_files(root: str) -> Catalog:
         part = catalog_of_torch_file(inside(root, name))
         twice = sorted(tensors.keys() & part.tensors.keys())
         if twice:
-            raise FormatError(f"{twice[0]!r} is stored twice, in {name} and before", path=index)
+            raise FormatError(f"{twice[0]!r} is stored twice, in {name} and in a file before it", path=index)
         tensors |= part.tensors
         files += part.files
     lost = sorted(set(weight_map) - set(tensors))
@@ -287,18 +287,17 @@ def catalog_of_torch_files(root: str) -> Catalog:
 def catalog_of_torch_file(path: str | os.PathLike[str]) -> Catalog:
     """Catalog of a state dict in one ``torch.save``d file: a dict of tensors by name, or such a dict under ``model``.
 
-    What :func:`read_torch_file` reads and raises; :class:`FormatError` if there is no such dict.
+    Reads and raises as :func:`read_torch_file`; :class:`FormatError` if there is no such dict.
     """
     content, file = read_torch_file(path, _state_dict_in)
     if not isinstance(content, dict):
         raise FormatError("holds no dict of tensors", path=file.path)
     tensors = {str(n): replace(t, name=str(n)) for n, t in content.items()}
     if len(tensors) != len(content):
-        raise FormatError("two of its names are alike but for their kind (1 and '1')", path=file.path)
+        raise FormatError("two of its names differ only in type (1 and '1')", path=file.path)
     if sum(t.nbytes for t in tensors.values()) > MAX_BYTES_PER_BYTE * file.nbytes:
         raise FormatError(
-            f"its tensors lie in one another: together they have more than {MAX_BYTES_PER_BYTE} times the bytes of "
-            f"the file",
+            f"its tensors overlap: together they have more than {MAX_BYTES_PER_BYTE} times the bytes of the file",
             path=file.path,
         )
     kind = "full state" if os.path.basename(file.path).startswith(FULL_STATE_STEM) else "torch"
@@ -309,7 +308,7 @@ def _state_dict_in(content: Any) -> Any:
     for key in ("model", "state_dict", "module"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
-    if isinstance(content, dict):  # what else there is may hold tensors that can't be read
+    if isinstance(content, dict):  # its other entries may hold tensors that can't be read
         return {k: v for k, v in content.items() if isinstance(v, Saved)}
     return content
 
@@ -317,11 +316,11 @@ def _state_dict_in(content: Any) -> Any:
 def read_torch_file(
     path: str | os.PathLike[str], pick: Callable[[Any], Any] = lambda content: content
 ) -> tuple[Any, StoredFile]:
-    """What one ``torch.save``d file holds: dicts and lists as they are, and where each tensor in them lies.
+    """The content of one ``torch.save``d file: its dicts and lists, with a place in the file for each tensor.
 
-    ``pick`` takes the part that is wanted, before tensors are looked for. Rank-local; reads the zip's directory, the
-    description and 30 bytes a tensor, no payload. Raises :class:`SourceError`, :class:`FormatError` (other names than
-    those of tensors and plain values, elements that do not lie row by row, a file in the old format before torch 1.6).
+    ``pick`` selects a part before tensors are located. Rank-local; reads the zip's directory, the description and 30
+    bytes per tensor, no payload. Raises :class:`SourceError`, :class:`FormatError` (names other than those of tensors
+    and plain values, elements not in row-major order, a file from before torch 1.6).
     """
     file = os.fspath(path)
     with opened(file) as (fd, nbytes):
@@ -345,12 +344,12 @@ def opened(path: str) -> Iterator[tuple[int, int]]:
         os.close(fd)
 
 
-#: Optimizer states lie four deep (``state``, parameter, name of the state), and nothing that is read deeper.
+#: Optimizer states lie four levels deep (``state``, parameter, name of the state). Nothing that is read lies deeper.
 _MAX_DEPTH = 8
 
 
 def located(archive: Archive, value: Any, file: str, path: tuple[Any, ...] = ()) -> Any:
-    """``value`` with each tensor's place in the file instead of its description."""
+    """``value``, with the place of each tensor in the file instead of its description."""
     if isinstance(value, Saved):
         name = check_name(".".join(map(str, path)), "the place of a tensor", file)
         if value.code is None:
@@ -369,7 +368,7 @@ def located(archive: Archive, value: Any, file: str, path: tuple[Any, ...] = ())
 
 
 def _part(key: Any) -> str:
-    """A key as a part of a name, no longer than a name may be."""
+    """A key as part of a name, cut to the longest that a name may be."""
     return str(key)[: MAX_NAME_CHARS + 1] if isinstance(key, str | int) else brief(key)
 
 

@@ -1,7 +1,7 @@
-"""The zip container of ``torch.save``: which members it has and where their bytes lie, with nothing else of zip read.
+"""Lists the members of ``torch.save``'s zip container and locates their bytes. Supports nothing else of zip.
 
-torch (1.6-2.13) stores members uncompressed, writes zip64 records and no comment, so that the directory's place
-follows from the last 22 bytes. Format: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, 4.3.
+torch (1.6-2.13) stores members uncompressed and writes zip64 records and no comment. The last 22 bytes therefore
+locate the directory. Format: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, 4.3.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _16, _32 = 2**16 - 1, 2**32 - 1
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A member: whether its bytes are stored as they are, how many, their CRC, where its own header begins."""
+    """A member: whether it is uncompressed, its size, its CRC, the offset of its own header."""
 
     is_stored: bool
     nbytes: int
@@ -37,7 +37,7 @@ class Member:
 
 
 class TorchZip:
-    """The members of one container in a byte range of an open file, by their names without the archive's folder.
+    """The members of one container in a byte range of an open file, by name without the archive's folder.
 
     Raises :class:`FormatError` for anything that torch does not write, :class:`SourceError` if reading fails. Reads
     the directory only: at most :data:`~shardwise.limits.MAX_ZIP_DIRECTORY_BYTES`.
@@ -50,19 +50,19 @@ class TorchZip:
             raise self.wrong(f"its directory has {length} bytes, the limit is {MAX_ZIP_DIRECTORY_BYTES}")
         self.members = dict(self._entries(self.read(at, length)))
         if len(self.members) != count:
-            raise self.wrong(f"its directory holds {len(self.members)} names, and says {count}")
+            raise self.wrong(f"its directory holds {len(self.members)} names, but says {count}")
 
     def offset_of(self, member: Member) -> int:
-        """Where a member's bytes begin in the file. They all lie in the container."""
-        local = self.read(member.header_at, _LOCAL_BYTES)  # it tells its own length
+        """Offset of a member's bytes in the file. Checks that all of them lie in the container."""
+        local = self.read(member.header_at, _LOCAL_BYTES)  # the header holds its own length
         lengths = int.from_bytes(local[26:28], "little") + int.from_bytes(local[28:30], "little")
         at = member.header_at + _LOCAL_BYTES + lengths
         if local[:4] != b"PK\3\4" or at + member.nbytes > self._nbytes:
-            raise self.wrong("a member does not lie in it: damaged or truncated")
+            raise self.wrong("a member ends outside it: damaged or truncated")
         return self.begin + at
 
     def read(self, at: int, nbytes: int) -> bytes:
-        """Bytes of the container. Raises :class:`FormatError` if it ends before."""
+        """Bytes of the container. Raises :class:`FormatError` if it is too short."""
         if not 0 <= at <= self._nbytes - nbytes:
             raise self.wrong("it is truncated")
         try:
@@ -74,11 +74,13 @@ class TorchZip:
         return found
 
     def _find_directory(self) -> tuple[int, int, int]:
-        """Its number of entries, where it begins, its length."""
+        """The directory's number of entries, offset and length."""
         tail = self._nbytes - _END.size
         mark, _, _, _, count, length, at, comment = _END.unpack(self.read(tail, _END.size))
         if mark != b"PK\5\6" or comment:
-            raise self.wrong("it does not end like a zip file (files from before torch 1.6 do not)")
+            raise self.wrong(
+                "it does not end as a zip file does (before torch 1.6 torch wrote another format)"
+            )
         if count == _16 or _32 in (length, at):
             mark, _, end, _ = _LOCATOR.unpack(self.read(tail - _LOCATOR.size, _LOCATOR.size))
             if mark != b"PK\6\7":
@@ -95,7 +97,7 @@ class TorchZip:
                 raise self.wrong("its directory is truncated")
             fields = _ENTRY.unpack_from(directory, at)
             mark, method, crc, packed, nbytes, header_at = (fields[k] for k in (0, 4, 7, 8, 9, 16))
-            lengths = fields[10:13]  # of the name, further fields, a comment
+            lengths = fields[10:13]  # of the name, the extra fields, a comment
             begin = at + _ENTRY.size
             at = begin + sum(lengths)
             if mark != b"PK\1\2" or at > len(directory):
@@ -103,7 +105,7 @@ class TorchZip:
             try:
                 name = directory[begin : begin + lengths[0]].decode().partition("/")[2]
             except UnicodeDecodeError:
-                raise self.wrong("a name in its directory is no text") from None
+                raise self.wrong("a name in its directory is not text") from None
             more = directory[begin + lengths[0] : begin + lengths[0] + lengths[1]]
             large = _zip64(more)
             nbytes, packed, header_at = (
@@ -114,12 +116,12 @@ class TorchZip:
             yield name, Member(method == 0 and nbytes == packed, nbytes, crc, header_at)
 
     def wrong(self, what: str) -> FormatError:
-        """An error of this container."""
-        return FormatError(f"not what torch.save writes: {what}", path=self._path)
+        """The error for this container."""
+        return FormatError(f"not a file of torch.save: {what}", path=self._path)
 
 
 def _zip64(more: bytes) -> Iterator[int]:
-    """The numbers of the zip64 field among an entry's further fields, in order."""
+    """The numbers in the zip64 field among an entry's extra fields, in order."""
     at = 0
     while at + 4 <= len(more):
         kind, length = struct.unpack_from("<2H", more, at)
@@ -145,7 +147,7 @@ class MemberReader:
         return found
 
     def finish(self) -> None:
-        """Read what is left. Raises :class:`FormatError` if the content is not that of which the CRC was taken."""
+        """Read the rest. Raises :class:`FormatError` if the content does not match its CRC."""
         while self._left:
             self(1024**2)
         if self._crc != self._member.crc:

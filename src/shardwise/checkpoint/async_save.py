@@ -1,7 +1,7 @@
-"""Saving behind the training: the state is copied, the training goes on, a thread hashes, writes and publishes.
+"""Async save: copies the state; then training goes on while a background thread hashes, writes and publishes.
 
-The thread agrees with the other ranks' threads through the store, on a channel of its own; it starts no
-collective. It runs at a lower priority than the training, where the system lets threads have one of their own.
+The thread agrees with the other ranks' threads through the store, on its own channel, and starts no collective. It
+runs at a lower priority than the training if the system has priorities per thread.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .collect import Collected
 from .save import SaveReport, live_piece, pieces_of, publish_collected
 from .stage import StagingBuffer, detached_documents, room_for
 
-__all__ = ["SaveBehind", "reserve_for"]
+__all__ = ["AsyncSave", "reserve_for"]
 
 _log = logging.getLogger(__name__)
 _LOWER_PRIORITY = 13
 
 
 def reserve_for(collected: Collected, buffer: StagingBuffer, ranks: Ranks, most_bytes: int | None) -> None:
-    """Size the buffer for a state: all of it, or as much as the budget lets be. Collective.
+    """Size the buffer for the whole state, or for as much of it as the budget allows. Collective.
 
     Raises :class:`StateError` on every rank if a rank's largest piece is larger than the budget.
     """
@@ -45,8 +45,8 @@ def reserve_for(collected: Collected, buffer: StagingBuffer, ranks: Ranks, most_
         buffer.reserve(needed)
 
 
-class SaveBehind:
-    """One save that goes on in a thread. Started by :meth:`copy`, ended by :meth:`wait`."""
+class AsyncSave:
+    """One save in a background thread. :meth:`copy` starts it, :meth:`wait` ends it."""
 
     def __init__(
         self,
@@ -71,24 +71,24 @@ class SaveBehind:
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
         self._started = time.perf_counter()
-        # Not a daemon: a process that ends waits for it, so that an unfinished save is finished, or given up
-        # when the others are gone for ``timeout_s``.
+        # Not a daemon: an ending process waits until the save is finished, or given up because other ranks made no
+        # progress for ``timeout_s``.
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"shardwise-save-{self.step}")
 
     @property
     def is_running(self) -> bool:
-        """Whether it was started and has not ended."""
+        """Whether the thread was started and has not ended."""
         return self._thread.ident is not None and not self._ended.is_set()
 
     def copy(self) -> SaveReport:
-        """Copy the state and start the thread; returns when training may change it.
+        """Copy the state and start the thread; returns when training may change the state.
 
         A failure ends the save on every rank alike: :meth:`wait` raises it.
         """
         in_waves = sum(map(room_for, self._pieces)) > self._buffer.nbytes
         if in_waves:
-            self._start()  # it makes the room; else it would only take time from the copying
+            self._start()  # now, because the thread must free room; otherwise after copying, not to slow it down
         nbytes = 0
         try:
             for piece in self._pieces:
@@ -116,14 +116,14 @@ class SaveBehind:
     def _start(self) -> None:
         try:
             self._thread.start()
-        except RuntimeError as error:  # the system is out of threads: the save is made here and now
-            if self._pieces:  # there is no room for them
+        except RuntimeError as error:  # the system is out of threads: save in this thread
+            if self._pieces:  # the buffer has no room for the rest
                 self._buffer.fail(error)
             self._run()
 
     def wait(self) -> SaveReport:
-        """Block until it is published. Raises what went wrong, on every rank alike."""
-        self._ended.wait()  # not join(): when Ctrl-C interrupts that, Python 3.11 takes the thread for ended
+        """Block until the step is published. Raises the save's error, alike on every rank."""
+        self._ended.wait()  # not join(): if Ctrl-C interrupts it, Python 3.11 counts the thread as ended
         if self._error is not None:
             raise self._error
         assert self._report is not None
@@ -149,14 +149,14 @@ class SaveBehind:
         except BaseException as error:
             self._error = error
             self._buffer.fail(error)
-            # The next call raises it; but there may be none.
-            _log.error("saving step %d behind the training failed: %s", self.step, error)
+            # The next call raises it, but there may be no next call.
+            _log.error("the async save of step %d failed: %s", self.step, error)
         finally:
             self._ended.set()
 
 
 def _lower_priority() -> None:
-    """Of this thread only. Linux has priorities per thread; elsewhere it would be the process's."""
+    """Lower the priority of this thread. Only on Linux, which has priorities per thread."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWER_PRIORITY)

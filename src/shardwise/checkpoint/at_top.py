@@ -1,4 +1,4 @@
-"""The files of a checkpoint's ``model/``, once more at its top, where ``from_pretrained`` looks: hard links."""
+"""Hard links to the files of a checkpoint's ``model/`` at its top, where ``from_pretrained`` looks."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _FOLDER = "model/"
 
 
 def show_at_top(root: str, files: Mapping[str, FileEntry]) -> dict[str, FileEntry]:
-    """Link what lies in ``model/`` into ``root``, but what is there already; the entries of all files, for the manifest.
+    """Link the files of ``model/`` into ``root``, except those already there. Returns all files' manifest entries.
 
-    Links take no room. Where the file system has none, small files are copied, and weights are left out with a warning.
-    Of a model with adapters no weights: its slices are no model that ``from_pretrained`` builds. For rank 0, before the
-    manifest is written.
+    Links take no space. If the file system has none, small files are copied and weights are skipped with a warning.
+    Weights of a model with adapters are skipped: ``from_pretrained`` can't build a model from them. For rank 0, before
+    the manifest is written.
     """
     found = dict(files)
     inside = {
@@ -51,7 +51,7 @@ def show_at_top(root: str, files: Mapping[str, FileEntry]) -> dict[str, FileEntr
 def _link_weights(
     root: str, weights: Mapping[str, str], files: Mapping[str, FileEntry]
 ) -> dict[str, FileEntry]:
-    """All of them or none: a reader takes those that it finds for the whole model."""
+    """Link all weights or none: a reader takes the files that it finds for the whole model."""
     try:
         for name, top in weights.items():
             patiently(os.link, os.path.join(root, name), os.path.join(root, top))

@@ -1,4 +1,4 @@
-"""``quick_check``: whether a published step is what its manifest says, as far as that can be told without payload."""
+"""``quick_check``: compares a published step with its manifest, without reading payload."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["check_files", "quick_check", "read_head"]
 
 
 def quick_check(path: str, step: int, on_progress: Callable[[], object] = lambda: None) -> Manifest:
-    """Manifest intact; every file there with its size; headers and small files as their checksums say.
+    """Check the manifest, the size of every file, and the checksums of headers and small files. Reads no payload.
 
-    Resuming reads no headers, and at another world size not the files of the old ranks: what it takes for
-    valid must nevertheless be what ``verify`` does. Reads no payload. Rank-local; raises for the first thing that
-    is wrong: :class:`SourceError`, :class:`IntegrityError` (also if it holds another step).
+    A resume itself reads no headers, and at another world size not the files of the old ranks; this check makes it
+    accept only steps that ``verify`` accepts. Rank-local; raises for the first problem: :class:`SourceError`,
+    :class:`IntegrityError` (also for another step).
     """
     manifest = check_files(path, step, on_progress)
     with FileReader() as reader:
@@ -46,15 +46,15 @@ def read_head(reader: FileReader, file: str, nbytes: int) -> Iterator[memoryview
 
 
 def check_files(path: str, step: int, on_progress: Callable[[], object] = lambda: None) -> Manifest:
-    """Manifest intact and of this step; every file there with its size: what retention counts as valid.
+    """Check that the manifest is intact and of this step, and that every file has its size: then retention counts it.
 
-    Reads the manifest, and asks once for each file. Rank-local; raises as :func:`quick_check` does.
+    Reads the manifest and stats each file once. Rank-local; raises as :func:`quick_check` does.
     """
     try:
         os.stat(os.path.join(path, MANIFEST_NAME))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise IntegrityError("lost: no manifest.json", path=path) from error
-    except OSError as error:  # a server that is away is no damage
+    except OSError as error:  # an unreachable server is not damage
         raise SourceError(f"can't be read: {error.strerror}", path=path) from error
     manifest = read_manifest(path)
     if manifest.step != step:

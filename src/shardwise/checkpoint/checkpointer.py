@@ -15,7 +15,7 @@ from ..ranks.ranks import Ranks
 from ..state.train_state import TrainState
 from ..store import publish
 from ..store.lock import DirectoryLock, check_held
-from .async_save import SaveBehind, reserve_for
+from .async_save import AsyncSave, reserve_for
 from .check import check_files, quick_check
 from .collect import Lineage, collect
 from .restore import ResumeReport, restore_into
@@ -33,10 +33,10 @@ def save(
 ) -> SaveReport:
     """Write ``state`` as one checkpoint directory at ``path``: all of it or nothing.
 
-    Every rank writes its own shards; replicas are written once. Every rank of the default process group
-    must call it. Memory: ≤ 32 MiB besides the live tensors on CPU, and what tensors in documents take (of state that a
-    model or an optimizer saves by itself at most 64 MiB each). Raises :class:`StateError` before
-    anything is written, :class:`CheckpointError` if ``path`` exists, :class:`RankError` on every rank.
+    Every rank writes its own shards; replicas are written once. Every rank of the default process group must call it.
+    Memory besides the live tensors on CPU: ≤ 32 MiB, plus the tensors in documents (at most 64 MiB for the own state of
+    each model or optimizer). Raises :class:`StateError` before anything is written, :class:`CheckpointError` if
+    ``path`` exists, :class:`RankError` on every rank.
     """
     io = io or IOOptions()
     ranks = Ranks.current(timeout_s=io.timeout_s)
@@ -53,23 +53,22 @@ class Checkpointer:
 
     Args:
         root: directory of the steps; made if needed. One run at a time holds it (advisory lock).
-        keep_last: how many of the newest valid steps stay; None keeps all. Valid is here: manifest intact, every
-            file there with its size. Payload is not read: a step whose bytes have rotted counts as valid, which only
-            a resume or ``verify`` finds. A damaged step is not counted, and goes when enough newer ones are valid.
-        keep_every: steps divisible by this stay for good.
+        keep_last: number of newest valid steps to keep; None keeps all. A step is valid here if its manifest is intact
+            and every file has its size. Payload is not read: only a resume or ``verify`` finds corrupted bytes. A
+            damaged step does not count, and is deleted when enough newer ones are valid.
+        keep_every: keep steps divisible by this for good.
         mode: ``"sync"``: ``save`` returns when the step is published. ``"async"``: when the state is copied;
-            hashing, writing and publishing go on in a thread.
-        max_staging_bytes: of ``"async"``, host memory for the copy, per rank. None: as much as the rank's state
-            takes. With less, ``save`` waits in waves until the last part of the state is copied.
-        when_busy: of ``"async"``, what ``save`` does while the one before still runs: ``"wait"`` for it, or
-            ``"refuse"`` with :class:`CheckpointError` on every rank.
+            a background thread hashes, writes and publishes.
+        max_staging_bytes: for ``"async"``, host memory for the copy, per rank. None: the size of the rank's state.
+            With less, ``save`` waits in waves until the last part of the state is copied.
+        when_busy: for ``"async"``, while the last save still runs, ``save`` either waits for it (``"wait"``) or
+            raises :class:`CheckpointError` on every rank (``"refuse"``).
         io: staging of a resume, and time limits.
 
-    Every rank of the default process group must make each call. Raises :class:`LockedError` on every rank
-    if another run holds the directory, or has taken it since: the lock is checked at each save, and again right before
-    the step appears. Call :meth:`close` before ``destroy_process_group``: a save that goes on behind
-    needs the group to agree. After a :class:`RankError` that names missing ranks start the processes anew: those that
-    were only slow are at another call than the rest.
+    Every rank of the default process group must make each call. Raises :class:`LockedError` on every rank if another
+    run holds the directory or has taken it since: the lock is checked at each save, and again right before the step
+    appears. Call :meth:`close` before ``destroy_process_group``: a pending async save still needs the group. After a
+    :class:`RankError` with missing ranks, restart all processes: slow ranks are out of step.
     """
 
     def __init__(
@@ -101,14 +100,14 @@ class Checkpointer:
         self._buffer = StagingBuffer() if mode == "async" else None
         self._max_staging_bytes = max_staging_bytes
         self._refuses_when_busy = when_busy == "refuse"
-        self._behind: SaveBehind | None = None
+        self._pending: AsyncSave | None = None
         self._lock: DirectoryLock | None = None
         self._closed = False
         self._lineage: Lineage | None = None
-        #: Of rounds that the thread behind agrees in; two Checkpointers may write at a time.
+        # The channel of the background thread's agreements; unique per Checkpointer, because two may write at a time.
         try:
             self._channel = self._ranks().on_first("lock checkpoint directory", self._take_lock)
-        except BaseException:  # also where another rank failed or is missing: there is nobody to call close()
+        except BaseException:  # also if another rank failed or is missing: the caller gets no object to close
             if self._lock is not None:
                 self._lock.release()
             raise
@@ -122,19 +121,19 @@ class Checkpointer:
         except ShardwiseError as error:
             if kind is None:
                 raise
-            _log.warning("the save behind failed, too: %s", error)  # what the body raised comes first
+            _log.warning("the async save failed, too: %s", error)  # the body's own error comes first
 
     def _take_lock(self) -> str:
         self._lock = DirectoryLock(self.root)
         publish.sweep_leftovers(self.root)
-        return f"behind-{next(_NUMBERS)}-"
+        return f"async-{next(_NUMBERS)}-"
 
     def close(self) -> None:
-        """Finish a save that goes on behind, and give the directory back. Raises what that save raises."""
+        """Finish a pending async save and release the directory. Raises the save's error."""
         try:
             self.wait()
         finally:
-            if self._behind is None:  # else Ctrl-C: nobody else may write here yet
+            if self._pending is None:  # else Ctrl-C: the save still runs, so no other run may write here yet
                 self._closed = True
                 if self._lock is not None:
                     with self._ranks().patience():
@@ -143,19 +142,19 @@ class Checkpointer:
 
     @property
     def staging_bytes(self) -> int:
-        """Host memory that copies of the state take between saves on this rank; 0 for ``"sync"``."""
+        """Host memory of the staging buffer, kept between saves on this rank; 0 for ``"sync"``."""
         return self._buffer.nbytes if self._buffer is not None else 0
 
     @property
     def is_saving(self) -> bool:
-        """Whether a save goes on behind, on this rank."""
-        return self._behind is not None and self._behind.is_running
+        """Whether an async save is running on this rank."""
+        return self._pending is not None and self._pending.is_running
 
     def prepare(self, state: TrainState) -> int:
-        """Allocate and touch the staging for ``state`` as it is now, so that the first save does not; its bytes.
+        """Allocate and touch the staging buffer for the present ``state``, to spare the first save. Returns its bytes.
 
-        Collective. Optimizer state that does not exist yet is added by the save that first meets it. Nothing to
-        do for ``"sync"``.
+        Collective. Optimizer state that does not exist yet enlarges the buffer at the first save that has it. Does
+        nothing for ``"sync"``.
         """
         if self._buffer is not None:
             self.wait()
@@ -165,30 +164,30 @@ class Checkpointer:
         return self.staging_bytes
 
     def wait(self) -> SaveReport | None:
-        """Block until the save that goes on behind, if there is one, is published; its report.
+        """Block until a pending async save is published. Returns its report, or None if there is none.
 
-        Raises what went wrong with it, once, alike on every rank; the steps before are untouched.
+        Raises its error once, alike on every rank; earlier steps are untouched.
         """
-        behind = self._behind
-        if behind is None:
+        pending = self._pending
+        if pending is None:
             return None
         try:
-            report = behind.wait()
+            report = pending.wait()
         finally:
-            if not behind.is_running:  # else Ctrl-C: it still writes, from the same staging
-                self._behind = None
+            if not pending.is_running:  # else Ctrl-C: it still writes, from the same buffer
+                self._pending = None
         assert self._lineage is not None
-        self._lineage = Lineage(self._lineage.run_id, behind.step)
+        self._lineage = Lineage(self._lineage.run_id, pending.step)
         return report
 
     def save(self, state: TrainState, step: int) -> SaveReport:
         """Publish ``state`` as ``step``, then apply retention. Collective; see :func:`save` for what it raises.
 
-        ``"async"``: returns when the state is copied; what fails behind is raised by the next call.
+        ``"async"``: returns when the state is copied; the next call raises a failure of the background thread.
 
-        On failure the steps before are untouched, and ``step`` is not published unless the failure came after
-        the rename (then it is whole). Refused: a step that is not newer than all published ones, and a first
-        save into a directory that holds steps of a run that this one did not resume.
+        On failure earlier steps are untouched, and ``step`` is not published unless the failure came after the rename
+        (then it is whole). Refused: a step that is not newer than all published ones, and a first save into a
+        directory with steps of a run that this one did not resume.
         """
         final = os.path.join(self.root, publish.step_name(step))
         ranks = self._ranks()
@@ -200,26 +199,28 @@ class Checkpointer:
             run_id = ranks.on_first("run id", _new_run_id)
             self._lineage = Lineage(run_id, None)
         if self._buffer is not None:
-            return self._save_behind(state, final, step, self._lineage, self._buffer)
+            return self._save_async(state, final, step, self._lineage, self._buffer)
         report = write_checkpoint(state, final, step, self._lineage, ranks)
         self._lineage = Lineage(self._lineage.run_id, step)
         self._retain(step, ranks)
         return report
 
-    def _save_behind(
+    def _save_async(
         self, state: TrainState, final: str, step: int, lineage: Lineage, buffer: StagingBuffer
     ) -> SaveReport:
         ranks = self._ranks()
         collected = collect(state, step, lineage, ranks)
         reserve_for(collected, buffer, ranks, self._max_staging_bytes)
-        others = Ranks.current(timeout_s=self._io.timeout_s, channel=self._channel)
+        ranks_of_thread = Ranks.current(timeout_s=self._io.timeout_s, channel=self._channel)
         with ranks.agree("copy documents"):  # if one rank has no memory for them, no rank saves
-            behind = SaveBehind(collected, final, buffer, others, lambda: self._retain(step, others))
-        self._behind = behind
-        return behind.copy()
+            pending = AsyncSave(
+                collected, final, buffer, ranks_of_thread, lambda: self._retain(step, ranks_of_thread)
+            )
+        self._pending = pending
+        return pending.copy()
 
     def _refuse_if_busy(self, ranks: Ranks) -> None:
-        if ranks.combine("ask for a save behind", lambda: self.is_saving, any):
+        if ranks.combine("ask for an async save", lambda: self.is_saving, any):
             raise CheckpointError(
                 f"{self.root}: the save before still runs; call wait(), save less often, or give when_busy='wait'"
             )
@@ -233,10 +234,10 @@ class Checkpointer:
     def resume(self, state: TrainState, step: int | None = None) -> ResumeReport | None:
         """Restore the newest valid step (or exactly ``step``); None only if nothing was ever published here.
 
-        Damaged steps are skipped with a warning and set aside as ``step-N.damaged-…``; steps newer than
-        the one resumed from are set aside as ``step-N.superseded-…``, so that a run that goes on from an
-        older step and is stopped again finds its own line. Damaged is also a step whose manifest is another step's (an
-        old one, or a directory that was renamed), and one with a document that is malformed. Collective.
+        Damaged steps are skipped with a warning and set aside as ``step-N.damaged-…``. Steps newer than the resumed
+        one are set aside as ``step-N.superseded-…``: if the run stops again, it resumes from its own steps. Steps with
+        another step's manifest (an old manifest, or a renamed directory) or with a malformed document count as
+        damaged. Collective.
 
         Raises :class:`NoCheckpointError` if steps exist and none is valid; :class:`PlanError` or
         :class:`StateError` if a valid step does not fit the live objects (nothing is set aside then).
@@ -269,7 +270,7 @@ class Checkpointer:
             raise CheckpointError(f"{self.root}: this Checkpointer is closed; make a new one")
 
     def _check_line(self, step: int) -> None:
-        """Refuse to mix runs: what a resume would find must be this run's own line. For rank 0."""
+        """Refuse to mix runs: all published steps must be this run's own. For rank 0."""
         self._check_open()
         check_held(self.root)
         steps = publish.published_steps(self.root)
@@ -320,16 +321,16 @@ class Checkpointer:
         ranks.on_first("find a checkpoint", check)
 
     def _write_hint(self, step: int) -> None:
-        """Nothing reads the hint: a save whose step is published does not fail because of it."""
+        """Write the hint. A failure is not the save's: the step is published, and nothing reads the hint."""
         try:
             publish.write_hint(self.root, step)
         except CheckpointError as error:
             _log.warning("%s", error)
 
     def _prune(self, newest: int, on_progress: Callable[[], object]) -> None:
-        """Delete what is older than the ``keep_last`` newest valid steps. For rank 0.
+        """Delete steps older than the ``keep_last`` newest valid ones. For rank 0.
 
-        The save is published, and a step too many does no harm: nothing here makes it fail.
+        Never makes the save fail: the step is published, and an extra old step does no harm.
         """
         if self._keep_last is None:
             return
@@ -350,7 +351,7 @@ class Checkpointer:
 
 
 def _is_whole(path: str, step: int, on_progress: Callable[[], object]) -> bool:
-    """Whether retention may count a step. One that can't be looked at is not counted, so that less is deleted."""
+    """Whether retention may count a step. A step that can't be read does not count: then fewer are deleted."""
     try:
         check_files(path, step, on_progress)
     except ShardwiseError as error:

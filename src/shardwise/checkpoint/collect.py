@@ -1,4 +1,4 @@
-"""Collecting a training state: everything by reference, compared between ranks, before anything is written."""
+"""Collects a training state by reference and compares it between ranks, before anything is written."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ import xxhash
 from ..catalog.checkpoint import directory
 from ..errors import StateError
 from ..limits import MAX_NAME_CHARS, brief
-from ..models.assets import companion_files
+from ..models.assets import asset_files
 from ..ranks.ranks import Ranks
 from ..recipe.origin import recall
 from ..state.storable import refuse_meta
 from ..state.train_state import TrainState, document_of
 from ..state.typed_json import Encoded, encode
-from .snapshot import Snapshot, layout_hash, piece_hash, plain_sums, plain_tensors, take_snapshot
+from .snapshot import Snapshot, document_hash, layout_hash, plain_sums, plain_tensors, take_snapshot
 
 __all__ = ["Collected", "Lineage", "collect", "software_versions"]
 
-#: Compared between ranks beside the documents: how the tensors lie on ranks.
+#: The name under which ranks compare the layout of tensors, beside the documents.
 _LAYOUT = "layout"
 #: Files that every checkpoint may have.
 _OWN_NAMES = ("manifest.json", "state.json", "state.safetensors")
@@ -33,7 +33,7 @@ _OWN_NAMES = ("manifest.json", "state.json", "state.safetensors")
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """Which run writes, and the step that it last saved or resumed from."""
+    """The run that writes, and the step that it last saved or resumed from."""
 
     run_id: str
     parent_step: int | None
@@ -41,17 +41,17 @@ class Lineage:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """A training state at one instant, as the ranks agreed to store it: what writing needs, and nothing live else.
+    """A consistent snapshot, ready to be written; holds no other live objects.
 
-    Tensors are references to the live ones, until :mod:`.stage` puts copies in their place.
+    Tensors are references to the live ones, until :mod:`.stage` replaces them by copies.
     """
 
     snapshot: Snapshot
     shared: Mapping[str, Encoded]
     """Documents that are equal on all ranks."""
     local: Mapping[str, Encoded]
-    """Documents of this rank."""
-    companions: Mapping[str, bytes]
+    """Documents that only this rank has."""
+    assets: Mapping[str, bytes]
     """Small files beside the models' tensors, by path in the checkpoint; on rank 0."""
     step: int
     lineage: Lineage
@@ -61,30 +61,30 @@ class Collected:
 
 
 def collect(state: TrainState, step: int, lineage: Lineage, ranks: Ranks) -> Collected:
-    """Everything of a training state, by reference, compared between ranks. Collective; writes nothing.
+    """Collect a training state by reference and compare it between ranks. Collective; writes nothing.
 
     Raises :class:`StateError` or :class:`RankError` on every rank.
     """
     snapshot: Snapshot | None = None
-    companions: dict[str, bytes] = {}
+    assets: dict[str, bytes] = {}
 
     def collected() -> list[Any]:
-        nonlocal snapshot, companions
+        nonlocal snapshot, assets
         snapshot = take_snapshot(state, step)
         for live in (live for part in snapshot.parts for live in part.live):
             refuse_meta(live.stored.name, live.tensor)
         _check_names(snapshot)
-        companions = _companions(state) if ranks.rank == 0 else {}
+        assets = _assets(state) if ranks.rank == 0 else {}
         return _comparable(snapshot, ranks)
 
     differing = ranks.combine("collect state", collected, _differing)
     assert snapshot is not None
-    shared, local = _split_pieces(snapshot, differing, ranks)
+    shared, local = _split_documents(snapshot, differing, ranks)
     return Collected(
         snapshot,
         shared,
         local,
-        companions,
+        assets,
         step,
         lineage,
         torch.initial_seed() % 2**63,
@@ -94,7 +94,7 @@ def collect(state: TrainState, step: int, lineage: Lineage, ranks: Ranks) -> Col
 
 
 def _check_names(snapshot: Snapshot) -> None:
-    """Raise :class:`StateError` for a tensor's name that no reader of slice files takes."""
+    """Raise :class:`StateError` for a tensor's name that readers of slice files refuse."""
     for part in snapshot.models:
         for v in part.live:
             if len(v.stored.name) > MAX_NAME_CHARS:
@@ -105,14 +105,14 @@ def _check_names(snapshot: Snapshot) -> None:
 
 
 def _comparable(snapshot: Snapshot, ranks: Ranks) -> list[Any]:
-    """Hashes of what may be equal on all ranks."""
+    """Hashes of documents and plain tensors, to find those that are equal on all ranks."""
     if ranks.world_size == 1:
         return [{}, {}, ""]
-    hashes = {name: piece_hash(piece) for name, piece in snapshot.pieces.items()}
+    hashes = {name: document_hash(encoded) for name, encoded in snapshot.documents.items()}
     return [{**hashes, _LAYOUT: layout_hash(snapshot)}, plain_sums(snapshot), _held(snapshot)]
 
 
-def _split_pieces(
+def _split_documents(
     snapshot: Snapshot, differing: list[Any], ranks: Ranks
 ) -> tuple[dict[str, Encoded], dict[str, Encoded]]:
     """Documents that are equal on all ranks, and those that differ. Plain buffers that differ become a document.
@@ -121,27 +121,27 @@ def _split_pieces(
     """
     *names, held = differing
     documents, tensors = map(set, names)
-    local_names = snapshot.always_local | (documents & set(snapshot.pieces))
+    local_names = snapshot.always_local | (documents & set(snapshot.documents))
     buffers: dict[str, dict[str, torch.Tensor]] = {}
     for key, (part, t) in plain_tensors(snapshot, kind="buffer").items():
         if key in tensors:
             buffers.setdefault(document_of("model", part.name, "buffers"), {})[t.name] = t.tensor
     _refuse_other_modules(held)
     _refuse_differing(snapshot, documents, tensors)  # alike on every rank
-    local = {n: p for n, p in snapshot.pieces.items() if n in local_names}
+    local = {n: p for n, p in snapshot.documents.items() if n in local_names}
     if tensors:  # on every rank, or on none
         with ranks.agree("compare state"):
             local |= {name: encode(values, where=name) for name, values in buffers.items()}
     left_out = local_names | snapshot.compared_only
-    shared = {n: p for n, p in snapshot.pieces.items() if n not in left_out}
+    shared = {n: p for n, p in snapshot.documents.items() if n not in left_out}
     return shared, {n: p for n, p in local.items() if n not in snapshot.compared_only}
 
 
-def _companions(state: TrainState) -> dict[str, bytes]:
+def _assets(state: TrainState) -> dict[str, bytes]:
     found = {
         f"{directory('model', name)}/{file}": content
         for name, model in state.models.items()
-        for file, content in companion_files(model).items()
+        for file, content in asset_files(model).items()
     }
     folders = {directory("model", n) for n in state.models} | {
         directory("optimizer", n) for n in state.optimizers
@@ -161,7 +161,7 @@ def _companions(state: TrainState) -> dict[str, bytes]:
 
 
 def _differing(gathered: Sequence[list[Any]]) -> list[Any]:
-    """Names of the documents, and of the plain tensors, that are not the same on every rank; then what ranks hold."""
+    """Names of documents and of plain tensors that differ between ranks; then the ranks' models in words."""
     found: list[Any] = []
     *compared, held = zip(*gathered, strict=True)
     for per_rank in compared:
@@ -171,14 +171,14 @@ def _differing(gathered: Sequence[list[Any]]) -> list[Any]:
 
 
 def _held(snapshot: Snapshot) -> str:
-    """Which tensors the models of this rank have, in words; another text for other names."""
+    """The tensors of this rank's models, in words; equal only for equal names."""
     names = [v.stored.name for part in snapshot.models for v in part.live]
     ends = f"from {names[0]} to {names[-1]}" if names else "none"
     return f"{len(names)} tensors {ends} ({xxhash.xxh3_64_hexdigest(json.dumps(names).encode())[:6]})"
 
 
 def _refuse_other_modules(held: Mapping[str, int]) -> None:
-    """``held``: what ranks hold, with the first rank that holds it."""
+    """Refuse ranks with different models. ``held``: each text of :func:`_held`, with the first rank that has it."""
     if len(held) > 1:
         some = "; ".join(
             f"rank {rank} has {text}" for text, rank in sorted(held.items(), key=lambda h: h[1])[:3]
@@ -217,13 +217,13 @@ def _refuse_differing(snapshot: Snapshot, documents: set[str], tensors: set[str]
 
 
 def _hub_tensors(state: TrainState) -> dict[str, dict[str, tuple[int, ...]]]:
-    """By model that was loaded, names and shapes of the tensors that it came from; none where they are its own."""
+    """For each loaded model, names and shapes of its source tensors; nothing if they are its own."""
     origins = {name: recall(model) for name, model in state.models.items()}
     return {name: {} if o.is_plain else dict(o.shapes) for name, o in origins.items() if o is not None}
 
 
 def software_versions(state: TrainState) -> dict[str, str]:
-    """What must be the same for a resume to be exact: versions, threads, devices."""
+    """Versions, threads and devices: an exact resume needs the same."""
     from importlib.metadata import PackageNotFoundError, version
 
     found = {"python": platform.python_version(), "torch": torch.__version__, "machine": platform.machine()}

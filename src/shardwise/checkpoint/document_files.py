@@ -1,4 +1,4 @@
-"""The files of documents: encoded, taken by the reader's own checks, and then written."""
+"""The files of documents: encodes them, passes them through the reader's own checks, and writes them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .stored_documents import check_each
 __all__ = ["checked_text", "write_documents"]
 
 
-def checked_text(pieces: Mapping[str, Encoded], outline: Manifest, stem: str, final: str) -> bytes:
+def checked_text(documents: Mapping[str, Encoded], outline: Manifest, stem: str, final: str) -> bytes:
     """The text of ``<stem>.json``. Raises :class:`StateError` naming a document that no reader would take.
 
-    ``outline``: the manifest, of which digests and files are not looked at. Memory: the text, and copies of one
-    document's tensors; a document with more than 16 MiB of tensors is parsed and not decoded.
+    ``outline``: the manifest; its digests and files are ignored. Memory: the text, and copies of one document's
+    tensors; a document with more than 16 MiB of tensors is parsed but not decoded.
     """
-    document = {name: piece.document for name, piece in pieces.items()}
+    document = {name: encoded.document for name, encoded in documents.items()}
     text = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
     path = os.path.join(final, f"{stem}.json")
     try:
@@ -35,7 +35,7 @@ def checked_text(pieces: Mapping[str, Encoded], outline: Manifest, stem: str, fi
                 path=path,
             )
         for name, parsed in parse_documents(text, outline, path).items():
-            tensors = pieces[name].tensors
+            tensors = documents[name].tensors
             if sum(t.numel() * t.element_size() for t in tensors.values()) <= BLOCK_BYTES:
                 check_each({name: Encoded(parsed, tensors, ())}, outline, final)
     except SourceError as error:
@@ -46,12 +46,12 @@ def checked_text(pieces: Mapping[str, Encoded], outline: Manifest, stem: str, fi
 
 
 def write_documents(
-    root: str, stem: str, text: bytes, pieces: Mapping[str, Encoded], files: dict[str, FileEntry]
+    root: str, stem: str, text: bytes, documents: Mapping[str, Encoded], files: dict[str, FileEntry]
 ) -> None:
-    """``<stem>.json`` with the documents and, if they refer to tensors, ``<stem>.safetensors`` with those."""
+    """Write ``<stem>.json`` with the documents and, if they refer to tensors, ``<stem>.safetensors`` with these."""
     from safetensors.torch import save
 
-    tensors = {f"{n}/{k}": t.detach().cpu() for n, p in pieces.items() for k, t in p.tensors.items()}
+    tensors = {f"{n}/{k}": t.detach().cpu() for n, p in documents.items() for k, t in p.tensors.items()}
     files[f"{stem}.json"] = write_file(os.path.join(root, f"{stem}.json"), text)
     if tensors:
         owned = {k: t.clone() for k, t in tensors.items()}  # save() refuses tensors that share storage

@@ -1,8 +1,8 @@
-"""Giving documents back: each to its receiver, of a closed list. A name that a file holds never picks an attribute.
+"""Restores documents: each goes to its receiver, from a closed list. A name in a file never selects an attribute.
 
-A receiver says what must be there before anything is changed (:meth:`Receiver.check`, :meth:`Receiver.missing`), and takes
-its document when tensors are restored (:meth:`Receiver.restore`). Optimizers and random generators have documents, too,
-which other modules apply: optimizers with their tensors, generators last of all.
+A receiver checks its document before anything changes (:meth:`Receiver.check`, :meth:`Receiver.missing`), and takes it
+after tensors are restored (:meth:`Receiver.restore`). Other modules apply the documents of optimizers (with their
+tensors) and of random generators (last of all).
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ __all__ = [
 
 
 class Receiver(ABC):
-    """What a document of one name is given to in this run."""
+    """The object of this run that takes the document of one name."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        """Of the document."""
+        """Name of the document."""
         self.asked: list[Callable[[], Iterable[str]]] = []
-        """What is to be asked when every object has its state: lines for what is not as stored."""
+        """Checks to run when every object has its state; each gives lines for differences from the stored state."""
 
     @abstractmethod
     def check(self, stored: Any) -> None:
@@ -65,10 +65,10 @@ class Receiver(ABC):
 
     @abstractmethod
     def restore(self, stored: Any) -> Iterable[str]:
-        """Take a document that was checked. Returns what of it this run does not take, a line each."""
+        """Take a checked document. Returns a line for each part that this run does not take."""
 
     def reaches_others(self) -> bool:
-        """Whether taking it may change models and optimizers."""
+        """Whether taking the document may change models and optimizers."""
         return False
 
     def missing(self, manifest: Manifest, path: str) -> None:
@@ -101,14 +101,14 @@ class _Stateful(Receiver):
 
 
 class _Extra(Receiver):
-    """A further piece of state: an object with ``load_state_dict``, or a plain value that is put back into the dict."""
+    """An extra: an object with ``load_state_dict``, or a plain value that is put back into the dict."""
 
     def __init__(self, name: str, extra: dict[str, Any], key: str, places: Places) -> None:
         super().__init__(name)
         self._extra, self._key, self._places = extra, key, places
 
     def check(self, stored: Any) -> None:
-        target = self._extra[self._key]  # of others, any value that typed JSON holds may be the state
+        target = self._extra[self._key]  # any value of typed JSON may be the state of other objects
         if isinstance(target, LRScheduler | torch.amp.GradScaler):
             check_state(target, stored, self.name)
 
@@ -173,7 +173,7 @@ class _Buffers(Receiver):
         self._model, self._lives = model, lives
 
     def check(self, stored: Any) -> None:
-        pass  # they are the manifest's tensors, which the load proves to be the model's
+        pass  # the load proves that these tensors of the manifest are the model's
 
     def restore(self, stored: Any) -> Iterable[str]:
         live = {alias: t.tensor for t in self._lives[self._model].tensors for alias in t.names}
@@ -194,7 +194,7 @@ class _Optimizer(Receiver):
 
     def check(self, stored: Any) -> None:
         saved, now = stored["class"], type(self._optimizer).__qualname__
-        if saved is None:  # a converted checkpoint, whose source did not say
+        if saved is None:  # a converted checkpoint, whose source did not record it
             refuse_other_kind(self._optimizer, stored["groups"])
         elif saved != now:
             raise StateError(
@@ -208,7 +208,7 @@ class _Optimizer(Receiver):
 
 
 class _Opaque(Receiver):
-    """Tensors of an optimizer that only their rank can make sense of; they are applied with the rest of it."""
+    """Tensors of an optimizer that only their own rank can interpret; applied with the rest of the optimizer."""
 
     def check(self, stored: Any) -> None:
         pass
@@ -222,7 +222,7 @@ class _Opaque(Receiver):
 
 
 class _Classes(Receiver):
-    """The class of each scheduler: one takes the state of any other without a word."""
+    """The class of each scheduler, because a scheduler silently takes the state of any other."""
 
     def __init__(self, state: TrainState) -> None:
         super().__init__("classes")
@@ -266,7 +266,7 @@ def receivers_of(
 def check_documents(
     receivers: Iterable[Receiver], documents: Mapping[str, Any], manifest: Manifest, path: str
 ) -> None:
-    """Refuse, before anything is changed, documents that do not fit, and to go on without those that are asked for."""
+    """Refuse documents that do not fit, and missing ones that the run asks for, before anything is changed."""
     for receiver in receivers:
         if receiver.name in documents:
             receiver.check(documents[receiver.name])
@@ -276,17 +276,17 @@ def check_documents(
             receiver.missing(manifest, path)
 
 
-#: Documents of these kinds are no state of their own in a report: other modules apply them.
+#: Reports don't list documents of these kinds: other modules apply them.
 _APPLIED_ELSEWHERE = frozenset({"step", "rng", "classes", "optimizer", "opaque", "own", "not_stored"})
 
 
 def restore_documents(
     receivers: Iterable[Receiver], state: TrainState, documents: Mapping[str, Any], manifest: Manifest
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Give every document to its receiver. Returns what was restored, and what was not, with the rule."""
+    """Give every document to its receiver. Returns the names restored, and those not restored with the rule."""
     by_name = {receiver.name: receiver for receiver in receivers}
     restored: list[str] = []
-    left = list(_left_behind(state, documents, manifest))
+    left = list(_without_document(state, documents, manifest))
     for name, value in documents.items():
         meaning = document_named(name, manifest)
         assert meaning is not None, "unknown names are refused where they are read"
@@ -302,19 +302,19 @@ def restore_documents(
 
 
 def restore_buffers(receivers: Iterable[Receiver], documents: Mapping[str, Any]) -> None:
-    """This rank's own buffers, where a model was filled. Rank-local."""
+    """Restore this rank's own buffers after a model was filled. Rank-local."""
     for receiver in receivers:
         if isinstance(receiver, _Buffers) and receiver.name in documents:
             receiver.restore(documents[receiver.name])
 
 
 def ask_receivers(receivers: Iterable[Receiver]) -> tuple[str, ...]:
-    """One line for each object that does not say what it was given, when every object has its state. Rank-local."""
+    """One line for each object whose state differs from the given one, once every object has its state. Rank-local."""
     return tuple(line for receiver in receivers for ask in receiver.asked for line in ask())
 
 
-def _left_behind(state: TrainState, documents: Mapping[str, Any], manifest: Manifest) -> Iterator[str]:
-    """What this run asks for or the checkpoint holds, and no document is there for."""
+def _without_document(state: TrainState, documents: Mapping[str, Any], manifest: Manifest) -> Iterator[str]:
+    """Lines for state that this run asks for or the checkpoint holds, but that has no document."""
     for key in state.extra:
         if f"extra.{key}" not in documents:
             yield f"extra.{key}: not in the checkpoint"
@@ -335,7 +335,7 @@ _Asked = list[Callable[[], Iterable[str]]]
 
 
 def _give(target: Any, value: Any, name: str, places: Places, asked: _Asked) -> Iterator[str]:
-    """State to an object, or to several by name. Yields what is stored and was not asked for."""
+    """Give state to an object, or to several by name. Yields lines for stored state that was not asked for."""
     if not is_several(target):
         _load_state(target, value, name, places, asked)
         if name == "scaler" and value and not target.state_dict():
@@ -352,12 +352,12 @@ def _give(target: Any, value: Any, name: str, places: Places, asked: _Asked) -> 
 
 
 def _load_state(target: Any, value: Any, name: str, places: Places, asked: _Asked) -> None:
-    """``target.load_state_dict(value)``. Whether it says what it was given, is added to what is ``asked`` later.
+    """``target.load_state_dict(value)``. Adds a later comparison of the object's state to ``asked``.
 
-    Raises :class:`StateError` naming the object, whatever it raises itself.
+    Raises :class:`StateError` naming the object for any error of its own.
     """
     is_asked = not _says_later(target, name)
-    kept = copy.deepcopy(value) if is_asked else None  # it may keep or change what it is given
+    kept = copy.deepcopy(value) if is_asked else None  # the object may keep or change the given value
 
     def take(stored: Any) -> None:
         target.load_state_dict(places.put(stored, target.state_dict if is_asked else lambda: None))
@@ -368,8 +368,8 @@ def _load_state(target: Any, value: Any, name: str, places: Places, asked: _Aske
 
 
 def _says_later(target: Any, name: str) -> bool:
-    """Whether an object is not asked for its state: a loader may start its workers to tell it, and those of this
-    package keep what they are given until training goes on."""
+    """Whether an object's state can't be compared now: a loader may start its workers to give it, and loaders of this
+    package keep the given state until training goes on."""
     own = type(target).__module__.partition(".")[0] == __name__.partition(".")[0]
     return own or name.partition(".")[0] == "dataloader" or isinstance(target, torch.utils.data.DataLoader)
 

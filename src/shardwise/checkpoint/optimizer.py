@@ -1,4 +1,4 @@
-"""Putting optimizer state back: groups, tensors by parameter name, digests, scalars and other values."""
+"""Restores optimizer state: groups, tensors by parameter name, digests, scalars and other values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..digests.live import live_digests
 from ..dtypes import code_of, torch_dtype
 from ..errors import FormatError, IntegrityError, StateError
 from ..format.manifest import Manifest, TensorEntry
-from ..gc_paused import no_collections
+from ..gc_paused import gc_paused
 from ..layout.live import LiveModel
 from ..layout.model import local_tensor, wanted_states
 from ..layout.placements import Geometry
@@ -64,21 +64,21 @@ class TrainedBy:
 
 @dataclass(frozen=True, slots=True)
 class RestoredOptimizer:
-    """What was filled on this rank."""
+    """The result of restoring an optimizer on this rank."""
 
     bytes_read: int
     tensors: int
-    """Stored tensors, those of gradients included."""
+    """Number of stored tensors, gradients included."""
     gradients: int
-    """Gradients that wait for a step."""
+    """Number of gradients that wait for a step."""
     differences: tuple[str, ...]
-    """Gradients that are in another dtype than they were."""
+    """Gradients whose dtype changed."""
 
 
 def check_optimizer(part: TrainedBy, manifest: Manifest, documents: Mapping[str, Any]) -> None:
     """Raise :class:`StateError` or :class:`FormatError` for state that an optimizer of this run can't take.
 
-    Told from the documents and the manifest, with the model's names; changes nothing.
+    Uses the documents and the manifest, with the model's names; changes nothing.
     """
     entries = manifest.models[part.model_name]
     names = parameter_names(part.optimizer, part.live.tensors)
@@ -99,9 +99,9 @@ def restore_optimizer(
     ranks: Ranks,
     io: IOOptions,
 ) -> RestoredOptimizer:
-    """Fill an optimizer, and the gradients that wait for its step; other gradients of its parameters are dropped.
+    """Fill an optimizer and the gradients that wait for its step; drop all other gradients of its parameters.
 
-    ``manifest`` has the model's names, ``stored`` those by which slice files are ordered.
+    ``manifest`` has the model's names, ``stored`` the names that order slice files.
     """
     entries = manifest.models[part.model_name]
     with ranks.agree("plan optimizer state"):
@@ -144,7 +144,7 @@ def restore_optimizer(
 def _place_documents(
     part: TrainedBy, names: Mapping[int, str], documents: Mapping[str, Any], places: Places
 ) -> None:
-    """Tensors of the documents: hyper-parameters to where the live ones are, states to their parameter."""
+    """Move the documents' tensors: hyper-parameters to the devices of the live ones, states to their parameter's."""
     groups = part.optimizer.param_groups
     parameters = {names[id(p)]: p for group in groups for p in group["params"]}
     places.put(documents[part.document]["groups"], lambda: [{"options": group} for group in groups])
@@ -159,7 +159,7 @@ def _check_opaque(
     manifest: Manifest,
     geometries: Mapping[str, Geometry],
 ) -> None:
-    """Rank-local state fits the same cut of its parameter only."""
+    """Refuse rank-local state of a parameter that is now cut differently."""
     lost = [n for n in opaque if n not in entries or n not in geometries]
     if lost:
         raise FormatError(
@@ -182,7 +182,7 @@ def _spread_states(entry: TensorEntry, optimizer: str) -> dict[str, str]:
     return {key: e.dtype for key, e in entry.states[optimizer].items() if e.packed is None}
 
 
-@no_collections()
+@gc_paused()
 def _plan_states(
     catalog: Catalog,
     tensors: Mapping[str, torch.Tensor],

@@ -1,4 +1,4 @@
-"""Giving models and optimizers what they saved by themselves, and finding out whether it arrived."""
+"""Restores the own state of models and optimizers, and checks whether it arrived."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _LEFT_OUT = "not_stored"
 
 
 class OwnState:
-    """The documents of state that objects saved by themselves (``own``), and of what of it was left out.
+    """The documents of the own state of objects (``own``), and of its parts that were not stored.
 
-    A checkpoint that was written before there were such documents has none: what a live object would save beside its
-    tensors is then named as a difference. The documents' form was checked (:mod:`..state.documents`).
+    An older checkpoint has no such documents: the own state of live objects is then reported as a difference. The
+    documents' form was checked (:mod:`..state.documents`).
     """
 
     def __init__(self, documents: Mapping[str, Any], manifest: Manifest, places: Places) -> None:
@@ -42,7 +42,9 @@ class OwnState:
 
         own = {n for n in (*documents, *manifest.local_documents) if is_own(n)}
         self._leaves: dict[str, list[tuple[Path, Any]]] = {n: documents[n] for n in own & documents.keys()}
-        self._elsewhere = own - documents.keys()  # of ranks that this run has not; named with other documents
+        self._elsewhere = (
+            own - documents.keys()
+        )  # of ranks that this run lacks; reported with other documents
         self._places = places
         self._lost: Mapping[str, Mapping[str, str]] = documents.get(_LEFT_OUT, {})
         self._lines = [line for n, lines in self._lost.items() if not is_own(n) for line in lines.values()]
@@ -51,12 +53,12 @@ class OwnState:
 
     @property
     def differences(self) -> tuple[str, ...]:
-        """What was not stored, or not taken back: a line each."""
+        """A line for each part that was not stored or not taken back."""
         return tuple(self._lines)
 
     @property
     def restored(self) -> tuple[str, ...]:
-        """Names of the documents that were given back."""
+        """Names of the restored documents."""
         return tuple(self._restored)
 
     def give_to_models(self, lives: dict[str, LiveModel], ranks: Ranks) -> list[str]:
@@ -92,7 +94,7 @@ class OwnState:
         return tensor_sums(lives[name]) != before
 
     def give_to_optimizers(self, given: Mapping[str, Optimizer], bare: Mapping[str, Optimizer]) -> None:
-        """After the optimizers are filled. Rank-local."""
+        """Call it after the optimizers are filled. Rank-local."""
         for name, outer in given.items():
             document = document_of("optimizer", name, "own")
             lost, stored = self._lost.get(document, {}), self._leaves.get(document, [])
@@ -101,7 +103,7 @@ class OwnState:
             self._note(document, lost, lines, asked)
 
     def ask(self) -> None:
-        """Compare what each would save now with what was stored, when every object has its state. Rank-local."""
+        """Compare each object's own state with the stored one, once every object has its state. Rank-local."""
         for ask in self._asked:
             self._lines += ask()
         self._asked.clear()
@@ -130,10 +132,10 @@ def _sums_of(live: LiveModel) -> Iterator[tuple[str, tuple[Any, ...]]]:
 
 
 def not_taken(name: str, stored: Any, ask: Callable[[], Any]) -> Iterator[str]:
-    """One line if an object that took a document does not say now what was stored. Rank-local.
+    """One line if the state of an object that took a document differs from the stored one. Rank-local.
 
-    ``ask`` gives what the object would save. ``stored`` is a copy of what it was given, on the CPU: what it says is
-    brought into the same form, so that functions are left out of both.
+    ``ask`` returns the object's state. ``stored`` is a copy of the given state, on the CPU. The object's state is
+    brought into the same form, without functions.
     """
     try:
         encoded = encode(ask(), where=name)
@@ -149,7 +151,7 @@ def not_taken(name: str, stored: Any, ask: Callable[[], Any]) -> Iterator[str]:
 
 
 def _differing(now: Any, stored: Any, path: Path = ()) -> Iterator[Path]:
-    """Where two values differ, as deep as both are mappings by text, or lists of one length."""
+    """Paths at which two values differ, as deep as both are mappings with text keys, or lists of one length."""
     if same(now, stored):
         return
     if isinstance(now, dict) and isinstance(stored, dict):

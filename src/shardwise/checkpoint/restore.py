@@ -1,4 +1,4 @@
-"""Putting a checkpoint back into live objects: plan → prove → read → verify → documents → RNG last."""
+"""Restores a checkpoint into live objects: plan → prove → read → verify → documents → RNG last."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..catalog.checkpoint import catalog_of_checkpoint
 from ..dtypes import code_of
 from ..errors import StateError
 from ..format.manifest import Manifest, TensorEntry
-from ..gc_paused import no_collections
+from ..gc_paused import gc_paused
 from ..layout.live import LiveModel, describe
 from ..layout.placements import mesh_text
 from ..loading.load import fill
@@ -44,7 +44,7 @@ __all__ = ["ResumeReport", "restore_into"]
 
 @dataclass(frozen=True, slots=True)
 class ResumeReport:
-    """What a resume restored, from where, and what by rule it did not."""
+    """The outcome of a restore: the step, the restored state, and the state that was skipped by rule."""
 
     path: str
     step: int
@@ -56,22 +56,22 @@ class ResumeReport:
     mesh: str
     """The same of this run."""
     digest: str
-    """Of the names and digests of all tensors restored: equal for equal state, whatever the mesh."""
+    """Digest of the names and digests of all restored tensors: equal for equal state under any mesh."""
     exact: bool
     """Whether the next steps are promised to be bitwise those of a run that never stopped."""
     differences: tuple[str, ...]
-    """Why not, where they are not: other world size, versions, threads, devices, dtypes; what a model or an optimizer
-    would save by itself that was not stored, or that its own ``load_state_dict`` did not take back."""
+    """Reasons why it is not exact: another world size, other versions, threads, devices, dtypes; own state of a model
+    or an optimizer that was not stored, or that its ``load_state_dict`` did not take back."""
     tensors: int
-    """Model tensors restored; digests compared of all but those whose dtype differs (see ``differences``)."""
+    """Number of restored model tensors. Digests were compared unless the dtype differs (see ``differences``)."""
     optimizer_tensors: int
-    """Optimizer tensors restored; every one's digest was compared."""
+    """Number of restored optimizer tensors. All their digests were compared."""
     documents: tuple[str, ...]
-    """What else was restored."""
+    """Names of all other restored state."""
     not_restored: tuple[str, ...]
-    """What the checkpoint holds and this run did not take, with the rule."""
+    """State in the checkpoint that this run did not take, with the rule."""
     caveats: tuple[str, ...]
-    """What the data loader can't promise to repeat exactly."""
+    """Why the data loader may not repeat exactly."""
     rng: str
     """The rule by which random generators were set."""
     bytes_read: int
@@ -81,13 +81,13 @@ class ResumeReport:
     superseded: tuple[int, ...]
     """Newer steps that were set aside, because the run goes on from this one."""
     functions: tuple[str, ...] = ()
-    """Functions of schedulers, which no checkpoint holds: the program gave its own. ``exact`` holds if they are those of
-    the saved run, as for all other code."""
+    """Functions of schedulers. No checkpoint holds them: the program gave its own. ``exact`` assumes that they are
+    those of the saved run, like all other code."""
     gradients: int = 0
-    """Gradients restored, of the ``optimizer_tensors``: the save was in the middle of an accumulation."""
+    """Number of restored gradients, among ``optimizer_tensors``: the save was in the middle of an accumulation."""
 
     def with_history(self, damaged: Mapping[int, str], superseded: tuple[int, ...]) -> ResumeReport:
-        """The report with what the search for a valid step found."""
+        """The report, with the damaged and superseded steps of the search."""
         return replace(self, damaged=dict(damaged), superseded=superseded)
 
     def to_json(self) -> dict[str, Any]:
@@ -95,9 +95,9 @@ class ResumeReport:
         return asdict(self)
 
 
-@no_collections()
+@gc_paused()
 def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> ResumeReport:
-    """The pipeline behind ``restore`` and ``Checkpointer.resume``. Collective."""
+    """The pipeline of ``restore`` and ``Checkpointer.resume``. Collective."""
     started = time.perf_counter()
     seen = first_view(path, ranks)
     with ranks.agree("read manifest"):
@@ -195,7 +195,7 @@ def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> R
 
 
 def _digest_of_all(state: TrainState, manifest: Manifest) -> str:
-    """Of what the manifest records, which was compared with what is here."""
+    """Digest of the manifest's digests, which were compared with the live tensors."""
     lines, optimizers = [], sorted(state.optimizers)
     for model in sorted(state.models):
         for name, entry in sorted(manifest.models[model].items()):
@@ -230,7 +230,7 @@ def _check_optimizers(
 
 
 def _check_models(state: TrainState, manifest: Manifest, path: str) -> None:
-    """A checkpoint may hold more models than this run asks for, not fewer."""
+    """Refuse a checkpoint that lacks a model of this run; it may hold more."""
     lost = [name for name in state.models if name not in manifest.models]
     if lost:
         raise StateError(
@@ -239,7 +239,7 @@ def _check_models(state: TrainState, manifest: Manifest, path: str) -> None:
 
 
 def _read_documents(path: str, manifest: Manifest, rank: int | None, places: Places) -> dict[str, Any]:
-    """The documents shared by all ranks, and this rank's own if the world size is the saved one; each of its form."""
+    """The documents shared by all ranks and, at the saved world size, this rank's own; their form is checked."""
     stored = read_documents(path, manifest, "state")
     if rank is not None:
         stored |= read_documents(path, manifest, f"rank/{rank:05d}")
@@ -251,11 +251,11 @@ def _read_documents(path: str, manifest: Manifest, rank: int | None, places: Pla
 def _under_live_names(
     manifest: Manifest, documents: dict[str, Any], model: str, named: tuple[NamedTensor, ...]
 ) -> tuple[Manifest, dict[str, Any]]:
-    """The checkpoint as seen by this model: a tied tensor may come first under another of its names."""
+    """Rename the checkpoint's tensors to this model's names: a tied tensor may have another first name."""
     live = {alias: t.name for t in named for alias in t.names}
     entries: dict[str, TensorEntry] = {}
     for n, t in manifest.models[model].items():
-        # Of two stored names of one tensor (a converted checkpoint may have both) the trained one counts.
+        # If a converted checkpoint stores one tensor under two names, the trained one counts.
         if live.get(n, n) not in entries or t.states:
             entries[live.get(n, n)] = t
     if list(entries) == list(manifest.models[model]):
@@ -280,7 +280,7 @@ def _differences(
     documents: Mapping[str, Any],
     ranks: Ranks,
 ) -> tuple[str, ...]:
-    """What withdraws the promise of an exact resume. The same on every rank but for per-rank machines."""
+    """Reasons why the resume is not exact. The same on every rank, except for differences between machines."""
     found = []
     if manifest.world_size != ranks.world_size:
         found.append(f"world size: saved {manifest.world_size}, now {ranks.world_size}")

@@ -1,4 +1,4 @@
-"""Writing one checkpoint: snapshot → write → agree → commit. The function below is the pipeline."""
+"""Writes one checkpoint: snapshot → write → agree → commit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from .at_top import show_at_top
 from .collect import Collected, Lineage, collect
 from .document_files import checked_text, write_documents
 from .snapshot import Live, ModelPart, OptimizerPart, Snapshot, plain_tensors
-from .verify import pieces
+from .verify import runs_of
 from .view import await_folders
 
 __all__ = [
@@ -58,18 +58,18 @@ class SaveReport:
     path: str
     step: int
     bytes_written: int
-    """Payload and headers that this rank wrote; of a save that goes on behind, the bytes that were copied."""
+    """Payload and headers that this rank wrote; for an async save, the bytes that it copied."""
     seconds: float
-    """From the call to the published step; of a save that goes on behind, to the return of ``save``."""
+    """From the call to the published step; for an async save, to the return of ``save``."""
     not_stored: tuple[str, ...]
-    """What can't be stored: functions in the state, by path; gradients whose use no hook saw; and
-    what a model or an optimizer would save by itself and a document can't hold, which the resume names, too."""
+    """State that can't be stored: functions, by path; gradients whose use no hook saw; own state of a model or an
+    optimizer that a document can't hold. The restore reports the last, too."""
     staging_bytes: int = 0
-    """Host memory that holds copies of the state; kept for the next save."""
+    """Host memory for copies of the state; kept for the next save."""
     is_published: bool = True
-    """Whether the step is there. A save that goes on behind is published when ``Checkpointer.wait`` returns."""
+    """Whether the step is published. An async save is published when ``Checkpointer.wait`` returns."""
     gradients: int = 0
-    """Gradients in it that wait for an optimizer step: the save is in the middle of an accumulation."""
+    """Number of stored gradients that wait for an optimizer step: the save is in the middle of an accumulation."""
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values."""
@@ -81,7 +81,7 @@ def write_checkpoint(
 ) -> SaveReport:
     """Publish ``state`` as the directory ``final``. Collective; on failure nothing is published on any rank.
 
-    ``at_top``: the files of ``model/`` are there at the top, too (:mod:`.at_top`).
+    ``at_top``: link the files of ``model/`` at the top, too (:mod:`.at_top`).
     """
     started = time.perf_counter()
     collected = collect(state, step, lineage, ranks)
@@ -134,16 +134,16 @@ def publish_collected(
 ) -> int:
     """Write, agree, commit. Collective; on failure nothing is published. Returns the bytes that this rank wrote.
 
-    ``tensor_of`` is called once for each of :func:`pieces_of`, in that order; for each in several parts, where it has
-    more than ``most_bytes``. ``prove`` is called on rank 0 before the commit, with the digests of what was written.
+    Calls ``tensor_of`` once for each piece of :func:`pieces_of`, in order; for a piece of more than ``most_bytes``,
+    once for each part. Calls ``prove`` on rank 0 before the commit, with the digests of the written tensors.
     """
     first_final, temporary = _make_temporary(final, collected, ranks)
     try:
         with ranks.agree("write checkpoint"):
             if first_final != final:
                 raise CheckpointError(
-                    f"rank {ranks.rank} was to save to {final}, rank 0 to {first_final}; give every rank the same path "
-                    f"(one with a time in it is made by rank 0 and told to the others)"
+                    f"rank {ranks.rank} should save to {final}, rank 0 to {first_final}; give every rank the same path "
+                    f"(if it contains the time, rank 0 must make it and send it to all ranks)"
                 )
             texts = _checked_texts(collected, ranks, final)
             await_folders(temporary, _folders(collected), ranks)
@@ -168,7 +168,7 @@ def publish_collected(
     return sum(f.nbytes for f in files.values())
 
 
-#: Gives a :class:`Piece` as tensors that follow one another in it, each with the box that it is.
+#: Gives a :class:`Piece` as consecutive tensors, each with its box.
 PartsOf = Callable[[Piece], Iterator[tuple[Box, torch.Tensor]]]
 
 
@@ -178,7 +178,7 @@ def _in_parts(tensor_of: TensorOf, most_bytes: int | None) -> PartsOf:
         if most_bytes is None:
             yield box, tensor_of(piece)
             return
-        for start, sizes, _ in pieces(
+        for start, sizes, _ in runs_of(
             box.start, box.sizes, max(1, most_bytes // itemsize(piece.live.stored.dtype))
         ):
             part = Box(start, tuple(a + n for a, n in zip(start, sizes, strict=True)))
@@ -194,7 +194,7 @@ def _make_temporary(final: str, collected: Collected, ranks: Ranks) -> tuple[str
     def make() -> list[str]:
         if os.path.lexists(final):
             raise CheckpointError(f"{final}: is there already; a published checkpoint is never written again")
-        if misnamed(final, collected.step, collected.companions):
+        if misnamed(final, collected.step, collected.assets):
             raise CheckpointError(
                 f"{final}: is the name of another step, and this is step {collected.step}, so that a reader would call it "
                 f"damaged; give it the name of its step"
@@ -210,7 +210,7 @@ def _folders(collected: Collected) -> list[str]:
 
 
 def _documents(collected: Collected, ranks: Ranks) -> dict[str, Mapping[str, Encoded]]:
-    """What this rank writes, by the stem of the files."""
+    """The documents that this rank writes, by the stem of their files."""
     found = {f"rank/{ranks.rank:05d}": collected.local}
     return found | {"state": collected.shared} if ranks.rank == 0 else found
 
@@ -219,8 +219,8 @@ def _checked_texts(collected: Collected, ranks: Ranks, final: str) -> dict[str, 
     """Raises :class:`StateError` for documents of this rank that no reader would take."""
     outline = _manifest_of(collected, ranks, defaultdict(int), {})
     return {
-        stem: checked_text(pieces, outline, stem, final)
-        for stem, pieces in _documents(collected, ranks).items()
+        stem: checked_text(documents, outline, stem, final)
+        for stem, documents in _documents(collected, ranks).items()
     }
 
 
@@ -235,7 +235,7 @@ def _write_rank(
     for stem, pieces_of_stem in _documents(collected, ranks).items():
         write_documents(root, stem, texts[stem], pieces_of_stem, files)
     if ranks.rank == 0:
-        for name, content in collected.companions.items():
+        for name, content in collected.assets.items():
             file = inside(root, name)
             make_directories(os.path.dirname(file))
             files[name] = write_file(file, content)
@@ -274,7 +274,7 @@ def _write_tensors(
 
 
 def pieces_of(collected: Collected, rank: int) -> Iterator[Piece]:
-    """What a rank hands to the writer, in the order in which it is written or, a replica, only summed."""
+    """The pieces that a rank hands to the writer, in order. The writer writes them, or only sums replicas."""
     for part in collected.snapshot.parts:
         live = part.live
         by_name = {v.stored.name: v for v in live}
@@ -287,14 +287,14 @@ def pieces_of(collected: Collected, rank: int) -> Iterator[Piece]:
 
 
 def _replicas_of_others(live: Sequence[Live], rank: int) -> Iterator[Live]:
-    """Tensors of which this rank holds a copy (or nothing) that another rank writes."""
+    """Tensors of which another rank writes this rank's copy."""
     for v in live:
         if v.counted and rank not in owner_ranks(v.stored.geometry, v.stored.owner):
             yield v
 
 
 def _records(files: dict[str, FileEntry], sums: list[int]) -> dict[str, bytes]:
-    """What a rank wrote, for rank 0: entries of files, and the digest sums of its copies of all tensors."""
+    """A rank's record for rank 0: entries of its files, and the digest sums of its copies of all tensors."""
     entries = json.dumps({name: asdict(entry) for name, entry in files.items()}).encode()
     return {"files": entries, "sums": np.array(sums, dtype=np.uint64).tobytes()}
 
@@ -363,7 +363,7 @@ def _model_entries(
 
 
 def _digests(snapshot: Snapshot, sums: Any) -> Digests:
-    """Digest of every tensor from all ranks' sums, [rank, tensor]. Replicas must be equal, but for plain buffers.
+    """Digest of every tensor from all ranks' sums, [rank, tensor]. Replicas must be equal, except plain buffers.
 
     Raises :class:`StateError` naming tensors whose replicas differ.
     """

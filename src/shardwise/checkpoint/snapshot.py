@@ -20,7 +20,7 @@ from ..dtypes import code_of
 from ..errors import StateError
 from ..format.slices import SliceTensor, assign_owners
 from ..format.steps import checked_step
-from ..gc_paused import no_collections
+from ..gc_paused import gc_paused
 from ..internals.transformers import is_transformers_model
 from ..layout.live import LiveModel, describe
 from ..layout.model import local_tensor, world_size
@@ -53,7 +53,7 @@ class MadeOf:
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """A stored tensor and the live one behind it. ``counted=False`` for a second copy under a tied name."""
+    """A stored tensor and its live tensor. ``counted=False`` for a second copy under a tied name."""
 
     stored: SliceTensor
     tensor: torch.Tensor
@@ -73,7 +73,7 @@ class ModelPart:
 
     @property
     def kind(self) -> str:
-        """Of slice files."""
+        """The kind of its slice files."""
         return "model"
 
 
@@ -88,40 +88,40 @@ class OptimizerPart:
 
     @property
     def kind(self) -> str:
-        """Of slice files."""
+        """The kind of its slice files."""
         return "optimizer"
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What one rank contributes to a checkpoint.
+    """One rank's contribution to a checkpoint.
 
-    ``pieces`` are documents by name (``scheduler``, ``rng``, …); which of them are the same on all ranks
-    is found out when saving. ``always_local`` are kept per rank even if they happen to be equal; ``compared_only``
-    are compared between ranks but stored elsewhere (as tensors of ``optimizer/``).
+    ``documents`` are by name (``scheduler``, ``rng``, …); the save finds those that are equal on all ranks.
+    ``always_local`` documents are kept per rank even if they happen to be equal; ``compared_only`` ones are compared
+    between ranks but stored elsewhere (as tensors of ``optimizer/``).
     """
 
     models: tuple[ModelPart, ...]
     optimizers: tuple[OptimizerPart, ...]
-    pieces: Mapping[str, Encoded]
+    documents: Mapping[str, Encoded]
     always_local: frozenset[str]
     compared_only: frozenset[str]
     not_stored: tuple[str, ...]
 
     @property
     def parts(self) -> tuple[ModelPart | OptimizerPart, ...]:
-        """In the order in which they are written."""
+        """Models and optimizers in the order of writing."""
         return (*self.models, *self.optimizers)
 
     @property
     def gradients(self) -> int:
-        """Gradients that wait for an optimizer step."""
+        """Number of gradients that wait for an optimizer step."""
         return sum(o.drained.gradients for o in self.optimizers)
 
 
-@no_collections()
+@gc_paused()
 def take_snapshot(state: TrainState, step: int) -> Snapshot:
-    """Collect everything of a training state on this rank; nothing is copied but 0-d optimizer states.
+    """Collect the training state of this rank. Copies only 0-d optimizer states.
 
     Raises :class:`StateError` naming what can't be expressed, before anything is written.
     """
@@ -131,19 +131,23 @@ def take_snapshot(state: TrainState, step: int) -> Snapshot:
     models = tuple(_model_part(name, live) for name, live in lives.items())
     optimizers = tuple(_optimizer_part(name, o, lives, models) for name, o in state.optimizers.items())
     beyond = _beyond(state, lives)
-    pieces = {
-        name: encode(value, where=name) for name, value in _pieces(state, models, optimizers, step).items()
+    documents = {
+        name: encode(value, where=name) for name, value in _documents(state, models, optimizers, step).items()
     }
-    functions = {name: _without(piece.not_stored) for name, piece in pieces.items() if piece.not_stored}
-    pieces |= {name: encode(value, where=name) for name, value in _beyond_pieces(beyond, functions).items()}
+    functions = {
+        name: _without(encoded.not_stored) for name, encoded in documents.items() if encoded.not_stored
+    }
+    documents |= {
+        name: encode(value, where=name) for name, value in _beyond_documents(beyond, functions).items()
+    }
     return Snapshot(
         models=models,
         optimizers=optimizers,
-        pieces=pieces,
+        documents=documents,
         always_local=frozenset({"rng", *(document_of("optimizer", o.name, "opaque") for o in optimizers)}),
         compared_only=frozenset(document_of("optimizer", o.name, "packed") for o in optimizers),
         not_stored=(
-            *(path for piece in pieces.values() for path in piece.not_stored),
+            *(path for encoded in documents.values() for path in encoded.not_stored),
             *functions_left_out(state.scheduler),
             *(
                 f"{document_of('optimizer', o.name)}: {UNSEEN_GRADIENTS}"
@@ -164,16 +168,16 @@ def _beyond(state: TrainState, lives: Mapping[str, LiveModel]) -> dict[tuple[str
 
 
 def _without(functions: tuple[str, ...]) -> dict[str, str]:
-    """Lines for the report of a resume, by path."""
+    """Lines for the report of a restore, by path."""
     return {
         path: f"{path}: a function is not stored; what this run has there may differ" for path in functions
     }
 
 
-def _beyond_pieces(
+def _beyond_documents(
     beyond: Mapping[tuple[str, str], Beyond], functions: dict[str, dict[str, str]]
 ) -> dict[str, Any]:
-    pieces: dict[str, Any] = {
+    documents: dict[str, Any] = {
         document_of(kind, name, "own"): list(found.leaves)
         for (kind, name), found in beyond.items()
         if found.leaves
@@ -183,7 +187,7 @@ def _beyond_pieces(
         for (kind, name), found in beyond.items()
         if found.not_stored
     } | functions
-    return {**pieces, "not_stored": lost} if lost else pieces
+    return {**documents, "not_stored": lost} if lost else documents
 
 
 def _model_part(name: str, described: LiveModel) -> ModelPart:
@@ -240,42 +244,42 @@ def _optimizer_live(drained: Drained, model: ModelPart) -> list[Live]:
     return [Live(t, tensors[t.name]) for t in assign_owners(stored)]
 
 
-def _pieces(
+def _documents(
     state: TrainState, models: tuple[ModelPart, ...], optimizers: tuple[OptimizerPart, ...], step: int
 ) -> dict[str, Any]:
-    pieces: dict[str, Any] = {"step": step, "rng": capture_rng(devices_of(state.models.values()))}
+    documents: dict[str, Any] = {"step": step, "rng": capture_rng(devices_of(state.models.values()))}
     live = state.optimizers
     for o in optimizers:
-        pieces[document_of("optimizer", o.name)] = {
+        documents[document_of("optimizer", o.name)] = {
             "class": type(live[o.name]).__qualname__,
             "model": o.model,
             "groups": o.drained.groups,
             "values": o.drained.values,
         }
         if o.drained.has_unseen_gradients:
-            pieces[document_of("optimizer", o.name)]["unseen_gradients"] = True
-        pieces[document_of("optimizer", o.name, "packed")] = o.drained.packed
+            documents[document_of("optimizer", o.name)]["unseen_gradients"] = True
+        documents[document_of("optimizer", o.name, "packed")] = o.drained.packed
         if o.drained.opaque:
-            pieces[document_of("optimizer", o.name, "opaque")] = o.drained.opaque
+            documents[document_of("optimizer", o.name, "opaque")] = o.drained.opaque
     refuse_unfinished_step(state.scaler)
     for name in ("scheduler", "scaler", "dataloader"):
         value = getattr(state, name)
         if value is not None:
-            pieces[name] = _state_of(value, name)
+            documents[name] = _state_of(value, name)
     if classes := classes_of(state):
-        pieces["classes"] = classes
+        documents["classes"] = classes
     for name, value in state.extra.items():
         has_state = hasattr(value, "state_dict") or hasattr(value, "load_state_dict")
-        pieces[f"extra.{name}"] = _state_of(value, f"extra.{name}") if has_state else value
+        documents[f"extra.{name}"] = _state_of(value, f"extra.{name}") if has_state else value
     for name, model in state.models.items():
         modules = {path: m.get_extra_state() for path, m in modules_with_state(model)}
         if modules:
-            pieces[document_of("model", name, "modules")] = modules
-    return pieces
+            documents[document_of("model", name, "modules")] = modules
+    return documents
 
 
 def classes_of(state: TrainState) -> dict[str, Any]:
-    """The class of each scheduler, and of those in it: the only thing that tells one's state from another's."""
+    """The class of each scheduler and of its inner ones. Nothing else distinguishes their states."""
     found = {} if state.scheduler is None else {"scheduler": _classes_in(state.scheduler)}
     extras = {f"extra.{name}": value for name, value in state.extra.items()}
     return found | {n: class_text(v) for n, v in extras.items() if isinstance(unwrapped(v), LRScheduler)}
@@ -313,18 +317,18 @@ def _state_of(value: Any, name: str) -> Any:
     return found
 
 
-def piece_hash(piece: Encoded) -> str:
+def document_hash(encoded: Encoded) -> str:
     """Hash of a document and its tensors' bytes."""
-    total = xxhash.xxh3_64(json.dumps(piece.document, allow_nan=False).encode())
-    for key in sorted(piece.tensors):
-        tensor = piece.tensors[key].detach().cpu().contiguous()
+    total = xxhash.xxh3_64(json.dumps(encoded.document, allow_nan=False).encode())
+    for key in sorted(encoded.tensors):
+        tensor = encoded.tensors[key].detach().cpu().contiguous()
         total.update(f"{key}{tensor.dtype}{tuple(tensor.shape)}".encode())
         total.update(tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b"")
     return total.hexdigest()
 
 
 def layout_hash(snapshot: Snapshot) -> str:
-    """Hash of which tensors are stored and how they lie on ranks; one manifest can only describe one layout."""
+    """Hash of the stored tensors and their layout on ranks; one manifest can describe only one layout."""
     geometries: dict[Geometry, int] = {}
     total = xxhash.xxh3_64()
     for part in snapshot.parts:
@@ -338,7 +342,7 @@ def layout_hash(snapshot: Snapshot) -> str:
 
 
 def plain_tensors(snapshot: Snapshot, *, kind: str = "") -> dict[str, tuple[ModelPart, NamedTensor]]:
-    """What every rank holds whole: by ``model:name``, of a kind or of all."""
+    """Tensors that every rank holds whole, by ``model:name``; of one kind or of all."""
     return {
         f"{part.name}:{t.name}": (part, t)
         for part in snapshot.models
@@ -348,7 +352,7 @@ def plain_tensors(snapshot: Snapshot, *, kind: str = "") -> dict[str, tuple[Mode
 
 
 def plain_sums(snapshot: Snapshot) -> dict[str, int]:
-    """Digest sums of what every rank holds whole, to find out whether ranks agree."""
+    """Digest sums of tensors that every rank holds whole, to compare ranks."""
     return {
         key: partial_sum(t.tensor.detach(), (0,) * t.tensor.dim())
         for key, (_, t) in plain_tensors(snapshot).items()

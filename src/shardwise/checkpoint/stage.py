@@ -1,8 +1,8 @@
-"""Staging: copies of a training state that are written behind the training, through one reusable buffer.
+"""Staging for async saves: copies of a training state, in one reusable buffer.
 
-The training thread puts pieces in, in the order in which the writing thread takes them out. A buffer that holds
-the whole state lets the training go on as soon as all is copied; a smaller one makes it wait, in waves, for the
-writer to free room.
+The training thread puts pieces in; the writing thread takes them out in the same order. With a buffer for the whole
+state, training goes on as soon as everything is copied. With a smaller one it waits, in waves, for the writer to free
+room.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ALIGNMENT = 64
 class StagingBuffer:
     """A ring of host memory (pinned if there is an accelerator) between the training thread and the writing thread.
 
-    ``nbytes`` is its size. It is allocated, and touched, by :meth:`reserve`, and kept for the next save.
+    ``nbytes`` is its size. :meth:`reserve` allocates and touches it; it is kept for the next save.
     """
 
     def __init__(self) -> None:
@@ -39,9 +39,9 @@ class StagingBuffer:
         return self._memory.numel()
 
     def reserve(self, nbytes: int) -> None:
-        """Make room for ``nbytes``; memory that is there already is used again. Not while a save runs.
+        """Make room for ``nbytes``, reusing existing memory. Not while a save runs.
 
-        Raises :class:`CheckpointError` if the system does not give that much.
+        Raises :class:`CheckpointError` if the system has not enough memory.
         """
         if nbytes > self.nbytes:
             self._memory = torch.empty(0, dtype=torch.uint8)  # freed before the next is allocated
@@ -63,9 +63,9 @@ class StagingBuffer:
         self._error: BaseException | None = None
 
     def put(self, tensor: torch.Tensor) -> None:
-        """Copy a piece in; waits for the writer where there is no room. Called by the training thread.
+        """Copy a piece in; waits for the writer if there is no room. Called by the training thread.
 
-        Does nothing once the writer has failed: all ranks hear of that alike, when they ask for the outcome.
+        Does nothing once the writer has failed: all ranks learn of that together, when they ask for the outcome.
         """
         nbytes = room_for(tensor)
         with self._changed:
@@ -85,7 +85,7 @@ class StagingBuffer:
             self._changed.notify_all()
 
     def take(self) -> torch.Tensor:
-        """The next piece; the one taken before is free from now on. Called by the writing thread."""
+        """The next piece. Frees the one taken before. Called by the writing thread."""
         with self._changed:
             self._taken = None
             self._changed.notify_all()
@@ -98,13 +98,13 @@ class StagingBuffer:
             return copy
 
     def fail(self, error: BaseException) -> None:
-        """Let the thread on the other side raise instead of waiting for ever."""
+        """Make the other thread raise instead of waiting for ever."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
 
     def _room(self, nbytes: int) -> int | None:
-        """Where the next piece may lie; None while the writer still needs what is there."""
+        """The place for the next piece; None while the writer still needs that memory."""
         assert nbytes <= self.nbytes, (nbytes, self.nbytes)
         held = [self._taken] if self._taken else []
         held += [(begin, end) for begin, end, _ in self._ready]
@@ -120,17 +120,17 @@ class StagingBuffer:
 
 def room_for(tensor: torch.Tensor) -> int:
     """Bytes that a piece takes in the buffer."""
-    nbytes = max(1, tensor.numel() * tensor.element_size())  # an empty piece has a place in the order, too
+    nbytes = max(1, tensor.numel() * tensor.element_size())  # an empty piece also needs a place in the order
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def detached_documents(collected: Collected) -> Collected:
-    """With copies of the (small) tensors that documents refer to, so that training may go on."""
+    """``collected`` with copies of the (small) tensors of documents: training may then change the originals."""
 
-    def copies(pieces: Mapping[str, Encoded]) -> dict[str, Encoded]:
+    def copies(documents: Mapping[str, Encoded]) -> dict[str, Encoded]:
         return {
-            name: replace(piece, tensors={k: t.detach().clone() for k, t in piece.tensors.items()})
-            for name, piece in pieces.items()
+            name: replace(encoded, tensors={k: t.detach().clone() for k, t in encoded.tensors.items()})
+            for name, encoded in documents.items()
         }
 
     return replace(collected, shared=copies(collected.shared), local=copies(collected.local))

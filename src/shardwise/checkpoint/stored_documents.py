@@ -1,4 +1,4 @@
-"""Reading the documents of a checkpoint: files compared with their checksums, names known, tensors beside them."""
+"""Reads the documents of a checkpoint and their tensors: checks files against checksums, and refuses unknown names."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ __all__ = ["check_each", "decode_documents", "document_problems", "read_checked"
 
 
 def read_documents(path: str, manifest: Manifest, stem: str) -> dict[str, Encoded]:
-    """The documents in ``<stem>.json`` (``state``, or a rank's), with their tensors, as they are stored.
+    """The documents in ``<stem>.json`` (``state``, or a rank's), with their tensors, still encoded.
 
-    Raises :class:`IntegrityError` if a file is lost or differs from its checksum, :class:`FormatError` if it is not
-    what :mod:`..state.typed_json` writes, :class:`VersionError` for a document that this release does not know.
+    Raises :class:`IntegrityError` if a file is lost or differs from its checksum, :class:`FormatError` if
+    :mod:`..state.typed_json` can't have written it, :class:`VersionError` for a document unknown to this release.
     """
     refuse_unknown(manifest.local_documents, manifest, os.path.join(path, MANIFEST_NAME))
     content = read_checked(path, manifest, f"{stem}.json", MAX_JSON_BYTES)
@@ -45,7 +45,7 @@ def read_documents(path: str, manifest: Manifest, stem: str) -> dict[str, Encode
 
 
 def _below(prefix: str, keys: Sequence[str]) -> Iterator[str]:
-    """Of sorted keys those that begin with ``prefix``, without it."""
+    """The sorted keys that begin with ``prefix``, without the prefix."""
     place = bisect_left(keys, prefix)
     while place < len(keys) and keys[place].startswith(prefix):
         yield keys[place].removeprefix(prefix)
@@ -65,9 +65,9 @@ def decode_documents(stored: Mapping[str, Encoded], path: str, places: Places) -
 
 
 def document_problems(path: str, manifest: Manifest, bad: Set[str]) -> Iterator[str]:
-    """What no restore would take of all ranks' documents, a line each; files in ``bad`` are named already.
+    """A line for each problem of all ranks' documents that a restore would refuse; skips files in ``bad``.
 
-    Documents with tensors of more than 16 MiB are not decoded.
+    Documents with more than 16 MiB of tensors are not decoded.
     """
     stems = [
         n.removesuffix(".json") for n in manifest.files if re.fullmatch(r"(state|rank/[0-9]{5,})\.json", n)
@@ -88,12 +88,12 @@ def document_problems(path: str, manifest: Manifest, bad: Set[str]) -> Iterator[
 
 
 def check_each(stored: Mapping[str, Encoded], manifest: Manifest, path: str) -> None:
-    """Raise :class:`FormatError` for a document that is not of its form; nothing that they say is kept."""
+    """Raise :class:`FormatError` for a document with a wrong form. Keeps no decoded value."""
     for name, document in stored.items():
         try:
             check_form(decode_documents({name: document}, path, Places()), manifest, path)
         except StateError:
-            continue  # it names an enum whose module this process need not know
+            continue  # it needs an enum whose module this process may not have imported
 
 
 def _tensors(path: str, manifest: Manifest, name: str) -> dict[str, torch.Tensor]:
@@ -104,15 +104,15 @@ def _tensors(path: str, manifest: Manifest, name: str) -> dict[str, torch.Tensor
     content = read_checked(path, manifest, name)
     try:
         return load(content)
-    except Exception as error:  # it names no class of what its parser, torch and numpy raise
+    except Exception as error:  # safetensors does not document what its parser, torch and numpy raise
         raise FormatError(f"not a safetensors file ({cause(error)})", path=inside(path, name)) from error
 
 
 def read_checked(path: str, manifest: Manifest, name: str, max_bytes: int | None = None) -> bytes:
     """A small file of a checkpoint, compared with its checksums. Rank-local.
 
-    Raises :class:`IntegrityError` if it is not listed, lost, or has another content; :class:`FormatError` if it is no
-    file or has more than ``max_bytes``.
+    Raises :class:`IntegrityError` if it is not listed, lost or changed; :class:`FormatError` if it is not a file or
+    has more than ``max_bytes``.
     """
     entry = manifest.files.get(name)
     if entry is None:

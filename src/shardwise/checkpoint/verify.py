@@ -27,14 +27,14 @@ from ..limits import inside
 from ..transfer.files import FileReader
 from .check import read_head
 
-__all__ = ["VerifyReport", "boxes_of_run", "model_of", "pieces", "verify"]
+__all__ = ["VerifyReport", "boxes_of_run", "model_of", "runs_of", "verify"]
 
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What was checked, and every problem that was found."""
+    """The scope of a verification, and every problem that it found."""
 
     path: str
     step: int
@@ -46,7 +46,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether there is no problem."""
         return not self.problems
 
     def to_json(self) -> dict[str, Any]:
@@ -59,15 +59,15 @@ def verify(
 ) -> VerifyReport:
     """Check a stored checkpoint completely; reads all of it once, in blocks of 16 MiB, on one process.
 
-    Hard links of one file are read once. Checked: the manifest's own checksum; that exactly its files are there with their sizes; the checksum of
-    every header, small file and 16 MiB block; that headers say what the manifest says; that slices cover
-    every tensor exactly once; that documents are of names and forms that this release knows (where their tensors take
-    16 MiB at most); every tensor's digest, recomputed from the stored bytes; and, of a directory with the name of a step,
-    that it holds that step.
+    It checks the manifest's own checksum; that the directory holds exactly the manifest's files, with their sizes; the
+    checksum of every header, small file and 16 MiB block; that headers agree with the manifest; that slices cover every
+    tensor exactly once; that this release knows the names and forms of documents (with at most 16 MiB of tensors);
+    every tensor's digest, recomputed from the stored bytes; and that a directory named after a step holds that step.
+    Hard links of one file are read once.
 
-    ``on_progress(done, total)`` is called with bytes, from one thread at a time. ``threads``: default as many as the
-    process may run on, at most 8; memory: 17 MiB each. Rank-local. Raises :class:`SourceError` (or a subclass) only
-    if there is no readable manifest; everything else is a line in ``problems``.
+    Calls ``on_progress(done, total)`` with bytes, from one thread at a time. ``threads``: default all cores of the
+    process, at most 8; memory: 17 MiB each. Rank-local. Raises :class:`SourceError` (or a subclass) only if there is no
+    readable manifest; every other problem is a line in ``problems``.
     """
     started = time.perf_counter()
     root = os.fspath(path)
@@ -88,12 +88,12 @@ def verify(
 
 
 def _cores() -> int:
-    """On which this process may run, where the system tells."""
+    """Number of cores on which this process may run, if the system reports it."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _file_set_problems(root: str, manifest: Manifest) -> tuple[list[str], set[str]]:
-    """What is wrong with the files as such, and the names of those that can't be read."""
+    """Problems of the set of files and their sizes, and the names of files that can't be read."""
     found, bad = set(), set()
     for folder, _, names in os.walk(root):
         found |= {os.path.relpath(os.path.join(folder, n), root).replace(os.sep, "/") for n in names}
@@ -114,7 +114,7 @@ def _wrong_file(path: str, nbytes: int) -> str | None:
     except OSError as error:  # a link to nothing, or to itself
         return f"lost ({error.strerror})"
     if not stat.S_ISREG(status.st_mode):
-        return "is no regular file"
+        return "is not a regular file"
     if status.st_size != nbytes:
         return f"{status.st_size} bytes, expected {nbytes}: truncated or overwritten"
     return None
@@ -138,7 +138,7 @@ def _slice_sets(manifest: Manifest) -> Iterator[tuple[str, str, list[SliceTensor
 
 
 def model_of(manifest: Manifest, optimizer: str) -> str:
-    """The model whose parameters have states of an optimizer; the first one, if none has."""
+    """The model whose parameters have states of an optimizer; the first model if none has."""
     return next(
         (m for m, ts in manifest.models.items() if any(optimizer in t.states for t in ts.values())),
         next(iter(manifest.models)),
@@ -147,7 +147,7 @@ def model_of(manifest: Manifest, optimizer: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """A file to check, and the slices that lie in it one after another; none of other files, or of unknown ones."""
+    """A file to check, and its consecutive slices; empty for a file without slices, or with unknown ones."""
 
     name: str
     entry: FileEntry
@@ -160,7 +160,7 @@ class _File:
 
 
 class _Verification:
-    """One verification: its tasks (headers, and blocks of payload), which threads take in turn, and what they found."""
+    """One verification: its tasks (headers, and blocks of payload), which threads take in turn, and their findings."""
 
     def __init__(self, root: str, manifest: Manifest, on_progress: Progress | None) -> None:
         self._root = root
@@ -169,7 +169,7 @@ class _Verification:
         self._lock = threading.Lock()
         self._stopped = False
         self._done = 0
-        self._found: dict[tuple[int, int], list[str]] = {}  # by file and block: always in the same order
+        self._found: dict[tuple[int, int], list[str]] = {}  # by file and block, for a fixed order
         wrong_files, self._bad = _file_set_problems(root, manifest)
         wrong_name = misnamed(root, manifest.step, manifest.files)
         self._first = [f"{MANIFEST_NAME}: {wrong_name}"] * bool(wrong_name) + wrong_files
@@ -191,7 +191,7 @@ class _Verification:
 
     def run(self, threads: int) -> None:
         """Check everything; returns when all threads have ended."""
-        # A room above: only what restores knows what documents mean.
+        # Only this check decodes documents; everything else needs the manifest alone.
         from .stored_documents import document_problems
 
         with ThreadPoolExecutor(threads, thread_name_prefix="shardwise-verify") as pool:
@@ -204,7 +204,7 @@ class _Verification:
         self._last = list(document_problems(self._root, self._manifest, bad))
 
     def problems(self) -> tuple[str, ...]:
-        """What is wrong, files first."""
+        """All problems, files first."""
         lines = [
             *self._first,
             *(line for key in sorted(self._found) for line in self._found[key]),
@@ -219,7 +219,7 @@ class _Verification:
         return tuple(dict.fromkeys(lines))
 
     def _files_to_check(self) -> list[_File]:
-        """Those that are there in their size. Tensors that have slices in others, or unknown ones, are not summed."""
+        """Files that exist with their size. Tensors with slices in any other file are not summed."""
         slices: dict[str, tuple[int, tuple[Slice, ...]]] = {}
         for k, (kind, name, stored, _) in enumerate(self._parts):
             try:
@@ -243,7 +243,7 @@ class _Verification:
             if name in self._bad:
                 self._unread[part] |= {s.tensor.name for s in own}
             elif own and sum(s.nbytes for s in own) != file.payload_bytes:
-                self._first.append(f"{name}: {file.payload_bytes} bytes of payload, its tensors take others")
+                self._first.append(f"{name}: {file.payload_bytes} bytes of payload do not fit its tensors")
                 self._unread[part] |= {s.tensor.name for s in own}
                 found.append(_File(name, entry, part, ()))
             else:
@@ -251,11 +251,11 @@ class _Verification:
         return self._without_links(found)
 
     def _without_links(self, files: list[_File]) -> list[_File]:
-        """Without files that are hard links of another one here, with the same checksums: their bytes are read once."""
+        """Drop hard links to another listed file with the same checksums: its bytes are read once."""
         read: dict[tuple[int, int, FileEntry], _File] = {}
         links = set()
-        for file in sorted(files, key=lambda f: not f.slices):  # of two, the one whose tensors are known
-            with contextlib.suppress(OSError):  # what reads it says so
+        for file in sorted(files, key=lambda f: not f.slices):  # prefer the file whose tensors are known
+            with contextlib.suppress(OSError):  # reading the file reports the error
                 status = os.stat(inside(self._root, file.name))
                 if read.setdefault((status.st_dev, status.st_ino, file.entry), file) is not file:
                     links.add(file.name)
@@ -332,7 +332,7 @@ def _header_problems(file: _File, header: Iterator[memoryview]) -> Iterator[str]
 
 
 def _sums_in(slices: Sequence[Slice], begin: int, view: memoryview) -> Iterator[tuple[str, int]]:
-    """The share of each tensor's digest sum that lies in the payload's bytes from ``begin`` on."""
+    """The share of each tensor's digest sum in the payload bytes from ``begin`` on."""
     end = begin + view.nbytes
     first = max(0, bisect_right(slices, begin, key=lambda s: s.offset_bytes) - 1)
     for s in slices[first:]:
@@ -378,10 +378,10 @@ def boxes_of_run(
     yield from part_of(bottom, 0, right)
 
 
-def pieces(
+def runs_of(
     start: tuple[int, ...], sizes: tuple[int, ...], limit: int, first: int = 0
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """A row-major box in contiguous pieces of at most ``limit`` elements: (start, sizes, first element)."""
+    """Cut a row-major box into contiguous pieces of at most ``limit`` elements: (start, sizes, first element)."""
     numel = math.prod(sizes)
     if numel == 0:
         return
@@ -395,4 +395,4 @@ def pieces(
         count = min(rows, sizes[dim] - begin)
         moved = (*start[:dim], start[dim] + begin, *start[dim + 1 :])
         cut = (*sizes[:dim], count, *sizes[dim + 1 :])
-        yield from pieces(moved, cut, limit, first + begin * inner)
+        yield from runs_of(moved, cut, limit, first + begin * inner)

@@ -1,4 +1,4 @@
-"""Rank 0's view of a directory decides for all; a rank to which a shared file system shows it later waits for it."""
+"""On a shared file system ranks may see new files late. Rank 0's view decides; other ranks wait until theirs matches."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ..ranks.ranks import Ranks
 
 __all__ = ["FirstView", "await_folders", "first_view"]
 
-#: Network file systems keep what they know of a directory for as long (NFS: acdirmax).
+#: Network file systems cache a directory for at most this long (NFS: acdirmax).
 _MOST_PATIENCE_S = 60.0
 _PAUSE_S = 0.05
 
 
 class FirstView:
-    """What rank 0 saw of a checkpoint. Made by :func:`first_view` on every rank."""
+    """Rank 0's view of a checkpoint. Made by :func:`first_view` on every rank."""
 
     def __init__(self, path: str, ranks: Ranks, view: list[Any] | None, manifest: Manifest | None) -> None:
         self._path = path
@@ -33,8 +33,8 @@ class FirstView:
     def manifest(self) -> Manifest:
         """The manifest, read by this rank once it sees the directory as rank 0 does. Rank-local.
 
-        What rank 0 could not read nobody waits for. Raises what ``read_manifest`` does; :class:`SourceError` if
-        this rank does not see, within a minute or the time limit, what rank 0 saw.
+        Does not wait if rank 0 could not read it. Raises as ``read_manifest``; :class:`SourceError` if this rank's view
+        still differs from rank 0's after a minute or the time limit.
         """
         if self._manifest is not None:
             return self._manifest
@@ -55,7 +55,7 @@ class FirstView:
 
 
 def first_view(path: str, ranks: Ranks) -> FirstView:
-    """Let rank 0 look at a checkpoint, and tell the others what it saw. Collective."""
+    """Rank 0 reads a checkpoint and tells the other ranks its view. Collective."""
     manifest: Manifest | None = None
 
     def look() -> list[Any] | None:
@@ -64,7 +64,7 @@ def first_view(path: str, ranks: Ranks) -> FirstView:
             checksum = _checksum(path)
             manifest = read_manifest(path)
             return [checksum, sorted(_unseen(path, manifest.files))]
-        except (OSError, ShardwiseError):  # which every rank then finds for itself
+        except (OSError, ShardwiseError):  # every rank then finds the error itself
             return None
 
     view = None if ranks.world_size == 1 else ranks.on_first("look at manifest", look)
@@ -72,7 +72,7 @@ def first_view(path: str, ranks: Ranks) -> FirstView:
 
 
 def await_folders(path: str, folders: Sequence[str], ranks: Ranks) -> None:
-    """Wait until this rank sees a directory that rank 0 has just made, and folders in it. Rank-local.
+    """Wait until this rank sees a directory that rank 0 has just made, with its folders. Rank-local.
 
     Raises :class:`CheckpointError` after a minute or the time limit.
     """
@@ -89,7 +89,7 @@ def _checksum(path: str) -> str:
 
 
 def _unseen(path: str, names: Collection[str]) -> set[str]:
-    """Those of the files that are not listed: one listing a folder, not a question for every file of every rank."""
+    """The files that are not listed. Lists each folder once instead of asking for every file of every rank."""
     seen = set()
     for folder in {os.path.dirname(name) for name in names}:
         try:

@@ -1,7 +1,7 @@
-"""What the program's own objects change of models and optimizers when they take their state: found, and put right.
+"""Finds and repairs changes of models and optimizers by the program's own objects when these take their state.
 
-An extra may write into the model (an average of the weights), a scheduler of one's own into the settings. Schedulers of
-torch, scalers and data loaders do not, and cost nothing.
+An extra may write into the model (an average of the weights), a custom scheduler into an optimizer's settings. torch's
+schedulers, scalers and data loaders do not, and cost nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .own import tensor_sums
 
 __all__ = ["Watched", "changed_anywhere", "reaches_others"]
 
-#: Their ``load_state_dict`` changes the object itself only.
+#: Classes whose ``load_state_dict`` changes only the object itself.
 _KNOWN = (
     "accelerate.",
     "shardwise.",
@@ -30,9 +30,9 @@ _KNOWN = (
 
 
 def reaches_others(target: Any, above: tuple[int, ...] = ()) -> bool:
-    """Whether the ``load_state_dict`` of an object may change others: that of any class which is not known not to.
+    """Whether the ``load_state_dict`` of an object may change other objects: true for every unknown class.
 
-    ``above``: ids of the schedulers that it is in.
+    ``above``: ids of the schedulers around it.
     """
     if isinstance(target, Mapping) and not hasattr(target, "load_state_dict"):
         return any(map(reaches_others, target.values()))
@@ -48,7 +48,7 @@ def reaches_others(target: Any, above: tuple[int, ...] = ()) -> bool:
 
 
 class Watched:
-    """Models and optimizers of a run before other objects get their state. Reads all of their tensors. Rank-local."""
+    """A record of models and optimizers before other objects get their state. Reads all their tensors. Rank-local."""
 
     def __init__(self, state: TrainState, lives: Mapping[str, LiveModel]) -> None:
         self._sums = {name: tensor_sums(live) for name, live in lives.items()}

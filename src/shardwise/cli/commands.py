@@ -1,4 +1,4 @@
-"""The commands. Each parses, calls what does the work, and renders. Heavy imports wait until they are needed."""
+"""The commands. Each parses, calls the library, and renders. Heavy imports wait until they are needed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .options import (
 from .program import FINE, WRONG_DATA, Program, print_json, rank_of_launcher
 
 if TYPE_CHECKING:
-    from .contents import Contents
+    from .contents import Inspection
 
 __all__ = ["main"]
 
@@ -48,8 +48,8 @@ def main() -> None:
 def inspect(path: str, as_json: bool) -> int:
     """Show what a source, a checkpoint or a directory of checkpoints holds.
 
-    Reads headers and manifests only. Status 1 if a published step is damaged, as far as these tell. Of a model on the
-    hub PATH may be the id, if the cache holds it: nothing is downloaded.
+    Reads headers and manifests only. Status 1 if they show that a published step is damaged. PATH may be the id of a
+    model on the hub if the cache holds it; inspect downloads nothing.
     """
     from .contents import contents_of, to_json
     from .render import console, show_contents
@@ -62,7 +62,7 @@ def inspect(path: str, as_json: bool) -> int:
     return FINE if _is_sound(contents) else WRONG_DATA
 
 
-def _is_sound(contents: Contents) -> bool:
+def _is_sound(contents: Inspection) -> bool:
     from .contents import CheckpointContents, RootContents
 
     if isinstance(contents, RootContents):
@@ -103,7 +103,7 @@ def plan(
     """Show what loading a transformers model over N ranks will take, without loading it.
 
     Makes the plan that load_pretrained would run on each rank, and proves that it is complete. PATH is a directory, or
-    the id of a model on the hub, which is downloaded where the cache lacks it.
+    the id of a model on the hub, which is downloaded if the cache lacks it.
     """
     if ranks % replicas:
         raise click.BadParameter(
@@ -158,7 +158,7 @@ def verify(path: str, threads: int | None, as_json: bool) -> int:
 def diff(first: str, second: str, as_json: bool) -> int:
     """Compare two sources tensor by tensor: added, removed, changed, and by how much.
 
-    Of two checkpoints the optimizers, too. Status 1 if they differ.
+    Compares the optimizers of two checkpoints, too. Status 1 if the sources differ.
     """
     from ..runs.diff import difference
     from .render import console, progress, show_diff
@@ -234,8 +234,8 @@ def export(
 ) -> None:
     """Write the model at PATH (a checkpoint, DCP's too, or safetensors) as a Hugging Face directory OUT.
 
-    Runs in one process, or under torchrun, where all ranks share the work. A run that saves and deletes steps
-    meanwhile does no harm.
+    Runs in one process, or under torchrun, where all ranks share the work. A training run may save and delete steps
+    meanwhile.
     """
     from ..export.hub import export_hf
     from .render import console, show_export
@@ -261,7 +261,7 @@ def export(
 @main.command()
 @source_path
 @click.argument("out", type=click.Path(path_type=str))
-@click.option("--to", type=click.Choice(("checkpoint", "hf")), required=True, help="What OUT is to be.")
+@click.option("--to", type=click.Choice(("checkpoint", "hf")), required=True, help="Format of OUT.")
 @one_model
 @config
 @trust_remote_code
@@ -275,12 +275,12 @@ def convert(
     trust_remote_code: bool,
     as_json: bool,
 ) -> None:
-    """Write what PATH holds as a checkpoint, or its model as a Hugging Face directory (as export does).
+    """Write the run at PATH as a checkpoint, or its model as a Hugging Face directory (as export does).
 
-    PATH is what Accelerate, the HF Trainer, torchtitan, transformers or torch.distributed.checkpoint saved, sharded
-    or as full state; safetensors; or a checkpoint, whose files are then cut anew. Optimizer, scheduler and scaler go
-    into a checkpoint where they are stored. To resume from OUT with a Checkpointer, name it step-NNNNNNNN in its
-    directory. Runs in one process, or under torchrun, where all ranks share the work.
+    PATH is a checkpoint of Accelerate, the HF Trainer, torchtitan, transformers or torch.distributed.checkpoint, sharded
+    or as full state; safetensors; or a shardwise checkpoint, whose files are then cut anew. A checkpoint also gets
+    optimizer, scheduler and scaler, if they are stored. To resume from OUT with a Checkpointer, name it step-NNNNNNNN in
+    its directory. Runs in one process, or under torchrun, where all ranks share the work.
     """
     if model is not None and to != "hf":
         raise click.BadParameter(
@@ -307,7 +307,7 @@ def convert(
 
 @contextmanager
 def _ranks_of_launcher() -> Iterator[int]:
-    """Under torchrun, a gloo group for as long as this lasts. Gives this process's rank."""
+    """Under torchrun, a gloo group during the block. Yields this process's rank."""
     rank, world_size = rank_of_launcher()
     if world_size == 1:
         yield rank

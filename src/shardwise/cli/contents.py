@@ -1,4 +1,4 @@
-"""What lies at a path, as records: a source, a checkpoint, or a directory of steps. Headers and manifests only."""
+"""Describes a path as records: a source, a checkpoint, or a directory of steps. Reads headers and manifests only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .tree import Node, tree_of
 
 __all__ = [
     "CheckpointContents",
-    "Contents",
+    "Inspection",
     "RootContents",
     "SourceContents",
     "StepSummary",
@@ -35,7 +35,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceContents:
-    """What a source holds."""
+    """The contents of a source."""
 
     kind: str
     path: str
@@ -45,13 +45,13 @@ class SourceContents:
     tensors: int
     tensor_bytes: int
     dtypes: Mapping[str, int]
-    """Bytes by stored dtype, falling."""
+    """Bytes by stored dtype, largest first."""
     tree: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeometryUse:
-    """A way of spreading tensors over ranks, and how many tensors are spread so."""
+    """A way of spreading tensors over ranks, and the number of tensors spread in this way."""
 
     axis_sizes: tuple[int, ...]
     axis_names: tuple[str, ...]
@@ -73,7 +73,7 @@ class OptimizerState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointContents:
-    """What a checkpoint holds besides what every source does."""
+    """The contents of a checkpoint beyond those of every source."""
 
     source: SourceContents
     step: int
@@ -84,18 +84,18 @@ class CheckpointContents:
     optimizer_states: tuple[OptimizerState, ...]
     software: Mapping[str, str]
     problems: tuple[str, ...]
-    """Files that are lost or have another size than the manifest says."""
+    """Files that are lost, or whose size differs from the manifest's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSummary:
-    """A step of a checkpoints directory, as far as its manifest, the headers and the sizes of its files tell."""
+    """A step of a checkpoints directory, from its manifest, its headers and the sizes of its files."""
 
     step: int
     path: str
     ok: bool
     fate: str = "published"
-    """``published``; ``superseded`` or ``damaged`` for one that a resume has set aside."""
+    """``published``; ``superseded`` or ``damaged`` for a step that a resume has set aside."""
     problem: str | None = None
     written: str | None = None
     """When the manifest was written: local time with its offset, ISO 8601."""
@@ -107,24 +107,24 @@ class StepSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RootContents:
-    """The steps of a checkpoints directory, newest first, and what else lies there."""
+    """The steps of a checkpoints directory, newest first, and leftovers of stopped saves."""
 
     kind: str = "checkpoints"
     path: str
     steps: tuple[StepSummary, ...]
     set_aside: tuple[StepSummary, ...]
-    """Steps that a resume went back behind, or found damaged: in the history, and never resumed from."""
+    """Steps that a resume superseded or found damaged: in the history, but never resumed from."""
     leftovers: tuple[str, ...]
 
 
 _SET_ASIDE = re.compile(r"step-(?P<step>\d{8,})\.(?P<fate>superseded|damaged)-\w+")
 
-Contents = SourceContents | CheckpointContents | RootContents
+Inspection = SourceContents | CheckpointContents | RootContents
 
 
-def contents_of(path: str) -> Contents:
-    """What lies at ``path``, or in the hub's cache under an id. Raises :class:`SourceError` if it can't be read or is none
-    of these.
+def contents_of(path: str) -> Inspection:
+    """Describe ``path``, or the model with this id in the hub's cache. Raises :class:`SourceError` if it can't be read
+    or has no known form.
     """
     path = _local(path)
     if is_root(path):
@@ -136,7 +136,7 @@ def contents_of(path: str) -> Contents:
 
 
 def _local(path: str) -> str:
-    """A path, or the snapshot in the hub's cache of what can only be an id."""
+    """The path itself, or the snapshot in the hub's cache if it can only be an id."""
     if os.path.lexists(path):
         return path
     from ..models.hub import HubOptions, find_model
@@ -154,7 +154,7 @@ def is_root(path: str) -> bool:
         raise SourceError(f"can't be read: {error.strerror or error}", path=path) from error
 
 
-def to_json(contents: Contents) -> dict[str, Any]:
+def to_json(contents: Inspection) -> dict[str, Any]:
     """The contents as plain JSON values; a checkpoint's source fields and its own side by side."""
     document = asdict(contents)
     return {**document.pop("source", {}), **document}
@@ -202,7 +202,7 @@ def _checkpoint(path: str) -> CheckpointContents:
 
 
 def _models(path: str, manifest: Manifest) -> Catalog:
-    """The tensors of every model; of several, under the model's name."""
+    """The tensors of every model; with several models, under the model's name."""
     catalogs = {name: catalog_of_checkpoint(path, name, manifest=manifest) for name in manifest.models}
     first, *others = catalogs.values()
     if not others:

@@ -23,7 +23,7 @@ __all__ = [
     "trust_remote_code",
 ]
 
-#: What a model can be built or exported in.
+#: The dtypes in which a model can be built or exported.
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 _UNITS = {"": 1, "B": 1}
@@ -45,19 +45,19 @@ def byte_count(context: click.Context, parameter: click.Parameter, value: str) -
 
 
 def common(command: Callable[..., Any]) -> Callable[..., Any]:
-    """``--json`` and ``--debug``. The program looks at both itself, also when parsing fails."""
+    """``--json`` and ``--debug``. The program itself reads both, also when parsing fails."""
     command = click.option("--debug", is_flag=True, expose_value=False, help="Show tracebacks.")(command)
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")(command)
 
 
 def source_path(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The argument PATH. What is wrong with it is for the readers to say, who know more."""
+    """The argument PATH, unchecked: the readers raise better errors."""
     return click.argument("path", type=click.Path(path_type=str))(command)
 
 
 def config(command: Callable[..., Any]) -> Callable[..., Any]:
     """``--config``, for sources that have none of their own."""
-    help = "Directory with config.json, tokenizer and own code, where PATH has none."
+    help = "Directory with config.json, tokenizer and own code, if PATH has none."
     return click.option("--config", type=click.Path(path_type=str), default=None, metavar="DIR", help=help)(
         command
     )
@@ -65,18 +65,18 @@ def config(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def one_model(command: Callable[..., Any]) -> Callable[..., Any]:
     """``--model``, for commands that write one model of a checkpoint that may hold several."""
-    help = "Of a checkpoint with several models, which one."
+    help = "Name of the model, for a checkpoint with several."
     return click.option("--model", default=None, metavar="NAME", help=help)(command)
 
 
 def trust_remote_code(command: Callable[..., Any]) -> Callable[..., Any]:
     """``--trust-remote-code``, for commands that build the model."""
-    help = "Run the Python files that the model brings for its classes."
+    help = "Run the model's own Python files."
     return click.option("--trust-remote-code", is_flag=True, help=help)(command)
 
 
 def as_load_pretrained(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The arguments of ``load_pretrained`` that say which model is built, and of what."""
+    """The arguments of ``load_pretrained`` that choose the model and its source."""
     options = (
         click.option("--class", "class_name", default=None, metavar="[MODULE:]CLASS", help=_CLASS_HELP),
         click.option(
@@ -87,10 +87,12 @@ def as_load_pretrained(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option("--init", multiple=True, metavar="PATTERN", help="Tensors that may be missing."),
         click.option("--adapter", default=None, metavar="DIR", help=_ADAPTER_HELP),
-        click.option("--revision", default=None, help="Of the hub: branch, tag or commit."),
-        click.option("--subfolder", default="", metavar="DIR", help="Where in PATH the model lies."),
+        click.option("--revision", default=None, help="Branch, tag or commit on the hub."),
+        click.option("--subfolder", default="", metavar="DIR", help="Folder of the model in PATH."),
         click.option("--variant", default=None, help="Take model.VARIANT.safetensors."),
-        click.option("--cache-dir", default=None, metavar="DIR", help="Of the hub; default: HF_HUB_CACHE."),
+        click.option(
+            "--cache-dir", default=None, metavar="DIR", help="Cache of the hub. Default: HF_HUB_CACHE."
+        ),
     )
     for option in reversed(options):
         command = option(command)
@@ -102,7 +104,7 @@ _ADAPTER_HELP = "Adapter to put in; with adapter_config.json alone, a new one."
 
 
 def model_class(name: str | None) -> Any:
-    """The class that ``--class`` names: of transformers, or of a module that is imported. Raises ``BadParameter``."""
+    """The class that ``--class`` names, from transformers or from a module that it imports. Raises ``BadParameter``."""
     if name is None:
         return None
     from ..internals.transformers import can_be_built
@@ -119,7 +121,7 @@ def model_class(name: str | None) -> Any:
 
 
 def new_adapter(directory: str | None) -> Any:
-    """What ``adapter=`` takes for ``--adapter``: the directory, or the config where that is all it holds."""
+    """The value of ``adapter=`` for ``--adapter``: the directory, or its config if it holds nothing else."""
     if directory is None or not os.path.isfile(os.path.join(directory, "adapter_config.json")):
         return directory
     if any(name.startswith("adapter_model.") for name in os.listdir(directory)):

@@ -1,4 +1,4 @@
-"""How a command ends: its exit status, and one paragraph for what went wrong instead of a traceback."""
+"""How a command ends: its exit status, and one paragraph for an error instead of a traceback."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ..errors import PlanError, RankError, ShardwiseError
 __all__ = ["FINE", "INTERRUPTED", "WRONG_DATA", "WRONG_USAGE", "Program", "print_json", "rank_of_launcher"]
 
 FINE, WRONG_DATA, WRONG_USAGE = 0, 1, 2
-INTERRUPTED = 130  # what shells expect after Ctrl-C
+INTERRUPTED = 130  # the status that shells expect after Ctrl-C
 
-#: Findings of one error that people get to see; ``--json`` gives all.
+#: Findings of one error that are shown; ``--json`` gives all.
 _SHOWN_PROBLEMS = 20
 
 
 class Program(click.Group):
-    """A group of commands that never ends in a traceback (but with ``--debug``, for what nobody foresaw).
+    """A group of commands that never ends in a traceback (except with ``--debug``, for unexpected errors).
 
     Commands return their exit status, or None for 0.
     """
@@ -75,7 +75,7 @@ def rank_of_launcher() -> tuple[int, int]:
 
 
 # ----------------------------------------------------------------------------------------------------
-# What went wrong
+# Errors
 
 
 def _report(error: BaseException, *, as_json: bool, debug: bool) -> int:
@@ -118,7 +118,7 @@ def _explain(error: BaseException) -> tuple[int, str, dict[str, Any]]:
 
 
 def _shortened(error: ShardwiseError) -> str:
-    """The error's text without empty lines, and with no more findings than people read."""
+    """The error's text without empty lines, and with a limited number of findings."""
     text = str(error)
     if isinstance(error, PlanError) and len(error.problems) > _SHOWN_PROBLEMS:
         summary = text.partition("\n")[0]
@@ -139,7 +139,7 @@ def _own_rank() -> int:
 
 
 def _take_any_text() -> None:
-    """Names of files and tensors may hold what a terminal can't show; that is no reason to fail."""
+    """Accept text that a terminal can't show: names of files and tensors may hold it."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
@@ -147,7 +147,7 @@ def _take_any_text() -> None:
 
 @contextmanager
 def _logging(*, debug: bool) -> Iterator[None]:
-    """What the package logs, on stderr while a command runs."""
+    """Show the package's log on stderr while a command runs."""
     logger, handler = logging.getLogger("shardwise"), logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
     level = logger.level
@@ -165,7 +165,7 @@ def _is_broken_pipe(error: BaseException) -> bool:
 
 
 def _stop_writing(error: BaseException) -> int:
-    """Whoever read our output is gone (``| head``): end without a word, also when the interpreter flushes."""
+    """End silently when the reader of our output is gone (``| head``), also when the interpreter flushes."""
     if isinstance(error, SystemExit) and not isinstance(error.code, int):
         return FINE if error.code is None else WRONG_DATA
     if isinstance(error, SystemExit):

@@ -1,4 +1,4 @@
-"""What people see: tables and trees. Everything that comes from files is shown as plain text, never as markup."""
+"""Renders tables and trees for people. Text from files is shown as plain text, never as markup."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from .contents import CheckpointContents, Contents, RootContents
+from .contents import CheckpointContents, Inspection, RootContents
 from .tree import Node
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ __all__ = [
     "size",
 ]
 
-#: Wide enough for tensor names where there is no terminal to ask.
+#: Width without a terminal: wide enough for tensor names.
 _WIDTH_WITHOUT_TERMINAL = 140
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _GREEN, _RED = "green", "bold red"
@@ -49,7 +49,7 @@ def size(nbytes: int) -> str:
 
 
 def console(*, err: bool = False) -> Console:
-    """Where a command talks to people: stdout, or stderr."""
+    """The console of a command: stdout, or stderr."""
     stream = sys.stderr if err else sys.stdout
     width = None if stream.isatty() else _WIDTH_WITHOUT_TERMINAL
     return Console(file=stream, width=width, markup=False, highlight=False, emoji=False)
@@ -57,7 +57,7 @@ def console(*, err: bool = False) -> Console:
 
 @contextmanager
 def progress(label: str, *, enabled: bool) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr while a terminal watches; gives the function to call with (bytes done, bytes in all)."""
+    """A progress bar on stderr if it is a terminal; yields the function to call with (bytes done, total bytes)."""
     out = console(err=True)
     if not enabled or not out.is_terminal:
         yield lambda done, total: None
@@ -72,8 +72,8 @@ def progress(label: str, *, enabled: bool) -> Iterator[Callable[[int, int], None
 # inspect
 
 
-def show_contents(out: Console, contents: Contents) -> None:
-    """What ``inspect`` says about a path."""
+def show_contents(out: Console, contents: Inspection) -> None:
+    """Print the result of ``inspect``."""
     if isinstance(contents, RootContents):
         _show_root(out, contents)
         return
@@ -174,7 +174,7 @@ def _show_root(out: Console, root: RootContents) -> None:
 
 
 def show_plan(out: Console, report: PlanReport) -> None:
-    """What ``plan`` says: the model, the ranks, and what each of them holds and reads."""
+    """Print the result of ``plan``: the model, and what each rank holds and reads."""
     largest = report.largest_group
     shape = f"{report.ranks}"
     if report.replicas > 1:
@@ -222,7 +222,7 @@ def show_plan(out: Console, report: PlanReport) -> None:
 
 
 def show_verify(out: Console, report: Any) -> None:
-    """What ``verify`` says about one checkpoint (a ``VerifyReport``)."""
+    """Print the result of ``verify`` for one checkpoint (a ``VerifyReport``)."""
     facts = {
         "step": str(report.step),
         "checked": f"{report.files} files, {report.tensors} tensors, {size(report.bytes_read)} "
@@ -234,7 +234,7 @@ def show_verify(out: Console, report: Any) -> None:
 
 
 def show_diff(out: Console, report: Any) -> None:
-    """What ``diff`` says (a ``DiffReport``)."""
+    """Print the result of ``diff`` (a ``DiffReport``)."""
     facts = {"equal": f"{report.equal} tensors, {report.by_digest} of them by their digests"}
     for label, names in (("added", report.added), ("removed", report.removed)):
         if names:
@@ -256,7 +256,7 @@ def show_problems(out: Console, problems: Iterable[str]) -> None:
 
 
 def show_export(out: Console, report: Any) -> None:
-    """What ``export`` says (an ``ExportReport``)."""
+    """Print the result of ``export`` (an ``ExportReport``)."""
     facts = {
         "wrote": f"{report.tensors} tensors, {size(report.total_bytes)} in {report.seconds:.1f} s",
         "files": _some(report.files),
@@ -265,7 +265,7 @@ def show_export(out: Console, report: Any) -> None:
 
 
 def show_convert(out: Console, report: Any) -> None:
-    """What ``convert`` says (a ``ConvertReport``)."""
+    """Print the result of ``convert`` (a ``ConvertReport``)."""
     facts = {
         "from": f"{report.source} ({report.source_kind})",
         "step": str(report.step),
@@ -315,5 +315,5 @@ def _some(lines: Iterable[str], shown: int = 8) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text without control characters: what a file says can't move the cursor."""
+    """Text without control characters: text from a file can't move the cursor."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

@@ -1,4 +1,4 @@
-"""Stored tensors as a tree of modules, with numbered siblings that are alike folded into one."""
+"""Stored tensors as a tree of modules. Identical numbered siblings are folded into one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..catalog.records import StoredTensor
 
 __all__ = ["Node", "tree_of"]
 
-# A file may name its tensors as it likes; these bound what a name can make of the tree.
+# A file may give its tensors any names; these limits bound the tree.
 _MAX_DEPTH = 64
 _MAX_DIGITS = 9
 
@@ -18,8 +18,8 @@ _MAX_DIGITS = 9
 class Node:
     """A module prefix, or a tensor (then with dtype and shape).
 
-    ``name`` is one part of the path, or a range such as ``0-27`` for ``copies`` siblings that are alike;
-    ``tensors`` and ``nbytes`` count all copies.
+    ``name`` is one part of the path, or a range such as ``0-27`` for ``copies`` identical siblings; ``tensors`` and
+    ``nbytes`` count all copies.
     """
 
     name: str
@@ -40,7 +40,7 @@ class _Branch:
 
 
 def tree_of(tensors: Iterable[StoredTensor]) -> tuple[Node, ...]:
-    """The top of the tree. Siblings are sorted: the same modules look alike however a file orders them."""
+    """The top of the tree. Siblings are sorted, so the order of a file does not matter."""
     root = _Branch()
     for tensor in tensors:
         branch = root
@@ -74,7 +74,7 @@ def _nodes(name: str, branch: _Branch) -> Iterable[Node]:
 
 
 def _likeness(node: Node) -> object:
-    """Equal for siblings that differ in nothing but their number."""
+    """A key that is equal for siblings that differ only in their number."""
     return node.dtype, node.shape, node.children
 
 

@@ -1,4 +1,4 @@
-"""kill -9 in the middle of a save: this process ends while half of its files are written."""
+"""kill -9 in the middle of a save: this process ends with half of its files written."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _PERIOD_S = 0.0005
 
 
 def die_in_next_save(checkpoints: Path, rank: int, expected_bytes: int) -> None:
-    """Have this process kill itself, by SIGKILL, in the save that comes next.
+    """Make this process kill itself, by SIGKILL, in the next save.
 
-    It dies when half of ``expected_bytes``, what this rank writes in a save, lies in the unpublished
-    directory; and if the disk was faster than the look at it, when it opens the last file that it has to
-    write. Either way its part is incomplete, and the step can't be published.
+    It dies when half of ``expected_bytes`` (the bytes that this rank writes in a save) lie in the unpublished
+    directory or, if the disk is faster than the watching thread, when it opens its last file. Either way its part is
+    incomplete, and the step can't be published.
     """
     last_file = f"rank/{rank:05d}.json"
 
@@ -37,7 +37,7 @@ def die_in_next_save(checkpoints: Path, rank: int, expected_bytes: int) -> None:
 
 
 def _unpublished_bytes(checkpoints: Path, rank: int) -> int:
-    """Bytes of this rank's files below directories that are not published yet."""
+    """Bytes of this rank's files in directories that are not published yet."""
     total = 0
     for file in checkpoints.glob(f".tmp-step-*/*/shard-{rank:05d}-*"):
         try:

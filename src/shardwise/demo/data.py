@@ -18,15 +18,15 @@ Pair = tuple[str, str]
 
 _SKIPPED = frozenset({"__pycache__", "dist-packages", "idlelib", "lib2to3", "site-packages", "test", "tests"})
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-_FIRST_CHARS, _REST_CHARS = 20, 40  # shorter ones say too little to be found again
+_FIRST_CHARS, _REST_CHARS = 20, 40  # shorter texts are too hard to match
 _CUT_CHARS = 150
 
 
 def docstring_pairs(count: int, *, seed: int = 0) -> list[Pair]:
     """First line and rest of docstrings of the standard library; the same list for the same Python.
 
-    The sources are parsed, never imported. Files come in an order drawn from ``seed``, no line twice.
-    Raises :class:`SourceError` if there are not ``count`` of them, as where only bytecode is installed.
+    Parses the sources and never imports them. Files come in an order drawn from ``seed``, no line twice. Raises
+    :class:`SourceError` if there are fewer than ``count``, for example if only bytecode is installed.
     """
     root = Path(sysconfig.get_path("stdlib"))
     files = sorted(p.relative_to(root) for p in root.rglob("*.py"))
@@ -41,12 +41,12 @@ def docstring_pairs(count: int, *, seed: int = 0) -> list[Pair]:
                 pairs.append((first, rest))
                 if len(pairs) == count:
                     return pairs
-    raise SourceError(f"holds {len(pairs)} docstrings of use, and the demo needs {count}", path=str(root))
+    raise SourceError(f"holds {len(pairs)} usable docstrings, but the demo needs {count}", path=str(root))
 
 
 def _pairs_of(file: Path) -> Iterator[Pair]:
     try:
-        with warnings.catch_warnings():  # the library's own escapes are no concern of ours
+        with warnings.catch_warnings():  # ignore warnings about escapes in the library's own sources
             warnings.simplefilter("ignore")
             tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -69,18 +69,18 @@ def split(pairs: list[Pair], held_out: int, *, seed: int = 0) -> tuple[list[Pair
 class PairBatches:
     """This rank's part of one global sequence of batches.
 
-    The sequence is a function of the seed, the epoch and the batch size alone; ranks take equal slices of
-    each batch. So the position is the same on every rank, and a run that goes on with more or fewer ranks
-    skips nothing and repeats nothing. An epoch ends when no full batch is left.
+    The sequence depends only on seed, epoch and batch size; ranks take equal slices of each batch. So the position is
+    the same on every rank, and a run that goes on with more or fewer ranks skips and repeats nothing. An epoch ends
+    when no full batch is left.
     """
 
     def __init__(
         self, pairs: list[Pair], batch_size: int, *, rank: int, world_size: int, seed: int = 0
     ) -> None:
         if batch_size % world_size:
-            raise ValueError(f"a batch of {batch_size} does not divide by {world_size} ranks")
+            raise ValueError(f"a batch of {batch_size} can't be divided among {world_size} ranks")
         if len(pairs) < batch_size:
-            raise ValueError(f"{len(pairs)} pairs are less than one batch of {batch_size}")
+            raise ValueError(f"{len(pairs)} pairs are fewer than one batch of {batch_size}")
         self._pairs = pairs
         self._batch_size = batch_size
         self._rank = rank
@@ -101,14 +101,16 @@ class PairBatches:
         return [self._pairs[i] for i in order[begin : begin + share]]
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and what it is a position in. Equal on all ranks."""
+        """The position and a description of its sequence. Equal on all ranks."""
         return {**self._sequence(), "epoch": self._epoch, "consumed": self._consumed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on there. Raises :class:`StateError` if that is a position in another sequence."""
+        """Move to the position. Raises :class:`StateError` if it belongs to another sequence."""
         stored = {key: state.get(key) for key in self._sequence()}
         if stored != self._sequence():
-            raise StateError(f"data position is one in {stored}, and these batches are {self._sequence()}")
+            raise StateError(
+                f"the data position belongs to {stored}, but these batches are {self._sequence()}"
+            )
         self._epoch, self._consumed = state["epoch"], state["consumed"]
 
     def _sequence(self) -> dict[str, int]:

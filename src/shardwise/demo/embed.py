@@ -1,9 +1,9 @@
-"""Plain transformers: embed sentences with a model directory, and measure how well they find their other half.
+"""Plain transformers: embed sentences with a model directory, and measure retrieval of their other half.
 
     python embed.py MODEL_DIR PAIRS.json
 
-The demo runs this file by its path, in a process of its own, on the model that it started from and on the
-one that it exported: nothing here needs shardwise, and the result says whether it was imported. It prints one line of JSON.
+The demo runs this file by its path, in a separate process, on its first model and on the exported one. Nothing here
+needs shardwise, and the result says whether it was imported. Prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BATCH = 32
 
 
 def load_tokenizer(model_dir: str) -> Any:
-    """The tokenizer of a local directory, with something to pad by: causal models often name no such token."""
+    """The tokenizer of a local directory, with a padding token: causal models often name none."""
     tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
@@ -44,7 +44,7 @@ def embed(model: Any, tokenizer: Any, texts: list[str]) -> torch.Tensor:
 
 
 def retrieval(model: Any, tokenizer: Any, pairs: list[tuple[str, str]]) -> dict[str, float]:
-    """How often a first line is nearest to its own rest among all rests, and the contrastive loss of it."""
+    """The share of first lines whose nearest rest is their own, and the contrastive loss."""
     with torch.inference_mode():
         firsts, rests = (
             torch.cat([embed(model, tokenizer, side[i : i + _BATCH]) for i in range(0, len(side), _BATCH)])
@@ -59,7 +59,7 @@ def retrieval(model: Any, tokenizer: Any, pairs: list[tuple[str, str]]) -> dict[
 
 
 def main(model_dir: str, pairs_file: str) -> None:
-    """Load as anybody would, measure, print."""
+    """Load with plain transformers, measure, print."""
     with open(pairs_file, encoding="utf-8") as stream:
         pairs = [(first, rest) for first, rest in json.load(stream)]
     model, info = AutoModel.from_pretrained(

@@ -1,4 +1,4 @@
-"""Anonymous memory of this process: what it has allocated, without the pages of files that it has mapped."""
+"""Anonymous memory of this process: its allocations, without pages of mapped files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PERIOD_S = 0.002
 
 
 def anonymous_bytes() -> int | None:
-    """Resident anonymous memory; None where the system does not tell (only Linux does)."""
+    """Resident anonymous memory; None if the system does not report it (only Linux does)."""
     try:
         with open("/proc/self/status", encoding="ascii", errors="replace") as stream:
             for line in stream:
@@ -35,7 +35,7 @@ class AnonymousPeak:
 
     @property
     def added(self) -> int | None:
-        """Bytes by which the highest sample exceeds the first; None where nothing can be measured."""
+        """Bytes by which the highest sample exceeds the first; None if memory can't be measured."""
         return None if self.before is None else max(0, self._peak - self.before)
 
     @property

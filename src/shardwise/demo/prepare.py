@@ -1,4 +1,4 @@
-"""What is checked and found out before any process starts, so that mistakes are told in one paragraph."""
+"""Checks before any process starts. A mistake is reported in one paragraph."""
 
 from __future__ import annotations
 
@@ -28,34 +28,34 @@ _OURS = ("checkpoints", "export", "run-1", "run-2", "pairs.json", "held-out.json
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A model directory that the demo can use, and what has to be declared to load its base model."""
+    """A model directory that the demo can use, and the declarations for loading its base model."""
 
     directory: Path
     kind: str
     """Class of the base model."""
     unused: tuple[str, ...]
-    """Stored tensors of a head on top of the base model, which gives no hidden states."""
+    """Stored tensors of a head on top of the base model. The demo needs only hidden states."""
     init: tuple[str, ...]
     """Tensors that the base model has only without the head, such as a pooler."""
 
 
 def default_model() -> Path:
-    """MiniLM as its package carries it; the package is found, not imported. Raises :class:`SourceError`."""
+    """The directory of MiniLM in its installed package, which is not imported. Raises :class:`SourceError`."""
     spec = importlib.util.find_spec(_PACKAGE)
     for location in (spec.submodule_search_locations or ()) if spec is not None else ():
         directory = Path(location) / "model"
         if (directory / "config.json").is_file():
             return directory
     raise SourceError(
-        f"the package {_PACKAGE.replace('_', '-')}, which carries the demo's model, is not installed: install it "
-        f"with pip, or give --model PATH, the directory of a causal, masked or encoder model"
+        f"the package {_PACKAGE.replace('_', '-')} with the demo's model is not installed: install it with pip, or "
+        f"give --model PATH, the directory of a causal, masked or encoder model"
     )
 
 
 def prepare_model(directory: Path) -> Prepared:
-    """Check a model directory by its config, headers and tokenizer. No payload is read.
+    """Check a model directory by its config, headers and tokenizer. Reads no payload.
 
-    Raises :class:`SourceError` or another :class:`ShardwiseError` saying what is not as it should be.
+    Raises :class:`SourceError` or another :class:`ShardwiseError` naming the problem.
     """
     import transformers
 
@@ -70,9 +70,11 @@ def prepare_model(directory: Path) -> Prepared:
     try:
         tokenizer = load_tokenizer(str(directory))
         tokens = set(tokenizer("First line of a docstring")["input_ids"])
-    except Exception as error:  # tokenizers raise whatever their parts do
+    except Exception as error:  # tokenizers may raise anything
         raise SourceError(f"no tokenizer that transformers can load: {error}", path=str(directory)) from error
-    if tokens <= set(tokenizer.all_special_ids):  # without files, transformers makes one that knows no word
+    if tokens <= set(
+        tokenizer.all_special_ids
+    ):  # without files, transformers makes a tokenizer without words
         raise SourceError("no tokenizer files, or none that fit the config's model type", path=str(directory))
     try:
         base = build_meta(directory, catalog, dtype=torch.float32, auto_class=transformers.AutoModel)
@@ -83,7 +85,7 @@ def prepare_model(directory: Path) -> Prepared:
 
 
 def _whole_class(config: Any) -> Any:
-    """The class that the weights were stored from; None if this transformers does not have it."""
+    """The class of the model that stored the weights; None if this transformers lacks it."""
     import transformers
 
     found = (getattr(transformers, name, None) for name in config.architectures or ())
@@ -95,7 +97,7 @@ def _declarations(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Leftovers that belong to a head, and tensors that only the bare base model has.
 
-    Anything else stays undeclared, so that the load reports it.
+    Anything else stays undeclared, and the load reports it.
     """
     if whole_class is None or whole_class is type(base):
         return (), ()
@@ -129,14 +131,14 @@ def _declarations(
 
 
 def clear_output(out: Path) -> None:
-    """Make ``out``, or clear what a former demo left there. Raises :class:`ShardwiseError` for anything else."""
+    """Make ``out``, or delete the files of an earlier demo in it. Raises :class:`ShardwiseError` for other files."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         names = [path.name for path in out.iterdir()]
         if names and _MARKER not in names:
             raise ShardwiseError(
                 f"{out}: holds files that no demo wrote ({', '.join(sorted(names)[:3])}{', …' if names[3:] else ''}); "
-                f"give --out a new directory, or the one of a former demo"
+                f"give --out a new directory, or that of an earlier demo"
             )
         for path in (out / name for name in _OURS):
             if path.is_dir() and not path.is_symlink():

@@ -26,9 +26,9 @@ _TAIL_CHARS = 1_500
 
 
 def torchrun(world_size: int, arguments: Sequence[str], *, log: Path, console: Console) -> int:
-    """Run ``world_size`` training workers to their end and show what they say. Returns torchrun's exit status.
+    """Run ``world_size`` training workers to their end and show their output. Returns torchrun's exit status.
 
-    What goes to standard error is appended to ``log``. Raises :class:`ShardwiseError` after ten minutes of silence.
+    Appends standard error to ``log``. Raises :class:`ShardwiseError` after ten minutes without output.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     command += ["--nproc-per-node", str(world_size), "-m", "shardwise.demo.train", *arguments]
@@ -39,7 +39,7 @@ def torchrun(world_size: int, arguments: Sequence[str], *, log: Path, console: C
 
 
 def read_model(directory: Path, pairs: Path) -> dict[str, Any]:
-    """What a process with plain transformers measures on a model directory. Raises :class:`ShardwiseError`."""
+    """The measurements of a process with plain transformers on a model directory. Raises :class:`ShardwiseError`."""
     # By path and with -P: run as a module, or with its folder on sys.path, it would see shardwise.
     command = [sys.executable, "-P", embed.__file__, str(directory), str(pairs)]
     done = subprocess.run(command, env=_environment(1), capture_output=True, text=True, check=False)
@@ -51,7 +51,7 @@ def read_model(directory: Path, pairs: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _started(command: Sequence[str], env: dict[str, str], errors: Any) -> Iterator[subprocess.Popen[str]]:
-    """A process whose output is ours to read; ended, with what it started, if the block is left early."""
+    """A process with its output in a pipe. Leaving the block early ends it and its children."""
     process = subprocess.Popen(
         command,
         env=env,
@@ -60,7 +60,7 @@ def _started(command: Sequence[str], env: dict[str, str], errors: Any) -> Iterat
         stderr=errors,
         text=True,
         errors="replace",
-        start_new_session=True,  # Ctrl-C reaches us alone: torchrun's ranks are then ended in order
+        start_new_session=True,  # Ctrl-C reaches only this process, which then ends torchrun's ranks in order
     )
     try:
         yield process
@@ -81,7 +81,7 @@ def _lines(process: subprocess.Popen[str], log: Path) -> Iterator[str]:
 
     def pump() -> None:
         assert process.stdout is not None
-        with contextlib.suppress(ValueError):  # closed under us, after the block was left
+        with contextlib.suppress(ValueError):  # the pipe was closed when the block was left
             for line in process.stdout:
                 found.put(line.rstrip())
         found.put(None)
@@ -91,7 +91,7 @@ def _lines(process: subprocess.Popen[str], log: Path) -> Iterator[str]:
         try:
             line = found.get(timeout=_SILENCE_S)
         except queue.Empty:
-            raise ShardwiseError(f"the ranks have said nothing for {_SILENCE_S:g} s; see {log}") from None
+            raise ShardwiseError(f"the ranks have printed nothing for {_SILENCE_S:g} s; see {log}") from None
         if line is None:
             return
         yield line
@@ -111,7 +111,7 @@ def _environment(world_size: int) -> dict[str, str]:
     env = {k: v for k, v in os.environ.items() if k not in launcher and not k.startswith("TORCHELASTIC_")}
     env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
     if sys.platform == "linux":
-        env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's own name can't be looked up everywhere
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # some hosts can't resolve their own name
     return env | {
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",

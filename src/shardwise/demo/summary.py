@@ -1,4 +1,4 @@
-"""What the demo tells in the end: the report from the records of its processes, a table, and the loss curve."""
+"""The demo's outcome: the report from the records of its processes, a table, and the loss curve."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MB = 1e6
 
 
 def records(directory: Path, name: str) -> list[dict[str, Any]]:
-    """The records that the ranks of one start left, by rank."""
+    """The records that the ranks of one start wrote, by rank."""
     found = [json.loads(p.read_text(encoding="utf-8")) for p in directory.glob(f"{name}-rank-*.json")]
     return sorted(found, key=lambda record: int(record["rank"]))
 
@@ -28,7 +28,7 @@ def read_losses(directory: Path) -> dict[int, float]:
 
 
 def print_resume(report: Mapping[str, Any], console: Console) -> None:
-    """The resume report as the ranks gave it."""
+    """Print the ranks' resume report."""
     rows = {
         "resumed from": f"{Path(report['path']).name}, saved by {_ranks(report['saved_world_size'])}, "
         f"now {report['world_size']}",
@@ -48,7 +48,7 @@ def print_resume(report: Mapping[str, Any], console: Console) -> None:
 
 
 def print_table(report: Mapping[str, Any], console: Console) -> None:
-    """The outcome, measured. Each line is made from what the processes recorded."""
+    """Print the measured outcome. Each line comes from records of the processes."""
     table = Table(title="shardwise demo", show_header=False, title_justify="left")
     for section in (_load_rows(report), _crash_rows(report), _outcome_rows(report)):
         for name, value in section:

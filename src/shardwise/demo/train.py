@@ -1,9 +1,9 @@
-"""One training worker: load sharded, go on where a run stopped, train, save, export.
+"""One training worker: load sharded, resume, train, save, export.
 
     torchrun --nproc-per-node 2 -m shardwise.demo.train --model DIR --out DIR --pairs FILE
 
-The same script and the same command line begin a run and go on with it, on any number of ranks. What is
-peculiar to the demo is only what it records, and the crash.
+The same script and command line begin a run and resume it, on any number of ranks. Only the records and the crash are
+specific to the demo.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def train(options: argparse.Namespace) -> None:
     record = Record(options.out / options.name, rank)
     pairs = [(first, rest) for first, rest in json.loads(options.pairs.read_text(encoding="utf-8"))]
     tokenizer = load_tokenizer(str(options.model))
-    # transformers imports the code of a model with the first of its kind: some 50 MB that no load causes.
+    # transformers imports a model's code when it builds the first one: some 50 MB that the load does not cause.
     with sw.meta_init():
         transformers.AutoModel.from_config(transformers.AutoConfig.from_pretrained(options.model))
 
-    # Dropout stays off (the model comes in eval mode): steps that are trained twice can be compared.
+    # Dropout stays off (the model is in eval mode): steps that are trained twice can be compared.
     with AnonymousPeak() as memory:
         model, loaded = sw.load_pretrained(
             options.model,
@@ -68,7 +68,9 @@ def train(options: argparse.Namespace) -> None:
         written = 0
         for step in range(first_step, options.steps + 1):
             loss = contrastive_loss(model, tokenizer, batches.take())
-            (loss * world_size).backward()  # FSDP2 takes the mean over ranks of what is a sum
+            (
+                loss * world_size
+            ).backward()  # FSDP2 averages gradients over ranks, but this loss needs their sum
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
@@ -90,7 +92,7 @@ def train(options: argparse.Namespace) -> None:
 
 
 def contrastive_loss(model: Any, tokenizer: Any, pairs: list[tuple[str, str]]) -> torch.Tensor:
-    """InfoNCE over the global batch: each first line against the rests of all ranks. Equal on every rank."""
+    """InfoNCE over the global batch: each first line against the rests on all ranks. Equal on every rank."""
     vectors = embed(model, tokenizer, [first for first, _ in pairs] + [rest for _, rest in pairs])
     firsts, rests = map(everyones, vectors.chunk(2))
     return cross_entropy(firsts @ rests.T / TEMPERATURE, torch.arange(len(firsts)))
@@ -105,7 +107,7 @@ def everyones(own: torch.Tensor) -> torch.Tensor:
 
 
 class Record:
-    """What the demo's report is made from: small JSON files, written before anything can crash."""
+    """Writes the small JSON files from which the demo makes its report, before anything can crash."""
 
     def __init__(self, directory: Path, rank: int) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -113,12 +115,12 @@ class Record:
         self._rank = rank
 
     def write(self, name: str, content: dict[str, Any]) -> None:
-        """This rank's outcome of one phase."""
+        """Write this rank's outcome of one phase."""
         path = self._directory / f"{name}-rank-{self._rank}.json"
         path.write_text(json.dumps({"rank": self._rank, **content}), encoding="utf-8")
 
     def loss(self, step: int, value: float) -> None:
-        """One more point of the loss curve, by rank 0."""
+        """Add a point to the loss curve, on rank 0."""
         if self._rank == 0:
             with (self._directory / "loss.jsonl").open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps({"step": step, "loss": value}) + "\n")
@@ -131,7 +133,7 @@ class Record:
             path.write_text(json.dumps(found), encoding="utf-8")
 
     def say(self, text: str) -> None:
-        """A line for whoever watches, by rank 0."""
+        """Print a line, on rank 0."""
         if self._rank == 0:
             print(text, flush=True)
 
@@ -154,7 +156,7 @@ def _options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Start the process group and train; an error that says what to do ends the rank without a trace."""
+    """Start the process group and train; a ShardwiseError ends the rank without a traceback."""
     options = _options()
     dist.init_process_group("gloo")
     try:

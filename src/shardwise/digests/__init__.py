@@ -1,1 +1,1 @@
-"""Fingerprints of content, the same under every sharding: of bytes, and of live models."""
+"""Fingerprints of bytes and of live models, the same under every sharding."""

@@ -19,10 +19,10 @@ Definition (stored in manifests: a change here needs a new manifest version). Al
     digest       from h = 0, h ← mix((h xor word) + γ) for the words total, length of the dtype code, the code
                  as little-endian 64-bit words, number of dims, sizes of the dims
 
-Weights are odd, so no change of one element (|difference| < 2^32) is ever missed. Others are missed with a
-chance of about 2^-32; the worst known, the sign bits of a whole box of positive fp32 flipped, about 2^-23.
-T is a product of two table entries so that long dims cost no more than matrices: a dim of 100M elements needs
-4096 + 24415 random values instead of 100M.
+Weights are odd, so no change of one element (|difference| < 2^32) is ever missed. A change of several elements is
+missed with a chance of about 2^-32; in the worst known case, the sign bits of a whole box of positive fp32 flipped,
+about 2^-23. T is a product of two table entries, which makes long dims as cheap as matrices: a dim of 100M elements
+needs 4096 + 24415 random values instead of 100M.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _MIX_2 = 0x94D049BB133111EB
 
 #: Entries of a low table; part of the format.
 _LOW = 1 << 12
-#: Elements widened to 64 bits at a time: on the host they stay in the L2 cache, on a device they are enough
-#: to hide the cost of the launches. Also the longest vector of weights that is built.
+#: Elements widened to 64 bits at a time: on the host they stay in the L2 cache; on a device there are enough to hide
+#: the cost of launches. Also the longest vector of weights.
 _HOST_BLOCK = 1 << 16
 _DEVICE_BLOCK = 1 << 19
 #: Bytes of a tensor without a dense memory order that are copied at a time.
@@ -65,21 +65,21 @@ _SHORT_ROW = 32
 def partial_sum(local: torch.Tensor, start: Sequence[int]) -> int:
     """Contribution to the digest, in [0, 2^64), of the box of a global tensor that ``local`` holds.
 
-    ``start`` is the global index of ``local``'s first element; the box's sizes are ``local.shape``. Any
-    strides, CPU or accelerator. Tensors without gaps in memory are read in place, others copied at most 4 MiB
-    at a time; all temporaries together stay under 16 MiB. Purely local, no communication. Padding must be cut
-    off first. Raises ``ValueError`` for a wrong ``start`` or a tensor without content of its own (meta, sparse,
-    DTensor), :class:`FormatError` for a dtype that can't be stored.
+    ``start`` is the global index of ``local``'s first element; the box's sizes are ``local.shape``. Any strides, CPU
+    or accelerator. Tensors without gaps in memory are read in place; tensors with gaps are copied in pieces of at most
+    4 MiB. All temporaries together stay under 16 MiB. Purely local, no communication. Cut off padding first. Raises
+    ``ValueError`` for a wrong ``start`` or a tensor without its own content (meta, sparse, DTensor),
+    :class:`FormatError` for a dtype that can't be stored.
     """
     code = code_of(local.dtype)
     _check_box(start, local.shape)
     _check_plain(local)
     if local.numel() == 0:
         return 0
-    # Weights multiply over dims, so dims may be taken in any order: in that of memory most tensors are dense.
+    # Weights multiply over dims, so any order of dims is right. In memory order most tensors are dense.
     order = sorted(range(local.ndim), key=local.stride, reverse=True)
     where = _sum_on(local.device, code)
-    # One buffer for all copies: a fresh one each time was measured to leave 70 MiB in the allocator.
+    # One buffer for all copies: fresh ones left 70 MiB in the allocator.
     buffer: torch.Tensor | None = None
     for piece, piece_start in _pieces(local.detach().permute(order), [start[dim] for dim in order]):
         if not _lies_dense(piece):
@@ -96,8 +96,8 @@ def partial_sum_bytes(
 ) -> int:
     """:func:`partial_sum` of a box that lies in ``view`` as contiguous little-endian bytes, any alignment.
 
-    ``sizes`` and ``start`` describe the box in the global tensor. A caller that streams a box calls this on
-    blocks of its rows, each with its own ``start``, and adds the results. Copies nothing but 512 KiB blocks.
+    ``sizes`` and ``start`` describe the box in the global tensor. A caller that streams a box calls this on blocks of
+    its rows, each with its own ``start``, and adds the results. Copies only 512 KiB blocks.
     Raises ``ValueError`` if sizes, start and bytes don't fit together.
     """
     _check_box(start, sizes)
@@ -192,13 +192,13 @@ class _Sum(Protocol):
     block: int
 
     def table(self, values: _Words) -> Any:
-        """``values`` where the lanes are."""
+        """``values`` on the device of the lanes."""
 
     def add(self, lanes: Any, rows: Any, columns: Any) -> None:
         """Add Σ_rc rows[r] · columns[c] · (lanes[r, c] + 1)."""
 
     def total(self) -> int:
-        """What was added so far, in [0, 2^64)."""
+        """The sum so far, in [0, 2^64)."""
 
 
 class _HostSum:
@@ -237,7 +237,7 @@ class _DeviceSum:
         import torch
 
         self._lane_mask = 256**lane_bytes - 1
-        # int64 multiplication and addition wrap, so they are those of uint64. Summed on the device: one sync.
+        # int64 multiplication and addition wrap, as for uint64. Summed on the device, with one sync.
         self._total = torch.zeros((), dtype=torch.int64, device=device)
 
     def table(self, values: _Words) -> torch.Tensor:
@@ -262,8 +262,8 @@ class _DeviceSum:
 def _add_lanes(lanes: Any, spans: Sequence[_Span], where: _Sum) -> None:
     """Add Σ over a dense box; ``lanes`` are its elements in the order of ``spans``, the last one fastest.
 
-    The box is seen as a matrix whose columns are as many trailing dims as fit into a block, so that both the
-    vectors of weights and the runs of memory are long whatever the shape.
+    Treats the box as a matrix whose columns are as many trailing dims as fit into a block. Vectors of weights and runs
+    of memory are then long for any shape.
     """
     leading = _leading(spans, where.block)
     if leading == len(spans) > 0:  # the last dim alone is longer than a block
@@ -293,13 +293,13 @@ def _weight_runs(spans: Sequence[_Span], where: _Sum) -> Iterator[tuple[int, Any
 
 
 def _cut(span: _Span, limit: int) -> list[_Span]:
-    """``span`` in as few pieces of at most ``limit`` as will do, all about equally long."""
+    """Cut ``span`` into the fewest pieces of at most ``limit``, all about equally long."""
     step = math.ceil(span.size / math.ceil(span.size / limit))
     return [_Span(span.dim, span.start + at, min(step, span.size - at)) for at in range(0, span.size, step)]
 
 
 def _leading(spans: Sequence[_Span], limit: int) -> int:
-    """How many leading dims stay outside when as many trailing dims as fit into ``limit`` become one."""
+    """The number of leading dims outside the block, if as many trailing dims as fit into ``limit`` become one."""
     leading, count = len(spans), 1
     while leading > 0 and count * spans[leading - 1].size <= limit:
         leading -= 1
@@ -340,7 +340,7 @@ def _lanes(piece: torch.Tensor, code: str) -> Any:
 
     lane_bytes = min(itemsize(code), 4)
     lane_dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[lane_bytes]
-    # Not reshape: it keeps the odd stride of a single element, which view() then refuses.
+    # Not reshape: it keeps the odd stride of a single element, and view() refuses that.
     lanes = piece.as_strided((piece.numel(),), (1,)).view(lane_dtype)
     return lanes.numpy().view(f"u{lane_bytes}") if lanes.device.type == "cpu" else lanes
 

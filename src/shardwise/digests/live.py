@@ -1,4 +1,4 @@
-"""Digests of a live, sharded model: every rank sums its own boxes, the sums are added over ranks."""
+"""Digests of a live, sharded model: every rank sums its own boxes, then the sums are added over ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def local_sum(tensor: torch.Tensor, shape: tuple[int, ...], geometry: Geometry, 
 
 
 def replica_totals(sums: Any, geometries: Sequence[Geometry]) -> list[list[int]]:
-    """Per tensor, the digest sum of each of its replicas. ``sums`` holds by rank, then by tensor, uint64."""
+    """Per tensor, the digest sum of each of its replicas. ``sums``: uint64, by rank, then by tensor."""
     by_geometry: dict[Geometry, list[int]] = {}
     for index, geometry in enumerate(geometries):
         by_geometry.setdefault(geometry, []).append(index)
@@ -59,10 +59,10 @@ def live_digests(
     *,
     may_differ: Collection[str] = (),
 ) -> dict[str, int]:
-    """Digest of the global content of each live tensor. Every rank must call it; 8 bytes a tensor travel.
+    """Digest of the global content of each live tensor. Every rank must call it; 8 bytes per tensor travel.
 
-    Every replica is summed and compared; a replica set counts once. Raises :class:`IntegrityError` on every
-    rank, naming tensors whose replicas differ, unless they are in ``may_differ`` (then the first counts).
+    Every replica is summed and compared. Raises :class:`IntegrityError` on every rank, naming tensors whose replicas
+    differ; for tensors in ``may_differ`` the first replica counts.
     """
 
     def own() -> bytes:
@@ -90,8 +90,8 @@ def live_digests(
 def model_digests(live: LiveModel, ranks: Ranks) -> dict[str, int]:
     """Digest of every parameter and persistent buffer by canonical name. Every rank must call it; one round.
 
-    Plain buffers may differ between ranks (BatchNorm statistics): rank 0's counts. Raises
-    :class:`IntegrityError` if replicas of anything else differ.
+    Plain buffers may differ between ranks (BatchNorm statistics): rank 0's count. Raises :class:`IntegrityError` if
+    replicas of any other tensor differ.
     """
     tensors = live.stored
     plain = {t.name for t in tensors if t.kind == "buffer" and local_tensor(t.tensor) is t.tensor}
@@ -101,8 +101,8 @@ def model_digests(live: LiveModel, ranks: Ranks) -> dict[str, int]:
 def digest(model_or_tensor: nn.Module | torch.Tensor) -> dict[str, str] | str:
     """Digest of global content, the same however it is sharded: per name for a model, one for a tensor.
 
-    16 hexadecimal digits each. For a model or a DTensor every rank of the default process group must call
-    it; 8 bytes a tensor travel. An error detector, not cryptography; defined in ``digests/digest.py``.
+    16 hexadecimal digits each. For a model or a DTensor every rank of the default process group must call it; 8 bytes
+    per tensor travel. It detects errors; it is not cryptography. Defined in ``digests/digest.py``.
     """
     ranks = Ranks.current()
     if isinstance(model_or_tensor, nn.Module):

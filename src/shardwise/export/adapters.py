@@ -17,7 +17,7 @@ from ..layout.boxes import whole
 from ..layout.live import LiveModel
 from ..recipe.tiles import Tile, identity
 from .files import HubFiles, header_of, kinds_in
-from .tensors import Contents
+from .tensors import HubTensors
 
 __all__ = ["adapter_assets", "chosen_adapters", "lay_out_adapters"]
 
@@ -41,7 +41,7 @@ def _folder(adapter: str) -> str:
 
 def lay_out_adapters(
     live: LiveModel, adapters: Sequence[str], dtype: str | None
-) -> tuple[Contents, HubFiles]:
+) -> tuple[HubTensors, HubFiles]:
     """One file for each adapter: which bytes of it each tensor of the model is. Rank-local, pure.
 
     ``dtype`` is the stored dtype of floating-point tensors; None: as they are. Base embeddings lie beside an adapter as
@@ -66,7 +66,7 @@ def lay_out_adapters(
             tensors[key] = StoredTensor(stored, code, shape, (chunk,))
             if math.prod(shape):
                 tiles.setdefault(held[stored].name, []).append(identity(key, shape))
-    return Contents(hub, {n: tuple(found) for n, found in tiles.items()}), HubFiles(
+    return HubTensors(hub, {n: tuple(found) for n, found in tiles.items()}), HubFiles(
         tensors, headers, sizes, None
     )
 

@@ -1,4 +1,4 @@
-"""The files of a model in hub format: where each tensor lies in them, made in their final size, published whole."""
+"""The files of a model in hub format: places each tensor, makes files in their final size, publishes them whole."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ INDEX_NAME = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class HubFiles:
-    """The files to write: where each hub tensor lies, headers and sizes by file, the index if there are several."""
+    """The files to write: the place of each hub tensor, headers and sizes by file, the index if there are several."""
 
     tensors: dict[str, StoredTensor]
     headers: dict[str, bytes]
@@ -84,7 +84,7 @@ def lay_out(hub: Mapping[str, tuple[str, tuple[int, ...]]], dtype: str | None, l
 
 
 def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, int], int]:
-    """A safetensors header with ``format: pt``; largest items first, so that everything is aligned."""
+    """A safetensors header with ``format: pt``; largest items first, which aligns all tensors."""
     document: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offsets, end = {}, 0
     for name in sorted(tensors, key=lambda n: (-itemsize(tensors[n][0]), n)):
@@ -99,7 +99,7 @@ def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes
 
 
 def prepare_files(final: str, output: HubFiles, ranks: Ranks) -> str:
-    """Rank 0 makes the temporary directory and the files in their final size. Returns its path on all ranks."""
+    """Rank 0 makes the temporary directory and the files in their final size. Returns the path on all ranks."""
 
     def make() -> str:
         _refuse_taken(final)
@@ -135,17 +135,17 @@ def _refuse_taken(final: str) -> None:
 
 
 def publish_files(
-    temporary: str, final: str, output: HubFiles, companions: Mapping[str, bytes], bytes_written: int
+    temporary: str, final: str, output: HubFiles, assets: Mapping[str, bytes], bytes_written: int
 ) -> None:
-    """Index and small files, fsync, and the final name. For rank 0, after every rank synced its bytes.
+    """Write index and small files, sync them, and rename. For rank 0, after every rank synced its bytes.
 
-    Raises :class:`CheckpointError` if not all bytes were written, or the headers are not what a reader takes.
+    Raises :class:`CheckpointError` if bytes are missing, or if a reader would refuse the headers.
     """
     if bytes_written != output.total_bytes:
         raise CheckpointError(f"{final}: ranks wrote {bytes_written} bytes, expected {output.total_bytes}")
     if output.index is not None:
         write_file(os.path.join(temporary, INDEX_NAME), output.index)
-    for name, content in companions.items():
+    for name, content in assets.items():
         write_file(inside(temporary, name), content)
     _check_readable(temporary, final, output)
     for folder in dict.fromkeys((*map(os.path.dirname, output.headers), "")):
@@ -160,7 +160,7 @@ def publish_files(
 
 
 def _check_readable(temporary: str, final: str, output: HubFiles) -> None:
-    """Read every header, and the index, as any load does, before anything has the final name."""
+    """Read every header and the index as a load does, before anything has the final name."""
     try:
         found = {
             (file, entry.name): (entry.dtype, entry.shape, entry.offset_bytes)

@@ -1,8 +1,7 @@
-"""``iter_full``: a sharded model's tensors whole, one bucket at a time, for whoever takes weights over (an inference engine).
+"""``iter_full``: a sharded model's full tensors, one bucket at a time, for example for an inference engine.
 
-The one place where gathering is the job. Every rank writes the elements that it owns of a full tensor into memory of
-zeros, by the tiles of an export, and one sum over the ranks, of integers, brings them together: bits that one rank
-wrote and zeros. So every layout goes one way, uneven and empty shards too, and nothing is held twice.
+Each rank copies its elements into a zeroed full tensor, by the tiles of an export; an integer all-reduce combines them
+bit-exactly. This works for any layout, with uneven and empty shards, and holds nothing twice.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from ..recipe.match import castable
 from ..recipe.tiles import Tile
 from ..transfer.copy import Destination
 from .hub import LiveJob, _dtype_code
-from .tensors import Contents, as_named
+from .tensors import HubTensors, as_named
 
 __all__ = ["iter_full"]
 
@@ -53,31 +52,33 @@ def iter_full(
     dtype: torch.dtype | str | None = None,
     io: IOOptions | None = None,
 ) -> FullTensors:
-    """Lazily ``(name, full tensor)`` of everything that ``model`` stores, in the same order on every rank.
+    """Iterate lazily over ``(name, full tensor)`` of all stored tensors of ``model``, in one order on every rank.
 
-    What :func:`export_hf` would write, bit for bit, without files: every parameter and persistent buffer, ties
-    once, on the device of the model's mesh (of a model without a mesh: on its own). Tensors are the caller's: nothing here keeps or changes them.
+    Gives the tensors that :func:`export_hf` would write, bit for bit, without files: every parameter and persistent
+    buffer, ties once, on the device of the model's mesh (without a mesh: on the model's own). The caller owns the
+    tensors: shardwise neither keeps nor changes them.
 
     Args:
         model: a live model, sharded in any way or not at all.
         names: ``"hub"``: names and shapes of the files that it was loaded from (else those of its class).
-            ``"module"``: names and shapes as ``state_dict`` has them, without wrapper parts. ``"adapter"``: of a
-            ``PeftModel`` the active adapter alone, as its file names it.
-        bucket_bytes: gathered at a time: as many tensors as fit, at least one.
-        dtype: floating-point tensors are given in it. Default: as they are.
+            ``"module"``: names and shapes as in ``state_dict``, without wrapper parts. ``"adapter"``: only the active
+            adapter of a ``PeftModel``, with the names in its file.
+        bucket_bytes: bytes gathered at a time: as many tensors as fit, at least one.
+        dtype: cast floating-point tensors to it. Default: no cast.
         io: time limit.
 
     Every rank of the default process group must call it, iterate in step, and stop at the same tensor (``break``
-    or ``close()``: nothing is in flight between tensors). A rank that fails to make its part of a bucket raises
-    everywhere; one that stops alone is named by the others' error after ``io.timeout_s``. The model must not change
-    meanwhile.
+    or ``close()``: nothing is in flight between tensors). If a rank fails to make its part of a bucket, all ranks
+    raise; if a rank stops alone, the other ranks' error names it after ``io.timeout_s``. The model must not change
+    during the iteration.
 
-    Memory, besides the shards: ``bucket_bytes``, or the largest tensor if that is more, plus what the caller still
-    holds of the bucket before (one tensor in a plain ``for`` loop). Where the process group can't add on the model's
-    device (a CPU model under NCCL alone), the bucket lies on the group's device and each tensor is copied. Traffic: one sum over all ranks of each tensor.
+    Memory, besides the shards: ``bucket_bytes``, or the largest tensor if that is more, plus the tensors of the last
+    bucket that the caller still holds (one tensor in a plain ``for`` loop). If the process group can't add on the
+    model's device (a CPU model under NCCL alone), the bucket lies on the group's device and each tensor is copied.
+    Traffic: one all-reduce of each tensor.
 
     Raises :class:`CheckpointError` (hub names of a model with adapters), :class:`FormatError` (a conversion that
-    can't be turned round), :class:`StateError` (nothing loaded yet) or :class:`RankError` alike on every rank.
+    can't be inverted), :class:`StateError` (nothing loaded yet) or :class:`RankError` alike on every rank.
     """
     ranks = Ranks.current(timeout_s=(io or IOOptions()).timeout_s)
     with ranks.agree("plan full tensors") as claim:
@@ -95,13 +96,13 @@ def iter_full(
 
 @dataclass(frozen=True, slots=True)
 class _Full:
-    """A tensor to be given whole, and which of its elements this rank brings."""
+    """A full tensor, and the elements that this rank contributes."""
 
     stored: StoredTensor
     parts: tuple[tuple[Wanted, Tile], ...]
 
 
-def _contents(live: LiveModel, names: str) -> Contents:
+def _contents(live: LiveModel, names: str) -> HubTensors:
     """What is given, under which names, and which of its elements each tensor of the model holds."""
     if names == "hub":
         if has_adapters(live.root):
@@ -117,7 +118,7 @@ def _contents(live: LiveModel, names: str) -> Contents:
     raise ValueError(f"names must be 'hub', 'module' or 'adapter', got {names!r}")
 
 
-def _adapter_contents(live: LiveModel) -> Contents:
+def _adapter_contents(live: LiveModel) -> HubTensors:
     peft = peft_model(live.root)
     if peft is None:
         raise TypeError(f"names='adapter': {type(live.root).__name__} is no PeftModel")
@@ -126,14 +127,14 @@ def _adapter_contents(live: LiveModel) -> Contents:
     tiles: dict[str, tuple[Tile, ...]] = {}
     for stored, t in held.items():
         tiles[t.name] = tiles.get(t.name, ()) + as_named({stored: hub[stored]}).tiles[stored]
-    return Contents(hub, tiles)
+    return HubTensors(hub, tiles)
 
 
 def _kind(tensor: NamedTensor) -> tuple[str, tuple[int, ...]]:
     return code_of(tensor.tensor.dtype), tuple(tensor.tensor.shape)
 
 
-def _plan(live: LiveModel, contents: Contents, dtype: str | None, rank: int) -> list[_Full]:
+def _plan(live: LiveModel, contents: HubTensors, dtype: str | None, rank: int) -> list[_Full]:
     """What a rank brings of each full tensor. Of replicas one brings it; an export chooses it the same way."""
     named = {t.name: t for t in live.stored if t.name in contents.tiles}
     unfilled = [name for name, t in named.items() if t.tensor.is_meta]
@@ -155,7 +156,7 @@ def _plan(live: LiveModel, contents: Contents, dtype: str | None, rank: int) -> 
 
 
 def _buckets(full: Sequence[_Full], bucket_bytes: int) -> Iterator[list[_Full]]:
-    """The tensors in order, as many at a time as fit; one that is larger alone."""
+    """The tensors in order, in buckets of as many as fit; a tensor larger than a bucket is alone."""
     bucket: list[_Full] = []
     used = 0
     for one in full:
@@ -176,7 +177,7 @@ def _iterate(
 ) -> FullTensors:
     sums_on, given_on = devices
     for bucket in buckets:
-        # A generator's own variables live on while the caller holds it: no tensor may be left in one.
+        # A generator's variables live as long as the caller holds it: no variable may keep a tensor.
         ready = _gather(bucket, parts, sums_on, ranks)
         while ready:
             yield _first(ready, given_on)
@@ -191,7 +192,7 @@ def _first(ready: deque[tuple[str, torch.Tensor]], device: torch.device) -> tupl
 def _gather(
     bucket: Sequence[_Full], parts: Destination, device: torch.device, ranks: Ranks
 ) -> deque[tuple[str, torch.Tensor]]:
-    """The full tensors of a bucket. Every rank must call it; nobody enters a collective unless all have their part."""
+    """The full tensors of a bucket. Every rank must call it; no rank enters a collective until all have their part."""
     with ranks.agree("gather full tensors"):
         words = [torch.zeros(-(-one.stored.nbytes // 8), dtype=torch.int64, device=device) for one in bucket]
         views = [_view(own, one.stored) for own, one in zip(words, bucket, strict=True)]
@@ -210,7 +211,7 @@ def _view(words: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
 
 
 def _fill(full: torch.Tensor, one: _Full, parts: Destination) -> None:
-    """This rank's elements of a full tensor, cast where its dtype is another."""
+    """Copy this rank's elements into a full tensor, with a cast if its dtype differs."""
     stored: Mapping[str, StoredTensor] = {one.stored.name: one.stored}
     for wanted, tile in one.parts:
         for transfer in transfers_of(tile, wanted, stored):
@@ -229,7 +230,7 @@ def _device(live: LiveModel) -> torch.device:
 
 
 def _where_ranks_sum(device: torch.device) -> torch.device:
-    """``device`` where the default process group works on it, else this process's device of a type that it works on."""
+    """``device`` if the default process group supports it, else this process's device of a supported type."""
     kinds = [part.partition(":")[0] for part in str(dist.get_backend_config()).split(",")]
     if device.type in kinds:
         return device

@@ -1,7 +1,7 @@
 """``export_hf``: a live model or a stored checkpoint as a hub-format directory, written by all ranks in place.
 
-The same transfers as a load, with output files as the far side: every rank computes where its boxes lie in
-the final files and writes them there. Nobody gathers, nobody holds a whole model.
+It uses the transfers of a load in reverse: every rank computes the places of its boxes in the final files and writes
+them there. No rank gathers or holds a whole model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..internals.peft import has_adapters, peft_model
 from ..internals.transformers import ignored_on_save
 from ..layout.live import LiveModel, describe
 from ..layout.model import wanted_of
-from ..models.assets import companion_files
+from ..models.assets import asset_files
 from ..models.classes import import_code, in_turn
 from ..plan import IOOptions
 from ..plan.build import transfers_of
@@ -37,7 +37,7 @@ from ..transfer.copy import Destination, FileFiller, Staging, write_back
 from .adapters import adapter_assets, chosen_adapters, lay_out_adapters
 from .files import HubFiles, lay_out, prepare_files, publish_files
 from .stored import StoredJob
-from .tensors import Contents, as_named, inverted, reverted
+from .tensors import HubTensors, as_named, inverted, reverted
 
 __all__ = ["ExportReport", "LiveJob", "export_hf"]
 
@@ -88,21 +88,20 @@ def export_hf(
     Args:
         model_or_path: a live (sharded) model, a checkpoint directory, or any other source of a load.
         out_dir: must not exist, or be empty. It appears complete or not at all.
-        model: of a checkpoint with several models, which one.
-        config: directory with the config.json (and tokenizer, own code) of a source that has none, as a DCP
+        model: the name of the model, for a checkpoint with several models.
+        config: directory with the config.json (and tokenizer, own code) of a source that has none, such as a DCP
             checkpoint. Without one, its tensors keep their names.
         dtype: floating-point tensors are written in it. Default: as they are.
         adapters: of a ``PeftModel``, one or several of its adapters. Default: all.
         max_shard_bytes: payload per file, unless one tensor is larger.
-        trust_remote_code: of a checkpoint, run the Python files that its model brings for its classes: they
-            know the hub's names. Others need none.
+        trust_remote_code: run the Python files of a checkpoint's model: they know its hub names. Only models with
+            their own code need it.
 
-    Every rank of the default process group must call it; each writes its own bytes at precomputed
-    offsets of the final files. What is read of a checkpoint is compared with its recorded digests before
-    anything appears; its files are opened at once, so that a run that deletes it meanwhile does no harm (of more
-    files than the process may have open, :class:`CheckpointError`). Memory: staging only. Raises
-    :class:`CheckpointError`, :class:`SourceError` (:class:`IntegrityError` for content that differs),
-    :class:`RankError` alike on every rank.
+    Every rank of the default process group must call it; each writes its own bytes at precomputed offsets of the
+    final files. Tensors read from a checkpoint are compared with its recorded digests before anything appears. All
+    files of a checkpoint are opened at the start, so a run that deletes it meanwhile does no harm (if the process may
+    not open that many files: :class:`CheckpointError`). Memory: staging only. Raises :class:`CheckpointError`,
+    :class:`SourceError` (:class:`IntegrityError` for content that differs), :class:`RankError` alike on every rank.
     """
     started = time.perf_counter()
     io = io or IOOptions()
@@ -129,21 +128,21 @@ def export_hf(
             in_turn(ranks, lambda: import_code(home))
         with ranks.agree("plan export"):
             contents, output = job.lay_out(code, max_shard_bytes)
-            companions = _with_dtype(job.companions(), code) if ranks.rank == 0 else {}
-        written = _write_out(job, contents, output, companions, final, ranks, io)
+            assets = _with_dtype(job.assets(), code) if ranks.rank == 0 else {}
+        written = _write_out(job, contents, output, assets, final, ranks, io)
     return ExportReport.of(output, final, written, started)
 
 
 def _write_out(
     job: LiveJob | StoredJob,
-    contents: Contents,
+    contents: HubTensors,
     output: HubFiles,
-    companions: Mapping[str, bytes],
+    assets: Mapping[str, bytes],
     final: str,
     ranks: Ranks,
     io: IOOptions,
 ) -> int:
-    """Everything after planning: the files appear at ``final`` complete or not at all. Returns this rank's bytes."""
+    """Write and publish: the files appear at ``final`` complete or not at all. Returns this rank's bytes."""
     temporary = prepare_files(final, output, ranks)
     try:
         with ranks.agree("write export"), FileFiller(temporary, ranks.tick) as filler:
@@ -155,7 +154,7 @@ def _write_out(
                 stacked = np.stack([np.frombuffer(g, dtype=np.uint64) for g in gathered])
                 total, *sums = map(int, stacked.sum(axis=0, dtype=np.uint64))
                 job.check(sums)
-                publish_files(temporary, final, output, companions, total)
+                publish_files(temporary, final, output, assets, total)
     except BaseException:
         if ranks.rank == 0:
             with ranks.patience():
@@ -186,14 +185,14 @@ class LiveJob:
     def _kinds(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         return {n: (code_of(t.tensor.dtype), tuple(t.tensor.shape)) for n, t in self._named.items()}
 
-    def lay_out(self, dtype: str | None, max_shard_bytes: int) -> tuple[Contents, HubFiles]:
+    def lay_out(self, dtype: str | None, max_shard_bytes: int) -> tuple[HubTensors, HubFiles]:
         """What each tensor of the model becomes, and where in which file it lies."""
         if self._peft is not None:
             return lay_out_adapters(self._live, self._adapters, dtype)
         contents = self.contents()
         return contents, lay_out(contents.hub, dtype, max_shard_bytes)
 
-    def contents(self) -> Contents:
+    def contents(self) -> HubTensors:
         """Hub tensors and tiles of the whole model. Raises :class:`CheckpointError` if it has adapters."""
         if has_adapters(self._live.root):
             raise CheckpointError(
@@ -208,7 +207,7 @@ class LiveJob:
         return as_named(self._kinds())
 
     def write(
-        self, contents: Contents, output: HubFiles, filler: FileFiller, staging: Staging, ranks: Ranks
+        self, contents: HubTensors, output: HubFiles, filler: FileFiller, staging: Staging, ranks: Ranks
     ) -> list[int]:
         geometries = self._live.geometries
         owned = assign_owners([SliceTensor(n, c, s, geometries[n]) for n, (c, s) in self._kinds().items()])
@@ -222,19 +221,19 @@ class LiveJob:
         return []
 
     def check(self, sums: Sequence[int]) -> None:
-        """Nothing was read."""
+        """Does nothing: a live model has no recorded digests."""
 
-    def companions(self) -> Mapping[str, bytes]:
+    def assets(self) -> Mapping[str, bytes]:
         if self._peft is not None:
             return adapter_assets(self._peft, self._adapters)
-        return companion_files(self._live.root)
+        return asset_files(self._live.root)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: no file is open."""
 
 
 def _with_dtype(files: Mapping[str, bytes], dtype: str | None) -> dict[str, bytes]:
-    """The files with the dtype of config.json, a JSON object, set to what is written."""
+    """The files, with the dtype in config.json (a JSON object) set to the exported one."""
     found = dict(files)
     if dtype is not None and "config.json" in found:
         config = json.loads(found["config.json"])

@@ -1,4 +1,4 @@
-"""Export of what is stored: ranks share the tensors, piece by piece, through staging."""
+"""Export of a stored model: ranks share the tensors, piece by piece, through staging."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ..catalog import Catalog, StoredTensor
 from ..catalog.checkpoint import catalog_of_checkpoint, check_size, directory, model_named
 from ..catalog.open import open_catalog
-from ..checkpoint.verify import pieces
+from ..checkpoint.verify import runs_of
 from ..digests.digest import finish, partial_sum
 from ..dtypes import itemsize
 from ..errors import CheckpointError, IntegrityError, SourceError
@@ -17,7 +17,7 @@ from ..format.manifest import MANIFEST_NAME, Manifest, read_manifest
 from ..layout.boxes import Box
 from ..limits import inside
 from ..loading.pretrained import build_meta
-from ..models.assets import ADAPTERS_NAME, read_companions
+from ..models.assets import ADAPTERS_NAME, read_assets
 from ..models.unquantized import refuse_source
 from ..plan import IOOptions
 from ..plan.build import transfers_of
@@ -31,16 +31,16 @@ from ..transfer.box import read_recipe, wanted_box
 from ..transfer.copy import Destination, FileFiller, Staging, write_back
 from ..transfer.page_cache import page_cache_for
 from .files import HubFiles, lay_out
-from .tensors import Contents, as_named, inverted, reverted
+from .tensors import HubTensors, as_named, inverted, reverted
 
 __all__ = ["StoredJob"]
 
 
 class StoredJob:
-    """Export of a model that is stored.
+    """Export of a stored model.
 
-    Opens its files at once, as many as the process may have open, so that a run that deletes the checkpoint
-    meanwhile does no harm. Raises :class:`CheckpointError` if it was faster.
+    Opens its files at the start, as many as the process may have open, so a run that deletes the checkpoint meanwhile
+    does no harm. Raises :class:`CheckpointError` if the run was faster.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class StoredJob:
         try:
             self._catalog = self._open(model)
             self._files.hold(f.path for f in self._catalog.files)
-            self._documents = read_companions(self.home) if os.path.isdir(self.home) else {}
+            self._documents = read_assets(self.home) if os.path.isdir(self.home) else {}
         except SourceError as error:
             self._files.close()
             raise self._unless_deleted(error) from error
@@ -85,7 +85,7 @@ class StoredJob:
 
     @property
     def home(self) -> str:
-        """Where the config lies, and what goes with it."""
+        """The directory of the config and the other assets."""
         if self._config is not None:
             return self._config
         if self._manifest is not None:
@@ -93,7 +93,7 @@ class StoredJob:
         return self._path if os.path.isdir(self._path) else os.path.dirname(self._path)
 
     def _unless_deleted(self, error: SourceError) -> Exception:
-        """What to raise for an error of reading: the checkpoint may be gone altogether."""
+        """The error to raise when reading fails: a clearer one if the whole checkpoint was deleted."""
         if self._manifest is None or os.path.exists(os.path.join(self._path, MANIFEST_NAME)):
             return error
         return CheckpointError(
@@ -106,14 +106,14 @@ class StoredJob:
         if not has_module_names(self._catalog):
             refuse_source(self._catalog)
 
-    def lay_out(self, dtype: str | None, max_shard_bytes: int) -> tuple[Contents, HubFiles]:
+    def lay_out(self, dtype: str | None, max_shard_bytes: int) -> tuple[HubTensors, HubFiles]:
         """What each stored tensor becomes, and where in which file it lies."""
         if dtype is not None:
             self._refuse_codes()
         contents = self.contents()
         return contents, lay_out(contents.hub, dtype, max_shard_bytes)
 
-    def contents(self) -> Contents:
+    def contents(self) -> HubTensors:
         """Hub tensors and tiles. Builds the model on meta where its class knows the hub's names."""
         kinds = self._stored.kinds
         folder = directory("model", self._model)
@@ -133,7 +133,7 @@ class StoredJob:
         shapes = self._manifest.hub_tensors.get(self._model)
         if shapes is None:
             return reverted(model, kinds)
-        # The tensors that it was loaded from, run through the class's conversions once more.
+        # Run the class's conversions once more over the tensors that the model was loaded from.
         stored = {n: StoredTensor(n, _any_dtype(kinds), s, ()) for n, s in shapes.items()}
         entries = self._manifest.models[self._model]
         by_name = {alias: n for n, t in entries.items() for alias in (n, *t.aliases)}
@@ -147,9 +147,9 @@ class StoredJob:
         return inverted(kinds, recipes, shapes)
 
     def write(
-        self, contents: Contents, output: HubFiles, filler: FileFiller, staging: Staging, ranks: Ranks
+        self, contents: HubTensors, output: HubFiles, filler: FileFiller, staging: Staging, ranks: Ranks
     ) -> list[int]:
-        """Returns this rank's share of the digest sum of each tensor that has a recorded digest."""
+        """Write this rank's pieces. Returns its share of the digest sum of each tensor with a recorded digest."""
         sums = dict.fromkeys(self._recorded(), 0)
         try:
             for name, box in _share_of(self._stored.kinds, staging.limit_bytes // 2, ranks):
@@ -162,7 +162,7 @@ class StoredJob:
         return list(sums.values())
 
     def check(self, sums: Sequence[int]) -> None:
-        """Compare what all ranks read with the recorded digests. Raises :class:`IntegrityError`."""
+        """Compare the digests of all ranks' reads with the recorded ones. Raises :class:`IntegrityError`."""
         wrong = []
         for name, total in zip(self._recorded(), sums, strict=True):
             stored = self._catalog.tensors[name]
@@ -189,7 +189,7 @@ class StoredJob:
         filler: FileFiller,
         staging: Staging,
     ) -> int:
-        """Returns the digest sum of the piece as it was read."""
+        """Write one piece. Returns its digest sum as read."""
         dtype, shape = self._stored.kinds[name]
         wanted = wanted_box(name, dtype, shape, box)
         stored = self._stored.catalog.tensors
@@ -199,7 +199,7 @@ class StoredJob:
             write_back(transfers_of(tile, wanted, output.tensors), filler, destination, staging)
         return partial_sum(piece, box.start) if name in self._catalog.digests else 0
 
-    def companions(self) -> Mapping[str, bytes]:
+    def assets(self) -> Mapping[str, bytes]:
         """Config, tokenizer and own code."""
         return self._documents
 
@@ -217,7 +217,7 @@ def _share_of(
     done = 0
     for name, (dtype, shape) in kinds.items():
         size = itemsize(dtype)
-        for start, sizes, _ in pieces((0,) * len(shape), shape, limit_bytes // size):
+        for start, sizes, _ in runs_of((0,) * len(shape), shape, limit_bytes // size):
             if done * ranks.world_size // total == ranks.rank:
                 found.append((name, Box(start, tuple(a + n for a, n in zip(start, sizes, strict=True)))))
             done += math.prod(sizes) * size

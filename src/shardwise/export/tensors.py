@@ -1,4 +1,4 @@
-"""What an export writes: hub tensors, and which of their elements each module tensor holds."""
+"""The tensors of an export: hub tensors, and which of their elements each module tensor holds."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from ..recipe.match import Recipe
 from ..recipe.tiles import Tile, identity, invert
 from ..recipe.transformers import reverse_tiles
 
-__all__ = ["Contents", "as_named", "inverted", "reverted"]
+__all__ = ["HubTensors", "as_named", "inverted", "reverted"]
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
-    """What to export: hub tensors by name with dtype and shape, and which tiles of them each module tensor holds.
+class HubTensors:
+    """Hub tensors by name with dtype and shape, and the tiles of them that each module tensor holds.
 
-    A tile's source is a hub tensor, its target a module tensor: the load's tiles, run the other way.
+    A tile's source is a hub tensor, its target a module tensor: an export runs the load's tiles in reverse.
     """
 
     hub: dict[str, tuple[str, tuple[int, ...]]]
     tiles: dict[str, tuple[Tile, ...]]
 
 
-def as_named(kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> Contents:
+def as_named(kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> HubTensors:
     """Module tensors under their own names."""
-    return Contents(dict(kinds), {n: (identity(n, shape),) for n, (_, shape) in kinds.items()})
+    return HubTensors(dict(kinds), {n: (identity(n, shape),) for n, (_, shape) in kinds.items()})
 
 
-def reverted(meta_model: Any, kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> Contents:
-    """Module tensors as the library's own reverse transforms name and shape them for the hub."""
+def reverted(meta_model: Any, kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> HubTensors:
+    """Module tensors with the hub names and shapes from the library's own reverse transforms."""
     hub, tiles = {}, {n: [] for n in kinds}  # type: ignore[var-annotated]
     for made in reverse_tiles(meta_model, kinds):
         hub[made.target] = (made.dtype, made.shape)
         for tile in made.tiles:
             tiles[tile.source].append(invert(tile, made.target))
-    return _checked(Contents(hub, {n: tuple(found) for n, found in tiles.items()}))
+    return _checked(HubTensors(hub, {n: tuple(found) for n, found in tiles.items()}))
 
 
 def inverted(
     kinds: Mapping[str, tuple[str, tuple[int, ...]]],
     recipes: Mapping[str, Recipe],
     shapes: Mapping[str, tuple[int, ...]],
-) -> Contents:
-    """Module tensors as the tensors that they were loaded from; what was initialised keeps its own name."""
+) -> HubTensors:
+    """Module tensors as the tensors that they were loaded from; initialised tensors keep their own names."""
     hub: dict[str, tuple[str, tuple[int, ...]]] = {}
     tiles = {}
     for name, (code, shape) in kinds.items():
@@ -61,11 +61,11 @@ def inverted(
                 raise FormatError(
                     f"{tile.source!r} would be written from tensors of dtypes {known[0]} and {code}"
                 )
-    return _checked(Contents(hub, tiles))
+    return _checked(HubTensors(hub, tiles))
 
 
-def _checked(contents: Contents) -> Contents:
-    """Every element of every hub tensor is written once. Raises :class:`FormatError` naming those that are not."""
+def _checked(contents: HubTensors) -> HubTensors:
+    """Check that every element of every hub tensor is written once. Raises :class:`FormatError` naming the rest."""
     held: Counter[str] = Counter()
     for found in contents.tiles.values():
         for tile in found:

@@ -1,1 +1,1 @@
-"""A checkpoint on disk (docs/format.md), for its writer and its reader: manifest, documents, slice files, headers."""
+"""The checkpoint format on disk (docs/format.md), for writer and reader: manifest, documents, slice files, headers."""

@@ -1,6 +1,6 @@
-"""The documents that a checkpoint may hold, by name: a closed list. Pure; their content is another matter.
+"""The names of the documents that a checkpoint may hold: a closed list. Pure; content is checked elsewhere.
 
-A name that is not in it is refused where the names are read, so that no name of a file ever picks what it is given to.
+Reading a checkpoint refuses any other name. A name from a file therefore never chooses which object gets its content.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _EXTRA = "extra."
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """What a document's name says: of which kind it is, and whose (a model, an optimizer, an extra) if not the run's."""
+    """The kind and the owner (a model, optimizer or extra; empty: the run) that a document's name says."""
 
     kind: Kind
     owner: str = ""
 
 
 def document_of(kind: str, name: str, what: str = "") -> str:
-    """Name of the document of a model or an optimizer: ``optimizer``, ``optimizers.critic``, ``optimizers.critic.opaque``.
+    """Name of a model's or optimizer's document: ``optimizer``, ``optimizers.critic``, ``optimizers.critic.opaque``.
 
-    Of a single model, which is called ``model``, only ``what``.
+    For a single model, called ``model``, only ``what``.
     """
     stem = kind if name == kind else f"{kind}s.{name}"
     if not what:
@@ -56,7 +56,7 @@ def document_of(kind: str, name: str, what: str = "") -> str:
 
 
 def document_named(name: str, manifest: Manifest) -> Document | None:
-    """What a name of a document means in a checkpoint; None if this release gives it no meaning."""
+    """The document that a name in a checkpoint stands for; None if this release does not know the name."""
     if name in _OF_A_RUN:
         return Document(name)
     if name.startswith(_EXTRA):
@@ -75,7 +75,7 @@ def document_named(name: str, manifest: Manifest) -> Document | None:
 
 
 def refuse_unknown(names: Iterable[str], manifest: Manifest, path: str) -> None:
-    """Raise :class:`VersionError` for a name that means nothing to this release."""
+    """Raise :class:`VersionError` for a name that this release does not know."""
     for name in names:
         if document_named(name, manifest) is None:
             raise VersionError(
@@ -86,7 +86,7 @@ def refuse_unknown(names: Iterable[str], manifest: Manifest, path: str) -> None:
 
 
 def parse_documents(content: bytes, manifest: Manifest, path: str) -> dict[str, Any]:
-    """The documents in a JSON file of a checkpoint, as they are stored, by name.
+    """The documents in a JSON file of a checkpoint, still encoded, by name.
 
     Raises :class:`FormatError` if the file is not a JSON object, :class:`VersionError` for an unknown name.
     """

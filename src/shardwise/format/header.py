@@ -69,12 +69,14 @@ def read_header(path: str) -> Header:
 
 
 def check_regular(path: str) -> None:
-    """Refuse what opening would block on or read without end: pipes, sockets, devices.
+    """Refuse pipes, sockets and devices: opening or reading them could block for ever.
 
-    Raises :class:`FormatError`, or ``OSError`` if there is nothing.
+    Raises :class:`FormatError`, or ``OSError`` if the file does not exist.
     """
     mode = os.stat(path).st_mode
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # of a directory open() says so itself
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(
+        mode
+    ):  # for a directory open() raises a clear error itself
         raise FormatError("can't be read: not a regular file", path=path)
 
 
@@ -110,7 +112,7 @@ def _parse(raw: bytes, path: str) -> dict[str, object]:
 
 
 def _saved_offsets(metadata: dict[str, str], path: str) -> dict[str, tuple[int, ...]] | None:
-    """Per tensor, where its slice starts (torch's DCP_SHARDING_INFO), or None if the file has none."""
+    """The start of each tensor's slice (torch's DCP_SHARDING_INFO), or None if the file has none."""
     text = metadata.get("DCP_SHARDING_INFO")
     if text is None:
         return None
@@ -120,7 +122,7 @@ def _saved_offsets(metadata: dict[str, str], path: str) -> dict[str, tuple[int, 
         offsets = value.get("saved_offsets") if isinstance(value, dict) else None
         if not isinstance(offsets, list) or not all(map(is_count, offsets)):
             raise FormatError(
-                f"DCP_SHARDING_INFO is not what torch writes: {brief(name)} has saved_offsets {brief(offsets)}",
+                f"DCP_SHARDING_INFO differs from torch's format: {brief(name)} has saved_offsets {brief(offsets)}",
                 path=path,
             )
         found[name] = tuple(offsets)
@@ -153,7 +155,7 @@ def _entry(
         saved = offsets.get(name)
         if saved is None or len(saved) != len(shape):
             raise FormatError(
-                f"{where}: no saved_offsets of {len(shape)} dims, got {brief(saved)}", path=path
+                f"{where}: expected saved_offsets of {len(shape)} dims, got {brief(saved)}", path=path
             )
     return Entry(name, dtype, tuple(shape), start + span[0], expected, saved)
 

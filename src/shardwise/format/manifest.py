@@ -1,6 +1,6 @@
 """Reading a manifest: the JSON that makes a directory a checkpoint. Written last, checksummed by its own xxh3.
 
-Everything in it is checked here, once: names, numbers, and what they would cost whoever uses them.
+This module checks everything in it once: names, numbers, and the time and memory that they cost a reader.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from ..dtypes import ITEMSIZE
 from ..errors import FormatError, IntegrityError, SourceError, VersionError
-from ..gc_paused import no_collections
+from ..gc_paused import gc_paused
 from ..layout.placements import RULE_VERSION, Cut, Geometry, blocks_of
 from ..limits import (
     MAX_BLOCKS,
@@ -45,7 +45,7 @@ from .manifest_records import (
     TensorEntry,
     checksum_of,
 )
-from .steps import of_steps
+from .steps import describe_steps
 
 __all__ = [
     "BLOCK_BYTES",
@@ -61,16 +61,16 @@ __all__ = [
     "read_manifest",
 ]
 
-#: Entry of the software of a checkpoint that a conversion wrote: it has no documents of ranks.
+#: Key in ``software`` of a checkpoint that a conversion wrote. Such a checkpoint has no documents per rank.
 CONVERTED = "converted from"
 
 
-@no_collections()
+@gc_paused()
 def read_manifest(root: str | os.PathLike[str]) -> Manifest:
     """Read and check the manifest of a checkpoint directory.
 
-    Raises :class:`SourceError` (not there), :class:`FormatError` (not a manifest), :class:`VersionError` (of
-    another format version), :class:`IntegrityError` (its own checksum does not match).
+    Raises :class:`SourceError` (missing), :class:`FormatError` (not a manifest), :class:`VersionError` (another
+    format version), :class:`IntegrityError` (its checksum does not match).
     """
     path = os.path.join(os.fspath(root), MANIFEST_NAME)
     try:
@@ -85,7 +85,7 @@ def read_manifest(root: str | os.PathLike[str]) -> Manifest:
 
 
 def parse_manifest(raw: bytes, path: str) -> Manifest:
-    """The manifest that a text is; everything in it is checked. Raises as :func:`read_manifest`, naming ``path``."""
+    """Parse the text of a manifest and check everything in it. Raises as :func:`read_manifest`, naming ``path``."""
     document = parse_json(raw, path, "not a checkpoint manifest: it")
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         found = document.get("format") if isinstance(document, dict) else document
@@ -111,14 +111,14 @@ def parse_manifest(raw: bytes, path: str) -> Manifest:
 
 def _no_manifest(root: str) -> str:
     if os.path.isdir(root):
-        return of_steps(root) or "not a checkpoint: no manifest.json"
+        return describe_steps(root) or "not a checkpoint: no manifest.json"
     if os.path.exists(root):
         return "is a file, not a directory; give the directory of a checkpoint"
     return "no such directory"
 
 
-# What follows trusts no value: a right checksum only says that nobody changed the text by accident. Names of models
-# and optimizers become folders, those of files paths: none that leaves the directory gets past here.
+# The code below trusts no value: a correct checksum excludes accidents, not attacks. Names of models and optimizers
+# become folders, names of files become paths: none that leaves the directory passes.
 
 
 def _from_document(d: dict[str, Any]) -> Manifest:
@@ -126,7 +126,7 @@ def _from_document(d: dict[str, Any]) -> Manifest:
     world_size = _count(d["world_size"], 1, _MAX_RANKS)
     for rank in range(world_size):
         if f"rank/{rank:05d}.json" not in files:
-            raise ValueError(f"the world size is {world_size}, and no file is of rank {rank}")
+            raise ValueError(f"the world size is {world_size}, but rank {rank} has no file")
     geometries = tuple([_geometry(g, world_size) for g in d["geometries"]])
     spreads = [_spread(g) for g in geometries]
     packed = _each(d["packed"], _word, lambda ps: _each(ps, _name, lambda p: _packed(p, world_size)))
@@ -159,7 +159,7 @@ _WRONG = (ValueError, LookupError, TypeError, AttributeError)
 def _each(
     values: Mapping[str, Any], check: Callable[[Any], str], make: Callable[[Any], _Of]
 ) -> dict[str, _Of]:
-    """The checked names and values of a mapping. What is wrong with one is said with its name before it."""
+    """The checked names and values of a mapping. An error begins with the name of its entry."""
     found = {}
     for name, value in values.items():
         try:
@@ -174,7 +174,7 @@ def _said(error: Exception) -> str:
 
 
 _MAX_RANKS = 2**20
-#: Places (ranks × blocks) over which shapes may be spread: so many, and as many more for each tensor and file listed.
+#: Places (ranks × blocks) over which shapes may be spread: a base number, plus a number per listed tensor and file.
 _MIN_PLACES, _PLACES_EACH = 2**20, 64
 
 
@@ -204,9 +204,9 @@ def _text(value: Any) -> str:
 
 
 def _name(value: Any) -> str:
-    """The name of a tensor: readers of slice files take no longer one."""
+    """The name of a tensor, no longer than readers of slice files take."""
     if len(_text(value)) > MAX_NAME_CHARS:
-        raise ValueError(f"a name of {len(value)} characters, the limit is {MAX_NAME_CHARS}")
+        raise ValueError(f"a name has {len(value)} characters, the limit is {MAX_NAME_CHARS}")
     return str(value)
 
 
@@ -227,7 +227,7 @@ def _word(value: Any) -> str:
 
 def _known(name: Any, held: Mapping[str, Any]) -> str:
     if name not in held:
-        raise ValueError(f"{brief(name)} is none of {brief(sorted(held))}")
+        raise ValueError(f"{brief(name)} is not one of {brief(sorted(held))}")
     return str(name)
 
 
@@ -254,7 +254,7 @@ def _geometry(g: dict[str, Any], world_size: int) -> Geometry:
     if not len(sizes) == len(names) == len(cuts) <= MAX_DIMS:
         raise ValueError(f"a geometry of {len(sizes)} sizes, {len(names)} names and {len(cuts)} cuts")
     if math.prod(sizes) != len(ranks) or len(set(ranks)) != len(ranks) or max(ranks) >= world_size:
-        raise ValueError(f"axes of {brief(sizes)} do not hold ranks {brief(ranks)} of {world_size}")
+        raise ValueError(f"axes of sizes {brief(sizes)} do not fit ranks {brief(ranks)} of {world_size}")
     if not isinstance(g["fsdp_order"], bool):
         raise ValueError(f"fsdp_order is {brief(g['fsdp_order'])}")
     return Geometry(sizes, names, cuts, ranks, g["fsdp_order"])
@@ -268,7 +268,7 @@ def _cut(kind: Any, dim: Any, factor: Any) -> Cut:
 
 @dataclass(frozen=True, slots=True)
 class _Spread:
-    """What a tensor must fit that is spread by a geometry, and over how many places it lies then."""
+    """The bounds that a geometry sets to its tensors, and the number of places over which it spreads them."""
 
     replicas: int
     least_dims: int
@@ -292,7 +292,7 @@ def _tensor(
     shape, index = _shape(t["shape"], ITEMSIZE[dtype]), _count(t["geometry"], 0, len(spreads) - 1)
     replicas = spreads[index].replicas
     if spreads[index].least_dims > len(shape):
-        raise ValueError(f"shape {brief(shape)} has not the dims that geometry {index} cuts")
+        raise ValueError(f"shape {brief(shape)} lacks dims that geometry {index} cuts")
     return TensorEntry(
         dtype=dtype,
         shape=shape,
@@ -315,7 +315,7 @@ def _state(
     dtype = _dtype(e["dtype"])
     if e.get("packed") is not None:
         if _text(name) == GRADIENT and shape:
-            raise ValueError(f"a gradient of one element, and its parameter has shape {brief(shape)}")
+            raise ValueError(f"a gradient has one element, but its parameter has shape {brief(shape)}")
         index = _count(e["index"], 0, packed[_text(e["packed"])].count - 1)
         return StateEntry(dtype, packed=e["packed"], index=index)
     if "." in _text(name):  # slice files name a state <parameter>.<state>
@@ -333,7 +333,7 @@ def _packed(p: dict[str, Any], world_size: int) -> Packed:
 def _check_packs(
     models: Mapping[str, Mapping[str, TensorEntry]], packed: Mapping[str, Mapping[str, Packed]]
 ) -> None:
-    """Each element of a pack is the state of one parameter, and all states of an optimizer are of one model."""
+    """Check that each element of a pack is the state of one parameter, and each optimizer's states are of one model."""
     if not models:
         raise ValueError("no model")
     used: dict[tuple[str, str], set[int]] = {}
@@ -342,7 +342,9 @@ def _check_packs(
         for t in entries.values():
             for optimizer, states in t.states.items():
                 if trained.setdefault(optimizer, model) != model:
-                    raise ValueError(f"{optimizer} has states of {trained[optimizer]} and of {model}")
+                    raise ValueError(
+                        f"{optimizer} has states of two models, {trained[optimizer]} and {model}"
+                    )
                 for e in states.values():
                     if e.packed is None:
                         continue
@@ -355,14 +357,14 @@ def _check_packs(
             found = len(used.get((optimizer, name), ()))
             if p.count != found:
                 raise ValueError(
-                    f"the pack {brief(name)} has {p.count} elements, and {found} states refer to it"
+                    f"the pack {brief(name)} has {p.count} elements, but {found} states refer to it"
                 )
 
 
 def _check_work(
     models: Mapping[str, Mapping[str, TensorEntry]], spreads: Sequence[_Spread], files: int
 ) -> None:
-    """Where slices lie is worked out per shape and geometry, for every rank and block: in proportion to what is listed."""
+    """Refuse too many places for the listed tensors and files: readers compute slices per shape, geometry and place."""
     kinds = {(t.shape, t.geometry) for entries in models.values() for t in entries.values()}
     places = sum(spreads[geometry].places for _, geometry in kinds)
     listed = files + sum(map(len, models.values()))

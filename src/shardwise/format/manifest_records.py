@@ -1,4 +1,4 @@
-"""The records of a manifest, and its text. O(tensors), and all that planning reads; :mod:`.manifest` reads and checks it.
+"""The records of a manifest, and its JSON text. O(tensors); planning reads nothing else. :mod:`.manifest` checks it.
 
 Format version 1, see docs/format.md.
 """
@@ -33,13 +33,13 @@ FORMAT = "shardwise-checkpoint"
 VERSION = 1
 #: Payload is checksummed in blocks of this many bytes.
 BLOCK_BYTES = 16 * 1024**2
-#: Under this key a gradient is stored beside the optimizer states of its parameter.
+#: The key of a gradient beside the optimizer states of its parameter.
 GRADIENT = "__grad__"
 
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """A file of a checkpoint: its size, the checksum of its header (or of the whole of a small file), and the
+    """A file of a checkpoint: its size, the checksum of its header (of the whole file if it is small), and the
     checksums of its payload's 16 MiB blocks."""
 
     nbytes: int
@@ -144,7 +144,7 @@ def _geometry_json(g: Geometry) -> dict[str, Any]:
 
 
 def _sparse(value: dict[str, Any]) -> dict[str, Any]:
-    """Without empty and zero optional fields: they are the defaults that reading fills in."""
+    """``value`` without empty and zero optional fields, which reading fills in as defaults."""
     keep = {"nbytes", "header_bytes", "dtype", "shape", "geometry", "digest"}
     return {k: v for k, v in value.items() if k in keep or (v not in (0, None) and v != () and v != {})}
 

@@ -1,8 +1,8 @@
 """Slice files: which rank writes which boxes of which tensors, into which file, at which offset.
 
-One deterministic rule for writer and reader, so that a manifest needs one entry per tensor and nobody
-opens another rank's header to plan. Pure: integers and strings, no torch, no files. What asks for single
-slices of other ranks' files, instead of all of one rank's, is in :mod:`.spread`.
+Writer and reader follow one deterministic rule. A manifest therefore needs one entry per tensor, and planning opens no
+other rank's header. Pure: integers and strings, no torch, no files. :mod:`.spread` finds single slices in other ranks'
+files, instead of all slices of one rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..dtypes import itemsize
-from ..gc_paused import no_collections
+from ..gc_paused import gc_paused
 from ..layout.boxes import Box, LocalBox
 from ..layout.placements import Geometry, cut_boxes
 
@@ -67,7 +67,7 @@ def _replicated_axes(geometry: Geometry) -> list[int]:
 
 @lru_cache(maxsize=64)
 def _replica_ranks(geometry: Geometry) -> tuple[dict[int, tuple[int, ...]], ...]:
-    """By replica, global rank → mesh coordinate."""
+    """For each replica, global rank → mesh coordinate."""
     axes = _replicated_axes(geometry)
     found: list[dict[int, tuple[int, ...]]] = [
         {} for _ in range(math.prod(geometry.axis_sizes[axis] for axis in axes))
@@ -82,7 +82,7 @@ def _replica_ranks(geometry: Geometry) -> tuple[dict[int, tuple[int, ...]], ...]
 
 
 def owner_ranks(geometry: Geometry, owner: int) -> Mapping[int, tuple[int, ...]]:
-    """Global rank → mesh coordinate of the replica that writes, one rank for every shard."""
+    """Global rank → mesh coordinate in the replica that writes: one rank per shard."""
     return _replica_ranks(geometry)[owner]
 
 
@@ -91,9 +91,9 @@ def replicas(geometry: Geometry) -> list[list[int]]:
     return [list(found) for found in _replica_ranks(geometry)]
 
 
-@no_collections()
+@gc_paused()
 def assign_owners(tensors: Sequence[SliceTensor]) -> list[SliceTensor]:
-    """The tensors with an owner each, so that replicas share the writing, balanced by bytes.
+    """Give each tensor an owner. Replicas then share the writing, balanced by bytes.
 
     Greedy, largest first: a tensor goes to the replica whose ranks have least to write so far.
     Deterministic: the same on every rank.
@@ -119,11 +119,11 @@ def file_name(kind: str, rank: int, index: int, count: int) -> str:
 
 
 def in_file_order(tensors: Iterable[SliceTensor]) -> list[SliceTensor]:
-    """Tensors in the order of a file: by falling item size, so that everything is aligned, then by name."""
+    """Tensors in the order of a file: by falling item size, which aligns them all, then by name."""
     return sorted(sorted(tensors, key=attrgetter("name")), key=lambda t: -itemsize(t.dtype))
 
 
-@no_collections()
+@gc_paused()
 def rank_files(tensors: Sequence[SliceTensor], rank: int) -> list[list[Slice]]:
     """The slice files of one rank: the k-th holds the k-th box of every tensor that has one there.
 
@@ -131,7 +131,7 @@ def rank_files(tensors: Sequence[SliceTensor], rank: int) -> list[list[Slice]]:
     """
     files: list[list[Slice]] = []
     ends: list[int] = []
-    # Tensors of one kind have the same boxes, and there are far fewer kinds than tensors.
+    # Tensors of one kind have the same boxes, and kinds are far fewer than tensors.
     known: dict[tuple[object, ...], list[tuple[int, LocalBox, int]]] = {}
     for tensor in in_file_order(tensors):
         kind = (tensor.shape, tensor.geometry, tensor.owner, tensor.dtype)
@@ -149,7 +149,7 @@ def rank_files(tensors: Sequence[SliceTensor], rank: int) -> list[list[Slice]]:
 
 
 def boxes_to_write(tensor: SliceTensor, rank: int) -> tuple[LocalBox, ...]:
-    """The boxes of a tensor that a rank writes: those that it holds, if its replica is the owner."""
+    """The boxes of a tensor that a rank writes: all that it holds if its replica is the owner, otherwise none."""
     owners = owner_ranks(tensor.geometry, tensor.owner)
     coordinate = owners.get(rank)
     if coordinate is None:
@@ -160,9 +160,9 @@ def boxes_to_write(tensor: SliceTensor, rank: int) -> tuple[LocalBox, ...]:
     return cut_boxes(tensor.shape, tensor.geometry, coordinate)
 
 
-@no_collections()
+@gc_paused()
 def header_bytes(slices: Sequence[Slice]) -> bytes:
-    """Length prefix and header of a slice file, padded so that the payload starts at a multiple of 8.
+    """Length prefix and header of a slice file, padded to start the payload at a multiple of 8.
 
     Carries ``DCP_SHARDING_INFO`` with ``saved_offsets`` per tensor, as torch's HuggingFaceStorageReader
     expects (torch 2.9-2.13, ``distributed/checkpoint/_hf_utils.py``).

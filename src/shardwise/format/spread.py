@@ -1,9 +1,9 @@
-"""Where the slices of many tensors lie over all ranks' files, found for one box or one rank at a time.
+"""Finds slices in all ranks' files, for one box or one rank at a time.
 
-:func:`.slices.rank_files` says it for all tensors of one rank. A run of other ranks needs a few boxes of each of
-many ranks' files: with 60,000 tensors on 1,024 ranks that is a few of 60 million slices. So nothing here is made for
+:func:`.slices.rank_files` lists all slices of one rank. A run at another world size needs a few boxes from each of
+many ranks' files: with 60,000 tensors on 1,024 ranks, a few of 60 million slices. So nothing here is computed for
 all ranks and all tensors. Tensors of equal dtype, shape, geometry and owner (a *kind*) are cut alike and share the
-work; there are far fewer kinds than tensors. Pure: no torch, no files.
+work; kinds are far fewer than tensors. Pure: no torch, no files.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ..layout.boxes import Box
 from ..layout.placements import Geometry, cutting_axes, dim_intervals
 from .slices import SliceTensor, boxes_to_write, in_file_order, owner_ranks
 
-__all__ = ["Kind", "Place", "Spread", "file_count"]
+__all__ = ["CutKind", "SliceAt", "Spread", "file_count"]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SliceAt:
     """A box of a tensor, in the ``file``-th slice file (from 0) of a rank."""
 
     box: Box
@@ -46,7 +46,7 @@ class _Piece:
 
 
 class _Dim:
-    """How a dim of some length is cut into intervals. ``axes`` are the mesh axes that do it; coordinates are on these."""
+    """How a dim of some length is cut into intervals. ``axes``: the mesh axes that cut it; coordinates are on them."""
 
     def __init__(self, length: int, dim: int, geometry: Geometry) -> None:
         self.axes = tuple(axis for axis, _ in cutting_axes(geometry, dim))
@@ -65,19 +65,19 @@ class _Dim:
         self._starts = [p.start for p in self._pieces]
 
     def overlapping(self, low: int, high: int) -> list[_Piece]:
-        """The intervals that hold an index from low to high-1. All intervals are disjoint and cover the dim."""
+        """The intervals that hold an index from low to high-1. Intervals are disjoint and cover the dim."""
         first = max(0, bisect_right(self._starts, low) - 1)
         last = bisect_right(self._starts, high - 1)
         return self._pieces[first:last]
 
 
-@lru_cache(maxsize=256)  # the weights and the states of an optimizer are cut alike
+@lru_cache(maxsize=256)  # weights and optimizer states are cut alike
 def _dim(length: int, dim: int, geometry: Geometry) -> _Dim:
     return _Dim(length, dim, geometry)
 
 
-class Kind:
-    """Tensors with elements that are cut alike."""
+class CutKind:
+    """Tensors, not empty, that are cut alike."""
 
     def __init__(self, tensor: SliceTensor) -> None:
         geometry = tensor.geometry
@@ -87,7 +87,7 @@ class Kind:
         replicated = {axis for axis, cut in enumerate(geometry.cuts) if cut.kind == "replicate"}
         self._base = [c if axis in replicated else 0 for axis, c in enumerate(first)]
         self._owned = tuple(c if axis in replicated else slice(None) for axis, c in enumerate(first))
-        self._known: dict[Box, tuple[Place, ...]] = {}
+        self._known: dict[Box, tuple[SliceAt, ...]] = {}
 
     def boxes_by_rank(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The ranks of the owning replica, and how many boxes each holds."""
@@ -98,14 +98,14 @@ class Kind:
         ranks = np.array(self.tensor.geometry.ranks, np.int64).reshape(sizes)
         return ranks[self._owned].reshape(-1), boxes[self._owned].reshape(-1)
 
-    def touching(self, box: Box) -> tuple[Place, ...]:
+    def touching(self, box: Box) -> tuple[SliceAt, ...]:
         """The slices that share an element with a box."""
         found = self._known.get(box)
         if found is None:
             found = self._known[box] = tuple(self._find(box))
         return found
 
-    def _find(self, box: Box) -> Iterator[Place]:
+    def _find(self, box: Box) -> Iterator[SliceAt]:
         geometry = self.tensor.geometry
         per_dim = [d.overlapping(a, b) for d, a, b in zip(self._dims, box.start, box.stop, strict=True)]
         for pieces in product(*per_dim):
@@ -118,13 +118,13 @@ class Kind:
             for size, index in zip(geometry.axis_sizes, coordinate, strict=True):
                 place = place * size + index
             found = Box(tuple([p.start for p in pieces]), tuple([p.stop for p in pieces]))
-            yield Place(found, geometry.ranks[place], file)
+            yield SliceAt(found, geometry.ranks[place], file)
 
 
 class Spread:
     """The slices of the tensors of one directory.
 
-    ``held`` says how many files each rank has, by rank, where any. ``kinds`` has None for tensors without elements.
+    ``held`` maps each rank that has files to their number. ``kinds`` has None for tensors without elements.
     """
 
     def __init__(self, tensors: Sequence[SliceTensor]) -> None:
@@ -140,7 +140,7 @@ class Spread:
             self._kind_at.append(kind)
         self._kinds_of_all = np.array(self._kind_at, np.int64)
         self._tensors = firsts
-        self.kinds = [None if 0 in t.shape else Kind(t) for t in firsts]
+        self.kinds = [None if 0 in t.shape else CutKind(t) for t in firsts]
         self.held = self._count_files()
 
     def _count_files(self) -> dict[int, int]:
@@ -161,7 +161,7 @@ class Spread:
         return position, self._kind_at[position]
 
     def offsets_bytes(self, rank: int, file: int) -> NDArray[np.int64]:
-        """By position, where a tensor begins in the payload of a file; or would, if it has no box there."""
+        """By position, the offset of each tensor in a file's payload, or where it would begin if it has no box there."""
         sizes = []
         for tensor in self._tensors:
             boxes = boxes_to_write(tensor, rank)
@@ -171,5 +171,5 @@ class Spread:
 
 
 def file_count(tensors: Sequence[SliceTensor]) -> int:
-    """The most slice files that any rank has: what the names of all of them end with."""
+    """The largest number of slice files of any rank. Every slice file's name ends with it."""
     return max(Spread(tensors).held.values(), default=0)

@@ -1,4 +1,4 @@
-"""Directories of steps: what readers of one checkpoint say of the directory in which a run keeps them all."""
+"""Directories of steps: names of steps, and the errors for a run's directory given in place of one step."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from typing import Any
 from ..errors import StateError
 from ..limits import MAX_COUNT, brief
 
-__all__ = ["STEP_NAME", "checked_step", "misnamed", "of_steps"]
+__all__ = ["STEP_NAME", "checked_step", "misnamed", "describe_steps"]
 
-#: What a published step's directory is called: one name for each step, and no other for the same one.
+#: The name of a published step's directory: exactly one for each step.
 STEP_NAME = re.compile("step-([0-9]{8}|[1-9][0-9]{8,18})")
-#: What the HF Trainer calls it, and the file that tells its checkpoints from a user's own of that name.
+#: The HF Trainer's name for it, and the file that tells its checkpoints from a user's directory of that name.
 _TRAINER_NAME, _TRAINER_FILE = re.compile("checkpoint-([0-9]{1,19})"), "trainer_state.json"
 
 
 def checked_step(step: Any) -> int:
-    """``step`` as a number. Raises :class:`StateError` for one that no manifest can hold, and no name can say."""
-    is_bool = isinstance(step, bool)  # an integer to Python, and none to JSON
+    """``step`` as a number. Raises :class:`StateError` for one that no manifest and no name can hold."""
+    is_bool = isinstance(step, bool)  # an integer in Python, but not in JSON
     if is_bool or not hasattr(step, "__index__") or not 0 <= (found := operator.index(step)) <= MAX_COUNT:
         raise StateError(f"step must be an integer from 0 to 2^62, got {brief(step)}")
     return found
 
 
 def misnamed(root: str, step: int, files: Container[str]) -> str | None:
-    """What is wrong if a directory has the name of another step than its manifest holds; None otherwise.
+    """The text of an error if the directory's name says another step than its manifest; otherwise None.
 
-    A directory of any other name may hold any step: the caller says which one is meant by naming the directory.
+    A directory whose name says no step may hold any step.
     """
     name = os.path.basename(os.path.abspath(root))
     found = STEP_NAME.fullmatch(name) or (_TRAINER_NAME.fullmatch(name) if _TRAINER_FILE in files else None)
@@ -42,8 +42,8 @@ def misnamed(root: str, step: int, files: Container[str]) -> str | None:
     )
 
 
-def of_steps(root: str) -> str | None:
-    """That ``root`` holds steps, and what to give instead, for an error; None where it holds none."""
+def describe_steps(root: str) -> str | None:
+    """The text of an error if ``root`` holds steps, with the path to give instead; otherwise None."""
     try:
         names = os.listdir(root)
     except OSError:

@@ -1,1 +1,1 @@
-"""Other libraries' models through the same load, save and export."""
+"""Load, save and export for models of Accelerate, the HF Trainer, TRL and PEFT."""

@@ -1,4 +1,4 @@
-"""Where an accelerator's checkpoints go: the caller's folder, or Accelerate's automatic ``checkpoints/checkpoint_N``."""
+"""Folders of an accelerator's checkpoints: the caller's, or Accelerate's automatic ``checkpoints/checkpoint_N``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["delete_oldest", "folder_for", "make_room", "newest"]
 
 
 def folder_for(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None) -> str:
-    """As ``accelerator.save_state`` chooses: automatic naming overrules ``output_dir``."""
+    """The folder that ``accelerator.save_state`` chooses: automatic naming overrules ``output_dir``."""
     if accelerator.project_configuration.automatic_checkpoint_naming:
         return os.path.join(_root(accelerator), f"checkpoint_{accelerator.save_iteration}")
     if output_dir is None:
@@ -28,9 +28,9 @@ def folder_for(accelerator: Accelerator, output_dir: str | os.PathLike[str] | No
 
 
 def make_room(folder: str, *, automatic: bool) -> None:
-    """Of the one rank that does it: the parent is there, and the folder is not, or was empty.
+    """Make the parent of ``folder``, and remove ``folder`` if it is empty. For one rank.
 
-    Raises :class:`CheckpointError` if it holds something.
+    Raises :class:`CheckpointError` if the folder is not empty.
     """
     if os.path.isdir(folder) and not os.listdir(folder):
         patiently(os.rmdir, folder)
@@ -48,7 +48,7 @@ def make_room(folder: str, *, automatic: bool) -> None:
 
 
 def newest(accelerator: Accelerator) -> str:
-    """The newest of automatic naming. Raises :class:`NoCheckpointError` if there is none."""
+    """The newest checkpoint of automatic naming. Raises :class:`NoCheckpointError` if there is none."""
     root = _root(accelerator)
     found = _folders(root) if accelerator.project_configuration.automatic_checkpoint_naming else []
     if not found:
@@ -57,7 +57,7 @@ def newest(accelerator: Accelerator) -> str:
 
 
 def delete_oldest(folder: str, limit: int) -> None:
-    """Keep the ``limit`` newest beside ``folder``. What a kill leaves of one has another name, and is never resumed from."""
+    """Keep the ``limit`` newest beside ``folder``. A kill leaves remains under another name, which no resume takes."""
     root = os.path.dirname(folder)
     for _, old in _folders(root)[:-limit]:
         discard(old)
@@ -68,7 +68,7 @@ def _root(accelerator: Accelerator) -> str:
 
 
 def _folders(root: str) -> list[tuple[int, str]]:
-    """Published ones, oldest first."""
+    """Published checkpoints, oldest first."""
     if not os.path.isdir(root):
         return []
     matches = ((re.fullmatch(r"checkpoint_(\d+)", name), name) for name in os.listdir(root))

@@ -1,7 +1,8 @@
-"""Where the data loaders that an accelerator prepared are, and what they can't promise to repeat.
+"""Positions of the data loaders that an accelerator prepared, and why they may not repeat exactly.
 
-Accelerate 1.15's loaders, ``accelerate/data_loader.py``: each iteration begins with ``set_epoch(loader.iteration)``,
-which overrules any sampler's own epoch, so the position is the loader's ``iteration`` and, of a stateful one, its state.
+In Accelerate 1.15's loaders (``accelerate/data_loader.py``) each iteration begins with ``set_epoch(loader.iteration)``,
+which overrules any sampler's own epoch. So the position is the loader's ``iteration`` and, for a stateful loader, its
+state.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ __all__ = ["LoaderPositions"]
 _HOW = "DataLoaderConfiguration(use_stateful_dataloader=True) goes on exactly"
 _RECORD = "prepare the loader with shardwise.integrations.accelerate.prepare or its ShardwiseAccelerator, which note them"
 
-#: By loader, the position that it was given last.
+#: By loader, the position that was loaded last.
 _LOADED: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 
 class LoaderPositions:
     """Positions of the prepared data loaders, as one object of a :class:`shardwise.TrainState`. Rank-local.
 
-    A stateful loader goes on after the batch that the loop got. Any other one begins the epoch of that batch again, as
-    with Accelerate (``accelerator.skip_first_batches``), in the order that it had. In both cases the epochs that follow
-    are those of a run that never stopped, unless :attr:`caveats` says otherwise.
+    A stateful loader goes on after the last batch that the loop got. Any other loader begins that batch's epoch again,
+    in the same order, as with Accelerate (``accelerator.skip_first_batches``). In both cases later epochs are those of
+    a run that never stopped, unless :attr:`caveats` says otherwise.
     """
 
     def __init__(self, loaders: Sequence[Any]) -> None:
-        """From here on the loaders' samplers note from which random states they draw an epoch's order."""
+        """Make the loaders' samplers note the random states from which they draw an epoch's order, from now on."""
         for loader in loaders:
             record(loader)
         self._loaders = loaders
@@ -52,18 +53,18 @@ class LoaderPositions:
 
     @property
     def caveats(self) -> tuple[str, ...]:
-        """What of the position that was loaded last can't be promised to go on exactly, one sentence each."""
+        """Why the position that was loaded last may not go on exactly, one sentence per reason."""
         return self._caveats
 
     def state_dict(self) -> dict[str, Any]:
-        """The positions now, in values that typed JSON can hold. Changes nothing."""
+        """The present positions, in values that typed JSON can hold. Changes nothing."""
         return {"loaders": [_position(loader) for loader in self._loaders]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up the positions of ``state`` at the next iteration of each loader.
+        """Start the next iteration of each loader at its position in ``state``.
 
         Stateful loaders make their iterator now, which draws from torch's generator: restore random states afterwards.
-        Raises :class:`StateError` for other loaders than those of the stored run; nothing is changed then.
+        Raises :class:`StateError` for loaders that differ from those of the stored run; it then changes nothing.
         """
         stored = state["loaders"]
         if len(stored) != len(self._loaders):
@@ -88,7 +89,7 @@ def _position(loader: Any) -> dict[str, Any]:
         return waiting
     active = _active_of(loader)
     inside = active is not None and not active.end_of_dataloader
-    # The loader counts an epoch when it is asked for more than its last batch.
+    # The loader counts an epoch when a loop asks for more than its last batch.
     position: dict[str, Any] = {
         "epoch": _iteration(loader) + (active is loader and not inside),
         "inside": inside,
@@ -98,10 +99,10 @@ def _position(loader: Any) -> dict[str, Any]:
     if (sampler := _seedable(loader)) is not None:
         position["initial_seed"] = sampler.initial_seed
     if _is_stateful(loader):
-        # On a rank that is dispatched to, Accelerate keeps the state of the last epoch's end.
+        # On a rank that gets dispatched batches, Accelerate keeps the state of the last epoch's end.
         begun = inside and _is_dispatched_to(loader)
         state = position["state"] = (loader.base_dataloader if begun else loader).state_dict()
-        # The state knows better: it counts what the loop got.
+        # The state is more precise: it counts the batches that the loop got.
         position["inside"] = bool(state.get("_num_yielded", inside)) and not state.get("_iterator_finished")
     if position["inside"] and (recorder := record(loader)) is not None:
         position["order"] = _order(loader, recorder)
@@ -109,7 +110,7 @@ def _position(loader: Any) -> dict[str, Any]:
 
 
 def _not_taken_up(loader: Any) -> dict[str, Any] | None:
-    """The position inside of an epoch that was loaded last, as long as the loader has not gone on from there."""
+    """The last loaded position inside an epoch, until the loader has gone on from it."""
     loaded = _LOADED.get(loader)
     if (
         loaded is None
@@ -127,7 +128,7 @@ def _not_taken_up(loader: Any) -> dict[str, Any] | None:
 
 
 def _order(loader: Any, recorder: RecordedSampler) -> dict[str, Any]:
-    """What it takes to draw the order of the running epoch again, and to go on as if it had not been drawn anew."""
+    """The states to draw the running epoch's order again, and to go on as if it had not been drawn again."""
     draws = recorder.dataset_draws
     if draws is None:
         draws = bool(not loader.num_workers and seen_to_draw(loader))
@@ -135,7 +136,7 @@ def _order(loader: Any, recorder: RecordedSampler) -> dict[str, Any]:
 
 
 def _set_position(loader: Any, position: Mapping[str, Any]) -> bool:
-    """Returns whether an epoch that is begun again is known to have the order that it had."""
+    """Set the loader's position. Returns whether an epoch that begins again is known to keep its order."""
     if (sampler := _seedable(loader)) is not None and "initial_seed" in position:
         sampler.initial_seed = position["initial_seed"]
     if hasattr(loader, "set_epoch"):
@@ -143,12 +144,12 @@ def _set_position(loader: Any, position: Mapping[str, Any]) -> bool:
     repeats = not position["inside"] or (_repeats_order(loader, position) and _draw_again(loader, position))
     if "state" in position:
         loader.load_state_dict(position["state"])
-        loader.dl_state_dict = position["state"]  # what a save before the first batch stores
-        make_iterator(loader.base_dataloader)  # draws from the loader's generator, where it has one
+        loader.dl_state_dict = position["state"]  # stored by a save before the first batch
+        make_iterator(loader.base_dataloader)  # draws from the loader's generator, if it has one
     has_drawn = (position.get("state") or {}).get("_sampler_iter_state") is not None
     if (
         not position["inside"] or has_drawn
-    ):  # else they would draw another order of the epoch that begins again
+    ):  # otherwise they would draw another order for the epoch that begins again
         live = _generators(loader)
         for name in live.keys() & position["generators"].keys():
             live[name].set_state(position["generators"][name])
@@ -157,7 +158,7 @@ def _set_position(loader: Any, position: Mapping[str, Any]) -> bool:
 
 
 def _draw_again(loader: Any, position: Mapping[str, Any]) -> bool:
-    """Let the epoch that is begun again have the order that it had, if the states that it was drawn from are known."""
+    """Make the epoch that begins again keep its order, if the random states that it was drawn from are known."""
     recorder = record(loader)
     order = position.get("order")
     needs_no_start = _needs_no_start(loader, position)
@@ -234,18 +235,18 @@ def _caveats(loader: Any, position: Mapping[str, Any], repeats: bool) -> Iterato
 
 
 def _repeats_order(loader: Any, position: Mapping[str, Any]) -> bool:
-    """Whether the epoch, begun again from the same random states, is known to have the same order."""
+    """Whether an epoch begun again from the same random states is known to have the same order."""
     return _needs_no_start(loader, position) or (
         record(loader) is not None and can_draw_again(_sampler(loader))  # else it may draw as it goes along
     )
 
 
 def _needs_no_start(loader: Any, position: Mapping[str, Any]) -> bool:
-    """Whether the order follows from the epoch's number alone, or from a state of the sampler's own."""
+    """Whether the order follows from the epoch's number alone, or from the sampler's own state."""
     return (
         position.get("state", {}).get("_sampler_iter_state") is not None
-        or isinstance(loader.dataset, IterableDataset)  # of which another caveat speaks
-        or _is_dispatched_to(loader)  # rank 0 reads for it
+        or isinstance(loader.dataset, IterableDataset)  # has another caveat
+        or _is_dispatched_to(loader)  # rank 0 reads for this rank
         or _seedable(loader) is not None
         or (record(loader) is not None and type(_sampler(loader)) in (SequentialSampler, DistributedSampler))
     )
@@ -267,7 +268,7 @@ def _iteration(loader: Any) -> int:
 
 
 def _active_of(loader: Any) -> Any:
-    """The loader that a loop is in, if it is this one, or one that ``skip_first_batches`` made of it."""
+    """The loader of the running loop, if it is this one or one that ``skip_first_batches`` made from it."""
     from accelerate.state import GradientState
 
     for other in reversed(GradientState().dataloader_references):
@@ -277,7 +278,7 @@ def _active_of(loader: Any) -> Any:
 
 
 def _sampler(loader: Any) -> Any:
-    """The sampler itself, without our recorder."""
+    """The sampler itself, without the recorder around it."""
     recorder = record(loader)
     batches = innermost(loader)
     return recorder.sampler if recorder is not None else getattr(batches, "sampler", batches)
@@ -292,7 +293,7 @@ def _seedable(loader: Any) -> Any:
 
 
 def _generators(loader: Any) -> dict[str, torch.Generator]:
-    """The loader's own generators; what a seedable sampler draws from follows from its seed and epoch."""
+    """The loader's own generators. That of a seedable sampler follows from its seed and epoch, and is skipped."""
     found = {
         "loader": loader.generator,
         "synchronized": getattr(loader, "synchronized_generator", None),
@@ -302,7 +303,7 @@ def _generators(loader: Any) -> dict[str, torch.Generator]:
 
 
 def _global_batch(loader: Any) -> int | None:
-    """Samples that all ranks take with one batch, where the loader can tell."""
+    """Number of samples in one batch of all ranks, if the loader can tell."""
     try:
         return int(loader.total_batch_size)
     except (AttributeError, TypeError):

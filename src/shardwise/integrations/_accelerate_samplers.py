@@ -1,7 +1,7 @@
-"""Samplers that can draw the order of an epoch again: what a position inside of an epoch needs.
+"""Samplers that can draw the order of an epoch again, which a position inside an epoch needs.
 
-An order is a function of the random states that it was drawn from. Accelerate's loaders keep none of them, so the
-sampler of each prepared loader is put behind a :class:`RecordedSampler`, which notes them when an epoch begins.
+An order is a function of the random states that it was drawn from. Accelerate's loaders keep none of them, so a
+:class:`RecordedSampler` wraps the sampler of each prepared loader and notes them when an epoch begins.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
     "start_that_leads_to",
 ]
 
-#: Samplers of torch that draw from global generators before their first sample only, if at all.
+#: Samplers of torch that draw from global generators only before their first sample, if at all.
 _AT_ONCE = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 _END: Any = object()
 
@@ -45,28 +45,28 @@ class Order:
     """The order of one epoch, to be drawn again."""
 
     start: dict[str, Any]
-    """The random states that it was drawn from: ``rng`` of the process, ``generator`` of the sampler; each may be None."""
+    """The random states that it was drawn from: the process's ``rng``, the sampler's ``generator``. Each may be None."""
     is_due: Callable[[], bool]
-    """Whether the epoch that begins is the one that this order belongs to."""
+    """Whether the beginning epoch is the one of this order."""
     finish: Callable[[], None]
-    """Called once the order is drawn: puts generators where they were when the position was stored."""
+    """Called once the order is drawn: restores generators to their states in the stored position."""
 
 
 class RecordedSampler(Sampler[Any]):
-    """Another sampler, its samples in its order, with the random states that the order was drawn from.
+    """Wraps a sampler: gives its samples in its order, and notes the random states that the order was drawn from.
 
-    To ``isinstance`` it is what it stands for, because Accelerate looks at the kind of a loader's sampler.
+    To ``isinstance`` it is the wrapped sampler, because Accelerate checks the type of a loader's sampler.
     """
 
     def __init__(self, sampler: Any, per_batch: int) -> None:
-        """``per_batch``: samples that this rank's loader asks for before it fetches a batch."""
+        """``per_batch``: number of samples that this rank's loader requests before it fetches a batch."""
         self.sampler = sampler
         self.start: dict[str, Any] | None = None
         """The random states from which the order of the present epoch was drawn; None before the first one."""
         self.dataset_draws: bool | None = None
-        """Whether fetching a batch was seen to draw from the global generators of this process; None: not looked at."""
+        """Whether fetching a batch drew from the global generators of this process; None: not known yet."""
         self.again: Order | None = None
-        """What the next epoch repeats."""
+        """The order that the next epoch repeats."""
         self._per_batch = per_batch
 
     def __len__(self) -> int:
@@ -98,7 +98,7 @@ class RecordedSampler(Sampler[Any]):
             yield from self._watched(itertools.chain((first,), samples))
 
     def _watched(self, samples: Iterator[Any]) -> Iterator[Any]:
-        """The loader fetches its first two batches at once: generators that move between them were moved by the dataset."""
+        """Watch the first two batches, fetched at once: only the dataset can move generators between them."""
         before = capture_host_rng()
         yield from itertools.islice(samples, self._per_batch)
         self.dataset_draws = bool(self.dataset_draws) or not same(before, capture_host_rng())
@@ -117,9 +117,9 @@ class RecordedSampler(Sampler[Any]):
 
 
 def record(loader: Any) -> RecordedSampler | None:
-    """Put the sampler of a loader that Accelerate prepared behind a recorder, once; None if it has none of torch's form.
+    """Wrap the sampler of a loader that Accelerate prepared in a recorder, once; None without a sampler of torch's form.
 
-    An epoch that is running already goes on with the bare sampler. Draws nothing.
+    A running epoch goes on with the bare sampler. Draws nothing.
     """
     batches, outer = innermost(loader), loader.batch_sampler
     keeps_state = type(batches).__module__.startswith("torchdata.") and batches is outer
@@ -133,7 +133,7 @@ def record(loader: Any) -> RecordedSampler | None:
 
 
 def innermost(loader: Any) -> Any:
-    """What chooses batches, under Accelerate's own wrappers."""
+    """The object that chooses batches, under Accelerate's own wrappers."""
     found = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     while (inner := getattr(found, "batch_sampler", None)) is not None:
         found = inner
@@ -141,17 +141,17 @@ def innermost(loader: Any) -> Any:
 
 
 def can_draw_again(sampler: Any) -> bool:
-    """Whether a sampler is known to repeat its order: it draws at once, before its first sample, or from its own generator."""
+    """Whether a sampler is known to repeat its order: it draws only before its first sample, or has its own generator."""
     return type(sampler) in _AT_ONCE or isinstance(getattr(sampler, "generator", None), torch.Generator)
 
 
 def seen_to_draw(loader: Any) -> bool:
-    """Whether making a batch of the first sample draws from the global generators, or fails. Generators are left alone."""
+    """Whether making a batch of the first sample draws from the global generators, or fails. Restores generators."""
     with preserve_rng():
         before = capture_host_rng()
         try:
             loader.collate_fn([loader.dataset[0]])
-        except Exception:  # a dataset of another kind of key: nothing is known
+        except Exception:  # a dataset with other keys: nothing is known
             return True
         return not same(before, capture_host_rng())
 
@@ -161,10 +161,10 @@ def _is_plain(batches: Any) -> bool:
 
 
 def start_that_leads_to(sampler: Any, end: Any) -> dict[str, Any] | None:
-    """The present state of a sampler's generator, if drawing an order from it ends in ``end``; else None.
+    """The present state of a sampler's generator, if drawing an order from it ends in ``end``; otherwise None.
 
-    A script that seeds before it makes its loader has the generator of the stored run, at the beginning. For random
-    samplers of torch without replacement, which draw the order at once. Costs one permutation.
+    A script that seeds before it makes its loader begins with the generator of the stored run. For torch's random
+    samplers without replacement, which draw the order at once. Costs one permutation.
     """
     own = getattr(sampler, "generator", None)
     if type(sampler) is not RandomSampler or sampler.replacement or not isinstance(own, torch.Generator):

@@ -1,4 +1,4 @@
-"""What an accelerator's settings ask of a model before anything is loaded, and which of them can't be honoured."""
+"""Applies an accelerator's settings to a model before anything is loaded, and refuses unsupported ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
     "without_rows",
 ]
 
-#: Kinds of accelerators whose models are not ours to fill or save.
+#: Kinds of accelerators whose models shardwise can neither fill nor save.
 _OTHER_WAYS = {
     "FSDP1": "FSDP1 (fsdp_version: 1), whose flat parameters nothing here can fill or save",
     "DEEPSPEED": "DeepSpeed, which shards and saves models by itself",
@@ -40,7 +40,7 @@ _OTHER_WAYS = {
 
 
 def cut_by_tp_plan(model: nn.Module, mesh: Any) -> None:
-    """Tensor parallelism as a transformers model's own plan says, unless the caller has applied one."""
+    """Apply tensor parallelism by a transformers model's own plan, unless the caller has applied one."""
     if any(isinstance(p, DTensor) for p in model.parameters()):
         return
     if not is_transformers_model(model) or not getattr(model, "tp_plan", None):
@@ -52,10 +52,10 @@ def cut_by_tp_plan(model: nn.Module, mesh: Any) -> None:
 
 
 class SettingsWithoutLoading:
-    """What ``fsdp2_prepare_model`` asks of an accelerator, with the loading left to us.
+    """Stands for an accelerator in ``fsdp2_prepare_model``, but without its loading.
 
-    The plugin is a copy: the accelerator's own stays as the user made it. ``ignored`` are the modules that it
-    leaves out. The parameters ``whole`` are left out, too: FSDP2 can't shard them.
+    The plugin is a copy: the accelerator's own stays unchanged. ``ignored`` are the modules that the plugin skips. The
+    parameters ``whole`` are skipped, too: FSDP2 can't shard them.
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, whole: Sequence[NamedTensor]) -> None:
@@ -63,7 +63,7 @@ class SettingsWithoutLoading:
         plugin = copy.copy(accelerator.state.fsdp_plugin)
         plugin.cpu_ram_efficient_loading = False
         ignored = plugin.ignored_modules
-        if isinstance(ignored, str):  # by name it would move the modules, which can't be done from meta
+        if isinstance(ignored, str):  # given names, it would move the modules, which is impossible on meta
             ignored = [m for name, m in model.named_modules() if re.fullmatch(ignored, name)]
         self.ignored: tuple[nn.Module, ...] = tuple(ignored or ())
         if self.ignored or whole:
@@ -75,7 +75,7 @@ class SettingsWithoutLoading:
 
 
 def without_rows(model: nn.Module) -> list[NamedTensor]:
-    """The parameters without dims or elements: ``fully_shard`` takes none, so they stay whole on every rank."""
+    """The parameters without dims or elements: ``fully_shard`` takes none of them, so they stay whole on every rank."""
     return [
         t
         for t in named_tensors(model)
@@ -86,16 +86,16 @@ def without_rows(model: nn.Module) -> list[NamedTensor]:
 
 
 def keep_whole(model: nn.Module, whole: Sequence[NamedTensor]) -> None:
-    """Average the gradients of what stays whole over the ranks that share the model, after each backward."""
+    """Average the gradients of the parameters ``whole`` over the ranks that share the model, after each backward."""
     meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
     if whole and meshes:
         reduce_after_backward([t.owners[0] for t in whole], list(model.modules()), meshes[0])
 
 
 def takes_over_checkpointing(plugin: Any) -> bool:
-    """Whether the user asked for it. Wrappers have to be there before sharding, and prepare() must not add them again.
+    """Whether the user asked for checkpointing. Its wrappers must precede sharding; prepare() must not add them again.
 
-    It looks at the plugin alone, not at the model, so the plugin is changed for good.
+    prepare() looks only at the plugin, not at the model, so the plugin is changed for good.
     """
     if plugin.activation_checkpointing:
         _note_taken_over(plugin)
@@ -126,7 +126,7 @@ def copy_of_plugin(plugin: Any) -> Any:
 
 
 def check_kind(accelerator: Accelerator) -> None:
-    """Raises :class:`ShardError` for an accelerator whose models hold no DTensors: it shards and saves in another way."""
+    """Raise :class:`ShardError` for an accelerator that shards and saves without DTensors."""
     kind = accelerator.distributed_type.value
     if kind == "FSDP" and not accelerator.is_fsdp2:
         kind = "FSDP1"
@@ -138,7 +138,7 @@ def check_kind(accelerator: Accelerator) -> None:
 
 
 def check_supported(accelerator: Accelerator) -> None:
-    """Raises :class:`ShardError` for settings that can't be honoured."""
+    """Raise :class:`ShardError` for unsupported settings."""
     check_kind(accelerator)
     kind = accelerator.distributed_type.value
     problem = ""
@@ -149,7 +149,7 @@ def check_supported(accelerator: Accelerator) -> None:
         if parallelism is not None and getattr(parallelism, f"{name}_enabled", False):
             problem = f"{name}_size > 1 in parallelism_config"
     if parallelism is not None and parallelism.tp_enabled and accelerator.is_fsdp2:
-        # Accelerate 1.15: prepare() imports what transformers 5 has no more.
+        # Accelerate 1.15: prepare() imports a name that transformers 5 has removed.
         problem = "tp_size > 1 beside FSDP, which its prepare() can't do (ReplicateParallel went with transformers 4)"
     if problem:
         raise ShardError(

@@ -1,4 +1,4 @@
-"""Sharding as an accelerator's FSDP2 plugin or its tensor parallel mesh says, with nothing loaded."""
+"""Shards a model by an accelerator's FSDP2 plugin or its tensor parallel mesh, without loading anything."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ __all__ = ["device_of", "shard"]
 
 
 def shard(accelerator: Accelerator, model: nn.Module) -> tuple[str, ...]:
-    """Apply FSDP2 to ``model`` in place as ``accelerator.prepare`` would, with nothing loaded; best on meta.
+    """Apply FSDP2 to ``model`` in place as ``accelerator.prepare`` would, without loading anything; best on meta.
 
     With ``tp_size`` in the accelerator's ``parallelism_config`` a transformers model is cut by its own plan instead,
-    unless it holds DTensors already; ``accelerator.prepare`` takes it then. Does nothing without either.
+    unless it holds DTensors already; ``accelerator.prepare`` accepts the result. Does nothing without either.
 
     Parameters without dims (a logit scale) stay whole on every rank, and their gradients are averaged after each
-    backward, as :func:`shardwise.shard` does it.
+    backward, as by :func:`shardwise.shard`.
 
-    Returns the names of the parameters that the plugin's ignored modules hold: those stay plain, and reducing
-    their gradients is up to the caller, as with Accelerate. Every rank must call it. Raises :class:`ShardError` for
-    FSDP1, DeepSpeed, Megatron, context or sequence parallelism, tensor parallelism beside FSDP or without a plan,
-    4-bit parameters, and for what ``fully_shard`` refuses.
+    Returns the names of the parameters in the plugin's ignored modules: they stay plain, and the caller reduces their
+    gradients, as with Accelerate. Every rank must call it. Raises :class:`ShardError` for FSDP1, DeepSpeed, Megatron,
+    context or sequence parallelism, tensor parallelism beside FSDP or without a plan, 4-bit parameters, and for
+    models that ``fully_shard`` refuses.
     """
     check_supported(accelerator)
     parallelism = accelerator.parallelism_config
@@ -53,7 +53,7 @@ def shard(accelerator: Accelerator, model: nn.Module) -> tuple[str, ...]:
     from accelerate.utils import fsdp2_apply_ac, fsdp2_prepare_model
 
     try:
-        # Class names in the plugin are looked up now, as prepare() would: it can't find them in a sharded model.
+        # Look up the plugin's class names now: prepare() can't find them in a sharded model.
         accelerator.state.fsdp_plugin.set_auto_wrap_policy(model)
     except ValueError as error:
         raise ShardError(f"the FSDP plugin does not fit {type(model).__name__}: {error}") from error
@@ -82,7 +82,7 @@ def shard(accelerator: Accelerator, model: nn.Module) -> tuple[str, ...]:
 
 
 def _remember(accelerator: Any, model: nn.Module) -> None:
-    """For :func:`shardwise.clone`. Only the settings are kept: the accelerator itself holds on to its models."""
+    """Remember the sharding for :func:`shardwise.clone`. Keeps settings only, because an accelerator keeps its models."""
     names = ("distributed_type", "is_fsdp2", "parallelism_config", "torch_device_mesh", "mixed_precision")
     settings: Any = SimpleNamespace(**{name: getattr(accelerator, name, None) for name in names})
     settings.device, settings.is_main_process = accelerator.device, accelerator.is_main_process

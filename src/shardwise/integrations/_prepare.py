@@ -1,4 +1,4 @@
-"""What Accelerate's ``prepare`` can't find in a model that is sharded already: wrapped classes, empty shards."""
+"""Works around two things that ``accelerator.prepare`` gets wrong for sharded models: wrapped classes, empty shards."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ Groups = list[list[torch.Tensor]]
 def groups_of(optimizer: torch.optim.Optimizer) -> Groups | None:
     """The parameters of a sharded model's optimizer, by group; None if nothing is sharded yet.
 
-    ``accelerator.prepare`` finds them again by the address of their shards, and all empty shards have the address 0:
-    where a rank holds no rows of two, it would put one of them in twice and the other one never. See :func:`put_back`.
+    ``accelerator.prepare`` identifies them by the address of their shards, but all empty shards have the address 0: on
+    a rank without rows of two parameters it would add one twice and never the other. See :func:`put_back`.
     """
     groups = [list(group["params"]) for group in optimizer.param_groups]
     return groups if any(isinstance(p, DTensor) for group in groups for p in group) else None
 
 
 def put_back(optimizer: torch.optim.Optimizer, groups: Groups) -> None:
-    """Give an optimizer the parameters that it had; ``prepare`` leaves those of a sharded model what they are."""
+    """Give an optimizer its former parameters; ``prepare`` does not replace those of a sharded model."""
     for group, parameters in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = parameters
 
 
 def adopt(plugin: Any, model: nn.Module) -> None:
-    """Settle in the plugin what ``prepare`` would look up in a model that is sharded already, and can't find there.
+    """Set in the plugin the settings that ``prepare`` would look up in the model and can't find after sharding.
 
-    For models that were sharded under another plugin object, or by ``sw.shard``. Raises :class:`ShardError`.
+    For models sharded under another plugin object, or by ``sw.shard``. Raises :class:`ShardError`.
     """
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy

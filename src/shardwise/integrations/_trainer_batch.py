@@ -1,4 +1,4 @@
-"""A batch, recognised again: digests of what it holds."""
+"""Recognises a batch by the digests of its content."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST = 32
 
 
 class Batch:
-    """A batch as it was handed to the loop, to be recognised by its content. Holds references, and copies nothing."""
+    """A batch that the loop got, to be recognised by its content. Holds references, and copies nothing."""
 
     def __init__(self, batch: Any) -> None:
         self._held = [(path, leaf, _version(leaf)) for path, leaf in _leaves(batch, "")]
@@ -52,7 +52,7 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _version(leaf: Any) -> int:
-    """How often a tensor was written to; -1 for what does not count."""
+    """How often a tensor was written to; -1 if it does not count writes."""
     try:
         return version_of(leaf) if isinstance(leaf, torch.Tensor) else -1
     except RuntimeError:  # made in inference mode

@@ -1,8 +1,8 @@
-"""The place of a Trainer in its data: stored with the random states that made the epoch, taken up in its middle.
+"""The place of a Trainer in its data: stored with the random states that began the epoch, resumed inside the epoch.
 
-Trainer finds its place by steps: it makes the epoch's loader again and skips what was trained on. A sampler that draws
-from global generators gives another order then, because they are where the save found them. Here the epoch begins again
-under the random states that it began with. Trainer gets the rest of it, after as many stand-ins as it will skip.
+Trainer finds its place by steps: it makes the epoch's loader again and skips the trained batches. A sampler that draws
+from global generators then gives another order, because these have their states from the save. Here the epoch begins
+again under its first random states. Trainer gets the rest of it, after as many stand-ins as it will skip.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["DataPlace"]
 
 _log = logging.getLogger(__name__)
 _END = object()
-#: Samplers of Trainer, Accelerate and TRL that draw before their first batch only, if at all.
+#: Samplers of Trainer, Accelerate and TRL that draw only before their first batch, if at all.
 _KNOWN_SAMPLERS = {
     *(kind.__qualname__ for kind in SAFE_SAMPLERS),
     *("BatchRebalanceSampler", "BatchSamplerShard", "LengthGroupedSampler", "RepeatSampler"),
@@ -43,7 +43,7 @@ _KNOWN_SAMPLERS = {
 
 @dataclass(slots=True)
 class _Epoch:
-    """One epoch, as far as the loop was handed its batches."""
+    """One epoch, with the number of batches that the loop got."""
 
     number: int
     loader: Any
@@ -51,17 +51,17 @@ class _Epoch:
     consumed: int = 0
     ended: bool = False
     asked: list[dict[str, Any]] = field(default_factory=list)
-    """Random states when the last two batches were asked for. Accelerate's loaders read one batch ahead."""
+    """Random states at the requests for the last two batches. Accelerate's loaders read one batch ahead."""
     drew: bool = False
-    """Whether random generators moved while a batch was made, later than the first."""
+    """Whether random generators moved while a batch after the first was made."""
     last: Batch | None = None
 
 
 class DataPlace:
-    """How far a Trainer is in its data, as an extra of its training state. Rank-local.
+    """The place of a Trainer in its data, as an extra of its training state. Rank-local.
 
-    After :meth:`load_state_dict`, :meth:`open` gives the rest of the stored epoch, bitwise as it would have come. What
-    can't be promised is among :meth:`differences`; what turns out to be other than it was is given to ``on_difference``.
+    After :meth:`load_state_dict`, :meth:`open` gives the rest of the stored epoch, bitwise as the saved run would have
+    got it. :meth:`differences` lists possible exceptions; ``on_difference`` gets those that show up later.
     """
 
     def __init__(self, on_difference: Callable[[str], None], reads_again: bool) -> None:
@@ -70,10 +70,10 @@ class DataPlace:
         self._epoch: _Epoch | None = None
         self._stored: dict[str, Any] | None = None
         self.sets_rng = False
-        """Whether the epoch that was opened last puts random generators where they were, after what it skips."""
+        """Whether the last opened epoch restores random generators after the batches that it skips."""
 
     def reached(self) -> tuple[int, int, bool]:
-        """Number of the epoch, batches of it that the loop was handed, and whether it is known to have no more."""
+        """Number of the epoch, number of its batches that the loop got, and whether it is known to have no more."""
         epoch = self._epoch
         return (0, 0, False) if epoch is None else (epoch.number, epoch.consumed, epoch.ended)
 
@@ -95,11 +95,11 @@ class DataPlace:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there when the next epoch is opened."""
+        """Make the next opened epoch go on at the place of ``state``."""
         self._stored = state
 
     def differences(self, loader: Any, epoch: int, skipped: int, has_seeds: bool) -> Iterator[str]:
-        """What can't be promised of the stored place in this loader, one sentence each; all of it where none is stored.
+        """Why this loader may not go on exactly from the stored place, one sentence per reason; also if none is stored.
 
         ``has_seeds``: whether the checkpoint holds the seeds of samplers that seed themselves.
         """
@@ -138,7 +138,7 @@ class DataPlace:
             yield f"{what}: random numbers were drawn in the middle of the epoch: samples may differ"
 
     def _changed(self, stored: Mapping[str, Any], loader: Any, when: str) -> Iterator[str]:
-        """An iterable dataset that counts, or goes on reading, between epochs; a new one begins anew."""
+        """Lines for an iterable dataset that counts, or goes on reading, between epochs; a new one would start over."""
         live = attributes(loader)
         for name, was in stored["attributes"].items():
             if live.get(name) != was or "being read" in was:
@@ -150,11 +150,11 @@ class DataPlace:
     # ------------------------------------------------------------------------------------------ epochs
 
     def open(self, loader: Any, epoch: int, skipped: int, resumed: bool, rng: dict[str, Any] | None) -> Any:
-        """What Trainer is to iterate as this epoch, of which it skips the first batches itself.
+        """The loader that Trainer iterates for this epoch. Trainer itself skips its first batches.
 
         Args:
             resumed: whether this is the first epoch after a resume.
-            rng: random states at the save, for which a place that was loaded waits.
+            rng: random states at the save, to be restored at the loaded place.
         """
         stored, self._stored, self.sets_rng = (self._stored if resumed else None), None, False
         if stored is not None and stored["epoch"] is not None:
@@ -176,7 +176,7 @@ class DataPlace:
         return self._handed(iter(loader), epoch)
 
     def _skip(self, loader: Any, number: int, skipped: int, rng: dict[str, Any]) -> Iterator[Any]:
-        """The rest of an epoch whose beginning is not known, as Trainer finds it."""
+        """The rest of an epoch whose first random states are not known, as Trainer itself finds it."""
         restore_rng(rng)
         _set_epoch(loader, number)
         epoch = self._epoch = _Epoch(number, loader, _start(loader), skipped)
@@ -184,7 +184,7 @@ class DataPlace:
         return self._handed(rest, epoch)
 
     def _go_on(self, loader: Any, stored: dict[str, Any], rng: dict[str, Any]) -> Iterator[Any]:
-        """The rest of the stored epoch, which begins again as it began."""
+        """The rest of the stored epoch, which begins again under its first random states."""
         consumed, asked, start = stored["consumed"], stored["asked"], stored["start"]
         for line in self._changed(start, loader, "when its epoch began"):
             self._on_difference(line)
@@ -239,7 +239,7 @@ class DataPlace:
             yield batch
 
     def _goes_by_index(self, loader: Any, stored: dict[str, Any]) -> bool:
-        """Whether batches can be left out unread: their items draw no random numbers, or the caller wants it so."""
+        """Whether batches can be skipped unread: their items draw no random numbers, or the caller chose so."""
         if not _has_index(loader) or stored["consumed"] < 2:
             return False
         draws = stored["drew"] or stored["loader"]["num_workers"] > 0
@@ -271,7 +271,7 @@ def _set_epoch(loader: Any, epoch: int) -> None:
 
 
 def _start_workers(loader: Any) -> None:
-    """Persistent workers draw their seed when they start. A resumed run has that draw behind it."""
+    """Start persistent workers, which draw their seed at that moment. The stored run has made that draw already."""
     own = own_states(loader)
     with preserve_rng():
         iter(getattr(loader, "base_dataloader", loader))
@@ -279,7 +279,7 @@ def _start_workers(loader: Any) -> None:
 
 
 def _has_index(loader: Any) -> bool:
-    """Whether Accelerate can leave out batches of this loader by their indices. Its dispatcher counts otherwise."""
+    """Whether Accelerate can skip batches of this loader by index. Its dispatcher counts in another way."""
     from accelerate.data_loader import DataLoaderShard
 
     return (
@@ -297,13 +297,13 @@ def _without_first(loader: Any, count: int) -> Any:
 
 
 def _order_of(loader: Any, has_seeds: bool) -> str:
-    """Why the order of samples does not follow from the number of the epoch; nothing if it does."""
+    """Why the order of samples does not follow from the number of the epoch; empty if it does."""
     if has_seeds and isinstance(getattr(loader, "dataset", None), IterableDataset):
         return ""
     batches = getattr(loader, "batch_sampler", None)
     samplers = [part for path, part in all_parts(loader).items() if path.endswith("sampler")]
     if batches is not None and getattr(batches, "sampler", None) is not loader.sampler:
-        samplers = [p for p in samplers if p is not loader.sampler]  # torch makes one that nothing asks
+        samplers = [p for p in samplers if p is not loader.sampler]  # torch makes a dummy that is never used
     seeded = has_seeds and any(hasattr(p, "initial_seed") or _has_epoch(p) for p in samplers)
     if seeded or any(type(p) is SequentialSampler for p in samplers):
         return ""
@@ -319,7 +319,7 @@ def _has_epoch(part: Any) -> bool:
 
 
 class _Watched:
-    """A loader whose batches pass the place on their way; else it is the loader."""
+    """A loader that reports its batches to the place; in everything else it is the loader."""
 
     def __init__(self, loader: Any, begin: Callable[[], Iterator[Any]]) -> None:
         self._loader = loader

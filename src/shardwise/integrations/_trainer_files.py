@@ -1,4 +1,4 @@
-"""What Trainer and its subclasses write beside the weights, on its way into checkpoints and exports."""
+"""Files that Trainer and its subclasses write beside the weights, for checkpoints and exports."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ MAX_FILES_BYTES = 2 * 1024**3
 
 
 def overrides(kind: type, base: type, name: str) -> bool:
-    """Whether a method of ``base``'s own base is overridden by a class that ``base`` stands before, as a mixin."""
+    """Whether a class after the mixin ``base`` in the method resolution order overrides a method of ``base``'s base."""
     order = kind.__mro__
     behind = order[order.index(base) + 1 :]
     return next(k for k in behind if name in vars(k)) is not next(
@@ -53,7 +53,7 @@ def overrides(kind: type, base: type, name: str) -> bool:
 
 @contextmanager
 def without_fsdp(trainer: Any) -> Iterator[None]:
-    """Trainer would gather the model for its ``_save``, or not call it: weights are written by other means."""
+    """Hide FSDP from Trainer, which would gather the model for its ``_save``, or not call it. We write the weights."""
     was, trainer.is_fsdp_enabled = trainer.is_fsdp_enabled, False
     try:
         yield
@@ -62,7 +62,7 @@ def without_fsdp(trainer: Any) -> Iterator[None]:
 
 
 def drop_empty_weights(folder: str) -> None:
-    """Delete the weights that Trainer's ``_save`` wrote of no tensors; what holds some stays."""
+    """Delete weight files of Trainer's ``_save`` without tensors; files with tensors stay."""
     for where, _, names in os.walk(folder):
         for name in names:
             path = os.path.join(where, name)
@@ -90,7 +90,7 @@ def read_all(folder: str) -> dict[str, bytes]:
 
 
 def gathered(ranks: Ranks, files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """The files of all ranks on rank 0, of equal names the lowest rank's; elsewhere none. Collective."""
+    """The files of all ranks on rank 0 (for equal names the lowest rank's); none on other ranks. Collective."""
     found = dict(files) if ranks.rank == 0 else {}
     own = None if ranks.rank == 0 else dict(files)  # rank 0 has its own already
     for of_rank in ranks.gather("files beside the weights", own) or ():
@@ -100,10 +100,10 @@ def gathered(ranks: Ranks, files: Mapping[str, bytes]) -> dict[str, bytes]:
 
 
 def adapter_files(model: Any, run_dir: str, ranks: Ranks) -> dict[str, bytes]:
-    """The files of a ``PeftModel``'s adapters, as PEFT reads them, on rank 0; none of other models. Collective.
+    """The files of a ``PeftModel``'s adapters, as PEFT reads them, on rank 0; none for other models. Collective.
 
-    Gathered through a folder in ``run_dir``, which goes again. Adapters that PEFT computes when it stores them (prompt and
-    prefix tuning) have none, with a warning: the checkpoint holds them as the model does.
+    Gathers them through a temporary folder in ``run_dir``. Adapters that PEFT computes when it stores them (prompt and
+    prefix tuning) have no files, with a warning: the checkpoint holds them as the model does.
     """
     if peft_model(model) is None:
         return {}
@@ -136,7 +136,7 @@ def adapter_files(model: Any, run_dir: str, ranks: Ranks) -> dict[str, bytes]:
 
 
 def _refused(model: Any) -> str | None:
-    """Why the adapters have no files for PEFT; None where they have. Of this rank alone."""
+    """Why the adapters have no files for PEFT; None if they have. Rank-local."""
     try:
         for adapter in adapter_configs(model):
             adapter_tensors(model, adapter)
@@ -146,7 +146,7 @@ def _refused(model: Any) -> str | None:
 
 
 def into_model(folder: str) -> None:
-    """Tokenizer files from the top of a checkpoint into its ``model/``, where exports look; the top is linked to them."""
+    """Move tokenizer files from the top of a checkpoint into its ``model/``, where exports look, and link them back."""
     for name in TOKENIZER_FILES:
         if os.path.isfile(source := os.path.join(folder, name)):
             patiently(os.makedirs, os.path.join(folder, "model"), exist_ok=True)
@@ -154,7 +154,7 @@ def into_model(folder: str) -> None:
 
 
 def add_beside(folder: str, files: Mapping[str, bytes]) -> None:
-    """Files into an export, whose weights, configs and code stay what they are."""
+    """Add files to an export without replacing its weights, configs and code."""
     for name, content in files.items():
         path = os.path.join(folder, name)
         is_its_own = name.endswith((".py", ".safetensors", ".index.json")) or name in _CONFIGS

@@ -1,4 +1,4 @@
-"""The directory of a Trainer run: which ``checkpoint-N`` it holds, who holds it, what an export puts into it."""
+"""The directory of a Trainer run: its ``checkpoint-N``, its lock, the files of an export."""
 
 from __future__ import annotations
 
@@ -40,36 +40,36 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 STATE_NAME = "trainer_state.json"
-#: Begins with an underscore, so that ``push_to_hub`` leaves it out as it does ``checkpoint-N``.
+#: ``push_to_hub`` skips names with a leading underscore, as it skips ``checkpoint-N``.
 LOCK_NAME = "_lock"
-#: One of these is in every checkpoint of ours, whatever is lost of it.
+#: A shardwise checkpoint, even a damaged one, has at least one of these.
 _OURS = ("state.json", "rank/[0-9]*.json", "model/shard-*-model-*.safetensors")
 
 
 @dataclass(slots=True)
 class Run:
-    """What one call of ``train`` knows of its directory."""
+    """The state of one call of ``train`` and its directory."""
 
     falls_back: bool = False
-    """Damage leads to the checkpoint before; not if the caller named one."""
+    """Whether damage leads to the checkpoint before. Not if the caller named one."""
     damaged: dict[int, str] = field(default_factory=dict)
-    """Checkpoints that were passed by, with their damage."""
+    """Checkpoints that were skipped, with their damage."""
     resumed_step: int = -1
     published: set[str] = field(default_factory=set)
     rng: Any = None
-    """As the checkpoint had it."""
+    """Random states in the checkpoint."""
     loader: Any = None
     """Trainer's data loader."""
     batches_in_epoch: int = 0
     place: tuple[int, int] = (0, 0)
-    """Epoch in which a resume goes on, and its batches before that."""
+    """Epoch in which a resume goes on, and the number of its batches before that place."""
     seeds: dict[str, int] = field(default_factory=dict)
-    """Of samplers that seed themselves for each epoch, as the checkpoint had them."""
+    """Seeds in the checkpoint of samplers that seed themselves for each epoch."""
 
 
 @contextlib.contextmanager
 def held(root: str) -> Iterator[None]:
-    """Hold a run's directory, and clear it of what killed saves left; the lock's file goes at the end. Collective."""
+    """Hold a run's directory, delete leftovers of killed saves, and delete the lock's file at the end. Collective."""
     lock: DirectoryLock | None = None
 
     def take() -> None:
@@ -93,9 +93,9 @@ def held(root: str) -> Iterator[None]:
 
 
 def is_ours(path: str) -> bool:
-    """Whether a directory holds a shardwise checkpoint; else plain Trainer wrote it.
+    """Whether a directory holds a shardwise checkpoint; otherwise plain Trainer wrote it.
 
-    Raises :class:`IntegrityError` for one of ours that lost its manifest: nothing of it is proved.
+    Raises :class:`IntegrityError` for a shardwise checkpoint that lost its manifest: nothing proves its content.
     """
     if os.path.isfile(os.path.join(path, MANIFEST_NAME)):
         return True
@@ -105,9 +105,9 @@ def is_ours(path: str) -> bool:
 
 
 def contents(path: str) -> dict[str, Any]:
-    """What a shardwise checkpoint of a Trainer holds: ``world_size``, its ``documents``, the ``trainer``'s extras.
+    """The contents of a Trainer's shardwise checkpoint: ``world_size``, its ``documents``, the ``trainer``'s extras.
 
-    Raises :class:`FormatError` if what it says of the place in the data is not of its form.
+    Raises :class:`FormatError` if the place in the data has a wrong form.
     """
     manifest = read_manifest(path)
     documents = parse_documents(read_checked(path, manifest, "state.json", MAX_JSON_BYTES), manifest, path)
@@ -127,10 +127,10 @@ def checkpoints(root: str) -> dict[int, str]:
 
 
 def newest(root: str, damaged: dict[int, str]) -> str:
-    """The newest checkpoint that is whole, as far as that can be told without payload; nothing if there are none.
+    """The newest checkpoint that is intact, as far as a check without payload can tell; empty if there are none.
 
-    Those in ``damaged`` are passed by, and what is found to be damaged is added to it. Collective. Raises
-    :class:`NoCheckpointError` if all are; what can't be read for another reason is no damage, and raises.
+    Skips those in ``damaged``, and adds newly found damage to it. Collective. Raises :class:`NoCheckpointError` if all
+    are damaged. Raises the error of a checkpoint that can't be read for another reason, which is not damage.
     """
 
     def search() -> list[Any]:
@@ -159,10 +159,10 @@ def newest(root: str, damaged: dict[int, str]) -> str:
 
 
 def set_newer_aside(root: str, run: Run) -> None:
-    """Checkpoints that a line before this one wrote are kept, under names that nothing takes for newer ones.
+    """Rename checkpoints newer than the resumed one: they are kept, but never count as newer ones.
 
-    Nor does ``push_to_hub`` take them: it leaves out what begins with an underscore. For rank 0. Raises
-    :class:`LockedError` if this process held ``root`` and has lost it: they may be of the run that holds it now.
+    Their names begin with an underscore, which ``push_to_hub`` skips. For rank 0. Raises :class:`LockedError` if this
+    process held the lock on ``root`` and has lost it: the checkpoints may belong to the run that holds it now.
     """
     check_held(root)
     newer = {step: path for step, path in checkpoints(root).items() if step > run.resumed_step}
@@ -185,7 +185,7 @@ _WORDS = {"damaged": "damaged", "superseded": "of another line than this run"}
 def rotate(root: str, limit: int | None, best: str | None) -> None:
     """Delete the oldest checkpoints, but neither the newest nor the best. For rank 0.
 
-    A checkpoint too many does no harm: nothing here makes a save fail, which is published.
+    Never makes the save fail: the new checkpoint is published, and an extra old one does no harm.
     """
     found = list(checkpoints(root).values())
     if not limit or limit < 1:
@@ -200,7 +200,7 @@ def rotate(root: str, limit: int | None, best: str | None) -> None:
 
 
 def move_into(target: str, folder: str, weights: re.Pattern[str]) -> None:
-    """Everything in ``folder`` into ``target``, where weights that are not among it go, so that none are mixed."""
+    """Move everything in ``folder`` into ``target``, and delete other weights there, which would mix with these."""
     new = os.listdir(folder)
     for name in new:
         to = os.path.join(target, name)

@@ -1,4 +1,4 @@
-"""The form of what a checkpoint of a Trainer says of its place in the data, checked before anything is done with it."""
+"""Checks the form of a Trainer's place in the data, in a checkpoint, before it is used."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _SHARED = ("global_batch_size", "accumulation", "epoch", "batches", "seeds")
 
 
 def check_place(path: str, manifest: Manifest, stem: str) -> dict[str, Any]:
-    """The decoded documents of the Trainer in a file of the checkpoint at ``path``: ``state``, or that of a rank.
+    """The decoded documents of the Trainer in a file of the checkpoint at ``path``: ``state``, or a rank's file.
 
-    Raises :class:`FormatError` naming the file for what no :class:`ShardwiseTrainer` wrote; else as
+    Raises :class:`FormatError` naming the file if no :class:`ShardwiseTrainer` can have written it; otherwise as
     :func:`read_documents`. Rank-local; reads that file and the tensors beside it.
     """
     stored = read_documents(path, manifest, stem)
@@ -38,7 +38,7 @@ def check_place(path: str, manifest: Manifest, stem: str) -> dict[str, Any]:
 
 
 def trainer_extra(path: str, manifest: Manifest) -> dict[str, Any]:
-    """What is alike on all ranks of a Trainer: batch size, epoch, batches, seeds; plain JSON. Raises as :func:`check_place`."""
+    """The Trainer's state that all ranks share: batch size, epoch, batches, seeds. Raises as :func:`check_place`."""
     found = check_place(path, manifest, "state")
     if _TRAINER not in found:
         raise FormatError(
@@ -76,7 +76,7 @@ def _check_data(value: Any, file: str) -> None:
 
 
 def _check(value: Any, form: Mapping[str, Callable[[Any], bool]], where: str, file: str) -> None:
-    """Refuse what is no mapping, or has not every key of ``form`` with a value that its function takes."""
+    """Refuse a value that is not a mapping, or lacks a key of ``form`` with a value that its function accepts."""
     if not isinstance(value, dict):
         raise FormatError(f"{where}: expected a mapping, got {brief(value)}", path=file)
     for key, is_right in form.items():
@@ -95,7 +95,7 @@ def _is_bool(value: Any) -> bool:
 
 
 def _maps(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """A check for a mapping of text to what ``is_right`` takes."""
+    """A check for a mapping from text to values that ``is_right`` accepts."""
     return lambda value: (
         isinstance(value, dict) and all(isinstance(key, str) and is_right(one) for key, one in value.items())
     )
@@ -116,7 +116,7 @@ _STATES: Mapping[str, Callable[[Any], bool]] = {
     "seeds": _are_seeds,
     "attributes": _maps(_is_text),
 }
-#: What :meth:`DataPlace.state_dict` gives within an epoch.
+#: The form of :meth:`DataPlace.state_dict` within an epoch.
 _PLACE: Mapping[str, Callable[[Any], bool]] = {
     "consumed": is_count,
     "start": _maps(lambda _: True),

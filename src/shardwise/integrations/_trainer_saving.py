@@ -40,7 +40,7 @@ __all__ = ["Saving"]
 
 
 class Saving(Trainer):
-    """What :class:`.trainer.ShardwiseTrainer` writes; its contract is there."""
+    """The saving methods of :class:`.trainer.ShardwiseTrainer`, which documents the contract."""
 
     model: Any
     _run: Run
@@ -56,12 +56,12 @@ class Saving(Trainer):
         return super()._get_output_dir(trial) if self._staging is None else self._staging
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Let Trainer write its small files into a folder of its own, then publish everything in one."""
+        """Let Trainer write its small files into a separate folder, then publish everything at once."""
         ranks, run_dir = Ranks.current(), os.path.abspath(self._get_output_dir(trial))
         name = f"checkpoint-{self.state.global_step}"
         final = os.path.join(run_dir, name)
         if final in self._run.published:
-            self._name_best(run_dir)  # an evaluation at the end of the epoch may have come after it
+            self._name_best(run_dir)  # an evaluation at the end of the epoch may have come after the save
             return
         place = ranks.on_first("place in the data", self._place)
         with tempfile.TemporaryDirectory(prefix="shardwise-") as staging:
@@ -109,7 +109,7 @@ class Saving(Trainer):
         )
 
     def _place(self) -> dict[str, Any]:
-        """Where the next batch comes from, as far as it is the same on all ranks and at any number of them."""
+        """The part of the place in the data that is the same on all ranks and at any world size."""
         epoch, batches, ended = self._data.reached()
         if ended or batches >= self._run.batches_in_epoch or self.control.should_epoch_stop:
             epoch, batches = epoch + 1, 0
@@ -124,13 +124,13 @@ class Saving(Trainer):
 
     @property
     def _global_batch_size(self) -> int:
-        """Samples that a step takes: per device × accumulation × data ranks."""
+        """Samples per step: per device × accumulation × data ranks."""
         if self.accelerator.split_batches:
             return int(self._train_batch_size * self.args.gradient_accumulation_steps)
         return int(self.get_total_train_batch_size(self.args))
 
     def _name_best(self, run_dir: str) -> None:
-        """Trainer looked for the best checkpoint where it wrote; where it will be is what its state must say."""
+        """Set the best checkpoint's final path in Trainer's state: Trainer looked for it in the temporary folder."""
         if self.state.best_global_step:
             best = os.path.join(run_dir, f"checkpoint-{self.state.best_global_step}")
             if self.state.best_global_step == self.state.global_step or os.path.isdir(best):
@@ -148,8 +148,8 @@ class Saving(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model in hub format, or its adapters, with config, tokenizer and arguments, into ``output_dir``.
 
-        The folder may hold other things, ``checkpoint-N`` among them; weights of an export before are replaced.
-        Every rank must call it. Raises as :func:`shardwise.export_hf`.
+        The folder may hold other files, such as ``checkpoint-N``; weights of an earlier export are replaced. Every rank
+        must call it. Raises as :func:`shardwise.export_hf`.
         """
         target = os.path.abspath(output_dir or self._root)
         if self._staging is not None:
@@ -182,7 +182,7 @@ class Saving(Trainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _write_beside(self, folder: str) -> None:
-        """What ``save_model`` and ``_save`` of the other classes write, but no weights."""
+        """Write the files of ``save_model`` and ``_save`` of the other classes, without weights."""
         self._writes_beside = True
         try:
             with without_fsdp(self):
@@ -192,7 +192,7 @@ class Saving(Trainer):
         drop_empty_weights(folder)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Tokenizer and arguments, and what ``_save`` of the class that this one stands before writes of no tensors."""
+        """Write tokenizer and arguments, and the files of the next class's ``_save``, called without tensors."""
         if not self._writes_beside:
             super()._save(output_dir, state_dict)
         elif overrides(type(self), Saving, "_save"):

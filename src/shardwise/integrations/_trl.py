@@ -1,4 +1,4 @@
-"""What TRL's trainers need beside the Trainer with a sharded policy: references, the head's gradient, completions in hand.
+"""TRL support for sharded policies: reference models, the LM head's gradient, buffered completions.
 
 Read at TRL 1.16, of which no class, module or function is changed. Its DPO, KTO, GRPO and RLOO trainers make the reference themselves, while they
 are made: of a model by loading it whole on every rank (``create_model_from_path``), of a ``PeftModel`` by a second adapter
@@ -30,7 +30,7 @@ __all__ = ["References", "gather_head", "generation_state"]
 
 _LOAD = "shardwise.integrations.trainer.load_pretrained(args, path)"
 
-#: Arguments that can't be honoured with a sharded policy, and why.
+#: Arguments that a sharded policy does not support, with the reason.
 _REFUSED = {
     "precompute_ref_log_probs": "TRL hashes the reference whole. It takes its shards' room only; leave this out",
     "sync_ref_model": "TRL mixes shards with gathered parameters, and no checkpoint holds the reference; leave it out",
@@ -42,10 +42,10 @@ _REFUSED = {
 
 
 class References(TorchFunctionMode):
-    """While a trainer is made: references come from the sharded policy, by shards.
+    """Makes references from the sharded policy, by shards, while a trainer is constructed.
 
-    Where TRL would load a second model whole it gets :func:`shardwise.clone` of the policy. Where it copies an adapter's
-    shards into plain tensors they are gathered: the reference adapter is whole on every rank, and nothing else is.
+    Instead of loading a second whole model TRL gets :func:`shardwise.clone` of the policy. When TRL copies an adapter's
+    shards into plain tensors, they are gathered: only the reference adapter is whole on every rank.
     """
 
     def __init__(self) -> None:
@@ -54,9 +54,9 @@ class References(TorchFunctionMode):
         self._given: Any = None
 
     def stand_in(self, args: Any, model: nn.Module) -> None:
-        """Take the place of the class that TRL loads a reference of ``model`` with; nothing with other trainers.
+        """Replace the class with which TRL loads a reference of ``model``. Does nothing for other trainers.
 
-        Raises :class:`ShardError` for what can't be had of a sharded model.
+        Raises :class:`ShardError` for arguments that a sharded model does not support.
         """
         if not hasattr(args, "model_init_kwargs"):
             return
@@ -66,14 +66,14 @@ class References(TorchFunctionMode):
         args.model_init_kwargs = {**(self._given or {}), "architecture": _Clones(model)}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """A sharded tensor that is copied into a plain one is gathered first, by all ranks of its mesh."""
+        """Gather a sharded tensor, on all ranks of its mesh, before it is copied into a plain one."""
         kinds = [isinstance(found, DTensor) for found in args[:2]]
         if func is torch.Tensor.copy_ and kinds == [False, True]:
             args = (args[0], args[1].full_tensor(), *args[2:])
         return func(*args, **(kwargs or {}))
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """The arguments are as they were. Raises :class:`ShardError` where the trainer takes shards for whole tensors."""
+        """Restore the arguments. Raises :class:`ShardError` if the trainer computed with shards as whole tensors."""
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         if self._args is not None:
             self._args.model_init_kwargs = self._given
@@ -85,13 +85,13 @@ class References(TorchFunctionMode):
 
 
 class _Clones:
-    """In the place of the class whose ``from_pretrained`` TRL calls for a reference."""
+    """Stands for the class whose ``from_pretrained`` TRL calls for a reference."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
 
     def from_pretrained(self, path: str, **_: Any) -> Any:
-        """The policy as it is now, once more. Every rank must call it."""
+        """A clone of the present policy. Every rank must call it."""
         if not _is_sharded(self._model):
             raise ShardError(
                 f"the reference model would be loaded whole on every rank, from {path!r}: the "
@@ -118,10 +118,10 @@ def _check(args: Any, model: nn.Module) -> None:
 
 
 def gather_head(model: nn.Module) -> None:
-    """Gather the head before TRL computes log-probabilities, which takes its weight without calling it.
+    """Gather the head before TRL computes log-probabilities, which read its weight without calling the head.
 
-    ``shard()`` makes it a group of its own, which its own forward would gather. TRL gathers it as a tensor then, and no
-    rank's gradient would be reduced. Groups that are there already (Accelerate's has the last norm in it) stay.
+    ``shard()`` makes the head a separate group, which only the head's forward gathers. TRL would gather the weight as a
+    tensor, and no rank's gradient would be reduced. Existing groups (Accelerate's includes the last norm) stay.
     """
     base: Any = base_of(model)
     if not is_transformers_model(base) or base.base_model is base or not _is_sharded(base):
@@ -157,10 +157,11 @@ def stores_completions(trainer: Any) -> bool:
 
 
 def generation_state(trainer: Trainer, source: str | None) -> dict[str, Any]:
-    """What a trainer that generates must keep over a resume, as extras of its state; nothing of other trainers.
+    """The state that a generating trainer must keep over a resume, as extras; empty for other trainers.
 
-    Completions that wait for their steps differ between ranks: from ``source``, a checkpoint, they are taken by as many
-    ranks as wrote it. Other numbers of ranks generate anew, and the report says so. Collective with a ``source``.
+    Completions that wait for their steps differ between ranks: only the world size that wrote the checkpoint ``source``
+    restores them. At another world size they are generated again, and the report says so. Collective with a
+    ``source``.
     """
     if not stores_completions(trainer):
         return {}
@@ -175,7 +176,7 @@ def generation_state(trainer: Trainer, source: str | None) -> dict[str, Any]:
 
 
 class _Counters:
-    """Where in a round of generation a trainer is, in steps of accumulation, and how many tokens it counted."""
+    """A trainer's place in a round of generation, in steps of accumulation, and its count of tokens."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -188,7 +189,7 @@ class _Counters:
 
 
 class _Completions:
-    """What was generated and scored, and is not used up: nothing where the next step generates."""
+    """Completions that were generated and scored, but not used up; empty if the next step generates."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer

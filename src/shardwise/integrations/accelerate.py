@@ -1,4 +1,4 @@
-"""Accelerate: models sharded as the accelerator's FSDP2 plugin says and loaded here; its state in our checkpoints.
+"""Accelerate: models loaded sharded by the accelerator's FSDP2 plugin; its state in shardwise checkpoints.
 
 A script keeps its YAML and its calls; the import changes, and the line that loads::
 
@@ -11,7 +11,7 @@ A script keeps its YAML and its calls; the import changes, and the line that loa
     accelerator.save_state("runs/a/step-100")
     accelerator.load_state("runs/a/step-100")
 
-Each method is a function here, too, for an accelerator that is not made by the script: ``load_pretrained(accelerator,
+Each method is a function here, too, for an accelerator that the script does not make: ``load_pretrained(accelerator,
 path)``, ``prepare(accelerator, …)``, ``save_state(accelerator, folder)``, ``load_state(accelerator, folder)``.
 
 No class, module or function of Accelerate is changed: ``prepare`` takes a model that is sharded already as it is. What is
@@ -42,7 +42,7 @@ from ..models.meta_init import meta_init
 from ..plan import IOOptions
 from ..ranks.ranks import Ranks
 from ..runs.restore import restore
-from ..runs.third_party import is_foreign
+from ..runs.third_party import is_third_party
 from ..state.gradients import watch_steps
 from ..state.train_state import TrainState
 from ._accelerate_folders import delete_oldest, folder_for, make_room, newest
@@ -80,20 +80,20 @@ def load_pretrained(
     io: IOOptions | None = None,
     **options: Unpack[FromPretrained],
 ) -> tuple[Any, LoadReport]:
-    """:func:`shardwise.load_pretrained`, sharded as the accelerator's FSDP plugin says, for ``accelerator.prepare``.
+    """:func:`shardwise.load_pretrained`, sharded by the accelerator's FSDP plugin, for ``accelerator.prepare``.
 
-    Honoured are the wrap policy with its class names or size, reshard after forward, mixed precision (trainable
-    parameters become fp32 masters, as Accelerate does), CPU offload, ignored modules and the mesh of
-    ``parallelism_config`` (FSDP, HSDP, or tensor parallelism alone, by the model's own plan). Compiling is left to
-    ``prepare``. ``cpu_ram_efficient_loading`` has nothing left to do: no rank holds more than its shards. Without FSDP
-    every rank loads the whole model onto the accelerator's device.
+    Follows the wrap policy with its class names or size, reshard after forward, mixed precision (trainable parameters
+    become fp32 masters, as with Accelerate), CPU offload, ignored modules and the mesh of ``parallelism_config`` (FSDP,
+    HSDP, or tensor parallelism alone, by the model's own plan). ``prepare`` compiles. ``cpu_ram_efficient_loading`` has
+    no effect: no rank holds more than its shards. Without FSDP every rank loads the whole model onto the accelerator's
+    device.
 
-    Activation checkpointing is applied here, because it must be there before sharding, and switched off in the
-    accelerator's plugin for good, because ``prepare`` would add it again. Models that are loaded here later still get
-    it; for one that is not, set ``accelerator.state.fsdp_plugin.activation_checkpointing`` before its ``prepare``.
+    Applies activation checkpointing, which must precede sharding, and switches it off in the accelerator's plugin for
+    good, because ``prepare`` would add it again. Later calls of this function still apply it; for a model loaded in
+    another way, set ``accelerator.state.fsdp_plugin.activation_checkpointing`` before its ``prepare``.
 
     Other arguments, memory, which ranks must call it and errors: as :func:`shardwise.load_pretrained`. Raises
-    :class:`ShardError` for what can't be honoured.
+    :class:`ShardError` for unsupported settings.
     """
     request = Pretrained(
         path=path,
@@ -122,10 +122,10 @@ def load(
     init: Mapping[str, str] | None = None,
     io: IOOptions | None = None,
 ) -> LoadReport:
-    """Shard any module in place as the accelerator's FSDP plugin says, and fill it from ``source``.
+    """Shard any module in place by the accelerator's FSDP plugin, and fill it from ``source``.
 
-    ``model`` is best built inside ``sw.meta_init()``. It is taken by ``accelerator.prepare`` as it is.
-    See :func:`load_pretrained` for what is honoured, :func:`shardwise.load` for the rest.
+    Build ``model`` inside ``sw.meta_init()``, if possible. ``accelerator.prepare`` accepts the sharded model. See
+    :func:`load_pretrained` for the supported settings, :func:`shardwise.load` for the rest.
     """
     ranks = Ranks.current(timeout_s=(io or IOOptions()).timeout_s)
     with ranks.agree("shard as the accelerator says"):
@@ -143,14 +143,14 @@ def load(
 
 
 def prepare(accelerator: Accelerator, *objects: Any) -> Any:
-    """``accelerator.prepare(*objects)``, and notes from here on what a save at any place needs. Every rank must call it.
+    """``accelerator.prepare(*objects)``, with hooks that allow exact saves at any place. Every rank must call it.
 
-    Each step notes which gradients it used: a save may come where gradients are still there, in the middle of an
-    accumulation or before a loop clears them. Each loader's sampler notes the random states that it draws an order
-    from: a save may come inside of an epoch. After ``accelerator.prepare`` this begins with the first
-    :func:`save_state` or :func:`load_state`; what the first save can't know is left out, and the reports say so.
+    Each step notes the gradients that it used: a save may come in the middle of an accumulation, or before a loop
+    clears gradients. Each loader's sampler notes the random states from which it draws an order: a save may come inside
+    an epoch. After a plain ``accelerator.prepare`` this begins only with the first :func:`save_state` or
+    :func:`load_state`; the first save then skips unknown state, and the reports say so.
 
-    The optimizers keep the parameters that they had, also where a model that was loaded elsewhere has empty shards.
+    The optimizers keep their parameters, even if a model that was loaded in another way has empty shards.
     """
     return _prepared(accelerator, accelerator.prepare, objects)
 
@@ -178,20 +178,19 @@ def save_state(
 ) -> SaveReport:
     """``accelerator.save_state`` into a shardwise checkpoint: one directory, all of it or nothing.
 
-    Everything that was prepared or registered: models, optimizers, schedulers, scaler, RNG, positions of the data
-    loaders, custom objects, and the accelerator's own counters. With
-    ``ProjectConfiguration(automatic_checkpoint_naming=True)`` the directory is ``checkpoints/checkpoint_N`` of the project,
-    whatever ``output_dir`` says, as with Accelerate; its ``total_limit`` applies to the oldest ones, after the new one is
-    published.
+    Stores everything that was prepared or registered: models, optimizers, schedulers, scaler, RNG, positions of the
+    data loaders, custom objects, and the accelerator's own counters. With
+    ``ProjectConfiguration(automatic_checkpoint_naming=True)`` the directory is the project's
+    ``checkpoints/checkpoint_N``, which overrules ``output_dir``, as with Accelerate. ``total_limit`` deletes the oldest
+    checkpoints after the new one is published.
 
     Args:
-        output_dir: must not exist, or be empty: a checkpoint is never overwritten, as Accelerate does with a folder
-            ``latest``. Give each save its own (``f"step-{step}"``).
-        step: recorded in the checkpoint. Default: how many saves there were before.
+        output_dir: must not exist, or be empty. Unlike Accelerate, a save never overwrites a checkpoint (a folder
+            ``latest``). Give each save its own (``f"step-{step}"``).
+        step: recorded in the checkpoint. Default: the number of earlier saves.
 
-    Every rank must call it. Raises as :func:`shardwise.save`; :class:`CheckpointError` for a directory that holds
-    something; :class:`StateError` also for registered save hooks: they would add files to a checkpoint whose files are
-    all listed and proved.
+    Every rank must call it. Raises as :func:`shardwise.save`; :class:`CheckpointError` for a directory that is not
+    empty; :class:`StateError` also for registered save hooks: they would add files that the checkpoint does not list.
     """
     _refuse_hooks(accelerator, "save")
     project = accelerator.project_configuration
@@ -212,9 +211,9 @@ def save_state(
 def load_state(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None = None) -> ResumeReport:
     """``accelerator.load_state`` from a shardwise checkpoint, or from one that ``accelerator.save_state`` wrote.
 
-    Into what was prepared and registered, under whatever mesh this run has; proved by digests where the checkpoint
-    is ours. Without ``input_dir`` the newest of ``automatic_checkpoint_naming``. What Accelerate wrote holds no data
-    position that is read: data loaders stay as they are then.
+    Restores everything that was prepared and registered, under any mesh; a shardwise checkpoint is proved by digests.
+    Without ``input_dir`` it takes the newest of ``automatic_checkpoint_naming``. Accelerate's checkpoints hold no
+    readable data position: data loaders then stay unchanged.
 
     Every rank must call it. Raises as :func:`shardwise.restore`; :class:`NoCheckpointError` if there is none.
     """
@@ -226,13 +225,13 @@ def load_state(accelerator: Accelerator, input_dir: str | os.PathLike[str] | Non
         found = os.path.abspath(os.path.expanduser(input_dir))
     with ranks.agree("collect what the accelerator holds"):
         state = train_state(accelerator)
-    if ranks.on_first("look at checkpoint", lambda: is_foreign(found)):
+    if ranks.on_first("look at checkpoint", lambda: is_third_party(found)):
         state.dataloader = None
     return restore(state, found)
 
 
 def train_state(accelerator: Accelerator) -> TrainState:
-    """Everything that the accelerator prepared or was told of, by reference; for a :class:`shardwise.Checkpointer`.
+    """All objects that the accelerator prepared or registered, by reference; for a :class:`shardwise.Checkpointer`.
 
     Several models are called ``model_0``, ``model_1``, …, and so are optimizers and schedulers. Rank-local.
     """
@@ -268,7 +267,7 @@ def _one_or_numbered(name: str, objects: Sequence[Any]) -> Any:
 
 
 class _Counters:
-    """What the accelerator itself counts."""
+    """The accelerator's own counters."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
@@ -294,7 +293,7 @@ def _refuse_hooks(accelerator: Accelerator, when: Literal["save", "load"]) -> No
 
 
 class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
-    """Accelerate's ``Accelerator``, whose state goes in and out as shardwise checkpoints, and that loads models sharded.
+    """Accelerate's ``Accelerator``, but it loads models sharded, and saves and loads shardwise checkpoints.
 
     All arguments and all other methods are ``accelerate.Accelerator``'s.
     """
@@ -306,7 +305,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
     def load_model(
         self, build: Callable[[], nn.Module], source: Any, **options: Any
     ) -> tuple[Any, LoadReport]:
-        """Build a model of one's own without memory, shard it as the plugin says, and fill it from ``source``.
+        """Build a custom model without memory, shard it by the plugin, and fill it from ``source``.
 
         Args:
             build: makes the model; called once, inside :func:`shardwise.meta_init`: ``lambda: MyModel(config)``.
@@ -319,7 +318,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         return model, load(self, model, source, **options)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """``Accelerator.prepare``, with what :func:`prepare` adds: notes that a save at any place needs."""
+        """``Accelerator.prepare``, with the hooks of :func:`prepare`, which allow exact saves at any place."""
         return _prepared(self, functools.partial(super().prepare, device_placement=device_placement), args)
 
     def save_state(
@@ -329,7 +328,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         *,
         step: int | None = None,
     ) -> SaveReport:
-        """:func:`save_state` of this accelerator. ``safe_serialization`` means nothing: all tensors are safetensors."""
+        """:func:`save_state` of this accelerator. ``safe_serialization`` has no effect: all tensors are safetensors."""
         return save_state(self, output_dir, step=step)
 
     def load_state(self, input_dir: str | os.PathLike[str] | None = None) -> ResumeReport:

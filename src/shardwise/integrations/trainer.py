@@ -1,6 +1,6 @@
-"""HF Trainer, and through it TRL's trainers: models loaded sharded, checkpoints that are whole or not there, exports.
+"""HF Trainer, and through it TRL's trainers: models loaded sharded, checkpoints published whole or not at all, exports.
 
-What changes in a script, here with TRL::
+The changes in a script, here with TRL::
 
     from shardwise.integrations.trainer import ShardwiseTrainer, load_pretrained  # 1
 
@@ -55,15 +55,15 @@ def load_pretrained(
 ) -> tuple[Any, LoadReport]:
     """:func:`shardwise.load_pretrained`, sharded as the Trainer with these arguments would shard it.
 
-    What ``args`` (``fsdp_config``, ``parallelism_config``, ``bf16``, …) or ``accelerate launch`` say counts; see
-    :func:`shardwise.integrations.accelerate.load_pretrained` for what is honoured, for the ``options`` (``dtype``,
+    Follows ``args`` (``fsdp_config``, ``parallelism_config``, ``bf16``, …) and ``accelerate launch``. See
+    :func:`shardwise.integrations.accelerate.load_pretrained` for the supported settings, the ``options`` (``dtype``,
     ``adapter=LoraConfig(…)``, ``seed``, …), memory and errors. Every rank must call it, before it makes the trainer.
     """
     return swa.load_pretrained(_accelerator_of(args), path, **options)
 
 
 def _accelerator_of(args: TrainingArguments) -> Accelerator:
-    """An accelerator as the Trainer will make one. Both share their state, and with it the plugin."""
+    """An accelerator like the one that the Trainer will make. Both share their state and the plugin."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.utils import TorchDynamoPlugin
 
@@ -71,7 +71,7 @@ def _accelerator_of(args: TrainingArguments) -> Accelerator:
         raise ShardError(
             "args.deepspeed is set; expected FSDP2 (fsdp=True), DDP or one process. Leave it out"
         )
-    _ = args.device  # makes the shared state; whoever asks first makes it anew
+    _ = args.device  # makes the shared state now: the first access would replace it later
     settings = args.fsdp_plugin_args
     return Accelerator(
         mixed_precision=args.mixed_precision,
@@ -82,41 +82,40 @@ def _accelerator_of(args: TrainingArguments) -> Accelerator:
 
 
 class _DamagedError(Exception):
-    """The checkpoint to resume from turned out to be damaged while it was read, and an older one may do."""
+    """The checkpoint to resume from is damaged, as reading it has shown; an older one may be intact."""
 
 
 class ShardwiseTrainer(Saving):
-    """The Trainer with ``checkpoint-N`` as shardwise checkpoints. Before another trainer class: a mixin for it.
+    """The Trainer with ``checkpoint-N`` as shardwise checkpoints. It is also a mixin, before another trainer class.
 
-    * ``checkpoint-N`` is one directory with everything, published whole or not at all, proved by digests when it is
-      read, under any world size; what Trainer and its subclasses write beside (``trainer_state.json``, the tokenizer)
-      is listed in it. ``save_total_limit`` applies after publishing and spares the newest and the best.
-    * ``resume_from_checkpoint=True`` takes the newest checkpoint that is undamaged, also if that shows only when its
-      tensors are read; what plain Trainer wrote is read by plain Trainer. ``resume_report`` says what was restored.
-      Checkpoints newer than the one resumed from are renamed to ``_superseded-checkpoint-N-…``, or ``_damaged-…``, at
-      the first save.
-    * A resume goes on in the data exactly where the save was, in any epoch, whatever sampler and loader there is: the
-      epoch begins again under its own random states. What can't be repeated is among the report's ``differences``.
-      With another global batch size than the saved one samples are skipped or seen again, and the report says so.
-    * What ``_save`` and ``save_model`` of other classes write lies in ``checkpoint-N``; weights are written once, by
-      this class: a ``_save`` that is called is given no tensors. ``from_pretrained(checkpoint-N)`` reads model and
-      tokenizer.
-    * ``save_model`` writes hub files, of a ``PeftModel`` adapters, without gathering; every rank must call it.
-    * The reference models that TRL's trainers make are clones of the sharded ``model``: nothing is read, none is whole.
-    * While ``train`` runs, it holds ``output_dir`` (a lock that goes with the process); leftovers of killed saves go.
+    * ``checkpoint-N`` is one directory with everything, published whole or not at all, and proved by digests when it is
+      read, at any world size. Its manifest lists the files that Trainer and its subclasses write beside
+      (``trainer_state.json``, the tokenizer). ``save_total_limit`` applies after publishing and keeps the newest and
+      the best.
+    * ``resume_from_checkpoint=True`` takes the newest undamaged checkpoint, also if damage shows only when tensors are
+      read. Plain Trainer reads its own checkpoints. ``resume_report`` lists the restored state. The first save renames
+      checkpoints newer than the resumed one to ``_superseded-checkpoint-N-…``, or ``_damaged-…``.
+    * A resume goes on in the data exactly at the place of the save, in any epoch, with any sampler and loader: the
+      epoch begins again under its own random states. The report's ``differences`` name exceptions. With another
+      global batch size than the saved one samples are skipped or seen again, and the report says so.
+    * ``checkpoint-N`` holds the files of ``_save`` and ``save_model`` of other classes. This class writes the weights,
+      once: a ``_save`` that it calls gets no tensors. ``from_pretrained(checkpoint-N)`` reads model and tokenizer.
+    * ``save_model`` writes hub files, or adapters for a ``PeftModel``, without gathering; every rank must call it.
+    * Reference models of TRL's trainers are clones of the sharded ``model``: nothing is read, and none is whole.
+    * ``train`` holds ``output_dir`` (by a lock that ends with the process) and deletes leftovers of killed saves.
 
-    Memory: ≤ 16 MiB besides the live tensors on CPU. Raises what :func:`shardwise.save`, :func:`shardwise.restore` and
-    :func:`shardwise.export_hf` raise, alike on every rank; :class:`ShardError` or :class:`CheckpointError` when it is
-    made with what can't be honoured: DeepSpeed, FSDP version 1, tensor or context parallelism, checkpoints pushed to
-    the hub while training, ``save_on_each_node``, ``enable_jit_checkpoint``.
+    Memory: ≤ 16 MiB besides the live tensors on CPU. Raises the errors of :func:`shardwise.save`,
+    :func:`shardwise.restore` and :func:`shardwise.export_hf`, alike on every rank; its constructor raises
+    :class:`ShardError` or :class:`CheckpointError` for unsupported settings: DeepSpeed, FSDP version 1, tensor or
+    context parallelism, checkpoints pushed to the hub while training, ``save_on_each_node``, ``enable_jit_checkpoint``.
     """
 
     resume_report: ResumeReport | None = None
-    """Of the last ``train`` that resumed from a shardwise checkpoint."""
+    """The report of the last ``train`` that resumed from a shardwise checkpoint."""
     reads_again: bool = True
-    """Whether a resume inside an epoch reads the epoch's batches again, where their items may draw random numbers (always
-    with ``dataloader_num_workers``, else where they were seen to). False: they are left out by index, as Trainer does; it
-    takes no time, and the report says what may differ."""
+    """Whether a resume inside an epoch reads the epoch's batches again if their items may draw random numbers (always
+    with ``dataloader_num_workers``, otherwise if they were seen to). False: skips them by index, as Trainer does, in no
+    time; the report then says what may differ."""
     _groups: Groups | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -126,7 +125,7 @@ class ShardwiseTrainer(Saving):
             gather_head(self.model)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the Trainer does; then what can't be honoured is refused."""
+        """As the Trainer does; then refuse unsupported settings."""
         super().create_accelerator_and_postprocess()
         self._run, self._data = Run(), DataPlace(self._differ, self.reads_again)
         check_supported(self.accelerator)
@@ -146,7 +145,7 @@ class ShardwiseTrainer(Saving):
             raise CheckpointError(f"a shardwise checkpoint can't be had with these arguments: {wrong}")
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
-        """Comes after the optimizer is made and before ``accelerator.prepare``."""
+        """Runs after the optimizer is made and before ``accelerator.prepare``."""
         if self.is_fsdp_enabled:
             adopt(self.accelerator.state.fsdp_plugin, model)
             if training and self.optimizer is not None:
@@ -154,7 +153,7 @@ class ShardwiseTrainer(Saving):
         return super()._wrap_model(model, training, dataloader)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Comes after ``accelerator.prepare`` and before anything is resumed."""
+        """Runs after ``accelerator.prepare`` and before anything is resumed."""
         if self._groups is not None and self.optimizer is not None:
             put_back(self.optimizer, self._groups)
             self._groups = None
@@ -163,17 +162,18 @@ class ShardwiseTrainer(Saving):
     # Resuming
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """``Trainer.train``; holds ``output_dir`` meanwhile. True: from the newest undamaged checkpoint in it.
+        """``Trainer.train``; holds ``output_dir`` meanwhile. True: resume from the newest undamaged checkpoint in it.
 
-        Raises :class:`LockedError` if another run holds it, :class:`NoCheckpointError` if all are damaged. Damage of a
-        checkpoint that is named is :class:`IntegrityError`, or :class:`RankError` where one rank alone meets it.
+        Raises :class:`LockedError` if another run holds it, :class:`NoCheckpointError` if all checkpoints are damaged.
+        A named checkpoint that is damaged raises :class:`IntegrityError`, or :class:`RankError` if only one rank finds
+        it.
         """
         root = self._root
         with held(root):
             self._run, self.resume_report = Run(falls_back=resume_from_checkpoint is True), None
             self._data = DataPlace(self._differ, self.reads_again)
             if resume_from_checkpoint is True:
-                # What there is to say of none, Trainer says.
+                # No checkpoint: let Trainer raise its own error.
                 resume_from_checkpoint = newest(root, self._run.damaged) or True
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
@@ -185,7 +185,7 @@ class ShardwiseTrainer(Saving):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        """Begun again with the checkpoint before, where one is damaged; Trainer does so with smaller batches."""
+        """Run again with the checkpoint before if one is damaged, as Trainer runs again with smaller batches."""
         while True:
             try:
                 return super()._inner_training_loop(
@@ -194,11 +194,11 @@ class ShardwiseTrainer(Saving):
             except _DamagedError:
                 self._data, self._run.seeds = DataPlace(self._differ, self.reads_again), {}
                 resume_from_checkpoint = newest(self._root, self._run.damaged)
-            if not self.is_fsdp_enabled:  # of plain Trainer's, it has to be read before
+            if not self.is_fsdp_enabled:  # a checkpoint of plain Trainer must be read before this
                 self._load_from_checkpoint(resume_from_checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """All of a shardwise checkpoint is restored at once, when everything is there."""
+        """Skip shardwise checkpoints: they are restored at once, when all objects exist."""
         if not is_ours(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -215,11 +215,11 @@ class ShardwiseTrainer(Saving):
                     if Ranks.current().rank == 0:
                         _log.warning("skipping damaged %s: %s", checkpoint_dir, error)
                     raise _DamagedError(checkpoint_dir) from error
-        # It finds none of its files there; subclasses have their own.
+        # Trainer finds none of its files there; subclasses may find theirs.
         super()._load_optimizer_and_scheduler(checkpoint_dir)
 
     def _restore(self, path: str) -> None:
-        """Everything at once; what Trainer makes of it withdraws the promise of an exact resume."""
+        """Restore everything at once, and add the differences that Trainer itself causes to the report."""
         ranks, run = Ranks.current(), self._run
         holds = ranks.on_first("look at checkpoint", lambda: contents(path))
         with_optimizer = "optimizer" in holds["documents"]
@@ -253,7 +253,7 @@ class ShardwiseTrainer(Saving):
             _log.warning("the resume is not exact: %s", "; ".join(differences))
 
     def _differ(self, line: str) -> None:
-        """Something that shows after the report was made."""
+        """Add a difference that shows after the report was made."""
         if self.resume_report is not None:
             found = (*self.resume_report.differences, line)
             self.resume_report = replace(self.resume_report, exact=False, differences=found)
@@ -269,7 +269,7 @@ class ShardwiseTrainer(Saving):
         resume_from_checkpoint: str | None,
         trial: Any,
     ) -> tuple[int, int]:
-        """Trainer counts steps; epochs that ended early, or have no length, are where the checkpoint says."""
+        """Take the epoch from the checkpoint: Trainer only counts steps, but epochs may end early or have no length."""
         place = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
@@ -292,8 +292,8 @@ class ShardwiseTrainer(Saving):
             put_own_states(train_dataloader, {"seeds": self._run.seeds, "generators": {}, "epochs": {}})
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)  # type: ignore[no-untyped-call]
 
-    def _run_epoch(self, *_: Any, **given: Any) -> None:  # Trainer names all that it gives
-        """Trainer's, over a loader that counts, and that goes on where a save was."""
+    def _run_epoch(self, *_: Any, **given: Any) -> None:  # Trainer passes all arguments by name
+        """Trainer's own, over a loader that counts and that goes on at the place of a save."""
         loader, epoch = given["train_dataloader"], given["epoch"]
         resumed = epoch == given["epochs_trained"] and given["resume_from_checkpoint"] is not None
         skips = resumed and not self.args.ignore_data_skip
@@ -303,7 +303,7 @@ class ShardwiseTrainer(Saving):
         super()._run_epoch(**given)  # type: ignore[no-untyped-call]
 
     def _load_rng_state(self, checkpoint_dir: str | None) -> None:
-        """Once more, because Trainer draws numbers when it skips batches; an epoch that goes on has done so."""
+        """Restore again, because Trainer draws numbers when it skips batches. A resumed epoch has done so itself."""
         if self._run.rng is None:
             super()._load_rng_state(checkpoint_dir)
         elif not self._data.sets_rng:

@@ -1,7 +1,7 @@
-"""What depends on the inside of PEFT, read at 0.21 and tried with 0.18-0.20; goes once PEFT has public names for it.
+"""Code that depends on PEFT's internals, read at 0.21 and tried with 0.18-0.20; goes once PEFT has public names.
 
-Importing this does not import PEFT, and asking whether a model has adapters doesn't either: such a model
-brought PEFT along.
+Importing this module does not import PEFT, nor does asking whether a model has adapters: with such a model PEFT is
+imported already.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..names import canonical_name, unwrap
 from .torch import original_class
 
 __all__ = [
-    "Place",
+    "BaseSlot",
     "adapted_modules",
     "adapter_configs",
     "base_of",
@@ -36,18 +36,18 @@ __all__ = [
 
 
 def _class(module: str, name: str) -> Any:
-    """A class of PEFT, or an empty tuple (which nothing is an instance of) if nobody imported PEFT."""
+    """A class of PEFT, or an empty tuple (of which nothing is an instance) if PEFT is not imported."""
     return getattr(sys.modules.get(module), name, ())
 
 
 def peft_model(model: nn.Module) -> Any | None:
-    """The ``PeftModel`` that a module is, inside wrappers around the root; None for any other module."""
+    """The ``PeftModel`` inside wrappers around the root; None for any other module."""
     model = unwrap(model)
     return model if isinstance(model, _class("peft.peft_model", "PeftModel")) else None
 
 
 def base_of(model: nn.Module) -> nn.Module:
-    """The model that adapters were put into: inside a ``PeftModel``, else the module itself (unwrapped)."""
+    """The base model inside a ``PeftModel``; otherwise the module itself (unwrapped)."""
     found = peft_model(model)
     inner: nn.Module = unwrap(model) if found is None else unwrap(found.get_base_model())
     return inner
@@ -73,7 +73,7 @@ def _is_tuner(module: nn.Module) -> bool:
 
 
 def _is_wrapper(module: nn.Module) -> bool:
-    """Around modules that are trained whole (``modules_to_save``) or in part (``trainable_token_indices``)."""
+    """Whether a module wraps one trained whole (``modules_to_save``) or in part (``trainable_token_indices``)."""
     return isinstance(module, _class("peft.utils.other", "AuxiliaryTrainingWrapper"))
 
 
@@ -94,33 +94,35 @@ def adapter_configs(model: nn.Module) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a module stands in the base model, PEFT's parts left out of its path."""
+class BaseSlot:
+    """The path of a module in the base model, without PEFT's parts."""
 
     base: str | None
-    """Path in the base model; None for what is outside of it, or is an adapter's own."""
+    """Path in the base model; None for modules outside it or of an adapter."""
     copy_of: str | None = None
     """The adapter for which it is a trained copy (``modules_to_save``); None for the base's own."""
 
 
-def places(model: nn.Module) -> dict[str, Place]:
-    """Every module of a model by canonical path, and what that path is without PEFT's parts.
+def places(model: nn.Module) -> dict[str, BaseSlot]:
+    """Every module of a model by canonical path, with that path without PEFT's parts.
 
     ``base_layer`` inside an adapted layer, ``original_module`` and ``modules_to_save.<adapter>`` inside a wrapper
     are the layer or wrapper itself, as in ``peft.utils.save_and_load._peft_key_to_original_key`` (0.21).
     """
     root = base_of(model)
     return {
-        canonical_name(path): Place(None if place.base is None else canonical_name(place.base), place.copy_of)
+        canonical_name(path): BaseSlot(
+            None if place.base is None else canonical_name(place.base), place.copy_of
+        )
         for path, place in _walk(model, "", "" if model is root else None, None, root)
     }
 
 
 def _walk(
     module: nn.Module, path: str, base: str | None, copy_of: str | None, root: nn.Module
-) -> Iterator[tuple[str, Place]]:
+) -> Iterator[tuple[str, BaseSlot]]:
     own = is_adapted(module)
-    yield path, Place(None if own else base, copy_of)
+    yield path, BaseSlot(None if own else base, copy_of)
     for name, child in module._modules.items():
         if child is None:
             continue
@@ -148,7 +150,7 @@ def select_adapter(
 ) -> dict[str, Any]:
     """The entries of a state dict that PEFT stores for an adapter, under its names in the file.
 
-    ``state`` may hold symbols: PEFT only selects and renames, for the methods that are let through here.
+    ``state`` may hold symbols: for the supported methods PEFT only selects and renames.
     """
     from peft import get_peft_model_state_dict
 
@@ -159,9 +161,9 @@ def select_adapter(
 
 
 def convert_adapter(meta_base: Any, adapter: str, config: Any, stored: dict[str, Any]) -> dict[str, Any]:
-    """What PEFT makes of an adapter's stored tensors (symbols), where the base's class changed since it was trained.
+    """PEFT's conversion of an adapter's stored tensors (symbols), if the base's class has changed since training.
 
-    ``meta_base`` is an unsharded instance of the base's class. PEFT 0.19-0.21; older ones take the names as they are.
+    ``meta_base`` is an unsharded instance of the base's class. PEFT 0.19-0.21; older releases don't convert names.
     """
     try:
         from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
@@ -169,7 +171,7 @@ def convert_adapter(meta_base: Any, adapter: str, config: Any, stored: dict[str,
         return stored
 
     class Model:
-        """What is asked of a PeftModel; the live one is sharded, and has no conversions."""
+        """The attributes of a PeftModel that PEFT reads. The live one is sharded and has no conversions."""
 
         def get_base_model(self) -> Any:
             return meta_base
@@ -184,9 +186,9 @@ def convert_adapter(meta_base: Any, adapter: str, config: Any, stored: dict[str,
 
 
 def embeddings_to_save(model: Any, adapter: str) -> bool | Literal["auto"]:
-    """What ``save_embedding_layers="auto"`` comes to, if PEFT would ask the hub for it; else "auto".
+    """The value for ``save_embedding_layers="auto"`` if PEFT would ask the hub for it; otherwise "auto".
 
-    It compares vocabularies with the base's config. One that is not on this machine counts as unchanged.
+    PEFT compares the vocabulary with the base's config. If the config is not on this machine, it counts as unchanged.
     """
     from peft.utils.other import EMBEDDING_LAYER_NAMES
 

@@ -190,7 +190,7 @@ def is_checkpointed(module: nn.Module) -> bool:
 
 
 def is_stateful_loader(loader: object) -> bool:
-    """Whether a loader is torchdata's (0.11); does not import torchdata if nobody else did."""
+    """Whether a loader is torchdata's (0.11). Does not import torchdata."""
     module = sys.modules.get("torchdata.stateful_dataloader")
     return module is not None and isinstance(loader, module.StatefulDataLoader)
 

@@ -1,1 +1,1 @@
-"""Layout: per rank, which boxes of every wanted tensor it holds, and where they lie in local storage."""
+"""Layout: the boxes of every wanted tensor that a rank holds, and their places in local storage."""

@@ -59,9 +59,9 @@ def whole(shape: Sequence[int]) -> Box:
 def find_overlap(boxes: Iterable[Box]) -> tuple[Box, Box] | None:
     """Two of the boxes that share an element, or None.
 
-    Boxes that are cells of a grid, as cuts along dims make them, cost O(N log N). Others are swept along the dim that
-    tells most of them apart. Raises :class:`FormatError` where that takes more than
-    :data:`~shardwise.limits.MAX_COMPARISONS_PER_CHUNK` comparisons a box.
+    Boxes that are cells of a grid, as cuts along dims make them, cost O(N log N). Any other boxes are swept along the
+    dim that separates most of them. Raises :class:`FormatError` if that takes more than
+    :data:`~shardwise.limits.MAX_COMPARISONS_PER_CHUNK` comparisons per box.
     """
     live = sorted(b for b in boxes if b.numel)
     for first, second in pairwise(live):
@@ -92,5 +92,5 @@ def find_overlap(boxes: Iterable[Box]) -> tuple[Box, Box] | None:
 
 
 def _distinct(ordered: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Each once. By comparison, not in a set: a file could choose pairs of numbers whose hashes collide."""
+    """Each pair once. Compares instead of hashing: a file could choose pairs whose hashes collide."""
     return [pair for k, pair in enumerate(ordered) if not k or pair != ordered[k - 1]]

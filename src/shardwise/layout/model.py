@@ -49,8 +49,8 @@ def fsdp1_problem(modules: Iterable[tuple[str, nn.Module]]) -> str | None:
 def reshard(modules: Iterable[nn.Module]) -> tuple[FSDPModule, ...]:
     """Put every FSDP2 module among ``modules`` back to its sharded parameters; returns these modules, each once.
 
-    After a forward pass without backward the root keeps its gathered parameters registered; what reads or
-    fills a model must see the shards. Rank-local and free where nothing is gathered.
+    After a forward pass without backward the root keeps its gathered parameters registered, but reading or filling a
+    model needs the shards. Rank-local, and free if nothing is gathered.
     """
     found = tuple(dict.fromkeys([m for m in modules if isinstance(m, FSDPModule)]))
     for module in found:
@@ -59,7 +59,7 @@ def reshard(modules: Iterable[nn.Module]) -> tuple[FSDPModule, ...]:
 
 
 def world_size() -> int:
-    """Ranks of the default process group; 1 without one."""
+    """Size of the default process group; 1 without one."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
@@ -67,10 +67,10 @@ def geometries_of(fsdp_modules: Iterable[FSDPModule], tensors: Iterable[NamedTen
     """How each named tensor of a model is spread over ranks. ``fsdp_modules``: those of it that FSDP2 shards."""
     fsdp = fsdp_parameter_ids(fsdp_modules)
     world = world_size()
-    # Reading a mesh costs more than everything else here, and most tensors share mesh and placements, many their spec.
+    # Reading a mesh dominates the cost. Most tensors share mesh and placements; many share their spec.
     known: dict[object, Geometry] = {}
     by_spec: dict[tuple[int, bool], Geometry] = {}
-    # One object for all that are equal, though their meshes are several: what is kept by geometry compares them by identity.
+    # One object for all equal geometries, even from several meshes: caches keyed by geometry compare by identity.
     one_of: dict[Geometry, Geometry] = {}
     found = {}
     for t in tensors:
@@ -93,9 +93,9 @@ def layout_of(
 ) -> Layout:
     """What a load has to fill: the tensors of a model with the boxes of one rank.
 
-    ``rank=None`` is this rank; its boxes are checked against the local tensors that torch allocated.
-    Another rank's layout is computed from placements alone, so that one process can plan for all.
-    Reads structure only. Raises :class:`LayoutError`.
+    ``rank=None`` is this rank; its boxes are checked against the local tensors that torch allocated. Another rank's
+    layout is computed from placements alone: one process can plan for all ranks. Reads structure only. Raises
+    :class:`LayoutError`.
     """
     place = _place_on(_this_rank(), is_here=True) if rank is None else _place_on(rank, is_here=False)
     return Layout(
@@ -104,13 +104,13 @@ def layout_of(
 
 
 def wanted_of(name: str, tensor: torch.Tensor, geometry: Geometry) -> Wanted:
-    """A tensor on this rank that a load has to fill and that is no model's; see :func:`layout_of`."""
+    """A tensor on this rank that a load has to fill, outside any model; see :func:`layout_of`."""
     (found,) = wanted_states({name: tensor}, {name: geometry})
     return found
 
 
 def wanted_states(tensors: Mapping[str, torch.Tensor], geometries: Mapping[str, Geometry]) -> list[Wanted]:
-    """:func:`wanted_of` many, which costs less together: most are spread like others."""
+    """:func:`wanted_of` for many tensors; cheaper together, because most are spread alike."""
     place = _place_on(_this_rank(), is_here=True)
     return [_wanted(name, tensor, geometries[name], place) for name, tensor in tensors.items()]
 
@@ -120,8 +120,8 @@ def _this_rank() -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a tensor lies on one rank."""
+class _LocalPlace:
+    """The boxes and the storage of a tensor on one rank."""
 
     shape: tuple[int, ...]
     boxes: tuple[LocalBox, ...]
@@ -129,15 +129,15 @@ class _Place:
     local_strides: tuple[int, ...]
 
 
-#: From a tensor's name, itself, its local part and its geometry to where it lies.
-_PlaceOf = Callable[[str, torch.Tensor, torch.Tensor, Geometry], _Place]
+#: From a tensor's name, the tensor, its local part and its geometry to its place.
+_LocalPlaceOf = Callable[[str, torch.Tensor, torch.Tensor, Geometry], _LocalPlace]
 
 
-def _place_on(rank: int, *, is_here: bool) -> _PlaceOf:
-    """Where tensors lie on a rank. Thousands are spread alike, and share the answer."""
-    known: dict[tuple[object, ...], _Place] = {}
+def _place_on(rank: int, *, is_here: bool) -> _LocalPlaceOf:
+    """A function that places tensors on a rank. Thousands are spread alike and share one place."""
+    known: dict[tuple[object, ...], _LocalPlace] = {}
 
-    def place_of(name: str, tensor: torch.Tensor, local: torch.Tensor, geometry: Geometry) -> _Place:
+    def place_of(name: str, tensor: torch.Tensor, local: torch.Tensor, geometry: Geometry) -> _LocalPlace:
         key = (tensor.shape, geometry, local.shape, local.stride())
         place = known.get(key)
         if place is None:
@@ -149,13 +149,13 @@ def _place_on(rank: int, *, is_here: bool) -> _PlaceOf:
 
 def _find_place(
     name: str, tensor: torch.Tensor, local: torch.Tensor | None, geometry: Geometry, rank: int
-) -> _Place:
+) -> _LocalPlace:
     shape = tuple(tensor.shape)
     coordinate = geometry.coordinate(rank)
     boxes = cut_boxes(shape, geometry, coordinate) if coordinate is not None else ()
     if local is None:
         held = local_shape(shape, boxes) or (0,) * len(shape)
-        return _Place(shape, boxes, held, contiguous_strides(held))
+        return _LocalPlace(shape, boxes, held, contiguous_strides(held))
     held, strides = tuple(local.shape), tuple(local.stride())
     check_local_shape(shape, boxes, held, name, getattr(tensor, "placements", "none"))
     if local.numel() and not _owns_elements(local):
@@ -163,14 +163,14 @@ def _find_place(
             f"{name}: local tensor with strides {strides} stores several elements in one place "
             f"(an expanded tensor); make it contiguous before loading into it"
         )
-    return _Place(shape, boxes, held, strides)
+    return _LocalPlace(shape, boxes, held, strides)
 
 
 def _wanted(
     name: str,
     tensor: torch.Tensor,
     geometry: Geometry,
-    place_of: _PlaceOf,
+    place_of: _LocalPlaceOf,
     aliases: tuple[str, ...] = (),
     kind: Kind = "state",
 ) -> Wanted:
@@ -182,7 +182,7 @@ def _wanted(
 
 
 def _owns_elements(tensor: torch.Tensor) -> bool:
-    """Whether no two indices of a strided tensor share a storage element (exact for what torch makes)."""
+    """Whether no two indices of a strided tensor share a storage element (exact for tensors that torch makes)."""
     pairs = sorted((st, n) for st, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)
     reach = 0
     for stride, size in pairs:

@@ -1,12 +1,12 @@
 """From placements to boxes: where FSDP2, HSDP, TP and EP really cut a tensor.
 
-``cut_boxes`` is pure (shape, axis sizes, placements, coordinate → boxes), so that one process can plan
-for every rank. torch's ``compute_local_shape_and_global_offset`` is not used: it knows one offset per
-dim and is wrong for uneven FSDP+TP (CASES 11, https://github.com/pytorch/pytorch/issues/116101).
+``cut_boxes`` is pure (shape, axis sizes, placements, coordinate → boxes): one process can plan for every rank. torch's
+``compute_local_shape_and_global_offset`` is not used: it knows one offset per dim and is wrong for uneven FSDP+TP
+(https://github.com/pytorch/pytorch/issues/116101).
 
-The rule: TP (and EP) cut a dim first, FSDP cuts what is left; torch marks that with ``_StridedShard``
-on the FSDP axis, whose split factor is the number of shards made before it. A ``_StridedShard`` that no
-other axis explains (packed q/k/v or gate/up weights under TP) cuts each of its ``split_factor`` blocks.
+The rule: TP (and EP) cut a dim first, then FSDP cuts the pieces; torch marks that with ``_StridedShard`` on the FSDP
+axis, whose split factor is the number of shards made before it. A ``_StridedShard`` that no other axis explains
+(packed q/k/v or gate/up weights under TP) cuts each of its ``split_factor`` blocks.
 Every cut follows ``torch.chunk``: ceil-sized pieces first, then possibly shorter and empty ones.
 """
 
@@ -46,7 +46,7 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What one mesh axis does to a tensor.
+    """How one mesh axis cuts a tensor.
 
     ``replicate``: every coordinate holds the same. ``shard``: torch.chunk along ``dim``.
     ``strided``: ``_StridedShard(dim, split_factor)``.
@@ -70,13 +70,13 @@ class Geometry:
     cuts: tuple[Cut, ...]
     ranks: tuple[int, ...]
     fsdp_order: bool = True
-    # Thousands of tensors share one geometry and ask for these: not to be found anew from all ranks each time.
+    # Cached, because thousands of tensors share one geometry.
     _places: dict[int, int] = field(init=False, repr=False, compare=False)
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_places", {rank: place for place, rank in enumerate(self.ranks)})
-        # Of numbers only: texts hash otherwise in another process, to which a geometry may be sent.
+        # Hash numbers only: a geometry may be sent to another process, where text hashes differ.
         cuts = tuple((len(cut.kind), cut.dim, cut.split_factor) for cut in self.cuts)
         object.__setattr__(self, "_hash", hash((self.axis_sizes, cuts, self.ranks, self.fsdp_order)))
 
@@ -102,7 +102,7 @@ def _chunk(length: int, parts: int, index: int) -> Interval:
 
 
 def _slice(intervals: Sequence[Interval], low: int, high: int) -> list[Interval]:
-    """What positions low … high-1 of the concatenated intervals are, as intervals."""
+    """Positions low … high-1 of the concatenated intervals, as intervals."""
     found: list[Interval] = []
     base = 0
     for a, b in intervals:
@@ -128,7 +128,7 @@ def _cut_order(
             while place < len(order) and done < factor:
                 done *= sizes[order[place][0]]
                 place += 1
-            if done == factor:  # the axes to the right explain it: they cut first
+            if done == factor:  # the axes to the right explain the factor: they cut first
                 factor = 1
             else:
                 place = 0
@@ -137,9 +137,9 @@ def _cut_order(
 
 
 def blocks_of(geometry: Geometry) -> int:
-    """Into how many blocks the strided cuts of a geometry cut a tensor at most, over all dims.
+    """The largest number of blocks that the strided cuts of a geometry make of a tensor, over all dims.
 
-    Those that the order of FSDP and TP explains do not count; the others bound how many boxes one rank holds.
+    Cuts explained by the order of FSDP and TP do not count; the rest bound the number of boxes on one rank.
     """
     blocks = 1
     for dim in {cut.dim for cut in geometry.cuts if cut.kind != "replicate"}:
@@ -152,7 +152,7 @@ def _dim_intervals(
     length: int, cuts: Sequence[tuple[int, Cut]], geometry: Geometry, coordinate: Sequence[int]
 ) -> list[Interval]:
     """The intervals of one dim that a coordinate holds, in local order."""
-    if len(cuts) == 1 and cuts[0][1].kind == "shard":  # what follows, for the usual case
+    if len(cuts) == 1 and cuts[0][1].kind == "shard":  # a shortcut for the usual case
         axis = cuts[0][0]
         begin, end = _chunk(length, geometry.axis_sizes[axis], coordinate[axis])
         return [(begin, end)] if begin < end else []
@@ -174,12 +174,12 @@ def _dim_intervals(
 
 
 def cutting_axes(geometry: Geometry, dim: int) -> list[tuple[int, Cut]]:
-    """The mesh axes that cut a dim, and how."""
+    """The mesh axes that cut a dim, with their cuts."""
     return [(a, c) for a, c in enumerate(geometry.cuts) if c.kind != "replicate" and c.dim == dim]
 
 
 def dim_intervals(length: int, dim: int, geometry: Geometry, coordinate: Sequence[int]) -> list[Interval]:
-    """The intervals of one dim that a coordinate holds, in local order; none of them is empty, if the dim is cut."""
+    """The intervals of one dim that a coordinate holds, in local order; not empty ones if the dim is cut."""
     cuts = cutting_axes(geometry, dim)
     return _dim_intervals(length, cuts, geometry, coordinate) if cuts else [(0, length)]
 
@@ -187,8 +187,8 @@ def dim_intervals(length: int, dim: int, geometry: Geometry, coordinate: Sequenc
 def cut_boxes(shape: Sequence[int], geometry: Geometry, coordinate: Sequence[int]) -> tuple[LocalBox, ...]:
     """The boxes of a tensor of global ``shape`` that the rank at ``coordinate`` holds.
 
-    Several boxes where an uneven cut leaves a rank with separate pieces; none if its shard is empty.
-    ``local_start`` says where each box lies in the local tensor (pieces are concatenated along their dim).
+    Several boxes if an uneven cut leaves a rank with separate pieces; none if its shard is empty. ``local_start`` is
+    the place of each box in the local tensor (pieces are concatenated along their dim).
     """
     return _cut_boxes(tuple(shape), geometry, tuple(coordinate))
 
@@ -213,7 +213,7 @@ def _cut_boxes(
 
 
 def local_shape(shape: Sequence[int], boxes: Sequence[LocalBox]) -> tuple[int, ...] | None:
-    """The local tensor's shape that these boxes make up, or None if there are none."""
+    """The shape of the local tensor that these boxes make up, or None if there are none."""
     if not boxes:
         return None
     return tuple(
@@ -224,11 +224,11 @@ def local_shape(shape: Sequence[int], boxes: Sequence[LocalBox]) -> tuple[int, .
 def geometry_of(tensor: torch.Tensor, *, world_size: int, fsdp_order: bool = True) -> Geometry:
     """How a live parameter or buffer is spread. Raises :class:`LayoutError` for placements we can't describe.
 
-    ``fsdp_order=False`` reads ``_StridedShard`` as ``distribute_tensor`` applies it (left to right)
-    instead of as ``fully_shard`` does (TP first); the two differ for uneven sizes only.
+    ``fsdp_order=False`` reads ``_StridedShard`` as ``distribute_tensor`` applies it (left to right) instead of as
+    ``fully_shard`` does (TP first); the two differ only for uneven sizes.
 
-    A mesh that was sliced from a larger one (``mesh["dp"]`` of ``("dp", "tp")``) is another one on each rank.
-    The geometry holds all of these, as replicas on a leading axis, so that it is the same on every rank.
+    A mesh sliced from a larger one (``mesh["dp"]`` of ``("dp", "tp")``) differs between ranks. The geometry holds all
+    of these slices, as replicas on a leading axis, and is the same on every rank.
     """
     from torch.distributed.tensor import DTensor
 
@@ -265,8 +265,8 @@ def local_boxes(
 ) -> tuple[LocalBox, ...]:
     """The boxes of a live tensor that this rank holds, checked against the local tensor's real shape.
 
-    For a plain tensor: the whole of it. Local call, no communication. Raises :class:`LayoutError` if
-    what torch allocated has another shape than the cuts say.
+    For a plain tensor: the whole of it. Local call, no communication. Raises :class:`LayoutError` if torch allocated
+    another shape than the cuts give.
     """
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor
@@ -306,7 +306,7 @@ def every_rank_boxes(shape: Sequence[int], geometry: Geometry) -> dict[int, tupl
 
 
 def mesh_text(geometries: Iterable[Geometry]) -> str:
-    """The meshes that cut tensors, for people: ``dp_shard 2 × tp 2``; ``whole`` where nothing is cut."""
+    """The meshes that cut tensors, for people: ``dp_shard 2 × tp 2``; ``whole`` if nothing is cut."""
     cut = (g for g in geometries if any(c.kind != "replicate" for c in g.cuts))
     axes = {tuple(zip(g.axis_names, g.axis_sizes, strict=True)) for g in cut}
     return "; ".join(" × ".join(f"{n} {size}" for n, size in mesh) for mesh in sorted(axes)) or "whole"

@@ -1,4 +1,4 @@
-"""What a load has to fill: wanted tensors with this rank's boxes. Plain records, no torch."""
+"""The tensors that a load has to fill, with this rank's boxes. Plain records, no torch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Kind = Literal["parameter", "buffer", "state"]
 class Wanted:
     """A tensor to be filled on this rank.
 
-    ``aliases`` are its other names (ties). ``local_shape`` and ``local_strides`` (in elements) describe
-    the storage that the boxes lie in.
+    ``aliases`` are its other names (ties). ``local_shape`` and ``local_strides`` (in elements) describe the storage of
+    the boxes.
     """
 
     name: str

@@ -1,1 +1,1 @@
-"""Fills a model from a catalog: load, load_pretrained, initialize, clone, and the plan for ranks that are not there."""
+"""Fills a model from a catalog: load, load_pretrained, initialize, clone, and plans for any number of ranks."""

@@ -1,4 +1,4 @@
-"""``clone``: a second, frozen model beside a live one, shard by shard on the device; nothing is read, gathered or sent."""
+"""``clone``: a frozen copy of a live model, shard by shard on the device, without reads, gathers or messages."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ __all__ = ["clone"]
 def clone(
     model: nn.Module, *, build: Callable[[], nn.Module] | None = None, io: IOOptions | None = None
 ) -> Any:
-    """A second model with the values that ``model`` has now, sharded alike, frozen and in eval mode.
+    """Copy the present values of ``model`` into a second model, sharded alike, frozen and in eval mode.
 
-    A reference model, for example. Parameters and all buffers, also those that are not stored, are copied on the
-    device that they are on; ties are ties again. What ``export_hf`` and ``iter_full`` know of ``model`` holds for the
-    second too.
+    For a reference model, for example. Copies parameters and all buffers, including non-persistent ones, on their own
+    device; ties are kept. ``export_hf`` and ``iter_full`` treat the clone as they treat ``model``.
 
     Args:
-        build: makes the second model: on meta (in :func:`meta_init`), wrapped as the first. Default: a transformers
-            model of the same class and config, sharded as the first was by :func:`shard`, :func:`load_pretrained` or
-            ``integrations.accelerate`` (and with it ``integrations.trainer``).
+        build: makes the second model: on meta (in :func:`meta_init`), wrapped like the first. Default: a transformers
+            model of the same class and config, sharded like the first by :func:`shard`, :func:`load_pretrained` or
+            ``integrations.accelerate`` (also through ``integrations.trainer``).
         io: time limit.
 
     Every rank of the default process group must call it; ranks agree through the store, without a collective. Memory:
-    this rank's shards once more; nothing whole, no staging. Raises :class:`StateError` (what can't be built again, or
-    differs), :class:`ShardError`, :class:`LayoutError` or :class:`RankError` alike on every rank.
+    this rank's shards once more; no full tensor, no staging. Raises :class:`StateError` (the model can't be built
+    again, or the second one differs), :class:`ShardError`, :class:`LayoutError` or :class:`RankError` alike on every
+    rank.
     """
     with Ranks.current(timeout_s=(io or IOOptions()).timeout_s).agree("clone model"):
         live = describe(model)
@@ -79,7 +79,7 @@ def _built_again(live: LiveModel) -> Any:
             second: Any = build_from_config(kind, copy.deepcopy(inner.config), inner.dtype)
     except MemoryError:
         raise
-    except Exception as error:  # whatever a class does that expects more than a config
+    except Exception as error:  # the class may need more than a config
         raise StateError(
             f"a second {kind.__name__} can't be built, because {kind.__name__}(config) fails ({type(error).__name__}: "
             f"{error}); give build="

@@ -31,12 +31,12 @@ __all__ = ["check_rules", "fill_by_rule", "initialize"]
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One module's wanted parameters: where they stand in the template, and the calls that fill them."""
+    """One module's wanted parameters: their place in the template, and the calls that fill them."""
 
     name: str
-    """Canonical name of the module; with the seed it decides the values."""
+    """Canonical name of the module; it determines the values, together with the seed."""
     module: nn.Module
-    """In the template."""
+    """The template's module."""
     wanted: tuple[tuple[str, NamedTensor], ...]
     """(attribute, live tensor)."""
     rules: tuple[Rule, ...]
@@ -59,16 +59,15 @@ def initialize(
 ) -> tuple[str, ...]:
     """Fill parameters by the model's own rule: the same global values at every world size and sharding.
 
-    The rule is ``_init_weights`` of a transformers model (or of any model that has one), else
-    ``reset_parameters``; of PEFT's LoRA layers ``reset_lora_parameters``, and for DoRA's magnitudes the norms of the
-    base weights as they are. Each module draws from generators seeded by (seed, its name), so the values of one
-    module do not depend on which others are filled. Parameters that are not wanted, buffers and the global random state are
-    left as they are. If something is on meta, the whole model is first given memory on ``device`` (None: the
-    device of its mesh, else the CPU).
+    The rule is ``_init_weights`` of a transformers model (or of any model that has one), else ``reset_parameters``;
+    for PEFT's LoRA layers ``reset_lora_parameters``, and for DoRA's magnitudes the norms of the present base weights.
+    Each module draws from generators seeded by (seed, its name), so its values do not depend on the other modules that
+    are filled. All other parameters, buffers and the global random state stay unchanged. If any tensor is on meta,
+    the whole model first gets memory on ``device`` (None: the device of its mesh, else the CPU).
 
-    Rank-local: every rank that holds a part must call it with the same arguments; nothing is communicated, but for
-    magnitudes whose norms run over several ranks' elements: such a weight is gathered over its mesh. Host memory: the
-    full size of one module's own wanted parameters (or of such a weight) at a time, besides the destination.
+    Rank-local: every rank that holds a part must call it with the same arguments. Communicates only for magnitudes
+    whose norms include several ranks' elements: such a weight is gathered over its mesh. Host memory besides the
+    destination: the full size of one module's own wanted parameters (or of such a weight) at a time.
 
     Args:
         seed: any integer.
@@ -78,8 +77,8 @@ def initialize(
         The names of the parameters that were filled, in module order.
 
     Raises:
-        PlanError: a pattern that matches nothing, or parameters that no rule fills (all are named); before
-            anything is written.
+        PlanError: a pattern matches nothing, or no rule fills some parameters (names them all); before anything is
+            written.
     """
     return fill_by_rule(describe(model), seed, names, device)
 
@@ -119,7 +118,7 @@ def _wanted(live: LiveModel, patterns: tuple[str, ...] | None) -> tuple[NamedTen
     parameters = live.parameters
     if patterns is None:
         return parameters
-    # A load gives names, thousands of them for adapters: only the rest are patterns.
+    # A load gives exact names, thousands of them for adapters: only the rest are patterns.
     exact = set(patterns).intersection(n for t in parameters for n in t.names)
     globs = [p for p in patterns if p not in exact]
     without_match = [p for p in globs if not any(fnmatchcase(n, p) for t in parameters for n in t.names)]
@@ -134,7 +133,7 @@ def _wanted(live: LiveModel, patterns: tuple[str, ...] | None) -> tuple[NamedTen
 
 
 # ----------------------------------------------------------------------------------------------------
-# Which calls fill what
+# Calls and the parameters that they fill
 
 
 class _Slots:
@@ -163,7 +162,7 @@ class _Slots:
         return ".".join(part for part in (self.prefix, name) if part)
 
     def find(self, tensor: NamedTensor) -> tuple[str, nn.Module, str] | None:
-        """Name, module and attribute where ``tensor`` stands; of a tied one the source of the tie, else the first."""
+        """Name, module and attribute of ``tensor``; for a tied one those of the tie's source, else the first."""
         found = []
         for name in tensor.names:
             module_name, _, attribute = name.rpartition(".")
@@ -208,7 +207,7 @@ def _plan(live: LiveModel, wanted: tuple[NamedTensor, ...]) -> tuple[list[_Job],
         if problem is not None:
             problems.append(f"{tensor.name}: {problem}")
             continue
-        # One layer's call fills several adapters' tensors: each is drawn by itself.
+        # One layer's call fills several adapters' tensors: draw each separately.
         job = jobs.setdefault(tensor.name if key in own else name, (module, slot, [], set()))
         job[2].append((attribute, tensor))
         job[3].update(rules)
@@ -226,7 +225,7 @@ def _plan(live: LiveModel, wanted: tuple[NamedTensor, ...]) -> tuple[list[_Job],
 
 
 def _without_peft(model: nn.Module) -> dict[str, str]:
-    """Module path → path without PEFT's parts, of everything that is the base's; empty for models without adapters."""
+    """Module path → path without PEFT's parts, for all modules of the base; empty for models without adapters."""
     if not has_adapters(model):
         return {}
     found = {path: place.base for path, place in places(model).items() if place.base is not None}
@@ -235,12 +234,12 @@ def _without_peft(model: nn.Module) -> dict[str, str]:
 
 
 def _is_adapters(tensor: NamedTensor, unwrapped: Mapping[str, str]) -> bool:
-    """Whether a parameter is one that an adapter adds."""
+    """Whether a parameter belongs to an adapter."""
     return all(name.rpartition(".")[0] not in unwrapped for name in tensor.names)
 
 
 def _transformers_models(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The outermost ones, with their paths."""
+    """The outermost transformers models, with their paths."""
     inside: set[int] = set()
     for path, module in model.named_modules():
         if id(module) not in inside and is_transformers_model(module):
@@ -271,7 +270,7 @@ def _problem(module: nn.Module, attribute: str, slot: _Slots, rules: list[int]) 
 
 
 # ----------------------------------------------------------------------------------------------------
-# Doing it
+# Execution
 
 
 def _run(job: _Job, seed: int, held: Mapping[str, _Held]) -> None:

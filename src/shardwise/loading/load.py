@@ -1,4 +1,4 @@
-"""``load``: fill a model that is already sharded from stored tensors. The function below is the pipeline."""
+"""``load``: fills an already sharded model from stored tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..adapters.names import wrapped
 from ..catalog import Catalog
 from ..catalog.open import open_catalog
 from ..errors import IntegrityError, PlanError, ShardError
-from ..gc_paused import no_collections
+from ..gc_paused import gc_paused
 from ..internals.torch import version_of
 from ..layout.live import LiveModel, describe
 from ..models.arguments import init_rules
@@ -60,18 +60,18 @@ def load(
     verify: Literal["cover", "digest"] | None = None,
     ignored: Sequence[str] = (),
 ) -> LoadReport:
-    """Fill ``model`` in place from ``source``; complete and proved, or one error that lists all of it.
+    """Fill ``model`` in place from ``source``: complete and proved, or one error that lists every problem.
 
-    Every parameter and persistent buffer is filled: DTensors with any FSDP2/HSDP/TP/EP placements, plain
-    tensors, scalars, integers, ties. Each rank reads only the bytes of its own shards. Parameters keep
-    identity, dtype, wrapping, padding and ``requires_grad``; RNG and torch settings are untouched.
+    Fills every parameter and persistent buffer: DTensors with any FSDP2/HSDP/TP/EP placements, plain tensors, scalars,
+    integers, ties. Each rank reads only the bytes of its own shards. Parameters keep identity, dtype, wrapping,
+    padding and ``requires_grad``; RNG and torch settings are untouched.
 
     Args:
-        model: any module; what is on meta gets memory on ``device`` first.
+        model: any module; meta tensors get memory on ``device`` first.
         source: a safetensors file or directory, a shardwise checkpoint, or a catalog.
-        names: stored name → module name, as a mapping (others stay as they are) or a function.
-            Default: the transformers renames of the model's class, or none for other modules; in a model that
-            PEFT wrapped, the base's.
+        names: stored name → module name, as a mapping (names not in it stay unchanged) or a function. Default: the
+            transformers renames of the model's class, or none for other modules; for a model wrapped by PEFT, the
+            base's.
         unused: ``fnmatch`` patterns of stored names that may be left over.
         init: pattern of module names that may be missing → rule; ``"model"`` is the model's own rule.
         adapter: of a ``PeftModel`` whose base ``source`` holds: the directory of an adapter, or a PEFT config (as
@@ -82,12 +82,12 @@ def load(
         seed: for what is initialised: the same values at every world size.
         device: where meta tensors get memory. Default: the mesh's device, else CPU.
         io: staging and time limits.
-        verify: ``"cover"`` proves the plan; ``"digest"`` also compares the content with digests, of every
-            tensor for which the source records one and whose dtype is not changed by the load. None:
-            ``"digest"`` where the source records digests (a checkpoint does), else ``"cover"``.
-        ignored: ``fnmatch`` patterns of trainable parameters that are plain tensors beside sharded ones.
-            Nobody shards them, and FSDP2 does not reduce their gradients: reduce them yourself. Those whose
-            gradients ``shard`` reduces need not be named.
+        verify: ``"cover"`` proves the plan; ``"digest"`` also compares the digest of every tensor for which the source
+            records one, unless the load changes its dtype. None: ``"digest"`` if the source records digests (a
+            checkpoint does), else ``"cover"``.
+        ignored: ``fnmatch`` patterns of trainable parameters that stay plain tensors beside sharded ones. FSDP2 does
+            not reduce their gradients: reduce them yourself. Parameters whose gradients ``shard`` reduces need no
+            pattern.
 
     Every rank of the default process group must call it. Memory: this rank's shards plus
     ``io.staging_bytes``. Raises :class:`PlanError` before payload is read (also for adapters that have no sharded
@@ -168,7 +168,7 @@ def fill(
             execute(plan.transfers, reader, destination, staging)
             compare(plan.checks, reader, destination, staging)
     if new:
-        # A round of its own: magnitudes of DoRA may be gathered, and nobody may wait there for a rank that failed.
+        # A separate round: DoRA's magnitudes may be gathered, and no rank may wait there for one that failed.
         with ranks.agree("initialize"):
             fill_by_rule(live, seed, new)
     forget_meta_buffers(model)
@@ -197,12 +197,12 @@ def fill(
 
 
 def _beside(conversions: Mapping[str, HostConversion], io: IOOptions) -> IOOptions:
-    """What the largest host conversion leaves of the staging budget."""
+    """The staging budget without the largest host conversion."""
     largest = max((host.staging_bytes for host in conversions.values()), default=0)
     return replace(io, staging_bytes=io.staging_bytes - largest)
 
 
-@no_collections()
+@gc_paused()
 def plan_load(
     live: LiveModel, catalog: Catalog, rules: Rules, *, io: IOOptions, rank: int | None = None
 ) -> Plan:
@@ -216,7 +216,7 @@ def plan_load(
 def _unfilled_buffers(live: LiveModel, initialized: set[str]) -> list[str]:
     """Buffers without content that nothing stored fills: construction alone gives their values.
 
-    One that construction left on meta, and that was given memory but never written since, holds garbage.
+    A buffer that construction left on meta, and that got memory but was never written since, holds garbage.
     """
     unknown = set(meta_buffers(live.root))
     if not unknown:
@@ -239,7 +239,7 @@ def _unfilled_buffers(live: LiveModel, initialized: set[str]) -> list[str]:
 def _refuse_unsharded(live: LiveModel, ignored: Sequence[str]) -> None:
     """Trainable plain parameters beside FSDP's drift apart, unless somebody reduces their gradients, as ``shard`` does.
 
-    Under tensor parallelism alone every rank computes the same gradients for them, so there they are fine.
+    Under tensor parallelism alone every rank computes the same gradients for them, which is fine.
     """
     parameters = live.parameters
     if not live.fsdp_modules or not any(isinstance(t.tensor, DTensor) for t in parameters):
@@ -256,14 +256,14 @@ def _refuse_unsharded(live: LiveModel, ignored: Sequence[str]) -> None:
     ]
     if plain:
         raise ShardError(
-            f"{len(plain)} trainable parameters are plain tensors beside sharded ones, so that nobody reduces their "
-            f"gradients: {', '.join(plain)}. Shard them too (a module that is not wrapped itself leaves its "
+            f"{len(plain)} trainable parameters are plain tensors beside sharded ones, and their gradients are not "
+            f"reduced: {', '.join(plain)}. Shard them too (a module that is not wrapped itself leaves its "
             f"parameters plain), freeze them, or name them in ignored=(…) and reduce their gradients yourself"
         )
 
 
 def _parameters_of(initialized: Sequence[Declaration], plan: Plan) -> list[str]:
-    """Names of the parameters that need initial values; buffers have theirs from construction."""
+    """Names of the parameters that need initial values; buffers get theirs from construction."""
     kinds = {w.name: w.kind for w in plan.wanted}
     return [d.name for d in initialized if kinds[d.name] == "parameter"]
 
@@ -287,19 +287,19 @@ def hub_rules_of(live: LiveModel, catalog: Catalog) -> HubRules | None:
 
 
 def _fingerprint(plan: Plan) -> bytes:
-    """What every rank must agree on: names, shapes, dtypes and recipes of the whole model, not its own boxes."""
+    """A plan's part that must be equal on all ranks: names, shapes, dtypes and recipes of the whole model, not boxes."""
     digest = hashlib.blake2b(digest_size=16)
     for w in plan.wanted:
         recipe: object = plan.recipes.get(w.name)
         if isinstance(recipe, Recipe) and len(recipe.tiles) == 1 and not recipe.copies:
-            (tile,) = recipe.tiles  # most are stored as they are wanted: said in short
+            (tile,) = recipe.tiles  # a short form: most tensors are stored as they are wanted
             recipe = tile.source if is_identity(tile, w.shape) else recipe
         digest.update(repr((w.name, w.aliases, w.shape, w.dtype, recipe)).encode())
     return digest.digest()
 
 
 def _describe(plan: Plan) -> str:
-    """A plan in words for ranks that disagree: how many tensors and bytes, and of which dtypes."""
+    """A plan in words, for ranks that disagree: number of tensors, bytes, and dtypes."""
     counts = Counter(w.dtype for w in plan.wanted)
     kinds = ", ".join(f"{count} {dtype}" for dtype, count in sorted(counts.items()))
     nbytes = sum(w.nbytes for w in plan.wanted)
@@ -309,7 +309,7 @@ def _describe(plan: Plan) -> str:
 def check_digests(live: LiveModel, catalog: Catalog, plan: Plan, ranks: Ranks) -> int:
     """Compare the digests of what was loaded with those that the source records. Every rank must call it.
 
-    A tensor counts that was stored whole in its own dtype. Returns how many were compared.
+    Compares tensors that were stored whole in their own dtype. Returns their number.
 
     Raises :class:`RankError`/:class:`IntegrityError` naming every tensor that differs.
     """
@@ -339,7 +339,7 @@ def check_digests(live: LiveModel, catalog: Catalog, plan: Plan, ranks: Ranks) -
 
 
 def _stored_whole(recipe: Recipe | None) -> str | None:
-    """The stored tensor that a wanted one is, element by element in order; None if it is made otherwise."""
+    """The stored tensor that equals a wanted one, element by element in order; None if there is none."""
     if recipe is None:
         return None
     if not recipe.tiles:

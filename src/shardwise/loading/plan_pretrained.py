@@ -1,4 +1,4 @@
-"""``plan_pretrained``: what a load will cost every rank, found out in one process, before there are any ranks."""
+"""``plan_pretrained``: the cost of a load on every rank, computed in one process without any ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .pretrained import prepare
 
 __all__ = ["EVERY_RANK_UP_TO", "MAX_RANKS", "PlanReport", "RankCost", "plan_pretrained"]
 
-#: Up to here every rank is planned; beyond, the rank that holds most and the one that holds least.
+#: Up to this number every rank is planned; above it, only the rank that holds most and the one that holds least.
 EVERY_RANK_UP_TO = 64
 #: Mistyped rank counts would fill the memory with meshes.
 MAX_RANKS = 16_384
@@ -38,11 +38,11 @@ MAX_RANKS = 16_384
 
 @dataclass(frozen=True, slots=True)
 class RankCost:
-    """What one rank's plan says."""
+    """The cost of one rank's plan."""
 
     rank: int
     shard_bytes: int
-    """Bytes that stay: this rank's part of parameters and persistent buffers."""
+    """Bytes of this rank's part of parameters and persistent buffers."""
     bytes_read: int
     """Bytes that the load reads from the source."""
     staging_bytes: int
@@ -53,13 +53,13 @@ class RankCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
-    """What loading a model over ``ranks`` ranks takes, as the plans that a load would run say."""
+    """The cost of loading a model over ``ranks`` ranks, from the plans that a load would run."""
 
     path: str
     model_class: str
-    """Of the base, where adapters are put into it."""
+    """Class of the model; with adapters, of the base."""
     dtypes: tuple[str, ...]
-    """Stored codes of the dtypes that the model's tensors get, by falling bytes."""
+    """Stored codes of the dtypes of the model's tensors, by falling bytes."""
     ranks: int
     replicas: int
     """Copies of the model over all ranks: 1 for FSDP, more for HSDP."""
@@ -68,13 +68,13 @@ class PlanReport:
     """Every distinct parameter and persistent buffer once."""
     source_bytes: int
     per_rank: tuple[RankCost, ...]
-    """Every rank up to 64 ranks; beyond, the one that holds most (rank 0) and the one that holds least (the last)."""
+    """Every rank up to 64 ranks; above, the one that holds most (rank 0) and the one that holds least (the last)."""
     total_shard_bytes: int
-    """Over all ranks."""
+    """Sum over all ranks."""
     total_bytes_read: int | None
-    """Over all ranks; None where not every rank was planned."""
+    """Sum over all ranks; None if not every rank was planned."""
     groups: int
-    """How many FSDP2 groups the model is wrapped into."""
+    """Number of FSDP2 groups of the model."""
     largest_group: Group
     """The group that takes the most memory while it is gathered."""
     replicated_bytes: int
@@ -82,7 +82,7 @@ class PlanReport:
     unused: tuple[Declaration, ...]
     initialized: tuple[Declaration, ...]
     converted: tuple[Converted, ...]
-    """What can't be compiled to byte ranges and is converted whole, by every rank that holds a part of it."""
+    """Conversions that can't be compiled to byte ranges. Each rank with a part of a result runs them whole."""
     ignored_files: tuple[str, ...]
 
     @property
@@ -127,21 +127,21 @@ def plan_pretrained(
 ) -> PlanReport:
     """Plan ``load_pretrained`` of the model at ``path`` for every one of ``ranks`` ranks; loads nothing.
 
-    The model is built on meta and sharded over a fake process group, 1-D, or 2-D with ``replicas`` rows; then
-    the plan of each rank is made as that rank would make it. Allocates the model's buffers and the plans.
-    One process, which must not be in a process group; there is none afterwards either. Not thread-safe.
+    Builds the model on meta, shards it over a fake process group, 1-D, or 2-D with ``replicas`` rows, and makes the
+    plan of each rank as that rank would make it. Allocates the model's buffers and the plans. Call it in one process
+    without a process group; afterwards it has none either. Not thread-safe.
 
     Args:
         path: local directory with ``config.json`` and safetensors files, or a checkpoint of such a model, or the id of
-            a model on the Hugging Face hub, which is downloaded where the cache lacks it.
-        ranks: how many ranks the load would run on, at most 16,384.
-        replicas: how many of them hold the same shard; divides ``ranks``.
+            a model on the Hugging Face hub, which is downloaded if the cache lacks it.
+        ranks: number of ranks of the load, at most 16,384.
+        replicas: number of ranks that hold the same shard; divides ``ranks``.
         dtype: as for ``load_pretrained``.
         policy: how to wrap.
         auto_class, config, trust_remote_code, key_mapping, unused, init, adapter, options: as for ``load_pretrained``.
 
-    Raises :class:`ValueError` for counts or a dtype that make no sense, :class:`PlanError` if the load can't be
-    proved complete, :class:`SourceError`, :class:`ShardError` or :class:`LayoutError`.
+    Raises :class:`ValueError` for invalid counts or an invalid dtype, :class:`PlanError` if the load can't be proved
+    complete, :class:`SourceError`, :class:`ShardError` or :class:`LayoutError`.
     """
     _check_counts(ranks, replicas)
     policy = policy or ShardPolicy()
@@ -195,7 +195,7 @@ def plan_pretrained(
 
 
 # ----------------------------------------------------------------------------------------------------
-# What was asked
+# Arguments
 
 
 def _check_counts(ranks: int, replicas: int) -> None:
@@ -206,7 +206,7 @@ def _check_counts(ranks: int, replicas: int) -> None:
 
 
 def _floating_dtype(dtype: torch.dtype | str) -> torch.dtype | str:
-    """``"auto"`` or a dtype that a model can be built in."""
+    """``"auto"`` or a floating dtype."""
     if dtype == "auto":
         return dtype
     found = vars(torch).get(dtype) if isinstance(dtype, str) else dtype
@@ -216,12 +216,12 @@ def _floating_dtype(dtype: torch.dtype | str) -> torch.dtype | str:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Ranks that are not there
+# Fake ranks
 
 
 @contextmanager
 def _fake_ranks(ranks: int) -> Iterator[None]:
-    """A process group of ``ranks`` ranks, of which this process is rank 0 and none other exists."""
+    """A process group of ``ranks`` ranks. This process is rank 0; the other ranks do not exist."""
     if dist.is_initialized():
         raise ShardError(
             "planning makes a process group of its own, and this process is in one already; plan in a process "
@@ -235,14 +235,14 @@ def _fake_ranks(ranks: int) -> Iterator[None]:
 
 
 def _mesh(ranks: int, replicas: int) -> DeviceMesh:
-    # Boxes depend on the sizes of the axes only: a CPU mesh gives those of the GPUs.
+    # Boxes depend only on the sizes of the axes: a CPU mesh gives the same ones as GPUs.
     if replicas == 1:
         return init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
     return init_device_mesh("cpu", (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard"))
 
 
 def _ranks_to_plan(ranks: int) -> list[int]:
-    """All, or the two extremes: torch.chunk gives no later shard more than an earlier one, in any tensor."""
+    """All ranks, or the first and the last: torch.chunk never gives a later shard more than an earlier one."""
     return list(range(ranks)) if ranks <= EVERY_RANK_UP_TO else [0, ranks - 1]
 
 
@@ -257,7 +257,7 @@ def _plan_of(live: LiveModel, catalog: Catalog, rules: Rules, rank: int) -> Plan
 
 
 def _costs(plans: Iterator[tuple[int, Plan]]) -> tuple[tuple[RankCost, ...], Plan]:
-    """The cost of each rank, and rank 0's plan; the others are dropped as soon as they are counted."""
+    """The cost of each rank, and rank 0's plan. Every other plan is dropped once it is counted."""
     costs, first = [], None
     for rank, plan in plans:
         first = first or plan

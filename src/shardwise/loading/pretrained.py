@@ -1,4 +1,4 @@
-"""``load_pretrained``: config → meta model → fully_shard → load. What ``from_pretrained`` gives, only sharded."""
+"""``load_pretrained``: config → meta model → fully_shard → load. The result of ``from_pretrained``, but sharded."""
 
 from __future__ import annotations
 
@@ -65,36 +65,36 @@ def load_pretrained(
 ) -> tuple[Any, LoadReport]:
     """Build the transformers model at ``path`` on meta, shard it over ``mesh`` and fill the shards.
 
-    Returns the model as ``from_pretrained`` would (eval mode, generation config, ``name_or_path``,
-    dtype), sharded by FSDP2, and the report of the load. No rank ever holds more than its shards and
-    the staging; RNG state and torch settings are untouched.
+    Returns the model as ``from_pretrained`` would (eval mode, generation config, ``name_or_path``, dtype), sharded by
+    FSDP2, and the report of the load. No rank ever holds more than its shards and the staging; RNG state and torch
+    settings are untouched.
 
     Args:
         path: local directory with ``config.json`` and safetensors files, else the id of a model on the Hugging Face
-            hub: taken from the local cache, and what that lacks is downloaded once for each host (see ``options``).
+            hub, read from the local cache. Missing files are downloaded once per host (see ``options``).
         mesh: 1-D (FSDP) or 2-D (HSDP: replicate, shard). None: not sharded, the whole model on each rank.
         policy: how to wrap; see :class:`ShardPolicy`.
-        dtype: ``"auto"`` (as the config says, else as stored), a dtype or its name.
+        dtype: ``"auto"`` (the config's, else the stored one), a dtype or its name.
         auto_class: a transformers Auto class or model class. Default: the config's ``architectures[0]``.
         config: a config object to use instead of the stored one, or the directory of one.
-        trust_remote_code: run the Python files that the directory brings for its classes (``auto_map``). One
-            rank after another imports them where ranks share the cache into which transformers copies them.
-        key_mapping: further renames, regex → replacement, as ``from_pretrained`` takes them.
-        unused, init: declarations as for :func:`shardwise.load`; what the model class itself declares
-            (``_keys_to_ignore_on_load_*``, stored copies of non-persistent buffers) is added.
+        trust_remote_code: run the directory's Python files for its classes (``auto_map``). Ranks that share
+            transformers' cache of modules import them in turn.
+        key_mapping: further renames, regex → replacement, as for ``from_pretrained``.
+        unused, init: declarations as for :func:`shardwise.load`, in addition to those of the model class
+            (``_keys_to_ignore_on_load_*``, stored copies of non-persistent buffers).
         adapter: a PEFT (LoRA) config, the directory of an adapter, or a mapping of adapter names to either, the
-            active one first. The model is then the ``PeftModel`` around the sharded base, its adapters trainable
-            and, without a directory, initialised by PEFT's own rule.
-        seed: for what is initialised: same values at every world size.
-        device: where shards lie. Default: the mesh's device type; ``"cpu"`` with CPU offload.
+            active one first. The model is then the ``PeftModel`` around the sharded base. Its adapters are trainable;
+            those without a directory are initialised by PEFT's own rule.
+        seed: seed of initial values, which are the same at every world size.
+        device: device of the shards. Default: the mesh's device type; ``"cpu"`` with CPU offload.
         io: staging and time limits.
-        options: as ``from_pretrained`` takes them. ``attn_implementation``, ``experts_implementation``, ``torch_dtype``
+        options: as for ``from_pretrained``: ``attn_implementation``, ``experts_implementation``, ``torch_dtype``
             (the former name of ``dtype``), ``subfolder``, ``variant``; for the hub ``revision``, ``token``,
             ``cache_dir``, ``local_files_only``, ``force_download``.
 
     Every rank of the default process group must call it. Raises as :func:`shardwise.load` does;
-    :class:`UnsupportedConversionError` names stored tensors whose conversion is not supported yet, or what is
-    quantised; :class:`TypeError` says what to do instead of another argument of ``from_pretrained``.
+    :class:`UnsupportedConversionError` naming stored tensors whose conversion is not supported yet, or the
+    quantisation; :class:`TypeError` naming the replacement of any other argument of ``from_pretrained``.
     """
     chosen = policy or ShardPolicy()
 
@@ -128,7 +128,7 @@ def load_wrapped(
     device: torch.device | str | None,
     io: IOOptions | None,
 ) -> tuple[Any, LoadReport]:
-    """:func:`load_pretrained`, sharded by ``wrap``: it gets the model on meta and gives the patterns of ``ignored``."""
+    """:func:`load_pretrained`, sharded by ``wrap``. It takes the model on meta and returns patterns of ``ignored``."""
     io = io or IOOptions()
     ranks = Ranks.current(timeout_s=io.timeout_s)
     with ranks.agree("check arguments"):
@@ -161,7 +161,7 @@ def load_wrapped(
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A model on meta, what it is loaded from, and how stored tensors become its own."""
+    """A model on meta, its source, and the rules that turn stored tensors into its own."""
 
     base: Any
     model: Any
@@ -169,13 +169,13 @@ class Prepared:
     catalog: Catalog
     rules: Rules
     conversions: Callable[[], list[Any]]
-    """What a later ``save_pretrained`` must invert."""
+    """The conversions that a later ``save_pretrained`` must invert."""
 
 
 def prepare(
     request: Pretrained, asked: Arguments, directory: str, known: tuple[Any, Any] | None = None
 ) -> Prepared:
-    """Everything of a load that comes before sharding; what a plan and a load have in common. Rank-local.
+    """The part of a load before sharding, which a plan and a load share. Rank-local.
 
     ``asked`` is what ``request`` comes to (:meth:`Pretrained.understood`), ``directory`` where its model lies. ``known``:
     config and class, where the model's own code was imported already.
@@ -204,8 +204,8 @@ def prepare(
 
 
 def with_callers(hub: HubRules, catalog: Catalog, unused: Sequence[str], init: Sequence[str]) -> Rules:
-    """The rules of a model's class, with what the caller declares added. A checkpoint has module names already."""
-    # Resolved at once, while the model that the rules hold is still unsharded.
+    """The rules of a model's class, plus the caller's declarations. A checkpoint has module names already."""
+    # Resolved now, while the model in the rules is still unsharded.
     made = (same_names if catalog.has_module_names else hub.resolve)(catalog.tensors)
     return Rules(
         resolve=lambda _: made,
@@ -227,7 +227,7 @@ def build_meta(
     implementations: Mapping[str, Any] | None = None,
     name: str | None = None,
 ) -> Any:
-    """The model at ``path`` with its parameters on meta and its buffers real, as ``from_pretrained`` would type it.
+    """The model at ``path`` with its parameters on meta and its buffers real, with the dtypes of ``from_pretrained``.
 
     ``implementations`` are fields of the config (attention, experts); ``name`` becomes ``name_or_path``. Rank-local;
     allocates buffers only. Raises :class:`UnsupportedConversionError` for a quantised config.
@@ -242,7 +242,7 @@ def build_meta(
         setattr(config, field, value)
     try:
         with meta_init(), _as_large_as_stored(catalog, file):
-            if hasattr(model_class, "from_config"):  # an Auto class; what it would ask is settled
+            if hasattr(model_class, "from_config"):  # an Auto class; the code was trusted or refused before
                 model = model_class.from_config(config, dtype=chosen, trust_remote_code=False)
             else:
                 model = build_from_config(model_class, config, chosen)
@@ -250,8 +250,8 @@ def build_meta(
         raise
     except Exception as error:
         if catalog is not None:
-            refuse_source(catalog)  # explains more, as for a model that is asked for in the codes' dtype
-        # Model classes fail with whatever comes up when a config holds the wrong values.
+            refuse_source(catalog)  # raises a clearer error if the dtype is that of quantised codes
+        # Model classes may raise anything for wrong values in a config.
         raise FormatError(
             f"transformers can't build a model from this config: {type(error).__name__}: {error}", path=file
         ) from error
@@ -265,7 +265,7 @@ def build_meta(
 
 @contextmanager
 def _as_large_as_stored(catalog: Catalog | None, file: str) -> Iterator[None]:
-    """A model with far more parts than the source has tensors, or with far larger ones, is refused before it is built."""
+    """Refuse, before it is built, a model with far more parts than the source has tensors, or with far larger ones."""
     if catalog is None:
         yield
         return
@@ -286,7 +286,7 @@ def _as_large_as_stored(catalog: Catalog | None, file: str) -> Iterator[None]:
 
 
 def _dtype_of(dtype: torch.dtype | str, config: Any, catalog: Catalog | None, file: str) -> torch.dtype:
-    """The dtype that ``from_pretrained(dtype=…)`` would settle on."""
+    """The dtype that ``from_pretrained(dtype=…)`` would choose."""
     from ..dtypes import torch_dtype
 
     if isinstance(dtype, torch.dtype):
@@ -317,7 +317,7 @@ def _keep_in_fp32(model: Any, dtype: torch.dtype) -> None:
 
 
 def _conversions_of_checkpoint(meta_model: Any, hub: HubRules, catalog: Catalog) -> list[Any]:
-    """What a later ``save_pretrained`` must invert: a checkpoint has module names, but its model came from the hub."""
+    """The conversions that a later ``save_pretrained`` must invert for a model from a checkpoint (module names)."""
     known = read_manifest(catalog.root).hub_tensors if catalog.kind == "checkpoint" else {}
     recorded = known.get("model")
     if recorded is None:
@@ -327,19 +327,19 @@ def _conversions_of_checkpoint(meta_model: Any, hub: HubRules, catalog: Catalog)
 
 
 def _finish(model: Any, path: str | os.PathLike[str]) -> None:
-    """What ``from_pretrained`` does last: eval mode, generation config."""
+    """The last steps of ``from_pretrained``: eval mode, generation config."""
     model.eval()
     if model.can_generate():
         model.generation_config = _generation_config(model, os.fspath(path))
 
 
 def _generation_config(model: Any, directory: str) -> Any:
-    """The stored generation config, or the one that follows from the model's config."""
+    """The stored generation config, or the one derived from the model's config."""
     from transformers import GenerationConfig
 
     kind = getattr(
         model, "generation_config_class", GenerationConfig
-    )  # a class of its own for diffusion models
+    )  # diffusion models have their own class
     for folder in (directory, os.path.join(directory, "model")):
         file = os.path.join(folder, "generation_config.json")
         if os.path.isfile(file):
@@ -358,7 +358,7 @@ def _read_generation_config(kind: Any, folder: str, file: str) -> Any:
         return kind.from_pretrained(folder, local_files_only=True)
     except MemoryError:
         raise
-    except Exception as error:  # it checks its fields with errors of many kinds
+    except Exception as error:  # the class raises errors of many types for wrong fields
         raise FormatError(
             f"not a generation config that transformers can read: {type(error).__name__}: {brief(str(error))}",
             path=file,

@@ -1,4 +1,4 @@
-"""What a load tells: counts, bytes, seconds, and everything that was left out and by whose word."""
+"""The report of a load: counts, bytes, seconds, and everything that was skipped, with its declaration."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ class LoadReport:
 
     source: str
     tensors: int
-    """Wanted tensors filled from the source."""
+    """Number of wanted tensors filled from the source."""
     model_bytes: int
     """Bytes of the whole model, every distinct tensor once."""
     local_bytes: int
     """Bytes of this rank's shards."""
     bytes_read: int
-    """Bytes that this rank asked of storage."""
+    """Bytes that this rank requested from storage."""
     staging_peak_bytes: int
     """Host memory used besides the destination."""
     seconds_plan: float
     seconds_read: float
     unused: tuple[Declaration, ...]
-    """Stored tensors that were left, with who declared that they may be."""
+    """Stored tensors that were skipped, with the author of the declaration."""
     initialized: tuple[Declaration, ...]
-    """Wanted tensors that were made by the model's own rule, with who declared that they may be."""
+    """Wanted tensors initialised by the model's own rule, with the author of the declaration."""
     converted: tuple[Converted, ...]
-    """What could not be compiled to byte ranges and was converted whole, by every rank that holds a part of it."""
+    """Conversions that could not be compiled to byte ranges. Each rank with a part of a result ran them whole."""
     ignored_files: tuple[str, ...]
     verified: str
     """How the load was proved: "digest" if every tensor's content was compared, else "cover"."""
     digests_compared: int
-    """Tensors filled whose content digest was compared with the one that the source records."""
+    """Number of filled tensors whose digest was compared with the recorded one."""
     page_cache: str
-    """What became of the kernel's pages of the files: "keep" or "release"; see ``IOOptions.page_cache``."""
+    """Whether the kernel kept the pages of the files: "keep" or "release"; see ``IOOptions.page_cache``."""
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values."""

@@ -1,1 +1,1 @@
-"""A model without its weights: hub ids, config and class, construction on meta, memory in place, rules of initial values."""
+"""A model without its weights: hub ids, config and class, construction on meta, memory in place, initial values."""

@@ -16,7 +16,7 @@ __all__ = ["REFUSED", "Arguments", "FromPretrained", "Pretrained", "init_rules",
 
 
 class FromPretrained(TypedDict, total=False):
-    """Keyword arguments that ``load_pretrained`` takes beside its own, with the meaning they have in transformers."""
+    """Keyword arguments of ``load_pretrained`` beside its own, with their meaning in transformers."""
 
     attn_implementation: str | dict[str, str] | None
     experts_implementation: str | dict[str, str] | None
@@ -40,8 +40,8 @@ _OFFLOAD = "policy=ShardPolicy(cpu_offload=True) keeps the shards in host memory
 _GONE = "transformers ignores it, too"
 _KERNELS = "set model.use_kernels after the load"
 
-#: Every other keyword argument of transformers' ``from_pretrained`` (5.17-5.23 and, where people still have it, 4),
-#: and what to do instead.
+#: Every other keyword argument of transformers' ``from_pretrained`` (5.17-5.23, and 4 where still in use), with its
+#: replacement.
 REFUSED: Mapping[str, str] = {
     "adapter_kwargs": "adapter= takes the adapter's local directory",
     "adapter_name": "adapter={name: directory} names it",
@@ -87,7 +87,7 @@ REFUSED: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """What was asked for, checked."""
+    """The caller's arguments, checked."""
 
     dtype: torch.dtype | str
     hub: HubOptions
@@ -96,11 +96,11 @@ class Arguments:
 
 
 def understand(given: Mapping[str, Any], dtype: torch.dtype | str) -> Arguments:
-    """Check keyword arguments that people bring along from ``from_pretrained``. Rank-local.
+    """Check keyword arguments of ``from_pretrained``. Rank-local.
 
-    ``dtype`` is that of the call. Raises :class:`TypeError` with what to do instead for an argument that is not taken,
-    :class:`ValueError` if ``torch_dtype`` contradicts ``dtype``, :class:`UnsupportedConversionError` for a quantisation
-    that is asked for.
+    ``dtype`` is the call's own argument. Raises :class:`TypeError` naming the replacement of an argument that is not
+    taken, :class:`ValueError` if ``torch_dtype`` contradicts ``dtype``, :class:`UnsupportedConversionError` for a
+    request to quantise.
     """
     rest = dict(given)
     for name in ("quantization_config", "load_in_4bit", "load_in_8bit"):

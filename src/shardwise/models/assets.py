@@ -19,11 +19,11 @@ from ..limits import inside, parse_json, read_small
 from ..names import unwrap
 from .homes import home_of
 
-__all__ = ["ADAPTERS_NAME", "TOKENIZER_FILES", "companion_files", "read_companions"]
+__all__ = ["ADAPTERS_NAME", "TOKENIZER_FILES", "asset_files", "read_assets"]
 
 ADAPTERS_NAME = "adapters.json"
 
-#: What tokenizers and processors are stored in (transformers 5; also the sentencepiece and BPE originals).
+#: Files of tokenizers and processors (transformers 5; also the sentencepiece and BPE originals).
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -43,10 +43,10 @@ TOKENIZER_FILES = (
 )
 
 
-def companion_files(model: Any) -> dict[str, bytes]:
+def asset_files(model: Any) -> dict[str, bytes]:
     """Config, generation config, own code and, if it came from a local directory, the tokenizer: name → content.
 
-    Of a model with PEFT adapters: their configs.
+    For a model with PEFT adapters also the adapters' configs.
     """
     model = unwrap(model)
     adapters = _adapters_of(model)
@@ -54,7 +54,7 @@ def companion_files(model: Any) -> dict[str, bytes]:
         return adapters
     config = copy.deepcopy(model.config)
     config.architectures = [original_class(model).__name__]
-    # Of most elements: some classes keep their first parameters in fp32, and "auto" would load the rest so, too.
+    # The dtype of most elements: some classes keep their first parameters in fp32, and "auto" would use that for all.
     floats: Counter[Any] = Counter()
     for parameter in model.parameters():
         if parameter.is_floating_point():
@@ -73,15 +73,15 @@ def companion_files(model: Any) -> dict[str, bytes]:
 
 
 def _adapters_of(model: Any) -> dict[str, bytes]:
-    """The configs of PEFT's adapters, which tell such a checkpoint from one of the base model."""
+    """The configs of PEFT's adapters, which distinguish such a checkpoint from one of the base model."""
     if not has_adapters(model):
         return {}
     configs = {name: stored_config(model, name) for name in adapter_configs(model)}
-    # A field of some method that JSON does not know must not keep a checkpoint from being written.
+    # A method's field that JSON can't express must not prevent a checkpoint.
     return {ADAPTERS_NAME: json.dumps(configs, indent=2, sort_keys=True, default=str).encode()}
 
 
-def read_companions(folder: str) -> dict[str, bytes]:
+def read_assets(folder: str) -> dict[str, bytes]:
     """Config, generation config, tokenizer files and own code of a directory: name → content.
 
     Raises :class:`SourceError` if one can't be read, :class:`FormatError` if the config is not a JSON object.
@@ -96,9 +96,9 @@ def read_companions(folder: str) -> dict[str, bytes]:
 
 
 def _code_of(model: Any, config: Any) -> dict[str, bytes]:
-    """The Python files that define a model's class and its config's, if somebody's own; notes them in ``config``.
+    """The Python files of a custom model class and its config class; notes them in ``config``.
 
-    As ``save_pretrained`` does, which looks at the class that ``fully_shard`` made, and so copies the wrong file.
+    ``save_pretrained`` does the same, but looks at the class that ``fully_shard`` made and so copies the wrong file.
     """
     found: dict[str, bytes] = {}
     for kind in (original_class(model), type(model.config)):
@@ -113,7 +113,7 @@ def _code_of(model: Any, config: Any) -> dict[str, bytes]:
 
 
 def _code_beside(folder: str, documents: Mapping[str, bytes]) -> dict[str, bytes]:
-    """The Python files of a directory that ``auto_map`` in one of its documents names, and what they import there."""
+    """The Python files that ``auto_map`` in a document of a directory names, and the files that they import there."""
     found: dict[str, bytes] = {}
     for content in documents.values():
         for module in _modules_of(content):
@@ -140,7 +140,7 @@ _RELATIVE_IMPORT = re.compile(rb"^\s*from\s+\.(\w+)\s+import", re.MULTILINE)
 
 
 def _with_imports(file: str) -> dict[str, bytes]:
-    """A Python file and those beside it that it imports, directly or not: name → content. Nothing is run."""
+    """A Python file and the files beside it that it imports, directly or not: name → content. Runs no code."""
     folder, first = os.path.split(file)
     found: dict[str, bytes] = {}
     pending = {first}
@@ -155,7 +155,7 @@ def _with_imports(file: str) -> dict[str, bytes]:
 
 
 def _read_files(folder: str, names: Iterable[str]) -> dict[str, bytes]:
-    """Those of the named files that are there: name → content."""
+    """The named files that exist: name → content."""
     found = {}
     for name in names:
         file = inside(folder, name)

@@ -1,7 +1,7 @@
-"""Which config and which model class a directory asks for.
+"""Finds the config and the model class of a directory.
 
-A directory may bring its classes along, as Python files that ``auto_map`` in config.json names. They run only
-where the caller says so; transformers is never left to ask on the terminal.
+A directory may contain its classes, as Python files that ``auto_map`` in config.json names. They run only if the
+caller allows it; transformers never asks on the terminal.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from ..errors import FormatError, ShardwiseError, SourceError
-from ..format.steps import of_steps
+from ..format.steps import describe_steps
 from ..internals.transformers import known_class, modules_cache, remote_class
 from ..limits import MAX_CONFIG_COUNT, brief, inside, read_shallow_json
 from ..ranks.patience import patiently
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 def home_of(directory: str) -> str:
-    """Where config, code and tokenizer lie: the directory itself, or the model's of a checkpoint."""
+    """The directory of config, code and tokenizer: itself, or the model's directory in a checkpoint."""
     nested = os.path.join(directory, "model")
     has_own = os.path.isfile(os.path.join(directory, "config.json"))
     return nested if not has_own and os.path.isfile(os.path.join(nested, "config.json")) else directory
@@ -47,10 +47,10 @@ def config_and_class(
     *,
     trust_remote_code: bool = False,
 ) -> tuple[Any, Any]:
-    """The config to build a model from, which is nobody else's, and its model class or Auto class.
+    """A private copy of the config to build a model from, and its model class or Auto class.
 
-    ``config`` and ``auto_class`` are what the caller gives instead of the directory's own. With
-    ``trust_remote_code`` the directory's own code goes before what transformers has, as in ``from_pretrained``.
+    ``config`` and ``auto_class`` replace the directory's own. With ``trust_remote_code`` the directory's code takes
+    precedence over transformers' classes, as in ``from_pretrained``.
 
     Raises :class:`SourceError` if there is no config, or only code that is not trusted or can't be imported;
     :class:`FormatError` if the config can't be read or no class is known.
@@ -63,7 +63,7 @@ def config_and_class(
             trust_remote_code=trust_remote_code,
         )
     else:
-        config = copy.deepcopy(config)  # building writes the dtype into it
+        config = copy.deepcopy(config)  # building a model writes the dtype into its config
     return config, _class_of(config, directory, auto_class, trust_remote_code)
 
 
@@ -79,7 +79,7 @@ def read_config(directory: str, auto_class: Any = None, *, trust_remote_code: bo
     home = home_of(directory)
     file = os.path.join(home, "config.json")
     if not os.path.isfile(file):
-        what = of_steps(directory) or "no config.json; a transformers model directory has one"
+        what = describe_steps(directory) or "no config.json; a transformers model directory has one"
         raise SourceError(what, path=directory)
     _check_config(file, home)
     try:
@@ -93,23 +93,23 @@ def read_config(directory: str, auto_class: Any = None, *, trust_remote_code: bo
     except (ShardwiseError, MemoryError):
         raise
     except Exception as error:
-        # Config classes check their fields with errors of many kinds, some not derived from ValueError.
+        # Config classes raise errors of many types for wrong fields, some not derived from ValueError.
         raise FormatError(
             f"not a config that transformers can read: {type(error).__name__}: {_first_of(str(error))}",
             path=file,
         ) from error
 
 
-#: What config classes count, and make lists of.
+#: Fields that count things of which config classes make lists.
 _COUNTED = re.compile("layer|label|depth|block|head|expert|stage", re.IGNORECASE)
 
 
 def _check_config(file: str, home: str) -> None:
-    """Refuse what transformers would not refuse itself: endless lists, and other files than those beside it."""
+    """Refuse configs that transformers would accept: with endless lists, or with files outside their directory."""
     document = _checked_document(file)
     others = (
         document.get("configuration_files") or []
-    )  # by transformers' version, which joins them to paths itself
+    )  # by transformers' version; transformers joins these names to paths
     for name in others if isinstance(others, list) else [others]:
         other = inside(home, name)
         if "/" in name:
@@ -137,12 +137,12 @@ def _checked_document(file: str) -> dict[str, Any]:
 
 
 def _first_of(text: str) -> str:
-    """The beginning of a text that may hold all of a file."""
+    """The beginning of a text, which may be as long as a file."""
     return text if len(text) <= 2000 else f"{text[:2000]}…"
 
 
 def _own_config_class(auto_class: Any) -> Any:
-    """What a concrete model class reads: of a vision-language model's config, a text model takes its part."""
+    """The config class of a concrete model class: a text model reads its part of a vision-language config."""
     return None if hasattr(auto_class, "from_config") else getattr(auto_class, "config_class", None)
 
 
@@ -170,7 +170,7 @@ def _class_of(config: Any, directory: str, auto_class: Any, trust_remote_code: b
 
 
 def _named_by_config(config: Any, code: Mapping[str, str]) -> tuple[str, Any]:
-    """The class that the config names first: its Auto class in the directory's code, and that of transformers."""
+    """The first class that the config names: its Auto class in the directory's code, and transformers' class."""
     names = getattr(config, "architectures", None) or []
     names = [n for n in names if isinstance(n, str)] if isinstance(names, (list, tuple)) else []
     key = next((k for k, reference in code.items() if names[:1] == [reference.rpartition(".")[2]]), "")
@@ -178,12 +178,12 @@ def _named_by_config(config: Any, code: Mapping[str, str]) -> tuple[str, Any]:
 
 
 def _model_class(name: str) -> Any:
-    """transformers' model class or Auto class of this name; None for everything else that it has."""
+    """transformers' model class or Auto class of this name; None for any other name."""
     import transformers
 
     try:
         found = getattr(transformers, name, None)
-    except Exception:  # it imports the class's module then, and that may fail in any way
+    except Exception:  # the attribute imports the class's module, which may fail in any way
         return None
     is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
     return found if is_model or hasattr(found, "from_config") else None
@@ -205,7 +205,7 @@ def _import(reference: str, directory: str, key: str) -> Any:
         return remote_class(reference, directory, key)
     except MemoryError:
         raise
-    except Exception as error:  # any error: a repository's code raises it while it is imported
+    except Exception as error:  # a repository's code may raise anything during its import
         raise SourceError(
             f"the model's own code ({reference}) can't be imported: {type(error).__name__}: {error}",
             path=directory,
@@ -213,7 +213,7 @@ def _import(reference: str, directory: str, key: str) -> Any:
 
 
 def code_of_auto_map(auto_map: Any) -> dict[str, str]:
-    """Auto class → ``[repository--]module.Class`` of a config's ``auto_map``, those of tokenizers left out."""
+    """Auto class → ``[repository--]module.Class`` from a config's ``auto_map``, without tokenizers."""
     return {k: v for k, v in auto_map.items() if isinstance(v, str)} if isinstance(auto_map, dict) else {}
 
 
@@ -226,17 +226,17 @@ def _not_trusted(reference: str, directory: str) -> SourceError:
 
 
 def import_code(path: str | os.PathLike[str]) -> None:
-    """Run the Python files of a directory or checkpoint, if it brings any for its classes."""
+    """Run the Python files of a directory or checkpoint, if it has any for its classes."""
     if os.path.isfile(os.path.join(home_of(os.fspath(path)), "config.json")):
         config_and_class(path, trust_remote_code=True)
 
 
 def in_turn(ranks: Ranks, work: Callable[[], T]) -> T:
-    """Run ``work``, which imports a model's code: on rank 0, then on one rank per cache of modules, then elsewhere.
+    """Run ``work``, which imports a model's code: on rank 0, then on one rank per cache of modules, then on the rest.
 
-    transformers copies the code into a cache that ranks share, file by file and in place, so that one rank can
-    read what another is just writing. What is there already it leaves alone. Every rank must call it; raises
-    alike on all.
+    transformers copies the code into a cache that ranks share, file by file and in place, so one rank could read a
+    file while another writes it. It does not touch files already in the cache. Every rank must call it; raises alike
+    on all.
     """
     label = "import the model's code"
     results: list[T] = []
@@ -258,7 +258,7 @@ def in_turn(ranks: Ranks, work: Callable[[], T]) -> T:
 
 
 def same_directory(directory: str) -> str:
-    """A text that ranks have in common which see the same directory through the same mount, and no others."""
+    """A text that is equal on ranks that see the same directory through the same mount, and only on these."""
     patiently(os.makedirs, directory, exist_ok=True)
     found = os.stat(directory)
     return f"{socket.gethostname()}/{found.st_dev}/{found.st_ino}"

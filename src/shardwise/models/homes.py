@@ -1,4 +1,4 @@
-"""Remembering the directory that a model was built from, so that export can copy its config and tokenizer."""
+"""Remembers the directory that a model was built from. Export copies config and tokenizer from it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HOMES: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 
 def remember_home(model: nn.Module, directory: str) -> None:
-    """Keep the absolute path of the directory that a model's config came from, whatever is done to the cwd."""
+    """Keep the absolute path of the directory of a model's config: the working directory may change."""
     _HOMES[unwrap(model)] = os.path.abspath(directory)
 
 
@@ -28,6 +28,6 @@ def home_of(model: nn.Module) -> str | None:
 
 
 def inherit_home(model: nn.Module, ancestor: nn.Module) -> None:
-    """``model`` was built from the same directory as ``ancestor``, if that was built from one."""
+    """Note that ``model`` was built from the same directory as ``ancestor``, if any."""
     if (home := home_of(ancestor)) is not None:
         _HOMES[unwrap(model)] = home

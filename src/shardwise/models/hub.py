@@ -1,6 +1,7 @@
-"""Where a model's files are: a local directory, or a snapshot of a Hugging Face hub repository in the local cache.
+"""Locates a model's files: a local directory, or a snapshot of a Hugging Face hub repository in the local cache.
 
-Ranks that share a cache have one downloader; the other ranks wait as long as it works. Files are what a load needs.
+One rank per cache downloads, and the ranks that share the cache wait as long as it works. It downloads only the files
+that a load needs.
 """
 
 from __future__ import annotations
@@ -38,36 +39,36 @@ _TICK_S = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubOptions:
-    """Which files of which revision of a hub repository, and how they are had; as ``from_pretrained`` takes them."""
+    """Options for files of a hub repository, as in ``from_pretrained``."""
 
     revision: str | None = None
     """Branch, tag or commit. Default: the main branch."""
     token: str | bool | None = field(default=None, repr=False)
-    """Default: what ``hf auth login`` or ``HF_TOKEN`` gave. Never stored or logged."""
+    """Default: the token of ``hf auth login`` or ``HF_TOKEN``. Never stored or logged."""
     cache_dir: str | os.PathLike[str] | None = None
     """Default: huggingface_hub's (``HF_HUB_CACHE``, ``HF_HOME``)."""
     subfolder: str = ""
-    """Of the repository or the local directory."""
+    """Subfolder of the repository or of the local directory."""
     variant: str | None = None
-    """``"fp16"`` takes ``model.fp16.safetensors``, also of a local directory."""
+    """``"fp16"`` takes ``model.fp16.safetensors``, also from a local directory."""
     local_files_only: bool = False
-    """Take what the cache holds; as ``HF_HUB_OFFLINE=1``."""
+    """Use only the cache, as ``HF_HUB_OFFLINE=1`` does."""
     force_download: bool = False
 
 
 def is_hub_id(path: str) -> bool:
-    """Whether a text that is no local path can be the id of a hub repository. Looks at the text only."""
+    """Whether a text that is not a local path can be the id of a hub repository. Looks only at the text."""
     return _HUB_ID.fullmatch(path) is not None and "--" not in path and ".." not in path
 
 
 def find_model(
     source: str | os.PathLike[str], options: HubOptions, ranks: Ranks, *, with_code: bool = False
 ) -> str:
-    """The local directory of a model: ``source`` itself where that exists, else the cached snapshot of a hub id.
+    """The local directory of a model: ``source`` itself if it exists, otherwise the cached snapshot of a hub id.
 
-    What the cache lacks, one rank for each cache downloads (config, tokenizer and processor files, the weights of
-    ``options.variant``, with ``with_code`` the Python files). A path that neither exists nor can be an id is given
-    back as it is, for the readers to refuse.
+    One rank per cache downloads missing files: config, tokenizer and processor files, the weights of
+    ``options.variant``, and with ``with_code`` the Python files. A path that neither exists nor can be an id is
+    returned unchanged; its reader refuses it.
 
     Every rank must call it; at most three agreements. All ranks get the same commit. Raises :class:`SourceError`, or
     :class:`RankError` alike on every rank: no such model, no access, not in the cache while offline, a download that
@@ -98,7 +99,7 @@ def find_model(
 
 
 def _downloaders(path: str, caches: list[str | None]) -> list[int]:
-    """The first rank of each cache; none where every rank has the path."""
+    """The first rank of each cache; no rank if every rank has the path."""
     local = [rank for rank, cache in enumerate(caches) if cache is None]
     if local and len(local) < len(caches):
         raise SourceError(
@@ -120,9 +121,9 @@ def _one_commit(path: str, commits: list[str]) -> str:
 
 
 def _while_ticking(work: Callable[[], T], tick: Callable[[], None]) -> T:
-    """Run ``work`` in a thread of its own, and tell the other ranks while it lasts that this one works.
+    """Run ``work`` in another thread, and tell the other ranks meanwhile that this rank makes progress.
 
-    huggingface_hub ends each request that stands still; how long the whole takes, only the network knows.
+    huggingface_hub ends each stalled request; a limit for the whole download is not possible.
     """
     results: list[T] = []
     errors: list[BaseException] = []
@@ -156,7 +157,7 @@ def _cache_dir(options: HubOptions) -> str:
 def _identity(cache: str) -> str:
     try:
         return same_directory(cache)
-    except OSError:  # can't be made: only what is there can be taken
+    except OSError:  # the cache can't be made: nothing can be downloaded into it
         return f"{socket.gethostname()}/{cache}"
 
 
@@ -181,8 +182,8 @@ def _fetch(model: str, options: HubOptions, with_code: bool) -> str:
         )
     except (SourceError, MemoryError):
         raise
-    except Exception as error:  # of huggingface_hub, of its HTTP library, of the disk
-        # Not chained: the HTTP library's errors hold the request, and that the token.
+    except Exception as error:  # from huggingface_hub, its HTTP library or the disk
+        # Not chained: errors of the HTTP library hold the request, and the request holds the token.
         refusal = _explained(error, model, options)
         is_refused = isinstance(error, errors.RepositoryNotFoundError | errors.RevisionNotFoundError)
     if is_refused or options.force_download:
@@ -238,7 +239,7 @@ def _snapshot(model: str, revision: str | None, options: HubOptions) -> str:
             model, revision=revision, cache_dir=_cache_dir(options), local_files_only=True
         )
     except LocalEntryNotFoundError as error:
-        # Since huggingface_hub 2 a snapshot without all files of the repository is one; a load needs some of them.
+        # Since huggingface_hub 2 an incomplete snapshot is an error; a load needs only some of its files.
         if folder := getattr(error, "snapshot_path", None):
             return str(folder)
         at = f" at revision {revision!r}" if revision else ""
@@ -277,14 +278,14 @@ def _cached(model: str, revision: str | None, options: HubOptions) -> str:
 
 
 def _whole_series(names: Iterable[str]) -> Iterator[str]:
-    """All of ``model-00001-of-00002.safetensors``, … of which one is named."""
+    """All names of each series ``model-00001-of-00002.safetensors``, … of which one is named."""
     for stem, count, end in {m.groups() for name in names if (m := _NUMBERED.fullmatch(name))}:
         if int(count) <= 10_000:
             yield from (f"{stem}-{k:05}-of-{count}{end}" for k in range(1, int(count) + 1))
 
 
 def _explained(error: Exception, model: str, options: HubOptions) -> SourceError:
-    """What the hub, the network or the disk said, in words, without the token."""
+    """An error of the hub, the network or the disk, explained without the token."""
     from huggingface_hub import constants, errors
 
     endpoint = constants.ENDPOINT
@@ -322,11 +323,11 @@ def needed_files(
     with_code: bool = False,
     where: str,
 ) -> tuple[list[str], str | None]:
-    """Of a repository's files those that a load needs, and the index that names more of them, if there is one. Pure.
+    """The files of a repository that a load needs, and the index that names more of them, if there is one. Pure.
 
-    Config, tokenizer, processor and template files of the folder itself; the safetensors files, as a load of a
-    directory chooses them, else ``pytorch_model.bin``; with ``with_code`` all Python files. Raises
-    :class:`SourceError` naming ``where`` if there are no weights.
+    Config, tokenizer, processor and template files of the folder itself; safetensors files, as a load of a directory
+    chooses them, otherwise ``pytorch_model.bin``; with ``with_code`` all Python files. Raises :class:`SourceError`
+    naming ``where`` if there are no weights.
     """
     prefix = f"{subfolder.strip('/')}/" if subfolder.strip("/") else ""
     inner = {name.removeprefix(prefix): name for name in files if name.startswith(prefix)}

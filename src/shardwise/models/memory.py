@@ -1,8 +1,8 @@
-"""Giving a meta model memory, in place, before anything is read into it.
+"""Gives a meta model memory, in place, before a load reads into it.
 
-Kept small and guarded, because it leans on how torch swaps parameters:
+Kept small and guarded, because it depends on how torch swaps parameters:
 
-* DTensors (FSDP2): one ``model._apply`` that allocates only what is on meta. FSDP's own ``_apply`` then
+* DTensors (FSDP2): one ``model._apply`` that allocates only meta tensors. FSDP's own ``_apply`` then
   re-pads its shards and keeps its references; identity, ties and real buffers survive.
 * Plain parameters: ``torch.utils.swap_tensors``, once per object, keeps identity and ties.
 * Buffers are replaced in every module that registers them.
@@ -26,10 +26,10 @@ __all__ = ["default_device", "give_addresses", "materialize"]
 
 
 def materialize(model: nn.Module, device: torch.device | str) -> None:
-    """Allocate memory on ``device`` for everything of ``model`` that is on meta; the rest is left as it is.
+    """Allocate memory on ``device`` for all meta tensors of ``model``; other tensors stay unchanged.
 
-    Memory: this rank's shards; one uneven FSDP parameter's shard may be there twice for a moment.
-    Values are undefined afterwards. Rank-local, idempotent.
+    Memory: this rank's shards; one uneven FSDP parameter's shard may briefly exist twice. New values are undefined.
+    Rank-local, idempotent.
     """
     device = torch.device(device)
     if any(isinstance(p, DTensor) and p.is_meta for p in model.parameters()):
@@ -47,12 +47,12 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
 
 
 def give_addresses(model: nn.Module) -> None:
-    """Let each empty shard of ``model`` answer ``data_ptr()`` with a number of its own.
+    """Make ``data_ptr()`` of each empty shard of ``model`` return a unique number.
 
-    torch answers 0 for all of them, and ``accelerator.prepare`` finds an optimizer's parameters by that answer: on a rank
-    without rows of two parameters it would put one of them in twice, and the other one never. Nothing reads memory
-    there, and no other memory has the address of a living Python object. Rank-local, idempotent; FSDP2 keeps the
-    tensors, so it lasts for training.
+    torch returns 0 for all of them, but ``accelerator.prepare`` identifies an optimizer's parameters by this number: if
+    a rank has no rows of two parameters, it would add one of them twice and never the other. Nothing reads memory at
+    the number, and no other memory has the address of a living Python object. Rank-local, idempotent; FSDP2 keeps the
+    tensors, so it lasts during training.
     """
     for parameter in model.parameters():
         if (
@@ -64,7 +64,7 @@ def give_addresses(model: nn.Module) -> None:
 
 
 def default_device(model: nn.Module) -> torch.device:
-    """Where meta tensors get memory if nobody says: the device of the model's mesh, else the CPU."""
+    """The default device for meta tensors: the device of the model's mesh, otherwise the CPU."""
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
             kind = parameter.device_mesh.device_type
@@ -74,7 +74,7 @@ def default_device(model: nn.Module) -> torch.device:
 
 
 def _materialize_buffers(model: nn.Module, device: torch.device) -> None:
-    """Persistent meta buffers get memory; a buffer that several modules register stays one tensor."""
+    """Allocate persistent meta buffers; a buffer that several modules register stays one tensor."""
     real: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for name, buffer, kind, persistent in [*own_tensors(module)]:

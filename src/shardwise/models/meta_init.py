@@ -1,9 +1,9 @@
-"""Constructing any module with its parameters on meta and its buffers real and right.
+"""Constructs any module with its parameters on meta and its buffers real and correct.
 
-``torch.device("meta")`` would put buffers on meta too, and nothing says how to compute them afterwards;
-transformers' ``no_init_weights`` leaves out the buffers that ``_init_weights`` computes. Here construction
-runs as it always does; only each *parameter* is exchanged for one on meta when a module registers it. What is
-then done to it (initialisation, ties, dtype conversion) happens on meta and costs next to nothing.
+``torch.device("meta")`` would put buffers on meta too, with no way to compute them afterwards; transformers'
+``no_init_weights`` skips the buffers that ``_init_weights`` computes. Here construction runs as usual; only each
+*parameter* is replaced by one on meta when a module registers it. Later operations on it (initialisation, ties, dtype
+conversion) run on meta and cost next to nothing.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ __all__ = ["NotLarger", "at_most", "forget_meta_buffers", "meta_buffers", "meta_
 
 @contextmanager
 def meta_init() -> Iterator[None]:
-    """Modules constructed inside have their parameters on meta, and the buffers of ordinary construction.
+    """Construct modules inside the block with parameters on meta, and with the buffers of ordinary construction.
 
-    Works for any ``nn.Module``; no class is known by name. Kept of each parameter: shape, strides, dtype,
-    ``requires_grad``, class, Python attributes, and being shared. Scoped to the calling thread; can be nested.
-    The state of the random generators (Python, numpy, torch on the CPU and on an initialised accelerator) is
-    on exit what it was on entry, also after an error. Host memory: one parameter's unwritten allocation.
+    Works for any ``nn.Module``. Each parameter keeps shape, strides, dtype, ``requires_grad``, class, Python
+    attributes and ties. Scoped to the calling thread; can be nested. On exit, also after an error, the random
+    generators (Python, numpy, torch on the CPU and on an initialised accelerator) get their state on entry back. Host
+    memory: one parameter's unwritten allocation.
 
-    A buffer computed *from a parameter* can't be real; it is remembered, see :func:`meta_buffers`. Lazy
-    parameters (``nn.LazyLinear``) stay as they are.
+    A buffer computed *from a parameter* can't be real; :func:`meta_buffers` lists such buffers. Lazy parameters
+    (``nn.LazyLinear``) stay unchanged.
 
     The first use in a process registers three hooks with torch (``register_module_parameter_registration_hook`` and its
     like). They stay, because torch may be going through its table of hooks in another thread. Outside, they return at once.
@@ -58,7 +58,7 @@ def meta_init() -> Iterator[None]:
 
 @contextmanager
 def at_most(registrations: int, refusal: Exception) -> Iterator[None]:
-    """Inside, and inside :func:`meta_init`, ``refusal`` is raised when modules, parameters and buffers get too many.
+    """Raise ``refusal`` when a :func:`meta_init` in the block registers too many modules, parameters and buffers.
 
     For configs from files, which can ask for any number of layers. Scoped to the calling thread.
     """
@@ -70,9 +70,9 @@ def at_most(registrations: int, refusal: Exception) -> Iterator[None]:
 
 
 def meta_buffers(model: nn.Module) -> list[str]:
-    """Canonical names of buffers whose value is not known: left on meta by :func:`meta_init`, or on meta now.
+    """Canonical names of buffers with unknown values: :func:`meta_init` left them on meta, or they are on meta now.
 
-    A buffer stays named after it was given memory, since memory does not make it right, until
+    A buffer stays listed after it got memory, because its values are still undefined, until
     :func:`forget_meta_buffers`.
     """
     names: dict[str, None] = {}
@@ -85,7 +85,7 @@ def meta_buffers(model: nn.Module) -> list[str]:
 
 
 def forget_meta_buffers(model: nn.Module, names: Iterable[str] | None = None) -> None:
-    """Take buffers (canonical ``names``; all if None) off the list: they have been loaded or recomputed."""
+    """Remove buffers (canonical ``names``; all if None) from the list: they were loaded or recomputed."""
     settled = None if names is None else frozenset(names)
     for path, module in model.named_modules(remove_duplicate=False):
         left = _left_on_meta(module)
@@ -99,9 +99,10 @@ def forget_meta_buffers(model: nn.Module, names: Iterable[str] | None = None) ->
 
 
 class _NothingDrawn(TorchDispatchMode):
-    """Leaves out what would only fill meta tensors with random numbers, where there are none to be filled.
+    """Skips operations that would only fill meta tensors with random numbers.
 
-    torch has these two in Python alone for meta (torch 2.11-2.13): of a 32B model's construction they take two thirds.
+    For meta torch has these two operations only in Python (torch 2.11-2.13); they take two thirds of a 32B model's
+    construction.
     """
 
     _FILLS = frozenset((torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default))
@@ -113,9 +114,9 @@ class _NothingDrawn(TorchDispatchMode):
 
 
 class NotLarger(TorchDispatchMode):
-    """Inside, ``refusal`` is raised before torch makes a tensor of more than ``most_bytes``.
+    """Raises ``refusal`` before torch makes a tensor of more than ``most_bytes`` in the block.
 
-    For configs from files, which can ask for buffers of any size. Each operation is tried on meta first.
+    For configs from files, which can ask for buffers of any size. Tries each operation on meta first.
     """
 
     def __init__(self, most_bytes: int, refusal: Exception) -> None:
@@ -130,7 +131,7 @@ class NotLarger(TorchDispatchMode):
 
 
 def _bytes_made(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
-    """Bytes of the largest tensor that an operation gives; 0 where meta can't tell."""
+    """Bytes of the largest result of an operation; 0 if meta can't tell."""
     on_meta = {**kwargs, "device": torch.device("meta")} if kwargs.get("device") is not None else kwargs
     try:
         args, on_meta = tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, on_meta))
@@ -145,11 +146,11 @@ def _bytes_made(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
 class _Scope(threading.local):
     def __init__(self) -> None:
         self.depth = 0
-        #: What may still be registered, and what is raised after that; None if there is no limit.
+        #: Number of registrations left, and the error after that; None if there is no limit.
         self.left: int | None = None
         self.refusal: Exception | None = None
-        # By id of the original parameter. The weak reference keeps an id that Python gave out again from
-        # being taken for the first parameter, without holding the original's memory.
+        # By id of the original parameter. The weak reference detects an id that Python has reused, without holding
+        # the original's memory.
         self.replacements: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
         self.with_buffers: dict[int, weakref.ref[nn.Module]] = {}
 

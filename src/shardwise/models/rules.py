@@ -1,9 +1,9 @@
 """The model's own rules for initial values, found by watching them write on meta.
 
 A rule is a call: a module's ``reset_parameters()``, or ``_init_weights(module)`` of the nearest model around it
-that has one. Which parameters a call writes is not guessed from names: all calls run once on an unsharded meta copy
-of the model, in the order of ordinary construction, under a dispatch mode that records every write. So GPT-2's
-scaling of ``c_proj``, which is done in the call for the *whole model*, is found like any other.
+that has one. Names do not tell which parameters a call writes. So all calls run once on an unsharded meta copy of the
+model, in the order of ordinary construction, under a dispatch mode that records every write. This also finds GPT-2's
+scaling of ``c_proj``, which happens in the call for the *whole model*.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .meta_init import meta_init
 
 __all__ = ["Rule", "Template", "build_template", "copy_template", "rules_of"]
 
-# Operations that set every element without reading it: what earlier calls wrote no longer matters.
+# Operations that set every element without reading it: earlier writes no longer matter.
 _OVERWRITES = frozenset(
     f"aten::{name}_"
     for name in (
@@ -54,24 +54,24 @@ class Template:
 
     root: nn.Module
     path: str
-    """Where it stands in the live model: path as in ``named_modules``."""
+    """Its path in the live model, as in ``named_modules``."""
 
 
 @dataclass(eq=False, slots=True)
 class Rule:
-    """One call, and what it wrote to each parameter of the template, by id."""
+    """One call, and its writes to each parameter of the template, by id."""
 
     module: nn.Module
     call: Callable[[], object]
     written: dict[int, int] = field(default_factory=dict)
     """Elements written, counting repeats."""
     overwrites: set[int] = field(default_factory=set)
-    """Parameters whose every element it sets before anything else."""
+    """Parameters of which it first sets every element."""
     failure: str | None = None
 
 
 def build_template(live: nn.Module, path: str) -> Template:
-    """A fresh transformers model of the original class, from the live one's config: nothing of a wrapper is left."""
+    """A fresh transformers model of the original class, from the live one's config, without wrappers."""
     with meta_init():
         root: nn.Module = original_class(live)(copy.deepcopy(live.config))
     _untie(root)
@@ -86,7 +86,7 @@ def copy_template(live: nn.Module) -> Template:
 
 
 def _untie(root: nn.Module) -> None:
-    """Every slot gets a parameter of its own: construction ties only after each module was initialised."""
+    """Give every slot its own parameter: construction ties parameters only after each module was initialised."""
     seen: set[int] = set()
     for module in root.modules():
         for attribute, parameter in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
@@ -97,9 +97,9 @@ def _untie(root: nn.Module) -> None:
 
 
 def rules_of(template: Template, calls: Iterable[Rule] | None = None) -> list[Rule]:
-    """Every call that ordinary construction makes, in its order, with what it writes. Draws no random numbers.
+    """Every call that ordinary construction makes, in its order, with its writes. Draws no random numbers.
 
-    ``calls`` are other ones to be looked at instead.
+    ``calls``: calls to watch instead.
     """
     recorder = _Recorder(template.root)
     rules = [*_resets(template.root), *_init_weights(template.root)] if calls is None else [*calls]
@@ -145,7 +145,7 @@ def _takes(method: Callable[..., object], *arguments: object) -> bool:
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes for one call at a time which parameters' storages are written, through whatever view."""
+    """Notes, for one call at a time, the parameters whose storages it writes, through any view."""
 
     def __init__(self, root: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

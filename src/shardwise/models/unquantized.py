@@ -1,4 +1,4 @@
-"""Refusing what is quantised, before anything is planned: sources, and configs that the caller gives."""
+"""Refuses quantised sources and configs before anything is planned."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def refuse_source(catalog: Catalog, own: Callable[[], Iterable[NamedTensor]] | N
         found = quantized(catalog.tensors, [name for t in own() for name in t.names])
     if found is not None:
         raise UnsupportedConversionError(
-            f"{catalog.root}: quantised ({found.method}: {found.codes!r} goes with {found.companion!r}), which can't be "
+            f"{catalog.root}: quantised ({found.method}: {found.codes!r} goes with {found.beside!r}), which can't be "
             f"loaded yet; {way_out(found.method)}"
         )
 
 
 def refuse_config(config: Any, catalog: Catalog | None, path: str, *, given: bool) -> None:
-    """Raise :class:`UnsupportedConversionError` if the config of a load names a quantisation: the source's or a given one.
+    """Raise :class:`UnsupportedConversionError` if the config of a load (the source's or a given one) is quantised.
 
-    A checkpoint of a training run has the tensors that were trained, whatever its config kept. Rank-local.
+    A training checkpoint holds the trained tensors, even if its config still names a quantisation. Rank-local.
     """
     method = method_of_config(config)
     if not method or (catalog is not None and catalog.has_module_names and not given):
@@ -49,7 +49,7 @@ def refuse_config(config: Any, catalog: Catalog | None, path: str, *, given: boo
 
 
 def refuse_request(wanted: Any, where: str) -> NoReturn:
-    """Raise :class:`UnsupportedConversionError` for a quantisation that the caller asks for in ``where``."""
+    """Raise :class:`UnsupportedConversionError` for a quantisation requested in ``where``."""
     method = (
         method_of_config(wanted) or method_of_config({"quantization_config": wanted}) or "of no named method"
     )

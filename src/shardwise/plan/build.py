@@ -1,4 +1,4 @@
-"""From catalog, layout and recipes to the reads of one rank."""
+"""Builds the plan of one rank from catalog, layout and recipes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def build_plan(catalog: Catalog, layout: Layout, matched: Matched, io: IOOptions
 
 
 def _with_results(catalog: Catalog, matched: Matched) -> Catalog:
-    """The catalog with the results of host conversions as if they were stored."""
+    """The catalog, plus the results of host conversions as if they were stored."""
     if not matched.conversions:
         return catalog
     results = {t.name: t for host in matched.conversions.values() for t in host.outputs.values()}
@@ -58,7 +58,7 @@ def _with_results(catalog: Catalog, matched: Matched) -> Catalog:
 
 
 def _oversized(matched: Matched, io: IOOptions) -> Iterator[str]:
-    """Host conversions that don't fit into the staging budget beside the least that copying takes."""
+    """Host conversions that don't fit into the staging budget beside the minimum for copying."""
     room = io.staging_bytes - LEAST_STAGING_BYTES
     for host in dict.fromkeys(matched.conversions.values()):
         if host.staging_bytes > room:
@@ -72,8 +72,8 @@ def _oversized(matched: Matched, io: IOOptions) -> Iterator[str]:
 def _staging(
     transfers: Sequence[Transfer], checks: Sequence[Transfer], matched: Matched, io: IOOptions
 ) -> int:
-    """Staging that the reads of a CPU target take: the largest that does not go straight, up to the limit, and
-    the largest host conversion beside it."""
+    """Staging for the reads of a CPU target: the largest indirect read, up to the limit, plus the largest host
+    conversion."""
     largest = max((t.bytes_to_read for t in transfers if not t.is_direct), default=0)
     largest = max(largest, max((t.bytes_to_read for t in checks), default=0))
     converted = max((host.staging_bytes for host in matched.conversions.values()), default=0)

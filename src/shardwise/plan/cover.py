@@ -1,8 +1,7 @@
-"""Proof of cover: every element of every wanted tensor is written exactly once, every stored tensor is used or declared.
+"""Proof of cover: every wanted element is written exactly once, every stored tensor is used or declared.
 
-Proved on whole tensors, before they are cut by a rank's boxes: cutting a tile by boxes neither adds nor
-drops elements, so what holds globally holds on every rank, and every rank finds the same problems
-without talking to another.
+Whole tensors are checked, not a rank's boxes. Cutting a tile by boxes neither adds nor drops elements, so the proof
+holds on every rank, and every rank finds the same problems without talking to another.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ __all__ = ["cover_problems", "prove_cover"]
 
 
 def prove_cover(catalog: Catalog, layout: Layout, matched: Matched) -> None:
-    """Raise :class:`PlanError` listing every problem, unless recipes cover what is wanted exactly once."""
+    """Raise :class:`PlanError` listing every problem, unless recipes cover the wanted tensors exactly once."""
     problems = list(matched.problems)
     for wanted in layout.wanted:
         recipe = matched.recipes.get(wanted.name)
@@ -35,7 +34,7 @@ def prove_cover(catalog: Catalog, layout: Layout, matched: Matched) -> None:
 
 
 def cover_problems(wanted: Wanted, tiles: tuple[Tile, ...], catalog: Catalog) -> list[str]:
-    """What keeps tiles from covering a wanted tensor exactly once, reading only elements that exist."""
+    """Problems that keep tiles from covering a wanted tensor exactly once, reading only existing elements."""
     whole_shape = catalog.tensors[tiles[0].source].shape if len(tiles) == 1 else None
     if whole_shape == wanted.shape and is_identity(tiles[0], wanted.shape):
         return []  # stored as it is wanted

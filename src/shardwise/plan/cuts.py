@@ -1,4 +1,4 @@
-"""What a tile comes to on one rank: strided copies from the stored chunks into the local boxes."""
+"""Cuts tiles into one rank's transfers: strided copies from stored chunks into local boxes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["common_part", "merge_loops", "transfers_of"]
 
 
 def transfers_of(tile: Tile, wanted: Wanted, stored: Mapping[str, StoredTensor]) -> Iterable[Transfer]:
-    """A tile cut by this rank's boxes and by the stored chunks, as strided copies."""
+    """Cut a tile by this rank's boxes and by the stored chunks, into strided copies."""
     source = stored[tile.source]
     if source.shape == wanted.shape and is_identity(tile, wanted.shape):
         return _identical(wanted, source)
@@ -35,7 +35,7 @@ def _tiled(tile: Tile, wanted: Wanted, source: StoredTensor) -> Iterator[Transfe
 
 
 def _identical(wanted: Wanted, source: StoredTensor) -> list[Transfer]:
-    """What cutting an identity tile comes to, without the tiles: most tensors are stored as they are wanted."""
+    """Cut an identity tile directly, without tile arithmetic: most tensors are stored as they are wanted."""
     size, found = itemsize(source.dtype), []
     for local in wanted.boxes:
         for chunk in source.chunks_touching(local.box):
@@ -61,8 +61,8 @@ def _identical(wanted: Wanted, source: StoredTensor) -> list[Transfer]:
 def common_part(
     local: LocalBox, chunk: Box, local_strides: tuple[int, ...]
 ) -> tuple[int, int, tuple[StridedLoop, ...]] | None:
-    """The elements that a local box and a chunk share: the first one's place in the chunk and in the local tensor, and
-    the loops over all of them; None if there are none."""
+    """The elements that a local box and a chunk share: the offset of the first one in the chunk and in the local
+    tensor, and the loops over all of them; None if they share none."""
     common = local.box.intersect(chunk)
     if common is None:
         return None
@@ -105,7 +105,7 @@ def _transfer(
 
 
 def merge_loops(loops: list[StridedLoop]) -> tuple[StridedLoop, ...]:
-    """Loops by falling source stride, with neighbours merged that are one run on both sides."""
+    """Loops by falling source stride. Neighbours that form one run on both sides are merged."""
     merged: list[StridedLoop] = []
     for loop in sorted(loops, key=lambda v: (-v.source_stride, -v.target_stride)):
         outer = merged[-1] if merged else None

@@ -14,10 +14,10 @@ from ..recipe.match import Declaration, Recipe
 
 __all__ = ["LEAST_STAGING_BYTES", "MIN_RUN_BYTES", "IOOptions", "Plan", "StridedLoop", "Transfer"]
 
-#: Runs shorter than this are read together with what lies between them and picked out in staging.
+#: Runs shorter than this are read together with the bytes between them, and picked out in staging.
 MIN_RUN_BYTES = 512
 
-#: With less staging than this nothing is planned.
+#: The smallest staging that a plan accepts.
 LEAST_STAGING_BYTES = 1024**2
 
 
@@ -29,15 +29,15 @@ class IOOptions:
     """Host memory for casts, strided runs and device copies, per rank."""
 
     timeout_s: float = 300.0
-    """A rank that makes no progress for this long counts as missing: the others raise :class:`RankError`, which names it.
+    """A rank that makes no progress for this long counts as missing: the other ranks raise :class:`RankError` naming it.
 
-    It bounds the time without progress, not the time that work takes. Bytes that arrive are progress, and so is one
-    system call on a file (a slow fsync, close, rename or unlink), for ten times as long."""
+    It bounds the time without progress, not the time that work takes. Bytes that arrive are progress. One system call
+    on a file (a slow fsync, close, rename or unlink) is progress for ten times as long."""
 
     page_cache: Literal["keep", "release", "auto"] = "auto"
-    """Whether files that were read stay in the kernel's page cache. ``"release"`` gives the pages back while reading,
-    also those that were cached before. ``"auto"``: release where the tensors go to a device that shares memory with
-    the host (MPS, integrated GPUs), else keep. An export or a conversion of stored tensors keeps them, if not told."""
+    """Whether files stay in the kernel's page cache after reading. ``"release"`` gives pages back while reading, also
+    pages cached before. ``"auto"`` releases if the tensors go to a device that shares memory with the host (MPS,
+    integrated GPUs), otherwise keeps; an export or conversion of stored tensors keeps them."""
 
     def __post_init__(self) -> None:
         if self.staging_bytes < LEAST_STAGING_BYTES:
@@ -50,7 +50,7 @@ class IOOptions:
 
 @dataclass(frozen=True, slots=True)
 class StridedLoop:
-    """``size`` steps, in elements, of the stored chunk and of the local tensor."""
+    """``size`` steps, with strides in elements, through the stored chunk and the local tensor."""
 
     size: int
     source_stride: int
@@ -61,8 +61,8 @@ class StridedLoop:
 class Transfer:
     """One strided copy from a file into this rank's part of a wanted tensor.
 
-    ``stored`` names the tensor in the file. ``offset_bytes`` is where the first element lies there;
-    ``target_offset`` is its place in the local tensor, in elements. Loops are outermost first by source stride, contiguous ones merged.
+    ``stored`` names the tensor in the file. ``offset_bytes`` locates the first element there; ``target_offset`` is
+    its place in the local tensor, in elements. Loops go by falling source stride, with contiguous ones merged.
     """
 
     wanted: str
@@ -80,7 +80,7 @@ class Transfer:
 
     @property
     def run_numel(self) -> int:
-        """Elements that lie one after another in the file."""
+        """Number of elements that are contiguous in the file."""
         run = 1
         for loop in reversed(self.loops):
             if loop.source_stride != run:
@@ -90,7 +90,7 @@ class Transfer:
 
     @property
     def span_numel(self) -> int:
-        """Elements from the first to the last one in the file, gaps included."""
+        """Number of elements from the first to the last in the file, gaps included."""
         return 1 + sum(loop.source_stride * (loop.size - 1) for loop in self.loops)
 
     @property
@@ -117,7 +117,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one rank will read, proved to cover all that it wants.
+    """The reads of one rank, proved to cover everything that it wants.
 
     ``transfers`` fill the wanted tensors; ``checks`` are second stored copies of tied tensors, read
     through staging and compared. ``recipes`` are global and the same on every rank.
@@ -133,7 +133,7 @@ class Plan:
     staging_bytes: int
     source_bytes: int
     conversions: dict[str, HostConversion]
-    """What is converted whole, by the path that transfers of its results name. The same on every rank."""
+    """Whole-tensor conversions, by the path that transfers of their results name. The same on every rank."""
 
     @property
     def bytes_to_read(self) -> int:
@@ -145,7 +145,7 @@ class Plan:
 
     @property
     def init_staging_bytes(self) -> int:
-        """Host memory that initialising takes: the largest module's own new tensors, whole, one module at a time."""
+        """Host memory for initialising: the new tensors of the largest module, whole. Modules take turns."""
         new = {d.name for d in self.initialized}
         by_module: dict[str, int] = {}
         for w in self.wanted:

@@ -1,8 +1,8 @@
 """The transfers of a plan, in the order of the files.
 
-Of a checkpoint of 1,024 ranks a rank reads a few slices of each of 60,000 tensors, and nearly all tensors are cut as
-thousands of others. Their transfers differ in names and offset only: they are kept in columns, and made one by one when
-they are carried out. What is stored otherwise has a transfer of its own from the start.
+From a checkpoint of 1,024 ranks a rank reads a few slices of each of 60,000 tensors, and nearly every tensor is cut
+like thousands more. Their transfers differ only in names and offset: columns hold them, and execution makes them one
+by one. Tensors stored in other ways have single transfers from the start.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Collector", "Transfers"]
 
 
 class Transfers(Sequence[Transfer]):
-    """Transfers by path and offset. Those of ``kinds`` differ from the one that stands for their kind in names and offset.
+    """Transfers by path and offset. Each differs from the example of its kind in ``kinds`` only in names and offset.
 
     ``kind``, ``offset_bytes`` and ``names`` (an index into the list of names) are columns.
     """
@@ -76,7 +76,7 @@ class Transfers(Sequence[Transfer]):
 
 @dataclass(slots=True)
 class _Alike:
-    """Tensors that are wanted in the same boxes, and stored in chunks that are cut alike."""
+    """Tensors wanted in the same boxes and stored in chunks that are cut alike."""
 
     first: Wanted
     source: StoredTensor
@@ -86,7 +86,7 @@ class _Alike:
 
 
 class Collector:
-    """Collects what tiles come to on this rank."""
+    """Collects this rank's transfers of tiles."""
 
     def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
         self._stored = stored
@@ -95,7 +95,7 @@ class Collector:
         self._names: list[tuple[str, str]] = []
 
     def add(self, tile: Tile, wanted: Wanted) -> None:
-        """The part of a tile that lies on this rank."""
+        """Add the part of a tile that lies on this rank."""
         source = self._stored[tile.source]
         chunks = source.chunks
         if not (
@@ -103,8 +103,8 @@ class Collector:
         ):
             self._single += transfers_of(tile, wanted, self._stored)
             return
-        # By identity: equal boxes and strides of tensors that are spread alike are one object, and hashing them takes
-        # longer than all else here. The group keeps them alive.
+        # By identity: tensors that are spread alike share one object for equal boxes and strides, and hashing those
+        # would take longer than the rest of this function. The group keeps them alive.
         key = (id(chunks.cut), id(wanted.boxes), id(wanted.local_strides), wanted.dtype)
         group = self._alike.get(key)
         if group is None:
@@ -114,7 +114,7 @@ class Collector:
         self._names.append((wanted.name, source.name))
 
     def in_order(self) -> tuple[Sequence[Transfer], Sequence[Transfer]]:
-        """All transfers by path and offset, and one for each kind of them."""
+        """All transfers by path and offset, and one of each kind."""
         if not self._alike:
             self._single.sort(key=lambda t: (t.path, t.offset_bytes))
             return tuple(self._single), self._single
@@ -141,7 +141,7 @@ class Collector:
 
 
 def _kinds_of(group: _Alike) -> Iterator[tuple[Transfer, NDArray[np.int64]]]:
-    """The transfers of a group's first tensor, each with the offsets that it has for all of them."""
+    """The transfers of a group's first tensor, each with its offsets for all tensors of the group."""
     first, source = group.first, group.source
     size = itemsize(source.dtype)
     for local in first.boxes:

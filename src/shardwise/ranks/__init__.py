@@ -1,1 +1,1 @@
-"""The ranks that work together: how they agree through the store, and how long they wait for each other."""
+"""The ranks that load or save together: how they agree through the store, and how long they wait for each other."""

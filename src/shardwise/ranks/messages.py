@@ -1,4 +1,4 @@
-"""What ranks tell each other, as bytes: plain values as JSON, and bytes as they are."""
+"""Messages between ranks as bytes: plain values as JSON, bytes unchanged."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _JSON, _BYTES, _FILES = b"j", b"b", b"f"
 
 
 def pack(value: Any) -> bytes:
-    """A value as bytes, for :func:`unpack`; None takes none.
+    """A value as bytes, for :func:`unpack`; None becomes no bytes.
 
-    Bytes, mappings of text to bytes, and what JSON gives back equal: text, numbers, booleans, None, and lists and
-    mappings with text as keys of these. Raises :class:`TypeError` for anything else (a tuple would come back as a list).
+    Takes bytes, mappings of text to bytes, and values that JSON gives back equal: text, numbers, booleans, None, and
+    lists and text-keyed mappings of these. Raises :class:`TypeError` otherwise (a tuple would come back as a list).
     """
     if value is None:
         return b""

@@ -1,13 +1,13 @@
-"""System calls on files may take long: they count as progress, and large ones are cut into short ones.
+"""Slow system calls on files count as progress, and large writes are cut into short ones.
 
-A rank that makes no progress for ``timeout_s`` counts as missing. In one system call Python can't tick, but the kernel
-works: a rank is not dead because a disk or a server is slow. So the calls of a block of work go through
+A rank that makes no progress for ``timeout_s`` counts as missing. During a system call Python can't tick, but the
+kernel works: a slow disk or server does not make a rank dead. So the calls of a block of work go through
 :func:`patiently`, and a thread that lives as long as the block ticks
 
 * while a call goes on, for at most ``LIMIT`` times the timeout: a server that is gone for good keeps a call for ever;
 * when a call has ended since it last looked.
 
-It does not tick for Python code between the calls, nor for a process that is killed or stopped: its threads are, too.
+It does not tick for Python code between the calls, nor in a killed or stopped process, whose threads stop with it.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ __all__ = [
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: For how many times the timeout one system call counts as progress.
+#: One system call counts as progress for this many times the timeout.
 LIMIT = 10
-#: After so many bytes through the page cache the kernel is to write them, so that no fsync finds more than two pieces.
+#: The kernel is told to write after this many bytes in the page cache. An fsync then finds at most two pieces.
 PIECE_BYTES = 64 * 1024**2
 
 
-#: Of one thread in one block of work: how many calls it began and ended. Odd while it is in one.
+#: Calls that one thread began plus calls that it ended, in one block of work. Odd during a call.
 Count = list[int]
 
 
@@ -60,10 +60,10 @@ class Watch:
         self._thread: threading.Thread | None = None
 
     def count(self) -> Count:
-        """What a thread counts its calls in."""
+        """A counter for the calls of one thread."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._look, name="shardwise-patience", daemon=True)
-            # At the end of a process Python starts none, nor does a system that is out of them: then nothing ticks.
+            # Python starts no thread while a process ends or when the system has none left: then nothing ticks.
             with contextlib.suppress(RuntimeError):
                 self._thread.start()
         count = [0]
@@ -94,7 +94,7 @@ class Watch:
 class _Here(threading.local):
     watch: Watch | None = None
     count: Count | None = None
-    """Of this thread's calls; made at the first one."""
+    """The counter of this thread's calls; made at the first call."""
 
 
 _here = _Here()
@@ -102,7 +102,7 @@ _here = _Here()
 
 @contextlib.contextmanager
 def watched(watch: Watch | None) -> Iterator[None]:
-    """System calls that this thread makes in the block are those of ``watch``; of no watch where it is None."""
+    """Count this thread's system calls in the block for ``watch``; None: for no watch."""
     before = _here.watch, _here.count
     _here.watch, _here.count = watch, None
     try:
@@ -112,14 +112,14 @@ def watched(watch: Watch | None) -> Iterator[None]:
 
 
 def current_watch() -> Watch | None:
-    """What watches this thread, for a helper thread that does a part of its work."""
+    """The watch of this thread, to hand to a helper thread that does part of its work."""
     return _here.watch
 
 
 def patiently(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """``call(*args, **kwargs)``, one system call on a file, which counts as progress of this rank's work.
+    """Run ``call(*args, **kwargs)``, one system call on a file, and count it as progress of this rank.
 
-    Outside of a block of work (:meth:`.dist.Ranks.patience`) it is only the call. Costs a quarter of a microsecond.
+    Outside a block of work (:meth:`.ranks.Ranks.patience`) it only makes the call. Costs a quarter of a microsecond.
     """
     count = _here.count
     if count is None:
@@ -134,7 +134,7 @@ def patiently(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 
 def remove_tree(path: str) -> None:
-    """Delete a directory with all that is in it, name by name. What can't be deleted stays; links are not followed."""
+    """Delete a directory tree, name by name. Files that can't be deleted stay; links are not followed."""
     for folder, folders, names in os.walk(path, topdown=False):
         for name in names:
             with contextlib.suppress(OSError):
@@ -148,11 +148,11 @@ def remove_tree(path: str) -> None:
 
 
 def write_behind(fd: int) -> None:
-    """Wait until the kernel has written what it began to write at the call before; let it begin with the rest.
+    """Wait until the kernel has written the bytes that the call before started, then start writing the rest.
 
     Called after each ``PIECE_BYTES`` it leaves at most two pieces for fsync, and the disk writes beside the caller.
     Linux only (``sync_file_range``); elsewhere, and on file systems without it, nothing happens. Raises ``OSError``
-    if bytes could not be written: fsync does not say it again.
+    if bytes could not be written: a later fsync would not report it.
     """
     function = _sync_file_range()
     if function is not None and function(fd, 0, 0, _WAIT_BEFORE | _WRITE):

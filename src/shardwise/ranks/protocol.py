@@ -2,13 +2,12 @@
 
 A rank that is stopped inside a gloo collective poisons the group for good. Rank 0 coordinates. In round ``n``::
 
-    others:  status/<rank> = ok | cause | payload,  n/arrived += 1,  poll n/verdict,  n/seen += 1
+    rank r:  status/<rank> = ok | cause | payload,  n/arrived += 1,  poll n/verdict,  n/seen += 1
     rank 0:  poll n/arrived,  read the statuses,  n/verdict = ok | causes | reply,  poll n/seen,  delete n/*
 
-The verdict is set once (compare-and-set), so all ranks read the same one whoever wrote it, whenever they
-read it: waiting ranks write it themselves when rank 0 makes no progress. Progress is ``beat/<rank>``, which
-`Ranks.tick` advances about once a second from the working thread, or while that is in a system call on a file from
-the thread that watches it (:mod:`.patience`).
+The verdict is set once (compare-and-set), so all ranks read the same one at any time, even when a waiting rank wrote
+it because rank 0 made no progress. Progress is ``beat/<rank>``. `Ranks.tick` advances it about once a second from the
+working thread; during a system call on a file the watching thread does (:mod:`.patience`).
 """
 
 from __future__ import annotations
@@ -28,24 +27,34 @@ import torch.distributed as dist
 from shardwise.errors import RankError
 from shardwise.internals.torch import default_store
 
-__all__ = ["Call", "Link", "cause_of", "failure", "link_of", "look_period_s", "pack", "shorten", "text_of"]
+__all__ = [
+    "Agreement",
+    "Request",
+    "agreement_of",
+    "cause_of",
+    "failure",
+    "look_period_s",
+    "pack",
+    "shorten",
+    "text_of",
+]
 
 _PART_BYTES = 4 * 1024**2  # TCPStore refuses values above 8 MiB and drops the connection
 _INLINE_BYTES = 64 * 1024  # payloads up to here travel inside the status or verdict
 _STATUSES_PER_GET = 256
 _CAUSE_CHARS = 4_000
-_ALL_CAUSES_CHARS = 256_000  # of one verdict, so that 1,000 failing ranks still fit into one value
+_ALL_CAUSES_CHARS = 256_000  # per verdict: the causes of 1,000 failing ranks fit into one value
 _FIRST_PAUSE_S = 0.001
 _LOOK_PERIOD_S = 1.0
-_LINGER_S = 2.0  # how long rank 0 stays for ranks that have arrived but not yet read the verdict
-_SAME_FAILURE_GRACE_S = 2.0  # how long rank 0 waits for the others to fail alike
-_FAILED = 1 << 32  # arrived counts arrivals in its low half, failures among them in its high half
-_AGREED = "_shardwise_agreed"  # attribute of errors that all ranks raise: an outer agree() lets them pass
+_LINGER_S = 2.0  # how long rank 0 waits for ranks that have arrived but not yet read the verdict
+_SAME_FAILURE_GRACE_S = 2.0  # how long rank 0 waits for the other ranks to fail alike
+_FAILED = 1 << 32  # n/arrived counts arrivals in its low half, failures among them in its high half
+_AGREED = "_shardwise_agreed"  # attribute of an error that all ranks raise: an outer agree() passes it on
 _UNREACHABLE = "unreachable: the process group's store is gone (did rank 0, or the process hosting it, end?)"
 
 
 class _Store(Protocol):
-    """What we use of torch.distributed.Store; its stub says str where bytes are taken and given."""
+    """The methods of torch.distributed.Store that shardwise uses. Its stub says str where it takes and gives bytes."""
 
     def set(self, key: str, value: bytes) -> None: ...
     def get(self, key: str) -> bytes: ...
@@ -57,8 +66,8 @@ class _Store(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """Which agreement a rank is in."""
+class Request:
+    """The agreement that a rank is in."""
 
     kind: str
     label: str
@@ -67,7 +76,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """How a rank arrived at a round. ``fingerprint`` is equal for failures of the same type and full text."""
+    """How a rank arrived at a round. Failures of the same type and full text have the same ``fingerprint``."""
 
     round: int
     kind: str
@@ -79,7 +88,7 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What all ranks of a round do: go on with the reply, or raise."""
+    """The outcome of a round for all ranks: go on with the reply, or raise."""
 
     ok: bool
     label: str
@@ -94,18 +103,18 @@ class Verdict:
         return RankError(self.label, causes, tuple(self.missing), self.timeout_s)
 
 
-def failure(call: Call, causes: Mapping[int, str], missing: tuple[int, ...] = ()) -> Verdict:
-    """The verdict that all raise, with causes cut so that those of 1,000 ranks fit into one value."""
+def failure(request: Request, causes: Mapping[int, str], missing: tuple[int, ...] = ()) -> Verdict:
+    """A verdict that makes all ranks raise. Its causes are cut: those of 1,000 ranks fit into one value."""
     room = max(200, _ALL_CAUSES_CHARS // max(1, len(causes)))
     short = {str(rank): shorten(cause, room) for rank, cause in sorted(causes.items())}
-    return Verdict(ok=False, label=call.label, causes=short, missing=missing, timeout_s=call.timeout_s)
+    return Verdict(ok=False, label=request.label, causes=short, missing=missing, timeout_s=request.timeout_s)
 
 
 class Watch:
     """Finds ranks that make no progress, by looking at their beats about once a second.
 
-    Adds up the time between looks instead of comparing clocks, so that a watcher that was itself stopped
-    or suspended does not blame the others when it wakes.
+    Adds up the time between looks instead of comparing clocks: a watcher that was itself stopped or suspended does
+    not blame other ranks when it wakes.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -130,39 +139,38 @@ class Watch:
         return tuple(rank for rank in sorted(beats) if self._idle_s[rank] >= self._timeout_s)
 
 
-# One link per process group, shared by all Ranks of it so that their rounds stay in step. Weak, because a
-# reference to the store would keep its port taken after destroy_process_group().
+# One agreement per process group. All Ranks of the group share it, so their rounds stay in step. Weak: a reference to the
+# store would keep its port taken after destroy_process_group().
 _opening = threading.Lock()
-_links: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Link]] = weakref.WeakKeyDictionary()
+_agreements: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Agreement]] = weakref.WeakKeyDictionary()
 
 
-def link_of(group: dist.ProcessGroup, rank: int, world_size: int, channel: str = "") -> Link:
-    """This process's link of a group; made at the first call.
+def agreement_of(group: dist.ProcessGroup, rank: int, world_size: int, channel: str = "") -> Agreement:
+    """This process's agreement of a group; made at the first call.
 
-    A channel has rounds of its own, and a connection of its own to the store: what one thread agrees on there
-    does not come between the rounds of another.
+    Each channel has its own rounds and its own connection to the store, so two threads can agree independently.
     """
     with _opening:
-        links = _links.setdefault(group, {})
-        if channel not in links:
-            links[channel] = _open_link(rank, world_size, channel)
-        return links[channel]
+        agreements = _agreements.setdefault(group, {})
+        if channel not in agreements:
+            agreements[channel] = _open_agreement(rank, world_size, channel)
+        return agreements[channel]
 
 
-def _open_link(rank: int, world_size: int, channel: str) -> Link:
+def _open_agreement(rank: int, world_size: int, channel: str) -> Agreement:
     try:
         store = default_store()
         if channel:
             store = store.clone()
-        # Under torchrun the store outlives the group: a group made anew must not read old verdicts.
+        # Under torchrun the store outlives the group: a new group must not read old verdicts.
         generation = store.add(f"shardwise/{channel}generation/{rank}", 1)
         prefixed = dist.distributed_c10d.PrefixStore(f"shardwise/{channel}{generation}", store)
     except RuntimeError as error:
         raise RankError("open the process group's store", {0: _UNREACHABLE}) from error
-    return Link(cast(_Store, prefixed), rank, world_size, generation)
+    return Agreement(cast(_Store, prefixed), rank, world_size, generation)
 
 
-class Link:
+class Agreement:
     """This process's end of the agreements of one process group."""
 
     def __init__(self, store: _Store, rank: int, world_size: int, generation: int) -> None:
@@ -176,11 +184,11 @@ class Link:
         self._ticked = 0.0
         self._beating = (
             threading.Lock()
-        )  # a beat that a thread made before this rank arrived must not come after it
+        )  # a beat from before this rank arrived must not be written after its arrival
         self._prepared = False
         self._broken = False
         self._unswept: list[str] = []
-        # All ranks together poll about 5,000 times a second at most: a fraction of what a TCPStore serves.
+        # All ranks together poll about 5,000 times a second at most; a TCPStore serves many more.
         self._longest_pause_s = max(0.005, 0.0002 * world_size)
 
     def tick(self, amount: int, period_s: float) -> None:
@@ -194,38 +202,38 @@ class Link:
                 self._broken = True
 
     def is_agreed(self, error: BaseException) -> bool:
-        """Whether all ranks have just raised this, so that agreeing on it again would wait for nobody."""
+        """Whether all ranks have just raised this error: no rank would come to another agreement on it."""
         return bool(getattr(error, _AGREED, None) == (self._generation, self._round))
 
     def agree(
         self,
-        call: Call,
+        request: Request,
         *,
         own: BaseException | None = None,
         payload: bytes = b"",
         decide: Callable[[list[bytes]], bytes] = lambda _: b"",
     ) -> bytes:
-        """One round. ``decide`` runs on rank 0 on all payloads and makes the reply, or raises RankError."""
+        """One round. On rank 0, ``decide`` makes the reply from all payloads, or raises RankError."""
         self._round += 1
-        status = self._status(call, own)
+        status = self._status(request, own)
         try:
             if self._rank == 0:
-                verdict, reply = self._lead(call, status, own, payload, decide)
+                verdict, reply = self._lead(request, status, own, payload, decide)
             elif own is None or isinstance(own, Exception):
-                verdict, reply = self._follow(call, status, payload)
-            else:  # Ctrl-C or exit: tell the others, don't wait for them nor for rank 0's verdict
-                self._publish(failure(call, {self._rank: cause_of(own)}))
+                verdict, reply = self._follow(request, status, payload)
+            else:  # Ctrl-C or exit: tell the other ranks; wait neither for them nor for rank 0's verdict
+                self._publish(failure(request, {self._rank: cause_of(own)}))
                 self._post(status)
                 self._store.add(self._key("seen"), 1)
                 raise own
         except RuntimeError as error:  # only the store raises these
             if own is not None and not isinstance(own, Exception):
                 raise own from None
-            self._raise_unreachable(call, status, own, error)
+            self._raise_unreachable(request, status, own, error)
         except BaseException as error:
             if error is not own:
-                with suppress(RuntimeError):  # we leave; don't let the others wait for us
-                    self._publish(failure(call, {self._rank: cause_of(error)}))
+                with suppress(RuntimeError):  # this rank leaves; the other ranks must not wait for it
+                    self._publish(failure(request, {self._rank: cause_of(error)}))
             raise
         if own is not None and (verdict.identical or not isinstance(own, Exception)):
             self._raise(own)
@@ -237,26 +245,28 @@ class Link:
 
     def _lead(
         self,
-        call: Call,
+        request: Request,
         own_status: Status,
         own: BaseException | None,
         payload: bytes,
         decide: Callable[[list[bytes]], bytes],
     ) -> tuple[Verdict, bytes]:
-        verdict, reply = self._await_arrivals(call, own_status, own), b""
+        verdict, reply = self._await_arrivals(request, own_status, own), b""
         if verdict is None:
-            verdict, reply = self._decide(call, payload, decide)
+            verdict, reply = self._decide(request, payload, decide)
         parts = self._put_parts("reply", reply)
         header = replace(verdict, parts=parts)
         verdict = self._publish(header, b"" if parts else reply)
         names = ["arrived", "verdict", "seen", *(f"reply/{i}" for i in range(parts))]
         self._unswept += [self._key(name) for name in names]
-        self._linger(min(_LINGER_S, call.timeout_s / 2))
+        self._linger(min(_LINGER_S, request.timeout_s / 2))
         return verdict, reply
 
-    def _await_arrivals(self, call: Call, own_status: Status, own: BaseException | None) -> Verdict | None:
-        """Wait until all are here (None), or until the round is known to fail."""
-        watch = Watch(call.timeout_s)
+    def _await_arrivals(
+        self, request: Request, own_status: Status, own: BaseException | None
+    ) -> Verdict | None:
+        """Wait until all ranks have arrived (None), or until the round is known to fail."""
+        watch = Watch(request.timeout_s)
         pauses = self._pauses()
         failed_since: float | None = None
         while not self._store.check([self._key("verdict")]):
@@ -267,49 +277,49 @@ class Link:
                 alike = failed == arrived + 1 and (own is None or isinstance(own, Exception))
                 waited_s = time.monotonic() - failed_since
                 if not alike or arrived == self._others or waited_s > _SAME_FAILURE_GRACE_S:
-                    return self._failures(call, own_status)
+                    return self._failures(request, own_status)
             elif arrived == self._others:
                 return None
             if watch.due():
                 idle = watch.look(self._beats_of_absent())
                 if idle:
-                    return replace(self._failures(call, own_status), missing=idle)
-            self.tick(1, look_period_s(call.timeout_s))
+                    return replace(self._failures(request, own_status), missing=idle)
+            self.tick(1, look_period_s(request.timeout_s))
             time.sleep(next(pauses))
         return self._published()[0]
 
-    def _failures(self, call: Call, own_status: Status) -> Verdict:
+    def _failures(self, request: Request, own_status: Status) -> Verdict:
         statuses = {0: own_status, **{rank: status for rank, (status, _) in self._statuses().items()}}
         causes: dict[int, str] = {}
         for rank, status in statuses.items():
             if status.cause is not None:
-                where = "" if status.label == call.label else f" (in '{status.label}')"
+                where = "" if status.label == request.label else f" (in '{status.label}')"
                 causes[rank] = status.cause + where
         alike = len({status.fingerprint for status in statuses.values()}) == 1
-        return replace(failure(call, causes), identical=alike and len(causes) == self._others + 1)
+        return replace(failure(request, causes), identical=alike and len(causes) == self._others + 1)
 
     def _decide(
-        self, call: Call, payload: bytes, decide: Callable[[list[bytes]], bytes]
+        self, request: Request, payload: bytes, decide: Callable[[list[bytes]], bytes]
     ) -> tuple[Verdict, bytes]:
         statuses = self._statuses()
-        if len(statuses) < self._others:  # the others gave us up while we were stopped, and went on
+        if len(statuses) < self._others:  # while rank 0 was stopped, the other ranks gave it up and went on
             return self._published()
-        causes = {rank: _disagreement(rank, status, call) for rank, (status, _) in statuses.items()}
+        causes = {rank: _disagreement(rank, status, request) for rank, (status, _) in statuses.items()}
         causes = {rank: cause for rank, cause in causes.items() if cause}
         if causes:
-            return failure(call, causes), b""
+            return failure(request, causes), b""
         payloads = [payload]
         for rank, (status, inline) in sorted(statuses.items()):
             payloads.append(self._get_parts(f"payload/{rank}", status.parts) if status.parts else inline)
         try:
-            return Verdict(ok=True, label=call.label), decide(payloads)
+            return Verdict(ok=True, label=request.label), decide(payloads)
         except RankError as error:
-            return failure(call, error.causes), b""
+            return failure(request, error.causes), b""
 
     def _linger(self, longest_s: float) -> None:
-        """Stay until all who arrived have read the verdict: the store may end with this process.
+        """Stay until all ranks that arrived have read the verdict: the store may end with this process.
 
-        When all ranks have read it, nobody needs this or an earlier round's keys.
+        Once all ranks have read it, the keys of this round and of earlier ones can go.
         """
         pauses = self._pauses()
         end = time.monotonic() + longest_s
@@ -326,7 +336,7 @@ class Link:
         return arrived, failed
 
     def _prepare(self) -> None:
-        """Create the others' keys where they have not: reading a key that does not exist blocks."""
+        """Create the keys that other ranks have not created yet: reading a missing key blocks."""
         if not self._prepared:
             for rank in range(1, self._others + 1):
                 self._store.compare_set(f"beat/{rank}", b"", b"0 0")
@@ -339,7 +349,7 @@ class Link:
         return {rank: beat for rank, beat in enumerate(beats, 1) if int(beat.split()[0]) < self._round}
 
     def _statuses(self) -> dict[int, tuple[Status, bytes]]:
-        """The statuses, with inline payload, of those who have arrived at this round."""
+        """The statuses, with inline payload, of the ranks that have arrived at this round."""
         self._prepare()
         found: dict[int, tuple[Status, bytes]] = {}
         for first in range(1, self._others + 1, _STATUSES_PER_GET):
@@ -354,15 +364,15 @@ class Link:
 
     # -- the other ranks ---------------------------------------------------------------------------------
 
-    def _follow(self, call: Call, status: Status, payload: bytes) -> tuple[Verdict, bytes]:
+    def _follow(self, request: Request, status: Status, payload: bytes) -> tuple[Verdict, bytes]:
         parts = self._put_parts(f"payload/{self._rank}", payload)
         self._post(replace(status, parts=parts), b"" if parts else payload)
-        watch = Watch(call.timeout_s)
+        watch = Watch(request.timeout_s)
         pauses = self._pauses()
         while not self._store.check([self._key("verdict")]):
             if watch.due() and watch.look({0: self._beat_of_first()}):
                 causes = {} if status.cause is None else {self._rank: status.cause}
-                self._publish(failure(call, causes, missing=(0,)))
+                self._publish(failure(request, causes, missing=(0,)))
             time.sleep(next(pauses))
         verdict, reply = self._published()
         for i in range(parts):  # rank 0 has read them, or never will
@@ -384,19 +394,19 @@ class Link:
     def _key(self, name: str) -> str:
         return f"{self._round}/{name}"
 
-    def _status(self, call: Call, own: BaseException | None) -> Status:
+    def _status(self, request: Request, own: BaseException | None) -> Status:
         if own is None:
-            return Status(self._round, call.kind, call.label)
+            return Status(self._round, request.kind, request.label)
         full = f"{type(own).__module__}.{type(own).__qualname__}: {text_of(own)}"
         fingerprint = hashlib.blake2b(full.encode(errors="replace"), digest_size=16).hexdigest()
-        return Status(self._round, call.kind, call.label, cause_of(own), fingerprint)
+        return Status(self._round, request.kind, request.label, cause_of(own), fingerprint)
 
     def _beat(self) -> None:
         with self._beating:
             self._store.set(f"beat/{self._rank}", f"{self._posted} {self._ticks}".encode())
 
     def _publish(self, verdict: Verdict, inline: bytes = b"") -> Verdict:
-        """Make this the verdict unless there is one; returns the one that holds."""
+        """Set this verdict unless one is set already; returns the one that is set."""
         packed = self._store.compare_set(self._key("verdict"), b"", pack(verdict, inline))
         return Verdict(**json.loads(packed.split(b"\n", 1)[0]))
 
@@ -406,7 +416,7 @@ class Link:
         return verdict, self._get_parts("reply", verdict.parts) if verdict.parts else inline
 
     def _put_parts(self, name: str, payload: bytes) -> int:
-        """Store a payload that is too large to travel inline, in parts; returns how many."""
+        """Store a payload in parts if it is too large to travel inline; returns the number of parts."""
         if len(payload) <= _INLINE_BYTES:
             return 0
         view = memoryview(payload)
@@ -419,7 +429,7 @@ class Link:
     def _get_parts(self, name: str, count: int) -> bytes:
         parts = []
         for key in [self._key(f"{name}/{i}") for i in range(count)]:
-            if self._store.check([key]):  # else its rank gave us up and took it back: a verdict says so
+            if self._store.check([key]):  # else its rank gave this one up and deleted it; a verdict says so
                 parts.append(self._store.get(key))
             self.tick(1, _LOOK_PERIOD_S)
         return b"".join(parts)
@@ -431,12 +441,12 @@ class Link:
             pause_s = min(1.5 * pause_s, self._longest_pause_s)
 
     def _raise_unreachable(
-        self, call: Call, status: Status, own: BaseException | None, store_error: RuntimeError
+        self, request: Request, status: Status, own: BaseException | None, store_error: RuntimeError
     ) -> NoReturn:
         causes = {0: _UNREACHABLE}
         if status.cause is not None:
             causes[self._rank] = status.cause if self._rank else f"{status.cause}; {_UNREACHABLE}"
-        self._raise(RankError(call.label, causes), own or store_error)
+        self._raise(RankError(request.label, causes), own or store_error)
 
     def _raise(self, error: BaseException, cause: BaseException | None = None) -> NoReturn:
         setattr(error, _AGREED, (self._generation, self._round))
@@ -446,7 +456,7 @@ class Link:
 
 
 def look_period_s(timeout_s: float) -> float:
-    """How often ranks show, and look for, progress."""
+    """Seconds between two signs of progress, and between two looks for them."""
     return min(_LOOK_PERIOD_S, timeout_s / 4)
 
 
@@ -462,22 +472,22 @@ def cause_of(error: BaseException) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """An exception's text, or that it can't tell."""
+    """An exception's text, or a note that it has none."""
     try:
         return str(error)
-    except Exception:  # reporting must not fail: the others wait for it
+    except Exception:  # reporting must not fail: the other ranks wait for it
         return "(its text can't be made)"
 
 
 def shorten(text: str, chars: int) -> str:
-    """At most so many characters of a text."""
+    """``text``, cut to at most ``chars`` characters."""
     return text if len(text) <= chars else f"{text[: chars - 20]} … [shortened]"
 
 
-def _disagreement(rank: int, status: Status, call: Call) -> str:
-    if (status.kind, status.label) == (call.kind, call.label):
+def _disagreement(rank: int, status: Status, request: Request) -> str:
+    if (status.kind, status.label) == (request.kind, request.label):
         return ""
-    theirs, ours = f"'{status.label}'", f"'{call.label}'"
+    theirs, ours = f"'{status.label}'", f"'{request.label}'"
     if theirs == ours:
-        theirs, ours = f"{status.kind}({theirs})", f"{call.kind}({ours})"
+        theirs, ours = f"{status.kind}({theirs})", f"{request.kind}({ours})"
     return f"ranks disagree on what they are doing: rank {rank} is in {theirs}, rank 0 in {ours}"

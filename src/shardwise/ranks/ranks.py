@@ -1,4 +1,4 @@
-"""The ranks that load or save together, and how they agree that all went well; :mod:`.protocol` is how it travels."""
+"""The ranks that load or save together, and how they agree on results and failures; :mod:`.protocol` carries it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,15 @@ from shardwise import errors
 from shardwise.errors import CheckpointError, RankError
 from shardwise.ranks.messages import pack, unpack
 from shardwise.ranks.patience import LIMIT, Watch, watched
-from shardwise.ranks.protocol import Call, Link, cause_of, link_of, look_period_s, shorten, text_of
+from shardwise.ranks.protocol import (
+    Agreement,
+    Request,
+    agreement_of,
+    cause_of,
+    look_period_s,
+    shorten,
+    text_of,
+)
 
 __all__ = ["Claim", "Ranks"]
 
@@ -30,21 +38,21 @@ R = TypeVar("R")
 class Ranks:
     """The ranks that load or save together.
 
-    All ranks must make the same calls in the same order; `tick` is free. A call returns on every rank or
-    raises the same `RankError` on every living rank. ``timeout_s`` bounds the time *without progress*
-    (neither arriving, nor ticking, nor in a system call on a file), not the time that work takes. One system call
-    counts as progress for ten times ``timeout_s`` (:mod:`.patience`). With one rank nothing is sent and
-    exceptions pass unchanged.
+    All ranks must make the same calls in the same order, except `tick`, which any rank may call at any time. A call
+    returns on every rank or raises the same `RankError` on every living rank. ``timeout_s`` bounds the time *without
+    progress* (no arrival, no tick, no running system call on a file), not the time that work takes. One system call
+    counts as progress for ten times ``timeout_s`` (:mod:`.patience`). With one rank nothing is sent and exceptions
+    pass unchanged.
 
-    A rank that is killed or stopped is named after ``timeout_s``. Limit: while a *stopped* process hosts a
-    TCPStore (rank 0 without torchrun), store calls of the others block until it is continued or killed.
+    The error names a killed or stopped rank after ``timeout_s``. Limit: while a *stopped* process hosts a TCPStore
+    (rank 0 without torchrun), store calls of the other ranks block until it is continued or killed.
     """
 
     rank: int = 0
     world_size: int = 1
     timeout_s: float = 300.0
     channel: str = ""
-    """Agreements of another thread need a channel of their own, because each channel counts its rounds."""
+    """Each channel counts its own rounds. A second thread must agree on another channel."""
     _group: weakref.ref[dist.ProcessGroup] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -53,9 +61,9 @@ class Ranks:
 
     @classmethod
     def current(cls, *, timeout_s: float = 300.0, channel: str = "") -> Ranks:
-        """The ranks of the default process group (any backend), or one rank if there is none.
+        """The ranks of the default process group (any backend), or one rank without a group.
 
-        Keeps no reference to the group or its store: after the group is destroyed, ask again.
+        Keeps no reference to the group or its store: after the group is destroyed, call it again.
         """
         if not (dist.is_available() and dist.is_initialized()):
             return cls(timeout_s=timeout_s, channel=channel)
@@ -70,13 +78,13 @@ class Ranks:
 
     @contextmanager
     def agree(self, label: str) -> Iterator[Claim]:
-        """Run rank-local work; every rank must enter. If it fails anywhere, all living ranks raise.
+        """Run rank-local work; every rank must enter. If it fails on any rank, all living ranks raise.
 
-        What the work finds that all ranks must find alike it gives to ``claim`` of the yielded object.
+        ``alike`` of the yielded object takes a result that must be the same on all ranks.
 
-        Raises `RankError` naming the failing ranks and their causes, chained from the rank's own exception
-        where it has one. When all ranks fail with the same type and text, each raises its own exception
-        instead. KeyboardInterrupt and SystemExit are reported to the others and go on as themselves.
+        Raises `RankError` naming the failing ranks and their causes, chained from this rank's exception if it has
+        one. If all ranks fail with the same type and text, each raises its own exception instead. KeyboardInterrupt
+        and SystemExit are reported to the other ranks and raised unchanged.
         """
         own: BaseException | None = None
         claim = Claim()
@@ -84,23 +92,25 @@ class Ranks:
             with self.patience():
                 yield claim
         except BaseException as error:
-            if self.world_size == 1 or self._link().is_agreed(error):
+            if self.world_size == 1 or self._agreement().is_agreed(error):
                 raise
             own = error
         if self.world_size == 1:
             return
-        call = Call("agree", label, self.timeout_s)
-        different = self._link().agree(call, own=own, payload=claim.digest(), decide=_ranks_unlike_first)
+        request = Request("agree", label, self.timeout_s)
+        different = self._agreement().agree(
+            request, own=own, payload=claim.digest(), decide=_ranks_unlike_first
+        )
         if different:
             ranks: list[int] = json.loads(different)
             words = claim.words().encode(errors="backslashreplace")
-            self._link().agree(call, payload=words, decide=partial(_raise_different, label, ranks))
+            self._agreement().agree(request, payload=words, decide=partial(_raise_different, label, ranks))
 
     def combine(self, label: str, work: Callable[[], T], decide: Callable[[list[T]], R]) -> R:
-        """Run rank-local work; rank 0 decides on what all ranks found, in rank order, and every rank gets its reply.
+        """Run rank-local work; rank 0 decides on all results, in rank order, and every rank gets its reply.
 
-        One round. What travels is what :func:`.messages.pack` takes. Work that fails is as in `agree`; so is
-        ``decide``, on rank 0.
+        One round. Results and the reply must be values that :func:`.messages.pack` takes. Failures of ``work`` and,
+        on rank 0, of ``decide`` are handled as in `agree`.
         """
         if self.world_size == 1:
             return decide([work()])
@@ -120,10 +130,10 @@ class Ranks:
         return gathered if self.rank == 0 else None
 
     def on_first(self, label: str, work: Callable[[], T]) -> T:
-        """Run ``work`` on rank 0 and bring what it returns to every rank; every rank must call it. One round.
+        """Run ``work`` on rank 0 and return its result on every rank; every rank must call it. One round.
 
-        What travels is what :func:`.messages.pack` takes. A `CheckpointError` of ``work`` is raised with its own
-        type and text on every rank, because what it says is so for all; anything else becomes a `RankError`, as in
+        The result must be a value that :func:`.messages.pack` takes. A `CheckpointError` of ``work`` is raised with
+        its own type and text on every rank, because it holds for all; any other error becomes a `RankError`, as in
         `agree`.
         """
         if self.world_size == 1:
@@ -146,23 +156,23 @@ class Ranks:
         return cast(T, unpack(content))
 
     def _round(self, label: str, work: Callable[[], bytes], decide: Callable[[list[bytes]], bytes]) -> bytes:
-        """Every rank's bytes to rank 0, and its reply to every rank. Of two ranks or more."""
+        """Send every rank's bytes to rank 0, and its reply to every rank. For two ranks or more."""
         own: BaseException | None = None
         payload = b""
         try:
             with self.patience():
                 payload = work()
         except BaseException as error:
-            if self._link().is_agreed(error):
+            if self._agreement().is_agreed(error):
                 raise
             own = error
-        return self._link().agree(
-            Call("combine", label, self.timeout_s), own=own, payload=payload, decide=decide
+        return self._agreement().agree(
+            Request("combine", label, self.timeout_s), own=own, payload=payload, decide=decide
         )
 
     @contextmanager
     def patience(self) -> Iterator[None]:
-        """System calls that go through :func:`.patience.patiently` in the block count as progress. Rank-local.
+        """Count system calls through :func:`.patience.patiently` in the block as progress. Rank-local.
 
         `agree`, `combine` and `on_first` do this for their work.
         """
@@ -177,50 +187,50 @@ class Ranks:
             watch.end()
 
     def tick(self, amount: int = 1) -> None:
-        """Tell the others that this rank makes progress. Call it for each block read or written.
+        """Tell the other ranks that this rank makes progress. Call it for each block read or written.
 
-        Costs about a microsecond; the store is written about once a second. Never fails for a broken
-        store: the next agreement reports that.
+        Costs about a microsecond; writes to the store about once a second. Does not fail on a broken store: the next
+        agreement reports that.
         """
         if self.world_size > 1:
-            self._link().tick(amount, look_period_s(self.timeout_s))
+            self._agreement().tick(amount, look_period_s(self.timeout_s))
 
-    def _link(self) -> Link:
+    def _agreement(self) -> Agreement:
         group = self._group() if self._group is not None else None
         if group is None or group is not dist.group.WORLD:
             raise CheckpointError(
                 "the process group was destroyed while ranks still had to agree; call close() of a Checkpointer (or "
                 "leave its block) before destroy_process_group()"
             )
-        return link_of(group, self.rank, self.world_size, self.channel)
+        return agreement_of(group, self.rank, self.world_size, self.channel)
 
 
 class Claim:
-    """What a rank says that every rank of an agreement must say alike; see `Ranks.agree`."""
+    """A result of one rank that must be the same on every rank; see `Ranks.agree`."""
 
     def __init__(self) -> None:
         self._payload = b""
         self._describe: Callable[[bytes], str] | None = None
 
     def alike(self, payload: bytes, describe: Callable[[bytes], str] | None = None) -> None:
-        """Every rank must give the same bytes, else all raise `RankError` naming those unlike rank 0.
+        """Require the same bytes on every rank; otherwise all raise `RankError` naming the ranks unlike rank 0.
 
-        Only hashes travel. ``describe`` turns a rank's own payload into the words for that error; it is
-        called on all ranks, only if they differ.
+        Only hashes travel. ``describe`` turns a rank's own payload into words for that error. It is called on all
+        ranks, and only if they differ.
         """
         self._payload, self._describe = payload, describe
 
     def digest(self) -> bytes:
-        """What travels; nothing where nothing was claimed."""
+        """The hash that travels; empty if nothing was claimed."""
         return hashlib.blake2b(self._payload, digest_size=32).digest() if self._payload else b""
 
     def words(self) -> str:
-        """What the error says of this rank's payload."""
+        """This rank's payload in the words of the error."""
         return _describe(self._payload, self._describe)
 
 
 def _ranks_unlike_first(digests: list[bytes]) -> bytes:
-    """The ranks whose digest is not rank 0's, as JSON; nothing if there are none."""
+    """The ranks whose digest differs from rank 0's, as JSON; empty if there are none."""
     different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     return json.dumps(different).encode() if different else b""
 

@@ -1,1 +1,1 @@
-"""Recipes: how every wanted tensor is made of stored ones."""
+"""Recipes: how each wanted tensor is made from stored tensors."""

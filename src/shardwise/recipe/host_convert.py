@@ -1,4 +1,4 @@
-"""Host conversions: what has no map is run whole, on the smallest set of stored tensors, in host memory.
+"""Host conversions: a conversion that tiles can't express runs whole, on the fewest stored tensors, in host memory.
 
 Plain records, no torch; :mod:`.whole` makes them, ``transfer.converted`` runs them.
 """
@@ -19,7 +19,7 @@ __all__ = ["Converted", "HostConversion"]
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """A conversion that was run whole, for reports: which, on what, why, and what it cost."""
+    """A conversion that runs whole, for reports: its name, tensors, reason and cost."""
 
     name: str
     sources: tuple[str, ...]
@@ -27,28 +27,28 @@ class Converted:
     reason: str
     """Why it could not be compiled to tiles."""
     staging_bytes: int
-    """Host memory that it takes while it runs: sources, results and what lies between."""
+    """Host memory that it takes while it runs: sources, results and intermediate tensors."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostConversion:
-    """A conversion of a few stored tensors to a few others that runs on real data.
+    """A conversion from a few stored tensors to a few results that runs on real data.
 
-    To the plan its results are stored tensors like others, in files that do not exist: a tile's source is
-    ``outputs[…].name``, a transfer's path that of its chunk.
+    A plan treats the results as stored tensors, in files that do not exist: a tile's source is ``outputs[…].name``, a
+    transfer's path is that of its chunk.
     """
 
     name: str
-    """The operations and what they take, in words."""
+    """The operations and their inputs, in words."""
     sources: tuple[str, ...]
     outputs: Mapping[str, StoredTensor]
     """By module name."""
     reason: str
     """Why it has no map."""
     source_bytes: int
-    """Bytes that are read for it, on every rank that holds a part of what it makes."""
+    """Bytes that each rank with a part of a result reads for it."""
     staging_bytes: int
-    """Most host memory that it takes: sources, results, and what it allocates between them."""
+    """Peak host memory: sources, results and intermediate tensors."""
     run: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] = field(repr=False)
     """From tensors by stored name to tensors by module name."""
 

@@ -1,4 +1,4 @@
-"""Matching stored names to wanted names, giving a recipe for each wanted tensor and a list of what is wrong."""
+"""Matches stored names to wanted names: a recipe for each wanted tensor, and a list of problems."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ..catalog.quantized import is_part
 from ..catalog.records import Catalog, StoredTensor
 from ..layout.wanted import Wanted
 from ..names import canonical_name
+from .explain import unmatched
 from .host_convert import HostConversion
 from .tiles import Tile, identity
-from .unmatched import unmatched
 
 __all__ = [
     "Declaration",
@@ -27,18 +27,18 @@ __all__ = [
     "match",
     "match_rules",
     "matches_any",
-    "nobody",
     "renamed",
     "same_names",
+    "undeclared",
 ]
 
-#: From the sorted stored names to the wanted name of each (a function of the whole list: some renames are stateful).
+#: From the sorted stored names to the wanted name of each. It takes the whole list because some renames are stateful.
 Rename = Callable[[Sequence[str]], Mapping[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How one wanted tensor is made: tiles that cover it, and those of each copy stored under another name."""
+    """How one wanted tensor is made: tiles that cover it, and the tiles of each copy stored under another name."""
 
     wanted: str
     tiles: tuple[Tile, ...]
@@ -49,7 +49,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """A tensor that a load leaves out, and who said that it may."""
+    """A tensor that a load skips by declaration, and the author of the declaration."""
 
     name: str
     declared_by: str
@@ -57,14 +57,14 @@ class Declaration:
 
 @dataclass(slots=True)
 class Matched:
-    """Outcome of matching: recipes by wanted name, what is left out by declaration, and every problem."""
+    """Outcome of matching: recipes by wanted name, tensors skipped by declaration, and every problem."""
 
     recipes: dict[str, Recipe] = field(default_factory=dict)
     unused: list[Declaration] = field(default_factory=list)
     initialized: list[Declaration] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     conversions: dict[str, HostConversion] = field(default_factory=dict)
-    """By the name of each result that a recipe's tiles take: what is converted whole."""
+    """Host conversions, by the name of each result that a recipe's tiles take."""
 
 
 def matches_any(name: str, patterns: Iterable[str]) -> bool:
@@ -74,7 +74,7 @@ def matches_any(name: str, patterns: Iterable[str]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A tensor under a module name, as stored tensors make it: as stored, renamed, or converted by tiles."""
+    """A tensor under a module name, made from stored tensors: unchanged, renamed, or converted by tiles."""
 
     target: str
     dtype: str
@@ -82,15 +82,15 @@ class Made:
     tiles: tuple[Tile, ...]
     sources: tuple[str, ...]
     host: HostConversion | None = None
-    """What makes the tiles' source, where that is not stored."""
+    """The conversion that makes the tiles' source, if the source is not stored."""
 
 
-#: From what is stored to the tensors that it makes under module names. May raise UnsupportedConversionError.
+#: From stored tensors to the tensors that they make under module names. May raise UnsupportedConversionError.
 Resolve = Callable[[Mapping[str, StoredTensor]], Sequence[Made]]
 
 
 def renamed(rename: Rename) -> Resolve:
-    """Stored tensors as they are, under other names."""
+    """Stored tensors, unchanged, under other names."""
 
     def resolve(stored: Mapping[str, StoredTensor]) -> list[Made]:
         return [as_stored(stored[name], target) for name, target in rename(sorted(stored)).items()]
@@ -108,23 +108,23 @@ def same_names(stored: Mapping[str, StoredTensor]) -> list[Made]:
     return [as_stored(t, t.name) for t in stored.values()]
 
 
-def nobody(*_: str) -> None:
+def undeclared(*_: str) -> None:
     """No declaration."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """How stored tensors become wanted ones, and who declares what may be left over or be initialised.
+    """How stored tensors become wanted ones, and which tensors may be left over or initialised.
 
-    ``unused(stored name, module name)`` and ``init(module name)`` give the words for who declared it, or
-    None: then it is a problem.
+    ``unused(stored name, module name)`` and ``init(module name)`` return the author of the declaration in words, or
+    None if there is no declaration, which is a problem.
     """
 
     resolve: Resolve = same_names
-    unused: Callable[[str, str], str | None] = nobody
-    init: Callable[[str], str | None] = nobody
+    unused: Callable[[str, str], str | None] = undeclared
+    init: Callable[[str], str | None] = undeclared
     caller_declares: bool = False
-    """Whether the call takes ``unused=``, ``init=`` and renames, so that problems may advise them."""
+    """Whether the call takes ``unused=``, ``init=`` and renames. Only then problems advise them."""
 
 
 def match(
@@ -132,18 +132,17 @@ def match(
     wanted: Sequence[Wanted],
     rename: Rename,
     *,
-    unused: Callable[[str, str], str | None] = nobody,
-    init: Callable[[str], str | None] = nobody,
+    unused: Callable[[str, str], str | None] = undeclared,
+    init: Callable[[str], str | None] = undeclared,
 ) -> Matched:
-    """Match a catalog against what is wanted, by names; see :func:`match_rules`."""
+    """Match a catalog against wanted tensors, by names; see :func:`match_rules`."""
     return match_rules(catalog, wanted, Rules(renamed(rename), unused, init, caller_declares=True))
 
 
 def match_rules(catalog: Catalog, wanted: Sequence[Wanted], rules: Rules) -> Matched:
-    """Match a catalog against what is wanted.
+    """Match a catalog against wanted tensors.
 
-    Pure; the same on every rank, because only global names and shapes are looked at. Problems are collected,
-    not raised.
+    Pure; the same on every rank, because it uses only global names and shapes. Collects problems and raises none.
     """
     result = Matched()
     by_name = {name: w for w in wanted for name in (w.name, *w.aliases)}
@@ -180,7 +179,7 @@ def match_rules(catalog: Catalog, wanted: Sequence[Wanted], rules: Rules) -> Mat
 
 
 def _add_recipe(result: Matched, w: Wanted, found: list[Made], catalog: Catalog) -> None:
-    """Tiles from what is stored; further copies must be names of the same (tied) tensor."""
+    """Make the recipe from stored tensors; further copies must be names of the same (tied) tensor."""
     if len(found) > 1:
         names = [made.target for made in found]
         repeated = sorted({n for n in names if names.count(n) > 1})
@@ -218,19 +217,19 @@ def _misfit(w: Wanted, made: Made, catalog: Catalog) -> str | None:
 
 
 def _origin(made: Made, catalog: Catalog) -> str:
-    """The stored tensor behind a made one, and its file; of several, how many and the first."""
+    """The stored tensor behind a made one, and its file; for several, their number and the first."""
     first = catalog.tensors[made.sources[0]]
     if len(made.sources) == 1:
         return f"{first.name!r} in {_file_of(first)}"
-    return f"what {len(made.sources)} stored tensors ({first.name!r} in {_file_of(first)}, …) make"
+    return f"the result of {len(made.sources)} stored tensors ({first.name!r} in {_file_of(first)}, …)"
 
 
-# Numbers come from stored names: no series is longer than five digits count.
+# Numbers come from stored names: five digits bound the length of a series.
 _NUMBER = re.compile(r"(?<=\.)\d{1,5}(?=\.)")
 
 
 def _missing_parts(made: Made, catalog: Catalog) -> str:
-    """Which stored tensors a numbered series lacks (``experts.37.up_proj``), if that is what is wrong."""
+    """The missing tensors of a numbered series (``experts.37.up_proj``), if it has gaps."""
     series: dict[tuple[str, str], set[int]] = {}
     for name in made.sources:
         for found in _NUMBER.finditer(name):
@@ -254,7 +253,7 @@ def _missing_parts(made: Made, catalog: Catalog) -> str:
 
 
 def _file_of(stored: StoredTensor) -> str:
-    """Where a tensor (or its first chunk) is stored."""
+    """The file of a tensor (or of its first chunk)."""
     return stored.chunks[0].path if stored.chunks else "?"
 
 

@@ -1,4 +1,4 @@
-"""Remembering how a live model was made, so that export can give the stored names and shapes back."""
+"""Remembers how a live model was made. Export uses it to restore the stored names and shapes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Origin", "inherit", "recall", "remember"]
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The recipes of a load by wanted name, and the shapes of the stored tensors that they use."""
+    """The recipes of a load by wanted name, and the shapes of the stored tensors that they read."""
 
     recipes: Mapping[str, Recipe]
     shapes: Mapping[str, tuple[int, ...]]
@@ -41,7 +41,7 @@ _ORIGINS: weakref.WeakKeyDictionary[nn.Module, Origin] = weakref.WeakKeyDictiona
 def remember(model: nn.Module, recipes: Mapping[str, Recipe], stored: Mapping[str, StoredTensor]) -> None:
     """Keep the recipes with which ``model`` was filled, for as long as it lives.
 
-    Of a model with tensors that were converted whole nothing is kept: such a recipe can't be turned round.
+    Keeps nothing if any tensor was converted whole: such a recipe can't be inverted.
     """
     sources = [s for r in recipes.values() for s in (*(t.source for t in r.tiles), *r.empty)]
     if not stored.keys() >= set(sources):
@@ -52,12 +52,12 @@ def remember(model: nn.Module, recipes: Mapping[str, Recipe], stored: Mapping[st
 
 
 def recall(model: nn.Module) -> Origin | None:
-    """How a model was last filled from a source with other names; None if it was not."""
+    """The origin of a model's last load from a source with other names; None if there was none."""
     return _ORIGINS.get(unwrap(model))
 
 
 def inherit(model: nn.Module, ancestor: nn.Module) -> None:
-    """``model`` was made as ``ancestor`` was, from the same source."""
+    """Note that ``model`` has the same origin as ``ancestor``."""
     own, given = unwrap(model), unwrap(ancestor)
     if given in _ORIGINS:
         _ORIGINS[own] = _ORIGINS[given]

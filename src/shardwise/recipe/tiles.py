@@ -8,8 +8,8 @@ descriptor does). Loop index ``(i0, i1, …)`` pairs
     target index  target_start + Σ i_k · target_step_k · e(target_dim_k)
 
 Identity and rename are one tile; a transpose is one tile with its dims swapped; concatenation is
-several tiles; a view that merges or splits dims is one tile with several loops on one dim. A shard is
-what is left of a tile after cutting both sides by boxes; cutting never changes which element goes where.
+several tiles; a view that merges or splits dims is one tile with several loops on one dim. A shard is the rest of a
+tile after cutting both sides by boxes; cutting never changes which source element goes to which target element.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ class Tile:
 
 
 def identity(source: str, shape: Sequence[int]) -> Tile:
-    """The tile of a tensor that is stored as it is wanted."""
+    """The tile of a tensor stored as it is wanted."""
     return Tile(source, *_identity(tuple(shape)))
 
 
-@lru_cache(maxsize=4096)  # most tensors are stored as they are wanted, and few have a shape of their own
+@lru_cache(maxsize=4096)  # most tensors are stored as they are wanted, and many share a shape
 def _identity(shape: tuple[int, ...]) -> tuple[tuple[Loop, ...], tuple[int, ...], tuple[int, ...]]:
     loops = tuple([Loop(n, d, 1, d, 1) for d, n in enumerate(shape) if n != 1])
     zero = (0,) * len(shape)
@@ -91,7 +91,7 @@ def is_identity(tile: Tile, shape: tuple[int, ...]) -> bool:
 
 
 def invert(tile: Tile, target: str) -> Tile:
-    """The same pairs of elements, seen from the other side: ``target`` names what was the target."""
+    """The same pairs of elements with source and target swapped; ``target`` names the former target."""
     loops = tuple(Loop(v.size, v.target_dim, v.target_step, v.source_dim, v.source_step) for v in tile.loops)
     return Tile(target, loops, tile.target_start, tile.source_start)
 
@@ -139,7 +139,7 @@ def _cut_dim(tile: Tile, side: Side, dim: int, low: int, high: int) -> Iterator[
         return
     if high <= first or last < low:
         return
-    # Some loop moves along this dim. Split the one with the largest step into the iterations that lie
+    # Several loops may move along this dim. Split the one with the largest step into the iterations that lie
     # wholly inside (one tile) and at most a few at the edges (cut further along the inner loops).
     k = max(mine, key=lambda k: tile.loops[k].on(side)[1])
     loop = tile.loops[k]

@@ -1,8 +1,7 @@
-"""Tracing: run a conversion once on tensors that carry tiles and no data, and read the map off the result.
+"""Tracing: run a conversion once on tensors that carry tiles instead of data, and read the map from the result.
 
-``Traced`` is a wrapper subclass on meta. An operation on the allow-list rewrites tiles; anything else raises
-:class:`Untraceable` and is not guessed. All of transformers' own conversions (5.17-5.23) use only what is
-on the list.
+``Traced`` is a wrapper subclass on meta. An operation on the allow-list rewrites tiles; any other operation raises
+:class:`Untraceable`. All of transformers' own conversions (5.17-5.23) use only listed operations.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ __all__ = ["Traced", "Untraceable", "is_untraceable", "stored_tensor"]
 
 
 class Traced(torch.Tensor):
-    """A tensor that knows, instead of its values, which stored elements they are."""
+    """A tensor that knows which stored elements it holds, instead of their values."""
 
     tiles: tuple[Tile, ...]
 
@@ -51,13 +50,13 @@ def stored_tensor(name: str, shape: Sequence[int], dtype: torch.dtype) -> Traced
 
 
 def is_untraceable(error: Exception) -> bool:
-    """Whether an operation failed on symbols because it has no map, and not because of the shapes that it got."""
+    """Whether an operation failed on symbols because it has no map, and not because of its shapes."""
     # torch 2.11-2.13 raises this itself for numpy() and tolist().
     return isinstance(error, Untraceable) or "not supported for tensor subclasses" in str(error)
 
 
 def _dim(tensor: torch.Tensor, dim: int, extra: int = 0) -> int:
-    """A dim counted from the front. Symbols get arguments that torch has not looked at yet."""
+    """A dim counted from the front. torch has not checked the arguments that symbols get."""
     ndim = max(tensor.dim() + extra, 1)  # a tensor without dims takes 0 and -1
     if not -ndim <= dim < ndim:
         raise IndexError(f"dim {dim} of a tensor with {tensor.dim()} dims")
@@ -73,7 +72,7 @@ def _same(x: Traced, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> Tr
 def _permute(x: Traced, dims: Sequence[int]) -> Traced:
     order = [_dim(x, d) for d in dims]
     if sorted(order) != list(range(x.dim())):
-        raise ValueError(f"dims {list(dims)} are no permutation of {x.dim()}")
+        raise ValueError(f"dims {list(dims)} are not a permutation of {x.dim()} dims")
     return Traced([x.shape[d] for d in order], x.dtype, permute(x.tiles, order))
 
 

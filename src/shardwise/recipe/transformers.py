@@ -1,7 +1,7 @@
-"""Recipes that a transformers model brings along: its renames, what it declares unused or missing.
+"""The recipes of a transformers model: its renames and conversions, and the tensors that it declares unused or missing.
 
-Always taken from an unsharded, unwrapped meta instance of the original class: ``fully_shard`` swaps the
-class, and the mapping of a wrapped model comes back empty without a word.
+Always taken from an unsharded, unwrapped meta instance of the original class: ``fully_shard`` swaps the class, and
+the mapping of a wrapped model is silently empty.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class HubRules:
-    """What the model's class says about stored tensors."""
+    """The rules of a model's class for stored tensors."""
 
     resolve: Resolve
     conversions: list[Any]
@@ -59,7 +59,7 @@ class HubRules:
     non_persistent: frozenset[str]
 
     def targets(self, stored: Mapping[str, StoredTensor]) -> dict[str, str]:
-        """Stored name → module name of the (first) tensor that it takes part in."""
+        """Stored name → module name of the (first) tensor that uses it."""
         found: dict[str, str] = {}
         for made in self.resolve(stored):
             for source in made.sources:
@@ -67,7 +67,7 @@ class HubRules:
         return found
 
     def unused(self, stored: str, target: str) -> str | None:
-        """Who declares that a stored tensor may be left over."""
+        """The author of a declaration that this stored tensor may be left over, or None."""
         if target in self.non_persistent:
             return "model (stored copy of a non-persistent buffer)"
         if any(re.search(p, target) or re.search(p, stored) for p in self.unexpected):
@@ -75,11 +75,11 @@ class HubRules:
         return None
 
     def used(self) -> list[Any]:
-        """The conversions that had something to do in a ``resolve``."""
+        """The conversions that a ``resolve`` has used."""
         return [c for c in self.conversions if c.was_used()]
 
     def init(self, name: str) -> str | None:
-        """Who declares that a wanted tensor may be missing."""
+        """The author of a declaration that this wanted tensor may be missing, or None."""
         if any(re.search(p, name) for p in self.missing):
             return "model (_keys_to_ignore_on_load_missing)"
         return None
@@ -106,7 +106,7 @@ def hub_rules(meta_model: Any, key_mapping: Mapping[str, str] | None = None) -> 
 
 
 def _resolver(meta_model: Any, conversions: list[Any]) -> Resolve:
-    """Runs the class's renames and conversions once, on symbols, over everything that is stored."""
+    """A resolve that runs the class's renames and conversions once, on symbols, over all stored tensors."""
 
     def resolve(stored: Mapping[str, StoredTensor]) -> list[Made]:
         plain, groups = hub_groups(stored, conversions, meta_model)
@@ -115,7 +115,7 @@ def _resolver(meta_model: Any, conversions: list[Any]) -> Resolve:
         for group in groups:
             try:
                 made += _convert(group, stored, meta_model)
-            except Exception as error:  # whatever an operation raises on what is stored
+            except Exception as error:  # an operation may raise anything
                 names = group.sources
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
                 problems.append(
@@ -132,7 +132,7 @@ def _resolver(meta_model: Any, conversions: list[Any]) -> Resolve:
 
 
 def _convert(group: HubGroup, stored: Mapping[str, StoredTensor], meta_model: Any) -> list[Made]:
-    """What a converter makes: by tiles where its operations have a map, else by running it whole."""
+    """The results of a converter: by tiles if its operations have a map, otherwise by running it whole."""
     try:
         values = group.run({name: _symbol(stored[name]) for name in group.sources})
     except Exception as error:
@@ -149,7 +149,7 @@ def _convert_whole(
     dtype = wanted[group.target].dtype
 
     def run(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        # from_pretrained casts what is stored before it converts.
+        # As from_pretrained: cast stored tensors before converting them.
         return group.run({name: t.to(dtype) for name, t in tensors.items()})
 
     names = group.sources
@@ -175,7 +175,7 @@ def _made(target: str, value: Traced, sources: tuple[str, ...]) -> Made:
 
 
 def meta_instance(model: Any) -> Any:
-    """An unsharded instance of the class that a (possibly wrapped) transformers model has, parameters on meta.
+    """An unsharded instance, with parameters on meta, of the class of a (possibly wrapped) transformers model.
 
     Raises :class:`UnsupportedConversionError` for a class that can't be built from a config alone.
     """
@@ -190,9 +190,9 @@ def meta_instance(model: Any) -> Any:
             return build_from_config(kind, copy.deepcopy(model.config), model.dtype)
     except MemoryError:
         raise
-    except Exception as error:  # whatever a class does that expects more than a config
+    except Exception as error:  # the class may need more than a config
         raise UnsupportedConversionError(
-            f"how the hub names the tensors of {kind.__name__} can't be found out, because {kind.__name__}(config) "
+            f"the hub names of the tensors of {kind.__name__} are not known, because {kind.__name__}(config) "
             f"fails ({type(error).__name__}: {error}); to load, give names= (stored name → module name; {{}} if "
             f"they are the same)"
         ) from error
@@ -201,7 +201,7 @@ def meta_instance(model: Any) -> Any:
 def automatic_rules(model: nn.Module) -> HubRules | None:
     """The rules of a live transformers model, sharded or not, compiled or not; None for any other module.
 
-    Of a model that PEFT wrapped they are the base's (:func:`.adapters.wrapped` leads on from there).
+    For a model wrapped by PEFT they are the base's; :func:`.adapters.wrapped` continues from them.
     """
     model = base_of(model)
     if not is_transformers_model(model):
@@ -210,9 +210,9 @@ def automatic_rules(model: nn.Module) -> HubRules | None:
 
 
 def note_conversions(model: nn.Module, conversions: list[Any]) -> None:
-    """Leave on a live model what ``save_pretrained`` inverts to give the hub's names back, as ``from_pretrained`` does.
+    """Set on a live model the conversions that ``save_pretrained`` inverts, as ``from_pretrained`` does.
 
-    Without, it takes all that the class has, or nothing where FSDP2 swapped the class.
+    Without them ``save_pretrained`` inverts all conversions of the class, or none if FSDP2 swapped the class.
     """
     set_conversions(base_of(model), conversions)
 
@@ -225,7 +225,7 @@ def reverse_tiles(meta_model: Any, module: Mapping[str, tuple[str, tuple[int, ..
     symbols = {name: stored_tensor(name, shape, torch_dtype(code)) for name, (code, shape) in module.items()}
     try:
         reverted = revert_to_hub(meta_model, symbols)
-    except Exception as error:  # Untraceable, or whatever an operation without a reverse raises
+    except Exception as error:  # Untraceable, or any error of an operation without a reverse
         raise UnsupportedConversionError(
             f"{type(meta_model).__name__}: its reverse conversion to hub tensors can't be compiled: "
             f"{type(error).__name__}: {error}"

@@ -1,7 +1,7 @@
-"""Rewriting tiles as the tensor that they make up is viewed, cut, joined and permuted.
+"""Rewrites the tiles of a tensor when the tensor is viewed, cut, joined or permuted.
 
-Every function takes the tiles that make up a tensor and gives those of the result; only target sides
-change. Plain integers, no torch. Used by tracing (``trace.py``), tested against numpy.
+Every function takes the tiles that make up a tensor and returns those of the result; only target sides change. Plain
+integers, no torch. Used by tracing (``trace.py``), tested against numpy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Untraceable", "join", "narrow", "permute", "reshape", "select", "squ
 
 Tiles = tuple[Tile, ...]
 
-#: A loop that can't be split along a new dim is written out, one tile an iteration, up to this many.
+#: A loop that can't be split along a new dim becomes one tile per iteration, up to this many.
 _MOST_ITERATIONS = 4096
 
 
@@ -47,7 +47,7 @@ def narrow(tiles: Tiles, shape: Sequence[int], dim: int, start: int, stop: int) 
 
 
 def squeeze(tiles: Tiles, dim: int) -> Tiles:
-    """Without one dim, which has size 1 (so no loop moves along it)."""
+    """Drop one dim of size 1 (no loop moves along it)."""
     return tuple(
         Tile(
             t.source,
@@ -60,7 +60,7 @@ def squeeze(tiles: Tiles, dim: int) -> Tiles:
 
 
 def unsqueeze(tiles: Tiles, dim: int) -> Tiles:
-    """With a new dim of size 1."""
+    """Add a dim of size 1."""
     return tuple(
         Tile(
             t.source,
@@ -75,7 +75,7 @@ def unsqueeze(tiles: Tiles, dim: int) -> Tiles:
 def _moved(loop: Loop, above: int, by: int) -> Loop:
     if loop.target_dim <= above:
         return loop
-    # Not dataclasses.replace: with tens of thousands of experts its cost shows.
+    # Not dataclasses.replace: it is too slow for tens of thousands of experts.
     return Loop(loop.size, loop.source_dim, loop.source_step, loop.target_dim + by, loop.target_step)
 
 
@@ -109,7 +109,7 @@ def reshape(tiles: Tiles, shape: Sequence[int], new_shape: Sequence[int]) -> Til
             found = squeeze(found, dim)
     old_sizes = [n for n in shape if n != 1]
     for old, new in reversed(_groups(old_sizes, [n for n in new_shape if n != 1])):
-        if old_sizes[old.start : old.stop] == new:  # from the last, so that earlier dim numbers stay valid
+        if old_sizes[old.start : old.stop] == new:  # from the last: earlier dim numbers stay valid
             continue
         found = tuple(_merge(t, list(old), old_sizes[old.start : old.stop]) for t in found)
         for size in reversed(new[1:]):
@@ -200,7 +200,7 @@ def _aligned(tile: Tile, dim: int, inner: int) -> Iterator[Tile]:
         body = iterations(tile, k, 0, rows * per_row)
         yield from _aligned(_two_loops(body, k, per_row), dim, inner)
         done = rows * per_row
-    else:  # up to the end of the row; what lies inside a step may reach across it
+    else:  # up to the end of the row; elements inside a step may reach across it
         inside = reach - loop.target_step * (loop.size - 1)
         done = max(0, (inner - 1 - offset - inside) // loop.target_step + 1)
         if done:

@@ -1,7 +1,7 @@
-"""Planning what has no map: run the operation on meta tensors, to learn what it makes and how much it allocates.
+"""Plans conversions that can't be traced: runs them on meta tensors to learn their results and memory.
 
-Where it looks at values (and can't run on meta), the model's own shapes are expected; the real results are held
-against the plan before anything of them is placed.
+A conversion that looks at values can't run on meta: the plan then expects the model's own shapes. The real results are
+compared with the plan before any of them is placed.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ def host_conversion(
 ) -> HostConversion:
     """The host conversion of ``stored`` by ``run``, planned without payload.
 
-    ``expected`` gives dtype and shape, by module name, of the model's own tensors; it is what is planned with
-    where ``run`` looks at values. Raises :class:`UnsupportedConversionError` if ``run`` can't take these shapes.
+    ``expected`` gives dtype and shape of the model's own tensors by module name; the plan uses them if ``run`` looks
+    at values. Raises :class:`UnsupportedConversionError` if ``run`` can't take these shapes.
     """
     with _Allocations() as allocations:
         symbols = {t.name: torch.empty(t.shape, dtype=torch_dtype(t.dtype), device="meta") for t in stored}
         try:
             results = run(symbols)
             made = {n: (t.dtype, tuple(t.shape)) for n, t in results.items()}
-            # Placing copies what does not lie row by row.
+            # Placing copies results that are not row-major.
             copied = sum(_nbytes(made[n]) for n, t in results.items() if not t.is_contiguous())
             staging_bytes = allocations.nbytes + copied
         except Exception as error:
             if not _looks_at_values(error):
                 raise UnsupportedConversionError(f"{name}: {error}") from error
             made = dict(expected)
-            # What lies between sources and results is unknown: a copy of either.
+            # Intermediate tensors are unknown: assume a copy of sources and results.
             staging_bytes = 2 * (sum(t.nbytes for t in stored) + sum(map(_nbytes, made.values())))
     group = next(iter(made), "")
     return HostConversion(
@@ -61,7 +61,7 @@ def host_conversion(
 
 
 def _virtual(group: str, target: str, code: str, shape: tuple[int, ...]) -> StoredTensor:
-    """A result as if it were stored. Sorted by path, the results of one conversion come one after another."""
+    """A result as if it were stored. In order of path, the results of one conversion are neighbours."""
     name = f"<converted>/{group}/{target}"
     return StoredTensor(name, code, shape, (Chunk(whole(shape), name, 0),))
 
@@ -71,17 +71,17 @@ def _nbytes(kind: tuple[torch.dtype, tuple[int, ...]]) -> int:
 
 
 def _looks_at_values(error: Exception) -> bool:
-    """Whether an operation failed because meta tensors have no values, and not for what it was given."""
+    """Whether an operation failed because meta tensors have no values, and not because of its input."""
     return isinstance(error, NotImplementedError) or "meta" in str(error).lower()
 
 
 class _Allocations(TorchDispatchMode):
-    """Adds up the bytes of all storages that are made inside; none is taken as freed."""
+    """Adds up the bytes of all storages made inside the block; counts none as freed."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.nbytes = 0
-        self._seen: dict[int, torch.UntypedStorage] = {}  # kept, so that no address comes back
+        self._seen: dict[int, torch.UntypedStorage] = {}  # keeps storages alive: no address is reused
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

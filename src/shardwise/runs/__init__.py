@@ -1,1 +1,1 @@
-"""Stored runs, whoever wrote them: what they hold, restore, convert, diff."""
+"""Stored runs, our own and those of other programs: their contents, restore, convert, diff."""

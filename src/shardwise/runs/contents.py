@@ -1,4 +1,4 @@
-"""A stored training run as tensors with recipes and documents, whoever stored it: what a conversion takes."""
+"""A stored training run, of any program, as tensors with recipes and documents: the input of a conversion."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..format.manifest import MANIFEST_NAME, Manifest, read_manifest
 from ..layout.wanted import Layout, whole_tensor
 from ..limits import MAX_COUNT, inside
 from ..loading.pretrained import build_meta
-from ..models.assets import read_companions
+from ..models.assets import read_assets
 from ..names import named_tensors
 from ..plan import IOOptions, build_plan
 from ..recipe.host_convert import HostConversion
@@ -36,7 +36,7 @@ from ..recipe.transformers import hub_rules
 from ..state.train_state import document_of
 from ..state.typed_json import Encoded, encode
 from .pickled_values import plain_tensor
-from .third_party import ForeignRun, StoredOptimizer, find_run
+from .third_party import StoredOptimizer, ThirdPartyRun, find_run
 
 __all__ = [
     "ModelContents",
@@ -55,20 +55,20 @@ class ModelContents:
 
     catalog: Catalog
     kinds: Mapping[str, tuple[str, tuple[int, ...]]]
-    """Dtype, as stored, and shape."""
+    """Stored dtype, and shape."""
     recipes: Mapping[str, Recipe]
     conversions: Mapping[str, HostConversion] = field(default_factory=dict)
     buffers: frozenset[str] = frozenset()
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     stored_aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Names under which others' readers look for a tied tensor."""
+    """Names under which readers of other programs look for a tied tensor."""
     hub_tensors: Mapping[str, tuple[int, ...]] | None = None
-    """As in a manifest: of the tensors that it was loaded from."""
-    companions: Mapping[str, bytes] = field(default_factory=dict)
+    """As in a manifest: names and shapes of the tensors that it was loaded from."""
+    assets: Mapping[str, bytes] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
 
     def name_of(self, alias: str) -> str:
-        """The name of the tensor that has this name, or is tied to it."""
+        """The name of the tensor that has this name or alias."""
         return next((n for n, others in self.aliases.items() if alias in others), alias)
 
 
@@ -84,7 +84,7 @@ class OptimizerContents:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContents:
-    """A run: its models and optimizers by name, and documents as a checkpoint of ours holds them."""
+    """A run: its models and optimizers by name, and its documents in the form of our checkpoints."""
 
     kind: str
     models: Mapping[str, ModelContents]
@@ -96,7 +96,7 @@ class RunContents:
     seed: int
     software: Mapping[str, str]
     left: tuple[str, ...]
-    """What is stored and not carried over."""
+    """Stored state that a conversion skips."""
 
 
 def contents_of_run(
@@ -104,8 +104,8 @@ def contents_of_run(
 ) -> RunContents:
     """Describe the run (or the model alone) at ``path``. Rank-local; reads headers and small values, no payload.
 
-    ``config`` is a directory with the model's config.json, for a source that has none. Raises
-    :class:`SourceError`, :class:`PlanError` if the source is not complete for that config, :class:`StateError`.
+    ``config`` is a directory with the model's config.json, for a source without one. Raises :class:`SourceError`,
+    :class:`PlanError` if the source is incomplete for that config, :class:`StateError`.
     """
     root = os.fspath(path)
     if os.path.isfile(os.path.join(root, MANIFEST_NAME)):
@@ -113,14 +113,14 @@ def contents_of_run(
     run = find_run(root)
     home = config or (root if os.path.isfile(os.path.join(root, "config.json")) else None)
     if home is not None and len(run.models) > 1:
-        raise StateError(f"{root}: holds {len(run.models)} models, and one config can't be that of all")
+        raise StateError(f"{root}: holds {len(run.models)} models, but one config can't describe them all")
     names = ["model"] if len(run.models) == 1 else [f"model_{k}" for k in range(len(run.models))]
     models = {name: as_stored(run.model(k)) for k, name in enumerate(names)}
     if home is not None:
         catalog = models["model"].catalog
         found = as_config_says(catalog, build_meta(home, catalog, trust_remote_code=trust_remote_code), io)
-        models["model"] = replace(found, companions=read_companions(home))
-    return _of_foreign(run, models)
+        models["model"] = replace(found, assets=read_assets(home))
+    return _of_third_party(run, models)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -135,16 +135,16 @@ def as_stored(catalog: Catalog) -> ModelContents:
 
 
 def has_module_names(catalog: Catalog) -> bool:
-    """Whether names may be those of modules: also slices that DCP's safetensors writer made (transformers' own save)."""
+    """Whether names may be module names, as also in slices of DCP's safetensors writer (transformers' own save)."""
     return catalog.has_module_names or "DCP_VERSION" in catalog.metadata
 
 
 def as_config_says(catalog: Catalog, model: Any, io: IOOptions) -> ModelContents:
-    """The tensors of a transformers model on meta, proved complete, in the dtypes in which they are stored."""
+    """The tensors of a transformers model on meta, proved complete, in their stored dtypes."""
     hub = hub_rules(model)
     named = [t for t in named_tensors(model) if t.persistent]
     known = {name for t in named for name in t.names}
-    # DCP's writer of safetensors takes either names: transformers gives it those of modules, torchtitan a hub's.
+    # DCP's safetensors writer takes any names: transformers gives it module names, torchtitan hub names.
     is_ours = catalog.tensors.keys() <= known or (catalog.has_module_names and catalog.kind != "slices")
     made = (same_names if is_ours else hub.resolve)(catalog.tensors)
     stored_as = {m.target: m.dtype for m in reversed(made)}
@@ -177,7 +177,7 @@ def as_config_says(catalog: Catalog, model: Any, io: IOOptions) -> ModelContents
         buffers=frozenset(t.name for t in named if t.kind == "buffer"),
         aliases=aliases,
         stored_aliases=aliases,
-        # Converted whole: no names and shapes from which the class's conversions could be turned round.
+        # Tensors converted whole have no names and shapes from which the class's conversions could be inverted.
         hub_tensors=None if is_ours or plan.conversions else shapes,
         unused=tuple(d.name for d in plan.unused),
     )
@@ -187,9 +187,9 @@ def as_config_says(catalog: Catalog, model: Any, io: IOOptions) -> ModelContents
 # A run that another library stored
 
 
-def _of_foreign(run: ForeignRun, models: Mapping[str, ModelContents]) -> RunContents:
+def _of_third_party(run: ThirdPartyRun, models: Mapping[str, ModelContents]) -> RunContents:
     if not 0 <= run.step <= MAX_COUNT:
-        raise FormatError(f"is of step {run.step}, expected a number from 0 to {MAX_COUNT}", path=run.path)
+        raise FormatError(f"its step is {run.step}, expected a number from 0 to {MAX_COUNT}", path=run.path)
     documents: dict[str, Any] = {"step": run.step}
     optimizers: dict[str, OptimizerContents] = {}
     left = [f"{n}: not used by the model's class" for m in models.values() for n in m.unused]
@@ -203,13 +203,13 @@ def _of_foreign(run: ForeignRun, models: Mapping[str, ModelContents]) -> RunCont
         try:
             found = run.document(name)
         except StateError:
-            continue  # none is stored
+            continue  # not stored
         except ShardwiseError as error:
             left.append(f"{name}: {error}")
             continue
         if any(isinstance(v, dict) for v in found.values()) and not _is_in_a_file(run.path, name):
             left.append(
-                f"{name}: a state dict keeps every key as text, so that those of its mappings are lost"
+                f"{name}: a state dict keeps every key as text, so the keys of its mappings lost their types"
             )
             continue
         documents[name] = found
@@ -224,7 +224,7 @@ def _of_foreign(run: ForeignRun, models: Mapping[str, ModelContents]) -> RunCont
         parent_step=None,
         seed=0,
         software={},
-        left=(*left, "random generators and data position: not stored in a form that is read"),
+        left=(*left, "random generators and data position: not stored in a readable form"),
     )
 
 
@@ -248,9 +248,7 @@ def _optimizer(
     if name is None or model is None:
         first = next(iter(models.values()))
         strange = sorted(owners - first.kinds.keys())
-        raise StateError(
-            f"{path}: holds optimizer state of {', '.join(strange[:5])}, which the model does not have"
-        )
+        raise StateError(f"{path}: holds optimizer state of {', '.join(strange[:5])}, which the model lacks")
     spread: dict[str, dict[str, StoredTensor]] = {}
     scalars: dict[str, dict[str, torch.Tensor]] = {}
     for short, t in stored.catalog.tensors.items():
@@ -262,12 +260,12 @@ def _optimizer(
             scalars.setdefault(owner, {})[key] = plain_tensor(t)
         else:
             raise StateError(
-                f"{path}: optimizer state {short} has shape {list(t.shape)}, its parameter {list(model.kinds[owner][1])}: "
-                f"where such state lay on ranks is not known; restore it in a run (shardwise.restore) and save there"
+                f"{path}: optimizer state {short} has shape {list(t.shape)}, its parameter {list(model.kinds[owner][1])}; "
+                f"how ranks held it is not stored: restore it in a run (shardwise.restore) and save there"
             )
     groups = [{**g, "names": [model.name_of(n) for n in g["names"]]} for g in stored.groups_as_stored()]
     values = {model.name_of(n): dict(v) for n, v in stored.values.items()}
-    # No other library stores the optimizer's class: a resume goes by the settings.
+    # No other library stores the optimizer's class: a restore compares the settings.
     document = {"class": None, "model": name, "groups": groups, "values": values}
     return OptimizerContents(name, stored.catalog, spread, scalars), document
 
@@ -290,7 +288,7 @@ def _of_checkpoint(root: str) -> RunContents:
             aliases={n: t.aliases for n, t in entries.items() if t.aliases},
             stored_aliases={n: t.stored_aliases for n, t in entries.items() if t.stored_aliases},
             hub_tensors=manifest.hub_tensors.get(name),
-            companions=read_companions(folder),
+            assets=read_assets(folder),
         )
     return RunContents(
         kind="checkpoint",
@@ -310,8 +308,8 @@ def _of_checkpoint(root: str) -> RunContents:
 
 
 def _further_files(manifest: Manifest, models: Mapping[str, ModelContents]) -> list[str]:
-    """Files that are neither slices, documents nor companions: ``TrainState.files``, which a conversion drops."""
-    known = {f"{directory('model', name)}/{file}" for name, m in models.items() for file in m.companions}
+    """Files that are neither slices, documents nor assets: ``TrainState.files``, which a conversion drops."""
+    known = {f"{directory('model', name)}/{file}" for name, m in models.items() for file in m.assets}
     known |= {"state.json", "state.safetensors"}
     folders = {directory("model", n) for n in models} | {directory("optimizer", n) for n in manifest.packed}
 
@@ -340,7 +338,7 @@ def _stored_optimizer(root: str, manifest: Manifest, name: str) -> OptimizerCont
 
 
 def _documents(root: str, manifest: Manifest) -> dict[str, Encoded]:
-    """The documents that all ranks share, as they are stored; each is what a restore would take."""
+    """The documents that all ranks share, still encoded. A restore would take each of them."""
     found = read_documents(root, manifest, "state")
     check_each(found, manifest, root)
     return found

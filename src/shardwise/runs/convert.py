@@ -1,6 +1,6 @@
-"""``convert``: a run (or a model) that anybody stored, as a checkpoint of ours. What is read streams into what is written.
+"""``convert``: writes a stored run (or model) of any program as a shardwise checkpoint, streaming reads into writes.
 
-The far side is the writer of every save: a converted tensor is a piece of it that is read when it is asked for.
+It uses the writer of every save, which asks for the pieces of each tensor; each piece is read when it is asked for.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .contents import ModelContents, OptimizerContents, RunContents, contents_of
 
 __all__ = ["ConvertReport", "convert"]
 
-#: What is read, summed and written at a time.
+#: Bytes read, hashed and written at a time.
 _PIECE_BYTES = 8 * 1024**2
 
 
@@ -57,7 +57,7 @@ class ConvertReport:
     optimizer_tensors: int
     documents: tuple[str, ...]
     left: tuple[str, ...]
-    """What the source holds and the checkpoint does not."""
+    """State in the source that the checkpoint does not hold."""
     bytes_read: int
     """By this rank."""
     bytes_written: int
@@ -77,22 +77,22 @@ def convert(
     trust_remote_code: bool = False,
     io: IOOptions | None = None,
 ) -> ConvertReport:
-    """Write what ``source`` holds as one checkpoint directory at ``path``: all of it or nothing.
+    """Write the run or model at ``source`` as one checkpoint directory at ``path``: all of it or nothing.
 
     Args:
         source: a DCP checkpoint (Accelerate, the HF Trainer, torchtitan, transformers, torch), FSDP's full state or
-            another file of ``torch.save``, safetensors, or a checkpoint of ours. Optimizers, scheduler and scaler go
-            along where they are stored; random generators and data position do not.
+            another file of ``torch.save``, safetensors, or a shardwise checkpoint. Stored optimizers, scheduler and
+            scaler are converted; random generators and data position are not.
         path: must not exist. A Checkpointer finds it under the name ``step-%08d`` of its step.
-        config: directory with the model's config.json (and tokenizer, own code) where the source has none. Without
-            one, tensors keep the names that they have, and nothing says whether any is missing.
+        config: directory with the model's config.json (and tokenizer, own code) if the source has none. Without one,
+            tensors keep their names, and missing tensors are not noticed.
         trust_remote_code: run the Python files of the config's directory.
         io: staging and time limits.
 
-    Every rank of the default process group must call it; dim 0 of each tensor is cut evenly, and each rank reads
-    and writes its own part. Memory: ``io.staging_bytes`` and 8 MiB. What is read of a checkpoint of ours is compared
-    with its recorded digests. Raises :class:`SourceError`, :class:`PlanError`, :class:`StateError` before anything is
-    written, :class:`CheckpointError` if ``path`` exists or is the name of another step, :class:`RankError` on every rank.
+    Every rank of the default process group must call it. Dim 0 of each tensor is cut evenly; each rank reads and
+    writes its own part. Memory: ``io.staging_bytes`` and 8 MiB. Tensors from a shardwise checkpoint are compared with
+    its recorded digests. Raises :class:`SourceError`, :class:`PlanError`, :class:`StateError` before anything is
+    written, :class:`CheckpointError` if ``path`` exists or names another step, :class:`RankError` on every rank.
     """
     started = time.perf_counter()
     io = io or IOOptions()
@@ -110,7 +110,7 @@ def convert(
         snapshot=snapshot,
         shared=run.documents,
         local={},
-        companions=_companions(run),
+        assets=_assets(run),
         step=run.step,
         lineage=Lineage(run_id, run.parent_step),
         seed=run.seed,
@@ -139,16 +139,16 @@ def convert(
     )
 
 
-def _companions(run: RunContents) -> dict[str, bytes]:
+def _assets(run: RunContents) -> dict[str, bytes]:
     return {
         f"{directory('model', name)}/{file}": content
         for name, model in run.models.items()
-        for file, content in model.companions.items()
+        for file, content in model.assets.items()
     }
 
 
 def _compare_digests(run: RunContents, made: Manifest) -> None:
-    """With those that the source recorded, before anything is published."""
+    """Compare with the digests that the source recorded, before anything is published."""
     wrong = [
         f"{name}" if len(run.models) == 1 else f"{model} {name}"
         for model, contents in run.models.items()
@@ -158,13 +158,13 @@ def _compare_digests(run: RunContents, made: Manifest) -> None:
     if wrong:
         raise IntegrityError(
             f"content of {len(wrong)} tensors differs from what was saved: {', '.join(wrong[:20])}; nothing was "
-            f"converted. See what 'shardwise verify' says of the source",
+            f"converted. Run 'shardwise verify' on the source",
             path=next(iter(run.models.values())).catalog.root,
         )
 
 
 # ----------------------------------------------------------------------------------------------------
-# What is written
+# Writing
 
 
 def _snapshot(run: RunContents, world_size: int) -> Snapshot:
@@ -179,7 +179,7 @@ def _snapshot(run: RunContents, world_size: int) -> Snapshot:
 
 
 class _Spread:
-    """Which ranks write a tensor: all of them equal rows, or, where there are too few rows, one, in turn."""
+    """Assigns tensors to ranks: all ranks write equal rows; with too few rows one rank writes, in turn."""
 
     def __init__(self, world_size: int) -> None:
         everyone = tuple(range(world_size))
@@ -251,7 +251,7 @@ def _optimizer_part(
 
 
 # ----------------------------------------------------------------------------------------------------
-# What is read
+# Reading
 
 
 class _Stream:

@@ -1,4 +1,4 @@
-"""``difference``: what one stored source holds that another does not, or holds otherwise, and by how much."""
+"""``difference``: compares two stored sources: tensors added, removed and changed, and by how much."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from ..catalog import Catalog, StoredTensor
 from ..catalog.checkpoint import catalog_of_checkpoint, catalog_of_slices, optimizer_tensors
 from ..catalog.open import open_catalog
-from ..checkpoint.verify import model_of, pieces
+from ..checkpoint.verify import model_of, runs_of
 from ..dtypes import itemsize
 from ..format.manifest import read_manifest
 from ..layout.boxes import Box
@@ -29,15 +29,15 @@ _PIECE_BYTES = 16 * 1024**2
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A tensor that both sources hold, and not alike."""
+    """A tensor that differs between the two sources."""
 
     name: str
     what: str
     """``dtype``, ``shape`` or ``content``, with both sides."""
     elements: int
-    """How many differ; 0 where shapes do."""
+    """Number of elements that differ; 0 if the shapes differ."""
     largest: float
-    """The largest difference between two elements, in float64; inf where one side is not finite and the other is."""
+    """The largest difference between two elements, in float64; inf if only one of two elements is finite."""
     relative: float
     """Norm of the difference over the norm of the first side."""
 
@@ -52,9 +52,9 @@ class DiffReport:
     removed: tuple[str, ...]
     changed: tuple[Change, ...]
     equal: int
-    """Tensors that are alike bit for bit."""
+    """Number of tensors that are equal bit for bit."""
     by_digest: int
-    """Of these, how many by their recorded digests, without reading."""
+    """How many of these were compared by recorded digests, without reading."""
     bytes_read: int
 
     @property
@@ -73,7 +73,7 @@ def difference(
     *,
     on_progress: Callable[[int, int], object] | None = None,
 ) -> DiffReport:
-    """Compare two sources tensor by tensor: checkpoints with their optimizers, else the models in them.
+    """Compare two sources tensor by tensor: two checkpoints with their optimizers, otherwise only the models.
 
     One process; memory: 32 MiB. Tensors whose recorded digests, dtypes and shapes are equal are not read.
     ``on_progress(done, total)`` counts bytes. Raises :class:`SourceError`.
@@ -110,14 +110,14 @@ def difference(
     )
 
 
-Contents = Mapping[str, tuple[StoredTensor, int | None]]
+TensorsByName = Mapping[str, tuple[StoredTensor, int | None]]
 
 
 def _is_checkpoint(path: str | os.PathLike[str]) -> bool:
     return os.path.isfile(os.path.join(os.fspath(path), "manifest.json"))
 
 
-def _contents(path: str | os.PathLike[str]) -> Contents:
+def _contents(path: str | os.PathLike[str]) -> TensorsByName:
     """Every tensor by name, with its recorded digest; in a checkpoint by ``part:name``."""
     root = os.fspath(path)
     if not _is_checkpoint(root):
@@ -146,22 +146,22 @@ def _of(catalog: Catalog) -> dict[str, tuple[StoredTensor, int | None]]:
     return {n: (t, catalog.digests.get(n)) for n, t in catalog.tensors.items()}
 
 
-def _models_only(contents: Contents) -> Contents:
-    """Without the name of the part, where there is one: a checkpoint's model beside a plain source."""
+def _models_only(contents: TensorsByName) -> TensorsByName:
+    """Drop names of parts: a checkpoint's model is compared with a plain source."""
     if not any(name.startswith("model:") for name in contents):
         return contents
     return {n.removeprefix("model:"): v for n, v in contents.items() if n.startswith("model:")}
 
 
 def _compare(name: str, x: StoredTensor, y: StoredTensor, reader: FileReader) -> Change | None:
-    """None if both are alike bit for bit."""
+    """The change, or None if both are equal bit for bit."""
     if x.shape != y.shape:
         return Change(name, f"shape: {list(x.shape)} and {list(y.shape)}", 0, float("nan"), float("nan"))
     if x.dtype != y.dtype and "C64" in (x.dtype, y.dtype):
         return Change(name, f"dtype: {x.dtype} and {y.dtype}", 0, float("nan"), float("nan"))
     elements, largest, square, norm = 0, 0.0, 0.0, 0.0
     limit = _PIECE_BYTES // max(itemsize(x.dtype), itemsize(y.dtype))
-    for start, sizes, _ in pieces((0,) * len(x.shape), x.shape, limit):
+    for start, sizes, _ in runs_of((0,) * len(x.shape), x.shape, limit):
         left, right = _read(x, start, sizes, reader), _read(y, start, sizes, reader)
         if x.dtype == y.dtype and torch.equal(left.view(torch.uint8), right.view(torch.uint8)):
             norm += float(left.double().nan_to_num().square().sum())

@@ -1,4 +1,4 @@
-"""What others store and is no tensor, or a tensor of few elements: read as plain values, and as nothing else."""
+"""Reads pickled values and small tensors of other programs as plain values; builds no other object."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from ..transfer import FileReader
 __all__ = ["Objects", "PlainValues", "count_of_steps", "nested", "plain_tensor", "plain_values", "step_in"]
 
 
-#: Items that are so small are kept with their bytes.
+#: Items up to this size are cached by their bytes.
 _SMALL_BYTES = 64 * 1024
 
 
 class Objects:
-    """Reads pickled items of DCP files. Equal bytes are one value: each parameter repeats its group's settings."""
+    """Reads pickled items of DCP files. Equal bytes give one value: each parameter repeats its group's settings."""
 
     def __init__(self) -> None:
         self._known: dict[bytes, Any] = {}
@@ -54,7 +54,7 @@ class Objects:
 
 
 def plain_values(path: str) -> Any:
-    """Plain values and tensors from what ``torch.save`` wrote; nothing else is built.
+    """Plain values and tensors from a file of ``torch.save``; builds no other object.
 
     Rank-local. Raises :class:`SourceError`, :class:`FormatError` for anything else, and for more bytes of tensors than
     :data:`~shardwise.limits.MAX_VALUE_BYTES`.
@@ -77,7 +77,7 @@ def _plain_values(fd: int, offset_bytes: int, nbytes: int, path: str) -> Any:
 
 
 class PlainValues:
-    """Turns what a pickle of a file of ``nbytes`` described into plain values. ``read`` gives a tensor's content.
+    """Turns the records from the pickle in a file of ``nbytes`` into plain values. ``read`` gives a tensor's content.
 
     The tensors of one object have at most :data:`~shardwise.limits.MAX_VALUE_BYTES` together.
     """
@@ -102,7 +102,7 @@ class PlainValues:
         if kind is Saved and value.code is not None:
             return self._within(math.prod(value.sizes) * itemsize(value.code), value)
         raise FormatError(
-            f"holds more than plain values, which are all that is read: {brief(value)}", path=self._path
+            f"holds more than plain values, and only these are read: {brief(value)}", path=self._path
         )
 
     def _within(self, nbytes: int, value: Any) -> torch.Tensor:
@@ -121,7 +121,7 @@ def _read_into(fd: int, offset_bytes: int, view: memoryview, path: str) -> None:
     except OSError as error:
         raise SourceError(f"can't be read: {error.strerror}", path=path) from error
     if count != view.nbytes:
-        raise IntegrityError("ends before a value that it should hold: truncated", path=path)
+        raise IntegrityError("ends before the end of a value: truncated", path=path)
 
 
 def plain_tensor(stored: StoredTensor) -> torch.Tensor:
@@ -129,7 +129,7 @@ def plain_tensor(stored: StoredTensor) -> torch.Tensor:
     if stored.nbytes > MAX_VALUE_BYTES:
         where = stored.chunks[0].path if stored.chunks else None
         raise FormatError(
-            f"{brief(stored.name)} has {stored.nbytes} bytes; a value that is no weight has at most {MAX_VALUE_BYTES}",
+            f"{brief(stored.name)} has {stored.nbytes} bytes; a value that is not a weight has at most {MAX_VALUE_BYTES}",
             path=where,
         )
     found = torch.empty(stored.shape, dtype=torch_dtype(stored.dtype))
@@ -137,7 +137,7 @@ def plain_tensor(stored: StoredTensor) -> torch.Tensor:
     with FileReader() as reader:
         for chunk in stored.chunks:
             if chunk.box.sizes != stored.shape:
-                raise FormatError(f"{stored.name!r} is small and was spread over ranks", path=chunk.path)
+                raise FormatError(f"{stored.name!r} is small but was spread over ranks", path=chunk.path)
             reader.read_into(chunk.path, chunk.offset_bytes, view)
     return found
 
@@ -145,7 +145,7 @@ def plain_tensor(stored: StoredTensor) -> torch.Tensor:
 def step_in(found: DcpCheckpoint) -> int:
     """``step`` of a state dict, or of torchtitan's ``train_state``: a number, or a tensor of one element.
 
-    0 if there is none. Raises :class:`FormatError` for a number that counts no steps.
+    0 if there is none. Raises :class:`FormatError` for a number that can't count steps.
     """
     for name in ("step", "train_state.step"):
         if name in found.objects:
@@ -166,14 +166,14 @@ def step_in(found: DcpCheckpoint) -> int:
 def count_of_steps(value: object, what: str, path: str) -> int:
     """``value`` if it counts steps. Raises :class:`FormatError` if not."""
     if type(value) is not int or not is_count(value):
-        raise FormatError(f"{what} is {brief(value)}, which counts no steps", path=path)
+        raise FormatError(f"{what} is {brief(value)}, which can't count steps", path=path)
     return value
 
 
 def nested(found: DcpCheckpoint, keys: Sequence[str]) -> dict[Any, Any]:
-    """An entry of the state dict that was saved, put together from its items; empty if there is none.
+    """An entry of the saved state dict, put together from its items; empty if there is none.
 
-    Raises :class:`FormatError` if items lie in one another.
+    Raises :class:`FormatError` if one item lies inside another.
     """
     root: dict[Any, Any] = {}
     with Objects() as read:
@@ -185,7 +185,9 @@ def nested(found: DcpCheckpoint, keys: Sequence[str]) -> dict[Any, Any]:
             for part in path[1:-1]:
                 node = node.setdefault(part, _Node())
                 if type(node) is not _Node:
-                    raise FormatError(f"{brief(name)} lies in an item: damaged", path=found.catalog.root)
+                    raise FormatError(
+                        f"{brief(name)} lies inside another item: damaged", path=found.catalog.root
+                    )
             if path[-1] in node:
                 raise FormatError(f"{brief(name)} is stored twice: damaged", path=found.catalog.root)
             where = found.objects.get(name)
@@ -194,11 +196,11 @@ def nested(found: DcpCheckpoint, keys: Sequence[str]) -> dict[Any, Any]:
 
 
 class _Node(dict[Any, Any]):
-    """What is put together here, told from dicts that are items."""
+    """A dict put together from items, as opposed to an item that is a dict."""
 
 
 def _with_lists(value: Any) -> Any:
-    """Numbers stand for places in a list; keys of mappings are text."""
+    """``value`` with lists for mappings whose keys are numbers; keys of real mappings are text."""
     if type(value) is not _Node:
         return value
     if value and all(isinstance(k, int) for k in value):

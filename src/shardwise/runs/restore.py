@@ -1,6 +1,6 @@
-"""``restore``: training state from a checkpoint of ours, or of Accelerate, the HF Trainer, torchtitan, torch's examples.
+"""``restore``: training state from checkpoints of shardwise, Accelerate, the HF Trainer, torchtitan, torch's examples.
 
-The model and the optimizer's tensors are read by byte ranges like any source; :mod:`.third_party` is how they lie.
+Tensors of model and optimizer are read by byte ranges as from any source; :mod:`.third_party` locates them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from ..state.train_state import TrainState
 from ..transfer import FileReader
 from ..transfer.copy import Destination, Staging, execute
 from ..transfer.page_cache import page_cache_for
-from .third_party import ForeignRun, StoredOptimizer, find_run, is_foreign
+from .third_party import StoredOptimizer, ThirdPartyRun, find_run, is_third_party
 
 __all__ = ["restore"]
 
@@ -52,29 +52,28 @@ __all__ = ["restore"]
 def restore(state: TrainState, path: str | os.PathLike[str], *, io: IOOptions | None = None) -> ResumeReport:
     """Put the checkpoint at ``path`` back into the live objects of ``state``, and prove it by digests.
 
-    Also what Accelerate (``save_state``; sharded, or the full state), the HF Trainer, torchtitan, transformers and
-    torch's own examples write: without digests, and without RNG and data position, which are not stored there in a
-    form that is read.
+    Also takes checkpoints of Accelerate (``save_state``; sharded, or the full state), the HF Trainer, torchtitan,
+    transformers and torch's own examples: without digests, and without RNG and data position, which they do not store
+    in a readable form.
 
-    Under whatever mesh and world size this run has. The directory may have any name: whoever names it says which step is
-    meant, and the report's ``step`` is the one that its manifest holds. Every rank of the default process group must call it.
-    RNG comes last. Memory: staging only, besides what the state itself needs. Raises
-    :class:`SourceError`, :class:`IntegrityError`, :class:`PlanError`, :class:`StateError` or
+    Works under any mesh and world size. The directory may have any name; the report's ``step`` is the manifest's.
+    Every rank of the default process group must call it. RNG is restored last. Memory: staging only, besides the state
+    itself. Raises :class:`SourceError`, :class:`IntegrityError`, :class:`PlanError`, :class:`StateError` or
     :class:`RankError`, alike on every living rank; the state is then undefined until a restore succeeds.
     """
     io = io or IOOptions()
     root, ranks = os.path.abspath(path), Ranks.current(timeout_s=io.timeout_s)
-    if ranks.on_first("look at checkpoint", lambda: is_foreign(root)):
-        return _restore_foreign(state, root, ranks, io)
+    if ranks.on_first("look at checkpoint", lambda: is_third_party(root)):
+        return _restore_third_party(state, root, ranks, io)
     return restore_into(state, root, ranks, io)
 
 
-def _restore_foreign(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> ResumeReport:
-    """Put somebody else's checkpoint into the live objects of ``state``. Collective; under whatever mesh this run has.
+def _restore_third_party(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> ResumeReport:
+    """Put a third-party checkpoint into the live objects of ``state``. Collective; works under any mesh.
 
-    Restored: models, optimizers (tensors, steps, settings of the groups), scheduler and scaler where they are
-    stored. Not in such checkpoints in a form that is read: RNG (derived by rule instead), data position.
-    Raises as ``restore`` does; :class:`StateError` if the state asks for more than is there.
+    Restores models, optimizers (tensors, steps, settings of the groups), and scheduler and scaler if stored. Such
+    checkpoints hold no readable RNG (it is derived by rule instead) and no readable data position. Raises as
+    ``restore`` does; :class:`StateError` if the state asks for more than the checkpoint holds.
     """
     started = time.perf_counter()
     with ranks.agree("read checkpoint"):
@@ -116,7 +115,7 @@ def _restore_foreign(state: TrainState, path: str, ranks: Ranks, io: IOOptions) 
         optimizer_tensors=tensors,
         documents=tuple(documents),
         not_restored=(
-            "random generators and data position: not stored in a form that is read",
+            "random generators and data position: not stored in a readable form",
             *(f"extra.{name}: not read from such a checkpoint" for name in state.extra),
         ),
         caveats=(),
@@ -128,18 +127,18 @@ def _restore_foreign(state: TrainState, path: str, ranks: Ranks, io: IOOptions) 
     )
 
 
-def _check_asked(state: TrainState, run: ForeignRun) -> None:
-    """Refuse what such a checkpoint can't give."""
+def _check_asked(state: TrainState, run: ThirdPartyRun) -> None:
+    """Refuse a state that asks for more than such a checkpoint holds."""
     if state.dataloader is not None:
         raise StateError(
-            f"{run.path}: such a checkpoint holds no data position that can be read; leave dataloader out of the state"
+            f"{run.path}: such a checkpoint holds no readable data position; leave dataloader out of the state"
         )
     if len(state.models) > len(run.models):
         raise StateError(f"{run.path}: holds {len(run.models)} model(s); this run has {sorted(state.models)}")
 
 
-def _documents(state: TrainState, run: ForeignRun) -> dict[str, Any]:
-    """State of scheduler and scaler. Raises :class:`StateError` for one that is asked for and not there."""
+def _documents(state: TrainState, run: ThirdPartyRun) -> dict[str, Any]:
+    """State of scheduler and scaler. Raises :class:`StateError` if one is wanted but not stored."""
     found = {}
     for name in ("scheduler", "scaler"):
         live = state.scheduler if name == "scheduler" else state.scaler
@@ -148,9 +147,7 @@ def _documents(state: TrainState, run: ForeignRun) -> dict[str, Any]:
         if not hasattr(live, "load_state_dict"):
             raise StateError(f"{name}: several by name can't be restored from such a checkpoint; give one")
         document = run.document(name)
-        if hidden := attribute_of_class(
-            live, document
-        ):  # torch's schedulers take every entry as an attribute
+        if hidden := attribute_of_class(live, document):  # torch's schedulers set every entry as an attribute
             raise StateError(
                 f"{run.path}: its {name} holds {brief(hidden)}, which is a method of {type(live).__qualname__}: damaged"
             )
@@ -161,7 +158,7 @@ def _documents(state: TrainState, run: ForeignRun) -> dict[str, Any]:
 def _apply(live: Any, name: str, value: Any, path: str) -> None:
     try:
         live.load_state_dict(value)
-    except Exception as error:  # any class, with values of a kind that it does not expect
+    except Exception as error:  # any class may raise anything for unexpected values
         raise StateError(
             f"{path}: its {name} can't be put into this run's {type(live).__qualname__} ({type(error).__name__}: "
             f"{brief(str(error))}); use the same class as the saved run, or leave {name} out of the state"
@@ -169,7 +166,7 @@ def _apply(live: Any, name: str, value: Any, path: str) -> None:
 
 
 def _with_keys_of(live: Any, stored: Any) -> Any:
-    """``stored`` with the keys, and the kind of mapping, of the live state: DCP stores every key as text."""
+    """``stored`` with the keys and mapping types of the live state: DCP stores every key as text."""
     if not isinstance(live, Mapping) or not isinstance(stored, Mapping):
         return stored
     texts = {str(key): key for key in live}
@@ -210,7 +207,7 @@ def _restore_optimizer(
     ranks: Ranks,
     io: IOOptions,
 ) -> tuple[int, int]:
-    """Returns bytes read by this rank and the number of tensors filled."""
+    """Restore one optimizer. Returns the bytes that this rank read and the number of tensors filled."""
     with ranks.agree("plan optimizer state"):
         named = trained.tensors
         names = parameter_names(optimizer, named)

@@ -1,8 +1,8 @@
-"""Training runs as others store them, in one record: Accelerate, the HF Trainer, torchtitan, transformers, torch.
+"""Third-party training runs in one record: Accelerate, the HF Trainer, torchtitan, transformers, torch.
 
-Models are catalogs, optimizers tensors named ``<parameter>.<state>`` and settings. What is no tensor (settings of
-parameter groups, a scheduler's state) is a pickle, which only :mod:`..catalog.pickles` gets to see: it knows nothing
-but plain values.
+Models are catalogs; optimizers are tensors named ``<parameter>.<state>`` and settings. Values that are not tensors
+(settings of parameter groups, a scheduler's state) are pickles. Only :mod:`..catalog.pickles` reads them, as plain
+values.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from ..catalog.open import open_catalog
 from ..catalog.safetensors import has_safetensors
 from ..catalog.torchfile import FULL_STATE_STEM, read_torch_file
 from ..errors import FormatError, SourceError, StateError
-from ..format.steps import of_steps
+from ..format.steps import describe_steps
 from ..limits import brief, read_json
 from .pickled_values import Objects, PlainValues, count_of_steps, nested, plain_tensor, plain_values, step_in
 
-__all__ = ["ForeignRun", "StoredOptimizer", "find_run", "is_foreign"]
+__all__ = ["StoredOptimizer", "ThirdPartyRun", "find_run", "is_third_party"]
 
 _OPTIMIZER_STEM = "optimizer"
-#: What transformers (and DCP's writer of safetensors) calls slices, and Accelerate what single ranks had.
+#: Names of slices by transformers (and DCP's safetensors writer), and of single ranks' parts by Accelerate.
 _SLICE_OR_PART = re.compile(rf"shard-\d+-model-\d+-of-\d+\.safetensors|{FULL_STATE_STEM}.*_rank\d+\.bin")
-#: Entries of a state dict under which an optimizer, or a scheduler, lies.
+#: Entries of a state dict that hold an optimizer, a scheduler or a scaler.
 _OPTIMIZER_KEYS = ("optimizer", "optim")
 _DOCUMENT_KEYS: Mapping[str, tuple[str, ...]] = {"scheduler": ("lr_scheduler", "scheduler"), "scaler": ()}
 _DOCUMENT_FILES: Mapping[str, tuple[str, ...]] = {
@@ -42,22 +42,22 @@ _DOCUMENT_FILES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class StoredOptimizer:
-    """An optimizer as it is stored: tensors named ``<parameter>.<state>``, what is no tensor, settings."""
+    """A stored optimizer: tensors named ``<parameter>.<state>``, other values, settings."""
 
     catalog: Catalog
     values: Mapping[str, Mapping[str, Any]]
-    """States that are no tensors, by parameter."""
+    """States that are not tensors, by parameter."""
     groups: Sequence[Mapping[str, Any]] | None
-    """The settings of each group, its parameters' names under ``params``; None where a flattened state dict has
-    forgotten which groups there were."""
+    """The settings of each group, with its parameters' names under ``params``; None for a flattened state dict, which
+    does not keep the groups."""
     settings: Mapping[str, Mapping[str, Any]]
-    """The settings of each parameter, where there are no groups."""
+    """The settings of each parameter, if groups are not stored."""
 
     def groups_like(self, members: Sequence[Sequence[str]], live: Mapping[str, str]) -> list[dict[str, Any]]:
-        """Names and options of each group, as a run needs them whose groups are ``members``.
+        """Names and options of each group, for a run whose groups are ``members``.
 
-        ``live`` is this run's name of a stored one. Raises :class:`StateError` where groups are not stored and
-        parameters of one group had different settings.
+        ``live``: stored name → this run's name. Raises :class:`StateError` if groups are not stored and parameters of
+        one group had different settings.
         """
         if self.groups is not None:
             return [
@@ -73,8 +73,8 @@ class StoredOptimizer:
             each = [by_live.get(n, {}) for n in names]
             if len({_as_text(options) for options in each}) > 1:
                 raise StateError(
-                    f"parameter group {k} of this run holds parameters that had different settings when they were "
-                    f"saved; build the groups as the saved run did"
+                    f"parameter group {k} of this run holds parameters that were saved with different settings; build "
+                    f"the groups as the saved run did"
                 )
             found.append({"names": list(names), "options": dict(each[0]) if each else {}})
         return found
@@ -103,8 +103,8 @@ def _as_text(options: Mapping[str, Any]) -> str:
     return repr([(key, comparable(options[key])) for key in sorted(options)])
 
 
-def is_foreign(path: str) -> bool:
-    """Whether a directory holds a training run that somebody else stored: DCP, FSDP's full state, or slices."""
+def is_third_party(path: str) -> bool:
+    """Whether a directory holds a third-party training run: DCP, FSDP's full state, or slices."""
     if not os.path.isdir(path) or _has(path, "manifest.json"):
         return False
     if _sources(path, FULL_STATE_STEM) or _sources(path, _OPTIMIZER_STEM):
@@ -112,10 +112,10 @@ def is_foreign(path: str) -> bool:
     return any(_SLICE_OR_PART.fullmatch(name) for name in _listed(path))
 
 
-def find_run(path: str | os.PathLike[str]) -> ForeignRun:
-    """The training run at ``path``. Reads names of files only.
+def find_run(path: str | os.PathLike[str]) -> ThirdPartyRun:
+    """The training run at ``path``. Reads only names of files.
 
-    Raises :class:`SourceError` if there is none, or one whose ranks stored what only they can read.
+    Raises :class:`SourceError` if there is none, or if its ranks stored parts that only they can read.
     """
     root = os.fspath(path)
     models = _sources(root, FULL_STATE_STEM)
@@ -125,17 +125,17 @@ def find_run(path: str | os.PathLike[str]) -> ForeignRun:
         per_rank = [n for n in _listed(root) if re.fullmatch(rf"{FULL_STATE_STEM}.*_rank\d+\.bin", n)]
         if per_rank:
             raise SourceError(
-                f"{per_rank[0]} and others hold what single ranks had, not which part of each tensor that is; save "
-                f"with SHARDED_STATE_DICT and DCP (use_dcp=True), or with FULL_STATE_DICT",
+                f"{per_rank[0]} and similar files hold the parts of single ranks, without their place in each tensor; "
+                f"save with SHARDED_STATE_DICT and DCP (use_dcp=True), or with FULL_STATE_DICT",
                 path=root,
             )
-        what = of_steps(root) or "holds no training state that is known, and no model"
+        what = describe_steps(root) or "holds no known training state and no model"
         raise SourceError(what, path=root)
-    return ForeignRun(root, models, _sources(root, _OPTIMIZER_STEM))
+    return ThirdPartyRun(root, models, _sources(root, _OPTIMIZER_STEM))
 
 
 def _sources(root: str, stem: str) -> tuple[str, ...]:
-    """Where the k-th model or optimizer lies: a DCP directory or a file of the full state."""
+    """The paths of models or optimizers, in order: DCP directories or files of the full state."""
     if _has(root, METADATA_NAME):
         return (root,)
     found: list[str] = []
@@ -163,11 +163,11 @@ def _listed(root: str) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class ForeignRun:
-    """Where the parts of a run lie. What is asked for is read then, and each DCP directory once.
+class ThirdPartyRun:
+    """Locates the parts of a run. Reads a part when it is asked for, and each DCP directory once.
 
-    Rank-local; no payload is read. Raises :class:`SourceError` and its subclasses, :class:`StateError` for a part
-    that is not there.
+    Rank-local; reads no payload. Raises :class:`SourceError` and its subclasses, :class:`StateError` for a missing
+    part.
     """
 
     path: str
@@ -176,7 +176,7 @@ class ForeignRun:
     _read: dict[str, DcpCheckpoint] = field(default_factory=dict, repr=False)
 
     def model(self, k: int) -> Catalog:
-        """The k-th model, under module names (or a hub's, if a hub directory is all there is)."""
+        """The k-th model, under module names (or hub names, if there is only a hub directory)."""
         source = self.models[k]
         found = model_in(self._dcp(source)) if _has(source, METADATA_NAME) else None
         if found is None or not found.tensors:
@@ -201,13 +201,13 @@ class ForeignRun:
         return _of_file(source) if os.path.isfile(source) else _of_dcp(self._dcp(source))
 
     def document(self, name: str) -> dict[Any, Any]:
-        """State of ``scheduler`` or ``scaler``, with text for every key of mappings if it lies in a state dict."""
+        """The stored state of ``scheduler`` or ``scaler``. From DCP, all mapping keys are text."""
         file = next((f for f in _DOCUMENT_FILES[name] if _has(self.path, f)), None)
         if file is not None:
             path = os.path.join(self.path, file)
             found = plain_values(path)
             if type(found) is not dict:
-                raise FormatError(f"holds {brief(found)}, and a {name}'s state is a dict", path=path)
+                raise FormatError(f"holds {brief(found)}, but a {name}'s state is a dict", path=path)
             return found
         for source in dict.fromkeys((*self.models, *self.optimizers)):
             if _has(source, METADATA_NAME):
@@ -220,7 +220,7 @@ class ForeignRun:
 
     @property
     def step(self) -> int:
-        """The step that the HF Trainer notes, or that is in a state dict, or torchtitan's folder's; 0 if nothing says."""
+        """The step from the HF Trainer's file, a state dict or the name of torchtitan's folder; 0 if none has it."""
         file = os.path.join(self.path, "trainer_state.json")
         if os.path.isfile(file):
             document = read_json(file, "the HF Trainer's state")
@@ -235,7 +235,7 @@ class ForeignRun:
 
     @property
     def world_size(self) -> int:
-        """How many ranks wrote the model; 1 for a full state, which doesn't say."""
+        """The number of ranks that wrote the model; 1 for a full state, which doesn't record it."""
         files = {os.path.basename(f.path) for f in self.model(0).files}
         return len({m[1] for f in files if (m := re.match(r"__(\d+)_", f))}) or 1
 
@@ -250,7 +250,7 @@ class ForeignRun:
 
 
 def _inside(found: DcpCheckpoint) -> Any:
-    """From a stored name to what follows the optimizer's own entry in it; None for other entries."""
+    """A function from a stored name to its part inside the optimizer's entry; None for other entries."""
 
     def inside(name: str) -> str | None:
         path = [str(p) for p in found.paths.get(name, (name,))]
@@ -305,8 +305,8 @@ def _of_file(path: str) -> StoredOptimizer:
         raise FormatError("not an optimizer's state dict: expected entries state and param_groups", path=path)
     if not all(isinstance(n, str) and isinstance(v, dict) for n, v in state.items()):
         raise StateError(
-            f"{path}: keeps the optimizer's state by the number of each parameter, not by its name; save it as FSDP "
-            f"does (get_optimizer_state_dict)"
+            f"{path}: keeps the optimizer's state by parameter number, not by name; save it as FSDP does "
+            f"(get_optimizer_state_dict)"
         )
     plain = PlainValues(path, file.nbytes, plain_tensor)
     tensors: dict[str, StoredTensor] = {}
@@ -326,6 +326,7 @@ def _group(found: Any, path: str) -> dict[str, Any]:
     params = found.get("params") if type(found) is dict else None
     if type(params) is not list or not all(isinstance(n, str) for n in params):
         raise FormatError(
-            f"an optimizer's group is a dict with a list of params by name, got {brief(found)}", path=path
+            f"expected an optimizer's group, a dict with a list of params by name, got {brief(found)}",
+            path=path,
         )
     return {str(k): v for k, v in found.items()}

@@ -1,1 +1,1 @@
-"""FSDP2 over a model: which modules become groups, and gradients of what FSDP2 can't shard."""
+"""FSDP2 over a model: which modules become groups, and the gradients of parameters that FSDP2 can't shard."""

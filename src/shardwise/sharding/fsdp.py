@@ -1,4 +1,4 @@
-"""Applying FSDP2 to a model: refuse what can't be wrapped, then wrap the groups that :mod:`.groups` finds."""
+"""Applies FSDP2 to a model: refuses models that can't be wrapped, then wraps the groups that :mod:`.groups` finds."""
 
 from __future__ import annotations
 
@@ -34,34 +34,34 @@ __all__ = [
     "shard_alike",
 ]
 
-# Keyed by the model object, not stored on it: what shards a second one like it.
+# The function that shards a second model alike. Keyed by the model object, not stored on it.
 _SHARDED: weakref.WeakKeyDictionary[nn.Module, Callable[[nn.Module], object]] = weakref.WeakKeyDictionary()
 
-#: What is replicated costs memory on every rank, gradient and optimizer state too: beyond this it is an error.
+#: Replicated parameters cost memory on every rank, with gradients and optimizer state. More than this is an error.
 MAX_REPLICATED_BYTES = 64 * 2**20
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, policy: ShardPolicy = ShardPolicy()) -> nn.Module:  # noqa: B008
     """Apply FSDP2 to ``model`` in place, bottom-up, and return the same object.
 
-    Groups: repeated blocks, the experts inside them, embeddings, head, and the rest as the root's
-    (:func:`describe_groups` lists them). A parameter that two groups would share is left to a group around
-    both. Trainable parameters of another dtype than most of their group become a group of their own. Works on
-    meta (nothing is allocated) and on real models (each rank keeps its shard of what it has).
+    Groups: repeated blocks, the experts inside them, embeddings, head, and the root with the rest
+    (:func:`describe_groups` lists them). A parameter shared by two groups belongs to a group around both. Trainable
+    parameters of another dtype than most of their group become a separate group. Works on meta (allocates nothing)
+    and on real models (each rank keeps its shard of its own values).
 
-    Plain tensors stay, moved to the mesh's device:
+    Some parameters stay plain tensors, moved to the mesh's device:
 
-    * parameters named by ``policy.ignored``: reducing their gradients is up to the caller;
-    * parameters without dims (CLIP's ``logit_scale``) or elements, and those of another dtype that no module
-      can be a group for (held by the root, a block, a single expert). They are *replicated*: their gradients are averaged
-      over the mesh at the end of each backward, in fp32, with ``set_requires_gradient_sync`` and the like as for
-      the root's group. A rank that did not use one counts as zero, so unused ones never hang. Their ``requires_grad``
-      must be alike on all ranks, and every backward must go through the model's forward: one that reaches
-      such a parameter only from outside reduces nothing.
+    * parameters named by ``policy.ignored``: the caller reduces their gradients;
+    * parameters without dims (CLIP's ``logit_scale``) or elements, and parameters of another dtype that no module can
+      be a group for (held by the root, a block, a single expert). They are *replicated*: at the end of each backward
+      their gradients are averaged over the mesh, in fp32. ``set_requires_gradient_sync`` and similar settings of the
+      root's group apply to them too. A rank that did not use a parameter counts as zero, so unused ones never hang.
+      Their ``requires_grad`` must be the same on all ranks. Every backward must go through the model's forward: a
+      backward that reaches such a parameter only from outside reduces nothing.
 
     ``torch.nn.utils.clip_grad_norm_`` and foreach optimizers (the default on GPUs) take 0-d tensors and DTensors
-    together. Other plain tensors ``clip_grad_norm_`` refuses, and a foreach optimizer does if it has DTensors of
-    the same dtype: clip these apart, and give them an optimizer of their own or ``foreach=False``.
+    together. ``clip_grad_norm_`` refuses other plain tensors, and so does a foreach optimizer that has DTensors of the
+    same dtype: clip these separately, and give them a separate optimizer or ``foreach=False``.
 
     Args:
         mesh: one axis (FSDP), or two named axes (HSDP: replicate, shard).
@@ -69,8 +69,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, policy: ShardPolicy = ShardPolicy(
     Every rank of the mesh must call it, with the same model and policy.
 
     Raises:
-        ShardError: the model can't be wrapped as asked; names everything that is in the way. The model is
-            as it was.
+        ShardError: the model can't be wrapped as asked; names every obstacle. The model is unchanged.
     """
     _check_mesh(mesh)
     wrapping = find_wrapping(model, policy)
@@ -87,12 +86,12 @@ def shard(model: nn.Module, mesh: DeviceMesh, policy: ShardPolicy = ShardPolicy(
 
 
 def remember_sharding(model: nn.Module, again: Callable[[nn.Module], object]) -> None:
-    """Note what shards a second model as ``model`` was. ``again`` must not hold on to ``model``."""
+    """Keep ``again``, which shards a second model like ``model``. It must not hold a reference to ``model``."""
     _SHARDED[model] = again
 
 
 def shard_alike(model: nn.Module, sharded: nn.Module) -> bool:
-    """Shard ``model`` as ``sharded`` was. False, and nothing done, if that is not known (see :func:`remember_sharding`)."""
+    """Shard ``model`` like ``sharded``. Returns False, and does nothing, without a :func:`remember_sharding`."""
     again = _SHARDED.get(sharded)
     if again is not None:
         again(model)
@@ -100,7 +99,7 @@ def shard_alike(model: nn.Module, sharded: nn.Module) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Whether it can be done
+# Checks
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:
@@ -188,14 +187,14 @@ def _check_placements(wrapping: Wrapping, mesh: DeviceMesh, policy: ShardPolicy)
 
 
 # ----------------------------------------------------------------------------------------------------
-# Doing it
+# Wrapping
 
 
 def _wrap(wrapping: Wrapping, mesh: DeviceMesh, policy: ShardPolicy) -> None:
-    """``fully_shard`` takes what is in a module and in no group inside it: bottom-up, each gets its own parameters.
+    """Wrap the groups bottom-up: ``fully_shard`` gives a module all its parameters that no group inside it has.
 
-    Groups for a dtype take only some of what is inside them, and the group around them takes the others: first
-    that one, then they, from the outside in.
+    Groups for a dtype take only some of their parameters, and the group around them takes the rest. So the outer group
+    comes first, then these, from the outside in.
     """
     apart = {p for candidate, own in wrapping.groups if candidate.kind == "dtype" for p in own}
 
@@ -212,7 +211,7 @@ def _wrap(wrapping: Wrapping, mesh: DeviceMesh, policy: ShardPolicy) -> None:
 def _options(candidate: Candidate, policy: ShardPolicy) -> dict[str, Any]:
     precision = policy.mixed_precision or MixedPrecisionPolicy()
     if candidate.kind == "experts":
-        # Routing weights come in fp32 on purpose: nothing is cast that would not be without this group.
+        # Routing weights are fp32 on purpose: this group must not add casts.
         precision = replace(precision, cast_forward_inputs=False, output_dtype=None)
     offload = OffloadPolicy()
     if policy.cpu_offload:
@@ -226,7 +225,7 @@ def _options(candidate: Candidate, policy: ShardPolicy) -> dict[str, Any]:
 
 
 def _move_plain(plain: frozenset[nn.Parameter], mesh: DeviceMesh) -> None:
-    """FSDP2 moves what it manages, and all buffers, to the mesh's device; the rest has to be there too."""
+    """Move plain parameters to the mesh's device. FSDP2 moves its own parameters, and all buffers."""
     device = mesh_device(mesh)
     for parameter in plain:
         if not isinstance(parameter, DTensor) and not parameter.is_meta and parameter.device != device:

@@ -1,4 +1,4 @@
-"""Which modules of a model become FSDP2 groups, and of which parameters. Pure: no mesh, no payload."""
+"""Decides which modules of a model become FSDP2 groups, with which parameters. Pure: no mesh, no payload."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import ShardError
 from ..names import NamedTensor, canonical_name, children, named_tensors
-from .split_points import Candidate, GroupKind, Inside, find_candidates
+from .split_points import Candidate, GroupKind, SplitPoints, find_candidates
 
 __all__ = [
     "Group",
@@ -37,25 +37,25 @@ class ShardPolicy:
     mixed_precision: MixedPrecisionPolicy | None = None
     """Compute and reduce dtypes, as for ``fully_shard``; None: as stored."""
     reshard_after_forward: bool | int | None = None
-    """As for ``fully_shard``; None: free gathered parameters after forward everywhere but at the root."""
+    """As for ``fully_shard``; None: free gathered parameters after forward, except at the root."""
     cpu_offload: bool = False
-    """Keep shards, gradients and optimizer state in host memory; pinned if an accelerator is there."""
+    """Keep shards, gradients and optimizer state in host memory; pinned if there is an accelerator."""
     placement: Callable[[nn.Parameter], Shard | None] | None = None
     """The dim to cut for a parameter; None or a None result: dim 0. Other dims must divide evenly."""
     ignored: tuple[str, ...] = ()
-    """Patterns (fnmatch) of parameter names that nobody shards: plain, whole on every rank, their gradients
-    for the caller to reduce (those that FSDP2 can't shard are reduced without being named here)."""
+    """Patterns (fnmatch) of parameter names to leave plain: whole on every rank, and the caller reduces their
+    gradients. Don't name parameters that FSDP2 can't shard: their gradients are reduced automatically."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """What FSDP2 gathers at a time: a module's parameters without those of groups inside it."""
+    """The parameters that FSDP2 gathers together: a module's, without those of groups inside it."""
 
     name: str
     """Canonical module name; empty for the root."""
     kind: GroupKind
-    """Why the module is a group of its own. ``dtype``: it takes only its own parameters of one dtype out of
-    the group around it, which has most of them in another."""
+    """Why the module is a group. ``dtype``: it takes only its parameters of one dtype, out of a surrounding group of
+    another dtype."""
     parameter_count: int
     """Elements, over all ranks."""
     stored_bytes: int
@@ -68,16 +68,16 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Wrapping:
-    """Who holds which parameter: every parameter is in one group, or plain."""
+    """Assigns every parameter to one group, or leaves it plain."""
 
     tensors: tuple[NamedTensor, ...]
     """Every parameter, with its names."""
     groups: tuple[tuple[Candidate, tuple[nn.Parameter, ...]], ...]
-    """Bottom-up, the root last, with their own parameters."""
+    """Groups bottom-up, the root last, each with its own parameters."""
     plain: frozenset[nn.Parameter]
-    """Parameters that nobody shards."""
+    """Parameters that are not sharded."""
     replicated: tuple[tuple[NamedTensor, nn.Module], ...]
-    """The plain ones with gradients that :func:`shard` reduces, and the module of the group that each is beside."""
+    """Plain parameters whose gradients :func:`shard` reduces, each with the module of the group around it."""
 
 
 def describe_groups(model: nn.Module, policy: ShardPolicy = ShardPolicy()) -> tuple[Group, ...]:
@@ -104,21 +104,21 @@ def describe_groups(model: nn.Module, policy: ShardPolicy = ShardPolicy()) -> tu
 
 
 def largest_group(groups: tuple[Group, ...]) -> Group:
-    """The group that takes the most memory while it is gathered; the first one of equals."""
+    """The group that takes the most memory while gathered; the first of equals."""
     return max(groups, key=lambda group: group.gathered_bytes)
 
 
 def _compute_dtype(parameter: nn.Parameter, compute: torch.dtype | None) -> torch.dtype:
-    # FSDP2 casts floating parameters only.
+    # FSDP2 casts only floating-point parameters.
     return compute if compute is not None and parameter.dtype.is_floating_point else parameter.dtype
 
 
 # ----------------------------------------------------------------------------------------------------
-# Which modules, of which parameters
+# Modules and their parameters
 
 
 def find_wrapping(model: nn.Module, policy: ShardPolicy) -> Wrapping:
-    """What :func:`shard` wraps and what it leaves plain. Every parameter that is not plain has one group."""
+    """The groups and plain parameters of :func:`shard`. Every parameter that is not plain has one group."""
     tensors = [t for t in named_tensors(model) if t.kind == "parameter"]
     lazy = [t.name for t in tensors if is_lazy(t.tensor)]
     if lazy:
@@ -126,7 +126,7 @@ def find_wrapping(model: nn.Module, policy: ShardPolicy) -> Wrapping:
             f"parameters without a shape yet: {', '.join(lazy)}. Run the model once before this."
         )
     named = named_by(tensors, policy)
-    # torch 2.13 shards neither: of 0-d ones it says so, of empty ones only in the first backward.
+    # torch 2.13 shards neither: it refuses 0-d parameters at once, empty ones only in the first backward.
     unfit = {parameter_of(t) for t in tensors if t.tensor.ndim == 0 or not t.tensor.numel()}
     sharded = [t for t in tensors if parameter_of(t) not in unfit | named]
     whole = [t for t in tensors if parameter_of(t) in unfit - named and t.tensor.numel()]
@@ -135,14 +135,14 @@ def find_wrapping(model: nn.Module, policy: ShardPolicy) -> Wrapping:
     own: dict[int, list[NamedTensor]] = {key: [] for key in candidates}
     for tensor in sharded:
         own[next(iter(owners[id(tensor.tensor)]))].append(tensor)
-    inside = Inside(model, candidates)
+    split_points = SplitPoints(model, candidates)
     for key in list(own):
-        own[key], apart, left = _by_dtype(own[key], candidates[key], inside)
+        own[key], apart, left = _by_dtype(own[key], candidates[key], split_points)
         for candidate, taken in apart.items():
             candidates[id(candidate.module)] = candidate
             own[id(candidate.module)], depth[id(candidate.module)] = taken, depth[key] + 1
         whole += left
-    # The root is a group even if all its parameters lie in others: it starts FSDP2's iteration.
+    # The root is a group even if all its parameters lie in other groups: it starts FSDP2's iteration.
     kept = [key for key in candidates if own[key] or key == id(model)]
     kept.sort(key=lambda key: -depth[key])  # stable: module order among modules of one depth
 
@@ -161,7 +161,7 @@ def find_wrapping(model: nn.Module, policy: ShardPolicy) -> Wrapping:
 def _without_conflicts(
     model: nn.Module, candidates: dict[int, Candidate], sharded: set[int]
 ) -> tuple[dict[int, Candidate], dict[int, set[int]], dict[int, int]]:
-    """The candidates that leave every parameter to be sharded one owner; with the owners, and each candidate's depth."""
+    """The candidates with which every sharded parameter has one owner; with the owners and each candidate's depth."""
     while True:
         owners, depth = _owners(model, candidates)
         dropped = _conflicting([holders for key, holders in owners.items() if key in sharded], depth)
@@ -194,13 +194,13 @@ def named_by(tensors: list[NamedTensor], policy: ShardPolicy) -> frozenset[nn.Pa
 
 
 def _by_dtype(
-    tensors: list[NamedTensor], group: Candidate, inside: Inside
+    tensors: list[NamedTensor], group: Candidate, split_points: SplitPoints
 ) -> tuple[list[NamedTensor], dict[Candidate, list[NamedTensor]], list[NamedTensor]]:
-    """A group's parameters without trainable ones of another dtype than most; groups for these; what is left.
+    """Split a group by dtype: parameters that stay, new groups for trainable ones of a rarer dtype, and the rest.
 
-    FSDP2 refuses, at the first forward, a group whose trainable parameters have several dtypes (torch 2.13);
-    models have them where a class keeps some in fp32: T5 its ``wo``, Zamba ``A_log`` beside bf16 weights of the
-    same module. A module inside the group becomes a group for them; all others stay where they are.
+    FSDP2 refuses, at the first forward, a group whose trainable parameters have several dtypes (torch 2.13). Some
+    classes keep parameters in fp32: T5 its ``wo``, Zamba ``A_log`` beside bf16 weights of the same module. A module
+    inside the group becomes a group for them; parameters without such a module are the rest.
     """
     by_dtype: dict[torch.dtype, list[NamedTensor]] = {}
     for tensor in tensors:
@@ -210,7 +210,7 @@ def _by_dtype(
     apart: dict[Candidate, list[NamedTensor]] = {}
     left = []
     for tensor in (t for dtype in most_first[1:] for t in by_dtype[dtype]):
-        for candidate in inside.around(tensor, group):
+        for candidate in split_points.around(tensor, group):
             if candidate not in apart or apart[candidate][0].tensor.dtype == tensor.tensor.dtype:
                 apart.setdefault(candidate, []).append(tensor)
                 break
@@ -225,7 +225,7 @@ def _by_dtype(
 
 
 def _owners(model: nn.Module, candidates: dict[int, Candidate]) -> tuple[dict[int, set[int]], dict[int, int]]:
-    """For every parameter (by id) the candidates that would manage it, and for every candidate its depth."""
+    """For every parameter (by id) the candidates that would own it, and for every candidate its depth."""
     owners: dict[int, set[int]] = {}
     depth: dict[int, int] = {id(model): 0}
     visited: set[tuple[int, int]] = set()
@@ -247,9 +247,10 @@ def _owners(model: nn.Module, candidates: dict[int, Candidate]) -> tuple[dict[in
 
 
 def _conflicting(owners: Iterable[set[int]], depth: dict[int, int]) -> set[int]:
-    """Candidates to drop: of every parameter with several owners the deepest ones.
+    """Candidates to drop: the deepest owners of every parameter with several owners.
 
-    Deepest first, so that a tie inside one block costs the inner group only; embedding and head go together.
+    Dropping the deepest first means that a tie inside one block costs only the inner group. Embedding and head are
+    dropped together.
     """
     dropped: set[int] = set()
     for holders in owners:

@@ -1,4 +1,4 @@
-"""Gradients of parameters that stay whole on every rank, because FSDP2 can't shard them: averaged after backward.
+"""Averages, after backward, the gradients of parameters that FSDP2 can't shard and that stay whole on every rank.
 
 FSDP2 ends every backward in one callback, on every rank that ran one. What is here goes after it: one reduction
 over the mesh for all such parameters, zeros where this rank has no gradient. So it does not matter which of them
@@ -30,8 +30,8 @@ def reduce_after_backward(
 ) -> None:
     """Average the gradients of the parameters at ``places`` over ``mesh`` at the end of each backward.
 
-    They follow the settings (gradient sync, divide factor) of one group: the first of the modules ``beside`` that
-    FSDP2 holds parameters for. Call after ``fully_shard``, on every rank, with the same places in the same order.
+    The settings (gradient sync, divide factor) of one group apply: that of the first module in ``beside`` for which
+    FSDP2 holds parameters. Call it after ``fully_shard``, on every rank, with the same places in the same order.
     """
     groups = [group for module in beside for group in fsdp_groups(module)]
     if groups:  # else nothing here is trainable
@@ -79,7 +79,7 @@ class Reduction:
 
     @torch.no_grad()
     def _reduce(self, parameters: list[nn.Parameter]) -> None:
-        """Every gradient becomes the mean over the mesh; None only where no rank has one."""
+        """Replace every gradient by its mean over the mesh; None only if no rank has one."""
         if not parameters:
             return
         factor = self._group.divide_factor or self._mesh.size()
@@ -95,7 +95,7 @@ class Reduction:
         holders.copy_(torch.tensor([p.grad is not None for p in parameters]))
         _sum_over(self._mesh, sums)
         sums /= factor
-        # Looked at only by a rank that lacks one: it waits for the device.
+        # Reading it waits for the device, so only a rank that lacks a gradient does.
         held = holders.tolist() if any(p.grad is None for p in parameters) else []
         for index, (parameter, part) in enumerate(zip(parameters, parts, strict=True)):
             if parameter.grad is not None:
@@ -105,7 +105,7 @@ class Reduction:
         self._reduced = [weakref.ref(p.grad) for p in parameters if p.grad is not None]
 
     def _refuse_reduced(self, parameters: list[nn.Parameter]) -> None:
-        """What is in a gradient already is averaged once more, which changes nothing only for a mean."""
+        """Refuse gradients reduced before: they are averaged again, which is right only for a mean."""
         before = [grad for reference in self._reduced if (grad := reference()) is not None]
         if any(p.grad is grad for p in parameters for grad in before):
             raise ShardError(
@@ -116,9 +116,9 @@ class Reduction:
 
 
 def _sum_over(mesh: DeviceMesh, tensor: torch.Tensor) -> None:
-    """Sum in place over all ranks of the mesh; the same bits on each."""
+    """Sum in place over all ranks of the mesh, with the same bits on each."""
     for axis in reversed(range(mesh.ndim)):
         dist.all_reduce(tensor, group=mesh.get_group(axis))
     if mesh.ndim > 1:
-        # Another part of the last axis may have added the same sums up in another order.
+        # Another slice of the last axis may have added the same values in another order.
         dist.broadcast(tensor, group=mesh.get_group(1), group_src=0)

@@ -1,4 +1,4 @@
-"""Which modules of a model could be FSDP2 groups, and why. Pure: no mesh, no payload, no collectives."""
+"""Finds the modules of a model that could be FSDP2 groups. Pure: no mesh, no payload, no collectives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..internals.torch import original_class
 from ..internals.transformers import blocks_not_to_split
 from ..names import NamedTensor, children
 
-__all__ = ["Candidate", "GroupKind", "Inside", "can_be_group", "find_candidates"]
+__all__ = ["Candidate", "GroupKind", "SplitPoints", "can_be_group", "find_candidates"]
 
 GroupKind = Literal["block", "experts", "embedding", "head", "dtype", "root"]
 
@@ -25,7 +25,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A module that could be a group, its path in the model, and why."""
+    """A module that could be a group, its path in the model, and the reason."""
 
     module: nn.Module
     path: str
@@ -35,7 +35,7 @@ class Candidate:
 def find_candidates(model: nn.Module, block_classes: Sequence[str] | None) -> dict[int, Candidate]:
     """Modules that should be groups, by id, in module order; the first reason found for a module counts.
 
-    Raises :class:`ShardError` for ``block_classes`` that the model does not have.
+    Raises :class:`ShardError` for ``block_classes`` that the model lacks.
     """
     reasons: dict[int, GroupKind] = {id(model): "root"}
     blocks = _blocks(model) if block_classes is None else _blocks_by_name(model, block_classes)
@@ -43,7 +43,7 @@ def find_candidates(model: nn.Module, block_classes: Sequence[str] | None) -> di
         reasons.setdefault(id(module), "block")
     adapted = adapted_modules(model)
     for module in _experts(model, set(reasons)):
-        # PEFT's layer around experts looks at their parameters before it runs them.
+        # PEFT's layer around experts reads their parameters before it runs them.
         reasons.setdefault(id(adapted.get(id(module), module)), "experts")
     for module, kind in _embeddings_and_head(model):
         reasons.setdefault(id(module), kind)
@@ -55,7 +55,7 @@ def find_candidates(model: nn.Module, block_classes: Sequence[str] | None) -> di
 
 
 def can_be_group(module: nn.Module) -> bool:
-    """Has parameters, and a forward for FSDP2 to hook into."""
+    """Whether a module has parameters, and a forward for FSDP2 to hook into."""
     if next(module.parameters(), None) is None:
         return False
     is_bare_container = isinstance(module, nn.ModuleList | nn.ModuleDict)
@@ -121,8 +121,8 @@ def _blocks_by_name(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
 def _experts(model: nn.Module, taken: set[int]) -> list[nn.Module]:
     """Modules that hold all experts of a layer: classes named ``…Experts``; the owner of a list ``experts``.
 
-    Never a single expert of a list: it runs only on the ranks whose tokens reach it, and FSDP2's collective
-    would wait for the others.
+    Never a single expert of a list: it runs only on ranks whose tokens reach it, and FSDP2's collective would wait for
+    the other ranks.
     """
     found: list[nn.Module] = []
     inside: set[int] = set()
@@ -141,7 +141,7 @@ def _experts(model: nn.Module, taken: set[int]) -> list[nn.Module]:
 
 
 def _embeddings_and_head(model: nn.Module) -> Iterator[tuple[nn.Module, GroupKind]]:
-    """What the outermost modules that can be asked call their input embeddings and their head."""
+    """The input embeddings and head of the outermost modules that have methods for them."""
     known = {id(m) for m in model.modules()} - {id(model)}
     asked: set[int] = set()
     for module in model.modules():
@@ -159,7 +159,7 @@ def _embeddings_and_head(model: nn.Module) -> Iterator[tuple[nn.Module, GroupKin
 
 
 def _ask(module: nn.Module, method: str) -> object:
-    # Models without embeddings or a head raise here, with whatever their author chose; it only means "none".
+    # Models without embeddings or a head raise here, with any type of error; it only means "none".
     try:
         return getattr(module, method)()
     except Exception:
@@ -167,7 +167,7 @@ def _ask(module: nn.Module, method: str) -> object:
 
 
 def _listed_experts(model: nn.Module) -> set[int]:
-    """Everything inside lists of experts, by id: it does not run on every rank."""
+    """All modules inside lists of experts, by id: they do not run on every rank."""
     return {
         id(m)
         for module in model.modules()
@@ -178,7 +178,7 @@ def _listed_experts(model: nn.Module) -> set[int]:
     }
 
 
-class Inside:
+class SplitPoints:
     """Modules of a model that are not groups and run on every rank: they could take some of a group's parameters."""
 
     def __init__(self, model: nn.Module, groups: Collection[int]) -> None:
@@ -187,11 +187,11 @@ class Inside:
         self._unfit = {*groups, *_listed_experts(model)}
 
     def around(self, tensor: NamedTensor, group: Candidate) -> Iterator[Candidate]:
-        """Those between a group and a parameter of it, the outermost first; none if several modules hold it.
+        """Modules between a group and one of its parameters, the outermost first; none if several modules hold it.
 
-        The outermost runs whenever the parameter is used, also by code that takes it from its module without
-        calling that (``F.conv1d(x, self.conv.weight)``). Where several paths lead to the module that holds it,
-        only that one is sure to run.
+        The outermost runs whenever the parameter is used, also by code that reads the parameter without calling its
+        module (``F.conv1d(x, self.conv.weight)``). If several paths lead to the module that holds the parameter, only
+        that module is sure to run.
         """
         if len(tensor.owners) > 1:
             return
@@ -199,6 +199,6 @@ class Inside:
         for end in range(1 if len(tensor.names) == 1 else len(parts), len(parts) + 1):
             path = ".".join(parts[:end])
             module = group.module.get_submodule(path)
-            # Containers are often iterated over, not called.
+            # Containers are often iterated, not called.
             if id(module) not in self._unfit and can_be_group(module) and not isinstance(module, _CONTAINERS):
                 yield Candidate(module, f"{group.path}.{path}".strip("."), "dtype")

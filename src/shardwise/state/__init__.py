@@ -1,9 +1,8 @@
-"""Training state beside the weights: typed JSON, random generators, data position.
+"""Training state beside the weights: optimizer, schedulers, scaler, data position, extras.
 
-* ``typed_json``: any state of schedulers, scalers, loaders as plain JSON, with tensors kept aside.
-* ``rng``: capture, restore and derive the state of every random generator.
+* ``typed_json``: any state of schedulers, scalers, loaders as plain JSON, with tensors in a separate mapping.
 * ``data``: a loader whose position can be stored and resumed in the middle of an epoch; ``replay``: how, in general.
 * ``sampler``: a sampler whose order and position do not depend on the number of ranks.
-* ``schedulers``: what they leave out of their state.
-* ``gradients``: those that wait for an optimizer step.
+* ``schedulers``: inner schedulers, and the functions that a scheduler's state leaves out.
+* ``gradients``: gradients that wait for an optimizer step.
 """

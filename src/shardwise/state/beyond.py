@@ -1,10 +1,10 @@
-"""State beyond parameters, buffers, ``state`` and ``param_groups``: found by asking the object what it would save.
+"""Finds state beyond parameters, buffers, ``state`` and ``param_groups`` in an object's own state dict.
 
 A model or an optimizer may save more than torch's base classes do: by its own ``state_dict``, by a module's
-``_save_to_state_dict``, by hooks. What it would save is compared with what the checkpoint holds anyway. The rest is a
-set of *leaves*: values by their path in the object's state dict. Leaves become a typed JSON document, and a resume
-gives them back through the object's own ``load_state_dict``; what can't be expressed is named. Whether they arrived is
-found by asking once more.
+``_save_to_state_dict``, by hooks. Its state dict is compared with the state that the checkpoint holds anyway. The rest
+is a set of *leaves*: values by their path in the state dict. Leaves become a typed JSON document, and a restore gives
+them back through the object's own ``load_state_dict``. Reports name leaves that can't be stored. A second look at the
+state dict shows whether they arrived.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ __all__ = [
     "with_leaves",
 ]
 
-#: Place of a value in a state dict: keys of dicts, indices of lists.
+#: Path of a value in a state dict: keys of dicts, indices of lists.
 Path = tuple[Any, ...]
-#: Tensors in documents are held in host memory, so there may not be many of one object.
+#: Tensors in documents are held in host memory, so one object may not have many.
 MAX_BEYOND_BYTES = 64 * 1024**2
 _MISSING = object()
 
 
 @dataclass(frozen=True, slots=True)
 class Beyond:
-    """What one object would save by itself and the checkpoint does not hold otherwise."""
+    """State of one object that only its own saving would store."""
 
     leaves: tuple[tuple[Path, Any], ...] = ()
-    """What can be stored, by path."""
+    """Values that can be stored, by path."""
     not_stored: Mapping[str, str] = field(default_factory=dict)
-    """What can't, by :func:`path_key`: one line each."""
+    """Values that can't be stored: one line each, by :func:`path_key`."""
 
 
 def leaves_beyond(
@@ -62,8 +62,8 @@ def leaves_beyond(
 ) -> Iterator[tuple[Path, Any]]:
     """Values of a state dict ``own`` that neither follow from ``plain`` nor are objects with an id in ``known``.
 
-    ``plain`` is what torch's base class would give; a tensor that is a cast of the plain one says nothing new.
-    ``inside``: ids of the containers on the way; one that is met again in itself is a leaf.
+    ``plain`` is the state dict of torch's base class; a tensor that is a cast of the plain one holds nothing new.
+    ``inside``: ids of the containers on the path; a container inside itself is a leaf.
     """
     within = (*inside, id(own))
     if isinstance(own, dict) and id(own) not in inside:
@@ -90,7 +90,7 @@ def _follows(own: Any, plain: Any) -> bool:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two values of state dicts are of one type and equal, tensors and floats bit for bit, on one type of device."""
+    """Whether two values of state dicts have one type and are equal: tensors and floats bit for bit, on one device type."""
     try:
         if isinstance(a, torch.Tensor):
             return isinstance(b, torch.Tensor) and _same_kind(a, b) and _same_bits(a, b)
@@ -115,7 +115,7 @@ def same(a: Any, b: Any) -> bool:
         if isinstance(a, complex):
             return same((a.real, a.imag), (b.real, b.imag))
         return bool(a == b)
-    except Exception:  # any class may be in a state dict, with any __eq__
+    except Exception:  # a state dict may hold any class, with any __eq__
         return False
 
 
@@ -133,7 +133,7 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def split_storable(leaves: Iterable[tuple[Path, Any]], what: str) -> Beyond:
-    """Leaves that typed JSON can hold, and a line for each that it can't. ``what`` begins the lines."""
+    """Split leaves into those that typed JSON can hold and a line for each other one. ``what`` begins the lines."""
     kept: list[tuple[Path, Any]] = []
     lines: dict[str, str] = {}
     nbytes = 0
@@ -143,7 +143,7 @@ def split_storable(leaves: Iterable[tuple[Path, Any]], what: str) -> Beyond:
             value = _without_parameters(live)
             encoded = encode((path, value), where="it")
         except RecursionError:
-            why = "it contains itself, or is nested too deeply"
+            why = "it contains itself or is nested too deeply"
         except ShardwiseError as error:
             why = str(error)
         else:
@@ -151,9 +151,7 @@ def split_storable(leaves: Iterable[tuple[Path, Any]], what: str) -> Beyond:
             if encoded.not_stored:
                 why = "it holds a function"
             elif nbytes + size > MAX_BEYOND_BYTES:
-                why = (
-                    f"with it, there are {nbytes + size} bytes of such state; the limit is {MAX_BEYOND_BYTES}"
-                )
+                why = f"with it such state has {nbytes + size} bytes; the limit is {MAX_BEYOND_BYTES}"
             else:
                 nbytes += size
         if why:
@@ -167,7 +165,7 @@ def split_storable(leaves: Iterable[tuple[Path, Any]], what: str) -> Beyond:
 
 
 def _without_parameters(value: Any) -> Any:
-    """With the tensors of the parameters among a value of tuples, lists and dicts; it is new where it has any."""
+    """``value`` (tuples, lists, dicts) with tensors in place of its parameters. Containers that hold any are new."""
     if isinstance(value, nn.Parameter):
         return value.detach()
     if type(value) in (tuple, list):
@@ -184,17 +182,17 @@ def path_text(path: Path) -> str:
 
 
 def path_key(path: Path) -> str:
-    """A path as Python writes it: ``('a.b',)`` is not ``('a', 'b')``, although people read both as ``a.b``."""
+    """A path as Python writes it: unlike ``a.b``, it tells ``('a.b',)`` from ``('a', 'b')``."""
     try:
         return repr(path)
-    except Exception:  # any class may be a key, and Python refuses to print integers of 4300 digits
+    except Exception:  # a key may have any class, and Python refuses to print integers of 4300 digits
         return path_text(tuple(part if isinstance(part, str) else type(part).__qualname__ for part in path))
 
 
 def put_leaves(
     stored: Iterable[tuple[Path, Any]], live: Mapping[Path, Any], places: Places
 ) -> list[tuple[Path, Any]]:
-    """``stored`` with tensors where the ``live`` ones of their paths are (see :meth:`Places.put`)."""
+    """``stored`` with its tensors moved to the devices of the ``live`` ones at their paths (see :meth:`Places.put`)."""
     return [(path, places.put(value, lambda p=path: live.get(p))) for path, value in stored]  # type: ignore[misc]
 
 
@@ -202,7 +200,7 @@ def with_leaves(own: Any, stored: Iterable[tuple[Path, Any]], stale: Iterable[Pa
     """A copy of a live state dict with ``stored`` leaves in it, and without the ``stale`` ones.
 
     Containers are new, tensors are not. Raises :class:`LookupError` or :class:`TypeError` for a path that the live
-    state dict has no place for.
+    state dict does not have.
     """
     made = _copied(own)
     for path in stale:
@@ -239,7 +237,7 @@ def differing_leaves(
     not_stored: Collection[str],
     what: str,
 ) -> Iterator[str]:
-    """One line for each leaf that is not as stored. ``not_stored``: keys of paths that are named already."""
+    """One line for each leaf that differs from the stored one. ``not_stored``: keys of paths already reported."""
     found, wanted = dict(now), dict(stored)
     for path in sorted(found.keys() | wanted.keys(), key=path_text):
         if path_key(path) in not_stored:

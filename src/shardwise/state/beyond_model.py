@@ -1,8 +1,8 @@
-"""What a model would save by itself beside parameters, persistent buffers and ``get_extra_state``.
+"""Finds state of a model beyond parameters, persistent buffers and ``get_extra_state``.
 
-``nn.Module.state_dict`` gives exactly these, unless a class overrides a part of it or a hook changes it. Only then the
-model is asked, once a save: its tensors come as references. FSDP2 and activation checkpointing have hooks of their own,
-which move nothing, and start no collective.
+``nn.Module.state_dict`` gives exactly these, unless a class overrides part of it or a hook changes it. Only then each
+save calls the model's own ``state_dict``, once; its tensors come as references. The hooks of FSDP2 and activation
+checkpointing move no data and start no collective.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
     "refuse_fsdp1",
 ]
 
-#: Their hooks put shards in place and rename keys.
+#: Modules whose hooks only put shards in place and rename keys.
 _WRAPPERS = (
     "torch.distributed.fsdp._fully_shard",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
@@ -61,7 +61,7 @@ def refuse_fsdp1(problem: str | None) -> None:
 
 
 def has_own_loading(model: nn.Module) -> bool:
-    """Whether the model does more than torch's base class when a state dict is loaded."""
+    """Whether the model's ``load_state_dict`` does more than that of torch's base class."""
     return _differs_from_torch(model, *_LOADING)
 
 
@@ -87,7 +87,7 @@ def _is_wrappers(hook: Any) -> bool:
 def beyond_model(name: str, live: LiveModel) -> Beyond:
     """What a checkpoint of the model has to hold besides its tensors and extra state. Rank-local.
 
-    Calls the model's ``state_dict`` where it may say more than torch's. Paths begin with the canonical key.
+    Calls the model's ``state_dict`` if it may hold more than torch's. Paths begin with the canonical key.
     """
     model = live.root
     if not _differs_from_torch(model, *_SAVING):
@@ -96,7 +96,7 @@ def beyond_model(name: str, live: LiveModel) -> Beyond:
         leaves = _leaves(model, live.tensors)
     except Exception as error:
         why = f"{type(model).__qualname__}.state_dict failed: {type(error).__name__}: {error}"
-        return Beyond(not_stored={"": f"{name}: what it would save by itself is not known ({why})"})
+        return Beyond(not_stored={"": f"{name}: its own state is not known ({why})"})
     return split_storable(leaves, name)
 
 
@@ -109,9 +109,9 @@ def _leaves(model: nn.Module, named: Iterable[NamedTensor]) -> list[tuple[Path, 
 
 
 def _scales_aside(model: nn.Module) -> dict[str, Any]:
-    """What bitsandbytes' 4-bit layers would save if their weight had not been replaced by a shard.
+    """The scales that bitsandbytes' 4-bit layers would save if a shard had not replaced their weight.
 
-    They look for the scales on the weight when they save, and keep them in the module when they compute.
+    When they save, these layers look for scales on the weight; when they compute, they keep them in the module.
     """
     found = {}
     for path, module in model.named_modules():
@@ -129,7 +129,7 @@ def _extra_state_keys(model: nn.Module) -> Iterator[str]:
 
 
 def _own_state(model: nn.Module) -> dict[str, Any]:
-    """References where the model lets them be: the live objects themselves."""
+    """The model's own state dict, as references to the live objects if the model gives references."""
     takes = inspect.signature(model.state_dict).parameters.values()
     can_keep = any(p.name == "keep_vars" or p.kind is inspect.Parameter.VAR_KEYWORD for p in takes)
     with torch.no_grad():
@@ -148,8 +148,8 @@ def give_back_to_model(
 ) -> list[str]:
     """Let the model take ``stored`` by its own ``load_state_dict``, beside its present tensors. Rank-local.
 
-    To be called where its tensors are restored; those that are given to it are the live ones, so that torch copies
-    nothing. Tensors in ``stored`` get the live ones' place. Returns why it failed; raises nothing of the model's.
+    Call it after restoring the model's tensors: it passes the live ones, so torch copies nothing. Tensors in
+    ``stored`` move to the devices of the live ones. Returns reasons for a failure; raises no error of the model.
     """
     if not (stored or has_own_loading(live.root)):
         return []
@@ -172,7 +172,7 @@ def differences_of_model(
         now = _leaves(live.root, live.tensors)
         return list(differing_leaves(now, stored, not_stored.keys(), name))
     except Exception as error:
-        return [f"{name}: what it would save by itself is not known ({type(error).__name__}: {error})"]
+        return [f"{name}: its own state is not known ({type(error).__name__}: {error})"]
 
 
 def _load(model: nn.Module, stored: list[tuple[Path, Any]], live: list[Path], not_stored: set[str]) -> None:
@@ -189,7 +189,7 @@ def _load(model: nn.Module, stored: list[tuple[Path, Any]], live: list[Path], no
     takes = inspect.signature(model.load_state_dict).parameters.values()
     can_be_lax = any(p.name == "strict" or p.kind is inspect.Parameter.VAR_KEYWORD for p in takes)
     with torch.no_grad():
-        # A hook may have left keys out of the state dict; whether all arrived is looked at afterwards.
+        # A hook may have dropped keys from the state dict; differences_of_model checks afterwards what arrived.
         model.load_state_dict(given, strict=False) if can_be_lax else model.load_state_dict(given)
 
 

@@ -1,7 +1,7 @@
-"""What an optimizer would save by itself beside ``state`` and ``param_groups``.
+"""Finds state of an optimizer beyond ``state`` and ``param_groups``.
 
-``Optimizer.state_dict`` gives exactly these, unless a class overrides it, a hook changes it, or another optimizer is
-wrapped around this one. Only then the outermost is asked, once a save.
+``Optimizer.state_dict`` gives exactly these, unless a class overrides it, a hook changes it, or another optimizer
+wraps this one. Only then each save calls the ``state_dict`` of the outermost optimizer, once.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def _has_own_saving(outer: Optimizer, inner: Optimizer) -> bool:
 
 
 def beyond_optimizer(name: str, outer: Optimizer, inner: Optimizer) -> Beyond:
-    """What a checkpoint has to hold besides ``state`` and ``param_groups`` of ``inner``. Rank-local.
+    """State that a checkpoint must hold besides ``state`` and ``param_groups`` of ``inner``. Rank-local.
 
-    ``outer`` is what the program steps: ``inner``, or what it is wrapped in. Calls the ``state_dict`` of ``outer``
-    where it may say more than torch's.
+    ``outer`` is the optimizer that the program steps: ``inner``, or its wrapper. Calls the ``state_dict`` of ``outer``
+    if it may hold more than torch's.
     """
     if not _has_own_saving(outer, inner):
         return Beyond()
@@ -59,7 +59,7 @@ def beyond_optimizer(name: str, outer: Optimizer, inner: Optimizer) -> Beyond:
         leaves = _leaves(outer, inner)
     except Exception as error:
         why = f"{type(outer).__qualname__}.state_dict failed: {type(error).__name__}: {error}"
-        return Beyond(not_stored={"": f"{name}: what it would save by itself is not known ({why})"})
+        return Beyond(not_stored={"": f"{name}: its own state is not known ({why})"})
     return split_storable(leaves, name)
 
 
@@ -73,7 +73,7 @@ def _leaves(outer: Optimizer, inner: Optimizer) -> list[tuple[Path, Any]]:
 
 
 def _plain(optimizer: Optimizer) -> dict[str, Any]:
-    """What ``Optimizer.state_dict`` gives without hooks: parameters by their number."""
+    """The result of ``Optimizer.state_dict`` without hooks: parameters by their number."""
     numbers: dict[int, int] = {}
     groups = []
     start = 0
@@ -98,9 +98,9 @@ def give_back_to_optimizer(
 ) -> list[str]:
     """Let ``outer`` take ``stored`` by its own ``load_state_dict``, beside the present state of ``inner``. Rank-local.
 
-    To be called where ``inner`` is restored. torch's own ``load_state_dict`` casts state and replaces groups, so these
-    are put back afterwards as they were. Tensors in ``stored`` get the live ones' place. Returns a line for each thing
-    that it changed, or why it failed.
+    Call it after restoring ``inner``. torch's own ``load_state_dict`` casts state and replaces groups, so both are put
+    back afterwards. Tensors in ``stored`` move to the devices of the live ones. Returns a line for each change that
+    could not be undone, or for the failure.
     """
     if not (stored or _differs_from_torch(inner, *_LOADING)):
         return []
@@ -118,13 +118,13 @@ def differences_of_optimizer(
     stored: list[tuple[Path, Any]],
     not_stored: Mapping[str, str],
 ) -> list[str]:
-    """A line for each thing that the optimizer would save by itself and that is not as ``stored``. Rank-local."""
+    """A line for each value in the optimizer's own state that differs from ``stored``. Rank-local."""
     if not (stored or _has_own_saving(outer, inner)):
         return []
     try:
         return list(differing_leaves(_leaves(outer, inner), stored, not_stored.keys(), name))
     except Exception as error:
-        return [f"{name}: what it would save by itself is not known ({type(error).__name__}: {error})"]
+        return [f"{name}: its own state is not known ({type(error).__name__}: {error})"]
 
 
 def _load(
@@ -147,7 +147,7 @@ def _load(
 
 
 class KeptOptimizer:
-    """State and groups of an optimizer, to be put back whatever its ``load_state_dict`` does to them."""
+    """Keeps state and groups of an optimizer, and puts them back after its ``load_state_dict``."""
 
     def __init__(self, outer: Optimizer, inner: Optimizer) -> None:
         self._inner = inner
@@ -171,7 +171,7 @@ class KeptOptimizer:
         }
 
     def put_back(self) -> list[str]:
-        """Returns which tensors were changed in place."""
+        """Put state and groups back. Returns the tensors that were changed in place."""
         self._groups[:] = self._each
         for live, value in self._rates:
             live.detach().copy_(value)

@@ -1,4 +1,4 @@
-"""Position of a data loader: store it in the middle of an epoch, and go on exactly there."""
+"""Stores the position of a data loader in the middle of an epoch, and goes on exactly there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["ResumableLoader", "data_caveats", "make_iterator"]
 
 
 class _Position(Protocol):
-    """What the two ways of keeping a position have in common; the docstrings are :class:`ResumableLoader`'s."""
+    """The common interface of both ways to keep a position; :class:`ResumableLoader` documents it."""
 
     @property
     def epoch(self) -> int: ...
@@ -35,28 +35,27 @@ class _Position(Protocol):
 
 
 class ResumableLoader:
-    """A ``DataLoader`` whose position is state: iterate over this in place of the loader.
+    """A ``DataLoader`` whose position is state: iterate over this object instead of the loader.
 
-    It yields the loader's own batches, in the loader's order, with the loader's use of random generators. A
-    batch counts from the moment that the loop gets it; what workers have prefetched does not count. Leaving a
-    loop early and iterating anew begins a new epoch, as with the loader itself; until then the position is
-    that of the epoch that was left. The iterator is made when its first batch is asked for.
+    It yields the loader's own batches, in the loader's order, with the loader's use of random generators. A batch
+    counts once the loop gets it; prefetched batches do not count. Leaving a loop early and iterating again begins a
+    new epoch, as with the loader itself; until then the position stays in the old epoch. The first request for a
+    batch makes the iterator.
 
-    Resume with :meth:`load_state_dict`, restore the global random states, iterate: the first iteration goes
-    on after the last batch that was handed out. If those were all, it goes on with the next epoch; only with
-    an iterable dataset, whose end is not known beforehand, it ends the epoch first: a loop of zero batches.
+    To resume, call :meth:`load_state_dict`, restore the global random states, and iterate: the first iteration goes
+    on after the last batch that the loop got. After the last batch of an epoch it goes on with the next epoch. With an
+    iterable dataset, whose end is not known beforehand, it first ends the old epoch with a loop of zero batches.
     Going on draws nothing from global generators. A loop over epochs begins with :attr:`epoch`::
 
         for epoch in range(loader.epoch, epochs):
             for batch in loader: ...
 
-    With an :class:`ElasticSampler` as its ``batch_sampler``, the sampler is told where to begin: no batch is read
-    again, the state is equal on all ranks and goes on at any world size. Every other loader reads the batches of
-    the epoch so far again, because only that leaves samplers and datasets as they were; its state is of one rank,
-    and goes on at the same world size.
+    With an :class:`ElasticSampler` as ``batch_sampler``, no batch is read again, the state is equal on all ranks, and
+    it fits any world size. With any other sampler the epoch's earlier batches are read again, because only that
+    restores samplers and datasets; the state belongs to one rank, and fits only the same world size.
 
-    Exact for what the stored random states and epoch numbers determine; :attr:`caveats` says what, in this
-    loader, they do not. A state is a few kilobytes and can be held by typed JSON.
+    Exact as far as the stored random states and epoch numbers determine the batches; :attr:`caveats` lists the
+    exceptions of this loader. A state has a few kilobytes, and typed JSON can hold it.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -72,7 +71,7 @@ class ResumableLoader:
 
     @property
     def loader(self) -> DataLoader[Any]:
-        """The loader that was wrapped."""
+        """The wrapped loader."""
         return self._loader
 
     @property
@@ -82,27 +81,27 @@ class ResumableLoader:
 
     @property
     def batch_size(self) -> int | None:
-        """The loader's batch size; None with a batch sampler of its own or without batching."""
+        """The loader's batch size; None with a custom batch sampler or without batching."""
         return self._loader.batch_size
 
     @property
     def sampler(self) -> Any:
-        """The loader's sampler, for ``set_epoch``. A stored epoch that goes on overrules what was set."""
+        """The loader's sampler, for ``set_epoch``. Resuming inside a stored epoch overrules ``set_epoch``."""
         return self._loader.sampler
 
     @property
     def epoch(self) -> int:
-        """Number, from 0, of the epoch of the next batch; in a loop, of the batch that it holds."""
+        """Number, from 0, of the epoch of the next batch; inside a loop, of the current batch."""
         return self._position.epoch
 
     @property
     def consumed(self) -> int:
-        """Batches of :attr:`epoch` that the loop was handed."""
+        """Batches of :attr:`epoch` that the loop has got."""
         return self._position.consumed
 
     @property
     def caveats(self) -> tuple[str, ...]:
-        """What of this loader can't be promised to go on exactly, one sentence each; empty if all can."""
+        """Why this loader may not go on exactly, one sentence per reason; empty if it goes on exactly."""
         return self._position.caveats
 
     def __len__(self) -> int:
@@ -112,32 +111,32 @@ class ResumableLoader:
     def __iter__(self) -> Iterator[Any]:
         """The batches of the next epoch, or of the rest of the loaded one.
 
-        Raises :class:`StateError` if the loaded epoch does not have the batches that were consumed of it.
+        Raises :class:`StateError` if the loaded epoch has fewer batches than were consumed.
         """
         return self._position.iterate()
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, in values that typed JSON can hold. Changes nothing, and can be taken in a loop."""
+        """The position, in values that typed JSON can hold. Changes nothing; may be called inside a loop."""
         return self._position.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up the position of ``state`` at the next iteration. Global random generators are not touched.
+        """Start the next iteration at the position of ``state``. Does not touch global random generators.
 
-        Raises :class:`StateError` naming each property of the loader that is not the one under which ``state`` was
-        stored, such as the dataset's length (without an :class:`ElasticSampler`, also the number of workers and the
-        rank). Nothing is changed in that case.
+        Raises :class:`StateError` naming each property of the loader that differs from the stored one, such as the
+        dataset's length (without an :class:`ElasticSampler`, also the number of workers and the rank). It then changes
+        nothing.
         """
         if ("sampler" in state) != self._is_elastic:
             was, now = ("with", "without") if "sampler" in state else ("without", "with")
             raise StateError(
-                f"the data position was stored {was} an ElasticSampler, and the loader is {now} one; make the loader as "
-                f"in the stored run, or resume without its position"
+                f"the data position was stored {was} an ElasticSampler, but the loader is {now} one; make the loader "
+                f"as in the stored run, or resume without its position"
             )
         self._position.load_state_dict(state)
 
 
 def data_caveats(loader: Any) -> tuple[str, ...]:
-    """What a loader (or several by name, or None) can't promise to repeat exactly, one sentence each."""
+    """Why a loader (or several by name, or None) may not repeat exactly, one sentence per reason."""
     if isinstance(loader, Mapping) and not hasattr(loader, "state_dict"):
         return tuple(line for one in loader.values() for line in data_caveats(one))
     if is_stateful_loader(loader):
@@ -148,21 +147,21 @@ def data_caveats(loader: Any) -> tuple[str, ...]:
 def _caveats_of_torchdata(loader: Any) -> Iterator[str]:
     if loader.num_workers:
         yield (
-            f"num_workers={loader.num_workers}: torchdata's workers start with new generators when an epoch is taken up in "
-            f"the middle, so random draws in them (augmentation) are others"
+            f"num_workers={loader.num_workers}: after a resume inside an epoch torchdata's workers start with new "
+            f"generators, so random draws in them (augmentation) differ"
         )
     elif loader.generator is not None:
         yield (
-            "generator=…: torchdata draws a seed from it in each epoch but the one that is taken up, so with shuffle=True "
-            "the epochs after that one have another order; leave it out, or use shardwise.ResumableLoader"
+            "generator=…: torchdata draws a seed from it in each epoch except the resumed one, so with shuffle=True later "
+            "epochs have another order; give no generator, or use shardwise.ResumableLoader"
         )
 
 
 def make_iterator(loader: Any) -> None:
-    """Let a loader that was just given its state make its iterator now, before random generators are restored.
+    """Make a loader's iterator after its state was loaded, before random generators are restored.
 
-    torchdata's makes it when first asked for a batch or a state, and that draws from torch's global generator: a
-    draw that the stored run had behind it. Nothing to do for other loaders.
+    torchdata's loader would make it at the first request for a batch or a state, and then draw from torch's global
+    generator: a draw that the stored run had made already. Other loaders need nothing.
     """
     if is_stateful_loader(loader):
         loader.state_dict()

@@ -1,4 +1,4 @@
-"""The decoding half of :mod:`.typed_json`: documents to values, of a closed list of types."""
+"""The decoding half of :mod:`.typed_json`: documents to values of a closed list of types."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Decoder:
     def decode(self, node: Any) -> Any:
         if node is None or isinstance(node, (bool, int, float, str)):
             return node
-        if self._depth > MAX_DEPTH + 10:  # the parts of a complex number and the like are levels here
+        if self._depth > MAX_DEPTH + 10:  # parts of a complex number and similar count as levels here
             raise FormatError("typed JSON is nested too deeply")
         self._depth += 1
         try:
@@ -56,14 +56,16 @@ class Decoder:
         if isinstance(node, list):
             return self.items(node)
         if not isinstance(node, dict):
-            raise FormatError(f"typed JSON holds a {type(node).__name__}, which JSON has not")
+            raise FormatError(f"typed JSON holds a {type(node).__name__}, which JSON does not have")
         if TAG not in node:
             decoded = ((key, self.decode(value)) for key, value in node.items())
             return {key: value for key, value in decoded if value is not LEFT_OUT}
         tag = node[TAG]
         build = _BUILDERS.get(tag) if isinstance(tag, str) else None
         if build is None:
-            raise FormatError(f"typed JSON has the unknown kind {brief(tag)}; was a newer shardwise used?")
+            raise FormatError(
+                f"typed JSON has the unknown kind {brief(tag)}; did a newer shardwise write it?"
+            )
         try:
             return build(self, node)
         except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError, AttributeError) as error:
@@ -86,7 +88,7 @@ class Decoder:
 
     def stored(self, key: Any) -> torch.Tensor:
         if not isinstance(key, str) or key not in self._tensors:
-            raise FormatError(f"typed JSON refers to the tensor {brief(key)}, which is not there")
+            raise FormatError(f"typed JSON refers to the tensor {brief(key)}, which is missing")
         return self._tensors[key].detach()
 
     def tensor(self, node: dict[str, Any]) -> torch.Tensor:
@@ -121,15 +123,15 @@ class Decoder:
                 raise ValueError("scales or zero points are of another dtype")
             made = quantised(integers, scale, zero_point, axis)
         if made.dtype is not _torch_dtype(node["dtype"]):
-            raise ValueError("its integers are of another dtype")
-        if self._places is not None:  # it lies where its integers lay
+            raise ValueError("its integers have another dtype")
+        if self._places is not None:  # it goes where its integers were
             part = node["parts"][0]
             self._places.met(made, part["key"].removesuffix("[0]"), torch.device(part["device"]).type)
         return made
 
     def array(self, node: dict[str, Any]) -> np.ndarray[Any, Any]:
         content = self.stored(node["key"]).to("cpu").contiguous()
-        if node["key"] in self._used:  # each copies it: many references would be more than what is stored
+        if node["key"] in self._used:  # each reference copies it: many would take more memory than the file
             raise ValueError("two arrays refer to one tensor")
         self._used.add(node["key"])
         if content.dtype is not torch.uint8 or content.dim() != 1:
@@ -163,9 +165,9 @@ def _shape(node: Any) -> list[int]:
 
 
 def _hashable(keys: Iterable[Any]) -> list[Any]:
-    """The keys of a set or dict. Refuses many that share one hash: putting them in takes the square of their number.
+    """The keys of a set or dict. Refuses many keys with one hash: inserting them takes quadratic time.
 
-    Python's numbers hash to their value modulo 2^61 - 1, and tuples by their items, so that anyone can make such keys.
+    Python hashes a number to its value modulo 2^61 - 1, and a tuple by its items, so a file can hold such keys.
     """
     found = list(keys)
     most = max(Counter(map(hash, found)).values(), default=0)
@@ -183,15 +185,15 @@ def _checked_descr(descr: Any, depth: int = 0) -> Any:
         return (_checked_descr(descr[0], depth + 1), tuple(_shape(list(shape))))
     if depth < MAX_DIMS and isinstance(descr, list):
         return [_checked_field(field, depth) for field in descr]
-    raise ValueError(f"{brief(descr)} describes no numpy dtype")
+    raise ValueError(f"{brief(descr)} does not describe a numpy dtype")
 
 
 def _checked_field(field: Any, depth: int) -> tuple[Any, ...]:
     if not isinstance(field, tuple) or len(field) not in (2, 3):
-        raise ValueError(f"{brief(field)} describes no field of a numpy dtype")
+        raise ValueError(f"{brief(field)} does not describe a field of a numpy dtype")
     title_and_name = field[0] if isinstance(field[0], tuple) and len(field[0]) == 2 else ("", field[0])
     if not all(isinstance(text, str) for text in title_and_name):
-        raise ValueError(f"{brief(field[0])} is no name of a field")
+        raise ValueError(f"{brief(field[0])} is not the name of a field")
     shape = (
         [tuple(_shape(list(field[2] if isinstance(field[2], tuple) else (field[2],))))] if field[2:] else []
     )
@@ -205,7 +207,7 @@ def _unbase64(text: str) -> bytes:
 def _torch_dtype(name: str) -> torch.dtype:
     dtype = vars(torch).get(name)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"no dtype of torch: {brief(name)}")
+        raise ValueError(f"not a dtype of torch: {brief(name)}")
     return dtype
 
 
@@ -228,7 +230,9 @@ def _factory(name: str | None) -> type | None:
 def _enum_member(node: dict[str, Any]) -> enum.Enum:
     cls = imported(node["class"])
     if not (isinstance(cls, type) and issubclass(cls, enum.Enum)):
-        raise StateError(f"no enum {brief(node['class'])} is imported; import its module before resuming")
+        raise StateError(
+            f"the enum {brief(node['class'])} is not imported; import its module before resuming"
+        )
     if node["name"] not in cls.__members__:
         raise StateError(f"the enum {brief(node['class'])} has no member {brief(node['name'])} any more")
     member: enum.Enum = cls.__members__[node["name"]]

@@ -1,7 +1,7 @@
-"""The form of every document that a checkpoint may hold, checked whole before anything is done with one.
+"""Checks the form of every document of a checkpoint, before any document is used.
 
-A document that is not of its form is damage: :class:`FormatError`. Whether one of the right form fits the live objects is
-another question, and another error.
+A document with the wrong form is damaged: :class:`FormatError`. A document with the right form may still not fit the
+live objects, which is another error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["check_form", "check_position", "check_rng"]
 
 
 def check_form(documents: Mapping[str, Any], manifest: Manifest, path: str) -> None:
-    """Raise :class:`FormatError` naming the first of the decoded documents that is not of its form, and where.
+    """Raise :class:`FormatError` naming the first decoded document with a wrong form, and the place in it.
 
     ``path`` is the checkpoint's.
     """
@@ -42,7 +42,7 @@ def check_form(documents: Mapping[str, Any], manifest: Manifest, path: str) -> N
 
 def _step(where: str, value: Any, meaning: Document, manifest: Manifest) -> None:
     if type(value) is not int or value != manifest.step:
-        raise FormatError(f"{where} is {brief(value)}, and the manifest's is {manifest.step}")
+        raise FormatError(f"{where} is {brief(value)}, but the manifest's is {manifest.step}")
 
 
 def _rng(where: str, value: Any, meaning: Document, manifest: Manifest) -> None:
@@ -63,7 +63,7 @@ def _check_texts(value: Any, where: str) -> None:
 
 
 def _is_class(value: Any) -> bool:
-    """Whether a value may be the name of a class, which errors repeat."""
+    """Whether a value may be the name of a class. Errors repeat it."""
     return isinstance(value, str) and len(value) <= MAX_TEXT_CHARS
 
 
@@ -89,7 +89,7 @@ def _group(group: Any, where: str) -> None:
         raise FormatError(f"{where}.names: expected a list of text, got {brief(names)}")
     options = _mapping(group.get("options"), f"{where}.options")
     if "params" in options:  # a group keeps its parameters under this key
-        raise FormatError(f"{where}.options: 'params' is no option")
+        raise FormatError(f"{where}.options: 'params' is not an option")
 
 
 def _opaque(where: str, value: Any, meaning: Document, manifest: Manifest) -> None:
@@ -106,7 +106,7 @@ def _buffers(where: str, value: Any, meaning: Document, manifest: Manifest) -> N
     for name, content in _mapping(value, where).items():
         if not isinstance(content, torch.Tensor) or not _is_of(content, entries.get(name)):
             raise FormatError(
-                f"{where}: {brief(name)} is no tensor of the model, or has another dtype or shape"
+                f"{where}: {brief(name)} is not a tensor of the model, or has another dtype or shape"
             )
 
 
@@ -128,7 +128,7 @@ def _own(where: str, value: Any, meaning: Document, manifest: Manifest) -> None:
         try:
             hash(pair[0])
         except TypeError as error:
-            raise FormatError(f"{where}: {brief(pair[0])} is no path: {cause(error)}") from error
+            raise FormatError(f"{where}: {brief(pair[0])} is not a path: {cause(error)}") from error
 
 
 def _not_stored(where: str, value: Any, meaning: Document, manifest: Manifest) -> None:
@@ -153,14 +153,14 @@ _FORMS: dict[str, Callable[[str, Any, Document, Manifest], None]] = {
 }
 
 
-#: Words of a Mersenne twister.
+#: Number of words in a Mersenne twister's state.
 _TWISTER_WORDS = 624
 
 
 def check_rng(value: Any, where: str) -> None:
     """Raise :class:`FormatError` unless ``value`` has the form of a capture of random generators.
 
-    The host's are tried on new generators. Of an accelerator's states, whether a device takes them is asked elsewhere.
+    Tries the host's states on new generators. Whether a device takes an accelerator's states is checked elsewhere.
     """
     state = _mapping(value, where)
     python, numpy = (
@@ -170,7 +170,7 @@ def check_rng(value: Any, where: str) -> None:
     for name in ("position", "has_gauss"):
         if (
             type(numpy.get(name)) is not int or not 0 <= numpy[name] <= _TWISTER_WORDS
-        ):  # numpy reads from there unseen
+        ):  # numpy would read from this position unchecked
             raise FormatError(
                 f"{where}.numpy.{name} is {brief(numpy.get(name))}, expected 0 to {_TWISTER_WORDS}"
             )
@@ -191,7 +191,7 @@ def check_rng(value: Any, where: str) -> None:
         )
         torch.Generator().set_state(state["torch"])
     except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
-        raise FormatError(f"{where}: no random generator takes it ({cause(error)})") from error
+        raise FormatError(f"{where}: random generators reject it ({cause(error)})") from error
 
 
 def _states_of_devices(accelerator: Any, where: str) -> list[Any]:
@@ -208,7 +208,7 @@ def check_position(value: Any, where: str) -> None:
     """Raise :class:`FormatError` unless ``value`` has the form of a :class:`ResumableLoader`'s state, of any version."""
     position = _mapping(value, where)
     if position.get("version") != 1:
-        return  # which the loader refuses itself
+        return  # the loader itself refuses it
     if "sampler" in position:
         _mapping(position["sampler"], f"{where}.sampler")
         return
@@ -220,7 +220,7 @@ def check_position(value: Any, where: str) -> None:
     start = position.get("start")
     if start is not None:
         if _check_parts(start, f"{where}.start") != paths:
-            raise FormatError(f"{where}: the epoch began with other parts of the loader than it has now")
+            raise FormatError(f"{where}: the loader's parts are not those with which the epoch began")
         check_rng(start.get("rng"), f"{where}.start.rng")
     for holder in (position, start or {"workers_kept": False}):
         if not isinstance(holder.get("workers_kept"), bool):
@@ -230,7 +230,7 @@ def check_position(value: Any, where: str) -> None:
 
 
 def _check_parts(value: Any, where: str) -> tuple[list[str], list[str]]:
-    """Of states of a loader's parts, the paths of those with generators, and of those with epochs."""
+    """In the states of a loader's parts: the paths of parts with generators, and of parts with epochs."""
     generators = _mapping(_mapping(value, where).get("generators"), f"{where}.generators")
     epochs = _mapping(value.get("epochs"), f"{where}.epochs")
     if not all(takes(torch.Generator(), state) for state in generators.values()):

@@ -25,7 +25,7 @@ from ..limits import is_text
 __all__ = ["FACTORIES", "FUNCTIONS", "MAX_DEPTH", "TAG", "Encoder", "imported", "quantised_parts"]
 
 TAG = "$type"
-#: Far above any real state, and far below where Python's JSON reader and recursion limit give up.
+#: Far above any real state, and far below the limits of Python's JSON reader and recursion.
 MAX_DEPTH = 100
 FUNCTIONS = (
     types.FunctionType,
@@ -40,14 +40,14 @@ _NEXT_STEP = "give an object with state_dict/load_state_dict, or convert it to p
 
 
 class Encoder:
-    """One document that is being made, with the tensors that it refers to."""
+    """Builds one document, and collects the tensors that it refers to."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.not_stored: list[str] = []
-        self._open: list[int] = []  # ids of the containers that we are inside of
+        self._open: list[int] = []  # ids of the containers on the current path
         self._keys: dict[int, str] = {}  # key of each tensor met, by id
-        self._met: list[torch.Tensor] = []  # keeps those alive, so that no id is used again
+        self._met: list[torch.Tensor] = []  # keeps these tensors alive, so their ids stay unique
 
     def encode(self, value: Any, where: str) -> Any:
         kind = type(value)
@@ -65,7 +65,7 @@ class Encoder:
     def _inside(self, value: Any, where: str) -> Iterator[None]:
         if id(value) in self._open:
             raise StateError(
-                f"{where}: this {type(value).__name__} contains itself, and a cycle can't be stored; "
+                f"{where}: this {type(value).__name__} contains itself, but a cycle can't be stored; "
                 "drop the reference back"
             )
         if len(self._open) >= MAX_DEPTH:
@@ -78,7 +78,7 @@ class Encoder:
         return [self.encode(value, f"{where}[{index}]") for index, value in enumerate(values)]
 
     def unordered(self, values: Iterable[Any], where: str) -> list[Any]:
-        # The order of a set of texts changes from process to process; equal states give equal files.
+        # A set of text has another order in every process, but equal states must give equal files.
         return sorted((self.encode(value, f"{where}{{{_shown(value)}}}") for value in values), key=repr)
 
     def pairs(self, mapping: Mapping[Any, Any], where: str) -> list[Any]:
@@ -96,16 +96,18 @@ class Encoder:
         factory: Any = mapping.default_factory
         name = None if factory is None else getattr(factory, "__name__", "")
         if name is not None and FACTORIES.get(name) is not factory:
-            raise _refusal(where, mapping, f"is a defaultdict whose factory {factory!r} is no builtin type")
+            raise _refusal(
+                where, mapping, f"is a defaultdict whose factory {factory!r} is not a builtin type"
+            )
         return {TAG: "defaultdict", "factory": name, "items": self.pairs(mapping, where)}
 
     def enum_member(self, member: enum.Enum, where: str) -> Any:
         cls = type(member)
         name = f"{cls.__module__}:{cls.__qualname__}"
         if imported(name) is not cls:
-            raise _refusal(where, member, f"is of an enum that is not found as {name}")
+            raise _refusal(where, member, f"belongs to an enum that can't be found as {name}")
         if cls.__members__.get(member.name) is not member:  # a combination of flags has no name of its own
-            raise _refusal(where, member, "is no single named member of its enum")
+            raise _refusal(where, member, "is not a single named member of its enum")
         return {TAG: "enum", "class": name, "name": member.name}
 
     def function(self, value: Any, where: str) -> Any:
@@ -114,11 +116,11 @@ class Encoder:
 
     def tensor(self, value: torch.Tensor, where: str) -> Any:
         if type(value) is not torch.Tensor:
-            hint = "is no plain torch.Tensor (try .detach())"
+            hint = "is not a plain torch.Tensor (try .detach())"
             if type(value).__name__ == "DTensor":
                 hint = (
-                    "is sharded; a copy of the model (an EMA) goes into TrainState(model={…}) under a name of its own, "
-                    "and is stored shard by shard"
+                    "is sharded; give a copy of the model (an EMA) to TrainState(model={…}) under its own name, which "
+                    "stores it shard by shard"
                 )
             raise _refusal(where, value, hint)
         if value.layout is not torch.strided or value.is_nested or value.is_meta:
@@ -155,7 +157,7 @@ class Encoder:
         return {TAG: "numpy.dtype", "dtype": self.encode(descr, where)}
 
     def array_scalar(self, value: np.generic, where: str) -> Any:
-        if type(value) is np.str_:  # not as raw memory, nor by str(value): both drop trailing NULs
+        if type(value) is np.str_:  # raw memory and str(value) would both drop trailing NULs
             return {TAG: "numpy.str", "value": _text(str.__str__(value))}
         if type(value) is np.bytes_:
             return {TAG: "numpy.bytes", "base64": _base64(bytes(value))}
@@ -169,7 +171,7 @@ class Encoder:
 
     def put(self, tensor: torch.Tensor, where: str) -> str:
         key, count = where, 1
-        while key in self.tensors:  # two keys of a dict may print alike
+        while key in self.tensors:  # two keys of a dict may print the same text
             count += 1
             key = f"{where}#{count}"
         self.tensors[key] = tensor
@@ -177,7 +179,7 @@ class Encoder:
 
 
 def quantised_parts(value: torch.Tensor) -> tuple[torch.Tensor, Any, Any, int | None] | None:
-    """Integers, scale, zero point and axis (None: one scale for all) of a quantised tensor; None of other schemes."""
+    """Integers, scale, zero point and axis (None: one scale for all) of a quantised tensor; None for other schemes."""
     if value.qscheme() is torch.per_tensor_affine:
         return value.int_repr(), value.q_scale(), value.q_zero_point(), None
     if value.qscheme() is torch.per_channel_affine:
@@ -198,7 +200,7 @@ def _below(where: str, key: Any) -> str:
 def _shown(key: Any) -> str:
     try:
         return repr(key)[:80]
-    except Exception:  # any class may be a key, and Python refuses to print integers of 4300 digits
+    except Exception:  # a key may have any class, and Python refuses to print integers of 4300 digits
         return f"<{type(key).__qualname__}>"
 
 
@@ -207,7 +209,7 @@ def _is_text(value: str) -> bool:
 
 
 def _text(value: str) -> Any:
-    # Half a surrogate pair is no Unicode, and JSON would join two halves into one character.
+    # Half a surrogate pair is not Unicode, and JSON would join two halves into one character.
     return value if _is_text(value) else {TAG: "str", "hex": value.encode("utf-8", "surrogatepass").hex()}
 
 
@@ -225,7 +227,7 @@ def _base64(value: bytes | bytearray) -> str:
 
 
 def _device(value: torch.device) -> Any:
-    # Each process has a device of its own; equal states give equal files, and find the device of whoever reads them.
+    # Each process has its own device. Without the index equal states give equal files, and fit any reader's device.
     if value.index is not None and value == own_device(value.type):
         return {TAG: "torch.device", "name": value.type, "own": True}
     return {TAG: "torch.device", "name": str(value)}
@@ -255,7 +257,7 @@ def _bytes_tensor(content: bytes) -> torch.Tensor:
 
 
 def _numpy_descr(dtype: np.dtype[Any]) -> Any | None:
-    """Numpy's own description of ``dtype`` (as in .npy headers), or None if it does not lead back to it."""
+    """Numpy's own description of ``dtype`` (as in .npy headers), or None if numpy can't rebuild it from that."""
     if dtype.metadata:
         return None
     descr: Any = np.lib.format.dtype_to_descr(dtype)
@@ -273,7 +275,7 @@ def _numpy_type(descr: Any) -> type | None:
 
 
 def imported(name: str) -> Any | None:
-    """The object ``module:qualname`` if its module is imported. Only reads dicts; runs nothing."""
+    """The object ``module:qualname`` if its module is imported. Only reads dicts; runs no code."""
     module, _, qualname = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in qualname.split("."):

@@ -1,7 +1,7 @@
-"""What torch's own classes take as a state, told from the live object before it gets one. Changes nothing.
+"""Checks states for torch's own classes against the live object, before it gets them. Changes nothing.
 
-torch checks nothing: its schedulers take every entry as an attribute, its optimizers every setting, and the next step is
-where it fails.
+torch itself checks nothing: its schedulers set every entry as an attribute, its optimizers take every setting, and
+only the next step fails.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ __all__ = [
 ]
 
 _SCHEDULERS = "torch.optim.lr_scheduler"
-#: What every release of torch stores of a scheduler that has it.
+#: Attributes that every release of torch stores, for schedulers that have them.
 _ALWAYS = ("last_epoch", "base_lrs", "_schedulers", "lr_lambdas", "_scale_fn_custom")
 #: Lists with an entry for each group of the optimizer.
 _BY_GROUP = frozenset({"base_lrs", "lr_lambdas", "max_lrs", "base_momentums", "max_momentums"})
-#: What every scheduler of torch has, whose subclasses may have attributes of any kind.
+#: Attributes of every scheduler of torch. Its subclasses may have any further ones.
 _OF_EVERY_SCHEDULER = ("last_epoch", "base_lrs", "_last_lr", "_step_count")
 _OF_SCALERS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 #: States of torch's optimizers that are tensors.
@@ -62,7 +62,7 @@ _RATES = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_mome
 
 
 def attribute_of_class(target: Any, state: Mapping[Any, Any]) -> str | None:
-    """An entry of a scheduler's state that would hide a method of its class, or what it keeps out of its state."""
+    """An entry of a scheduler's state that would hide a method of its class, or an attribute that it never stores."""
     live = getattr(target, "__dict__", {})
     for key in state:
         if not isinstance(key, str):
@@ -79,13 +79,13 @@ def is_several(target: Any) -> bool:
 
 
 def check_state(target: Any, stored: Any, name: str) -> None:
-    """Raise :class:`StateError` or :class:`FormatError` for what can be told of a state before an object gets it."""
+    """Raise :class:`StateError` or :class:`FormatError` for a state that the object can't take. Changes nothing."""
     if is_several(target):
         if not isinstance(stored, Mapping):
             raise FormatError(f"{name}: expected the states of several by name, got {brief(stored)}")
         lost = sorted(target.keys() - stored.keys())
         if lost:
-            raise StateError(f"the checkpoint holds no {name} of {lost}; leave it out of the state")
+            raise StateError(f"the checkpoint holds no {name} {lost}; leave it out of the state")
         for key, one in target.items():
             check_state(one, stored[key], f"{name}.{key}")
     elif isinstance(target, LRScheduler) or name.partition(".")[0] == "scheduler":
@@ -93,7 +93,7 @@ def check_state(target: Any, stored: Any, name: str) -> None:
     elif isinstance(target, torch.amp.GradScaler | ResumableLoader):
         if not isinstance(stored, dict) or not all(isinstance(key, str) for key in stored):
             raise FormatError(
-                f"{name}: expected a state of a {type(target).__qualname__}, got {brief(stored)}"
+                f"{name}: expected the state of a {type(target).__qualname__}, got {brief(stored)}"
             )
         if isinstance(target, ResumableLoader):
             check_position(stored, name)
@@ -102,7 +102,7 @@ def check_state(target: Any, stored: Any, name: str) -> None:
 
 
 def check_classes(saved: Any, now: Any, name: str = "scheduler") -> None:
-    """Raise :class:`StateError` if the saved schedulers were of other classes than those of this run."""
+    """Raise :class:`StateError` if the saved schedulers had other classes than those of this run."""
     if isinstance(saved, dict) and isinstance(now, dict):
         for key in saved.keys() & now.keys():
             check_classes(saved[key], now[key], f"{name}.{key}")
@@ -114,42 +114,46 @@ def check_classes(saved: Any, now: Any, name: str = "scheduler") -> None:
 
 
 def unsaid_classes(saved: Any, now: Any, name: str = "scheduler") -> Iterator[str]:
-    """One line for each scheduler of which a checkpoint does not say all that :func:`.schedulers.class_text` does."""
+    """One line for each scheduler whose inner classes (:func:`.schedulers.class_text`) were not recorded."""
     if isinstance(saved, dict) and isinstance(now, dict):
         for key in saved.keys() & now.keys():
             yield from unsaid_classes(saved[key], now[key], f"{name}.{key}")
     elif saved and now and saved != now:  # an older checkpoint names the outermost only
-        yield f"{name}: the checkpoint does not say of which classes those in it were"
+        yield f"{name}: the checkpoint does not record the classes of the schedulers in it"
 
 
 def check_scheduler(target: Any, state: Any, name: str) -> None:
-    """Raise for what a scheduler of torch, one that loads as these do, or one in an object around it, can't have.
+    """Raise for a state that can't belong to a scheduler of torch, to one that loads alike, or to a wrapped one.
 
-    :class:`FormatError` for a damaged state, :class:`StateError` for one of other schedulers or groups.
+    :class:`FormatError` for a damaged state, :class:`StateError` for the state of other schedulers or groups.
     """
     if not isinstance(target, LRScheduler):
         return _check_inner(target, state, name)
     if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
-        raise FormatError(f"{name}: expected a state of a {type(target).__qualname__}, got {brief(state)}")
+        raise FormatError(f"{name}: expected the state of a {type(target).__qualname__}, got {brief(state)}")
     if type(target).load_state_dict.__module__ != _SCHEDULERS:
-        return _check_inner(target, state, name)  # what it takes is its own
+        return _check_inner(target, state, name)  # its own entries can't be checked
     if hidden := attribute_of_class(target, state):
-        raise FormatError(f"{name}: {brief(hidden)} is no state of a {type(target).__qualname__}")
+        raise FormatError(
+            f"{name}: {brief(hidden)} is not part of the state of a {type(target).__qualname__}"
+        )
     live = target.state_dict()
     if type(target).__module__ != _SCHEDULERS:
         for key in _OF_EVERY_SCHEDULER:
             if key in state and key in live:
                 _check_kind(live[key], state[key], f"{name}.{key}")
         return _check_inner(target, state, name)
-    # Releases of torch differ in the rest, and a program may have given the saved one harmless attributes of its own.
+    # Releases of torch differ in the rest, and a program may have set harmless attributes on the saved scheduler.
     lost = [key for key in _ALWAYS if key in live and key not in state]
     if lost:
-        raise FormatError(f"{name}: lacks {brief(lost[0])} of the state of a {type(target).__qualname__}")
+        raise FormatError(
+            f"{name}: lacks {brief(lost[0])}, which the state of a {type(target).__qualname__} has"
+        )
     for key in live.keys() & state.keys() - {"_schedulers"}:
         _check_kind(live[key], state[key], f"{name}.{key}")
         if key in _BY_GROUP and len(live[key]) != len(state[key]):
             raise StateError(
-                f"{name}.{key}: was saved of {len(state[key])} groups, this run has {len(live[key])}"
+                f"{name}.{key}: was saved for {len(state[key])} groups, this run has {len(live[key])}"
             )
     _check_phases(live, state, name)
     states = state.get("_schedulers", [])
@@ -157,13 +161,13 @@ def check_scheduler(target: Any, state: Any, name: str) -> None:
         raise FormatError(f"{name}._schedulers: expected states of schedulers, got {brief(states)}")
     inner = inner_by_torch(target)
     if len(states) != len(inner):
-        raise StateError(f"{name}: was saved of {len(states)} schedulers in it, this run has {len(inner)}")
+        raise StateError(f"{name}: was saved with {len(states)} schedulers in it, this run has {len(inner)}")
     for k, (one, of_one) in enumerate(zip(inner, states, strict=True)):
         check_scheduler(one, of_one, f"{name}._schedulers[{k}]")
 
 
 def _check_inner(holder: Any, state: Any, name: str) -> None:
-    """What is stored of schedulers in an object, where it stores them; what is not there, is found when it was taken."""
+    """Check the stored states of schedulers inside an object. Missing ones show after the object has taken its state."""
     for path, inner in inner_states(holder):
         found = state
         try:
@@ -176,7 +180,7 @@ def _check_inner(holder: Any, state: Any, name: str) -> None:
 
 
 def _check_phases(live: Mapping[str, Any], state: Mapping[str, Any], name: str) -> None:
-    """OneCycleLR looks up every entry of its phases in each step."""
+    """Check OneCycleLR's phases: each step looks up every entry of them."""
     phases, stored = live.get("_schedule_phases"), state.get("_schedule_phases")
     if not phases or stored is None:
         return
@@ -189,15 +193,15 @@ def _check_phases(live: Mapping[str, Any], state: Mapping[str, Any], name: str) 
 
 
 def check_scaler(target: torch.amp.GradScaler, state: Mapping[str, Any], name: str) -> None:
-    """Raise :class:`FormatError` for what no GradScaler saves, :class:`StateError` for that of a disabled one."""
+    """Raise :class:`FormatError` for a state that no GradScaler saves, :class:`StateError` for a disabled one's."""
     kind = type(target)
     if kind.load_state_dict is not torch.amp.GradScaler.load_state_dict:
         return
     if not state:
         if target.is_enabled():
             raise StateError(
-                f"{name}: {kind.__qualname__}.load_state_dict does not take the state of a disabled instance, which was "
-                f"saved; disable it, or leave it out of the state"
+                f"{name}: the checkpoint holds the state of a disabled {kind.__qualname__}, which load_state_dict does "
+                f"not take; disable it, or leave it out of the state"
             )
         return
     for key in _OF_SCALERS:
@@ -206,7 +210,7 @@ def check_scaler(target: torch.amp.GradScaler, state: Mapping[str, Any], name: s
 
 
 def check_settings(optimizer: Optimizer, groups: list[dict[str, Any]], name: str) -> None:
-    """Raise :class:`FormatError` for a setting of another kind than the live one has, where the kind is certain."""
+    """Raise :class:`FormatError` for a setting of another kind than the live one, if its kind is certain."""
     for k, (live, stored) in enumerate(zip(optimizer.param_groups, groups, strict=False)):
         for key, value in stored["options"].items():
             where = f"{name}.groups[{k}].options.{brief(key)}"
@@ -223,7 +227,7 @@ def check_settings(optimizer: Optimizer, groups: list[dict[str, Any]], name: str
 
 
 def check_values(optimizer: Optimizer, values: Mapping[str, Mapping[Any, Any]], name: str) -> None:
-    """Raise :class:`FormatError` where a state of an optimizer of torch is a tensor, and something else is stored."""
+    """Raise :class:`FormatError` if a state that is a tensor in a torch optimizer is stored as another type."""
     if not type(optimizer).__module__.startswith("torch.optim."):
         return
     for parameter, states in values.items():
@@ -240,7 +244,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _check_kind(live: Any, stored: Any, where: str) -> None:
-    """Numbers and tensors of one are a kind; texts; lists and tuples, of a kind; mappings, of a kind. Others fit all."""
+    """Check the kind of a value: number (also in a tensor), text, list or tuple, mapping. Skip other live values."""
     if isinstance(live, torch.Tensor):
         fits, expected = _is_number(stored) or isinstance(stored, torch.Tensor), "a tensor or a number"
     elif _is_number(live):
@@ -250,7 +254,7 @@ def _check_kind(live: Any, stored: Any, where: str) -> None:
     elif isinstance(live, list | tuple):
         fits, expected = isinstance(stored, list | tuple), "a list"
     elif isinstance(live, Mapping):
-        is_lambda = stored is None and where.endswith("]")  # of a plain function LambdaLR saves None
+        is_lambda = stored is None and where.endswith("]")  # LambdaLR saves None for a plain function
         fits, expected = is_lambda or isinstance(stored, Mapping), "a mapping"
     else:
         return
@@ -267,7 +271,7 @@ def _check_kind(live: Any, stored: Any, where: str) -> None:
 
 
 def refuse_other_kind(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise :class:`StateError` for settings that this optimizer does not have: third parties don't store its class."""
+    """Raise :class:`StateError` for settings that this optimizer lacks: third-party checkpoints don't store its class."""
     stored = {key for group in groups for key in group["options"]} - _RATES - {"swa_lr"}
     strange = sorted(stored - set(optimizer.defaults))
     if strange:

@@ -1,10 +1,10 @@
-"""Gradients that wait for an optimizer step: they belong to the state while an accumulation is not finished.
+"""Gradients that wait for an optimizer step: they are part of the state during an accumulation.
 
-Which ones wait can't be seen from a gradient itself: many loops clear gradients at the start of the next step, and
-save before. So each optimizer of a :class:`TrainState` gets a hook that notes, after every step, the gradients that
-it used and their versions. A gradient that is another one, or was changed since, waits. Both mistakes would be silent: a
-gradient that is lost, and a used one that comes back and is used again by a loop that clears after saving. Where nobody
-saw it, the save says so, and the resume does not call itself exact.
+A gradient does not show whether it waits: many loops save first, and clear gradients at the start of the next step.
+So each optimizer of a :class:`TrainState` gets a hook that notes, after every step, the gradients that it used and
+their versions. A new or changed gradient waits. Both mistakes would be silent: losing a waiting gradient, and
+restoring a used one, which a loop that clears after saving would use again. Gradients from before the hook are
+unknown: the save then says so, and the restore does not call itself exact.
 """
 
 from __future__ import annotations
@@ -37,17 +37,15 @@ __all__ = [
     "watch_steps",
 ]
 
-UNSEEN_GRADIENTS = (
-    "gradients that were there before the first TrainState, of which nobody saw whether a step had used them"
-)
+UNSEEN_GRADIENTS = "gradients from before the first TrainState (it is not known whether a step has used them)"
 
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """A gradient that was there after a step, which used it, or before anybody watched the steps."""
+    """A gradient after the step that used it, or one from before the hook was set."""
 
     gradient: weakref.ref[torch.Tensor]
-    """An id alone would not do: the next gradient of a parameter often lies at the address of the last one."""
+    """An id alone is not enough: a parameter's next gradient often has the address of the last one."""
     versions: tuple[int, int]
     is_used: bool
 
@@ -57,7 +55,7 @@ _MARKS: weakref.WeakKeyDictionary[Optimizer, dict[int, _Mark]] = weakref.WeakKey
 
 
 def watch_steps(optimizer: Optimizer) -> None:
-    """Note from now on which gradients each step uses; once per optimizer, however often it is called."""
+    """Note the gradients that each later step uses. Further calls for the same optimizer do nothing."""
     inner = bare_optimizer(optimizer)
     if inner in _MARKS:
         return
@@ -79,11 +77,10 @@ def _mark(optimizer: Optimizer, *, is_used: bool) -> None:
 
 
 def waiting_gradients(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-    """The gradients that no step of ``optimizer`` has used as they are, with their parameters.
+    """The gradients, with their parameters, that no step of ``optimizer`` has used in their present version.
 
-    Left out are those of which nobody can tell (:func:`has_unseen_gradients`). What changes a used gradient behind the
-    back of torch's version counters is not seen: ``.data``, the replay of a CUDA graph, ``torch._foreach`` functions
-    given DTensors.
+    Skips gradients whose use is unknown (:func:`has_unseen_gradients`). Does not see changes that bypass torch's
+    version counters: ``.data``, the replay of a CUDA graph, ``torch._foreach`` functions on DTensors.
     """
     for parameter, gradient in _gradients(optimizer):
         if _is_waiting(optimizer, gradient):
@@ -91,7 +88,7 @@ def waiting_gradients(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, torc
 
 
 def has_unseen_gradients(optimizer: Optimizer) -> bool:
-    """Whether gradients were there before :func:`watch_steps`, and no step has come since."""
+    """Whether gradients existed before :func:`watch_steps` and no step has run since."""
     return any(_is_waiting(optimizer, gradient) is None for _, gradient in _gradients(optimizer))
 
 
@@ -106,7 +103,7 @@ def _is_waiting(optimizer: Optimizer, gradient: torch.Tensor) -> bool | None:
 
 
 def clear_gradients(optimizer: Optimizer) -> None:
-    """Drop the gradients of an optimizer's parameters. Others (of frozen parameters, say) are left alone."""
+    """Drop the gradients of an optimizer's parameters, and no other gradients (such as those of frozen parameters)."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
@@ -115,9 +112,9 @@ def clear_gradients(optimizer: Optimizer) -> None:
 def place_gradients(
     optimizer: Optimizer, names: Mapping[int, str], stored: Mapping[str, torch.Tensor]
 ) -> tuple[str, ...]:
-    """Give parameters their stored gradients, as they are, or in the dtype that a parameter now takes.
+    """Give parameters their stored gradients, cast if a parameter now takes another dtype.
 
-    0-d ones may be plain tensors of a parameter that is none. Returns what was changed in dtype, one line each.
+    0-d gradients may be plain tensors although the parameter is a DTensor. Returns one line for each cast.
     """
     differences = []
     for group in optimizer.param_groups:
@@ -141,7 +138,7 @@ def place_gradients(
 def refuse_unreduced(optimizer: Optimizer, live: LiveModel) -> None:
     """Raise :class:`StateError` if FSDP2 holds gradients of the optimizer's parameters that it has yet to reduce.
 
-    They are of whole parameters, differ between ranks, and lie in FSDP2's own memory.
+    These gradients are whole, differ between ranks, and lie in FSDP2's own memory.
     """
     held = fsdp_unreduced_ids(live.fsdp_modules)
     if not held:
@@ -150,10 +147,10 @@ def refuse_unreduced(optimizer: Optimizer, live: LiveModel) -> None:
     found = [t.name for t in live.tensors if id(t.tensor) in held & optimised]
     if found:
         raise StateError(
-            f"FSDP2 holds gradients of {len(found)} parameters ({', '.join(found[:3])}) that are not reduced yet, from a "
+            f"FSDP2 has not reduced the gradients of {len(found)} parameters yet ({', '.join(found[:3])}), because of a "
             f"backward without gradient sync: they can be neither stored nor overwritten. Save and "
             f"resume after the optimizer's step, or leave set_requires_gradient_sync on in every "
-            f"backward of the accumulation: then its gradients belong to the state"
+            f"backward of the accumulation: then its gradients are part of the state"
         )
 
 
@@ -170,7 +167,7 @@ def _versions(gradient: torch.Tensor) -> tuple[int, int]:
 
 
 def bare_optimizer(optimizer: Optimizer) -> Optimizer:
-    """The optimizer whose step is really called: Accelerate's wrapper has it as ``optimizer``."""
+    """The optimizer inside Accelerate's wrapper (its ``optimizer``), or the optimizer itself."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
     return optimizer

@@ -1,6 +1,6 @@
-"""The parts of a data loader that keep something between batches: samplers, dataset, collator; their generators.
+"""The parts of a data loader that keep state between batches: samplers, dataset, collator, and their generators.
 
-Global random generators are not among them: see :mod:`..rng`.
+For global random generators see :mod:`..rng`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TWISTER_WORDS, _PHILOX_WORDS = 624, 4
 
 
 def parts_of(loader: Any) -> dict[str, Any]:
-    """By path: the loader, its dataset, and the samplers inside each other. Each object once."""
+    """By path: the loader, its dataset, and its samplers with those inside them. Each object once."""
     found: dict[str, Any] = {"loader": loader, "dataset": loader.dataset}
     if isinstance(loader.dataset, IterableDataset):
         return found  # its sampler is a dummy of torch
@@ -36,7 +36,7 @@ def parts_of(loader: Any) -> dict[str, Any]:
 
 
 def all_parts(loader: Any) -> dict[str, Any]:
-    """:func:`parts_of`, the datasets inside an iterable dataset, and the collator. Of an object that is no loader: itself."""
+    """:func:`parts_of`, the datasets inside an iterable dataset, and the collator. For any other object: itself."""
     if not hasattr(loader, "dataset"):
         return {"loader": loader}
     found = parts_of(loader)
@@ -67,7 +67,7 @@ def keeps_workers(loader: Any) -> bool:
 def own_states(loader: Any) -> dict[str, Any]:
     """States of the generators that the loader's parts hold, epoch numbers and seeds; for typed JSON.
 
-    What a sampler draws that seeds itself for each epoch (Accelerate's) follows from seed and epoch.
+    The draws of a sampler that seeds itself for each epoch (Accelerate's) follow from seed and epoch.
     """
     parts = all_parts(loader)
     return {
@@ -78,7 +78,7 @@ def own_states(loader: Any) -> dict[str, Any]:
 
 
 def put_own_states(loader: Any, states: Mapping[str, Any]) -> None:
-    """Give the parts what :func:`own_states` found. What no part takes (:func:`unfit_generators`) is passed by."""
+    """Give the parts the result of :func:`own_states`. Skips states that no part takes (:func:`unfit_generators`)."""
     parts = all_parts(loader)
     for path, seed in states["seeds"].items():
         if hasattr(parts.get(path), "initial_seed"):
@@ -93,7 +93,7 @@ def put_own_states(loader: Any, states: Mapping[str, Any]) -> None:
 
 
 def unfit_generators(loader: Any, states: Mapping[str, Any]) -> list[str]:
-    """Paths of generators that are stored or live, not both, or of which the live one does not take the stored state."""
+    """Paths of generators that are only stored, only live, or do not take their stored state."""
     live, stored = dict(_generators(all_parts(loader))), states["generators"]
     both = live.keys() & stored.keys()
     return sorted(
@@ -102,13 +102,13 @@ def unfit_generators(loader: Any, states: Mapping[str, Any]) -> list[str]:
 
 
 def item_generators(loader: Any) -> dict[str, Any]:
-    """States of the generators that dataset and collator hold: items are drawn with them."""
+    """States of the generators of dataset and collator, which draw items."""
     held = _generators(all_parts(loader))
     return {p: _KINDS[type(g)][0](g) for p, g in held if p.startswith(("dataset", "collate_fn"))}
 
 
 def attributes(loader: Any) -> dict[str, str]:
-    """Plain attributes of an iterable dataset and of those inside it, as text: what may count what was read."""
+    """Plain attributes of an iterable dataset and of those inside it, as text. They may count items read."""
     found = {}
     for path, part in all_parts(loader).items():
         if path.startswith("dataset") and isinstance(part, IterableDataset):
@@ -142,7 +142,7 @@ def _generators(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _put_numpy(generator: Any, state: Any) -> None:
-    """Refuses a position outside of the words that it counts in: numpy would read from there unseen."""
+    """Set a numpy generator. Refuses a position outside its words: numpy would read there unchecked."""
     is_new = isinstance(generator, np.random.Generator)
     live = generator.bit_generator.state if is_new else generator.get_state(legacy=False)
     if not _has_form_of(live, state):
@@ -172,7 +172,7 @@ def _has_form_of(live: Any, state: Any) -> bool:
 
 
 def takes(generator: Any, state: Any) -> bool:
-    """Whether this generator takes the state. Changes nothing: a new generator of its kind is asked."""
+    """Whether this generator takes the state. Changes nothing: tries it on a new generator of its kind."""
     try:
         if isinstance(generator, torch.Generator):
             trial: Any = torch.Generator(generator.device)
@@ -186,7 +186,7 @@ def takes(generator: Any, state: Any) -> bool:
     return True
 
 
-#: How the state of a generator is taken and given back.
+#: Functions that get and set the state of a generator.
 _KINDS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]] = {
     torch.Generator: (lambda g: g.get_state(), lambda g, state: g.set_state(state)),
     np.random.Generator: (lambda g: g.bit_generator.state, _put_numpy),

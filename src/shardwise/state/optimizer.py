@@ -1,8 +1,8 @@
 """Optimizer state by parameter name: drained and filled directly.
 
-No dummy step, no zero gradients, and no ``load_state_dict`` (which casts fp32 state of bf16 parameters to
-bf16): state is filled in place where shape and dtype match, created as stored where not, and cleared where
-nothing is stored. Gradients that wait for a step go with it.
+No dummy step, no zero gradients, and no ``load_state_dict`` (which casts fp32 state of bf16 parameters to bf16).
+State is filled in place if shape and dtype match, otherwise created as stored, and cleared if none is stored.
+Gradients that wait for a step are stored with it.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Drained:
     """An optimizer's state, sorted by how it is stored.
 
     ``tensors``: spread like their parameter. ``packed``: 0-d tensors of many parameters as one 1-D tensor,
-    with the parameters in its order. ``values``: what is not a tensor. ``opaque``: tensors of another shape
-    on a sharded parameter, which only this rank can make sense of.
+    with the parameters in its order. ``values``: states that are not tensors. ``opaque``: tensors with another shape
+    than their sharded parameter; only this rank can interpret them.
     """
 
     groups: list[dict[str, Any]] = field(default_factory=list)
@@ -53,16 +53,16 @@ class Drained:
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     opaque: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     has_unseen_gradients: bool = False
-    """Not among the tensors, because nobody saw whether a step has used them."""
+    """Such gradients are not among the tensors: it is not known whether a step has used them."""
 
     @property
     def gradients(self) -> int:
-        """Gradients among the tensors: those that wait for a step."""
+        """Number of gradients that wait for a step; they are among the tensors."""
         return sum(GRADIENT in keys for of in (self.tensors, self.packed_index) for keys in of.values())
 
 
 def parameter_names(optimizer: Optimizer, tensors: Iterable[NamedTensor]) -> dict[int, str]:
-    """id of each optimised parameter → its name. Raises :class:`StateError` for one that the model does not have."""
+    """id of each optimised parameter → its name. Raises :class:`StateError` for a parameter that the model lacks."""
     names = {id(t.tensor): t.name for t in tensors if t.kind == "parameter"}
     strangers = [
         f"group {g}, parameter {k} of shape {list(p.shape)}"
@@ -86,7 +86,7 @@ def drain(optimizer: Optimizer, names: Mapping[int, str]) -> Drained:
     strange = [k for k in optimizer.state if id(k) not in live]
     if strange:
         raise StateError(
-            f"the optimizer keeps state under {len(strange)} keys that are none of its parameters "
+            f"the optimizer keeps state under {len(strange)} keys that are not its parameters "
             f"({', '.join(type(k).__name__ for k in strange[:3])}); such state has no name to be stored under"
         )
     found = Drained()
@@ -134,7 +134,7 @@ def _sort_state(
 ) -> None:
     if not isinstance(key, str):
         raise StateError(
-            f"the optimizer keeps a state of {name} under {brief(key)}, which is no text; such state has no name to be "
+            f"the optimizer keeps a state of {name} under {brief(key)}, which is not text; such state has no name to be "
             f"stored under"
         )
     if not isinstance(value, torch.Tensor):
@@ -155,7 +155,7 @@ def _sort_state(
 
 
 def _is_spread_like(value: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Whether a state lies on ranks exactly as its parameter does."""
+    """Whether a state is sharded exactly like its parameter."""
     if value.shape != parameter.shape:
         return False
     if isinstance(parameter, DTensor):
@@ -168,8 +168,8 @@ def _is_spread_like(value: torch.Tensor, parameter: torch.Tensor) -> bool:
 
 
 def check_groups(optimizer: Optimizer, names: Mapping[int, str], groups: list[dict[str, Any]]) -> None:
-    """Raise :class:`StateError` if parameters are grouped otherwise, or in another order, than they were (schedulers
-    address groups by their place), or if a setting that is a tensor was one of another shape. Changes nothing."""
+    """Raise :class:`StateError` if the parameter groups or their order differ from the saved ones (schedulers address
+    groups by position), or if a tensor setting had another shape. Changes nothing."""
     live = [[names[id(p)] for p in g["params"]] for g in optimizer.param_groups]
     if [set(members) for members in live] != [set(g["names"]) for g in groups]:
         unknown = [m[:3] for m in live if set(m) not in [set(g["names"]) for g in groups]]
@@ -189,13 +189,13 @@ def check_groups(optimizer: Optimizer, names: Mapping[int, str], groups: list[di
                 and current.shape != value.shape
             ):
                 raise StateError(
-                    f"the setting {key!r} of the optimizer is a tensor of shape {list(current.shape)}, and was saved as "
-                    f"one of {list(value.shape)}; make the optimizer as in the saved run"
+                    f"the setting {key!r} of the optimizer is a tensor of shape {list(current.shape)}, but was saved "
+                    f"with shape {list(value.shape)}; make the optimizer as in the saved run"
                 )
 
 
 def check_stored(optimizer: Optimizer, names: Mapping[int, str], stored: Iterable[str]) -> None:
-    """Raise :class:`StateError` for stored state of a parameter that the optimizer does not have. Changes nothing."""
+    """Raise :class:`StateError` for stored state of a parameter that the optimizer lacks. Changes nothing."""
     live = {names[id(p)] for group in optimizer.param_groups for p in group["params"]}
     strange = sorted(set(stored) - live)
     if strange:
@@ -208,7 +208,7 @@ def check_stored(optimizer: Optimizer, names: Mapping[int, str], stored: Iterabl
 def fill_groups(optimizer: Optimizer, names: Mapping[int, str], groups: list[dict[str, Any]]) -> None:
     """Put stored hyper-parameters (learning rate, betas, ``initial_lr``, …) into the groups with the same parameters.
 
-    Raises what :func:`check_groups` raises.
+    Raises as :func:`check_groups`.
     """
     check_groups(optimizer, names, groups)
     for group, stored in zip(optimizer.param_groups, groups, strict=True):
@@ -223,12 +223,11 @@ def fill_groups(optimizer: Optimizer, names: Mapping[int, str], groups: list[dic
 def place_states(
     optimizer: Optimizer, names: Mapping[int, str], stored: Mapping[str, Mapping[str, str]]
 ) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
-    """Make room for stored states: existing tensors where they fit, new ones (values undefined) where not.
+    """Allocate stored states: existing tensors if they fit, otherwise new ones (values undefined).
 
-    ``stored`` maps parameter → state → dtype code. Clears every other state. Returns the tensors to
-    fill, by ``<parameter>.<state>``, and the 0-d tensors that were there, for :func:`place_scalars`. Those of
-    gradients are not in the optimizer. Raises :class:`StateError` for stored state of a parameter that the
-    optimizer does not have.
+    ``stored`` maps parameter → state → dtype code. Clears every other state. Returns the tensors to fill, by
+    ``<parameter>.<state>``, and the former 0-d tensors, for :func:`place_scalars`. Tensors for gradients are not put
+    into the optimizer. Raises :class:`StateError` for stored state of a parameter that the optimizer lacks.
     """
     check_stored(optimizer, names, stored)
     live = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
@@ -253,9 +252,9 @@ def place_scalars(
     stored: Mapping[str, Mapping[str, torch.Tensor]],
     before: Mapping[str, Mapping[str, torch.Tensor]],
 ) -> None:
-    """Put stored 0-d states in place, into the tensors that were there ``before`` where dtypes match.
+    """Put stored 0-d states in place, into the tensors from ``before`` if dtypes match.
 
-    New ones lie where torch's own ``load_state_dict`` puts them: ``step`` on the CPU unless the group is
+    New tensors lie where torch's own ``load_state_dict`` puts them: ``step`` on the CPU unless the group is
     capturable or fused, everything else on the parameter's device.
     """
     for group in optimizer.param_groups:
@@ -275,7 +274,7 @@ def place_scalars(
 def place_values(
     optimizer: Optimizer, names: Mapping[int, str], stored: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Put stored states that are no tensors, and rank-local tensors, into the optimizer."""
+    """Put stored states that are not tensors, and rank-local tensors, into the optimizer."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             for key, value in stored.get(names[id(parameter)], {}).items():

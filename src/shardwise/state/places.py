@@ -1,7 +1,7 @@
-"""On which device a tensor of a document lay, and on which this process puts it.
+"""Moves tensors of documents to the right devices of this process.
 
-A checkpoint records the type of device only: ``cuda``, not ``cuda:3``, because ranks that hold equal state hold it on
-devices of their own.
+A checkpoint records only the device type: ``cuda``, not ``cuda:3``, because ranks hold equal state on different
+devices.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ __all__ = ["Places"]
 
 
 class Places:
-    """The tensors of documents that were read, which lie on the CPU until :meth:`put`."""
+    """The tensors of documents already read. They lie on the CPU until :meth:`put`."""
 
     def __init__(self) -> None:
         self._met: dict[
             int, tuple[torch.Tensor, str, str]
-        ] = {}  # by id; holds the tensor, so that ids stay its own
+        ] = {}  # by id; holds the tensor, which keeps its id unique
         self._moved: dict[tuple[int, torch.device], torch.Tensor] = {}
         self._differences: dict[str, str] = {}
 
     def met(self, tensor: torch.Tensor, key: str, kind: str) -> None:
-        """A tensor was read that lay on a device of type ``kind``; ``key`` is its path for the report."""
+        """Note a tensor that was saved from a device of type ``kind``; ``key`` is its path for the report."""
         self._met[id(tensor)] = (tensor, key, kind)
 
     def put(self, value: Any, live: Callable[[], Any] = lambda: None) -> Any:
-        """``value`` with its tensors where the live ones are, else on this process's device of their type, else the CPU.
+        """Move the tensors of ``value`` to the devices of the live ones, else to this process's device of their type,
+        else to the CPU.
 
-        ``live`` gives what this run has in the value's place, and is called only if the value holds a tensor.
-        Containers are changed in place, tuples are made anew; one tensor that is met twice stays one.
+        ``live`` returns this run's counterpart of the value; it is called only if the value holds a tensor. Containers
+        change in place, tuples are new; a tensor that occurs twice stays one tensor.
         """
         if not self._holds_tensors(value):
             return value
@@ -43,7 +44,7 @@ class Places:
 
     @property
     def differences(self) -> tuple[str, ...]:
-        """One line for each tensor that is on another type of device than it was."""
+        """One line for each tensor that is now on another device type."""
         return tuple(self._differences.values())
 
     def _holds_tensors(self, value: Any) -> bool:
@@ -80,13 +81,13 @@ def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     try:
         return tensor.to(device)
     except (NotImplementedError, RuntimeError):
-        if not tensor.is_quantized:  # few devices have quantised tensors
+        if not tensor.is_quantized:  # few devices support quantised tensors
             raise
         return tensor
 
 
 def _parts(value: Any) -> list[tuple[Any, Any]]:
-    """What a container of typed JSON holds, by key; sets are left out, whose members have none."""
+    """The items of a container of typed JSON, by key. Skips sets, whose members have no keys."""
     if isinstance(value, dict):
         return list(value.items())
     if isinstance(value, (list, collections.deque)) or type(value) is tuple:

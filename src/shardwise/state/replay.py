@@ -1,9 +1,8 @@
-"""Position of a loader by replay: the epoch is begun again as it began, and its first batches are taken again.
+"""Position of a loader by replay: begin the epoch again as it began, and take its first batches again.
 
-A loader's iterator can't be stored, but it can be made again: it is a function of the random states at the
-start of the epoch. So a position is these random states and the number of batches that the loop was handed. Going
-on means to start the epoch again under those states, to take that many batches, and to put every random generator
-back to where it was before.
+A loader's iterator can't be stored, but it can be made again: it is a function of the random states at the start of
+the epoch. So a position consists of these random states and the number of batches that the loop got. A resume starts
+the epoch again under those states, takes that many batches, and then restores every random generator.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ __all__ = ["SAFE_SAMPLERS", "ReplayedPosition"]
 
 _VERSION = 1
 _KEYS = {"version", "loader", "epoch", "consumed", "start", "now", "workers_kept"}
-#: Samplers of torch that draw from global generators before their first batch only, if at all.
+#: Samplers of torch that draw from global generators only before their first batch, if at all.
 SAFE_SAMPLERS = (
     BatchSampler,
     RandomSampler,
@@ -53,34 +52,34 @@ class _Epoch:
 
 
 class ReplayedPosition:
-    """Position of any ``DataLoader``; see :class:`.data.ResumableLoader`, of which this does the work."""
+    """Position of any ``DataLoader``: the implementation of :class:`.data.ResumableLoader` for any sampler."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
         self._epoch = _Epoch(number=0)
-        self._workers_kept = False  # persistent workers were started by us
+        self._workers_kept = False  # whether this object has started persistent workers
 
     @property
     def epoch(self) -> int:
-        """Number, from 0, of the epoch of the next batch; in a loop, of the batch that it holds."""
+        """Number, from 0, of the epoch of the next batch; inside a loop, of the current batch."""
         return self._epoch.number + (self._epoch.loaded and self._is_complete(self._epoch))
 
     @property
     def consumed(self) -> int:
-        """Batches of :attr:`epoch` that the loop was handed."""
+        """Batches of :attr:`epoch` that the loop has got."""
         if self._epoch.loaded and self._is_complete(self._epoch):
             return 0
         return self._epoch.consumed
 
     @property
     def caveats(self) -> tuple[str, ...]:
-        """What of this loader can't be promised to go on exactly, one sentence each; empty if all can."""
+        """Why this loader may not go on exactly, one sentence per reason; empty if it goes on exactly."""
         loader = self._loader
         found = []
         if loader.num_workers == 0 and isinstance(loader.dataset, IterableDataset):
             found.append(
-                "the iterable dataset is read in the training process: if it chooses samples by global "
-                "generators after the first batch, or keeps a position between epochs, it goes on elsewhere"
+                "the iterable dataset is read in the training process: if it chooses samples by global generators "
+                "after the first batch, or keeps a position between epochs, its samples differ after a resume"
             )
         if loader.num_workers and not loader.in_order:
             found.append("in_order=False: the order of batches depends on the speed of workers")
@@ -89,15 +88,15 @@ class ReplayedPosition:
         for path, part in self._parts().items():
             if "sampler" in path and type(part) not in SAFE_SAMPLERS and _generator(part) is None:
                 found.append(
-                    f"{path} is a {type(part).__qualname__} without a generator of its own: if it draws from "
-                    "global generators after the first batch, it goes on elsewhere"
+                    f"{path} is a {type(part).__qualname__} without its own generator: if it draws from global "
+                    "generators after the first batch, its samples differ after a resume"
                 )
         return tuple(found)
 
     def iterate(self) -> Iterator[Any]:
         """The batches of the next epoch, or of the rest of the loaded one.
 
-        Raises :class:`StateError` if the loaded epoch does not have the batches that were consumed of it.
+        Raises :class:`StateError` if the loaded epoch has fewer batches than were consumed.
         """
         batches = self._go_on() if self._epoch.loaded else None
         if batches is None:
@@ -110,7 +109,7 @@ class ReplayedPosition:
             self._epoch = _Epoch(number=epoch.number + 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, in values that typed JSON can hold. Changes nothing, and can be taken in a loop."""
+        """The position, in values that typed JSON can hold. Changes nothing; may be called inside a loop."""
         epoch = self._epoch
         return {
             "version": _VERSION,
@@ -123,10 +122,10 @@ class ReplayedPosition:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up the position of ``state`` at the next iteration. Global random generators are not touched.
+        """Start the next iteration at the position of ``state``. Does not touch global random generators.
 
-        Raises :class:`StateError` naming each property of the loader, such as its number of workers, that is
-        not the one under which ``state`` was stored. Nothing is changed in that case.
+        Raises :class:`StateError` naming each property of the loader, such as its number of workers, that differs
+        from the stored one. It then changes nothing.
         """
         if state.get("version") != _VERSION:
             raise StateError(f"data position has version {state.get('version')!r}, expected {_VERSION}")
@@ -155,7 +154,7 @@ class ReplayedPosition:
         return batches
 
     def _go_on(self) -> Iterator[Any] | None:
-        """The rest of the loaded epoch. None if there is none: the next epoch is to begin."""
+        """The rest of the loaded epoch, or None if the next epoch must begin."""
         epoch = self._epoch
         if epoch.start is None:
             epoch.loaded = False
@@ -167,13 +166,13 @@ class ReplayedPosition:
             for done in range(epoch.consumed):
                 if next(batches, self) is self:
                     raise StateError(
-                        f"epoch {epoch.number} ended after {done} batches, and {epoch.consumed} of it were "
-                        "consumed before: the dataset or sampler is not the one of the stored run"
+                        f"epoch {epoch.number} ended after {done} batches, but the stored run had consumed "
+                        f"{epoch.consumed}: the dataset or sampler differs from that of the stored run"
                     )
         epoch.loaded = False
         if not self._is_complete(epoch):
             return batches
-        # Reaching the end is part of the epoch: some samplers draw once more when they are asked in vain.
+        # Reaching the end is part of the epoch: some samplers draw once more at the end.
         if next(batches, self) is not self:
             raise StateError(
                 f"epoch {epoch.number} has more batches than its length {epoch.consumed}; correct __len__"
@@ -185,7 +184,7 @@ class ReplayedPosition:
         return epoch.start is not None and epoch.consumed == self._length()
 
     def _length(self) -> int | None:
-        """Batches per epoch if certain: an iterable dataset's is an estimate, and asking has effects."""
+        """Batches per epoch, if certain. An iterable dataset's length is an estimate, and calling it has effects."""
         if isinstance(self._loader.dataset, IterableDataset):
             return None
         return _length(self._loader)
@@ -195,8 +194,8 @@ class ReplayedPosition:
         return keeps_workers(self._loader)
 
     def _start_workers(self) -> None:
-        # Persistent workers take their seed from a random generator when they are first started, and not at
-        # later epochs. A resumed run has that draw behind it, so it must not be seen again.
+        # Persistent workers draw their seed when they first start, not at later epochs. The stored run has made that
+        # draw already, so a resumed run must not make it again.
         with self._preserved():
             self._open()
 
@@ -234,7 +233,7 @@ class ReplayedPosition:
                 self._set_own_states(own)
 
     def _description(self) -> dict[str, Any]:
-        """What has to be the same for a position to mean the same."""
+        """The properties that must be equal for a position to fit."""
         loader = self._loader
         return {
             "dataset length": _length(loader.dataset),
@@ -262,7 +261,7 @@ class ReplayedPosition:
         ]
         if wrong:
             raise StateError(
-                f"the data position is of another loader: {'; '.join(wrong)}. "
+                f"the data position belongs to another loader: {'; '.join(wrong)}. "
                 "Make the loader as in the stored run, or resume without its position"
             )
 

@@ -20,24 +20,24 @@ _VERSION = 1
 
 
 class ElasticSampler(Sampler[list[int]]):
-    """Batches of one rank, cut out of global batches that are the same at every world size.
+    """Batches of one rank, cut from global batches that are the same at every world size.
 
-    The order of an epoch is a function of (``seed``, epoch, length of the dataset) only. Global batch k is the
-    k-th ``global_batch_size`` samples of it, and the rank-th of ``num_replicas`` equal blocks of that is this rank's
-    batch; so ``global_batch_size`` must be a multiple of ``num_replicas``. Give it as ``batch_sampler``, to a loader
-    that counts what the loop consumes, not what workers prefetch::
+    The order of an epoch depends only on (``seed``, epoch, length of the dataset). Global batch k is its k-th run of
+    ``global_batch_size`` samples. It is cut into ``num_replicas`` equal blocks, one per rank; so ``global_batch_size``
+    must be a multiple of ``num_replicas``. Give it as ``batch_sampler`` to a loader that counts the batches that the
+    loop consumes, not those that workers prefetch::
 
         sampler = ElasticSampler(dataset, global_batch_size=32, seed=0)
         loader = ResumableLoader(DataLoader(dataset, batch_sampler=sampler, num_workers=2))
         state = TrainState(model=model, optimizer=optimizer, dataloader=loader)
 
-    The position is (epoch, samples consumed by all ranks): equal on all ranks, so it is stored once and taken up
-    at any world size, with any number of workers, also with another global batch size (for another number of
-    accumulation steps); nothing is skipped and nothing repeated.
+    The position is (epoch, samples consumed by all ranks). It is equal on all ranks and stored once. It fits any world
+    size, any number of workers, and another global batch size (for another number of accumulation steps). A resume
+    skips and repeats no sample.
 
-    An epoch ends with a global batch that is whole: filled up with the first samples of the epoch's order
-    (as torch's ``DistributedSampler`` does, but at most ``global_batch_size - 1`` of them, whatever the world size), or
-    left out with ``drop_last=True``. Draws from no global generator; holds 8 bytes per sample while an epoch goes on.
+    The last global batch of an epoch is filled up with the first samples of the epoch's order, as in torch's
+    ``DistributedSampler``, but with at most ``global_batch_size - 1`` samples at any world size; ``drop_last=True``
+    drops it. Draws from no global generator; holds 8 bytes per sample during an epoch.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class ElasticSampler(Sampler[list[int]]):
         num_replicas: int | None = None,
         rank: int | None = None,
     ) -> None:
-        """``num_replicas`` and ``rank`` are those of the process group, or 1 and 0 without one. Give them where several
-        ranks read the same samples: size and rank of the data-parallel axes.
+        """``num_replicas`` and ``rank`` default to those of the process group, or 1 and 0 without one. If several ranks
+        read the same samples, give the size and rank of the data-parallel axes.
 
         Raises :class:`StateError` if the global batch can't be divided, or an epoch would hold no batch;
         ``TypeError`` for a number that is not a whole one.
@@ -65,16 +65,15 @@ class ElasticSampler(Sampler[list[int]]):
         self._global_batch = _whole("global_batch_size", global_batch_size)
         self._check()
         self._epoch = self._consumed = 0
-        self._is_counted = True  # was not iterated, or somebody says what was consumed
+        self._is_counted = True  # not iterated yet, or the caller counts consumed batches
 
     def _check(self) -> None:
         size, replicas = self._global_batch, self._replicas
         if not 0 <= self._rank < replicas:
-            raise StateError(f"rank {self._rank} is none of {replicas} replicas")
+            raise StateError(f"rank {self._rank} is not one of {replicas} replicas")
         if size < 1 or size % replicas:
             raise StateError(
-                f"a global batch of {size} can't be divided among {replicas} replicas; give a multiple of {replicas}, so "
-                f"that each batch holds the same samples at every world size"
+                f"a global batch of {size} can't be divided among {replicas} replicas; give a multiple of {replicas}"
             )
         if not self._length or (self._drop_last and self._length < size):
             raise StateError(
@@ -88,7 +87,7 @@ class ElasticSampler(Sampler[list[int]]):
 
     @property
     def consumed(self) -> int:
-        """Samples of the epoch that all ranks together have consumed, those that fill up its end included."""
+        """Samples of the epoch that all ranks together have consumed, including those that fill up its end."""
         return self._consumed
 
     @property
@@ -97,18 +96,18 @@ class ElasticSampler(Sampler[list[int]]):
         return self._global_batch
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin with ``epoch``; nothing happens if it is the epoch already. A :class:`ResumableLoader` does this itself."""
+        """Begin ``epoch``, unless it is the current epoch already. A :class:`ResumableLoader` does this itself."""
         if epoch != self._epoch:
             self._epoch, self._consumed, self._is_counted = epoch, 0, True
 
     def advance(self) -> None:
-        """A batch was consumed, on every rank. A :class:`ResumableLoader` does this itself."""
+        """Count a batch as consumed, on every rank. A :class:`ResumableLoader` does this itself."""
         self._consumed += self._global_batch
         self._is_counted = True
 
     @property
     def is_complete(self) -> bool:
-        """Whether the epoch holds no further batch."""
+        """Whether the epoch has no further batch."""
         return not self._holds_batch(self._consumed)
 
     def _holds_batch(self, begin: int) -> bool:
@@ -120,11 +119,12 @@ class ElasticSampler(Sampler[list[int]]):
         return whole + (rest > 0 and not self._drop_last)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """This rank's indices, a batch at a time, from the position to the end of the epoch; of the next one if it is complete."""
+        """This rank's indices, one batch at a time, from the position to the end of the epoch (of the next epoch if this
+        one is complete)."""
         if self.is_complete:
             self.set_epoch(self._epoch + 1)
         self._is_counted = False
-        # The position of now, not of the first batch: a loader asks for batches ahead.
+        # Bind the position now, not at the first batch: a loader asks for batches ahead.
         return self._batches(self._epoch, self._consumed)
 
     def _batches(self, epoch: int, begin: int) -> Iterator[list[int]]:
@@ -137,11 +137,11 @@ class ElasticSampler(Sampler[list[int]]):
             begin += self._global_batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, the same on all ranks. Raises :class:`StateError` if nobody says what was consumed."""
+        """The position, the same on all ranks. Raises :class:`StateError` if consumed batches were not counted."""
         if not self._is_counted:
             raise StateError(
-                "batches were taken from the ElasticSampler, and nobody told it which were consumed: wrap the loader, "
-                "shardwise.ResumableLoader(loader), and give that to the state, or call advance() after each batch"
+                "batches were taken from the ElasticSampler, but none was reported as consumed: wrap the "
+                "loader, shardwise.ResumableLoader(loader), and give that to the state, or call advance() after each batch"
             )
         return self.position()
 
@@ -150,9 +150,9 @@ class ElasticSampler(Sampler[list[int]]):
         return {"version": _VERSION, **self._description(), "epoch": self._epoch, "consumed": self._consumed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up the position of ``state``.
+        """Move to the position of ``state``.
 
-        Raises :class:`StateError`, before anything is changed, if its order is another, or it is no position.
+        Raises :class:`StateError`, before anything is changed, if it has another order or is not a position.
         """
         if not isinstance(state, Mapping):
             raise StateError(f"the sampler's position is {type(state).__qualname__}, expected a dict")
@@ -167,13 +167,13 @@ class ElasticSampler(Sampler[list[int]]):
         ]
         if wrong:
             raise StateError(
-                f"the position is of another order of samples: {'; '.join(wrong)}. Make the ElasticSampler as in the "
-                f"stored run, or resume without its position"
+                f"the position belongs to another order of samples: {'; '.join(wrong)}. Make the ElasticSampler as in "
+                f"the stored run, or resume without its position"
             )
         for name in ("epoch", "consumed"):
             value = state.get(name)
-            if type(value) is not int or value < 0:  # True is none
-                found = repr(value) if name in state else "not there"
+            if type(value) is not int or value < 0:  # True is not a number here
+                found = repr(value) if name in state else "missing"
                 raise StateError(
                     f"the sampler's position is damaged: {name!r} is {found}, expected a number from 0. Resume without "
                     f"its position, or from another step"
@@ -181,18 +181,18 @@ class ElasticSampler(Sampler[list[int]]):
         self._epoch, self._consumed, self._is_counted = state["epoch"], state["consumed"], True
 
     def _description(self) -> dict[str, Any]:
-        """What the order of samples depends on."""
+        """The values that determine the order of samples."""
         return {"dataset length": self._length, "seed": self._seed, "shuffle": self._shuffle}
 
 
 class ElasticPosition:
-    """Position of a loader over an :class:`ElasticSampler`; see :class:`.data.ResumableLoader`, of which this does the work."""
+    """Position of a loader over an :class:`ElasticSampler`: its implementation of :class:`.data.ResumableLoader`."""
 
     def __init__(self, loader: DataLoader[Any], sampler: ElasticSampler) -> None:
         self._loader = loader
         self._sampler = sampler
         self._is_loaded = False
-        self._iteration: object = None  # the one that counts: the latest
+        self._iteration: object = None  # the latest iteration, the only one that counts
 
     @property
     def epoch(self) -> int:
@@ -204,7 +204,7 @@ class ElasticPosition:
 
     @property
     def _ends_with_load(self) -> bool:
-        """Whether a position was loaded that has its epoch behind it."""
+        """Whether a loaded position lies at the end of its epoch."""
         return self._is_loaded and self._sampler.is_complete
 
     @property
@@ -212,8 +212,8 @@ class ElasticPosition:
         found = []
         if self._loader.num_workers:
             found.append(
-                f"num_workers={self._loader.num_workers}: workers start anew when an epoch is taken up in the middle, so "
-                f"random draws in them (augmentation) are others"
+                f"num_workers={self._loader.num_workers}: workers start again after a resume inside an epoch, so random "
+                f"draws in them (augmentation) differ"
             )
             if not self._loader.in_order:
                 found.append("in_order=False: the order of batches depends on the speed of workers")
@@ -226,7 +226,7 @@ class ElasticPosition:
             with preserve_rng():
                 batches = iter(self._loader)
         else:
-            if sampler.consumed:  # the epoch is complete, or the loop before was left early
+            if sampler.consumed:  # the epoch is complete, or the last loop ended early
                 sampler.set_epoch(sampler.epoch + 1)
             batches = iter(self._loader)
         self._is_loaded = False
@@ -248,14 +248,14 @@ class ElasticPosition:
 
 
 def elastic_sampler_of(loader: DataLoader[Any]) -> ElasticSampler | None:
-    """The :class:`ElasticSampler` of a loader, if it has one. Raises :class:`StateError` if its batches would be batched again."""
+    """The :class:`ElasticSampler` of a loader, if any. Raises :class:`StateError` if it is given as ``sampler``."""
     if isinstance(loader.batch_sampler, ElasticSampler):
         return loader.batch_sampler
     if not isinstance(loader.sampler, ElasticSampler):
         return None
     if loader.batch_sampler is not None:
         raise StateError("an ElasticSampler makes batches: give it as batch_sampler, not as sampler")
-    return loader.sampler  # batch_size=None: the dataset takes a list of indices
+    return loader.sampler  # batch_size=None: the dataset itself takes a list of indices
 
 
 def _whole(name: str, value: Any) -> int:
@@ -277,8 +277,8 @@ def _length_of(dataset: Any) -> int:
 def _order(seed: int, epoch: int, length: int) -> Any:
     """The samples of an epoch in their order, [length] int64.
 
-    By numpy's RandomState, whose draws are frozen for good (NEP 19); torch's and numpy's newer generators may draw
-    otherwise in another version, which would change the order in the middle of a run.
+    Uses numpy's RandomState, whose draws are frozen for good (NEP 19). torch's and numpy's newer generators may draw
+    differently in another version, which would change the order in the middle of a run.
     """
     digest = hashlib.sha256(f"shardwise order {seed} {epoch} {length}".encode()).digest()
     return np.random.RandomState(np.frombuffer(digest, dtype="<u4").astype(np.uint32)).permutation(length)

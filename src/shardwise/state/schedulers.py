@@ -1,4 +1,4 @@
-"""What learning rate schedulers hold: others, whose state is in theirs, and functions, which the program gives again."""
+"""The contents of learning rate schedulers: inner schedulers, stored with them, and functions, which are not stored."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ __all__ = ["class_text", "functions_left_out", "inner_schedulers", "inner_states
 
 
 def unwrapped(scheduler: Any) -> Any:
-    """What a wrapper that has no state of its own, as Accelerate's, is around; any other object is itself."""
+    """The scheduler inside a wrapper without state of its own (Accelerate's); otherwise the object itself."""
     inner = getattr(scheduler, "scheduler", None)
     return inner if hasattr(inner, "state_dict") else scheduler
 
 
 def class_text(scheduler: Any) -> str:
-    """The class of a scheduler, and of those in it: ``SequentialLR(LinearLR, StepLR)``."""
+    """The classes of a scheduler and of its inner ones: ``SequentialLR(LinearLR, StepLR)``."""
     text = _class_text(scheduler, ())
     return text if len(text) <= MAX_TEXT_CHARS else f"{text[: MAX_TEXT_CHARS - 1]}…"
 
 
 def _class_text(scheduler: Any, above: tuple[int, ...]) -> str:
     scheduler = unwrapped(scheduler)
-    above = (*above, id(scheduler))  # one may know the one that it is in
+    above = (*above, id(scheduler))  # an inner scheduler may refer to its outer one
     inside = ", ".join(_class_text(s, above) for s in inner_schedulers(scheduler) if id(s) not in above)
     return f"{type(scheduler).__qualname__}({inside})" if inside else type(scheduler).__qualname__
 
 
 def inner_schedulers(holder: Any) -> Iterator[LRScheduler]:
-    """Those in the attributes of a scheduler, or of an object around one."""
+    """The schedulers in the attributes of a scheduler, or of an object around one."""
     for value in getattr(holder, "__dict__", {}).values():
         several = isinstance(value, list | tuple)
         yield from (one for one in (value if several else [value]) if isinstance(one, LRScheduler))
 
 
 def inner_states(holder: Any) -> Iterator[tuple[Path, LRScheduler]]:
-    """Schedulers in an object, and where in its state theirs are; those whose state is not found are left out.
+    """Schedulers in an object, each with the path of its state in the object's. Skips those whose state is not found.
 
-    Calls ``state_dict`` of the object and of these.
+    Calls ``state_dict`` of the object and of these schedulers.
     """
     inner = list(inner_schedulers(holder))
     own = holder.state_dict() if inner else {}
@@ -66,11 +66,11 @@ def _places(own: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def functions_left_out(scheduler: Any, where: str = "scheduler") -> Iterator[str]:
-    """Paths of the functions in a scheduler (or in several by name, or inside each other) that its state is without.
+    """Paths of the functions that the state of a scheduler (or of several by name, or of inner ones) leaves out.
 
-    torch's LambdaLR and MultiplicativeLR have them as ``lr_lambdas`` (as most of transformers' schedules do),
-    CyclicLR as ``scale_fn``. Of a callable object torch stores the attributes; of a function, or a
-    ``functools.partial`` of one, nothing.
+    torch's LambdaLR and MultiplicativeLR (and most of transformers' schedules) have ``lr_lambdas``, CyclicLR has
+    ``scale_fn``. torch stores the attributes of a callable object, but nothing of a function or of a
+    ``functools.partial`` of one.
     """
     if isinstance(scheduler, Mapping) and not hasattr(scheduler, "state_dict"):
         for name, one in scheduler.items():

@@ -1,4 +1,4 @@
-"""Which tensors can be stored as they are: dense, real memory, in a dtype that safetensors has."""
+"""Refuses tensors that can't be stored directly: expected are dense ones, in real memory, of a safetensors dtype."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["refuse_meta", "refuse_unstorable"]
 
 
 def refuse_unstorable(where: str, tensor: torch.Tensor) -> None:
-    """Raise :class:`StateError` that names ``where``, if a tensor (of a DTensor: its local part) can't be stored.
+    """Raise :class:`StateError` naming ``where`` if a tensor (the local part of a DTensor) can't be stored.
 
-    One on meta may be planned, and has no values to be written: see :func:`refuse_meta`.
+    Accepts tensors on meta, which may be planned but not written: see :func:`refuse_meta`.
     """
     why = _why_not(local_tensor(tensor))
     if why:
@@ -23,7 +23,7 @@ def refuse_unstorable(where: str, tensor: torch.Tensor) -> None:
 
 
 def refuse_meta(where: str, tensor: torch.Tensor) -> None:
-    """Raise :class:`StateError` that names ``where``, if a tensor has no values."""
+    """Raise :class:`StateError` naming ``where`` if a tensor has no values."""
     if tensor.is_meta:
         raise StateError(
             f"{where}: is on the meta device and has no values; load or initialise the model before saving"
@@ -35,8 +35,8 @@ def _why_not(local: torch.Tensor) -> str:
         return "is lazy and has no shape yet; run the model once before saving"
     if type(local).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return (
-            f"is a {type(local).__qualname__}, a tensor subclass that says itself what its content is, and can't be stored; "
-            f"expected a plain tensor. Use one, or keep it outside of the TrainState"
+            f"is a {type(local).__qualname__}, a tensor subclass with its own content, which can't be stored; expected a "
+            f"plain tensor. Use one, or keep it outside the TrainState"
         )
     if local.is_nested or local.layout is not torch.strided:
         kind = "nested" if local.is_nested else str(local.layout).removeprefix("torch.")

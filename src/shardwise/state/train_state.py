@@ -1,4 +1,4 @@
-"""``TrainState``: what a checkpoint holds, by reference to the live objects."""
+"""``TrainState``: the live objects that a checkpoint stores."""
 
 from __future__ import annotations
 
@@ -28,15 +28,14 @@ class TrainState:
     that wait for a step when a save comes (in the middle of an accumulation) are part of the state. Gradients that
     were there before the first ``TrainState``, and that no step has used since, are not: both reports say so.
 
-    What a model or an optimizer would save by itself besides (by its own ``state_dict``, its modules'
-    ``_save_to_state_dict``, or hooks) is stored too, and given back through its own ``load_state_dict``. What of it
-    can't be stored, and what does not arrive, both reports name. See docs/state.md.
+    Further state that a model or an optimizer saves by itself (by its own ``state_dict``, its modules'
+    ``_save_to_state_dict``, or hooks) is stored too, and restored through its own ``load_state_dict``. The reports name
+    the parts that can't be stored or do not arrive. See docs/state.md.
     """
 
     model: nn.Module | Mapping[str, nn.Module]
     """Any module, sharded or plain; or several by name (an actor and a critic). Parameters, persistent buffers and
-    ``get_extra_state`` of modules are stored; non-persistent buffers are what construction makes of them, also if
-    training changed them."""
+    ``get_extra_state`` of modules are stored. Non-persistent buffers are not: construction makes them again."""
     optimizer: Optimizer | Mapping[str, Optimizer] | None = None
     """An optimizer over parameters of one model, or several by name. Its state is stored by parameter name."""
     scheduler: Any = None
@@ -47,10 +46,11 @@ class TrainState:
     scaler: Any = None
     """A ``torch.amp.GradScaler``."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """Further state by name: objects with ``state_dict``/``load_state_dict``, or plain values, which a
-    resume puts back into this dict."""
+    """Further state by name: objects with ``state_dict``/``load_state_dict``, or plain values, which a restore puts back
+    into this dict."""
     files: Mapping[str, bytes] = field(default_factory=dict)
-    """Small files put into the checkpoint by relative path, for other programs; those of rank 0. A resume reads none."""
+    """Small files by relative path, put into the checkpoint for other programs. Rank 0's are written; no restore reads
+    them."""
 
     def __post_init__(self) -> None:
         for model in self.models.values():
@@ -79,7 +79,7 @@ class TrainState:
 
     @property
     def given_optimizers(self) -> dict[str, Optimizer]:
-        """The same by name as they were given: Accelerate's wrapper, or one with state of its own."""
+        """The optimizers by name as given: with Accelerate's wrapper, or one that has its own state."""
         if self.optimizer is None:
             return {}
         named = self.optimizer if isinstance(self.optimizer, Mapping) else {"optimizer": self.optimizer}
@@ -87,7 +87,7 @@ class TrainState:
 
 
 def _checked(given: Mapping[str, Any], what: str, kind: type) -> dict[str, Any]:
-    """Names become folders of the checkpoint."""
+    """The given objects by name, checked: names become folders of the checkpoint."""
     for name, one in given.items():
         if not isinstance(one, kind):
             raise StateError(

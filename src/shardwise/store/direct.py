@@ -1,4 +1,4 @@
-"""Writing large files past the page cache: one buffer is filled and hashed while another is on its way to the disk."""
+"""Writes large files past the page cache: it fills and hashes one buffer while another goes to the disk."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from .write import FileWriter
 __all__ = ["DirectWriter"]
 
 BUFFER_BYTES = 8 * 1024**2
-#: Of offsets, lengths and memory: the sector of every disk divides it.
+#: Alignment of offsets, lengths and memory: a multiple of every disk's sector size.
 _ALIGNMENT = 4096
-#: Of a write past the page cache, by file systems that take the flag.
+#: Errors of a write past the page cache, on file systems that accept the flag itself.
 _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
 #: Linux only.
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 class DirectWriter(FileWriter):
-    """A :class:`FileWriter` whose bytes a thread writes while the caller makes the next ones.
+    """A :class:`FileWriter` with a thread that writes while the caller makes the next bytes.
 
-    Past the page cache (``O_DIRECT``) where the file system takes that, else as ordinary writes. It saves the kernel's
-    copy of every byte, which costs more than hashing them, and there is nothing left to flush at the end. An error
-    of a write is raised by a later call, or on leaving. Memory: two buffers of 8 MiB.
+    Writes past the page cache (``O_DIRECT``) if the file system can, otherwise through it. Past the cache the kernel
+    does not copy each byte, which costs more than hashing it, and has nothing left to flush at the end. A later call,
+    or leaving the block, raises the error of a write. Memory: two buffers of 8 MiB.
     """
 
     def __enter__(self) -> DirectWriter:
@@ -45,15 +45,13 @@ class DirectWriter(FileWriter):
         self._full: queue.SimpleQueue[tuple[NDArray[np.uint8], int] | None] = queue.SimpleQueue()
         self._ended = threading.Event()
         super().__enter__()
-        self._watch = current_watch()  # what the thread does is work of this one
+        self._watch = current_watch()  # the thread does this thread's work
         self._has_thread = True
         try:
             self._is_direct = _switch(self._fd, on=True)
-            # A daemon: whoever writes waits for it, and what interrupts that must not keep the process from ending.
+            # A daemon: the caller waits for it, and after an interrupt it must not keep the process alive.
             threading.Thread(target=self._write_buffers, name="shardwise-write", daemon=True).start()
-        except (
-            RuntimeError
-        ):  # at the end of a process Python starts none, nor does a system that is out of them
+        except RuntimeError:  # Python starts no thread while a process ends or when the system has none left
             self._has_thread = False
         except BaseException:
             self._full.put(None)
@@ -77,14 +75,14 @@ class DirectWriter(FileWriter):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None:
-            self._failure = self._failure or error  # what waits need not be written any more
+            self._failure = self._failure or error  # the waiting buffers are not needed any more
         try:
             if self._used and self._failure is None:
                 self._hand_over()
         finally:
             self._full.put(None)
             if self._has_thread:
-                self._ended.wait()  # not join(): when Ctrl-C interrupts that, Python 3.11 takes the thread for ended
+                self._ended.wait()  # not join(): if Ctrl-C interrupts it, Python 3.11 counts the thread as ended
             if kind is None and self._failure is not None:
                 self._close(has_failed=True)
                 raise self._failure
@@ -120,7 +118,9 @@ class DirectWriter(FileWriter):
         aligned = view.nbytes // _ALIGNMENT * _ALIGNMENT if self._is_direct else view.nbytes
         done = 0
         while done < view.nbytes:
-            if self._is_direct and done == aligned:  # the end of the file, or of what a write took of it
+            if (
+                self._is_direct and done == aligned
+            ):  # the end of the file, or an unaligned rest of a short write
                 self._is_direct = _switch(self._fd, on=False)
                 aligned = view.nbytes
             try:
@@ -128,7 +128,7 @@ class DirectWriter(FileWriter):
                 if not self._is_direct:
                     self._count_cached(count)
             except OSError as error:
-                if self._is_direct and error.errno in _REFUSALS:  # a larger alignment, or none will do
+                if self._is_direct and error.errno in _REFUSALS:  # needs a larger alignment, or refuses all
                     aligned = done
                     continue
                 raise self._error(error) from error
@@ -144,7 +144,7 @@ def _buffer() -> NDArray[np.uint8]:
 
 
 def _switch(fd: int, *, on: bool) -> bool:
-    """Let writes go past the page cache, or not. Returns whether they do."""
+    """Make writes go past the page cache, or through it. Returns whether they go past it."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     with contextlib.suppress(OSError):
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | _O_DIRECT if on else flags & ~_O_DIRECT)

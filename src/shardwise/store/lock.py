@@ -1,4 +1,4 @@
-"""One run per checkpoint directory: an advisory lock that the kernel drops with the process that holds it."""
+"""One run per checkpoint directory: an advisory lock that the kernel drops when its process ends."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ __all__ = ["DirectoryLock", "check_held"]
 #: Locks of this process, by the real path of their directory.
 _HELD: dict[str, DirectoryLock] = {}
 _TAKEN = (errno.EACCES, errno.EAGAIN)
-#: Linux: locks of the open file. Others have those of the process only.
+#: Linux has locks of the open file. Other systems have only locks of the process.
 _SET_LOCK = getattr(fcntl, "F_OFD_SETLK", None)
 _closes_in_forks = False
 
 
 class DirectoryLock:
-    """A lock on ``<root>/.lock``, or a file of another ``name``, held by rank 0 for as long as a Checkpointer is open.
+    """A lock on ``<root>/.lock``, or a file of another ``name``. Rank 0 holds it while a Checkpointer is open.
 
-    On Linux it belongs to the open file (``F_OFD_SETLK``): reading or copying the file in this process, as a backup
-    does, does not drop it. Where the system or the file system has only locks of the process (``lockf``), it does, and
-    :meth:`check` takes it again. A killed run's lock is gone with it: forked data-loader workers close the file as soon
-    as they start. Raises :class:`LockedError` naming who holds it.
+    On Linux the lock belongs to the open file (``F_OFD_SETLK``): reading or copying the file in this process, as a
+    backup does, does not drop it. With locks of the process only (``lockf``) it does drop it, and :meth:`check` takes
+    it again. A killed run's lock ends with the run: forked data-loader workers close the file as soon as they start.
+    Raises :class:`LockedError` naming the holder.
     """
 
     def __init__(self, root: str, *, name: str = ".lock") -> None:
@@ -41,7 +41,7 @@ class DirectoryLock:
         self._pid = os.getpid()
         if self._root in _HELD:  # a lock of the process does not exclude its own process
             raise LockedError(
-                f"{root}: this process holds it already, by another Checkpointer; close that one"
+                f"{root}: another Checkpointer of this process holds it already; close that one"
             )
         try:
             make_directories(root)
@@ -55,8 +55,10 @@ class DirectoryLock:
             raise CheckpointError(f"{self._path}: can't be created: {error.strerror}") from error
         if not stat.S_ISREG(os.fstat(self._fd).st_mode):
             os.close(self._fd)
-            raise CheckpointError(f"{self._path}: is no regular file, so that it can't be locked; remove it")
-        _HELD[self._root] = self  # before it is taken: a fork from here on must close the file
+            raise CheckpointError(
+                f"{self._path}: can't be locked, because it is not a regular file; remove it"
+            )
+        _HELD[self._root] = self  # before locking: a fork from here on must close the file
         _close_in_forks()
         try:
             patiently(_lock, self._fd)
@@ -72,9 +74,9 @@ class DirectoryLock:
             ) from error
 
     def _note_holder(self) -> None:
-        """Say in the file who holds it: for people, and for :meth:`check`."""
+        """Write the holder into the file: for people, and for :meth:`check`."""
         note = {"host": socket.gethostname(), "pid": self._pid, "lease": secrets.token_hex(8)}
-        # On a full disk, too: what is held is the lock, not the note of who holds it.
+        # On a full disk the note fails, but the lock holds without it.
         with contextlib.suppress(OSError):
             patiently(os.ftruncate, self._fd, 0)
             patiently(os.pwrite, self._fd, json.dumps(note).encode(), 0)
@@ -86,19 +88,19 @@ class DirectoryLock:
     def check(self) -> None:
         """Raise :class:`LockedError` unless this process still holds the directory.
 
-        That is: the file under this name is the one that was locked, the lock is ours, and no run has noted itself as
-        holder since. A lock that was dropped (by a server that restarted) and that no other run took is taken again.
+        It holds it if the file under this name is the locked one, the lock is its own, and no other run has noted
+        itself as holder since. A dropped lock (a server restarted) that no other run took is taken again.
         """
         problem = self._problem()
         if problem:
             raise LockedError(
-                f"{self._path}: this run has lost its hold of the directory ({problem}); nothing is published. "
+                f"{self._path}: this run has lost its lock on the directory ({problem}); nothing is published. "
                 f"Stop the other run if there is one, leave {os.path.basename(self._path)} alone, and start again"
             )
 
     def _problem(self) -> str:
         if self._fd < 0 or self._pid != os.getpid():
-            return "this process did not take it, or gave it back"
+            return "this process did not take it, or released it"
         try:
             if not self._has_its_name():
                 return "another file has its name"
@@ -122,19 +124,19 @@ class DirectoryLock:
         return os.path.samestat(patiently(os.stat, self._path), patiently(os.fstat, self._fd))
 
     def release(self) -> None:
-        """Give the lock back. The file stays: deleting it would let two runs lock two files."""
+        """Release the lock. The file stays: deleting it would let two runs lock two files."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             if _HELD.get(self._root) is self:
                 del _HELD[self._root]
-            with contextlib.suppress(OSError):  # closed all the same, and the lock with it
+            with contextlib.suppress(OSError):  # the file is closed anyway, which drops the lock
                 patiently(os.close, fd)
 
 
 def check_held(root: str) -> None:
     """Raise :class:`LockedError` if this process holds a lock on ``root`` and has lost it; see `DirectoryLock.check`.
 
-    Before anything in a directory appears, is renamed or is deleted. Costs four system calls.
+    Called before anything in a directory appears, is renamed or is deleted. Costs four system calls.
     """
     lock = _HELD.get(os.path.realpath(root))
     if lock is not None:
@@ -142,21 +144,21 @@ def check_held(root: str) -> None:
 
 
 def _lock(fd: int) -> None:
-    """Lock an open file, or find that it is locked by us. Raises ``OSError``; with `_TAKEN` if another holds it."""
+    """Lock an open file, unless this process has locked it. Raises ``OSError``; with `_TAKEN` if another holds it."""
     if _SET_LOCK is not None:
-        # struct flock: type, whence, start, length (0: all), pid (0 it must be)
+        # struct flock: type, whence, start, length (0: all), pid (must be 0)
         whole = struct.pack("hhqqixxxx", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
         try:
             fcntl.fcntl(fd, _SET_LOCK, whole)
             return
         except OSError as error:
-            if error.errno != errno.EINVAL:  # a kernel, or an emulated one, that does not know the command
+            if error.errno != errno.EINVAL:  # EINVAL: a kernel, or an emulated one, without this command
                 raise
     fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _close_in_forks() -> None:
-    """From the first lock on, let every forked child close the files: an open one would keep a killed run's lock."""
+    """From the first lock on, make every forked child close the files: an open one would keep a killed run's lock."""
     global _closes_in_forks
     if not _closes_in_forks:
         _closes_in_forks = True
@@ -164,7 +166,7 @@ def _close_in_forks() -> None:
 
 
 def _forget_all() -> None:
-    """In a forked child: the locks are the parent's. Closing unlocks nothing, because the parent has the file open."""
+    """Runs in a forked child: the locks are the parent's. Closing unlocks nothing: the parent has the file open."""
     for lock in _HELD.values():
         fd, lock._fd = lock._fd, -1
         with contextlib.suppress(OSError):

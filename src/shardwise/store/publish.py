@@ -1,8 +1,8 @@
-"""Publishing a checkpoint directory: all of it or nothing, whenever the machine stops.
+"""Publishes a checkpoint directory: all of it or nothing, whenever the machine stops.
 
-Everything is written and synced under a temporary name that holds a fresh nonce; the manifest comes last;
-then the directories are synced, the name is changed, and the parent is synced. A reader sees no step or
-the whole step. Leftovers of a killed save keep their nonce, so they can't mix into another.
+A save writes and syncs all files under a temporary name with a fresh nonce, the manifest last. It then syncs the
+directories, renames the top one, and syncs its parent. A reader sees no step or the whole step. Leftovers of a
+killed save keep their nonce, so they can't mix into another save.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ __all__ = [
 ]
 
 _TEMPORARY, _TRASH = ".tmp-", ".trash-"
-#: Of the 255 that a name may have; the rest is for the prefix and the nonce.
+#: A name may have 255 bytes; the rest is for the prefix and the nonce.
 _MOST_NAME_BYTES = 200
 
 
 def step_name(step: int) -> str:
-    """Directory name of a step. Raises :class:`StateError` for what is none."""
+    """Directory name of a step. Raises :class:`StateError` if ``step`` is not one."""
     return f"step-{checked_step(step):08d}"
 
 
 def published_steps(root: str) -> dict[int, str]:
-    """Published steps and their directories, by falling step. Superseded and damaged ones do not count."""
+    """Published steps and their directories, by falling step, without superseded and damaged ones."""
     found = {int(m.group(1)): os.path.join(root, n) for n in _names_in(root) if (m := STEP_NAME.fullmatch(n))}
     return dict(sorted(found.items(), reverse=True))
 
 
 def was_ever_published(root: str) -> bool:
-    """Whether a directory holds any step, also one that was set aside."""
+    """Whether a directory holds any step, including those set aside."""
     return any(name.startswith("step-") for name in _names_in(root))
 
 
 def _names_in(root: str) -> list[str]:
-    """Nothing, if there is no such directory; :class:`CheckpointError` if it can't be looked at."""
+    """Names in a directory; none if it does not exist. Raises :class:`CheckpointError` if it can't be listed."""
     try:
         return patiently(os.listdir, root)
     except FileNotFoundError:
@@ -65,7 +65,7 @@ def _names_in(root: str) -> list[str]:
 
 
 def make_temporary(final: str, folders: Iterable[str]) -> str:
-    """A fresh temporary directory beside ``final``, with these folders in it. For rank 0."""
+    """Make a fresh temporary directory beside ``final``, with these folders in it. For rank 0."""
     path = temporary_beside(final)
     try:
         make_directories(os.path.dirname(path))
@@ -79,7 +79,7 @@ def make_temporary(final: str, folders: Iterable[str]) -> str:
 
 
 def temporary_beside(final: str, prefix: str = _TEMPORARY) -> str:
-    """A fresh name beside ``final`` that begins like it, and is not longer than a file system allows if ``final`` is not."""
+    """A fresh name beside ``final`` that begins like it and, if ``final`` fits the file system, fits it too."""
     parent, name = os.path.split(os.path.abspath(final))
     while len(os.fsencode(name)) > _MOST_NAME_BYTES:
         name = name[:-1]
@@ -89,9 +89,9 @@ def temporary_beside(final: str, prefix: str = _TEMPORARY) -> str:
 def commit(temporary: str, final: str, manifest: Manifest) -> None:
     """Turn a complete temporary directory into a published one. For rank 0, after every rank synced its files.
 
-    Raises :class:`CheckpointError` if the files on disk are not exactly the manifest's, if its text is not one that
-    :func:`read_manifest` takes, or if ``final`` is there already (a published directory is never written again);
-    :class:`LockedError` if this process held the directory above and has lost it.
+    Raises :class:`CheckpointError` if the files on disk are not exactly the manifest's, if :func:`read_manifest`
+    would refuse its text, or if ``final`` exists already (a published directory is never written again);
+    :class:`LockedError` if this process held the lock of the directory above and has lost it.
     """
     found = _files_in(temporary)
     expected: Mapping[str, FileEntry] = manifest.files
@@ -113,7 +113,7 @@ def commit(temporary: str, final: str, manifest: Manifest) -> None:
     for folder in sorted({os.path.dirname(n) for n in expected} | {""}, reverse=True):
         fsync_directory(os.path.join(temporary, folder))
     if os.path.lexists(final):
-        raise CheckpointError(f"{final}: is published already and is never written again")
+        raise CheckpointError(f"{final}: is published already and can't be written again")
     check_held(os.path.dirname(final))
     try:
         patiently(os.rename, temporary, final)
@@ -133,8 +133,8 @@ def _files_in(root: str) -> dict[str, int]:
 
 
 def write_hint(root: str, step: int) -> None:
-    """Point ``latest`` at a step, for people; nothing reads it. Raises :class:`CheckpointError`, leaving nothing;
-    :class:`LockedError` if this process held the directory and has lost it."""
+    """Point ``latest`` at a step, for people; no code reads it. Raises :class:`CheckpointError`, leaving no file;
+    :class:`LockedError` if this process held the directory's lock and has lost it."""
     check_held(root)
     temporary = os.path.join(root, f"{_TEMPORARY}latest-{secrets.token_hex(8)}")
     hint = os.path.join(root, "latest")
@@ -148,9 +148,9 @@ def write_hint(root: str, step: int) -> None:
 
 
 def set_aside(path: str, why: str) -> str:
-    """Rename a step to ``step-N.<why>-<nonce>``: kept, but never counted by resume or retention.
+    """Rename a step to ``step-N.<why>-<nonce>``: it stays, but resume and retention never count it.
 
-    Raises :class:`CheckpointError`; :class:`LockedError` if this process held the directory and has lost it.
+    Raises :class:`CheckpointError`; :class:`LockedError` if this process held the directory's lock and has lost it.
     """
     check_held(os.path.dirname(path))
     moved = f"{path}.{why}-{secrets.token_hex(4)}"
@@ -163,23 +163,23 @@ def set_aside(path: str, why: str) -> str:
 
 
 def discard(path: str) -> None:
-    """Delete a directory; renamed first, so that a half-deleted step is never taken for one.
+    """Rename a directory, then delete it: a half-deleted step never counts as a step.
 
-    Raises ``OSError``; :class:`LockedError` if this process held the directory above and has lost it.
+    Raises ``OSError``; :class:`LockedError` if this process held the lock of the directory above and has lost it.
     """
     check_held(os.path.dirname(path))
     trash = temporary_beside(path, _TRASH)
     patiently(os.rename, path, trash)
-    if os.path.islink(trash):  # the link goes, and what it stands for stays
+    if os.path.islink(trash):  # delete the link, keep its target
         patiently(os.unlink, trash)
     else:
         remove_tree(trash)
 
 
 def sweep_leftovers(root: str) -> list[str]:
-    """Delete what killed saves and deletions left. Only while holding the directory's lock.
+    """Delete leftovers of killed saves and deletions. Call it only while holding the directory's lock.
 
-    What can't be deleted stays: nothing takes it for a step. Returns the names that were tried.
+    Leftovers that can't be deleted stay: they never count as steps. Returns the names that were tried.
     """
     swept = [name for name in _names_in(root) if name.startswith((_TEMPORARY, _TRASH))]
     for name in swept:

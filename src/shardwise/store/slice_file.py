@@ -1,4 +1,4 @@
-"""Writing one slice file: straight from the tensors, checksummed on the way, synced to disk."""
+"""Writes one slice file: straight from the tensors, checksummed on the way, synced to disk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .write import FileWriter
 __all__ = ["tensor_bytes", "write_slices"]
 
 _PIECE_BYTES = 16 * 1024**2
-#: From here on a file is worth a thread of its own.
+#: Files of this size or more get a thread of their own.
 LARGE_BYTES = 16 * 1024**2
 
 
@@ -27,8 +27,8 @@ def write_slices(
 ) -> FileEntry:
     """Write one slice file in safetensors format and sync it. Returns its manifest entry.
 
-    ``piece_of`` gives the live tensor (any device, any strides) that holds exactly a slice's box, or the parts of it
-    one after another. Memory: 16 MiB if the file is large, and 16 MiB for tensors that are not contiguous or not on the CPU.
+    ``piece_of`` gives the live tensor (any device, any strides) that holds exactly a slice's box, or its parts one
+    after another. Memory: 16 MiB for a large file, and 16 MiB for tensors that are not contiguous or not on the CPU.
     """
     header = header_bytes(slices)
     blocks = _Blocks()
@@ -74,7 +74,7 @@ class _Blocks:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """A tensor's elements in row-major order as raw bytes: in place if it lies so, else in pieces of ≤ 16 MiB."""
+    """A tensor's elements in row-major order as raw bytes: a view if it is contiguous, else copies of ≤ 16 MiB."""
     tensor = tensor.detach()
     if tensor.numel() == 0:
         return

@@ -1,4 +1,4 @@
-"""Making files and directories that are on the disk when a call returns."""
+"""Makes files and directories that are on the disk when a call returns."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _PIECE_BYTES = 16 * 1024**2
 
 
 class FileWriter:
-    """A new file that is written from front to back; leaving the block without an error syncs it to disk.
+    """Writes a new file from front to back; leaving the block without an error syncs it to disk.
 
-    Refuses to overwrite. ``on_progress(n)`` is called after each piece. What goes through the page cache is written
-    to disk on the way, so that fsync never has more than 128 MiB to do. Raises :class:`CheckpointError`
-    naming the file (full disk, file size limit, I/O error, also one that only fsync reports).
+    Refuses to overwrite. Calls ``on_progress(n)`` after each piece. Bytes in the page cache are written to disk on the
+    way, which leaves at most 128 MiB for fsync. Raises :class:`CheckpointError` naming the file (full disk, file size
+    limit, I/O error, also one that only fsync reports).
     """
 
     def __init__(self, path: str, on_progress: Callable[[int], object] | None = None) -> None:
         self._path = path
         self._on_progress = on_progress
         self.nbytes = 0
-        self._cached_bytes = 0  # written through the page cache since the kernel was last told to write them
+        self._cached_bytes = 0  # in the page cache since the kernel was last told to write
 
     def __enter__(self) -> FileWriter:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -77,7 +77,7 @@ class FileWriter:
             self._close(has_failed=kind is not None)
 
     def _close(self, *, has_failed: bool) -> None:
-        """On some network file systems close() is the first to tell that bytes did not arrive."""
+        """Close the file. On some network file systems close() is the first call to report lost bytes."""
         try:
             patiently(os.close, self._fd)
         except OSError as failure:
@@ -86,7 +86,7 @@ class FileWriter:
 
 
 def write_file(path: str, content: bytes) -> FileEntry:
-    """Write and sync a small file whole. Returns its manifest entry: of the first 100 MB, and blocks of what follows."""
+    """Write and sync a small file whole. Returns its manifest entry: the first 100 MB, then blocks of the rest."""
     with FileWriter(path) as file:
         file.write(content)
     head, view = min(len(content), MAX_HEADER_BYTES), memoryview(content)
@@ -100,13 +100,13 @@ def write_file(path: str, content: bytes) -> FileEntry:
 
 
 def make_directories(path: str) -> None:
-    """A directory and what is missing above it; every new name is durable on return. Raises ``OSError``."""
+    """Make a directory and its missing parents; every new name is durable on return. Raises ``OSError``."""
     missing = []
     while not patiently(os.path.isdir, path):
         missing.append(path)
         path = os.path.dirname(path)
     for new in reversed(missing):
-        # Another process was faster; or it is a file, which whoever opens something in it is told.
+        # Another process was faster; or it is a file, and opening anything in it will fail.
         with contextlib.suppress(FileExistsError):
             patiently(os.mkdir, new)
         fsync_directory(os.path.dirname(new))

@@ -1,4 +1,4 @@
-"""One box of a tensor, made of stored ones in host memory: what streams from files to files is taken in such pieces."""
+"""Makes one box of a tensor from stored tensors, in host memory. Streams from files to files go box by box."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["read_box", "read_recipe", "wanted_box"]
 
 
 def wanted_box(name: str, dtype: str, shape: tuple[int, ...], box: Box) -> Wanted:
-    """A box of a tensor, contiguous in a tensor of its own."""
+    """A box of a tensor as a wanted tensor of its own, contiguous."""
     held = (LocalBox(box, (0,) * len(box.start)),)
     return Wanted(name, dtype, shape, held, box.sizes, contiguous_strides(box.sizes))
 
@@ -34,10 +34,10 @@ def read_box(
     staging: Staging,
     room: Staging | None = None,
 ) -> torch.Tensor:
-    """The elements of :func:`wanted_box`, as ``tiles`` make them of stored tensors. Memory: the box, and staging.
+    """The elements of :func:`wanted_box`, made by ``tiles`` from stored tensors. Memory: the box, and staging.
 
-    ``room`` is memory for the box that is used again for the next one: a fresh allocation for each was measured to
-    leave 70 MiB in the allocator.
+    ``room``: memory for the box, reused for the next one. A fresh allocation for each box left 70 MiB in the
+    allocator.
     """
     dtype = torch_dtype(wanted.dtype)
     if room is None:
@@ -57,7 +57,7 @@ def read_recipe(
     staging: Staging,
     room: Staging | None = None,
 ) -> torch.Tensor:
-    """:func:`read_box` as a recipe says. Raises :class:`PlanError` if a second stored copy of a tied tensor differs."""
+    """:func:`read_box` by a recipe. Raises :class:`PlanError` if a second stored copy of a tied tensor differs."""
     found = read_box(wanted, recipe.tiles, stored, reader, staging, room)
     for tiles in recipe.copies:
         if not torch.equal(_bits(found), _bits(read_box(wanted, tiles, stored, reader, staging))):

@@ -1,4 +1,4 @@
-"""Reading the results of host conversions as if they were files."""
+"""Reads the results of host conversions as if they were files."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ __all__ = ["ConvertingReader", "Reader"]
 
 
 class Reader(Protocol):
-    """What carries out transfers reads from."""
+    """The source of bytes for transfers."""
 
     def read_into(self, path: str, offset_bytes: int, view: memoryview) -> None:
-        """Fill ``view`` with the bytes at ``offset_bytes`` of what is at ``path``."""
+        """Fill ``view`` with the bytes of ``path`` at ``offset_bytes``."""
 
 
 class ConvertingReader:
-    """Reads files; a path that names the result of a host conversion makes it run, on sources read whole.
+    """Reads files. A path that names the result of a host conversion runs the conversion, on sources read whole.
 
-    Keeps the results of the last conversion only: transfers come in the order of their paths, so that each runs
-    once. Rank-local: every rank that holds a part of a result runs the conversion, and nobody waits for another.
-    Memory: :attr:`HostConversion.staging_bytes` of the largest. ``peak_bytes`` is what that was.
+    Keeps only the results of the last conversion: transfers come by path, so each conversion runs once. Rank-local:
+    every rank that holds a part of a result runs the conversion, and no rank waits for another. Memory:
+    :attr:`HostConversion.staging_bytes` of the largest conversion, recorded in ``peak_bytes``.
     """
 
     def __init__(
@@ -45,14 +45,14 @@ class ConvertingReader:
         self._results: dict[str, memoryview] = {}
 
     def read_into(self, path: str, offset_bytes: int, view: memoryview) -> None:
-        """As :meth:`FileReader.read_into`. Raises :class:`SourceError` if a conversion fails or makes something
-        else than planned."""
+        """As :meth:`FileReader.read_into`. Raises :class:`SourceError` if a conversion fails or its results differ
+        from the plan."""
         host = self._conversions.get(path)
         if host is None:
             self._files.read_into(path, offset_bytes, view)
             return
         if self._last is not host:
-            self._last, self._results = None, {}  # free before the next is made
+            self._last, self._results = None, {}  # free before the next conversion
             self._results = self._convert(host)
             self._last = host
             self.peak_bytes = max(self.peak_bytes, host.staging_bytes)
@@ -62,7 +62,7 @@ class ConvertingReader:
         sources = {name: self._read(self._stored[name]) for name in host.sources}
         try:
             made = dict(host.run(sources))
-        except Exception as error:  # whatever a caller's operation raises
+        except Exception as error:  # a caller's operation may raise anything
             raise SourceError(f"{host.name} failed: {type(error).__name__}: {error}") from error
         found = {target: (t.dtype, tuple(t.shape)) for target, t in made.items()}
         planned = {target: (torch_dtype(t.dtype), t.shape) for target, t in host.outputs.items()}

@@ -1,4 +1,4 @@
-"""Executing transfers: from files into local tensors, straight where bytes allow it, through staging where not."""
+"""Executes transfers from files into local tensors: directly if the bytes fit, otherwise through staging."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Staging:
         self._buffer: torch.Tensor | None = None
 
     def take(self, nbytes: int, *, pinned: bool = False) -> torch.Tensor:
-        """The first ``nbytes`` bytes of the buffer, as uint8. Content of an earlier take is lost."""
+        """The first ``nbytes`` bytes of the buffer, as uint8. Overwrites the content of an earlier take."""
         assert nbytes <= self.limit_bytes, (nbytes, self.limit_bytes)
         if self._buffer is None or self._buffer.numel() < nbytes:
             size = max(nbytes, min(self.limit_bytes, self._expected_bytes))
@@ -50,7 +50,7 @@ class Destination:
         return self._tensors[name]
 
     def view(self, name: str) -> memoryview:
-        """The whole storage under a local CPU tensor, from the tensor's own first element on, as bytes."""
+        """The storage of a local CPU tensor as bytes, from the tensor's first element to the end."""
         view = self._views.get(name)
         if view is None:
             tensor = self._tensors[name].detach()
@@ -70,7 +70,7 @@ class Destination:
 def execute(
     transfers: Sequence[Transfer], reader: Reader, destination: Destination, staging: Staging
 ) -> None:
-    """Carry out transfers on this rank. Memory: at most the staging limit besides the destination."""
+    """Carry out transfers on this rank. Memory: the destination, plus at most the staging limit."""
     for transfer in transfers:
         if transfer.is_direct and destination.tensor(transfer.wanted).device.type == "cpu":
             _read_direct(transfer, reader, destination.view(transfer.wanted))
@@ -82,8 +82,8 @@ def execute(
 def compare(
     transfers: Sequence[Transfer], reader: Reader, destination: Destination, staging: Staging
 ) -> None:
-    """Check that what is stored equals what was loaded. Raises :class:`PlanError` naming both: the bytes are
-    whole, but they do not fit a model that ties the two."""
+    """Check that stored copies equal the loaded tensors. Raises :class:`PlanError` naming both: the bytes are whole,
+    but do not fit a model that ties the two."""
     for transfer in transfers:
         for part in _parts(transfer, staging.limit_bytes):
             live = destination.strided(part)
@@ -96,7 +96,7 @@ def compare(
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """Bits instead of numbers, so that NaN equals NaN and -0 differs from 0."""
+    """The tensor's bits: as bits NaN equals NaN, and -0 differs from 0."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -143,7 +143,7 @@ def _parts(transfer: Transfer, limit_bytes: int) -> Iterator[Transfer]:
 
 
 def _steps_that_fit(transfer: Transfer, limit_bytes: int) -> int:
-    """How many iterations of the outermost loop fit into staging."""
+    """Number of iterations of the outermost loop that fit into staging."""
     loop, inner = transfer.loops[0], replace(transfer, loops=transfer.loops[1:])
     size = itemsize(transfer.source_dtype)
     if transfer.reads_whole_span:
@@ -175,14 +175,15 @@ def _stage(transfer: Transfer, reader: Reader, destination: Destination, staging
 class FileFiller:
     """Writes byte ranges into existing files of a directory, and syncs them when the block is left without error.
 
-    They are written to disk on the way, so that fsync has little to do. Rank-local; several ranks may fill disjoint ranges of one file. Raises :class:`CheckpointError`.
+    Bytes go to disk on the way, which leaves little for fsync. Rank-local; several ranks may fill disjoint ranges of
+    one file. Raises :class:`CheckpointError`.
     """
 
     def __init__(self, root: str, on_progress: Callable[[int], object] | None = None) -> None:
         self.bytes_written = 0
         self._root = root
         self._fds: dict[str, int] = {}
-        self._cached_bytes: dict[str, int] = {}  # of each file since the kernel was last told to write them
+        self._cached_bytes: dict[str, int] = {}  # by file, since the kernel was last told to write
         self._on_progress = on_progress
 
     def __enter__(self) -> FileFiller:
@@ -231,9 +232,9 @@ _WRITE_BYTES = 16 * 1024**2
 def write_back(
     transfers: Iterable[Transfer], filler: FileFiller, destination: Destination, staging: Staging
 ) -> None:
-    """Transfers the other way round: from local tensors into files, cast to the stored dtype where it differs.
+    """Carry out transfers in reverse: from local tensors into files, cast to the stored dtype if it differs.
 
-    Memory: at most half the staging limit for what is strided, cast or on a device.
+    Memory: at most half the staging limit, for data that is strided, cast or on a device.
     """
     for transfer in transfers:
         tensor = destination.tensor(transfer.wanted)

@@ -13,17 +13,17 @@ from .page_cache import Chosen, Pages
 
 __all__ = ["FileReader"]
 
-# Linux returns at most 0x7ffff000 bytes a call; smaller pieces let progress be seen.
+# Linux returns at most 0x7ffff000 bytes per call; smaller pieces show progress.
 _PIECE_BYTES = 64 * 1024**2
-# A step of a large run has thousands of files, a process often may open 1,024.
+# A step of a large run has thousands of files; a process may often open only 1,024.
 _MOST_OPEN = 64
 
 
 class FileReader:
-    """Keeps the files last opened open, and reads byte ranges into given memory. Not thread-safe; rank-local.
+    """Reads byte ranges into given memory, and keeps recently opened files open. Not thread-safe; rank-local.
 
-    ``bytes_read`` counts what was asked for. ``on_progress(n)`` is called after each piece. With ``page_cache``
-    ``"release"`` the kernel's pages of what was read are given back.
+    ``bytes_read`` counts requested bytes. Calls ``on_progress(n)`` after each piece. With ``page_cache="release"`` it
+    gives the kernel's pages back after reading.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class FileReader:
                 self._close(opened.popitem()[1])
 
     def hold(self, paths: Iterable[str]) -> None:
-        """Open these files now and keep them: what is deleted meanwhile can still be read.
+        """Open these files now and keep them open: they stay readable after deletion.
 
-        As many as half of what the process may have open; others are opened when they are read. Raises as
+        Opens at most half as many as the process may have open; the rest are opened when they are read. Raises as
         :meth:`read_into` does.
         """
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
@@ -62,8 +62,8 @@ class FileReader:
                 self._held[path] = self._open_new(path)
 
     def read_into(self, path: str, offset_bytes: int, view: memoryview) -> None:
-        """Fill ``view`` with the bytes at ``offset_bytes``. Raises :class:`SourceError` or, if the file ends
-        before, :class:`IntegrityError`."""
+        """Fill ``view`` with the bytes at ``offset_bytes``. Raises :class:`SourceError`, or :class:`IntegrityError` if
+        the file is too short."""
         fd = self._held.get(path, self._fds.get(path))
         if fd is None:
             fd = self._open(path)
@@ -90,7 +90,7 @@ class FileReader:
 
     def _open(self, path: str) -> int:
         fd = self._open_new(path)
-        while len(self._fds) >= _MOST_OPEN:  # the one opened first is the least likely to be read again
+        while len(self._fds) >= _MOST_OPEN:  # the oldest is the least likely to be read again
             self._close(self._fds.pop(next(iter(self._fds))))
         self._fds[path] = fd
         return fd

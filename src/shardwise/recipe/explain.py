@@ -1,7 +1,7 @@
-"""Words for what is left when stored and wanted names are matched: what is missing, what nobody wants.
+"""Explains unmatched names: wanted tensors that are not stored, and stored tensors that are not wanted.
 
-Many tensors that have one reason get one line: a prefix that is too much, too little or another one, or a whole
-part of a model (the vision tower of a checkpoint that is loaded into the text model).
+Many tensors with one cause get one line: a prefix that is superfluous, missing or different, or a whole part of a
+model (the vision tower of a checkpoint that is loaded into the text model).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ..layout.wanted import Wanted
 
 __all__ = ["unmatched"]
 
-#: From so many tensors on, one line stands for all that have one reason.
+#: This many tensors or more with one cause share one line.
 _MANY = 8
-#: Edit similarity costs about 0.1 ms a pair: compared with no more names than this, for no more than these.
+#: Edit similarity costs about 0.1 ms a pair: for at most this many names, each compared with at most this many.
 _FEW_NAMES = 100
 _FEW_LINES = 40
 
@@ -31,7 +31,7 @@ def unmatched(
 ) -> list[str]:
     """One problem per line: wanted tensors that are not stored, and stored ones that are not wanted.
 
-    Each says what the caller may declare, unless the call takes no declarations (``restore``, ``convert``).
+    Each line advises a declaration, unless the call takes none (``restore``, ``convert``).
     """
     if not missing and not spare:
         return []
@@ -73,7 +73,7 @@ def _unused(
         them = "they" if len(names) > 1 else "it"
         advice = f"; give unused=({pattern!r},) if {them} may be left" if caller_declares else ""
         if any(is_part(name, catalog.tensors) for name in names):
-            advice = "; quantised codes, or what goes with them"
+            advice = "; quantised codes, or tensors beside them"
         stored = catalog.tensors[names[0]]
         where = stored.chunks[0].path if stored.chunks else catalog.root
         if len(names) > 1:
@@ -88,11 +88,11 @@ def _unused(
 
 
 # ----------------------------------------------------------------------------------------------------
-# What has one reason
+# Tensors with one cause
 
 
 def _families(stored: Iterable[str], spare: Sequence[str]) -> dict[str, list[str]]:
-    """Spare names by a pattern that covers them and nothing else that is stored; few alike stay by themselves."""
+    """Spare names by a pattern that covers them and no other stored name; small groups stay single names."""
     in_use = {prefix for name in set(stored) - set(spare) for prefix in _prefixes(name)}
     parts: dict[str, list[str]] = {}
     for name in spare:
@@ -113,9 +113,9 @@ def _prefixes(name: str) -> Iterator[str]:
 def _prefix_change(
     catalog: Catalog, missing: Sequence[Wanted], spare: Sequence[str]
 ) -> tuple[str, str, dict[str, str]] | None:
-    """A prefix of spare names, and another, such that the one in place of the other gives most of what is missing.
+    """A prefix of spare names and its replacement that together give most of the missing names.
 
-    Returns both and the missing name of each spare one.
+    Returns both, and the missing name of each spare one.
     """
     shapes = {name: w.shape for w in missing for name in (w.name, *w.aliases)}
     by_end: dict[str, list[str]] = {}
@@ -162,13 +162,13 @@ def _describe_change(before: str, after: str, found: Mapping[str, str], missing:
 
 def _advised_change(before: str, after: str, found: Mapping[str, str]) -> str:
     tops = sorted({name.split(".")[0] for name in found})
-    # Where nothing is replaced, say before which names it is put: others stay as they are.
+    # If nothing is replaced, the pattern says which names get the prefix: all other names stay.
     pattern = f"^{re.escape(before)}" if before else f"^(?=({'|'.join(map(re.escape, tops))})\\.)"
     return f"; if they are the same, give key_mapping={{{pattern!r}: {after!r}}} to load_pretrained, or names= to load"
 
 
 def _nearest(name: str, pool: Sequence[str]) -> str | None:
-    """The closest name, by edit similarity; of thousands, among those that begin, end and are made alike."""
+    """The closest name by edit similarity; in a large pool, only among names with similar beginning, end and form."""
     if len(pool) > _FEW_NAMES:
         parts = set(name.split("."))
 

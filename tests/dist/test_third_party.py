@@ -13,7 +13,7 @@ import shardwise as sw
 from shardwise.catalog.open import open_catalog
 from shardwise.catalog.torchfile import FULL_STATE_STEM
 from tests.dist import _convert_fns, _dcp_fns, _export_fns
-from tests.dist import _foreign_fns as fns
+from tests.dist import _third_party_fns as fns
 from tests.harness.pool import RankPool
 
 
@@ -110,7 +110,7 @@ def test_what_can_not_be_read_is_named(
     (tmp_path / "nothing").mkdir()
     paths = [str(tmp_path / name) for name in ("ranks", "ranks-numbered", "nothing")]
     for per_rank, numbered, nothing in ranks.run_ranks(2, fns.errors_of, paths):
-        assert "what single ranks had" in per_rank
+        assert "the parts of single ranks" in per_rank
         assert "FULL_STATE_DICT" in per_rank
-        assert "by the number of each parameter" in numbered
+        assert "by parameter number" in numbered
         assert "not a checkpoint" in nothing

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.gc_paused import no_collections
+from shardwise.gc_paused import gc_paused
 
 
 @pytest.fixture
@@ -31,11 +31,11 @@ def make(count: int) -> list[list[int]]:
 
 
 def test_none_in_the_block(collections: list[int]) -> None:
-    with no_collections():
+    with gc_paused():
         assert collections == [1], "what was dropped just before"
         collections.clear()
         assert not gc.isenabled()
-        with no_collections():
+        with gc_paused():
             kept = make(50_000)
         assert not gc.isenabled()
         kept += make(50_000)
@@ -51,7 +51,7 @@ def test_what_the_program_froze_stays_frozen() -> None:
     kept = make(1)
     gc.freeze()
     try:
-        with no_collections():
+        with gc_paused():
             make(1000)
         assert not any(found is kept for found in gc.get_objects()), "which leaves out what is frozen"
     finally:
@@ -62,7 +62,7 @@ def test_what_the_program_froze_stays_frozen() -> None:
 def test_a_collector_that_was_off_stays_off() -> None:
     gc.disable()
     try:
-        with no_collections():
+        with gc_paused():
             pass
         assert not gc.isenabled()
     finally:

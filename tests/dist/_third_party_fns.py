@@ -1,4 +1,4 @@
-"""What the ranks of test_foreign.py run: real writers of others' layouts, and our restores of them."""
+"""What the ranks of test_third_party.py run: real writers of others' layouts, and our restores of them."""
 
 from __future__ import annotations
 
