@@ -103,7 +103,7 @@ class Magnitude:
         """
         weight: torch.Tensor = self.layer.get_base_layer().weight
         with torch.no_grad():
-            if self._rows_arelocal_tensor(weight):
+            if self._rows_are_local(weight):
                 local_tensor(self.tensor).copy_(self._norms_by_row(local_tensor(weight)))
                 return
             full = weight.full_tensor() if isinstance(weight, DTensor) else weight
@@ -127,7 +127,7 @@ class Magnitude:
             norms[begin : begin + _ROWS].copy_(self._norms(block)[: len(rows)])
         return norms
 
-    def _rows_arelocal_tensor(self, weight: torch.Tensor) -> bool:
+    def _rows_are_local(self, weight: torch.Tensor) -> bool:
         """Whether each rank holds the rows of its magnitudes whole. The same on every rank."""
         target = self.tensor
         if self.dora.fan_in_fan_out or weight.ndim != 2 or target.ndim != 1:
