@@ -42,7 +42,7 @@ ORDER = (
         "loading",
         "state",
     ),
-    *("store", "checkpoint", "runs", "export", "", "integrations", "demo", "cli", "__main__"),
+    *("store", "checkpoint", "runs", "export", "api", "", "integrations", "demo", "cli", "__main__"),
 )
 MOST_LOOSE = 8
 

@@ -62,7 +62,7 @@ def test_a_manifest_has_no_longer_names_than_slice_files(tmp_path: Path) -> None
         tensors["w" * 2000] = tensors.pop("layer.bias")
 
     edit_manifest(tmp_path / "step", lengthen)
-    with pytest.raises(FormatError, match="a name of 2000 characters, the limit is 1024"):
+    with pytest.raises(FormatError, match="a name has 2000 characters, the limit is 1024"):
         sw.verify(tmp_path / "step")
 
 

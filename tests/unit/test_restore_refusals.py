@@ -71,7 +71,7 @@ def test_a_scaler_that_is_disabled_now_is_reported(tmp_path: Path) -> None:
     assert report.not_restored == ("scaler: it is disabled in this run",)
     sw.save(scaled(enabled=False), tmp_path / "off")
     assert sw.restore(scaled(enabled=False), tmp_path / "off").exact
-    with pytest.raises(StateError, match=r"scaler: GradScaler\.load_state_dict .*disabled instance"):
+    with pytest.raises(StateError, match=r"scaler: the checkpoint holds the state of a disabled GradScaler"):
         sw.restore(scaled(), tmp_path / "off")
 
 
@@ -80,7 +80,7 @@ def test_a_scaler_in_the_middle_of_a_step_is_refused(tmp_path: Path) -> None:
     scaler, optimizer = state.scaler, state.optimizer
     scaler.scale(state.model(torch.ones(1, 3)).sum()).backward()  # type: ignore[operator]
     scaler.unscale_(optimizer)
-    with pytest.raises(StateError, match="between its unscale_ and step"):
+    with pytest.raises(StateError, match="can't save between unscale_ and step"):
         sw.save(state, tmp_path / "step")
     scaler.step(optimizer)
     with pytest.raises(StateError, match="between its step and update"):

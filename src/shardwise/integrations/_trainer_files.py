@@ -16,6 +16,7 @@ from ..adapters.names import adapter_tensors
 from ..errors import CheckpointError, UnsupportedConversionError
 from ..export.hub import export_hf
 from ..internals.peft import adapter_configs, peft_model
+from ..layout.live import describe
 from ..models.assets import TOKENIZER_FILES
 from ..ranks.patience import patiently, remove_tree
 from ..ranks.ranks import Ranks
@@ -138,8 +139,9 @@ def adapter_files(model: Any, run_dir: str, ranks: Ranks) -> dict[str, bytes]:
 def _refused(model: Any) -> str | None:
     """Why the adapters have no files for PEFT; None if they have. Rank-local."""
     try:
+        live = describe(model)
         for adapter in adapter_configs(model):
-            adapter_tensors(model, adapter)
+            adapter_tensors(live, adapter)
     except UnsupportedConversionError as error:
         return str(error)
     return None
