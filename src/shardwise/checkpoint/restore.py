@@ -34,9 +34,9 @@ from .collect import software_versions
 from .documents import ask_receivers, check_documents, receivers_of, restore_buffers, restore_documents
 from .optimizer import TrainedBy, check_optimizer, restore_optimizer, same_place
 from .own import OwnState
+from .shared_fs import first_view
 from .snapshot import trained_model
 from .stored_documents import decode_documents, read_documents
-from .view import first_view
 from .watch import Watched, changed_anywhere
 
 __all__ = ["ResumeReport", "restore_into"]

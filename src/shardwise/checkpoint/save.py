@@ -37,9 +37,9 @@ from ..store.write import make_directories, write_file
 from .at_top import show_at_top
 from .collect import Collected, Lineage, collect
 from .document_files import checked_text, write_documents
+from .shared_fs import await_folders
 from .snapshot import Live, ModelPart, OptimizerPart, Snapshot, plain_tensors
 from .verify import runs_of
-from .view import await_folders
 
 __all__ = [
     "Piece",
