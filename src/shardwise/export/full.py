@@ -120,7 +120,7 @@ def _contents(model: nn.Module, names: str) -> HubTensors:
 def _adapter_contents(model: nn.Module) -> HubTensors:
     peft = peft_model(model)
     if peft is None:
-        raise TypeError(f"names='adapter': {type(model).__name__} is no PeftModel")
+        raise TypeError(f"names='adapter': {type(model).__name__} is not a PeftModel")
     held = {stored: t for stored, (_, t) in adapter_tensors(peft, peft.active_adapter).items()}
     hub = {stored: _kind(t) for stored, t in held.items()}
     tiles: dict[str, tuple[Tile, ...]] = {}

@@ -135,7 +135,9 @@ def save_adapter(
     with ranks.agree("plan adapter"):
         peft = peft_model(model)
         if peft is None:
-            raise TypeError(f"{type(model).__name__} is no PeftModel; its weights are written by export_hf()")
+            raise TypeError(
+                f"{type(model).__name__} is not a PeftModel; its weights are written by export_hf()"
+            )
         job = LiveJob(model)  # reshards gathered parameters first
         chosen = _chosen(list(peft.peft_config), adapter_name)
         contents, output = _lay_out(peft, chosen, save_embedding_layers)

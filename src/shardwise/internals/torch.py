@@ -311,5 +311,5 @@ def remote_class(reference: str, directory: str, auto_class: str) -> Any:
     from transformers.models.auto.auto_factory import add_generation_mixin_to_remote_model
 
     found: Any = get_class_from_dynamic_module(reference, directory, local_files_only=True)
-    found.register_for_auto_class(auto_class)  # so that a later save_pretrained carries the files along
+    found.register_for_auto_class(auto_class)  # a later save_pretrained then copies the files
     return add_generation_mixin_to_remote_model(found)

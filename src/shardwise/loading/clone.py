@@ -69,7 +69,7 @@ def _built_again(model: nn.Module) -> Any:
     inner: Any = unwrap(model)
     if not is_transformers_model(inner):
         raise StateError(
-            f"{type(inner).__name__} is no transformers model: how to build a second one is not known. Give build=, a "
+            f"{type(inner).__name__} is not a transformers model, so shardwise can't build a second one. Give build=, a "
             f"function that builds it in shardwise.meta_init() and shards it as the first"
         )
     kind: Any = original_class(inner)
