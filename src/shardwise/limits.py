@@ -205,7 +205,7 @@ def check_name(name: object, what: str, path: str | None = None) -> str:
     """``name`` if it is valid. Raises :class:`FormatError`: not text, too long, or half a surrogate pair."""
     if not isinstance(name, str) or len(name) > MAX_NAME_CHARS:
         limit = f"; the limit is {MAX_NAME_CHARS} characters" if isinstance(name, str) else ""
-        raise FormatError(f"{what} {brief(name)} is no name{limit}", path=path)
+        raise FormatError(f"{what} {brief(name)} is not a name{limit}", path=path)
     if not is_text(name):
         raise FormatError(f"{what} {brief(name)} is no Unicode text", path=path)
     return name
@@ -219,7 +219,9 @@ def check_pattern(pattern: str, what: str, path: str) -> None:
     try:
         found = _repeats(_regex.parse(pattern))
     except (re.error, RecursionError, OverflowError) as error:
-        raise FormatError(f"{what} {brief(pattern)} is no regular expression ({error})", path=path) from error
+        raise FormatError(
+            f"{what} {brief(pattern)} is not a regular expression ({error})", path=path
+        ) from error
     if found is None or found > MAX_REPEATS:
         why = "a repeat within a repeat" if found is None else f"{found} repeats, the limit is {MAX_REPEATS}"
         raise FormatError(f"{what} {brief(pattern)} has {why}: matching it may take for ever", path=path)

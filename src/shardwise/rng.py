@@ -193,7 +193,7 @@ def _checked_host(state: dict[str, Any]) -> Callable[[], None]:
         np.random.RandomState().set_state(("MT19937", keys, *gauss))
         torch.Generator().set_state(state["torch"])
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise StateError(f"this is no captured state of random generators: {error!r}") from error
+        raise StateError(f"this is not a captured state of random generators: {error!r}") from error
 
     def set_host() -> None:
         random.setstate(python_state)
@@ -232,7 +232,7 @@ def _fitting(
     try:
         kind, states = accelerator["type"], _own_states(accelerator, own)
     except (KeyError, TypeError) as error:
-        raise StateError(f"this is no captured state of random generators: {error!r}") from error
+        raise StateError(f"this is not a captured state of random generators: {error!r}") from error
     if not own or own[0].type != kind:
         now = f"this process has one of {own[0].type}" if own else "this process has no accelerator"
         return [], f"random generators: saved of a {kind} device, {now}"
@@ -261,12 +261,12 @@ def _own_states(accelerator: dict[str, Any], own: list[torch.device]) -> list[to
 def _try_state(device: torch.device, state: Any) -> None:
     """Raises :class:`StateError` if a generator of the device rejects ``state``."""
     if not isinstance(state, torch.Tensor) or state.dtype is not torch.uint8:
-        raise StateError(f"this is no captured state of a {device.type} generator: {type(state).__name__}")
+        raise StateError(f"this is not a captured state of a {device.type} generator: {type(state).__name__}")
     if _in_use():
         try:
             torch.Generator(device).set_state(state)
         except (RuntimeError, TypeError, ValueError) as error:
-            raise StateError(f"this is no captured state of a {device.type} generator: {error}") from error
+            raise StateError(f"this is not a captured state of a {device.type} generator: {error}") from error
 
 
 def _set_devices(own: list[torch.device], states: list[torch.Tensor]) -> None:

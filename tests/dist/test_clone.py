@@ -32,7 +32,7 @@ def test_any_module_with_build(ranks: RankPool, root: Path) -> None:
     assert results[0] == results[1]
     unknown, unlike, own_way, peft = results[0]
     assert unknown[0] == "StateError"
-    assert "Net is no transformers model" in unknown[1]
+    assert "Net is not a transformers model" in unknown[1]
     assert unlike[0] == "LayoutError"
     assert "extra.weight: in one of the two only" in unlike[1]
     assert own_way[0] == "ShardError"

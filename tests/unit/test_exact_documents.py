@@ -133,7 +133,7 @@ class Zeroes(Extra):
     ("kind", "lines"),
     [
         (Extra, ()),
-        (Ignores, ("modules['']: the object that took it does not say what was stored ('held')",)),
+        (Ignores, ("modules['']: the object that took it gives another state than the stored one ('held')",)),
         (Zeroes, ()),  # the weight is filled again
     ],
 )
@@ -149,7 +149,7 @@ def test_extra_state_is_asked_for_again(tmp_path: Path, kind: type[Extra], lines
     ("kind", "lines"),
     [
         (Remembers, ()),
-        (Forgets, ("extra.meter: the object that took it does not say what was stored ('best')",)),
+        (Forgets, ("extra.meter: the object that took it gives another state than the stored one ('best')",)),
     ],
 )
 def test_an_extra_is_asked_again(tmp_path: Path, kind: type[Forgets], lines: tuple[str, ...]) -> None:
@@ -170,7 +170,7 @@ def test_a_scheduler_is_asked_again(tmp_path: Path) -> None:
     report = sw.restore(state(0.25), tmp_path / "c")
     assert not report.exact
     (line,) = report.not_restored
-    assert line == "scheduler: the object that took it does not say what was stored ('gamma')"
+    assert line == "scheduler: the object that took it gives another state than the stored one ('gamma')"
     assert sw.restore(state(0.5), tmp_path / "c").exact
 
 

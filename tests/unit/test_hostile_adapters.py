@@ -28,7 +28,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "an expression that never ends": ({"target_modules": "(a+)+q_proj"}, "a repeat within a repeat"),
     "an expression in a key": ({"alpha_pattern": {"(.*)*x": 1}}, "a repeat within a repeat"),
     "many repeats": ({"target_modules": ".*.*.*.*.*q_proj"}, "5 repeats"),
-    "no expression": ({"target_modules": "(q_proj"}, "no regular expression"),
+    "no expression": ({"target_modules": "(q_proj"}, "not a regular expression"),
     "modules that are not there": ({"target_modules": ["nothing"]}, "can't put this adapter"),
     "alpha that is a list": ({"lora_alpha": [1]}, "can't put this adapter"),
     "dropout that is text": ({"lora_dropout": "x"}, "can't put this adapter"),

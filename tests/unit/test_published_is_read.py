@@ -86,12 +86,12 @@ def test_what_no_reader_takes_is_not_published(tmp_path: Path, name: str, how: s
 
 def test_a_name_of_another_step_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        CheckpointError, match="step-00000009: is the name of another step, and this is step 5"
+        CheckpointError, match="step-00000009: is the name of another step, but this is step 5"
     ):
         sw.save(state(), tmp_path / "step-00000009", step=5)
     sw.save(state(), tmp_path / "step-00000005", step=5)
     with pytest.raises(
-        CheckpointError, match="step-00000077: is the name of another step, and this is step 5"
+        CheckpointError, match="step-00000077: is the name of another step, but this is step 5"
     ):
         convert(tmp_path / "step-00000005", tmp_path / "step-00000077")
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000005"], "not even what was begun is left"

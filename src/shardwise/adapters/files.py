@@ -207,7 +207,7 @@ def open_adapters(model: nn.Module, adapter: Any) -> Adapters:
     peft = peft_model(model)
     if peft is None:
         raise TypeError(
-            f"adapter=: {type(model).__name__} is no PeftModel; wrap the base with peft.get_peft_model() inside "
+            f"adapter=: {type(model).__name__} is not a PeftModel; wrap the base with peft.get_peft_model() inside "
             f"sw.meta_init()"
         )
     configs = adapter_configs(peft)

@@ -155,7 +155,7 @@ def _assets(state: TrainState) -> dict[str, bytes]:
         )
         if not is_relative or is_ours:
             raise StateError(
-                f"files={{{name!r}: …}}: expected a relative path that is no file of the format itself"
+                f"files={{{name!r}: …}}: expected a relative path, but not of a file of the format itself"
             )
     return {**found, **state.files}
 

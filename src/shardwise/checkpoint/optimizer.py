@@ -163,7 +163,7 @@ def _check_opaque(
     lost = [n for n in opaque if n not in entries or n not in geometries]
     if lost:
         raise FormatError(
-            f"the checkpoint holds optimizer state of {brief(lost[0])}, which is no tensor of its model"
+            f"the checkpoint holds optimizer state of {brief(lost[0])}, which is not a tensor of its model"
         )
     moved = [n for n in opaque if not same_place(manifest.geometries[entries[n].geometry], geometries[n])]
     if moved:

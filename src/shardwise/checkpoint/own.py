@@ -147,7 +147,7 @@ def not_taken(name: str, stored: Any, ask: Callable[[], Any]) -> Iterator[str]:
         return
     paths = list(islice(_differing(now, stored), 5))
     what = f" ({', '.join(brief(path_text(path)) for path in paths)})" if paths and paths[0] else ""
-    yield f"{name}: the object that took it does not say what was stored{what}"
+    yield f"{name}: the object that took it gives another state than the stored one{what}"
 
 
 def _differing(now: Any, stored: Any, path: Path = ()) -> Iterator[Path]:

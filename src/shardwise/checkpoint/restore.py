@@ -159,7 +159,7 @@ def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> R
         ruined = tuple(watched.put_back(lives)) if watched is not None else ()
     for name in changed_anywhere(watched, lives, ranks):
         loaded.append(filled_model(name))
-    with ranks.agree("ask what was taken"):
+    with ranks.agree("compare the taken state"):
         restore_buffers(receivers, documents)
         left += ask_receivers(receivers)
         own.ask()

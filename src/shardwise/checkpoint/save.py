@@ -196,8 +196,8 @@ def _make_temporary(final: str, collected: Collected, ranks: Ranks) -> tuple[str
             raise CheckpointError(f"{final}: is there already; a published checkpoint is never written again")
         if misnamed(final, collected.step, collected.assets):
             raise CheckpointError(
-                f"{final}: is the name of another step, and this is step {collected.step}, so that a reader would call it "
-                f"damaged; give it the name of its step"
+                f"{final}: is the name of another step, but this is step {collected.step}: a reader would call it damaged; "
+                f"give it the name of its step"
             )
         return [final, make_temporary(final, _folders(collected))]
 

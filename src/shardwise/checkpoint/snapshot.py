@@ -169,9 +169,7 @@ def _beyond(state: TrainState, lives: Mapping[str, LiveModel]) -> dict[tuple[str
 
 def _without(functions: tuple[str, ...]) -> dict[str, str]:
     """Lines for the report of a restore, by path."""
-    return {
-        path: f"{path}: a function is not stored; what this run has there may differ" for path in functions
-    }
+    return {path: f"{path}: a function is not stored; this run may have another" for path in functions}
 
 
 def _beyond_documents(
@@ -311,7 +309,7 @@ def _state_of(value: Any, name: str) -> Any:
         odd = [key for key in found if not isinstance(key, str)]
         if odd:
             raise StateError(
-                f"{name}: the state of the {type(value).__name__} has the key {brief(odd[0])}, which is no text; no resume "
+                f"{name}: the state of the {type(value).__name__} has the key {brief(odd[0])}, which is not text; no resume "
                 f"would take it"
             )
     return found

@@ -326,7 +326,7 @@ def _header_problems(file: _File, header: Iterator[memoryview]) -> Iterator[str]
     if total.hexdigest() != entry.header_xxh3:
         yield f"{file.name}: {'content' if entry.header_bytes == entry.nbytes else 'header'} differs from its checksum"
     elif not is_expected:
-        yield f"{file.name}: header does not say what the manifest says"
+        yield f"{file.name}: header disagrees with the manifest"
     if len(entry.blocks) != _blocks_in(file):
         yield f"{file.name}: manifest has {len(entry.blocks)} block checksums, expected {_blocks_in(file)}"
 

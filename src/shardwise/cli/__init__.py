@@ -1,4 +1,4 @@
-"""The command line: parse, call, render. ``main`` is what the command ``shardwise`` runs."""
+"""The command line: parse, call, render. The command ``shardwise`` runs ``main``."""
 
 from .commands import main
 

@@ -121,7 +121,7 @@ def _contents(live: LiveModel, names: str) -> HubTensors:
 def _adapter_contents(live: LiveModel) -> HubTensors:
     peft = peft_model(live.root)
     if peft is None:
-        raise TypeError(f"names='adapter': {type(live.root).__name__} is no PeftModel")
+        raise TypeError(f"names='adapter': {type(live.root).__name__} is not a PeftModel")
     held = {stored: t for stored, (_, t) in adapter_tensors(live, peft.active_adapter).items()}
     hub = {stored: _kind(t) for stored, t in held.items()}
     tiles: dict[str, tuple[Tile, ...]] = {}

@@ -199,7 +199,7 @@ def save_state(
     automatic = project.automatic_checkpoint_naming
     ranks.on_first("make room for the checkpoint", lambda: make_room(folder, automatic=automatic))
     number = accelerator.save_iteration if step is None else step
-    with ranks.agree("collect what the accelerator holds"):
+    with ranks.agree("collect the accelerator's state"):
         state = train_state(accelerator)
     report = save(state, folder, step=number)
     project.iteration += 1
@@ -223,7 +223,7 @@ def load_state(accelerator: Accelerator, input_dir: str | os.PathLike[str] | Non
         found = ranks.on_first("find newest", lambda: newest(accelerator))
     else:
         found = os.path.abspath(os.path.expanduser(input_dir))
-    with ranks.agree("collect what the accelerator holds"):
+    with ranks.agree("collect the accelerator's state"):
         state = train_state(accelerator)
     if ranks.on_first("look at checkpoint", lambda: is_third_party(found)):
         state.dataloader = None

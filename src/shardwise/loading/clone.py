@@ -70,7 +70,7 @@ def _built_again(live: LiveModel) -> Any:
     inner: Any = live.unwrapped
     if not is_transformers_model(inner):
         raise StateError(
-            f"{type(inner).__name__} is no transformers model: how to build a second one is not known. Give build=, a "
+            f"{type(inner).__name__} is not a transformers model, so shardwise can't build a second one. Give build=, a "
             f"function that builds it in shardwise.meta_init() and shards it as the first"
         )
     kind: Any = live.kind

@@ -114,7 +114,7 @@ def _check_config(file: str, home: str) -> None:
         other = inside(home, name)
         if "/" in name:
             raise FormatError(
-                f"its configuration_files name {brief(name)}, which is no file beside it", path=file
+                f"its configuration_files name {brief(name)}, which is not a file beside it", path=file
             )
         if os.path.isfile(other):
             _checked_document(other)

@@ -104,7 +104,7 @@ def _downloaders(path: str, caches: list[str | None]) -> list[int]:
     if local and len(local) < len(caches):
         raise SourceError(
             f"exists on {len(local)} ranks (the first is rank {local[0]}) and not on the other {len(caches) - len(local)}; "
-            "expected a path that every host has, or a hub id that is no path on any",
+            "expected a path that every host has, or a hub id that is a path on none",
             path=path,
         )
     return [] if local else sorted({caches.index(cache) for cache in caches})
