@@ -88,7 +88,7 @@ class NamedTensor:
         return (self.name, *self.aliases)
 
     def refreshed(self) -> NamedTensor:
-        """The same entry with the object that its owner holds now: what is on meta may be replaced to get memory."""
+        """The same entry with the object that its owner holds now: a meta tensor may be replaced when it gets memory."""
         module, attribute = self.owners[0]
         held: torch.Tensor | None = module._parameters.get(attribute)
         held = module._buffers.get(attribute) if held is None else held

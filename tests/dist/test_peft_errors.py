@@ -150,9 +150,9 @@ def test_wrong_arguments_and_export(ranks: RankPool, tmp_path: Path) -> None:
     for case, words in {
         "one directory for two": "ValueError: the model has the adapters 'default', 'style'",
         "no such adapter": "ValueError: adapter= names 'stile'; the model has 'default', 'style'",
-        "not PEFT's": "TypeError: adapter=: Linear is no PeftModel",
+        "not PEFT's": "TypeError: adapter=: Linear is not a PeftModel",
         "not a config": "TypeError: adapter 'default' must be a PEFT config or a directory, got 3",
-        "export": "CheckpointError: adapters were injected into this model, which is no PeftModel",
+        "export": "CheckpointError: adapters were injected into this model, which is not a PeftModel",
         "save": "ValueError: adapters='stile': the model has the adapters 'default', 'style'",
         "again": "is there already",
         "other settings": "adapter 'style': r is 5 in adapter=, and 3 in the model",

@@ -213,7 +213,7 @@ def show_plan(out: Console, report: PlanReport) -> None:
         out.print(Text("of all ranks, the first holds most and the last least"))
     left = "nothing stored is left over"
     if report.unused:
-        left += " but what is declared unused"
+        left += " except those declared unused"
     out.print(Text(f"proved: every element that a rank holds is read exactly once, {left}", _GREEN))
 
 

@@ -108,7 +108,7 @@ def digest(model_or_tensor: nn.Module | torch.Tensor) -> dict[str, str] | str:
     if isinstance(model_or_tensor, nn.Module):
         with ranks.agree("describe model"):
             live = describe(model_or_tensor)
-            _ = live.geometries  # what is not supported is refused here, on all ranks alike
+            _ = live.geometries  # refuses unsupported placements here, on all ranks alike
         return {name: format_digest(d) for name, d in model_digests(live, ranks).items()}
     from torch.distributed.tensor import DTensor
 

@@ -339,7 +339,7 @@ class _StandIns(IterableDataset[Any]):
     """Nothing, as often as Trainer skips a batch, and then the batches that follow.
 
     A checkpoint may ask to skip more batches than an epoch has by ``length``, the loader's own (or None). Then the
-    loader is asked first whether it has them: skipping takes as long as the data is, whatever number is stored.
+    loader is asked first whether it has them: the length of the data bounds the time, not the stored number.
     """
 
     def __init__(self, count: int, length: int | None, rest: Callable[[], Iterator[Any]]) -> None:

@@ -44,7 +44,7 @@ __all__ = [
 
 
 def is_transformers_model(module: nn.Module) -> bool:
-    """Whether a module is a transformers model; does not import transformers if nobody else did."""
+    """Whether a module is a transformers model; never imports transformers itself."""
     modeling = sys.modules.get("transformers.modeling_utils")
     return modeling is not None and isinstance(module, modeling.PreTrainedModel)
 
@@ -100,7 +100,7 @@ def known_class(auto_class: Any, config: Any) -> Any:
 
 
 def auto_class_of(kind: type) -> str | None:
-    """The Auto class that a user's own class (of a model or a config) was registered for; None for all others.
+    """The Auto class that a user's own class (of a model or a config) was registered for; None for any other class.
 
     transformers 5.20-5.23: ``register_for_auto_class`` notes it in ``_auto_class``. Without it, a checkpoint lacks the
     Python files of its classes.
@@ -258,7 +258,7 @@ class HubGroup:
         return tuple(prefix + p + suffix for p in patterns)
 
     def run(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Convert ``tensors`` (by stored name; real ones or symbols). Returns what is made, by module name."""
+        """Convert ``tensors`` (by stored name; real ones or symbols). Returns the converted tensors by module name."""
         converter = copy.deepcopy(self.converter)
         for name, pattern in self.parts:
             converter.add_tensor(self.target, name, pattern, tensors[name])

@@ -23,7 +23,7 @@ _COUNTERS = ("_step", "_total_train_tokens")
 
 
 def keeps_completions(trainer: Any) -> bool:
-    """Whether a trainer keeps what it generated for later steps, in whatever form."""
+    """Whether a trainer keeps generated completions for later steps."""
     return hasattr(trainer, _BUFFER)
 
 

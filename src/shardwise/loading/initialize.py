@@ -277,7 +277,7 @@ def _run(job: _Job, seed: int, held: Mapping[str, _Held]) -> None:
     """Draw one module's wanted parameters in full, and copy this rank's parts of them."""
     targets = [(attribute, held[tensor.name]) for attribute, tensor in job.wanted]
     if not any(target.boxes for _, target in targets):
-        return  # other ranks hold all of it; nobody's values depend on this rank's drawing
+        return  # other ranks hold all of it, and their values do not depend on this rank's draws
     on_meta = {attribute: own_parameter(job.module, attribute) for attribute, _ in targets}
     try:
         for attribute, target in targets:

@@ -79,7 +79,7 @@ def load(
             Base and adapters are one plan and one proof; stored names of an adapter begin with its own
             (``default:base_model.model.…``). DoRA's magnitudes follow from the loaded weights, and ``modules_to_save``
             without files copy those of the base. None: ``source`` holds the adapters, too.
-        seed: for what is initialised: the same values at every world size.
+        seed: for initialised parameters: the same values at every world size.
         device: where meta tensors get memory. Default: the mesh's device, else CPU.
         io: staging and time limits.
         verify: ``"cover"`` proves the plan; ``"digest"`` also compares the digest of every tensor for which the source
@@ -237,7 +237,7 @@ def _unfilled_buffers(live: LiveModel, initialized: set[str]) -> list[str]:
 
 
 def _refuse_unsharded(live: LiveModel, ignored: Sequence[str]) -> None:
-    """Trainable plain parameters beside FSDP's drift apart, unless somebody reduces their gradients, as ``shard`` does.
+    """Trainable plain parameters beside FSDP's drift apart, unless the caller or ``shard`` reduces their gradients.
 
     Under tensor parallelism alone every rank computes the same gradients for them, which is fine.
     """

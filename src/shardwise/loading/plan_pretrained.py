@@ -276,7 +276,7 @@ def _costs(plans: Iterator[tuple[int, Plan]]) -> tuple[tuple[RankCost, ...], Pla
 
 
 def _over_all_ranks(live: LiveModel, ranks: int, replicas: int) -> int:
-    """Bytes that all ranks hold together: what is sharded once a replica, what is plain on every rank."""
+    """Bytes that all ranks hold together: sharded tensors count once per replica, plain tensors once per rank."""
     total = 0
     for entry in live.stored:
         is_plain = local_tensor(entry.tensor) is entry.tensor

@@ -201,7 +201,7 @@ def _prefix_of_root(model: nn.Module) -> str:
 def make_room(live: LiveModel, shapes: Mapping[str, tuple[int, ...]]) -> bool:
     """Let a model with a loading of its own take stored shapes of plain tensors that are not its own. Rank-local.
 
-    A module may give a buffer the shape of what is loaded. Its ``load_state_dict`` gets zeros of the stored shapes,
+    A module may give a buffer the shape of the loaded tensor. Its ``load_state_dict`` gets zeros of the stored shapes,
     which are filled later. What it does not take stays as it is, and the plan names it. Returns whether it was called:
     the model may be another one then.
     """

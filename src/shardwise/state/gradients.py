@@ -162,7 +162,7 @@ def _gradients(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, torch.Tenso
 
 
 def _versions(gradient: torch.Tensor) -> tuple[int, int]:
-    """Of a DTensor: what is done to it counts on itself, what FSDP2 does to its local tensor counts there."""
+    """A DTensor has two counts: its own, and that of its local tensor, which FSDP2 writes to."""
     return version_of(gradient), version_of(local_tensor(gradient))
 
 

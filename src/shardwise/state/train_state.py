@@ -74,7 +74,7 @@ class TrainState:
 
     @property
     def optimizers(self) -> dict[str, Optimizer]:
-        """The optimizers by name, without what is wrapped around them; a single one is called ``optimizer``."""
+        """The optimizers by name, without their wrappers; a single one is called ``optimizer``."""
         return {name: bare_optimizer(optimizer) for name, optimizer in self.given_optimizers.items()}
 
     @property
