@@ -20,6 +20,7 @@ __all__ = [
     "NamedTensor",
     "canonical_name",
     "children",
+    "exchange_parameter",
     "modules_by_path",
     "named_tensors",
     "own_parameter",
@@ -159,6 +160,14 @@ def children(module: nn.Module) -> list[tuple[str, nn.Module]]:
 def own_parameter(module: nn.Module, attribute: str) -> nn.Parameter | None:
     """The parameter that a module registered under that name; None if it has none."""
     return module._parameters.get(attribute)
+
+
+def exchange_parameter(module: nn.Module, attribute: str, parameter: nn.Parameter | None) -> None:
+    """Put another parameter where a module has registered one, and nothing else.
+
+    Setting the attribute of an ``nn.LSTM`` also writes to a list, which a copy of the module shares with it.
+    """
+    module._parameters[attribute] = parameter
 
 
 def modules_by_path(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

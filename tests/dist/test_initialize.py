@@ -49,6 +49,24 @@ def test_drawn_as_ordinary_construction_draws(kind: str) -> None:
             assert abs(math.log(ratio)) < 10 / math.sqrt(2 * value.numel()), (name, ratio)
 
 
+def test_an_lstm_computes_with_its_own_weights_afterwards() -> None:
+    """It has them in a list, too, which the copy that the rules run on shares with it."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.LSTM(3, 4, batch_first=True)
+            self.again = self.inner
+
+    model = Net()
+    initialize(model, 5)
+    other = nn.LSTM(3, 4, batch_first=True)
+    other.load_state_dict(model.inner.state_dict())
+    x = torch.ones(2, 5, 3)
+    assert torch.equal(model.inner(x)[0], other(x)[0])
+    assert all(w is p for w, p in zip(model.inner._flat_weights, model.inner.parameters(), strict=True))
+
+
 def test_rules_of_ancestors_count() -> None:
     values = _plain("gpt2")
     scaled = (

@@ -23,7 +23,7 @@ from ..layout.live import LiveModel, describe
 from ..layout.placements import local_boxes
 from ..models.memory import default_device, materialize
 from ..models.rules import Rule, Template, build_template, copy_template, rules_of
-from ..names import NamedTensor, canonical_name, own_parameter
+from ..names import NamedTensor, canonical_name, exchange_parameter, own_parameter
 from ..rng import preserve_rng
 
 __all__ = ["check_rules", "fill_by_rule", "initialize"]
@@ -282,7 +282,7 @@ def _run(job: _Job, seed: int, held: Mapping[str, _Held]) -> None:
     try:
         for attribute, target in targets:
             full = torch.empty(target.tensor.shape, dtype=target.tensor.dtype, device="cpu")
-            setattr(job.module, attribute, nn.Parameter(full, target.tensor.requires_grad))
+            exchange_parameter(job.module, attribute, nn.Parameter(full, target.tensor.requires_grad))
         _seed_generators(seed, job.name)
         with torch.no_grad():
             for rule in job.rules:
@@ -294,7 +294,7 @@ def _run(job: _Job, seed: int, held: Mapping[str, _Held]) -> None:
                     _local_part(target.tensor, local).copy_(drawn[_slices(local.box.start, local.box.stop)])
     finally:
         for attribute, parameter in on_meta.items():
-            setattr(job.module, attribute, parameter)
+            exchange_parameter(job.module, attribute, parameter)
 
 
 def _local_part(tensor: torch.Tensor, local: LocalBox) -> torch.Tensor:

@@ -27,6 +27,7 @@ from ..internals.torch import (
     written_tensors,
 )
 from ..internals.transformers import initializer_of
+from ..names import exchange_parameter
 from .meta_init import meta_init
 
 __all__ = ["Rule", "Template", "build_template", "copy_template", "rules_of"]
@@ -92,7 +93,7 @@ def _untie(root: nn.Module) -> None:
         for attribute, parameter in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
             if id(parameter) in seen:
                 parameter = nn.Parameter(torch.empty_like(parameter), parameter.requires_grad)
-                setattr(module, attribute, parameter)
+                exchange_parameter(module, attribute, parameter)
             seen.add(id(parameter))
 
 
