@@ -37,7 +37,7 @@ from shardwise.dtypes import itemsize
 from shardwise.layout.live import describe
 from shardwise.loading.load import fill, plan_load
 from shardwise.loading.pretrained import with_callers
-from shardwise.plan import IOOptions
+from shardwise.planning import IOOptions
 from shardwise.ranks.ranks import Ranks
 from shardwise.recipe.transformers import hub_rules
 

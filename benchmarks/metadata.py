@@ -50,7 +50,7 @@ from shardwise.gc_paused import gc_paused
 from shardwise.layout.live import describe
 from shardwise.loading.load import _fingerprint, plan_load
 from shardwise.names import named_tensors
-from shardwise.plan import IOOptions, Plan
+from shardwise.planning import IOOptions, Plan
 from shardwise.ranks.ranks import Ranks
 from shardwise.recipe.match import Rules
 from shardwise.state.optimizer import parameter_names, place_states

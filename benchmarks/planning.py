@@ -31,7 +31,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from benchmarks.fresh import on_fresh_ranks
-from shardwise.loading.plan_pretrained import plan_pretrained
 from shardwise.loading.report import LoadReport
 from tests.harness.looks import looks
 
@@ -106,7 +105,7 @@ def counts(root: Path) -> dict[str, dict[str, Any]]:
     write_model(root / "hub", 2)
     alone = counted(0, 1, str(root))
     with looks() as seen:
-        plan_pretrained(root / "hub", ranks=PLANNED_RANKS)
+        sw.plan(root / "hub", ranks=PLANNED_RANKS)
     alone[f"plan --ranks {PLANNED_RANKS}"] = seen.as_json()
     (together, *_) = on_fresh_ranks(2, counted, str(root))
     return {name: {"one process": alone[name], "2 ranks": together.get(name)} for name in alone}
@@ -140,7 +139,7 @@ def timed(root: Path) -> dict[str, float]:
                 found[what] = min(found.get(what, one), one)
 
     hub = root / "many"
-    measure(f"plan --ranks {PLANNED_RANKS}", lambda _: plan_pretrained(hub, ranks=PLANNED_RANKS), 1)
+    measure(f"plan --ranks {PLANNED_RANKS}", lambda _: sw.plan(hub, ranks=PLANNED_RANKS), 1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     model, other = on_meta(hub), on_meta(hub)
     measure("load", lambda _: sw.load(model, hub))

@@ -6,6 +6,22 @@ The rooms of the package, and which may import which: docs/architecture.md.
 import typing as _typing
 
 from . import errors as errors
+from .errors import (
+    CheckpointError,
+    FormatError,
+    IntegrityError,
+    LayoutError,
+    LockedError,
+    NoCheckpointError,
+    PlanError,
+    RankError,
+    ShardError,
+    ShardwiseError,
+    SourceError,
+    StateError,
+    UnsupportedConversionError,
+    VersionError,
+)
 
 if _typing.TYPE_CHECKING:
     from .api import *
@@ -13,14 +29,38 @@ if _typing.TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointError",
     "Checkpointer",
+    "ConvertReport",
+    "DiffReport",
     "ElasticSampler",
+    "ExportReport",
+    "FormatError",
     "IOOptions",
+    "IntegrityError",
+    "LayoutError",
+    "LoadReport",
+    "LockedError",
+    "NoCheckpointError",
+    "PlanError",
+    "PlanReport",
+    "RankError",
     "ResumableLoader",
+    "ResumeReport",
+    "SaveReport",
+    "ShardError",
     "ShardPolicy",
+    "ShardwiseError",
+    "SourceError",
+    "StateError",
     "TrainState",
+    "UnsupportedConversionError",
+    "VerifyReport",
+    "VersionError",
     "__version__",
     "clone",
+    "convert",
+    "diff",
     "digest",
     "export_hf",
     "initialize",
@@ -28,6 +68,7 @@ __all__ = [
     "load",
     "load_pretrained",
     "meta_init",
+    "plan",
     "restore",
     "save",
     "shard",

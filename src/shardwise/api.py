@@ -1,17 +1,28 @@
-"""The public names, and where each of them is. :mod:`shardwise` takes them from here when the first is used."""
+"""The public names that need torch, and where each of them is. :mod:`shardwise` takes them from here on first use."""
 
 from .checkpoint.checkpointer import Checkpointer as Checkpointer
 from .checkpoint.checkpointer import save as save
+from .checkpoint.restore import ResumeReport as ResumeReport
+from .checkpoint.save import SaveReport as SaveReport
+from .checkpoint.verify import VerifyReport as VerifyReport
 from .checkpoint.verify import verify as verify
 from .digests.live import digest as digest
 from .export.full import iter_full as iter_full
+from .export.hub import ExportReport as ExportReport
 from .export.hub import export_hf as export_hf
 from .loading.clone import clone as clone
 from .loading.initialize import initialize as initialize
 from .loading.load import load as load
+from .loading.plan import PlanReport as PlanReport
+from .loading.plan import plan as plan
 from .loading.pretrained import load_pretrained as load_pretrained
+from .loading.report import LoadReport as LoadReport
 from .models.meta_init import meta_init as meta_init
-from .plan.records import IOOptions as IOOptions
+from .planning.records import IOOptions as IOOptions
+from .runs.convert import ConvertReport as ConvertReport
+from .runs.convert import convert as convert
+from .runs.diff import DiffReport as DiffReport
+from .runs.diff import diff as diff
 from .runs.restore import restore as restore
 from .sharding.fsdp import ShardPolicy as ShardPolicy
 from .sharding.fsdp import shard as shard

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.loading.plan_pretrained import plan_pretrained
+import shardwise as sw
 from tests.cases import _case_04_fns as fns
 from tests.cases._fns import MIB
 from tests.harness.pool import RankPool
@@ -27,7 +27,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_plan_says_it_before_the_run(directory: Path) -> None:
-    plan = plan_pretrained(directory, ranks=4, trust_remote_code=True, **OPTIONS)
+    plan = sw.plan(directory, ranks=4, trust_remote_code=True, **OPTIONS)
     assert plan.model_class == "OwnTextForCausalLM"
     assert plan.largest_group.name.startswith("model.layers.")
     experts = 16 * 3 * 256 * 512 * 4

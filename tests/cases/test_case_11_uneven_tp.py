@@ -27,7 +27,7 @@ from shardwise.catalog import catalog_of_safetensors
 from shardwise.format.slices import Slice, SliceTensor, file_name, rank_files
 from shardwise.layout.placements import Cut, Geometry, cut_boxes, local_boxes, local_shape
 from shardwise.layout.wanted import Layout, Wanted, contiguous_strides
-from shardwise.plan import IOOptions, build_plan
+from shardwise.planning import IOOptions, build_plan
 from shardwise.recipe.match import match
 from shardwise.store.slice_file import write_slices
 from shardwise.transfer import FileReader

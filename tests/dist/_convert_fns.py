@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import shardwise as sw
-from shardwise.runs.convert import convert
 from tests.dist._checkpointer_fns import failure
 
 
@@ -56,11 +55,11 @@ def save_tied(directory: str) -> None:
 
 
 def convert_on_ranks(source: str, path: str, options: dict[str, Any]) -> dict[str, Any]:
-    return convert(source, path, **options).to_json()
+    return sw.convert(source, path, **options).to_json()
 
 
 def failure_of_convert(source: str, path: str, options: dict[str, Any]) -> tuple[str, str]:
-    return failure(lambda: convert(source, path, **options))
+    return failure(lambda: sw.convert(source, path, **options))
 
 
 def trained(source: str, rate: float = 1e-2) -> sw.TrainState:

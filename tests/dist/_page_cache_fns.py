@@ -14,7 +14,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 import shardwise as sw
-from shardwise.runs.convert import convert
 from tests.harness.page_cache import cached_bytes, drop
 
 MIB = 1024**2
@@ -77,7 +76,7 @@ def loads(directory: str, scratch: str) -> dict[str, Any]:
         _, found[f"restore, {which}"] = _measured(step, lambda io=io: sw.restore(state, step, io=io))
         out = f"{scratch}/{which}"
         _, found[f"convert, {which}"] = _measured(
-            directory, lambda io=io, out=out: convert(directory, out, io=io)
+            directory, lambda io=io, out=out: sw.convert(directory, out, io=io)
         )
         out = f"{scratch}/{which}-hub"
         _, found[f"export, {which}"] = _measured(step, lambda io=io, out=out: sw.export_hf(step, out, io=io))

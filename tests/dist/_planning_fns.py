@@ -16,7 +16,7 @@ from shardwise.catalog.checkpoint import catalog_of_checkpoint, catalog_of_slice
 from shardwise.format.manifest import read_manifest
 from shardwise.layout.live import describe
 from shardwise.loading.load import plan_load
-from shardwise.plan import IOOptions
+from shardwise.planning import IOOptions
 from shardwise.ranks.protocol import Agreement
 from shardwise.recipe.match import Rules
 from shardwise.transfer import FileReader

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 import shardwise as sw
 from shardwise.errors import CheckpointError, IntegrityError, PlanError, StateError
 from shardwise.format.manifest import read_manifest
-from shardwise.runs.convert import convert
 from tests.dist import _convert_fns as fns
 from tests.dist import _dcp_fns, _export_fns, _third_party_fns
 from tests.harness.pool import RankPool
@@ -33,7 +32,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 def test_what_accelerate_stores(ranks: RankPool, tmp_path: Path, kind: str) -> None:
     root = str(tmp_path / "state")
     expected = ranks.run_ranks(2, _dcp_fns.accelerate_trains, root, kind, 3, 6)
-    alone = convert(root, tmp_path / "alone").to_json()
+    alone = sw.convert(root, tmp_path / "alone").to_json()
     several = ranks.run_ranks(3, fns.convert_on_ranks, root, str(tmp_path / "several"), {})
     held = sum(p.numel() * 4 * 3 + 4 for p in _dcp_fns.Lines().parameters())
     assert alone["bytes_read"] <= 1.05 * held
@@ -51,7 +50,7 @@ def test_what_accelerate_stores(ranks: RankPool, tmp_path: Path, kind: str) -> N
 def test_what_torchtitan_stores(ranks: RankPool, tmp_path: Path) -> None:
     folder, out = str(tmp_path / "step-3"), str(tmp_path / "out")
     expected = ranks.run_ranks(2, _third_party_fns.titan_saves, folder)
-    report = convert(folder, out)
+    report = sw.convert(folder, out)
     assert report.step == 3
     (lost,) = [line for line in report.left if line.startswith("scheduler")]
     assert "every key as text" in lost, "a Counter of milestones can't be told from one of text"
@@ -75,7 +74,7 @@ def test_a_hub_directory_becomes_a_checkpoint_and_comes_back(ranks: RankPool, tm
     (source / "tokenizer_config.json").write_text("{}\n")
     expected = dict(transformers.Qwen3MoeForCausalLM.from_pretrained(source).state_dict())
     reports = ranks.run_ranks(2, fns.convert_on_ranks, str(source), str(tmp_path / "two"), {})
-    reports.append(convert(source, tmp_path / "one").to_json())
+    reports.append(sw.convert(source, tmp_path / "one").to_json())
     total = sum(t.numel() * t.element_size() for t in expected.values())
     assert reports[0]["bytes_read"] + reports[1]["bytes_read"] == reports[2]["bytes_read"] == total
     for name in ("one", "two"):
@@ -99,7 +98,7 @@ def test_a_dcp_checkpoint_of_a_transformers_model(ranks: RankPool, tmp_path: Pat
     for config in (None, source):
         root = tmp_path / f"run-{config is None}"
         root.mkdir()
-        convert(folder, root / "step-00000002", config=config)
+        sw.convert(folder, root / "step-00000002", config=config)
         assert sw.verify(root / "step-00000002").ok
         found = ranks.run_ranks(2, fns.resumes, source, str(root))
         assert [r["losses"] for r in found] == [r["losses"] for r in saved]
@@ -119,7 +118,7 @@ def test_transformers_own_distributed_save_becomes_a_hub_directory(ranks: RankPo
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hub")
     for name, tensor in model.state_dict().items():
         assert _export_fns.same(tensor, expected[name]), name
-    report = convert(folder, tmp_path / "ours", config=source)
+    report = sw.convert(folder, tmp_path / "ours", config=source)
     assert report.optimizer_tensors == 3 * report.tensors
     assert sw.verify(tmp_path / "ours").ok
 
@@ -128,7 +127,7 @@ def test_a_checkpoint_is_cut_anew(ranks: RankPool, tmp_path: Path) -> None:
     source = str(tmp_path / "source")
     fns.save_tied(source)
     saved = ranks.run_ranks(4, fns.saves_checkpoint, source, str(tmp_path / "four"))
-    report = convert(tmp_path / "four", tmp_path / "one")
+    report = sw.convert(tmp_path / "four", tmp_path / "one")
     assert "rng: stored per rank" in report.left
     assert len(list((tmp_path / "four" / "model").glob("*.safetensors"))) == 4
     assert len(list((tmp_path / "one" / "model").glob("*.safetensors"))) == 1
@@ -149,7 +148,7 @@ def test_a_checkpoint_is_cut_anew(ranks: RankPool, tmp_path: Path) -> None:
     content[-1] ^= 1
     file.write_bytes(content)
     with pytest.raises(IntegrityError, match="differs from what was saved"):
-        convert(tmp_path / "four", tmp_path / "damaged")
+        sw.convert(tmp_path / "four", tmp_path / "damaged")
     assert not (tmp_path / "damaged").exists()
     assert not list(tmp_path.glob(".t*")), "and no leftovers"
 
@@ -158,7 +157,7 @@ def test_several_models_are_cut_anew(ranks: RankPool, tmp_path: Path) -> None:
     from tests.dist import _several_fns
 
     (expected, *_) = ranks.run_ranks(2, _several_fns.digests_of, str(tmp_path / "two"), False)
-    convert(tmp_path / "two", tmp_path / "one")
+    sw.convert(tmp_path / "two", tmp_path / "one")
     assert sw.verify(tmp_path / "one").ok
     for found in ranks.run_ranks(2, _several_fns.digests_of, str(tmp_path / "one"), False):
         assert found == expected
@@ -174,12 +173,12 @@ def test_tensors_without_a_config_keep_their_names(tmp_path: Path) -> None:
         "d": torch.tensor([True, False]),
     }
     save_file(tensors, tmp_path / "model.safetensors")
-    convert(tmp_path / "model.safetensors", tmp_path / "out")
+    sw.convert(tmp_path / "model.safetensors", tmp_path / "out")
     assert sw.verify(tmp_path / "out").ok
     (file,) = (tmp_path / "out" / "model").glob("*.safetensors")
     assert_same(load_file(file), tensors)
     torch.save(tensors, tmp_path / "some.pt")
-    convert(tmp_path / "some.pt", tmp_path / "again")
+    sw.convert(tmp_path / "some.pt", tmp_path / "again")
     (file,) = (tmp_path / "again" / "model").glob("*.safetensors")
     assert_same(load_file(file), tensors)
 
@@ -192,11 +191,11 @@ def test_what_is_not_complete_or_does_not_fit(ranks: RankPool, tmp_path: Path) -
     del lost["model.layers.1.mlp.up_proj.weight"]
     save_file(lost, source / "model.safetensors", {"format": "pt"})
     with pytest.raises(PlanError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
-        convert(source, tmp_path / "out")
+        sw.convert(source, tmp_path / "out")
     head = torch.randn_like(stored["model.embed_tokens.weight"])
     save_file({**stored, "lm_head.weight": head}, source / "model.safetensors", {"format": "pt"})
     with pytest.raises(PlanError, match="second stored copy"):
-        convert(source, tmp_path / "out")
+        sw.convert(source, tmp_path / "out")
     save_file(stored, source / "model.safetensors", {"format": "pt"})
     (tmp_path / "taken").mkdir()
     found = ranks.run_ranks(2, fns.failure_of_convert, str(source), str(tmp_path / "taken"), {})
@@ -212,11 +211,11 @@ def test_state_of_a_shape_of_its_own_is_refused(tmp_path: Path) -> None:
     state = {"w": {"exp_avg_sq_row": torch.ones(4)}}
     torch.save({"state": state, "param_groups": [{"params": ["w"]}]}, tmp_path / "optimizer.bin")
     with pytest.raises(StateError, match=r"w\.exp_avg_sq_row has shape \[4\]"):
-        convert(tmp_path, tmp_path / "out")
+        sw.convert(tmp_path, tmp_path / "out")
     state = {"stranger": {"exp_avg": weight}}
     torch.save({"state": state, "param_groups": [{"params": ["stranger"]}]}, tmp_path / "optimizer.bin")
     with pytest.raises(StateError, match="stranger, which the model lacks"):
-        convert(tmp_path, tmp_path / "out")
+        sw.convert(tmp_path, tmp_path / "out")
 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:
@@ -230,10 +229,10 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
         torch.save({"state": state, "param_groups": [{"params": ["w"], "lr": 0.1}]}, folder / "optimizer.bin")
     script = (
         "import resource, sys\n"
-        "from shardwise.runs.convert import convert\n"
-        "convert(sys.argv[1], sys.argv[1] + '-out')\n"
+        "import shardwise as sw\n"
+        "sw.convert(sys.argv[1], sys.argv[1] + '-out')\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "convert(sys.argv[2], sys.argv[2] + '-out')\n"
+        "sw.convert(sys.argv[2], sys.argv[2] + '-out')\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
     )
     done = subprocess.run(

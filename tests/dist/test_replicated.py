@@ -9,8 +9,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+import shardwise as sw
 from shardwise.cli import main
-from shardwise.loading.plan_pretrained import plan_pretrained
 from shardwise.models.meta_init import meta_init
 from shardwise.sharding.fsdp import describe_groups
 from tests import models
@@ -128,6 +128,6 @@ def test_described() -> None:
 
 def test_planned(tmp_path: Path) -> None:
     tiny.clip().save_pretrained(tmp_path)
-    assert plan_pretrained(tmp_path, ranks=3).replicated_bytes == 4
+    assert sw.plan(tmp_path, ranks=3).replicated_bytes == 4
     result = CliRunner().invoke(main, ["plan", str(tmp_path), "--ranks", "3"])
     assert re.search(r"whole on every rank +4 B", result.output), result.output

@@ -10,10 +10,9 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+import shardwise as sw
 from shardwise.catalog.open import open_catalog
 from shardwise.checkpoint.check import quick_check
-from shardwise.loading.plan_pretrained import plan_pretrained
-from shardwise.runs.convert import convert
 from tests.fuzz.targets import Call, Seeds, copied, fix_checksums, replaced, restored, resumed, verified
 
 __all__ = ["BOMBS", "CPU_S", "MEMORY_BYTES"]
@@ -89,7 +88,7 @@ for _name in _PICKLES:
     _dcp_bomb(_name)
 
 
-@_bomb(restored, lambda place: convert(place, place.parent / "out"))
+@_bomb(restored, lambda place: sw.convert(place, place.parent / "out"))
 def _pickle_list_dag_located(seeds: Seeds, place: Path) -> None:
     """A list of the same list 60 times, nine times over, in which a reader looks for tensors."""
     copied(seeds["full_state"], place)
@@ -130,7 +129,7 @@ def _dcp_many_dims(seeds: Seeds, place: Path) -> None:
     replaced(place / ".metadata", _metadata_with(seeds, change))
 
 
-@_bomb(lambda place: convert(place, place.parent / "out"))
+@_bomb(lambda place: sw.convert(place, place.parent / "out"))
 def _dcp_objects_sparse(seeds: Seeds, place: Path) -> None:
     """An object of 6 GB in a file that takes nothing on disk."""
 
@@ -192,7 +191,7 @@ def _manifest_header_sparse(seeds: Seeds, place: Path) -> None:
     os.truncate(step / names[0], 2**36)
 
 
-@_bomb(_opened, verified, lambda place: convert(place / "step-00000001", place.parent / "out"))
+@_bomb(_opened, verified, lambda place: sw.convert(place / "step-00000001", place.parent / "out"))
 def _manifest_packed_count(seeds: Seeds, place: Path) -> None:
     """A packed tensor of 2^40 scalars."""
 
@@ -229,7 +228,7 @@ def _json_pipe(seeds: Seeds, place: Path) -> None:
     os.mkfifo(path)
 
 
-@_bomb(lambda place: convert(place / "step-00000002", place.parent / "out"))
+@_bomb(lambda place: sw.convert(place / "step-00000002", place.parent / "out"))
 def _json_pipe_convert(seeds: Seeds, place: Path) -> None:
     _json_pipe(seeds, place)
 
@@ -237,7 +236,7 @@ def _json_pipe_convert(seeds: Seeds, place: Path) -> None:
 # ------------------------------------------------------------------------------------ model directories
 
 
-@_bomb(lambda place: plan_pretrained(place, ranks=2))
+@_bomb(lambda place: sw.plan(place, ranks=2))
 def _config_layers(seeds: Seeds, place: Path) -> None:
     """A model of four billion layers."""
     copied(seeds["model"], place)
@@ -245,7 +244,7 @@ def _config_layers(seeds: Seeds, place: Path) -> None:
     replaced(place / "config.json", json.dumps({**document, "num_hidden_layers": 4_294_967_298}).encode())
 
 
-@_bomb(lambda place: convert(place, place.parent / "out"), open_catalog)
+@_bomb(lambda place: sw.convert(place, place.parent / "out"), open_catalog)
 def _header_empty_and_huge(seeds: Seeds, place: Path) -> None:
     """A tensor without elements whose other sizes no machine can multiply."""
     header = {"a": {"dtype": "F32", "shape": [0, 2**61, 2**61], "data_offsets": [0, 0]}}

@@ -24,9 +24,7 @@ from shardwise.format.manifest import read_manifest
 from shardwise.integrations._trainer_data import DataPlace
 from shardwise.integrations._trainer_folder import newest
 from shardwise.integrations._trainer_place import check_place
-from shardwise.loading.plan_pretrained import plan_pretrained
 from shardwise.rng import capture_host_rng
-from shardwise.runs.convert import convert
 from shardwise.state.typed_json import decode, encode
 from tests.fuzz.mutate import (
     mutate_archive,
@@ -112,7 +110,7 @@ def _converted(place: Path) -> None:
     """Convert, which either publishes what verifies or leaves nothing."""
     out = place.parent / f"{place.name}-out"
     try:
-        convert(place, out)
+        sw.convert(place, out)
     except ShardwiseError:
         left = [name for name in os.listdir(out.parent) if name.startswith((out.name, f".tmp-{out.name}"))]
         assert not left, f"a call that failed left {left}"
@@ -156,7 +154,7 @@ def verified(place: Path) -> None:
 
 
 def _planned(place: Path) -> None:
-    plan_pretrained(place, ranks=2)
+    sw.plan(place, ranks=2)
 
 
 def _loaded(place: Path) -> None:

@@ -22,7 +22,6 @@ import shardwise as sw
 from shardwise.checkpoint.check import quick_check
 from shardwise.errors import ShardwiseError
 from shardwise.format.manifest import read_manifest
-from shardwise.runs.convert import convert
 from tests.harness.hostile import edit_documents, edit_manifest, put_file
 
 Bomb = Callable[[Path], Callable[[], object]]
@@ -116,13 +115,13 @@ def header_shape(folder: Path) -> Callable[[], object]:
     header = {"weight": {"dtype": "F32", "shape": [0, 2**61, 2**61], "data_offsets": [0, 0]}}
     text = json.dumps(header).encode()
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
-    return lambda: convert(folder, folder.with_name(f"{folder.name}-out"))
+    return lambda: sw.convert(folder, folder.with_name(f"{folder.name}-out"))
 
 
 def manifest_shape(folder: Path) -> Callable[[], object]:
     step = saved(folder)
     edit_manifest(step, lambda m: m["models"]["model"]["weight"].update(shape=[0, 2**61, 2**61]))
-    return lambda: convert(step, folder / "out")
+    return lambda: sw.convert(step, folder / "out")
 
 
 def document(value: Any) -> Bomb:
@@ -189,7 +188,7 @@ def empty_pipe(folder: Path) -> Callable[[], object]:
 
 BOMBS: dict[str, Bomb] = {
     "pipe for state.json, restore": pipe("state.json", resumed),
-    "pipe for state.json, convert": pipe("state.json", lambda s: convert(s, s.with_name("out"))),
+    "pipe for state.json, convert": pipe("state.json", lambda s: sw.convert(s, s.with_name("out"))),
     "pipe for the manifest": pipe("manifest.json", lambda s: read_manifest(s)),
     "pipe for an empty file": empty_pipe,
     "packed count": packed_count,

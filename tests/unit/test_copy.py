@@ -20,7 +20,7 @@ from shardwise.errors import CheckpointError, IntegrityError, PlanError
 from shardwise.layout.boxes import Box, LocalBox, whole
 from shardwise.layout.placements import Cut, Geometry, cut_boxes, local_shape
 from shardwise.layout.wanted import Layout, Wanted, whole_tensor
-from shardwise.plan import IOOptions, Plan, build_plan, records
+from shardwise.planning import IOOptions, Plan, build_plan, records
 from shardwise.recipe.match import Matched, Recipe
 from shardwise.recipe.tiles import Loop, Tile, identity
 from shardwise.transfer import FileReader

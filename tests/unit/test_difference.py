@@ -1,4 +1,4 @@
-"""difference() and the command diff, on real files."""
+"""sw.diff() and the command diff, on real files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.cli import main
-from shardwise.runs.diff import difference
 
 
 def write(path: Path, **tensors: torch.Tensor) -> str:
@@ -36,7 +35,7 @@ def test_added_removed_changed_and_by_how_much(tmp_path: Path) -> None:
     b = write(
         tmp_path / "b", same=base.clone(), moved=moved, new=zeros + 2, cast=zeros.half(), cut=torch.ones(5)
     )
-    report = difference(a, b)
+    report = sw.diff(a, b)
     assert (report.added, report.removed, report.equal, report.by_digest) == (("new",), ("gone",), 1, 0)
     changed = {c.name: c for c in report.changed}
     assert changed.keys() == {"moved", "cast", "cut"}
@@ -46,22 +45,22 @@ def test_added_removed_changed_and_by_how_much(tmp_path: Path) -> None:
     assert changed["cast"].elements == 0
     assert changed["cut"].what == "shape: [4] and [5]"
     assert not report.ok
-    assert difference(a, a).ok
+    assert sw.diff(a, a).ok
 
 
 def test_bits_count_not_numbers(tmp_path: Path) -> None:
     nan = torch.tensor([math.nan, 0.0, math.inf, 1.0])
     other = torch.tensor([math.nan, -0.0, 1.0, 1.0])
-    (change,) = difference(write(tmp_path / "a", x=nan), write(tmp_path / "b", x=other)).changed
+    (change,) = sw.diff(write(tmp_path / "a", x=nan), write(tmp_path / "b", x=other)).changed
     assert (change.elements, change.largest) == (2, math.inf)
-    assert difference(tmp_path / "a", tmp_path / "a").ok
+    assert sw.diff(tmp_path / "a", tmp_path / "a").ok
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.float8_e4m3fn, torch.uint8])
 def test_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     x = torch.tensor([0, 1, 1, 0]).to(dtype)
     y = torch.tensor([0, 1, 0, 0]).to(dtype)
-    (change,) = difference(write(tmp_path / "a", x=x), write(tmp_path / "b", x=y)).changed
+    (change,) = sw.diff(write(tmp_path / "a", x=x), write(tmp_path / "b", x=y)).changed
     assert (change.elements, change.largest) == (1, 1.0)
 
 
@@ -69,7 +68,7 @@ def test_large_tensors_are_read_in_pieces(tmp_path: Path) -> None:
     x = torch.randn(6, 1024, 1024)
     y = x.clone()
     y[5, 1023, 1023] += 1
-    (change,) = difference(write(tmp_path / "a", x=x), write(tmp_path / "b", x=y)).changed
+    (change,) = sw.diff(write(tmp_path / "a", x=x), write(tmp_path / "b", x=y)).changed
     assert change.elements == 1
 
 
@@ -89,7 +88,7 @@ def two_steps(tmp_path: Path) -> tuple[str, str]:
 
 def test_two_steps_of_a_run(tmp_path: Path) -> None:
     first, second = two_steps(tmp_path)
-    report = difference(first, second)
+    report = sw.diff(first, second)
     names = {c.name for c in report.changed}
     assert {"model:1.weight", "optimizer:1.weight.exp_avg"} <= names
     assert not any("0.weight" in n or "bias" in n for n in names)
@@ -100,7 +99,7 @@ def test_two_steps_of_a_run(tmp_path: Path) -> None:
 def test_a_checkpoint_beside_its_export(tmp_path: Path) -> None:
     first, _ = two_steps(tmp_path)
     sw.export_hf(first, tmp_path / "hf")
-    report = difference(first, tmp_path / "hf")
+    report = sw.diff(first, tmp_path / "hf")
     assert report.ok
     assert report.equal == 4
 

@@ -14,7 +14,6 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import FormatError, ShardwiseError, StateError, VersionError
-from shardwise.runs.convert import convert
 from tests.harness.hostile import edit_documents, edit_manifest, put_file, run
 
 Change = Callable[[dict[str, Any]], object]
@@ -161,7 +160,7 @@ def test_documents_that_are_no_json_object(step: Path, name: str, content: bytes
     assert any(name in problem for problem in sw.verify(step).problems)
     if name == "state.json":
         with pytest.raises(FormatError, match=name):
-            convert(step, step.with_name("out"))
+            sw.convert(step, step.with_name("out"))
         assert not step.with_name("out").exists()
 
 

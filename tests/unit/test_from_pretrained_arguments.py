@@ -17,7 +17,6 @@ from transformers.models.auto import auto_factory
 import shardwise as sw
 from shardwise.errors import SourceError
 from shardwise.integrations import accelerate as swa
-from shardwise.loading.plan_pretrained import plan_pretrained
 from shardwise.models.arguments import REFUSED, FromPretrained, understand
 from shardwise.models.hub import needed_files
 
@@ -139,7 +138,7 @@ def test_the_token_is_in_no_text() -> None:
 
 
 def test_plan_takes_what_load_pretrained_takes(model: Path) -> None:
-    own = set(inspect.signature(plan_pretrained).parameters) - {"ranks", "replicas"}
+    own = set(inspect.signature(sw.plan).parameters) - {"ranks", "replicas"}
     assert set(inspect.signature(sw.load_pretrained).parameters) - own == {"mesh", "seed", "device", "io"}
 
 

@@ -19,7 +19,6 @@ import shardwise as sw
 from shardwise.checkpoint.check import check_files, quick_check
 from shardwise.errors import CheckpointError, FormatError, IntegrityError, ShardwiseError, StateError
 from shardwise.format.manifest import read_manifest
-from shardwise.runs.convert import convert
 from tests.harness.bombs import refused_within
 from tests.harness.hostile import edit_manifest, put_file, run
 from tests.unit import _bombs
@@ -49,7 +48,7 @@ def test_a_models_name_does_not_leave_the_directory(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     before = tree(tmp_path)
     with pytest.raises(ShardwiseError) as caught:
-        convert(source, tmp_path / "there" / "out")
+        sw.convert(source, tmp_path / "there" / "out")
     assert tree(tmp_path) == before, "nothing was written anywhere"
     assert isinstance(caught.value, FormatError)
     assert "'../../escaped' of a model or an optimizer is not a word" in str(caught.value)
@@ -111,7 +110,7 @@ def test_malformed_manifests(step: Path, name: str) -> None:
             use(step)
         assert len(str(caught.value)) < 1000
     with pytest.raises(FormatError, match="malformed manifest"):
-        convert(step, step.with_name("out"))
+        sw.convert(step, step.with_name("out"))
     assert not step.with_name("out").exists()
 
 
@@ -166,7 +165,7 @@ def test_tensors_larger_than_their_files(step: Path, files_too: bool) -> None:
 
     edit_manifest(step, change)
     out = step.with_name("out")
-    for use in (sw.export_hf, convert):
+    for use in (sw.export_hf, sw.convert):
         text = refused_within(lambda use=use: use(step, out))  # type: ignore[misc]
         assert "model" in text
         assert not out.exists()
@@ -227,7 +226,7 @@ def test_a_run_of_a_negative_step_is_not_converted(tmp_path: Path) -> None:
     save_file({"w": torch.ones(2)}, source / "model.safetensors")
     (source / "trainer_state.json").write_text('{"global_step": -5}')
     with pytest.raises(FormatError, match="global_step is -5, which can't count steps"):
-        convert(source, tmp_path / "out")
+        sw.convert(source, tmp_path / "out")
     assert tree(tmp_path) == [
         "checkpoint-5",
         *(f"checkpoint-5/{name}" for name in sorted(os.listdir(source))),
@@ -242,7 +241,7 @@ def test_a_conversion_of_damaged_tensors_publishes_nothing_even_for_a_moment(
     own = os.rename
     monkeypatch.setattr(os, "rename", lambda a, b: (renamed.append(b), own(a, b))[1])
     with pytest.raises(IntegrityError, match=r"content of 1 tensors differs .*layer\.weight"):
-        convert(step, tmp_path / "out")
+        sw.convert(step, tmp_path / "out")
     assert renamed == []
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step"]
 
@@ -252,7 +251,7 @@ def test_names_as_long_as_a_file_system_allows(tmp_path: Path) -> None:
     for name in ("x" * 255, "ü" * 127):
         sw.save(state, tmp_path / name)
         assert sw.verify(tmp_path / name).ok
-        convert(tmp_path / name, tmp_path / f"y{name[1:]}")
+        sw.convert(tmp_path / name, tmp_path / f"y{name[1:]}")
         sw.export_hf(tmp_path / name, tmp_path / f"z{name[1:]}")
     assert not [n for n in os.listdir(tmp_path) if n.startswith(".")]
 
@@ -302,4 +301,4 @@ def test_assets_are_read_from_inside(step: Path) -> None:
     with (step / "model" / "config.json").open("wb") as stream:
         stream.truncate(300 * 1024**2)
     with pytest.raises(FormatError, match=r"config\.json has 314572800 bytes, the limit is"):
-        convert(step, step.with_name("out"))
+        sw.convert(step, step.with_name("out"))

@@ -18,10 +18,8 @@ import shardwise as sw
 from shardwise.adapters.files import open_adapter
 from shardwise.catalog.open import open_catalog
 from shardwise.errors import FormatError, ShardwiseError, SourceError
-from shardwise.loading.plan_pretrained import plan_pretrained
 from shardwise.models.assets import read_assets
 from shardwise.models.classes import read_config
-from shardwise.runs.convert import convert
 from shardwise.runs.third_party import find_run
 from tests.fuzz.seeds import make_model
 from tests.harness.bombs import refused_within, run_apart
@@ -93,7 +91,7 @@ def test_a_model_far_larger_than_its_source(model_directory: Path, tmp_path: Pat
     assert "config.json" in text
     assert "the source holds" in text
     with pytest.raises(FormatError, match="the source holds"):
-        convert(root, tmp_path / "out")
+        sw.convert(root, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -205,7 +203,7 @@ def test_a_header_whose_shape_no_tensor_has(tmp_path: Path, shape: list[int]) ->
     entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}
     header = json.dumps({"w": entry}).encode()
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    for read in (open_catalog, lambda path: convert(path, tmp_path / "out")):
+    for read in (open_catalog, lambda path: sw.convert(path, tmp_path / "out")):
         with pytest.raises(FormatError, match="too large"):
             read(tmp_path)
     assert not (tmp_path / "out").exists()
@@ -250,14 +248,14 @@ def test_a_step_that_counts_nothing(run_directory: Path, tmp_path: Path, step: s
     with pytest.raises(FormatError, match=r"trainer_state\.json"):
         _ = find_run(run_directory).step
     with pytest.raises(FormatError, match=r"trainer_state\.json"):
-        convert(run_directory, tmp_path / "out")
+        sw.convert(run_directory, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("value", [[1, 2], 3, None, "text", torch.ones(2), ()])
 def test_a_scheduler_that_is_no_dict(run_directory: Path, tmp_path: Path, value: Any) -> None:
     torch.save(value, run_directory / "scheduler.bin")
-    report = convert(run_directory, tmp_path / "out")
+    report = sw.convert(run_directory, tmp_path / "out")
     assert any(line.startswith("scheduler") and "is a dict" in line for line in report.left)
     assert sw.verify(tmp_path / "out").ok
 
@@ -293,7 +291,7 @@ def test_a_scheduler_that_can_not_be_put_back(run_directory: Path, document: Any
 def test_an_optimizer_of_another_kind(run_directory: Path, tmp_path: Path, content: Any) -> None:
     torch.save(content, run_directory / "optimizer.bin")
     with pytest.raises(ShardwiseError, match="optimizer"):
-        convert(run_directory, tmp_path / "out")
+        sw.convert(run_directory, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -339,4 +337,4 @@ def test_a_config_that_asks_for_huge_tensors(tmp_path: Path, field: str, said: s
     config = tmp_path / "model" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), field: 2**36}))
     with pytest.raises(ShardwiseError, match=rf"config\.json: {said}"):
-        plan_pretrained(tmp_path / "model", ranks=2)
+        sw.plan(tmp_path / "model", ranks=2)

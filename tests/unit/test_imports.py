@@ -37,7 +37,7 @@ ORDER = (
         "models",
         "recipe",
         "adapters",
-        "plan",
+        "planning",
         "transfer",
         "loading",
         "state",
@@ -47,7 +47,7 @@ ORDER = (
 MOST_LOOSE = 8
 
 #: Pure parts: planned and tested on plain integers.
-WITHOUT_TORCH = ("catalog", "format", "layout.boxes", "recipe.tiles", "plan")
+WITHOUT_TORCH = ("catalog", "format", "layout.boxes", "recipe.tiles", "planning")
 
 PICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill"}
 ENVIRONMENT_WRITES = {
@@ -227,7 +227,7 @@ def test_rules_find_what_they_forbid() -> None:
     assert _within_package("shardwise.errors.PlanError") == "errors"
     assert _within_package("shardwise.nothing") == ""
     assert _within_package("torch.nn") is None
-    assert _room("errors") < _room("plan.build") < _room("store") < _room("") < _room("cli")
+    assert _room("errors") < _room("planning.build") < _room("store") < _room("") < _room("cli")
     source = "if TYPE_CHECKING:\n    import a\ndef f():\n    import b\n"
     seen = {
         n.names[0].name for n, _ in _nodes(ast.parse(source), for_types=True) if isinstance(n, ast.Import)

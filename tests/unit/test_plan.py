@@ -18,10 +18,10 @@ from shardwise.errors import PlanError
 from shardwise.layout.boxes import Box, LocalBox, whole
 from shardwise.layout.placements import Cut, Geometry, cut_boxes, local_shape
 from shardwise.layout.wanted import Layout, Wanted, contiguous_strides, whole_tensor
-from shardwise.plan import IOOptions, Plan, Transfer, build_plan
-from shardwise.plan.build import merge_loops, transfers_of
-from shardwise.plan.cover import cover_problems
-from shardwise.plan.records import StridedLoop
+from shardwise.planning import IOOptions, Plan, Transfer, build_plan
+from shardwise.planning.build import merge_loops, transfers_of
+from shardwise.planning.cover import cover_problems
+from shardwise.planning.records import StridedLoop
 from shardwise.recipe.match import Made, Matched, Recipe, Rules, as_stored, match, match_rules
 from shardwise.recipe.tiles import Loop, Tile, cut, identity, translate
 

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 import shardwise as sw
 from shardwise.cli import main
-from shardwise.loading.plan_pretrained import plan_pretrained
 from tests import models
 
 #: The text part of the tiny LLaVA, as its files name it.
@@ -107,9 +106,9 @@ def test_declarations_and_a_variant(directory: Path, tmp_path: Path) -> None:
     found = _plan(*place, "--init", "lm_head.*", "--unused", "left.*")
     assert [d["name"] for d in found["initialized"]] == ["lm_head.weight"]
     assert [d["name"] for d in found["unused"]] == ["left.over"]
-    report = plan_pretrained(
+    report = sw.plan(
         tmp_path, ranks=3, subfolder="inner", variant="fp16", init={"lm_head.*": "model"}, unused=("left.*",)
     )
     assert report.to_json()["model_bytes"] == found["model_bytes"]
     with pytest.raises(ValueError, match="the rule must be 'model'"):
-        plan_pretrained(tmp_path, ranks=3, subfolder="inner", init={"lm_head.*": "other"})
+        sw.plan(tmp_path, ranks=3, subfolder="inner", init={"lm_head.*": "other"})

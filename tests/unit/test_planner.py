@@ -1,4 +1,4 @@
-"""plan_pretrained(): what it promises is what a load on real ranks does."""
+"""sw.plan(): what it promises is what a load on real ranks does."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+import shardwise as sw
 from shardwise import IOOptions, ShardPolicy, TrainState, load_pretrained, save
 from shardwise.errors import FormatError, PlanError, ShardError, SourceError
 from shardwise.loading import load as loading
-from shardwise.loading import plan_pretrained as planner
-from shardwise.loading.plan_pretrained import PlanReport, plan_pretrained
-from shardwise.plan import Plan
+from shardwise.loading import plan as planner
+from shardwise.planning import Plan
 from tests.harness.pool import RankPool
 
 
@@ -50,7 +50,7 @@ def bytes_of(path: Path) -> int:
 
 @pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (3, 1), (4, 2), (6, 6), (64, 1)])
 def test_ranks_hold_every_replica_once(model: Path, ranks: int, replicas: int) -> None:
-    report = plan_pretrained(model, ranks=ranks, replicas=replicas)
+    report = sw.plan(model, ranks=ranks, replicas=replicas)
     assert report.model_bytes == report.source_bytes == bytes_of(model)
     assert [cost.rank for cost in report.per_rank] == list(range(ranks))
     assert sum(cost.shard_bytes for cost in report.per_rank) == replicas * report.model_bytes
@@ -94,7 +94,7 @@ def test_real_ranks_run_these_plans(
         return plans[-1]
 
     monkeypatch.setattr(planner, "plan_load", recorded)
-    planned = plan_pretrained(model, ranks=ranks_, replicas=replicas, dtype=dtype)
+    planned = sw.plan(model, ranks=ranks_, replicas=replicas, dtype=dtype)
     found = ranks.run_ranks(ranks_, load_and_tell, str(model), replicas, dtype)
     assert [text for _, text in found] == [repr(plan) for plan in plans]
     for cost, (report, _) in zip(planned.per_rank, found, strict=True):
@@ -104,7 +104,7 @@ def test_real_ranks_run_these_plans(
 
 
 def test_a_cast_is_planned_with_its_staging(model: Path) -> None:
-    report = plan_pretrained(model, ranks=2, dtype=torch.float32)
+    report = sw.plan(model, ranks=2, dtype=torch.float32)
     assert report.dtypes == ("F32",)
     assert report.model_bytes == 2 * report.source_bytes
     assert report.total_bytes_read == report.source_bytes
@@ -114,10 +114,10 @@ def test_a_cast_is_planned_with_its_staging(model: Path) -> None:
 def test_beyond_the_limit_the_extremes_are_those_of_all_ranks(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    every = {ranks: plan_pretrained(model, ranks=ranks) for ranks in (5, 7, 40)}
+    every = {ranks: sw.plan(model, ranks=ranks) for ranks in (5, 7, 40)}
     monkeypatch.setattr(planner, "EVERY_RANK_UP_TO", 4)
     for ranks, full in every.items():
-        short = plan_pretrained(model, ranks=ranks)
+        short = sw.plan(model, ranks=ranks)
         assert [cost.rank for cost in short.per_rank] == [0, ranks - 1]
         assert (short.min_shard_bytes, short.max_shard_bytes) == (full.min_shard_bytes, full.max_shard_bytes)
         assert short.total_shard_bytes == full.total_shard_bytes
@@ -126,20 +126,20 @@ def test_beyond_the_limit_the_extremes_are_those_of_all_ranks(
 
 def test_what_nobody_shards_lies_on_every_rank(model: Path) -> None:
     policy = ShardPolicy(ignored=("model.norm.weight",))
-    report = plan_pretrained(model, ranks=4, policy=policy)
+    report = sw.plan(model, ranks=4, policy=policy)
     assert report.total_shard_bytes == report.model_bytes + 3 * 32 * 2
 
 
 def test_tied_weights_count_once(tmp_path: Path) -> None:
     path = make_model(tmp_path / "tied", tie_word_embeddings=True)
-    report = plan_pretrained(path, ranks=2)
+    report = sw.plan(path, ranks=2)
     assert report.model_bytes == bytes_of(path) == report.total_shard_bytes
     assert report.largest_group.kind == "block"
 
 
 def test_the_largest_group_is_in_bytes_of_the_chosen_dtype(model: Path) -> None:
-    stored = plan_pretrained(model, ranks=2)
-    wide = plan_pretrained(model, ranks=2, dtype="float32")
+    stored = sw.plan(model, ranks=2)
+    wide = sw.plan(model, ranks=2, dtype="float32")
     assert (stored.groups, stored.largest_group.name) == (6, "model.layers.0")
     assert wide.largest_group.gathered_bytes == 2 * stored.largest_group.gathered_bytes
 
@@ -147,23 +147,23 @@ def test_the_largest_group_is_in_bytes_of_the_chosen_dtype(model: Path) -> None:
 def test_a_checkpoint_can_be_planned_too(model: Path, tmp_path: Path) -> None:
     live, _ = load_pretrained(model)
     save(TrainState(model=live), tmp_path / "step")
-    report = plan_pretrained(tmp_path / "step", ranks=2)
+    report = sw.plan(tmp_path / "step", ranks=2)
     assert report.total_shard_bytes == report.model_bytes == bytes_of(model)
 
 
 def test_report_is_plain_json(model: Path) -> None:
     import json
 
-    report = plan_pretrained(model, ranks=2)
+    report = sw.plan(model, ranks=2)
     document = json.loads(json.dumps(report.to_json(), allow_nan=False))
     assert document["per_rank"][1]["shard_bytes"] == report.min_shard_bytes == document["min_shard_bytes"]
-    assert set(PlanReport.__dataclass_fields__) <= document.keys()
+    assert set(sw.PlanReport.__dataclass_fields__) <= document.keys()
 
 
 def test_process_state_is_as_before(model: Path) -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state(), torch.get_default_dtype(), torch.get_num_threads()
-    plan_pretrained(model, ranks=3)
+    sw.plan(model, ranks=3)
     assert not dist.is_initialized()
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (torch.get_default_dtype(), torch.get_num_threads()) == before[1:]
@@ -179,7 +179,7 @@ def test_a_load_that_would_fail_fails_here(model: Path, tmp_path: Path) -> None:
     save_file({**tensors, "not.in.the.model": tensor}, file)
     (path / "model.safetensors.index.json").unlink()
     with pytest.raises(PlanError) as caught:
-        plan_pretrained(path, ranks=4)
+        sw.plan(path, ranks=4)
     assert any(name in problem for problem in caught.value.problems)
     assert any("not.in.the.model" in problem for problem in caught.value.problems)
     assert not dist.is_initialized()
@@ -189,7 +189,7 @@ def test_refuses_to_plan_inside_a_process_group(model: Path) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         with pytest.raises(ShardError, match="process group of its own"):
-            plan_pretrained(model, ranks=2)
+            sw.plan(model, ranks=2)
         assert dist.get_world_size() == 2
     finally:
         dist.destroy_process_group()
@@ -211,7 +211,7 @@ def test_refuses_to_plan_inside_a_process_group(model: Path) -> None:
 )
 def test_what_makes_no_sense_is_refused(model: Path, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must be"):
-        plan_pretrained(model, **options)
+        sw.plan(model, **options)
 
 
 @pytest.mark.parametrize(
@@ -237,12 +237,12 @@ def test_unreadable_configs_are_named(model: Path, tmp_path: Path, content: str)
     (tmp_path / "config.json").write_text(content)
     (tmp_path / "model.safetensors").symlink_to(model / "model-00001-of-00002.safetensors")
     with pytest.raises(FormatError) as caught:
-        plan_pretrained(tmp_path, ranks=2)
+        sw.plan(tmp_path, ranks=2)
     assert "config.json" in str(caught.value)
 
 
 def test_nothing_there(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="no such file or directory"):
-        plan_pretrained(tmp_path / "nowhere", ranks=2)
+        sw.plan(tmp_path / "nowhere", ranks=2)
     with pytest.raises(SourceError, match=r"no \.safetensors file"):
-        plan_pretrained(tmp_path, ranks=2)
+        sw.plan(tmp_path, ranks=2)

@@ -12,7 +12,6 @@ from torch.optim.lr_scheduler import StepLR
 
 import shardwise as sw
 from shardwise.errors import CheckpointError, FormatError, StateError
-from shardwise.runs.convert import convert
 from tests.harness.hostile import edit_documents
 
 
@@ -93,9 +92,9 @@ def test_a_name_of_another_step_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match="step-00000077: is the name of another step, but this is step 5"
     ):
-        convert(tmp_path / "step-00000005", tmp_path / "step-00000077")
+        sw.convert(tmp_path / "step-00000005", tmp_path / "step-00000077")
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000005"], "not even what was begun is left"
-    convert(tmp_path / "step-00000005", tmp_path / "any name")
+    sw.convert(tmp_path / "step-00000005", tmp_path / "any name")
     assert sw.verify(tmp_path / "any name").ok
 
 
@@ -134,7 +133,7 @@ def test_a_lost_document_is_damage(tmp_path: Path, name: str, stem: str) -> None
 
 def test_what_was_converted_has_no_generators_and_is_not_exact(tmp_path: Path) -> None:
     sw.save(state(), tmp_path / "step")
-    convert(tmp_path / "step", tmp_path / "converted")
+    sw.convert(tmp_path / "step", tmp_path / "converted")
     assert sw.verify(tmp_path / "converted").ok
     report = sw.restore(state(), tmp_path / "converted")
     assert not report.exact

@@ -17,8 +17,6 @@ from transformers import AutoModelForCausalLM
 import shardwise as sw
 from shardwise.catalog.open import open_catalog
 from shardwise.errors import PlanError, ShardwiseError, UnsupportedConversionError
-from shardwise.loading.plan_pretrained import plan_pretrained
-from shardwise.runs.convert import convert
 
 _IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _SIZES = {
@@ -173,8 +171,8 @@ def test_a_quantised_source_is_refused_in_one_line(tmp_path: Path, kind: str, sa
         "load_pretrained": _refusal(lambda: sw.load_pretrained(root)),
         "declared": _refusal(lambda: sw.load_pretrained(root, **declared)),
         "in its dtype": _refusal(lambda: sw.load_pretrained(root, dtype=torch.float8_e4m3fn)),
-        "plan": _refusal(lambda: plan_pretrained(root, ranks=2)),
-        "convert": _refusal(lambda: convert(root, tmp_path / "out")),
+        "plan": _refusal(lambda: sw.plan(root, ranks=2)),
+        "convert": _refusal(lambda: sw.convert(root, tmp_path / "out")),
     }
     for case, text in texts.items():
         assert "\n" not in text, (case, text)

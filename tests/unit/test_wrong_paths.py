@@ -13,8 +13,6 @@ import torch
 import shardwise as sw
 from shardwise.catalog.open import open_catalog
 from shardwise.errors import SourceError
-from shardwise.runs.convert import convert
-from shardwise.runs.diff import difference
 
 
 def test_a_directory_of_steps_is_named(tmp_path: Path) -> None:
@@ -28,8 +26,8 @@ def test_a_directory_of_steps_is_named(tmp_path: Path) -> None:
         lambda: sw.verify(root),
         lambda: sw.export_hf(root, tmp_path / "out"),
         lambda: sw.load_pretrained(root),
-        lambda: convert(root, tmp_path / "out"),
-        lambda: difference(root, root),
+        lambda: sw.convert(root, tmp_path / "out"),
+        lambda: sw.diff(root, root),
     ]
     for held, said in (
         ((5,), f"holds step 5; give {root}/step-00000005"),

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from ..errors import CheckpointError, NoCheckpointError, ShardwiseError, is_damage
-from ..plan import IOOptions
+from ..planning import IOOptions
 from ..ranks.ranks import Ranks
 from ..state.train_state import TrainState
 from ..store import publish

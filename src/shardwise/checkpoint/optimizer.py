@@ -22,7 +22,7 @@ from ..layout.model import local_tensor, wanted_states
 from ..layout.placements import Geometry
 from ..layout.wanted import Layout, Wanted, whole_tensor
 from ..limits import brief
-from ..plan import IOOptions, Plan, build_plan
+from ..planning import IOOptions, Plan, build_plan
 from ..ranks.ranks import Ranks
 from ..recipe.match import Rules, match_rules, renamed
 from ..state.gradients import GRADIENT, place_gradients

@@ -19,7 +19,7 @@ from ..layout.placements import mesh_text
 from ..loading.load import fill
 from ..loading.report import LoadReport
 from ..names import NamedTensor
-from ..plan import IOOptions
+from ..planning import IOOptions
 from ..ranks.ranks import Ranks
 from ..recipe.match import Rules
 from ..rng import devices_of, plan_rng

@@ -109,10 +109,10 @@ def plan(
         raise click.BadParameter(
             f"{replicas} replicas do not divide {ranks} ranks", param_hint="'--replicas'"
         )
-    from ..loading.plan_pretrained import plan_pretrained
+    from ..loading.plan import plan as plan_model
     from .render import console, show_plan
 
-    report = plan_pretrained(
+    report = plan_model(
         path,
         ranks=ranks,
         replicas=replicas,
@@ -160,11 +160,11 @@ def diff(first: str, second: str, as_json: bool) -> int:
 
     Compares the optimizers of two checkpoints, too. Status 1 if the sources differ.
     """
-    from ..runs.diff import difference
+    from ..runs.diff import diff as diff_sources
     from .render import console, progress, show_diff
 
     with progress("compared", enabled=not as_json) as on_progress:
-        report = difference(first, second, on_progress=on_progress)
+        report = diff_sources(first, second, on_progress=on_progress)
     if as_json:
         print_json(report.to_json())
     else:

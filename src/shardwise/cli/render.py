@@ -19,7 +19,7 @@ from .contents import CheckpointContents, Inspection, RootContents
 from .tree import Node
 
 if TYPE_CHECKING:
-    from ..loading.plan_pretrained import PlanReport
+    from ..loading.plan import PlanReport
 
 __all__ = [
     "console",

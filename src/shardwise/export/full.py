@@ -30,8 +30,8 @@ from ..layout.model import wanted_of
 from ..layout.wanted import Wanted
 from ..models.memory import default_device
 from ..names import NamedTensor
-from ..plan import IOOptions
-from ..plan.build import transfers_of
+from ..planning import IOOptions
+from ..planning.build import transfers_of
 from ..ranks.ranks import Ranks
 from ..recipe.match import castable
 from ..recipe.tiles import Tile

@@ -27,8 +27,8 @@ from ..layout.live import LiveModel, describe
 from ..layout.model import wanted_of
 from ..models.assets import asset_files
 from ..models.classes import import_code, in_turn
-from ..plan import IOOptions
-from ..plan.build import transfers_of
+from ..planning import IOOptions
+from ..planning.build import transfers_of
 from ..ranks.patience import remove_tree
 from ..ranks.ranks import Ranks
 from ..recipe.origin import recall

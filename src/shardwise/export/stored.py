@@ -19,8 +19,8 @@ from ..limits import inside
 from ..loading.pretrained import build_meta
 from ..models.assets import ADAPTERS_NAME, read_assets
 from ..models.unquantized import refuse_source
-from ..plan import IOOptions
-from ..plan.build import transfers_of
+from ..planning import IOOptions
+from ..planning.build import transfers_of
 from ..ranks.ranks import Ranks
 from ..recipe.match import Recipe
 from ..recipe.tiles import Tile

@@ -39,7 +39,7 @@ from ..loading.pretrained import load_wrapped
 from ..loading.report import LoadReport
 from ..models.arguments import FromPretrained, Pretrained
 from ..models.meta_init import meta_init
-from ..plan import IOOptions
+from ..planning import IOOptions
 from ..ranks.ranks import Ranks
 from ..runs.restore import restore
 from ..runs.third_party import is_third_party

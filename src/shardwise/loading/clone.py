@@ -18,7 +18,7 @@ from ..layout.model import local_tensor
 from ..models.memory import materialize
 from ..models.meta_init import forget_meta_buffers, meta_init
 from ..names import NamedTensor, named_tensors
-from ..plan import IOOptions
+from ..planning import IOOptions
 from ..ranks.ranks import Ranks
 from ..recipe.origin import inherit
 from ..sharding.fsdp import shard_alike

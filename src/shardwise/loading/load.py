@@ -26,7 +26,7 @@ from ..models.arguments import init_rules
 from ..models.memory import default_device, materialize
 from ..models.meta_init import forget_meta_buffers, meta_buffers
 from ..models.unquantized import refuse_source
-from ..plan import IOOptions, Plan, build_plan
+from ..planning import IOOptions, Plan, build_plan
 from ..ranks.ranks import Ranks
 from ..recipe.host_convert import HostConversion
 from ..recipe.match import Declaration, Recipe, Resolve, Rules, match_rules, matches_any, renamed, same_names

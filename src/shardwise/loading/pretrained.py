@@ -34,7 +34,7 @@ from ..models.hub import find_model
 from ..models.meta_init import NotLarger, at_most, meta_init
 from ..models.unquantized import refuse_config, refuse_source
 from ..names import named_tensors
-from ..plan import IOOptions
+from ..planning import IOOptions
 from ..ranks.ranks import Ranks
 from ..recipe.match import Rules, matches_any, same_names
 from ..recipe.transformers import HubRules, hub_rules, note_conversions

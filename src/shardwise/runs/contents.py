@@ -27,7 +27,7 @@ from ..limits import MAX_COUNT, inside
 from ..loading.pretrained import build_meta
 from ..models.assets import read_assets
 from ..names import named_tensors
-from ..plan import IOOptions, build_plan
+from ..planning import IOOptions, build_plan
 from ..recipe.host_convert import HostConversion
 from ..recipe.match import Recipe, Rules, match_rules, same_names
 from ..recipe.origin import Origin

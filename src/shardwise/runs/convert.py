@@ -26,7 +26,7 @@ from ..format.slices import SliceTensor, assign_owners
 from ..layout.placements import Cut, Geometry
 from ..models.classes import import_code, in_turn
 from ..names import NamedTensor
-from ..plan import IOOptions
+from ..planning import IOOptions
 from ..ranks.ranks import Ranks
 from ..recipe.host_convert import HostConversion
 from ..recipe.match import Recipe

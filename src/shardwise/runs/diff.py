@@ -1,4 +1,4 @@
-"""``difference``: compares two stored sources: tensors added, removed and changed, and by how much."""
+"""``diff``: compares two stored sources: tensors added, removed and changed, and by how much."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ..checkpoint.verify import model_of, runs_of
 from ..dtypes import itemsize
 from ..format.manifest import read_manifest
 from ..layout.boxes import Box
-from ..plan import IOOptions
+from ..planning import IOOptions
 from ..recipe.tiles import identity
 from ..transfer import FileReader
 from ..transfer.box import read_box, wanted_box
 from ..transfer.copy import Staging
 
-__all__ = ["Change", "DiffReport", "difference"]
+__all__ = ["Change", "DiffReport", "diff"]
 
 _PIECE_BYTES = 16 * 1024**2
 
@@ -67,7 +67,7 @@ class DiffReport:
         return {**asdict(self), "ok": self.ok}
 
 
-def difference(
+def diff(
     first: str | os.PathLike[str],
     second: str | os.PathLike[str],
     *,

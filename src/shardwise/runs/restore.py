@@ -26,7 +26,7 @@ from ..layout.wanted import Layout, Wanted, whole_tensor
 from ..limits import brief
 from ..loading.load import fill
 from ..names import NamedTensor
-from ..plan import IOOptions, build_plan
+from ..planning import IOOptions, build_plan
 from ..ranks.ranks import Ranks
 from ..recipe.match import Rules, match_rules, renamed
 from ..rng import derive_rng

@@ -11,7 +11,7 @@ from ..dtypes import torch_dtype
 from ..errors import PlanError
 from ..layout.boxes import Box, LocalBox
 from ..layout.wanted import Wanted, contiguous_strides
-from ..plan.build import transfers_of
+from ..planning.build import transfers_of
 from ..recipe.match import Recipe
 from ..recipe.tiles import Tile
 from .converted import Reader

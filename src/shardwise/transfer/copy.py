@@ -12,7 +12,7 @@ import torch
 
 from ..dtypes import itemsize, torch_dtype
 from ..errors import CheckpointError, PlanError
-from ..plan.records import IOOptions, StridedLoop, Transfer
+from ..planning.records import IOOptions, StridedLoop, Transfer
 from ..ranks.patience import PIECE_BYTES, patiently, write_behind
 from .converted import Reader
 

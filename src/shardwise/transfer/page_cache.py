@@ -16,7 +16,7 @@ from typing import Literal
 
 import torch
 
-from ..plan.records import IOOptions
+from ..planning.records import IOOptions
 
 __all__ = ["Chosen", "Pages", "page_cache_for", "shares_memory"]
 

@@ -1,4 +1,4 @@
-"""``plan_pretrained``: the cost of a load on every rank, computed in one process without any ranks."""
+"""``plan``: the cost of a load on every rank, computed in one process without any ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..layout.live import LiveModel, describe
 from ..layout.model import local_tensor
 from ..models.arguments import FromPretrained, Pretrained
 from ..models.hub import find_model
-from ..plan import IOOptions, Plan
+from ..planning import IOOptions, Plan
 from ..ranks.ranks import Ranks
 from ..recipe.host_convert import Converted
 from ..recipe.match import Declaration, Rules
@@ -28,7 +28,7 @@ from ..sharding.groups import Group, ShardPolicy, describe_groups, largest_group
 from .load import plan_load
 from .pretrained import prepare
 
-__all__ = ["EVERY_RANK_UP_TO", "MAX_RANKS", "PlanReport", "RankCost", "plan_pretrained"]
+__all__ = ["EVERY_RANK_UP_TO", "MAX_RANKS", "PlanReport", "RankCost", "plan"]
 
 #: Up to this number every rank is planned; above it, only the rank that holds most and the one that holds least.
 EVERY_RANK_UP_TO = 64
@@ -109,7 +109,7 @@ class PlanReport:
         }
 
 
-def plan_pretrained(
+def plan(
     path: str | os.PathLike[str],
     *,
     ranks: int,
