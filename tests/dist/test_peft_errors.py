@@ -155,7 +155,7 @@ def test_wrong_arguments_and_export(ranks: RankPool, tmp_path: Path) -> None:
         "export": "CheckpointError: adapters were injected into this model, which is not a PeftModel",
         "save": "ValueError: adapters='stile': the model has the adapters 'default', 'style'",
         "again": "is there already",
-        "other settings": "adapter 'style': r is 5 in adapter=, and 3 in the model",
+        "other settings": "adapter 'style': r is 5 in adapter=, but 3 in the model",
         "nothing said of adapters": "PlanError",
         "no adapters": "ValueError: adapters= is of live models that PEFT put adapters into",
     }.items():

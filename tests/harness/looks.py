@@ -12,7 +12,7 @@ from typing import Any
 
 from shardwise import names
 from shardwise.layout import model as layout
-from shardwise.ranks.protocol import Link
+from shardwise.ranks.protocol import Agreement
 
 __all__ = ["Looks", "looks"]
 
@@ -47,12 +47,12 @@ def looks() -> Iterator[Looks]:
         found.geometries += 1
 
     def agreed(frame: FrameType) -> None:
-        found.rounds[frame.f_locals["call"].label] += 1
+        found.rounds[frame.f_locals["request"].label] += 1
 
     counted: dict[CodeType, Callable[[FrameType], None]] = {
         _WALK.__code__: walk,
         layout.geometries_of.__code__: geometries,
-        Link.agree.__code__: agreed,
+        Agreement.agree.__code__: agreed,
     }
 
     def called(frame: FrameType, event: str, _: Any) -> None:

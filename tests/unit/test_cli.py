@@ -710,7 +710,15 @@ def test_a_reader_that_leaves_is_no_news(model: Path) -> None:
 
 def test_interrupt(tmp_path: Path) -> None:
     save_file({f"{'x' * 50}{i}.{i}": torch.zeros(1) for i in range(2000)}, tmp_path / "model.safetensors")
-    process = start("inspect", tmp_path, "--json")  # more than a pipe takes, and nobody reads
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell lets its background jobs ignore it
+    try:
+        process = start(
+            "inspect", tmp_path, "--json"
+        )  # more than a pipe takes, and the test does not read yet
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert process.stdout is not None
     deadline, waiting = time.monotonic() + 60, 0
     while waiting < 2**16 and time.monotonic() < deadline:

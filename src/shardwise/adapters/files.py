@@ -287,7 +287,7 @@ def _differences(name: str, config: Any, given: Any, place: str) -> list[str]:
     if patterns:  # PEFT adds to an empty one where layers were fused since the adapter was trained
         found.append(("alpha_pattern", patterns, config.alpha_pattern))
     return [
-        f"adapter {name!r}: {setting} is {stored!r} {place}, and {live!r} in the model"
+        f"adapter {name!r}: {setting} is {stored!r} {place}, but {live!r} in the model"
         for setting, stored, live in found
         if stored != live
     ]
