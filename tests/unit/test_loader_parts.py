@@ -10,6 +10,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+import shardwise as sw
+from shardwise.errors import StateError
+from shardwise.state.documents import check_position
 from shardwise.state.loader_parts import own_states, put_own_states, takes, unfit_generators
 from shardwise.state.typed_json import decode, encode
 
@@ -91,3 +94,30 @@ def test_a_generator_on_one_side_only_is_named() -> None:
     assert unfit_generators(loader_with(GENERATORS["torch"](1)), own_states(bare)) == [
         "collate_fn.drawn_with"
     ]
+
+
+SEVERAL = torch.zeros(3)
+
+
+@pytest.mark.parametrize("wrong", [SEVERAL, torch.zeros(()), np.zeros(3), [SEVERAL], {"a": SEVERAL}])
+@pytest.mark.parametrize("where", ["version", "num_workers"])
+def test_a_tensor_where_a_number_belongs(where: str, wrong: Any) -> None:
+    """``tensor != number`` has no single truth: comparing positions raised a raw error."""
+    loader = sw.ResumableLoader(DataLoader(list(range(4)), generator=torch.Generator()))  # type: ignore[arg-type]
+    state = loader.state_dict()
+    place = state if where == "version" else state["loader"]
+    assert where in place
+    place[where] = wrong
+    with pytest.raises(StateError, match=r"version|belongs to another loader"):
+        loader.load_state_dict(state)
+    if where == "version":
+        check_position(state, "dataloader")  # the loader itself refuses it
+
+
+@pytest.mark.parametrize("wrong", [SEVERAL, [SEVERAL]])
+@pytest.mark.parametrize("where", ["version", "seed"])
+def test_a_tensor_in_a_samplers_position(where: str, wrong: Any) -> None:
+    sampler = sw.ElasticSampler(range(8), global_batch_size=2, seed=3)
+    position = {**sampler.position(), where: wrong}
+    with pytest.raises(StateError, match=r"version|another order"):
+        sampler.load_state_dict(position)

@@ -17,6 +17,7 @@ from torch.utils.data import DistributedSampler, IterableDataset, SequentialSamp
 from ..errors import StateError
 from ..rng import capture_host_rng, restore_rng
 from ..state.data import make_iterator
+from ..state.loader_parts import equal
 from ._accelerate_samplers import (
     Order,
     RecordedSampler,
@@ -116,7 +117,7 @@ def _not_taken_up(loader: Any) -> dict[str, Any] | None:
         loaded is None
         or not loaded["inside"]
         or _active_of(loader) is not None
-        or _iteration(loader) != loaded["epoch"]
+        or not equal(loaded["epoch"], _iteration(loader))
     ):
         return None
     recorder = record(loader)
@@ -210,7 +211,7 @@ def _caveats(loader: Any, position: Mapping[str, Any], repeats: bool) -> Iterato
             "the dataset draws from the global generators of the training process: the batch that was fetched ahead is drawn "
             "anew, so it may differ, and so may random draws after it; draw from a generator seeded by the index instead"
         )
-    if inside and "state" in position and position["batch"] != _global_batch(loader):
+    if inside and "state" in position and not equal(position["batch"], _global_batch(loader)):
         yield (
             f"a batch of all ranks had {position['batch']} samples and has {_global_batch(loader)}, and the position "
             "counts batches: samples of this epoch repeat or are left out"

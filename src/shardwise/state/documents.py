@@ -18,7 +18,7 @@ from ..errors import FormatError
 from ..format.documents import Document, document_named
 from ..format.manifest import Manifest, TensorEntry
 from ..limits import MAX_COUNT, MAX_TEXT_CHARS, brief, cause
-from .loader_parts import takes
+from .loader_parts import equal, takes
 
 __all__ = ["check_form", "check_position", "check_rng"]
 
@@ -207,7 +207,7 @@ def _states_of_devices(accelerator: Any, where: str) -> list[Any]:
 def check_position(value: Any, where: str) -> None:
     """Raise :class:`FormatError` unless ``value`` has the form of a :class:`ResumableLoader`'s state, of any version."""
     position = _mapping(value, where)
-    if position.get("version") != 1:
+    if not equal(position.get("version"), 1):
         return  # the loader itself refuses it
     if "sampler" in position:
         _mapping(position["sampler"], f"{where}.sampler")

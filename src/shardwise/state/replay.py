@@ -24,7 +24,7 @@ from torch.utils.data.sampler import (
 
 from ..errors import StateError
 from ..rng import capture_host_rng, preserve_rng, restore_rng
-from .loader_parts import keeps_workers, parts_of
+from .loader_parts import equal, keeps_workers, parts_of
 
 __all__ = ["SAFE_SAMPLERS", "ReplayedPosition"]
 
@@ -127,7 +127,7 @@ class ReplayedPosition:
         Raises :class:`StateError` naming each property of the loader, such as its number of workers, that differs
         from the stored one. It then changes nothing.
         """
-        if state.get("version") != _VERSION:
+        if not equal(state.get("version"), _VERSION):
             raise StateError(f"data position has version {state.get('version')!r}, expected {_VERSION}")
         if missing := _KEYS - state.keys():
             raise StateError(f"data position lacks {', '.join(sorted(missing))}")
@@ -257,7 +257,7 @@ class ReplayedPosition:
         wrong = [
             f"{name} was {stored.get(name)!r} and is {value!r}"
             for name, value in live.items()
-            if stored.get(name) != value
+            if not equal(stored.get(name), value)
         ]
         if wrong:
             raise StateError(

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from ..errors import StateError
 from ..rng import preserve_rng
+from .loader_parts import equal
 
 __all__ = ["ElasticPosition", "ElasticSampler", "elastic_sampler_of"]
 
@@ -156,14 +157,14 @@ class ElasticSampler(Sampler[list[int]]):
         """
         if not isinstance(state, Mapping):
             raise StateError(f"the sampler's position is {type(state).__qualname__}, expected a dict")
-        if state.get("version") != _VERSION:
+        if not equal(state.get("version"), _VERSION):
             raise StateError(
                 f"the sampler's position has version {state.get('version')!r}, expected {_VERSION}"
             )
         wrong = [
             f"{name} was {state.get(name)!r} and is {value!r}"
             for name, value in self._description().items()
-            if state.get(name) != value
+            if not equal(state.get(name), value)
         ]
         if wrong:
             raise StateError(
