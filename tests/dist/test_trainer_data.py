@@ -52,6 +52,6 @@ def test_samplers_that_draw_from_global_generators(ranks: RankPool, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", range(8))  # each well within the timeout of a test
 def test_every_sampler_and_loader(ranks: RankPool, tmp_path: Path, world_size: int, part: int) -> None:
-    check(ranks, world_size, list(fns.KINDS)[part::4], tmp_path)
+    check(ranks, world_size, list(fns.KINDS)[part::8], tmp_path)
