@@ -86,7 +86,7 @@ check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/unit/test_imports.py tests/unit/test_exports.py
+	$(BIN)/python -m pytest tests/meta/test_imports.py tests/meta/test_exports.py
 
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -41,7 +41,7 @@ from benchmarks.sweeping.rows import Row, in_order, read_json, show, summary, ta
 
 __all__ = ["MOST_BYTES", "SUBSET", "sweep"]
 
-#: Chosen for their conversions; see tests/dist/test_sweep.py.
+#: Chosen for their conversions; see tests/meta/test_sweep.py.
 SUBSET = (
     "afmoe",
     "altclip",

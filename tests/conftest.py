@@ -33,4 +33,11 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     """Real gloo ranks: ``ranks.run_ranks(2, function, argument)`` gives the results by rank."""
     pool = RankPool(tmp_path_factory.mktemp("ranks"))
     yield pool
-    pool.close()
+    pool.end()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark every test that asks for ranks, so that ``-m "not ranks"`` leaves those of one process."""
+    for item in items:
+        if "ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.ranks)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import shardwise as sw
 from shardwise.errors import PlanError, RankError
 from tests.cases._fns import _Peak, anonymous_bytes, mesh_of
-from tests.dist._load_fns import assert_same_whole, local, nothing_else_changes, whole
+from tests.loading._load_fns import assert_same_whole, local, nothing_else_changes, whole
 
 IDS = torch.arange(12).reshape(2, 6) + 3
 

@@ -11,8 +11,8 @@ from torch.distributed.checkpoint import FileSystemReader
 
 import shardwise as sw
 from shardwise.integrations import accelerate as swa
-from tests.dist._accelerate_fns import accelerator_with
-from tests.models import Block
+from tests.harness.models import Block
+from tests.integrations._accelerate_fns import accelerator_with
 
 ROWS = 12  # of a global batch; divides by 1, 2, 3 and 4 ranks
 

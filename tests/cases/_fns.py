@@ -25,8 +25,9 @@ from shardwise.catalog.open import open_catalog
 from shardwise.errors import RankError, ShardwiseError
 from shardwise.layout.model import reshard
 from shardwise.names import canonical_name, named_tensors
-from tests.dist._accelerate_fns import accelerator_with
-from tests.dist._load_fns import (
+from tests.harness.models import Mixed, Plain, fill_with_noise
+from tests.integrations._accelerate_fns import accelerator_with
+from tests.loading._load_fns import (
     assert_same_whole,
     bits,
     finite_reference,
@@ -38,7 +39,6 @@ from tests.dist._load_fns import (
     tensors_of,
     whole,
 )
-from tests.models import Mixed, Plain, fill_with_noise
 
 MIB = 1024**2
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests import models
 from tests.cases import _fns as fns
+from tests.harness import models
 from tests.harness.pool import RankPool
 
 

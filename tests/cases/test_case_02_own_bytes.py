@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import shardwise as sw
-from tests import models
 from tests.cases import _fns as fns
 from tests.cases._fns import MIB
+from tests.harness import models
 from tests.harness.pool import RankPool
 
 

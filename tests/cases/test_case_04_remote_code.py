@@ -11,7 +11,7 @@ import shardwise as sw
 from tests.cases import _case_04_fns as fns
 from tests.cases._fns import MIB
 from tests.harness.pool import RankPool
-from tests.remote_model import write_text_model
+from tests.harness.remote_model import write_text_model
 
 #: As the error proposes, and what is not part of the text model.
 OPTIONS = {"key_mapping": {r"^model\.language_model\.": "model."}, "unused": ("model.visual.*",)}

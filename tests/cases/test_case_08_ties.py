@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import models
 from tests.cases import _fns as fns
+from tests.harness import models
 from tests.harness.pool import RankPool
 
 

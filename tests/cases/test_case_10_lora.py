@@ -10,8 +10,8 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from tests import models
-from tests.dist import _peft_fns as fns
+from tests.adapters import _peft_fns as fns
+from tests.harness import models
 from tests.harness.pool import RankPool
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from tests import models
 from tests.cases import _fns as fns
+from tests.harness import models
 from tests.harness.pool import RankPool
 
 INDEX = "model.safetensors.index.json"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from tests.dist import _resume_fns as fns
+from tests.checkpoint import _resume_fns as fns
 from tests.harness.pool import RankPool
 
 

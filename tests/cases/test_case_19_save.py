@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist import _checkpointer_fns as fns
+from tests.checkpoint import _checkpointer_fns as fns
 from tests.harness.pool import RankPool
 
 

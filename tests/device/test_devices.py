@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests import models
 from tests.device import _fns as fns
+from tests.harness import models
 from tests.harness.launch import Launch
 
 # slow: the compiler's minute, and ranks that are started for each number of devices.

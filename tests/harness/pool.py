@@ -7,6 +7,7 @@ world size changes, after a failure, and every so many calls.
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import socket
 import subprocess
@@ -103,7 +104,8 @@ class RankPool:
         target, payload = target_of(fn), pickle.dumps((args, kwargs))
         try:
             self._ensure_group(world_size)
-            members, calls = self._workers[:world_size], [("call", target, payload)] * world_size
+            members = self._workers[:world_size]
+            calls = [("call", target, payload, os.environ.get("PYTEST_CURRENT_TEST", ""))] * world_size
             results = self._ask(members, calls, timeout_s, target)
         except BaseException:  # also an interrupt or the test's own timeout: nothing may stay half done
             self._group_size = 0
@@ -112,6 +114,16 @@ class RankPool:
             self._calls += 1
             self._trim(KEPT)
         return results
+
+    def end(self) -> None:
+        """Let every worker end by itself, as a script does, and kill those that take longer than 5 s."""
+        for worker in self._workers:
+            worker.channel.close()
+        deadline = time.monotonic() + 5.0
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            for worker in self._workers:
+                worker.process.wait(max(deadline - time.monotonic(), 0.0))
+        self.close()
 
     def close(self) -> None:
         """Kill every worker."""

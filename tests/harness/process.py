@@ -46,12 +46,12 @@ def target_of(fn: Callable[..., Any]) -> str:
 
 
 def resolve(target: str) -> Callable[..., Any]:
-    """The function that :func:`target_of` named."""
+    """The function that :func:`target_of` named; of a test under ``@on_ranks``, its body."""
     module, _, qualname = target.partition(":")
     found: Any = importlib.import_module(module)
     for part in qualname.split("."):
         found = getattr(found, part)
-    return found
+    return getattr(found, "on_rank", found)
 
 
 def worker_env(**extra: str) -> dict[str, str]:

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import shardwise as sw
-from tests.models import Mixed, state_of, write_hub_directory, write_state
+from tests.harness.models import Mixed, state_of, write_hub_directory, write_state
 
 #: Every check by the name of what it uses, in the order in which they run: later ones read what earlier ones wrote.
 CHECKS: dict[str, Callable[[Path, DeviceMesh], None]] = {}
@@ -168,7 +168,7 @@ def clone_digest_and_full_tensors(place: Path, mesh: DeviceMesh) -> None:
 @check
 def accelerate(place: Path, mesh: DeviceMesh) -> None:
     from shardwise.integrations import accelerate as swa
-    from tests.dist._accelerate_fns import accelerator_with
+    from tests.integrations._accelerate_fns import accelerator_with
 
     def life(folder: Path, *, resumed: bool) -> float:
         plugin = {"transformer_cls_names_to_wrap": ["Qwen3DecoderLayer"]}
@@ -191,7 +191,7 @@ def accelerate(place: Path, mesh: DeviceMesh) -> None:
 def trainer(place: Path, mesh: DeviceMesh) -> None:
     from shardwise.integrations.trainer import ShardwiseTrainer
     from shardwise.integrations.trainer import load_pretrained as load_for
-    from tests.dist._trainer_parts import Rows, arguments
+    from tests.integrations._trainer_parts import Rows, arguments
 
     def life(steps: int, resume: bool) -> list[float]:
         with arguments(

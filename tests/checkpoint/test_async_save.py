@@ -1,0 +1,133 @@
+"""mode="async": what is stored is the state at the call, and what fails behind is heard of."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shardwise as sw
+from tests.checkpoint import _async_save_fns as fns
+from tests.harness.pool import RankPool
+from tests.harness.process import ROOT, worker_env
+
+MIB = 1024**2
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("budget", [None, 2 * MIB])
+def test_the_state_at_the_call_is_stored(
+    ranks: RankPool, tmp_path: Path, world_size: int, budget: int | None
+) -> None:
+    width = 100_000  # 4 MB of weights, 12 MB with AdamW's moments
+    for found in (
+        ranks.run_ranks(
+            world_size, fns.changed_while_saving, str(tmp_path / "run"), width * world_size, budget
+        )
+        if budget is None
+        else ranks.run_ranks(
+            world_size, fns.changed_while_saving, str(tmp_path / "run"), 40_000 * world_size, budget
+        )
+    ):
+        assert found["equal"] == [True, True]
+        assert found["verified"] == [True, True]
+        assert found["published"] == (False, False, True)
+        assert found["threads"] == []
+        assert found["collectives"] == 0  # neither the copying nor the thread behind may meet the training's
+        assert found["written"]
+        assert len(set(found["staging"])) == 1  # sized at the start, used again
+        if budget is None:
+            assert found["local"] <= found["staging"][0] <= found["local"] + 4096
+        else:
+            assert found["staging"][0] == budget < found["local"]
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux says how much of its memory a process has touched"
+)
+def test_staging_is_touched_before_the_first_save(ranks: RankPool, tmp_path: Path) -> None:
+    """Else the first save would wait for the system to find its pages, where the second does not."""
+    (found,) = ranks.run_ranks(1, fns.staging_is_touched, str(tmp_path / "run"), 400_000)
+    assert found["staging"] >= 40 * 400_000 * 3
+    assert found["there"] >= found["staging"]
+    assert len(set(found["memory"])) == 1, "kept for the next save"
+
+
+def test_a_budget_that_no_piece_fits_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+    for kind, text in ranks.run_ranks(2, fns.budget_too_small, str(tmp_path / "run")):
+        assert kind in ("StateError", "RankError")
+        assert "layer.weight" in text
+        assert "max_staging_bytes=" in text
+
+
+def test_a_failure_behind_is_raised_by_the_next_call_and_by_close(ranks: RankPool, tmp_path: Path) -> None:
+    for found in ranks.run_ranks(2, fns.fails_behind, str(tmp_path / "run")):
+        for call in ("next save", "close"):
+            kind, text = found[call]
+            assert kind == "RankError", text
+            assert "rank 1" in text
+            assert "File too large" in text
+        assert found["steps"] == ["step-00000001"]
+        assert found["resumed"] == 4
+        assert found["equal"]
+
+
+def test_a_second_save_is_refused_by_choice(ranks: RankPool, tmp_path: Path) -> None:
+    for found in ranks.run_ranks(2, fns.refused_when_busy, str(tmp_path / "run"), 1_500_000):
+        assert found["refused"][0] == "CheckpointError"
+        assert "still runs" in found["refused"][1]
+        assert found["steps"] == ["step-00000001", "step-00000003"]
+
+
+def test_retention_goes_on_behind(ranks: RankPool, tmp_path: Path) -> None:
+    for names in ranks.run_ranks(2, fns.retention_behind, str(tmp_path / "run")):
+        assert names == ["latest", "step-00000004", "step-00000005"]
+
+
+def test_resume_waits_for_the_save_behind(ranks: RankPool, tmp_path: Path) -> None:
+    for found in ranks.run_ranks(2, fns.resume_waits, str(tmp_path / "run")):
+        assert found == [1, True]
+
+
+def test_a_process_that_ends_finishes_its_save(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    done = subprocess.run(
+        [sys.executable, str(fns.script(tmp_path)), str(root)],
+        env=worker_env(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert {"latest", "step-00000001"} == {p.name for p in root.iterdir()} - {".lock"}
+    assert sw.verify(root / "step-00000001").ok
+
+
+@pytest.mark.parametrize(("option", "value"), [("mode", "later"), ("when_busy", "hope")])
+def test_wrong_options_are_named(tmp_path: Path, option: str, value: str) -> None:
+    with pytest.raises(ValueError, match=f"{option} must be one of"):
+        sw.Checkpointer(tmp_path, **{option: value})
+
+
+@pytest.mark.parametrize("option", ["max_staging_bytes", "keep_last", "keep_every"])
+@pytest.mark.parametrize("value", [0, -5])
+def test_wrong_numbers_are_named(tmp_path: Path, option: str, value: int) -> None:
+    with pytest.raises(ValueError, match=f"{option} must be at least 1 or None, got {value}"):
+        sw.Checkpointer(tmp_path, **{option: value})
+
+
+def test_two_checkpointers_write_at_a_time(ranks: RankPool, tmp_path: Path) -> None:
+    for steps in ranks.run_ranks(2, fns.two_at_a_time, str(tmp_path)):
+        assert steps == [1, 1, 2, 2, 3, 3]
+
+
+def test_an_interrupted_wait_loses_nothing(ranks: RankPool, tmp_path: Path) -> None:
+    (found,) = ranks.run_ranks(1, fns.interrupted_wait, str(tmp_path / "run"))
+    assert found["interrupted"]
+    assert found["still there"]
+    assert found["first"]
+    assert found["second"]

@@ -1,0 +1,73 @@
+"""Whether ``exact`` means exact: over many kinds, a report says so if and only if ten more steps are bitwise the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.checkpoint import _exact_matrix_fns as fns
+from tests.checkpoint import _exact_quantised_fns as quantised
+from tests.harness.pool import RankPool
+
+_FOUND: dict[tuple[str, str], list[dict[str, dict[str, Any]]]] = {}
+
+
+def found(
+    ranks: RankPool, tmp_path: Path, which: str, of: ModuleType = fns
+) -> list[dict[str, dict[str, Any]]]:
+    """All kinds in one launch, by rank; the tests below look at one kind each."""
+    key = (of.__name__, which)
+    if key not in _FOUND:
+        size = 1 if which == "plain" else 2
+        _FOUND[key] = ranks.run_ranks(size, of.outcomes, str(tmp_path), which, timeout_s=300)
+    return _FOUND[key]
+
+
+@pytest.mark.parametrize("name", fns.KINDS)
+def test_exact_if_and_only_if_bitwise(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    for by_kind in found(ranks, tmp_path, "plain"):
+        _check(fns.KINDS[name], by_kind[name])
+
+
+@pytest.mark.parametrize("name", fns.SHARDED)
+def test_exact_if_and_only_if_bitwise_on_shards(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    for by_kind in found(ranks, tmp_path, "sharded"):
+        _check(fns.SHARDED[name], by_kind[name])
+
+
+@pytest.mark.parametrize("name", quantised.KINDS)
+def test_exact_if_and_only_if_bitwise_of_few_bits(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    for by_kind in found(ranks, tmp_path, "plain", quantised):
+        _check(quantised.KINDS[name], by_kind[name])
+
+
+@pytest.mark.parametrize("name", quantised.SHARDED)
+def test_exact_if_and_only_if_bitwise_of_few_bits_on_shards(
+    ranks: RankPool, tmp_path: Path, name: str
+) -> None:
+    for by_kind in found(ranks, tmp_path, "sharded", quantised):
+        _check(quantised.SHARDED[name], by_kind[name])
+
+
+def test_there_are_kinds_of_every_outcome() -> None:
+    expected = [kind.expected for kind in fns.KINDS.values()]
+    assert len(expected) - expected.count("refused") >= 40
+    assert min(expected.count("named"), expected.count("refused")) >= 4
+
+
+def _check(kind: fns.Kind, one: dict[str, Any]) -> None:
+    assert "raised" not in one, one["raised"]
+    if kind.expected == "refused":
+        assert kind.says in one.get("refused", ""), one
+        assert one["refused"].startswith(("StateError", "RankError"))
+        return
+    assert one.get("exact") is one.get("bitwise"), one
+    assert one["exact"] is (kind.expected == "exact"), one
+    assert one["verify"] == ()
+    if kind.expected == "exact":
+        assert (one["not_stored"], one["lines"]) == ((), ()), one
+    else:
+        assert any(kind.says in line for line in one["lines"]), one

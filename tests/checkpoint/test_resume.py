@@ -1,0 +1,64 @@
+"""Resume: the next steps are bitwise those of the run that never stopped; at other world sizes, the same tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint import _resume_fns as fns
+from tests.harness.pool import RankPool
+
+
+@pytest.fixture(scope="module")
+def gpt2(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = str(tmp_path_factory.mktemp("gpt2"))
+    ranks.run_ranks(2, fns.save_tiny_model, directory, "gpt2")
+    return directory
+
+
+def test_transformers_model_goes_on_bitwise(ranks: RankPool, tmp_path: Path, gpt2: str) -> None:
+    found = ranks.run_ranks(2, fns.resumed_equals_uninterrupted, str(tmp_path), "adamw", gpt2)
+    assert found[0]["tensors"] == 28  # the tied head is one tensor with the embedding
+    assert found[0]["loss"] != found[1]["loss"], "ranks train on their own data"
+
+
+@pytest.mark.parametrize("optimizer", list(fns.OPTIMIZERS))
+def test_every_kind_of_optimizer_goes_on_bitwise(ranks: RankPool, tmp_path: Path, optimizer: str) -> None:
+    ranks.run_ranks(2, fns.resumed_equals_uninterrupted, str(tmp_path), optimizer)
+
+
+def test_stale_state_is_overwritten_or_cleared(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run_ranks(2, fns.resume_into_a_run_with_state, str(tmp_path))
+
+
+def mesh_of(world_size: int) -> str:
+    return f"axis0 {world_size}"
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adagrad", "master"])
+def test_tensors_survive_other_world_sizes(
+    ranks: RankPool, tmp_path: Path, gpt2: str, optimizer: str
+) -> None:
+    model_dir = gpt2 if optimizer == "adamw" else None
+    saved, settings, before, digest = None, None, 0, ""
+    for step, world_size in enumerate((2, 3, 1, 2, 2), 1):
+        by_rank = ranks.run_ranks(
+            world_size, fns.next_stage, str(tmp_path), step, model_dir, optimizer, train_on=step < 4
+        )
+        report, resumed, now, found = by_rank[0]
+        assert all(r[1:3] == (resumed, now) for r in by_rank)
+        if saved is not None:
+            assert resumed == saved, [k for k in saved if resumed.get(k) != saved[k]]
+            assert settings is None or str(found) == str(settings)
+            assert (report["saved_world_size"], report["world_size"]) == (before, world_size)
+            assert report["exact"] is (before == world_size)
+            assert (report["saved_mesh"], report["mesh"]) == (mesh_of(before), mesh_of(world_size))
+            assert step != 5 or report["digest"] == digest, "nothing was trained between"
+            digest = report["digest"]
+            if before != world_size:
+                assert report["differences"][0] == f"world size: saved {before}, now {world_size}"
+                assert f"step {step - 1}, rank 0" in report["rng"]
+        saved, before = now, world_size
+        settings = found if step >= 4 else None  # where nothing was trained, the schedule stood still
+    assert len(saved) > 20

@@ -1,0 +1,84 @@
+"""An entry point looks at a model once: its tree is walked once for names, geometries are worked out once.
+
+Nor do its ranks agree more often than is held here: a round costs a trip to the group's store for every rank.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness.looks import looks
+from tests.harness.models import write_hub_directory
+from tests.harness.pool import RankPool
+from tests.layout import _looks_fns
+
+#: Rounds of agreement of two ranks. A change that needs more has to say what for.
+ROUNDS = {
+    "load_pretrained": 6,
+    "load": 3,
+    "save": 6,
+    "restore": 18,
+    "restore again": 18,
+    "load of a checkpoint": 5,
+    "digest": 2,
+    "initialize": 0,
+    "iter_full": 2,
+    "export_hf": 6,
+}
+#: Calls that look at more than one state of a model: before and after it was sharded.
+MORE_WALKS = {"load_pretrained": 2}
+#: Calls that ask for no geometries: initial values are drawn tensor by tensor.
+NO_GEOMETRIES = {"initialize"}
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("hub")
+    write_hub_directory("qwen3-tied", directory, torch.float32)
+    return str(directory)
+
+
+def _check(found: dict[str, dict[str, Any]], world_size: int) -> None:
+    assert found.keys() == ROUNDS.keys()
+    walks = {name: MORE_WALKS.get(name, 1) if world_size > 1 else 1 for name in found}
+    assert {name: seen["walks"] for name, seen in found.items()} == walks
+    geometries = {name: int(name not in NO_GEOMETRIES) for name in found}
+    assert {name: seen["geometries"] for name, seen in found.items()} == geometries
+    rounds = ROUNDS if world_size > 1 else dict.fromkeys(ROUNDS, 0)
+    assert {name: seen["rounds"] for name, seen in found.items()} == rounds
+
+
+def test_one_process_looks_at_a_model_once(hub: str, tmp_path: Path) -> None:
+    _check(_looks_fns.every_entry_point(hub, str(tmp_path)), 1)
+
+
+def test_two_ranks_look_at_a_model_once(ranks: RankPool, hub: str, tmp_path: Path) -> None:
+    for found in ranks.run_ranks(2, _looks_fns.every_entry_point, hub, str(tmp_path)):
+        _check(found, 2)
+
+
+def test_each_of_several_models_is_looked_at_once(ranks: RankPool, tmp_path: Path) -> None:
+    for found in ranks.run_ranks(2, _looks_fns.several_models, str(tmp_path)):
+        assert {name: (seen["walks"], seen["geometries"]) for name, seen in found.items()} == {
+            "save": (2, 2),
+            "restore": (2, 2),
+        }
+
+
+def test_a_second_walk_is_seen(hub: str) -> None:
+    """A counter that can't count holds nothing."""
+    from shardwise.layout.live import describe
+    from shardwise.names import named_tensors
+
+    model = torch.nn.Linear(2, 2)
+    with looks() as seen:
+        named_tensors(model)
+        live = describe(model)
+        assert live.geometries == live.refreshed().geometries
+    assert (seen.walks, seen.geometries) == (2, 1)
+    assert describe(model).geometries == live.geometries, "counted no more"
+    assert (seen.walks, seen.geometries) == (2, 1)

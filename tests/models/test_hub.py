@@ -1,0 +1,141 @@
+"""Ids of hub models, against a server on this machine: what is asked for, how often, and what goes wrong."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.harness import models
+from tests.harness.hub_server import HubServer
+from tests.harness.launch import Launch
+from tests.harness.models import _hub_fns as fns
+
+TIMEOUT_S = 170
+
+
+@pytest.fixture(scope="module")
+def repositories(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A hub's models, ``tiny/NAME/REVISION``."""
+    root = tmp_path_factory.mktemp("hub")
+    tiny = root / "tiny"
+    main = tiny / "good" / "main"
+    models.write_hub_directory("qwen3", main, torch.float32, max_shard_size="20KB")
+    assert (main / "model.safetensors.index.json").is_file()
+    for name in (
+        "README.md",
+        "modeling_own.py",
+        "original/consolidated.pth",
+        "pytorch_model.bin",
+        "tokenizer.json",
+    ):
+        (main / name).parent.mkdir(exist_ok=True)
+        (main / name).write_text("{}")
+    torch.manual_seed(3)
+    changed = models.build_reference("qwen3")
+    changed.save_pretrained(tiny / "good" / "v1")
+    state = {n: t for f in main.glob("*.safetensors") for n, t in load_file(f).items()}
+    one = _repository(tiny, "one", main, state)
+    variants = tiny / "variants" / "main"
+    shutil.copytree(one, variants / "inner")
+    shutil.copy(one / "config.json", variants)
+    shutil.copy(one / "model.safetensors", variants / "model.fp16.safetensors")
+    save_file({"other": torch.ones(1)}, variants / "model.safetensors")
+    pickled = tiny / "pickled" / "main"
+    pickled.mkdir(parents=True)
+    shutil.copy(one / "config.json", pickled)
+    torch.save(state, pickled / "pytorch_model.bin")
+    for name in ("slow-1", "gated-1", "broken-1", "stalls-1"):
+        shutil.copytree(one.parent, tiny / name)
+    (tiny / "empty" / "main").mkdir(parents=True)
+    shutil.copy(one / "config.json", tiny / "empty" / "main")
+    return root
+
+
+def _repository(tiny: Path, name: str, like: Path, state: dict[str, torch.Tensor]) -> Path:
+    folder = tiny / name / "main"
+    folder.mkdir(parents=True)
+    shutil.copy(like / "config.json", folder)
+    save_file(state, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def server(repositories: Path) -> Iterator[HubServer]:
+    with HubServer(repositories, pause_s=4.0) as server:
+        yield server
+
+
+def _env(server: HubServer, home: Path, *, offline: bool = False) -> dict[str, str]:
+    return {
+        "HF_ENDPOINT": server.endpoint,
+        "HF_HOME": str(home),
+        "HF_HUB_OFFLINE": "1" if offline else "0",
+        "NO_PROXY": "127.0.0.1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }
+
+
+def test_hub_models(server: HubServer, repositories: Path, tmp_path: Path) -> None:
+    """Once per cache, only what is needed, and each failure is one error with the way on; offline afterwards."""
+    home = tmp_path / "home"
+    with Launch(2, fns.online, str(repositories), str(tmp_path), env=_env(server, home)) as launch:
+        assert launch.wait(TIMEOUT_S) == [0, 0]
+        logs, output = [launch.result(rank) for rank in (0, 1)], launch.output(0) + launch.output(1)
+    assert logs[0] == logs[1]
+    log = logs[0]
+    assert Path(log["folder"]).is_relative_to(home)
+    needed = {p.name for p in (repositories / "tiny/good/main").glob("model[.-]*")}
+    assert len(needed) > 3
+    needed |= {"config.json", "generation_config.json", "tokenizer.json"}
+    assert log["first"] == {f"good/{name}": 1 for name in needed}
+    assert log["second"] == log["first"], "fetched again from a cache that has it"
+    asked = {
+        n: c - log["others"].get(n, 0) for n, c in log["variants"].items() if c != log["others"].get(n, 0)
+    }
+    assert asked == dict.fromkeys(
+        (
+            "variants/config.json",
+            "variants/model.fp16.safetensors",
+            "pickled/config.json",
+            "pickled/pytorch_model.bin",
+        ),
+        1,
+    ), "files of the subfolder have contents that the cache holds already"
+    twice = {n for n, count in log["own caches"].items() if count - log["variants"].get(n, 0) == 2}
+    assert twice == {f"good/{name}" for name in needed}, "one downloader for each cache"
+    for case, words in {
+        "gated": ["gated", "accept its conditions", "token="],
+        "wrong token": ["refused the token"],
+        "no such": ["no such directory here", "has no such model"],
+        "no such revision": ["nothing at revision 'v9'"],
+        "no weights": ["holds no model.safetensors"],
+        "broken": ["download", "failed"],
+        "broken, offline": ["Run once online"],
+    }.items():
+        for word in words:
+            assert word in log[case], (case, log[case])
+    assert "RankError" in log["broken"]
+    for secret in ("hf_wrong", "hf_right"):
+        assert secret not in repr(logs) + output
+        assert all(secret.encode() not in p.read_bytes() for p in home.rglob("*") if p.is_file())
+
+    # Without a network: from the cache, and not a half download of a rank that was killed.
+    with Launch(1, fns.load_for_ever, "tiny/stalls-1", env=_env(server, home)) as killed:
+        assert server.stalled.wait(60)
+        killed.kill(0)
+        killed.wait(30)
+    asked_before = len(server.log)
+    with Launch(2, fns.offline, str(repositories), env=_env(server, home, offline=True)) as launch:
+        assert launch.wait(TIMEOUT_S) == [0, 0]
+        found = launch.result(1)
+    assert found["folder"] == log["folder"]
+    assert "no such directory here" in found["no such"]
+    assert "HF_HUB_OFFLINE" in found["no such"]
+    assert "without the weights" in found["partly"]
+    assert "Run once online" in found["partly"]
+    assert len(server.log) == asked_before

@@ -1,0 +1,249 @@
+"""Ranks: agreement and collective failure, with real processes, signals and a real store."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+
+from shardwise.errors import RankError
+from shardwise.ranks import protocol as rounds
+from shardwise.ranks.ranks import Ranks
+
+ROOT = Path(__file__).parents[2]
+LAUNCH_S = 150.0
+
+Note = dict[str, Any]
+Notes = list[dict[str, Note]]
+
+
+def launch(
+    scenario: str,
+    world_size: int,
+    folder: Path,
+    *,
+    first_hosts: bool = False,
+    during: Callable[[list[subprocess.Popen[bytes]]], None] | None = None,
+) -> Notes:
+    """Run a scenario of _ranks_fns.py on real processes; returns what each rank noted (nothing if killed before it wrote)."""
+    here = None if first_hosts else TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = "first" if here is None else str(here.port)
+    env = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+    logs = [folder / f"{rank}.log" for rank in range(world_size)]
+    processes = []
+    for rank, log in enumerate(logs):
+        command = [sys.executable, "-m", "tests.ranks._ranks_fns", scenario, str(rank), str(world_size), port]
+        with log.open("wb") as output:
+            processes.append(
+                subprocess.Popen([*command, str(folder)], env=env, cwd=ROOT, stdout=output, stderr=output)
+            )
+    try:
+        end = time.monotonic() + LAUNCH_S
+        if during is not None:
+            during(processes)
+        for process in processes:
+            process.wait(timeout=max(0.1, end - time.monotonic()))
+    except BaseException:
+        for rank, log in enumerate(logs):
+            print(f"---- rank {rank}: {processes[rank].poll()}\n{log.read_text(errors='replace')}")
+        raise
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    killed = [process.returncode == -signal.SIGKILL for process in processes]
+    results = [folder / f"{rank}.json" for rank in range(world_size)]
+    for rank, result in enumerate(results):
+        if not killed[rank] and not result.exists():
+            everything = "\n".join(f"---- {log.name}\n{log.read_text(errors='replace')}" for log in logs)
+            pytest.fail(f"rank {rank} ended with {processes[rank].returncode}\n{everything}")
+    return [json.loads(result.read_text()) if result.exists() else {} for result in results]
+
+
+def all_raise(
+    notes: Notes, name: str, *parts: str, causes: list[int], missing: list[int] | None = None
+) -> None:
+    """Every living rank raised the same RankError, which says all of this."""
+    living = [note[name] for note in notes if note]
+    assert [note.get("error") for note in living] == ["RankError"] * len(living), (name, living)
+    assert len({note["text"] for note in living}) == 1, (name, living)
+    assert living[0]["causes"] == causes
+    assert living[0]["missing"] == (missing or [])
+    for part in parts:
+        assert part in living[0]["text"], living[0]["text"]
+
+
+def values(notes: Notes, name: str) -> list[Any]:
+    assert all("value" in note[name] for note in notes), [note[name] for note in notes]
+    return [note[name]["value"] for note in notes]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_agreement(world_size: int, tmp_path: Path) -> None:
+    notes = launch("calm", world_size, tmp_path)
+    last = world_size - 1
+    others = list(range(1, world_size))
+
+    for name in ("ok", "after", "two", "gate"):
+        assert values(notes, name) == ["fine"] * world_size
+
+    all_raise(notes, "one", "'write' failed", f"rank {last}: OSError: disk is full", causes=[last])
+    assert [note["one"]["cause"] for note in notes] == [None] * last + ["OSError"]
+    all_raise(notes, "first", "rank 0: OSError: disk is full", causes=[0])
+    assert [note["one"]["took_s"] < 1.5 for note in notes] == [True] * world_size  # no grace for one failure
+
+    assert [note["alike"]["error"] for note in notes] == ["PlanError"] * world_size
+    assert {note["alike"]["text"] for note in notes} == {"no cover\n  - a\n  - b"}
+    assert notes[0]["unlike"]["error"] == "RankError"
+    all_raise(notes, "unlike", "rank 0: PlanError: rank 0", f"PlanError: rank {last}", causes=[0, *others])
+    all_raise(notes, "mute", f"rank {last}: KeyError", causes=[last])
+    all_raise(notes, "long", "[shortened]", causes=[last])
+    assert len(notes[0]["long"]["text"]) < 5_000
+
+    for name, who, error in (("ctrl-c", last, "KeyboardInterrupt"), ("exit-first", 0, "SystemExit")):
+        assert notes[who][name]["error"] == error
+        all_raise(
+            [n for rank, n in enumerate(notes) if rank != who], name, f"rank {who}: {error}", causes=[who]
+        )
+
+    all_raise(notes, "nested", "'inner' failed", f"rank {last}: OSError: inside", causes=[last])
+    who = "rank 0: ValueError: before the inner one"
+    all_raise(notes, "nested-skipped", "'outer' failed", who, causes=[0])
+    early = 1 if last > 1 else 0
+    all_raise(notes, "late", f"rank {early}: ValueError: early", causes=[early])
+    assert notes[last]["late"]["cause"] == "OSError"
+
+    payloads = [(bytes([rank]) * rank * 10).hex() for rank in range(world_size)]
+    assert values(notes, "gather") == [payloads] + [[]] * last
+    assert values(notes, "on-first") == ["000aff"] * world_size
+    assert values(notes, "first-empty") == [""] * world_size
+    for name in ("gather-large", "first-large"):
+        assert values(notes, name) == [True] * world_size
+    assert [note["first-refuses"]["error"] for note in notes] == ["LockedError"] * world_size
+    assert {note["first-refuses"]["text"] for note in notes} == {"held"}
+    assert len(set(values(notes, "combine"))) == 1
+    assert bytes.fromhex(values(notes, "combine")[0]) == b"-".join(
+        bytes([r])[: r * 10] for r in range(world_size)
+    )
+    everything = {"all": [[r, None] for r in range(world_size)], "text": "ü"}
+    assert values(notes, "combine-values") == [everything] * world_size
+    assert values(notes, "gather-files") == [True] * world_size
+    all_raise(notes, "first-tuple", "rank 0: TypeError: JSON does not give back", causes=[0])
+    all_raise(notes, "combine-fails", f"rank {last}: OSError: disk is full", causes=[last])
+    all_raise(notes, "combine-undecided", "rank 0: ValueError: no", causes=[0])
+
+    assert values(notes, "equal") + values(notes, "equal-large") == [None] * 2 * world_size
+    words = f"'optimizer' failed\n  rank {last}: differs from rank 0: has sgd; rank 0 has adam"
+    all_raise(notes, "different", words, causes=[last])
+    all_raise(notes, "different-hash", "has 3 bytes with hash", "rank 0 has 4 bytes", causes=[last])
+    all_raise(notes, "different-mute", "ZeroDivisionError", causes=[last])
+
+    disagree = f"rank {last}: ranks disagree on what they are doing: rank {last} is in"
+    all_raise(notes, "labels", f"{disagree} 'x', rank 0 in 'y'", causes=[last])
+    all_raise(notes, "kinds", f"{disagree} combine('z'), rank 0 in agree('z')", causes=[last])
+
+    # 60 rounds leave nothing; a rank that is ahead may have begun the next one.
+    assert notes[0]["growth"]["value"] < 3, "a long run must not grow the store"
+    assert notes[0]["destroyed"]["error"] == "CheckpointError"
+    all_raise(notes[1:], "anew-left", "rank 0: KeyboardInterrupt", causes=[0])
+    all_raise(notes, "anew", "rank 1: OSError: anew", causes=[1])
+
+
+def test_progress_is_not_limited_by_timeout(tmp_path: Path) -> None:
+    notes = launch("slow", 2, tmp_path)
+    for name in ("slow-last", "slow-first", "after"):
+        assert values(notes, name) == ["fine", "fine"]
+    assert notes[0]["slow-last"]["took_s"] > 3.5
+    assert notes[1]["slow-first"]["took_s"] > 3.5
+    all_raise(notes, "silent", "rank 1: no progress for 1.5 s", causes=[], missing=[1])
+
+
+def test_stopped_and_killed_ranks(tmp_path: Path) -> None:
+    def continue_when_others_have_raised(processes: list[subprocess.Popen[bytes]]) -> None:
+        for name, stopped in (("stop-last", 2), ("stop-first", 0)):
+            end = time.monotonic() + 90  # imports, on a busy machine, too
+            others = [tmp_path / f"{name}.{rank}" for rank in range(3) if rank != stopped]
+            while not all(path.exists() for path in others):
+                assert time.monotonic() < end, f"the others hang after {name}"
+                time.sleep(0.05)
+            processes[stopped].send_signal(signal.SIGCONT)
+
+    notes = launch("signalled", 3, tmp_path, during=continue_when_others_have_raised)
+    for name, rank in (("stop-first", 0), ("stop-last", 2)):  # the one who slept raises it too
+        all_raise(notes, name, f"rank {rank}: no progress for 3 s", causes=[], missing=[rank])
+        assert notes[1][name]["took_s"] < 7
+        assert values(notes, f"after-{name}") == ["fine"] * 3
+    for name in ("kill-last", "after-kill-last"):
+        all_raise(notes[:2], name, "rank 2: no progress for 3 s", causes=[], missing=[2])
+        assert notes[1][name]["took_s"] < 7
+
+
+@pytest.mark.parametrize("first_hosts", [False, True])
+def test_first_rank_killed(first_hosts: bool, tmp_path: Path) -> None:
+    notes = launch("first_killed", 3, tmp_path, first_hosts=first_hosts)
+    assert [bool(note) for note in notes] == [False, True, True]
+    assert all(note["kill"]["took_s"] < 7 for note in notes[1:])
+    if first_hosts:
+        all_raise(notes, "kill", "'write' failed", "rank 0: unreachable", causes=[0])
+    else:
+        all_raise(notes, "kill", "rank 0: no progress for 3 s", causes=[], missing=[0])
+
+
+def test_store_ends_with_first_rank(tmp_path: Path) -> None:
+    notes = launch("last_word", 3, tmp_path, first_hosts=True)
+    assert values(notes, "ok") == ["fine"] * 3
+    all_raise(notes, "last", "rank 0: OSError: disk is full", causes=[0])
+
+
+def test_one_rank_costs_nothing_and_changes_nothing() -> None:
+    ranks = Ranks.current(timeout_s=5)
+    assert (ranks.rank, ranks.world_size, ranks.timeout_s) == (0, 1, 5)
+    with pytest.raises(KeyError) as caught, ranks.agree("read"):
+        raise KeyError("own")
+    assert caught.value.__cause__ is None
+    assert ranks.gather("gather", b"a") == [b"a"]
+    assert ranks.on_first("first", lambda: b"a") == b"a"
+    assert ranks.combine("combine", lambda: b"a", lambda found: found[0] * 2) == b"aa"
+    with ranks.agree("equal") as claim:
+        claim.alike(b"a")
+    ranks.tick()
+
+
+def test_timeout_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="positive"):
+        Ranks.current(timeout_s=0)
+
+
+def test_watch_blames_nobody_for_its_own_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(rounds.time, "monotonic", lambda: now)
+    watch = rounds.Watch(10.0)
+    now = 1.0
+    assert watch.due()
+    assert watch.look({1: b"0"}) == ()
+    now = 1_000.0  # the watcher was suspended
+    assert watch.look({1: b"0"}) == ()
+    for _ in range(8):
+        now += 1.0
+        idle = watch.look({1: b"0"})
+    assert idle == (1,)
+    assert watch.look({1: b"1"}) == ()
+
+
+def test_error_of_very_many_ranks_fits_into_one_value() -> None:
+    call = rounds.Request("agree", "read", 1.0)
+    verdict = rounds.failure(call, dict.fromkeys(range(5_000), "x" * 4_000))
+    assert len(rounds.pack(verdict)) < 4 * 1024**2
+    assert isinstance(verdict.error(), RankError)
+    with contextlib.suppress(RankError):
+        raise verdict.error()

@@ -1,0 +1,162 @@
+"""What the ranks of test_third_party.py run: real writers of others' layouts, and our restores of them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.optim.lr_scheduler import MultiStepLR
+
+import shardwise as sw
+from shardwise.errors import ShardwiseError
+from tests.catalog._dcp_fns import Lines, batch, whole
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def run_of(seed: int, rate: float = 1e-2) -> sw.TrainState:
+    """A sharded model with AdamW, and a scheduler whose state has numbers for keys (a Counter of milestones)."""
+    torch.manual_seed(seed)
+    model = Lines()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    return sw.TrainState(
+        model=model, optimizer=optimizer, scheduler=MultiStepLR(optimizer, [2, 5, 5], gamma=0.5)
+    )
+
+
+def train(state: sw.TrainState, first: int, steps: int) -> list[float]:
+    losses = []
+    for step in range(first, first + steps):
+        loss = state.models["model"](batch(step)).square().mean()
+        loss.backward()
+        state.optimizers["optimizer"].step()
+        state.scheduler.step()
+        state.optimizers["optimizer"].zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def titan_saves(folder: str) -> list[float]:
+    """The state dict of torchtitan's CheckpointManager: the model's keys at the top, the optimizer's flattened."""
+    state = run_of(0)
+    train(state, 0, 3)
+    model, optimizer = state.models["model"], state.optimizers["optimizer"]
+    dcp.save(
+        {
+            **get_model_state_dict(model),
+            "optimizer": get_optimizer_state_dict(model, optimizer, options=FLAT),
+            "lr_scheduler": state.scheduler.state_dict(),
+            "dataloader": {"dp_rank_0": b"somebody's pickle", "world_size": dist.get_world_size()},
+            "train_state": {"step": torch.tensor(3, dtype=torch.int32), "ntokens_seen": torch.tensor(9)},
+        },
+        checkpoint_id=folder,
+    )
+    return train(state, 3, 5)
+
+
+def takes_over(path: str, steps: int = 5) -> dict[str, Any]:
+    """Our own loop from somebody else's (or a converted) checkpoint."""
+    state = run_of(7, rate=1.0)
+    report = sw.restore(state, path)
+    return {
+        "step": report.step,
+        "documents": report.documents,
+        "read": report.bytes_read,
+        "exact": report.exact,
+        "losses": train(state, 3, steps),
+        "tensors": (report.tensors, report.optimizer_tensors),
+    }
+
+
+def state_bytes() -> int:
+    """Of the model and AdamW's state, once."""
+    model = Lines()
+    return sum(p.numel() * 4 * 3 + 4 for p in model.parameters())
+
+
+def loads_model_only(path: str) -> dict[str, torch.Tensor]:
+    state = run_of(3)
+    sw.load(state.models["model"], path)
+    return whole(state.models["model"])
+
+
+# --------------------------------------------------------------------------------- transformers' own save
+
+
+def transformers_saves(source: str, folder: str, beside: bool) -> dict[str, torch.Tensor]:
+    """``from_pretrained(distributed_config=…)``, one step of AdamW, ``save_pretrained(distributed_checkpoint=True)``."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig, save_optimizer_distributed
+
+    config = DistributedConfig(fsdp_size=dist.get_world_size())
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", distributed_config=config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ids = torch.arange(8).reshape(2, 4)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    model.save_pretrained(folder, distributed_checkpoint=True)
+    save_optimizer_distributed(model, optimizer, folder if beside else os.path.join(folder, "optimizer"))
+    moments = {f"{n}.exp_avg": _full(optimizer.state[p]["exp_avg"]) for n, p in model.named_parameters()}
+    return {**{n: _full(p) for n, p in model.named_parameters()}, **moments}
+
+
+def _full(tensor: torch.Tensor) -> torch.Tensor:
+    return getattr(tensor, "full_tensor", lambda: tensor)().detach().clone()
+
+
+def restores_transformers(source: str, folder: str, out: str) -> dict[str, torch.Tensor]:
+    model, _ = sw.load_pretrained(source, init_device_mesh("cpu", (dist.get_world_size(),)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    sw.restore(sw.TrainState(model=model, optimizer=optimizer), folder)
+    assert optimizer.param_groups[0]["lr"] == 1e-2
+    sw.export_hf(model, out)
+    moments = {f"{n}.exp_avg": _full(optimizer.state[p]["exp_avg"]) for n, p in model.named_parameters()}
+    return {**{n: _full(p) for n, p in model.named_parameters()}, **moments}
+
+
+# --------------------------------------------------------------------------------- what can't be read
+
+
+def errors_of(paths: list[str]) -> list[str]:
+    found = []
+    for path in paths:
+        try:
+            sw.restore(run_of(1), path)
+            found.append("none")
+        except ShardwiseError as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def accelerate_saves_per_rank(root: str, folder: str) -> None:
+    """Accelerate's files of single ranks, as ``use_dcp=False`` names them."""
+    os.makedirs(folder, exist_ok=True)
+    state = run_of(0)
+    local = {n: p.to_local() for n, p in state.models["model"].named_parameters()}  # type: ignore[attr-defined]
+    torch.save(local, f"{folder}/pytorch_model_fsdp_0_rank{dist.get_rank()}.bin")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.copytree(root, f"{folder}-numbered")
+        plain: nn.Module = Lines()
+        optimizer = torch.optim.AdamW(plain.parameters())
+        torch.save(optimizer.state_dict() | {"state": {0: {"step": 1}}}, f"{folder}-numbered/optimizer.bin")
+    dist.barrier()

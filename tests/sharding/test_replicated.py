@@ -1,0 +1,133 @@
+"""Parameters that FSDP2 can't shard: whole on every rank, with gradients that shard() reduces; groups for a dtype."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import shardwise as sw
+from shardwise.cli import main
+from shardwise.models.meta_init import meta_init
+from shardwise.sharding.fsdp import describe_groups
+from tests.harness import models
+from tests.harness.pool import RankPool
+from tests.sharding import _replicated_fns as fns
+from tests.sharding import _replicated_models as tiny
+
+NET = {f"blocks.{i}.scale" for i in (0, 1)} | {"blocks.0.shared", "temperature", "unused"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "how", "replicated"),
+    [
+        ("clip", (2,), "one batch", {"logit_scale": "float32"}),
+        ("clip", (3,), "no sync", {"logit_scale": "float32"}),
+        ("clip", (2, 2), "every batch", {"logit_scale": "float32"}),
+        ("olmo_hybrid", (2,), "every batch", {}),
+        ("olmo_hybrid", (2, 2), "no all-reduce", {}),
+        ("dinov3", (3,), "one batch", {"embeddings.register_tokens": "float32"}),
+        ("net", (3,), "every batch", dict.fromkeys(NET, "float32")),
+        ("net", (2, 2), "no all-reduce", dict.fromkeys(NET, "float32")),
+        ("bf16 net", (2, 2), "no sync", dict.fromkeys(NET, "bfloat16") | {"gain": "float32"}),
+        ("run again", (2,), "every batch", dict.fromkeys(NET, "float32")),
+        ("run again, reentrant", (2,), "no sync", dict.fromkeys(NET, "float32")),
+        ("dtypes", (2,), "every batch", {f"blocks.{i}.mix.wide": "float64" for i in (0, 1)}),
+    ],
+)
+def test_training_is_that_of_one_process(
+    ranks: RankPool, kind: str, shape: tuple[int, ...], how: str, replicated: dict[str, str]
+) -> None:
+    world_size = 4 if len(shape) == 2 else shape[0]
+    for found in ranks.run_ranks(world_size, fns.trains_as_one_process, kind, shape, how):
+        assert found == replicated
+
+
+def test_ranks_that_do_not_use_one(ranks: RankPool) -> None:
+    ranks.run_ranks(3, fns.used_on_some_ranks, timeout_s=60)
+
+
+def test_however_forward_runs(ranks: RankPool) -> None:
+    ranks.run_ranks(2, fns.forward_in_other_ways, timeout_s=60)
+
+
+def test_settings(ranks: RankPool) -> None:
+    """Mean, sum, and what the caller reduces: the input of rank r is r + 1 times the same."""
+    (mean, total, mine), (mean_1, total_1, mine_1) = ranks.run_ranks(2, fns.settings)
+    assert (mean, total) == (mean_1, total_1)
+    assert total == pytest.approx(2 * mean)
+    assert mine != pytest.approx(mine_1)
+    assert mine + mine_1 == pytest.approx(total)
+
+
+def test_moved_and_loaded(ranks: RankPool, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    file = models.write_state(models.state_of(tiny.Net()), tmp_path)
+    ranks.run_ranks(2, fns.moved_and_loaded, str(file))
+
+
+def test_frozen_until_later(ranks: RankPool) -> None:
+    ranks.run_ranks(2, fns.frozen_until_later)
+
+
+def test_clipping_and_foreach_optimizers(ranks: RankPool) -> None:
+    """Tensors without dims pass beside DTensors, others don't: as the docstring of shard() says."""
+    for kind in ("clip", "lonely", "olmo_hybrid"):
+        assert ranks.run_ranks(2, fns.clipped_and_stepped, kind) == [("", "")] * 2, kind
+    for clip, step in ranks.run_ranks(2, fns.clipped_and_stepped, "bf16 net"):
+        assert "mixed torch.Tensor and DTensor" in clip
+        assert step == "", "no DTensor of that dtype"
+    for clip, step in ranks.run_ranks(2, fns.clipped_and_stepped, "beside"):
+        assert all("mixed torch.Tensor and DTensor" in text for text in (clip, step))
+
+
+def test_saved_and_resumed_on_more_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run_ranks(2, fns.saved, str(tmp_path / "a"))
+    first, *others = ranks.run_ranks(3, fns.resumed, str(tmp_path / "a"))
+    assert {"temperature", "temperature exp_avg", "blocks.0.shared exp_avg_sq"} <= first.keys()
+    (again, *_) = ranks.run_ranks(2, fns.resumed, str(tmp_path / "a"))
+    for found in (*others, again):
+        assert found.keys() == first.keys()
+        assert all(torch.equal(found[n], first[n]) for n in first)
+
+
+def test_groups_for_dtypes(ranks: RankPool) -> None:
+    """The outermost module that is sure to run takes one dtype, the next one another; the block keeps the usual one."""
+    expected: dict[str, list[str]] = {"": []}
+    for block in ("blocks.0", "blocks.1"):
+        usual = ["mix.offset", "lin.weight", "lin.bias", "back.weight", "back.bias"]
+        expected[block] = [f"{block}.{n}" for n in usual]
+        expected[f"{block}.mix"] = [f"{block}.mix.{n}" for n in ("decay", "conv.weight")]
+        expected[f"{block}.listed.0"] = [f"{block}.listed.0.{n}" for n in ("weight", "bias")]
+        expected[f"{block}.left.layer"] = [f"{block}.left.layer.{n}" for n in ("weight", "bias")]
+        expected[f"{block}.mix.inner"] = [f"{block}.mix.inner.{n}" for n in ("weight", "bias")]
+    for found in ranks.run_ranks(2, fns.groups_for_dtypes):
+        assert {k: sorted(v) for k, v in found.items()} == {k: sorted(v) for k, v in expected.items()}
+
+
+# ----------------------------------------------------------------------------------------------------
+# Pure: no ranks
+
+
+def test_described() -> None:
+    with meta_init():
+        groups = {g.name: g for g in describe_groups(tiny.Net(torch.bfloat16))}
+    assert {n: g.replicated_bytes for n, g in groups.items()} == {
+        "blocks.0": 2,  # scale
+        "blocks.1": 2,
+        "": 2 + 2 + 2 + 4 * tiny.WIDTH,  # temperature, unused, shared; gain in fp32
+    }
+    with meta_init():
+        assert sum(g.replicated_bytes for g in describe_groups(tiny.clip())) == 4
+        (group,) = (g for g in describe_groups(tiny.olmo_hybrid()) if g.kind == "dtype")
+    assert (group.name, group.stored_bytes) == ("model.layers.0.linear_attn", 2 * 4)
+
+
+def test_planned(tmp_path: Path) -> None:
+    tiny.clip().save_pretrained(tmp_path)
+    assert sw.plan(tmp_path, ranks=3).replicated_bytes == 4
+    result = CliRunner().invoke(main, ["plan", str(tmp_path), "--ranks", "3"])
+    assert re.search(r"whole on every rank +4 B", result.output), result.output
