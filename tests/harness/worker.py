@@ -64,11 +64,7 @@ class Worker:
 
     def call(self, target: str, payload: bytes, test: str) -> Any:
         """Call a function of a test module with pickled arguments, from the same seed every time."""
-        if coverage := sys.modules.get(
-            "coverage"
-        ):  # lines that a rank runs count for the test that asked for it
-            if running := coverage.Coverage.current():
-                running.switch_context(test.partition("[")[0].partition(" ")[0])
+        _count_lines_for(test)
         fn = resolve(target)
         args, kwargs = pickle.loads(payload)
         random.seed(0)
@@ -76,6 +72,14 @@ class Worker:
         torch.manual_seed(0)
         with warnings_as_in_pytest():
             return fn(*args, **kwargs)
+
+
+def _count_lines_for(test: str) -> None:
+    """If coverage is measured here: the lines that run from now on count for ``test``."""
+    coverage = sys.modules.get("coverage")
+    running = coverage.Coverage.current() if coverage else None
+    if running:
+        running.switch_context(test.partition("[")[0].partition(" ")[0])
 
 
 def _answer(work: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, Any]:
