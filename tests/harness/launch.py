@@ -6,7 +6,6 @@ import contextlib
 import pickle
 import signal
 import socket
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -14,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from tests.harness.process import dump_stacks, kill_all, spawn, target_of, worker_env
+from tests.harness.process import Process, dump_stacks, kill_all, spawn, target_of, worker_env
 
 __all__ = ["Launch"]
 
@@ -27,7 +26,8 @@ class Launch:
 
     A context manager: ranks start on entry, and what is left of them is killed on exit. ``store`` says who
     serves the group's store: ``"agent"`` is this process, as under torchrun, so that it outlives every
-    rank; ``"rank0"`` is rank 0, as when variables are set by hand. ``env`` adds variables to all ranks.
+    rank; ``"rank0"`` is rank 0, as when variables are set by hand. ``env`` adds variables to all ranks, which are new
+    interpreters then, because libraries read variables when they are imported; with ``fresh`` they are in any case.
     """
 
     def __init__(
@@ -37,13 +37,15 @@ class Launch:
         *args: Any,
         store: Literal["agent", "rank0"] = "agent",
         env: Mapping[str, str] | None = None,
+        fresh: bool = False,
         **kwargs: Any,
     ) -> None:
         self.world_size = world_size
         self._call = pickle.dumps((target_of(fn), pickle.dumps((args, kwargs))))
         self._store_host = store
         self._env = dict(env or {})
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._fresh = fresh or bool(env)
+        self._processes: list[Process] = []
         self._stack = contextlib.ExitStack()
         self._store: Any = None
 
@@ -101,13 +103,14 @@ class Launch:
         """What the rank's function returned; FileNotFoundError if it didn't."""
         return pickle.loads((self._directory / f"result-{rank}").read_bytes())
 
-    def _start(self, rank: int, env: dict[str, str]) -> subprocess.Popen[bytes]:
+    def _start(self, rank: int, env: dict[str, str]) -> Process:
         return spawn(
             "tests.harness.worker_once",
             str(self._directory / "call"),
             str(self._directory / f"result-{rank}"),
             log=self._log(rank),
             env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            fresh=self._fresh,
         )
 
     def _rendezvous(self) -> dict[str, str]:

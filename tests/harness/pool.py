@@ -48,7 +48,7 @@ class _Worker:
         ours, theirs = socket.socketpair()
         with theirs:
             self.process = spawn(
-                "tests.harness.worker", str(theirs.fileno()), log=log, env=worker_env(), fds=[theirs.fileno()]
+                "tests.harness.worker", "FD", log=log, env=worker_env(), fds=[theirs.fileno()]
             )
         self.channel = Channel(ours)
         self._log = log

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import importlib
+import itertools
 import os
 import signal
 import subprocess
@@ -17,8 +18,11 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.harness.fork_server import Forked, ForkServer
+
 __all__ = [
     "ROOT",
+    "Process",
     "dump_stacks",
     "exit_with_parent",
     "install_stack_dump",
@@ -74,21 +78,42 @@ def worker_env(**extra: str) -> dict[str, str]:
     return env | extra
 
 
+Process = subprocess.Popen[bytes] | Forked
+
+_servers: list[ForkServer] = []
+_turn = itertools.count()
+
+
 def spawn(
-    module: str, *argv: str, log: Path, env: dict[str, str], fds: Iterable[int] = ()
-) -> subprocess.Popen[bytes]:
-    """Start ``python -m module argv`` in a session of its own, with its output appended to ``log``."""
-    with log.open("ab") as output:
-        return subprocess.Popen(
-            [sys.executable, "-m", module, *argv],
-            cwd=ROOT,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            pass_fds=tuple(fds),
-            start_new_session=True,
-        )
+    module: str,
+    *argv: str,
+    log: Path,
+    env: dict[str, str],
+    fds: Iterable[int] = (),
+    fresh: bool = False,
+) -> Process:
+    """Start a process that calls ``module.main(*argv)``, in a session of its own, its output appended to ``log``.
+
+    It is a copy of one that has imported torch and transformers; with ``fresh``, a new interpreter. An argument
+    ``"FD"`` becomes the number that the next of ``fds`` has in the new process.
+    """
+    if fresh:
+        numbers = iter(fds := tuple(fds))
+        words = [str(next(numbers)) if word == "FD" else word for word in argv]
+        with log.open("ab") as output:
+            return subprocess.Popen(
+                [sys.executable, "-m", module, *words],
+                cwd=ROOT,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=fds,
+                start_new_session=True,
+            )
+    if not _servers:
+        _servers.extend(ForkServer(worker_env(PYTHONHASHSEED=seed), ROOT) for seed in ("1", "2"))
+    return _servers[next(_turn) % 2].spawn(module, argv, log=log, env=env, fds=fds)
 
 
 def install_stack_dump() -> None:
@@ -121,7 +146,7 @@ def warnings_as_in_pytest() -> Iterator[None]:
         yield
 
 
-def dump_stacks(processes: Iterable[subprocess.Popen[bytes]], settle_s: float = 0.5) -> None:
+def dump_stacks(processes: Iterable[Process], settle_s: float = 0.5) -> None:
     """Have each living process write its stacks to its log. A stopped process is woken for it."""
     for process in processes:
         if process.poll() is None:
@@ -131,7 +156,7 @@ def dump_stacks(processes: Iterable[subprocess.Popen[bytes]], settle_s: float = 
     time.sleep(settle_s)
 
 
-def kill_all(processes: Iterable[subprocess.Popen[bytes]]) -> None:
+def kill_all(processes: Iterable[Process]) -> None:
     """Kill the processes, and whatever they started, and reap them."""
     processes = list(processes)
     for process in processes:

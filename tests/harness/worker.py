@@ -92,11 +92,11 @@ def _answer(work: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, Any]:
         sys.stderr.flush()
 
 
-def main(fd: int) -> None:
+def main(fd: str) -> None:
     install_stack_dump()
     exit_with_parent()
     torch.set_num_threads(1)
-    channel = Channel(socket.socket(fileno=fd))
+    channel = Channel(socket.socket(fileno=int(fd)))
     channel.sock.set_inheritable(False)
     worker = Worker()
     while True:
@@ -108,4 +108,4 @@ def main(fd: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(*sys.argv[1:])

@@ -11,6 +11,7 @@ import pickle
 import sys
 import traceback
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,16 @@ from tests.harness.process import exit_with_parent, install_stack_dump, resolve,
 from tests.harness.worker import GROUP_TIMEOUT
 
 
-def main(call: Path, result: Path) -> int:
+def main(call: str, result: str) -> NoReturn:
+    """Answer the call and end the process."""
+    status = _answer(Path(call), Path(result))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Peers may be dead, and leaving a group of the dead in good order can wait for them.
+    os._exit(status)
+
+
+def _answer(call: Path, result: Path) -> int:
     install_stack_dump()
     exit_with_parent()
     torch.set_num_threads(1)
@@ -38,8 +48,4 @@ def main(call: Path, result: Path) -> int:
 
 
 if __name__ == "__main__":
-    status = main(Path(sys.argv[1]), Path(sys.argv[2]))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Peers may be dead, and leaving a group of the dead in good order can wait for them.
-    os._exit(status)
+    main(*sys.argv[1:])

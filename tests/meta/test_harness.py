@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+import subprocess
 import sys
 import time
 import warnings
@@ -220,3 +222,40 @@ def test_launch_reports_an_exception() -> None:
     with Launch(1, _raise_on, 0, env={"LABEL": "x"}) as job:
         assert job.wait(60) == [1]
         assert "LookupError: nothing here" in job.output(0)
+
+
+def _what_it_has() -> dict[str, object]:
+    return {
+        "hash": hash("a name"),
+        "label": os.environ.get("LABEL"),
+        "random": random.random(),
+        "session": os.getsid(0) == os.getpid(),
+        "transformers": "transformers" in sys.modules,
+    }
+
+
+def test_forked_ranks_differ_as_new_processes_do() -> None:
+    with Launch(2, _what_it_has) as job:
+        assert job.wait(60) == [0, 0]
+        first, second = job.result(0), job.result(1)
+    assert first["hash"] != second["hash"], "neighbours must disagree about the order of sets"
+    assert first["random"] != second["random"]
+    assert first["session"]
+    assert first["transformers"], "forked from a process that has imported it"
+    assert first["label"] is None
+
+
+def test_ranks_with_variables_are_new_interpreters() -> None:
+    with Launch(1, _what_it_has, env={"LABEL": "x"}) as job:
+        assert job.wait(60) == [0]
+        assert job.result(0) == {**job.result(0), "label": "x", "session": True}
+
+
+def test_a_forked_process_ends_as_it_would() -> None:
+    with Launch(2, _sleep_after_ready) as job:
+        job.wait_for_output(1, "ready")
+        with pytest.raises(subprocess.TimeoutExpired):
+            job._processes[1].wait(0.1)
+        job.kill(1, signal.SIGTERM)
+        assert job.wait(30) == [0, -signal.SIGTERM]
+        job.kill(1)  # it has ended: no other process gets the signal

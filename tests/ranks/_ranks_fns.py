@@ -1,4 +1,4 @@
-"""What the rank processes of test_ranks.py run. Started as ``python -m tests.ranks._ranks_fns SCENARIO RANK WORLD PORT DIR``.
+"""What the rank processes of test_ranks.py run. Started with SCENARIO RANK WORLD PORT DIR.
 
 PORT is that of a TCPStore in the test's process, or "first" when rank 0 is to host one.
 Each rank writes what it saw to DIR/<rank>.json: per step a value, or the error's type, text and cause.
@@ -10,7 +10,6 @@ import faulthandler
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -253,14 +252,11 @@ def hosted_by_first(rank: int, address: Path) -> Any:
     return connect(address.read_text())
 
 
-def main(scenario: str, rank: int, world_size: int, port: str, folder: Path) -> None:
+def main(scenario: str, rank: str, world_size: str, port: str, folder: str) -> None:
     faulthandler.dump_traceback_later(75, exit=True)
-    store = hosted_by_first(rank, folder / "port") if port == "first" else connect(port)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    notes = Notes(rank, folder)
+    own, place = int(rank), Path(folder)
+    store = hosted_by_first(own, place / "port") if port == "first" else connect(port)
+    dist.init_process_group("gloo", store=store, rank=own, world_size=int(world_size))
+    notes = Notes(own, place)
     {f.__name__: f for f in (calm, slow, signalled, first_killed, last_word)}[scenario](notes, store)
     notes.write()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], Path(sys.argv[5]))

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +16,8 @@ from torch.distributed import TCPStore
 from shardwise.errors import RankError
 from shardwise.ranks import protocol as rounds
 from shardwise.ranks.ranks import Ranks
+from tests.harness.process import Process, kill_all, spawn, worker_env
 
-ROOT = Path(__file__).parents[2]
 LAUNCH_S = 150.0
 
 Note = dict[str, Any]
@@ -33,20 +30,16 @@ def launch(
     folder: Path,
     *,
     first_hosts: bool = False,
-    during: Callable[[list[subprocess.Popen[bytes]]], None] | None = None,
+    during: Callable[[list[Process]], None] | None = None,
 ) -> Notes:
     """Run a scenario of _ranks_fns.py on real processes; returns what each rank noted (nothing if killed before it wrote)."""
     here = None if first_hosts else TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = "first" if here is None else str(here.port)
-    env = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
     logs = [folder / f"{rank}.log" for rank in range(world_size)]
-    processes = []
+    processes: list[Process] = []
     for rank, log in enumerate(logs):
-        command = [sys.executable, "-m", "tests.ranks._ranks_fns", scenario, str(rank), str(world_size), port]
-        with log.open("wb") as output:
-            processes.append(
-                subprocess.Popen([*command, str(folder)], env=env, cwd=ROOT, stdout=output, stderr=output)
-            )
+        words = (scenario, str(rank), str(world_size), port, str(folder))
+        processes.append(spawn("tests.ranks._ranks_fns", *words, log=log, env=worker_env()))
     try:
         end = time.monotonic() + LAUNCH_S
         if during is not None:
@@ -58,9 +51,7 @@ def launch(
             print(f"---- rank {rank}: {processes[rank].poll()}\n{log.read_text(errors='replace')}")
         raise
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+        kill_all(processes)
     killed = [process.returncode == -signal.SIGKILL for process in processes]
     results = [folder / f"{rank}.json" for rank in range(world_size)]
     for rank, result in enumerate(results):
@@ -169,7 +160,7 @@ def test_progress_is_not_limited_by_timeout(tmp_path: Path) -> None:
 
 
 def test_stopped_and_killed_ranks(tmp_path: Path) -> None:
-    def continue_when_others_have_raised(processes: list[subprocess.Popen[bytes]]) -> None:
+    def continue_when_others_have_raised(processes: list[Process]) -> None:
         for name, stopped in (("stop-last", 2), ("stop-first", 0)):
             end = time.monotonic() + 90  # imports, on a busy machine, too
             others = [tmp_path / f"{name}.{rank}" for rank in range(3) if rank != stopped]

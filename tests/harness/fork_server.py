@@ -1,0 +1,219 @@
+"""Processes forked from one that has imported torch and transformers: a rank starts in milliseconds, not in seconds.
+
+A rank of a pool or a launch is a copy of such a server, in a session of its own, with its own environment. Two servers
+with different hash seeds take turns, so that neighbouring ranks disagree about the order of sets, as processes that a
+launcher starts do. What needs a new interpreter (variables that libraries read when imported, what an import does)
+asks :func:`tests.harness.process.spawn` for one with ``fresh=True``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import json
+import os
+import random
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+__all__ = ["Forked", "ForkServer"]
+
+#: Before the first fork. Nothing of shardwise's integrations: ranks that need them import them, as scripts do.
+_PRELOADED = (
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "transformers.models.auto.modeling_auto",
+    "transformers.modeling_utils",
+    "shardwise.api",
+    "tests.harness.worker",
+    "tests.harness.worker_once",
+)
+_NUMBER = struct.Struct("<i")
+_MOST_BYTES = 128 * 1024  # of a request: the environment is most of it
+_FD = "FD"  # in argv: the number that the descriptor has in the new process
+
+
+class Forked:
+    """One forked process, as far as :class:`subprocess.Popen` says it: pid, poll, wait, send_signal, returncode."""
+
+    def __init__(self, status: int, server: ForkServer) -> None:
+        self._status = status
+        self._server = server
+        self._pid: int | None = None
+        self.returncode: int | None = None
+
+    @property
+    def pid(self) -> int:
+        """Waits until the server has forked it."""
+        if self._pid is None:
+            self._pid = self._read()
+            if self._pid is None:
+                raise RuntimeError(
+                    f"the fork server ended before it made the process:\n{self._server.output()}"
+                )
+        return self._pid
+
+    def poll(self) -> int | None:
+        """The return code if the process has ended (negative: the signal), else None."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0.0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The return code, once the process has ended; raises :class:`subprocess.TimeoutExpired`."""
+        if self.returncode is None:
+            pid = self.pid
+            if not select.select([self._status], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(str(pid), timeout or 0.0)
+            code = self._read()
+            self.returncode = (
+                -signal.SIGKILL if code is None else code
+            )  # None: the server died, and it with it
+            os.close(self._status)
+        return self.returncode
+
+    def send_signal(self, signum: int) -> None:
+        """Send a signal, unless the process has ended."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signum)
+
+    def _read(self) -> int | None:
+        data = os.read(self._status, _NUMBER.size)
+        return _NUMBER.unpack(data)[0] if len(data) == _NUMBER.size else None
+
+
+class ForkServer:
+    """One server process and the socket to it. It ends, and its children after it, when this process does."""
+
+    def __init__(self, env: Mapping[str, str], cwd: Path) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the server
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.harness.fork_server", str(theirs.fileno())],
+                cwd=cwd,
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=subprocess.STDOUT,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        atexit.register(self.close)
+
+    def spawn(
+        self, module: str, argv: Iterable[str], *, log: Path, env: Mapping[str, str], fds: Iterable[int] = ()
+    ) -> Forked:
+        """Fork a process that calls ``module.main(*argv)``; an argument ``"FD"`` becomes the number of the next of
+        ``fds`` there. Its output is appended to ``log``."""
+        log.touch()
+        request = {"module": module, "argv": list(argv), "log": str(log), "env": dict(env)}
+        ours, theirs = os.pipe()
+        socket.send_fds(self._socket, [json.dumps(request).encode()], [theirs, *fds])
+        os.close(theirs)
+        return Forked(ours, self)
+
+    def output(self) -> str:
+        """What the server itself has printed: warnings of imports, and why it ended."""
+        self._output.seek(0)
+        return self._output.read().decode(errors="replace")
+
+    def close(self) -> None:
+        """End the server; its children see that and end, too."""
+        self._socket.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(5.0)
+        self._process.kill()
+        self._process.wait()
+
+
+def _serve(control: socket.socket) -> tuple[dict[str, object], list[int]] | None:
+    """Fork a child for each request and report how it ended. Returns in the server (None) and in each child."""
+    woken, wake = os.pipe()
+    for end in (woken, wake):
+        os.set_blocking(end, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake)
+    running: dict[int, int] = {}
+    while True:
+        ready, _, _ = select.select([control, woken], [], [])
+        if woken in ready:
+            os.read(woken, 1024)
+            _report_ends(running)
+        if control not in ready:
+            continue
+        data, fds, *_ = socket.recv_fds(control, _MOST_BYTES, 8)
+        if not data:
+            return None
+        status, *fds = fds
+        if pid := os.fork():
+            os.write(status, _NUMBER.pack(pid))
+            running[pid] = status
+            for fd in fds:
+                os.close(fd)
+            continue
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for fd in (status, woken, wake, *running.values()):
+            os.close(fd)
+        control.close()
+        return json.loads(data), fds
+
+
+def _report_ends(running: dict[int, int]) -> None:
+    while running:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            return
+        pipe = running.pop(pid)
+        with contextlib.suppress(BrokenPipeError):
+            os.write(pipe, _NUMBER.pack(os.waitstatus_to_exitcode(status)))
+        os.close(pipe)
+
+
+def _become(request: dict[str, object], fds: list[int]) -> None:
+    """In the child: what a new process would have, then the module's ``main``."""
+    os.setsid()
+    for number, path, flags in (
+        (0, os.devnull, os.O_RDONLY),
+        (1, str(request["log"]), os.O_WRONLY | os.O_APPEND | os.O_CREAT),
+    ):
+        opened = os.open(path, flags, 0o666)
+        os.dup2(opened, number)
+        os.close(opened)
+    os.dup2(1, 2)
+    os.environ.clear()
+    os.environ.update(request["env"])  # type: ignore[call-overload]
+    random.seed()
+    importlib.import_module("numpy").random.seed()
+    numbers = iter(fds)
+    argv = [str(next(numbers)) if word == _FD else word for word in request["argv"]]  # type: ignore[attr-defined]
+    sys.argv = [str(request["module"]), *argv]
+    importlib.import_module(str(request["module"])).main(*argv)
+
+
+def main(fd: str) -> None:
+    control = socket.socket(fileno=int(fd))
+    control.set_inheritable(False)
+    for module in _PRELOADED:
+        importlib.import_module(module)
+    threads = len(os.listdir("/proc/self/task"))
+    if threads != 1:
+        raise RuntimeError(f"{threads} threads after the imports: a fork would copy only one of them")
+    made = _serve(control)
+    if made is not None:
+        _become(*made)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
