@@ -46,6 +46,12 @@ ORDER = (
 )
 MOST_LOOSE = 8
 
+#: Directories of tests that have another subject than one room.
+BESIDE_ROOMS = {
+    *("cases", "device", "docs", "examples", "faults", "fuzz", "harness", "meta", "mutations", "quick"),
+    *("data", "wheel"),
+}
+
 #: Pure parts: planned and tested on plain integers.
 WITHOUT_TORCH = ("catalog", "format", "layout.boxes", "recipe.tiles", "planning")
 
@@ -267,3 +273,12 @@ def test_everything_that_is_imported_is_declared_and_pinned() -> None:
     assert {"torch", "trl"} <= set(outside)
     assert {n: p for n, p in outside.items() if n not in declared | COME_ALONG} == {}
     assert (declared | set(outside)) - pinned == set()
+
+
+def test_tests_lie_in_the_room_that_they_test() -> None:
+    tests = Path(__file__).resolve().parents[1]
+    found = {path.parent.name for path in tests.glob("*/*.py")}
+    assert found <= {*ORDER, *BESIDE_ROOMS}, "a directory of tests is named after a room of src/shardwise"
+    rooms = {room for room in ORDER if (SOURCE / room).is_dir() and room}
+    untested = rooms - found - {"internals"}  # its functions are tested where they are used
+    assert not untested, "each room has tests of its own"
