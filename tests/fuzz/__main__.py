@@ -274,6 +274,8 @@ def _child(
         place = campaign.root / "input" / "place"
         done = 0
         for number in range(first, first + count):
+            # Before the input is made: where making it fails, the next child begins after it.
+            shared[: _STATUS.size] = _STATUS.pack(number, time.process_time(), time.monotonic(), done)
             try:
                 work = _input(name, number, campaign.options.seed, campaign.seeds, place)
             except (RecursionError, ValueError, TypeError):

@@ -202,10 +202,10 @@ def mutated_text(rng: random.Random, value: Any) -> bytes:
 # ------------------------------------------------------------------------------------------------- bytes
 
 
-def mutate_bytes(rng: random.Random, data: bytes, most: int = 6) -> bytes:
-    """Bytes with one to ``most`` changes: bits, borders of integers, lost, repeated and foreign stretches."""
+def mutate_bytes(rng: random.Random, data: bytes, changes: int = 6) -> bytes:
+    """Bytes with one to ``changes`` changes: bits, borders of integers, lost, repeated and foreign stretches."""
     found = bytearray(data)
-    for _ in range(rng.randint(1, most)):
+    for _ in range(rng.randint(1, changes)):
         if not found:
             return rng.randbytes(rng.randrange(64))
         at = rng.randrange(len(found))
@@ -217,8 +217,9 @@ def mutate_bytes(rng: random.Random, data: bytes, most: int = 6) -> bytes:
         elif kind == 2:
             width = rng.choice(["<H", ">H", "<I", ">I", "<Q", ">Q"])
             size = struct.calcsize(width)
+            most = 2 ** (8 * size) - 1
             border = rng.choice(
-                (0, 1, 2 ** (8 * size) - 1, 2 ** (8 * size - 1), len(found), rng.randrange(2 ** (8 * size)))
+                (0, 1, most, 2 ** (8 * size - 1), min(len(found), most), rng.randrange(most + 1))
             )
             found[at : at + size] = struct.pack(width, border)
         elif kind == 3:
