@@ -96,8 +96,8 @@ def load_critic(base: Path, mesh: DeviceMesh, kind: str) -> tuple[Any, Any]:
         base,
         mesh,
         auto_class=critic_class(CLASSES[kind]),
-        init={"value_head.*": "model"},  # by the class's own rule, the same at every world size
-        unused=("*lm_head.weight",),
+        allow_missing=("value_head.*",),  # by the class's own rule, the same at every world size
+        allow_unused=("*lm_head.weight",),
     )
     if kind == "vlm":
         critic.model.vision_tower.requires_grad_(False)

@@ -251,7 +251,7 @@ def seeded(kind: str, base: str) -> dict[str, torch.Tensor]:
     plain = on_meta(kind, base)
     sw.shard(plain, mesh_of())
     with nothing_else_changes():
-        sw.load(plain, base, init={"*.lora_*": "model"})
+        sw.load(plain, base, allow_missing=("*.lora_*",))
         sw.initialize(plain, 5, names=["*.lora_*"])
     assert_values(plain, values)
     assert (failure(lambda: sw.load(plain, base))[0]) == "PlanError"
@@ -467,8 +467,8 @@ def a_new_head(base: str) -> dict[str, torch.Tensor]:
     options: dict[str, Any] = {
         "auto_class": transformers.AutoModelForSequenceClassification,
         "adapter": config,
-        "init": {"score.*": "model"},
-        "unused": ("lm_head.weight",),
+        "allow_missing": ("score.*",),
+        "allow_unused": ("lm_head.weight",),
     }
     with known_warnings(), nothing_else_changes():
         model, report = sw.load_pretrained(base, mesh_of(), **options)

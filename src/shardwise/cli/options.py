@@ -83,9 +83,11 @@ def as_load_pretrained(command: Callable[..., Any]) -> Callable[..., Any]:
             "--key-mapping", nargs=2, multiple=True, metavar="REGEX TEXT", help="Rename stored tensors."
         ),
         click.option(
-            "--unused", multiple=True, metavar="PATTERN", help="Stored tensors that may be left over."
+            "--allow-unused", multiple=True, metavar="PATTERN", help="Stored tensors that may be left over."
         ),
-        click.option("--init", multiple=True, metavar="PATTERN", help="Tensors that may be missing."),
+        click.option(
+            "--allow-missing", multiple=True, metavar="PATTERN", help="Tensors that may be missing from PATH."
+        ),
         click.option("--adapter", default=None, metavar="DIR", help=_ADAPTER_HELP),
         click.option("--revision", default=None, help="Branch, tag or commit on the hub."),
         click.option("--subfolder", default="", metavar="DIR", help="Folder of the model in PATH."),

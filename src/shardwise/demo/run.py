@@ -133,8 +133,8 @@ def run_demo(
         "model": {
             "path": str(prepared.directory),
             "class": prepared.kind,
-            "unused": prepared.unused,
-            "init": prepared.init,
+            "allow_unused": prepared.allow_unused,
+            "allow_missing": prepared.allow_missing,
         },
         "nproc": nproc,
         "steps": steps,
@@ -179,7 +179,10 @@ def _introduce(course: _Course, console: Console) -> None:
         f"first line",
         highlight=False,
     )
-    for what, names in (("left out, a head's", course.model.unused), ("made new", course.model.init)):
+    for what, names in (
+        ("left out, a head's", course.model.allow_unused),
+        ("made new", course.model.allow_missing),
+    ):
         if names:
             shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else "")
             console.print(f"declared for the load, {what}: {shown}", highlight=False, markup=False)
@@ -189,8 +192,8 @@ def _arguments(course: _Course, name: str) -> list[str]:
     arguments = ["--model", str(course.model.directory), "--out", str(course.out), "--name", name]
     arguments += ["--pairs", str(course.out / "pairs.json"), "--steps", str(course.steps)]
     arguments += ["--batch-size", str(course.batch_size), "--save-every", str(course.save_every)]
-    arguments += [f"--unused={pattern}" for pattern in course.model.unused]
-    arguments += [f"--init={pattern}" for pattern in course.model.init]
+    arguments += [f"--allow-unused={pattern}" for pattern in course.model.allow_unused]
+    arguments += [f"--allow-missing={pattern}" for pattern in course.model.allow_missing]
     return arguments
 
 

@@ -34,7 +34,7 @@ def print_resume(report: Mapping[str, Any], console: Console) -> None:
         f"now {report['world_size']}",
         "digests compared": f"{report['tensors']} tensors of the model, {report['optimizer_tensors']} of the optimizer",
         "restored": ", ".join(report["documents"]),
-        "not restored": ", ".join(report["not_restored"]) or "nothing was left out",
+        "skipped": ", ".join(report["skipped"]) or "nothing",
         "random generators": report["rng"],
         "bitwise as never stopped": "yes" if report["exact"] else f"no: {'; '.join(report['differences'])}",
         "newer steps set aside": ", ".join(map(str, report["superseded"])) or "none",

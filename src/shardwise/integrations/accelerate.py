@@ -73,8 +73,8 @@ def load_pretrained(
     config: Any = None,
     trust_remote_code: bool = False,
     key_mapping: Mapping[str, str] | None = None,
-    unused: Sequence[str] = (),
-    init: Mapping[str, str] | None = None,
+    allow_unused: Sequence[str] = (),
+    allow_missing: Sequence[str] = (),
     adapter: Any = None,
     seed: int = 0,
     io: IOOptions | None = None,
@@ -102,8 +102,8 @@ def load_pretrained(
         config=config,
         trust_remote_code=trust_remote_code,
         key_mapping=key_mapping,
-        unused=unused,
-        init=init,
+        allow_unused=allow_unused,
+        allow_missing=allow_missing,
         adapter=adapter,
         options=options,
     )
@@ -118,8 +118,8 @@ def load(
     source: Any,
     *,
     names: Any = None,
-    unused: Sequence[str] = (),
-    init: Mapping[str, str] | None = None,
+    allow_unused: Sequence[str] = (),
+    allow_missing: Sequence[str] = (),
     io: IOOptions | None = None,
 ) -> LoadReport:
     """Shard any module in place by the accelerator's FSDP plugin, and fill it from ``source``.
@@ -129,16 +129,16 @@ def load(
     """
     ranks = Ranks.current(timeout_s=(io or IOOptions()).timeout_s)
     with ranks.agree("shard as the accelerator says"):
-        ignored = shard(accelerator, model)
+        excluded = shard(accelerator, model)
     return _load(
         model,
         source,
         names=names,
-        unused=unused,
-        init=init,
+        allow_unused=allow_unused,
+        allow_missing=allow_missing,
         device=device_of(accelerator),
         io=io,
-        ignored=ignored,
+        allow_plain=excluded,
     )
 
 

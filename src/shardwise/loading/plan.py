@@ -120,8 +120,8 @@ def plan(
     config: Any = None,
     trust_remote_code: bool = False,
     key_mapping: Mapping[str, str] | None = None,
-    unused: Sequence[str] = (),
-    init: Mapping[str, str] | None = None,
+    allow_unused: Sequence[str] = (),
+    allow_missing: Sequence[str] = (),
     adapter: Any = None,
     **options: Unpack[FromPretrained],
 ) -> PlanReport:
@@ -138,7 +138,8 @@ def plan(
         replicas: number of ranks that hold the same shard; divides ``ranks``.
         dtype: as for ``load_pretrained``.
         policy: how to wrap.
-        auto_class, config, trust_remote_code, key_mapping, unused, init, adapter, options: as for ``load_pretrained``.
+        auto_class, config, trust_remote_code, key_mapping, allow_unused, allow_missing, adapter, options: as for
+            ``load_pretrained``.
 
     Raises :class:`ValueError` for invalid counts or an invalid dtype, :class:`PlanError` if the load can't be proved
     complete, :class:`SourceError`, :class:`ShardError` or :class:`LayoutError`.
@@ -152,8 +153,8 @@ def plan(
         config=config,
         trust_remote_code=trust_remote_code,
         key_mapping=key_mapping,
-        unused=unused,
-        init=init,
+        allow_unused=allow_unused,
+        allow_missing=allow_missing,
         adapter=adapter,
         options=options,
     )

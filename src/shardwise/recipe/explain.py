@@ -57,7 +57,7 @@ def _missing(
         near = _nearest(w.name, pool) if k < _FEW_LINES else None
         hint = f"; nearest stored name: {near!r}" if near else ""
         also = f" (also named {', '.join(map(repr, w.aliases))})" if w.aliases else ""
-        advice = f"; give init={{{w.name!r}: 'model'}} if it is new" if caller_declares else ""
+        advice = f"; give allow_missing=({w.name!r},) if it is new" if caller_declares else ""
         if codes := next(
             (c for n in (w.name, *w.aliases) if (c := code_of_weight(n, catalog.tensors))), None
         ):
@@ -71,7 +71,7 @@ def _unused(
     wanted_names = [w.name for w in missing]
     for k, (pattern, names) in enumerate(_families(catalog.tensors, spare).items()):
         them = "they" if len(names) > 1 else "it"
-        advice = f"; give unused=({pattern!r},) if {them} may be left" if caller_declares else ""
+        advice = f"; give allow_unused=({pattern!r},) if {them} may be left" if caller_declares else ""
         if any(is_part(name, catalog.tensors) for name in names):
             advice = "; quantised codes, or tensors beside them"
         stored = catalog.tensors[names[0]]

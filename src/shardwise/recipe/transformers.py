@@ -66,7 +66,7 @@ class HubRules:
                 found.setdefault(source, made.target)
         return found
 
-    def unused(self, stored: str, target: str) -> str | None:
+    def allow_unused(self, stored: str, target: str) -> str | None:
         """The author of a declaration that this stored tensor may be left over, or None."""
         if target in self.non_persistent:
             return "model (stored copy of a non-persistent buffer)"
@@ -78,7 +78,7 @@ class HubRules:
         """The conversions that a ``resolve`` has used."""
         return [c for c in self.conversions if c.was_used()]
 
-    def init(self, name: str) -> str | None:
+    def allow_missing(self, name: str) -> str | None:
         """The author of a declaration that this wanted tensor may be missing, or None."""
         if any(re.search(p, name) for p in self.missing):
             return "model (_keys_to_ignore_on_load_missing)"

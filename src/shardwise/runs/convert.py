@@ -56,7 +56,7 @@ class ConvertReport:
     tensors: int
     optimizer_tensors: int
     documents: tuple[str, ...]
-    left: tuple[str, ...]
+    skipped: tuple[str, ...]
     """State in the source that the checkpoint does not hold."""
     bytes_read: int
     """By this rank."""
@@ -132,7 +132,7 @@ def convert(
             len(s) for o in run.optimizers.values() for by in (o.spread, o.scalars) for s in by.values()
         ),
         documents=tuple(sorted(run.documents)),
-        left=run.left,
+        skipped=run.skipped,
         bytes_read=files.bytes_read,
         bytes_written=written,
         seconds=time.perf_counter() - started,
