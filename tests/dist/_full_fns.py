@@ -137,7 +137,7 @@ def fails(source: str, root: str) -> list[tuple[str, str]]:
     with sw.meta_init():
         empty = nn.Linear(4, 4)
     found.append(failure(lambda: sw.iter_full(empty)))
-    handed = sw.iter_full(model, bucket_bytes=1, io=sw.IOOptions(timeout_s=2))
+    handed = sw.iter_full(model, bucket_bytes=1, timeout_s=2)
     next(handed)
     if rank == 1:  # stops alone
         time.sleep(4)

@@ -252,11 +252,11 @@ def seeded(kind: str, base: str) -> dict[str, torch.Tensor]:
     sw.shard(plain, mesh_of())
     with nothing_else_changes():
         sw.load(plain, base, allow_missing=("*.lora_*",))
-        sw.initialize(plain, 5, names=["*.lora_*"])
+        sw.initialize(plain, 5, only=["*.lora_*"])
     assert_values(plain, values)
     assert (failure(lambda: sw.load(plain, base))[0]) == "PlanError"
     if any(".lora_magnitude" in n for n in values):
-        error, words = failure(lambda: sw.initialize(plain, names=["*.lora_magnitude_vector.*"]))
+        error, words = failure(lambda: sw.initialize(plain, only=["*.lora_magnitude_vector.*"]))
         assert error == "PlanError"
         assert "follows from lora_B, which is not initialised along with it" in words
     return values if dist.get_rank() == 0 else {}

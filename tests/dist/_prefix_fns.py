@@ -216,7 +216,7 @@ def read(directory: str, reader: Reader) -> Outcome:
 def hinted(directory: str, reader: Reader) -> tuple[dict[str, str], Outcome]:
     """The key_mapping that the error proposes, and what comes of it."""
     (line,) = [p for p in read(directory, reader).problems if p.startswith("prefix: ")]
-    found = re.search(r"key_mapping=(\{.*?\}) to load_pretrained", line)
+    found = re.search(r"key_mapping=(\{.*\})$", line)
     assert found, line
     mapping = ast.literal_eval(found[1])
     better = Reader(reader.model_class, reader.config, mapping, reader.allow_unused, reader.allow_missing)

@@ -398,5 +398,5 @@ def initialized_in_part(kind: str, pattern: str) -> tuple[dict[str, torch.Tensor
             parameter.fill_(7)
     shard(model, _mesh())
     before = _full(model)
-    initialize(model, 0, names=[pattern])
+    initialize(model, 0, only=[pattern])
     return before, _full(model)

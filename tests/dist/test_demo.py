@@ -64,7 +64,7 @@ def test_the_whole_demo(masked_model: Path, tmp_path: Path) -> None:
     text = StringIO()
     out = tmp_path / "out"
 
-    report = run_demo(out, model=masked_model, nproc=2, steps=8, console=Console(file=text, width=150))
+    report = run_demo(out, model=masked_model, ranks=2, steps=8, console=Console(file=text, width=150))
 
     assert json.loads((out / "report.json").read_text()) == json.loads(json.dumps(report))
     assert report["model"]["class"] == "BertModel"
@@ -132,8 +132,8 @@ def test_wrong_models_are_told_before_anything_starts(tmp_path: Path, masked_mod
         (tmp_path / "mute" / name).write_bytes((masked_model / name).read_bytes())
     with pytest.raises(SourceError, match="tokenizer"):
         run_demo(out, model=tmp_path / "mute")
-    with pytest.raises(ValueError, match="nproc"):
-        run_demo(out, nproc=0)
+    with pytest.raises(ValueError, match="ranks"):
+        run_demo(out, ranks=0)
     assert not out.exists()
 
 

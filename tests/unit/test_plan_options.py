@@ -54,7 +54,7 @@ def test_the_text_part_of_a_vision_language_model(
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     path = str(directory / "llava")
-    whole, part = _plan(path), _plan(path, "--class", name, *_as_arguments(TEXT_PART))
+    whole, part = _plan(path), _plan(path, "--auto-class", name, *_as_arguments(TEXT_PART))
     model, report = sw.load_pretrained(path, auto_class=LlamaForCausalLM, **TEXT_PART)
     assert part["model_class"] == name.rpartition(":")[2]
     assert part["model_bytes"] == report.model_bytes == sum(t.nbytes for t in model.state_dict().values())
@@ -69,7 +69,7 @@ def test_a_class_that_is_not_there(directory: Path) -> None:
         ("no.such:Model", "can't be imported"),
         ("os:path", "os"),
     ):
-        assert word in _plan(str(directory / "qwen3"), "--class", name, status=2)["error"]["message"]
+        assert word in _plan(str(directory / "qwen3"), "--auto-class", name, status=2)["error"]["message"]
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # PEFT's use of it

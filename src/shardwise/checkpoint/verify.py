@@ -55,7 +55,7 @@ class VerifyReport:
 
 
 def verify(
-    path: str | os.PathLike[str], on_progress: Progress | None = None, *, threads: int | None = None
+    path: str | os.PathLike[str], *, threads: int | None = None, on_progress: Progress | None = None
 ) -> VerifyReport:
     """Check a stored checkpoint completely; reads all of it once, in blocks of 16 MiB, on one process.
 

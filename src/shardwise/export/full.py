@@ -30,7 +30,6 @@ from ..layout.model import wanted_of
 from ..layout.wanted import Wanted
 from ..models.memory import default_device
 from ..names import NamedTensor
-from ..planning import IOOptions
 from ..planning.build import transfers_of
 from ..ranks.ranks import Ranks
 from ..recipe.match import castable
@@ -50,7 +49,7 @@ def iter_full(
     names: Literal["hub", "module", "adapter"] = "hub",
     bucket_bytes: int = 512 * 1024**2,
     dtype: torch.dtype | str | None = None,
-    io: IOOptions | None = None,
+    timeout_s: float = 300.0,
 ) -> FullTensors:
     """Iterate lazily over ``(name, full tensor)`` of all stored tensors of ``model``, in one order on every rank.
 
@@ -65,11 +64,11 @@ def iter_full(
             adapter of a ``PeftModel``, with the names in its file.
         bucket_bytes: bytes gathered at a time: as many tensors as fit, at least one.
         dtype: cast floating-point tensors to it. Default: no cast.
-        io: time limit.
+        timeout_s: as in :class:`IOOptions`; nothing is read or written here.
 
     Every rank of the default process group must call it, iterate in step, and stop at the same tensor (``break``
     or ``close()``: nothing is in flight between tensors). If a rank fails to make its part of a bucket, all ranks
-    raise; if a rank stops alone, the other ranks' error names it after ``io.timeout_s``. The model must not change
+    raise; if a rank stops alone, the other ranks' error names it after ``timeout_s``. The model must not change
     during the iteration.
 
     Memory, besides the shards: ``bucket_bytes``, or the largest tensor if that is more, plus the tensors of the last
@@ -80,7 +79,7 @@ def iter_full(
     Raises :class:`CheckpointError` (hub names of a model with adapters), :class:`FormatError` (a conversion that
     can't be inverted), :class:`StateError` (nothing loaded yet) or :class:`RankError` alike on every rank.
     """
-    ranks = Ranks.current(timeout_s=(io or IOOptions()).timeout_s)
+    ranks = Ranks.current(timeout_s=timeout_s)
     with ranks.agree("plan full tensors") as claim:
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")

@@ -78,6 +78,7 @@ def load_pretrained(
     adapter: Any = None,
     seed: int = 0,
     io: IOOptions | None = None,
+    verify: Literal["cover", "digest"] | None = None,
     **options: Unpack[FromPretrained],
 ) -> tuple[Any, LoadReport]:
     """:func:`shardwise.load_pretrained`, sharded by the accelerator's FSDP plugin, for ``accelerator.prepare``.
@@ -108,7 +109,12 @@ def load_pretrained(
         options=options,
     )
     return load_wrapped(
-        request, lambda model: shard(accelerator, model), seed=seed, device=device_of(accelerator), io=io
+        request,
+        lambda model: shard(accelerator, model),
+        seed=seed,
+        device=device_of(accelerator),
+        io=io,
+        verify=verify,
     )
 
 
@@ -118,9 +124,13 @@ def load(
     source: Any,
     *,
     names: Any = None,
+    key_mapping: Mapping[str, str] | None = None,
     allow_unused: Sequence[str] = (),
     allow_missing: Sequence[str] = (),
+    adapter: Any = None,
+    seed: int = 0,
     io: IOOptions | None = None,
+    verify: Literal["cover", "digest"] | None = None,
 ) -> LoadReport:
     """Shard any module in place by the accelerator's FSDP plugin, and fill it from ``source``.
 
@@ -134,10 +144,14 @@ def load(
         model,
         source,
         names=names,
+        key_mapping=key_mapping,
         allow_unused=allow_unused,
         allow_missing=allow_missing,
+        adapter=adapter,
+        seed=seed,
         device=device_of(accelerator),
         io=io,
+        verify=verify,
         allow_plain=excluded,
     )
 

@@ -29,7 +29,17 @@ from ..names import patterns_of
 from ..planning import IOOptions, Plan, build_plan
 from ..ranks.ranks import Ranks
 from ..recipe.host_convert import HostConversion
-from ..recipe.match import Declaration, Recipe, Resolve, Rules, match_rules, matches_any, renamed, same_names
+from ..recipe.match import (
+    Declaration,
+    Recipe,
+    Resolve,
+    Rules,
+    by_key_mapping,
+    match_rules,
+    matches_any,
+    renamed,
+    same_names,
+)
 from ..recipe.origin import remember
 from ..recipe.tiles import is_identity
 from ..recipe.transformers import HubRules, automatic_rules, note_conversions
@@ -51,6 +61,7 @@ def load(
     source: str | os.PathLike[str] | Catalog,
     *,
     names: Names | None = None,
+    key_mapping: Mapping[str, str] | None = None,
     allow_unused: Sequence[str] = (),
     allow_missing: Sequence[str] = (),
     adapter: Any = None,
@@ -71,7 +82,9 @@ def load(
         source: a safetensors file or directory, a shardwise checkpoint, or a catalog.
         names: stored name → module name, as a mapping (names not in it stay unchanged) or a function. Default: the
             transformers renames of the model's class, or none for other modules; for a model wrapped by PEFT, the
-            base's.
+            base's. Not beside ``key_mapping``.
+        key_mapping: renames before those of the model's class, regex → replacement, as for ``from_pretrained``. No
+            effect on a checkpoint, which holds the names of the module.
         allow_unused: ``fnmatch`` patterns of stored names that may be left over.
         allow_missing: ``fnmatch`` patterns of module names that ``source`` may lack: the model's own rule fills them.
         adapter: of a ``PeftModel`` whose base ``source`` holds: the directory of an adapter, or a PEFT config (as
@@ -102,12 +115,14 @@ def load(
         unused = patterns_of("allow_unused", allow_unused)
         missing = patterns_of("allow_missing", allow_missing)
         plain = patterns_of("allow_plain", allow_plain)
+        if names is not None and key_mapping is not None:
+            raise ValueError("names= and key_mapping= both rename stored tensors: give one of them")
         catalog = source if isinstance(source, Catalog) else open_catalog(source)
         live = describe(model)
         refuse_source(catalog, lambda: live.tensors)
-        hub = hub_rules_of(live, catalog) if names is None else None
+        hub = hub_rules_of(live, catalog, key_mapping) if names is None else None
         rules = Rules(
-            _resolve(live, catalog, names, hub),
+            _resolve(live, catalog, names, key_mapping, hub),
             allow_unused=lambda stored, _: "caller" if matches_any(stored, unused) else None,
             allow_missing=lambda name: "caller" if matches_any(name, missing) else None,
             caller_declares=True,
@@ -270,7 +285,13 @@ def _parameters_of(initialized: Sequence[Declaration], plan: Plan) -> list[str]:
     return [d.name for d in initialized if kinds[d.name] == "parameter"]
 
 
-def _resolve(live: LiveModel, catalog: Catalog, names: Names | None, hub: HubRules | None) -> Resolve:
+def _resolve(
+    live: LiveModel,
+    catalog: Catalog,
+    names: Names | None,
+    key_mapping: Mapping[str, str] | None,
+    hub: HubRules | None,
+) -> Resolve:
     """From stored tensors to module names, as the caller says, or as the model's class does."""
     if callable(names):
         return renamed(lambda stored: {n: names(n) for n in stored})
@@ -280,12 +301,17 @@ def _resolve(live: LiveModel, catalog: Catalog, names: Names | None, hub: HubRul
         if lost:
             raise PlanError(f"names= maps stored tensors that {catalog.root} does not hold", tuple(lost))
         return renamed(lambda stored: {n: given.get(n, n) for n in stored})
-    return wrapped(live, hub.resolve if hub else same_names)
+    if hub is not None:
+        return wrapped(live, hub.resolve)
+    is_renamed = key_mapping is not None and not catalog.has_module_names
+    return wrapped(live, by_key_mapping(key_mapping) if is_renamed else same_names)
 
 
-def hub_rules_of(live: LiveModel, catalog: Catalog) -> HubRules | None:
+def hub_rules_of(
+    live: LiveModel, catalog: Catalog, key_mapping: Mapping[str, str] | None = None
+) -> HubRules | None:
     """The rules of a model's class for hub files; None for other modules, and for a checkpoint's module names."""
-    return None if catalog.has_module_names else automatic_rules(live.base)
+    return None if catalog.has_module_names else automatic_rules(live.base, key_mapping)
 
 
 def _fingerprint(plan: Plan) -> bytes:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -61,6 +61,7 @@ def load_pretrained(
     seed: int = 0,
     device: torch.device | str | None = None,
     io: IOOptions | None = None,
+    verify: Literal["cover", "digest"] | None = None,
     **options: Unpack[FromPretrained],
 ) -> tuple[Any, LoadReport]:
     """Build the transformers model at ``path`` on meta, shard it over ``mesh`` and fill the shards.
@@ -79,7 +80,7 @@ def load_pretrained(
         config: a config object to use instead of the stored one, or the directory of one.
         trust_remote_code: run the directory's Python files for its classes (``auto_map``). Ranks that share
             transformers' cache of modules import them in turn.
-        key_mapping: further renames, regex → replacement, as for ``from_pretrained``.
+        key_mapping: renames before those of the model's class, as for :func:`shardwise.load`.
         allow_unused, allow_missing: patterns as for :func:`shardwise.load`, in addition to what the model class declares
             (``_keys_to_ignore_on_load_*``, stored copies of non-persistent buffers).
         adapter: a PEFT (LoRA) config, the directory of an adapter, or a mapping of adapter names to either, the
@@ -88,6 +89,7 @@ def load_pretrained(
         seed: seed of initial values, which are the same at every world size.
         device: device of the shards. Default: the mesh's device type; ``"cpu"`` with CPU offload.
         io: staging and time limits.
+        verify: as for :func:`shardwise.load`.
         options: as for ``from_pretrained``: ``attn_implementation``, ``experts_implementation``, ``torch_dtype``
             (the former name of ``dtype``), ``subfolder``, ``variant``; for the hub ``revision``, ``token``,
             ``cache_dir``, ``local_files_only``, ``force_download``.
@@ -117,7 +119,7 @@ def load_pretrained(
         adapter=adapter,
         options=options,
     )
-    return load_wrapped(request, wrap, seed=seed, device=device, io=io)
+    return load_wrapped(request, wrap, seed=seed, device=device, io=io, verify=verify)
 
 
 def load_wrapped(
@@ -127,6 +129,7 @@ def load_wrapped(
     seed: int,
     device: torch.device | str | None,
     io: IOOptions | None,
+    verify: Literal["cover", "digest"] | None,
 ) -> tuple[Any, LoadReport]:
     """:func:`load_pretrained`, sharded by ``wrap``. It takes the model on meta and returns patterns of ``allow_plain``."""
     io = io or IOOptions()
@@ -149,6 +152,7 @@ def load_wrapped(
         device=device,
         io=io,
         ranks=ranks,
+        verify=verify,
         seed=seed,
         allow_plain=allow_plain,
     )

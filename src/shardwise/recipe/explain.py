@@ -39,7 +39,7 @@ def unmatched(
     change = _prefix_change(catalog, missing, spare)
     if change:
         before, after, found = change
-        advice = _advised_change(before, after, found) if caller_declares else ""
+        advice = _advised_change(catalog, before, after, found) if caller_declares else ""
         lines.append(_describe_change(before, after, found, len(missing)) + advice)
         targets = set(found.values())
         missing = [w for w in missing if targets.isdisjoint((w.name, *w.aliases))]
@@ -160,11 +160,13 @@ def _describe_change(before: str, after: str, found: Mapping[str, str], missing:
     return f"prefix: {len(found)} of {missing} missing tensors are stored {how} ({target!r} as {first!r})"
 
 
-def _advised_change(before: str, after: str, found: Mapping[str, str]) -> str:
+def _advised_change(catalog: Catalog, before: str, after: str, found: Mapping[str, str]) -> str:
+    if catalog.has_module_names:
+        return "; if they are the same, give names= (stored name → module name) to load"
     tops = sorted({name.split(".")[0] for name in found})
     # If nothing is replaced, the pattern says which names get the prefix: all other names stay.
     pattern = f"^{re.escape(before)}" if before else f"^(?=({'|'.join(map(re.escape, tops))})\\.)"
-    return f"; if they are the same, give key_mapping={{{pattern!r}: {after!r}}} to load_pretrained, or names= to load"
+    return f"; if they are the same, give key_mapping={{{pattern!r}: {after!r}}}"
 
 
 def _nearest(name: str, pool: Sequence[str]) -> str | None:

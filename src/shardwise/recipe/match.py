@@ -98,6 +98,18 @@ def renamed(rename: Rename) -> Resolve:
     return resolve
 
 
+def by_key_mapping(key_mapping: Mapping[str, str]) -> Resolve:
+    """Stored tensors under other names, as ``from_pretrained(key_mapping=)`` renames: each regex once, in its order."""
+    patterns = [(re.compile(pattern), text) for pattern, text in key_mapping.items()]
+
+    def rename(name: str) -> str:
+        for pattern, text in patterns:
+            name = pattern.sub(text, name, count=1)
+        return name
+
+    return renamed(lambda stored: {name: rename(name) for name in stored})
+
+
 def as_stored(tensor: StoredTensor, target: str) -> Made:
     """A stored tensor under a module name, unchanged."""
     return Made(target, tensor.dtype, tensor.shape, (identity(tensor.name, tensor.shape),), (tensor.name,))

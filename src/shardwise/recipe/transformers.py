@@ -198,7 +198,7 @@ def meta_instance(model: Any) -> Any:
         ) from error
 
 
-def automatic_rules(model: nn.Module) -> HubRules | None:
+def automatic_rules(model: nn.Module, key_mapping: Mapping[str, str] | None = None) -> HubRules | None:
     """The rules of a live transformers model, sharded or not, compiled or not; None for any other module.
 
     For a model wrapped by PEFT they are the base's; :func:`.adapters.wrapped` continues from them.
@@ -206,7 +206,7 @@ def automatic_rules(model: nn.Module) -> HubRules | None:
     model = base_of(model)
     if not is_transformers_model(model):
         return None
-    return hub_rules(meta_instance(model))
+    return hub_rules(meta_instance(model), key_mapping)
 
 
 def note_conversions(model: nn.Module, conversions: list[Any]) -> None:

@@ -41,7 +41,7 @@ _SHARDED: weakref.WeakKeyDictionary[nn.Module, Callable[[nn.Module], object]] = 
 MAX_REPLICATED_BYTES = 64 * 2**20
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, policy: ShardPolicy = ShardPolicy()) -> nn.Module:  # noqa: B008
+def shard(model: nn.Module, mesh: DeviceMesh, policy: ShardPolicy | None = None) -> nn.Module:
     """Apply FSDP2 to ``model`` in place, bottom-up, and return the same object.
 
     Groups: repeated blocks, the experts inside them, embeddings, head, and the root with the rest
@@ -65,12 +65,14 @@ def shard(model: nn.Module, mesh: DeviceMesh, policy: ShardPolicy = ShardPolicy(
 
     Args:
         mesh: one axis (FSDP), or two named axes (HSDP: replicate, shard).
+        policy: how to wrap. None: :class:`ShardPolicy` as it is by default.
 
     Every rank of the mesh must call it, with the same model and policy.
 
     Raises:
         ShardError: the model can't be wrapped as asked; names every obstacle. The model is unchanged.
     """
+    policy = policy or ShardPolicy()
     _check_mesh(mesh)
     wrapping = find_wrapping(model, policy)
     _check_wrappable(model, wrapping)
