@@ -46,7 +46,7 @@ FullTensors = Generator[tuple[str, torch.Tensor], None, None]
 def iter_full(
     model: nn.Module,
     *,
-    names: Literal["hub", "module", "adapter"] = "hub",
+    naming: Literal["hub", "module", "adapter"] = "hub",
     bucket_bytes: int = 512 * 1024**2,
     dtype: torch.dtype | str | None = None,
     timeout_s: float = 300.0,
@@ -59,7 +59,7 @@ def iter_full(
 
     Args:
         model: a live model, sharded in any way or not at all.
-        names: ``"hub"``: names and shapes of the files that it was loaded from (else those of its class).
+        naming: ``"hub"``: names and shapes of the files that it was loaded from (else those of its class).
             ``"module"``: names and shapes as in ``state_dict``, without wrapper parts. ``"adapter"``: only the active
             adapter of a ``PeftModel``, with the names in its file.
         bucket_bytes: bytes gathered at a time: as many tensors as fit, at least one.
@@ -84,7 +84,7 @@ def iter_full(
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
         live = describe(model)
-        full = _plan(live, _contents(live, names), _dtype_code(dtype), ranks.rank)
+        full = _plan(live, _contents(live, naming), _dtype_code(dtype), ranks.rank)
         given = [(f.stored.name, f.stored.dtype, f.stored.shape) for f in full]
         claim.alike(repr((bucket_bytes, given)).encode())
         parts = Destination(live.local_tensors())
@@ -101,26 +101,26 @@ class _Full:
     parts: tuple[tuple[Wanted, Tile], ...]
 
 
-def _contents(live: LiveModel, names: str) -> HubTensors:
+def _contents(live: LiveModel, naming: str) -> HubTensors:
     """What is given, under which names, and which of its elements each tensor of the model holds."""
-    if names == "hub":
+    if naming == "hub":
         if has_adapters(live.root):
             raise CheckpointError(
-                "a model with PEFT adapters has no names on the hub: names='adapter' gives the active adapter, "
-                "names='module' all tensors under the model's own names"
+                "a model with PEFT adapters has no names on the hub: naming='adapter' gives the active adapter, "
+                "naming='module' all tensors under the model's own names"
             )
         return LiveJob(live).contents()
-    if names == "module":
+    if naming == "module":
         return as_named({t.name: _kind(t) for t in live.stored})
-    if names == "adapter":
+    if naming == "adapter":
         return _adapter_contents(live)
-    raise ValueError(f"names must be 'hub', 'module' or 'adapter', got {names!r}")
+    raise ValueError(f"naming must be 'hub', 'module' or 'adapter', got {naming!r}")
 
 
 def _adapter_contents(live: LiveModel) -> HubTensors:
     peft = peft_model(live.root)
     if peft is None:
-        raise TypeError(f"names='adapter': {type(live.root).__name__} is not a PeftModel")
+        raise TypeError(f"naming='adapter': {type(live.root).__name__} is not a PeftModel")
     held = {stored: t for stored, (_, t) in adapter_tensors(live, peft.active_adapter).items()}
     hub = {stored: _kind(t) for stored, t in held.items()}
     tiles: dict[str, tuple[Tile, ...]] = {}

@@ -29,11 +29,13 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from ..catalog import Catalog
 from ..checkpoint.checkpointer import save
 from ..checkpoint.restore import ResumeReport
 from ..checkpoint.save import SaveReport
 from ..errors import StateError
 from ..internals.accelerate import has_state_hooks, prepared
+from ..loading.load import Names
 from ..loading.load import load as _load
 from ..loading.pretrained import load_wrapped
 from ..loading.report import LoadReport
@@ -121,9 +123,9 @@ def load_pretrained(
 def load(
     accelerator: Accelerator,
     model: nn.Module,
-    source: Any,
+    source: str | os.PathLike[str] | Catalog,
     *,
-    names: Any = None,
+    names: Names | None = None,
     key_mapping: Mapping[str, str] | None = None,
     allow_unused: Sequence[str] = (),
     allow_missing: Sequence[str] = (),

@@ -51,7 +51,7 @@ from ..transfer.page_cache import page_cache_for
 from .initialize import check_rules, fill_by_rule
 from .report import LoadReport
 
-__all__ = ["fill", "load"]
+__all__ = ["Names", "fill", "load"]
 
 Names = Mapping[str, str] | Callable[[str], str]
 
