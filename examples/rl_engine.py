@@ -176,7 +176,7 @@ def hand_over(engine: Engine, base: Path, kind: str, ids: torch.Tensor) -> int |
     """Rank 0 plays the inference engine: takes the weights one by one, and says the next token after ``ids``.
 
     Every rank has to iterate, because every rank brings its part; what a rank does with a tensor is its own matter.
-    vLLM's and SGLang's ``load_weights`` take the iterator itself with the default ``naming="hub"``; the plain model here
+    vLLM's and SGLang's ``load_weights`` take the iterator with the default ``naming="hub"``; the plain model here
     has module names. With LoRA the adapter alone travels.
     """
     inference: Any = None

@@ -1,4 +1,4 @@
-"""Options that mean the same have one name, one default and one type, in Python, in the integrations and on the command line."""
+"""Options that mean the same have one name, type and default: in Python, the integrations and the command line."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ FAMILIES: dict[tuple[str, str], tuple[dict[str, str], dict[str, str]]] = {
             "options": "the model is built; a source is a local path",
         },
         {
-            "names": "a mapping or function of the caller's instead of the class's renames; load_pretrained has a class",
+            "names": "replaces the class's renames; load_pretrained has a class",
             "allow_plain": "load_pretrained shards the model itself: policy.exclude",
         },
     ),

@@ -27,9 +27,9 @@ from ..limits import inside
 from ..transfer.files import FileReader
 from .check import read_head
 
-__all__ = ["VerifyReport", "boxes_of_run", "model_of", "runs_of", "verify"]
+__all__ = ["Progress", "VerifyReport", "boxes_of_run", "model_of", "runs_of", "verify"]
 
-Progress = Callable[[int, int], None]
+Progress = Callable[[int, int], object]
 
 
 @dataclass(frozen=True, slots=True)

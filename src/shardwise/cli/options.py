@@ -112,7 +112,7 @@ _ADAPTER_HELP = "Adapter to put in; with adapter_config.json alone, a new one."
 
 
 def model_class(name: str | None) -> Any:
-    """The class that ``--auto-class`` names, from transformers or from a module that it imports. Raises ``BadParameter``."""
+    """The class that ``--auto-class`` names, of transformers or of a module. Raises ``BadParameter``."""
     if name is None:
         return None
     from ..internals.transformers import can_be_built

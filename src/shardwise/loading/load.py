@@ -105,9 +105,9 @@ def load(
     Every rank of the default process group must call it. Memory: this rank's shards plus
     ``io.staging_bytes``. Raises :class:`PlanError` before payload is read (also for adapters that have no sharded
     form: another method than LoRA, an initialisation that needs weights or data, a quantised base, settings other than
-    the model's), :class:`SourceError`,
-    :class:`LayoutError`, :class:`ShardError` (trainable plain parameters that are not in ``allow_plain``), or
-    :class:`RankError` alike on every living rank.
+    the model's), :class:`SourceError`, :class:`LayoutError`, :class:`ShardError` (trainable plain parameters that are
+    not in ``allow_plain``), or :class:`RankError` alike on every living rank; :class:`TypeError` for a string or a mapping
+    in place of a tuple of patterns.
     """
     io = io or IOOptions()
     ranks = Ranks.current(timeout_s=io.timeout_s)

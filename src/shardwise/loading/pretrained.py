@@ -81,7 +81,7 @@ def load_pretrained(
         trust_remote_code: run the directory's Python files for its classes (``auto_map``). Ranks that share
             transformers' cache of modules import them in turn.
         key_mapping: renames before those of the model's class, as for :func:`shardwise.load`.
-        allow_unused, allow_missing: patterns as for :func:`shardwise.load`, in addition to what the model class declares
+        allow_unused, allow_missing: patterns as for :func:`shardwise.load`, beside what the model class declares
             (``_keys_to_ignore_on_load_*``, stored copies of non-persistent buffers).
         adapter: a PEFT (LoRA) config, the directory of an adapter, or a mapping of adapter names to either, the
             active one first. The model is then the ``PeftModel`` around the sharded base. Its adapters are trainable;
@@ -131,7 +131,7 @@ def load_wrapped(
     io: IOOptions | None,
     verify: Literal["cover", "digest"] | None,
 ) -> tuple[Any, LoadReport]:
-    """:func:`load_pretrained`, sharded by ``wrap``. It takes the model on meta and returns patterns of ``allow_plain``."""
+    """:func:`load_pretrained`, sharded by ``wrap``. It takes the model on meta and returns ``allow_plain``."""
     io = io or IOOptions()
     ranks = Ranks.current(timeout_s=io.timeout_s)
     with ranks.agree("check arguments"):

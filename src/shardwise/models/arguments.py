@@ -159,7 +159,7 @@ class Pretrained:
     """The keyword arguments of ``from_pretrained`` among the caller's."""
 
     def understood(self) -> Arguments:
-        """``options`` and ``dtype``, checked; declarations are, too. Raises :class:`TypeError` or :class:`ValueError`."""
+        """``options``, ``dtype`` and declarations, checked. Raises :class:`TypeError` or :class:`ValueError`."""
         found = understand(self.options, self.dtype)
         patterns_of("allow_unused", self.allow_unused)
         patterns_of("allow_missing", self.allow_missing)

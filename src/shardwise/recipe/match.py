@@ -128,8 +128,8 @@ def undeclared(*_: str) -> None:
 class Rules:
     """How stored tensors become wanted ones, and which tensors may be left over or initialised.
 
-    ``allow_unused(stored name, module name)`` and ``allow_missing(module name)`` return the author of the declaration in words, or
-    None if there is no declaration, which is a problem.
+    ``allow_unused(stored name, module name)`` and ``allow_missing(module name)`` return the author of the declaration in
+    words, or None if there is no declaration, which is a problem.
     """
 
     resolve: Resolve = same_names

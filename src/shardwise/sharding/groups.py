@@ -44,8 +44,8 @@ class ShardPolicy:
     """The dim to cut for a parameter; None or a None result: dim 0. Other dims must divide evenly."""
     exclude: tuple[str, ...] = ()
     """Patterns (fnmatch) of parameter names to leave plain: whole on every rank, and the caller reduces their
-    gradients. ``fully_shard`` calls it ``ignored_params``. Don't name parameters that FSDP2 can't shard: their gradients
-    are reduced automatically."""
+    gradients. FSDP2's word is ``ignored_params``. Don't name parameters that FSDP2 can't shard: their gradients are
+    reduced automatically."""
 
     def __post_init__(self) -> None:
         patterns_of("exclude", self.exclude)
