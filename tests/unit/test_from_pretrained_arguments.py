@@ -137,11 +137,6 @@ def test_the_token_is_in_no_text() -> None:
     assert "hf_secret" not in repr(asked)
 
 
-def test_plan_takes_what_load_pretrained_takes(model: Path) -> None:
-    own = set(inspect.signature(sw.plan).parameters) - {"ranks", "replicas"}
-    assert set(inspect.signature(sw.load_pretrained).parameters) - own == {"mesh", "seed", "device", "io"}
-
-
 def test_which_files_of_a_repository() -> None:
     def chosen(files: list[str], **options: Any) -> set[str]:
         return set(needed_files(files, where="x/y", **options)[0])

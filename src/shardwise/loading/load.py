@@ -303,8 +303,9 @@ def _resolve(
         return renamed(lambda stored: {n: given.get(n, n) for n in stored})
     if hub is not None:
         return wrapped(live, hub.resolve)
-    is_renamed = key_mapping is not None and not catalog.has_module_names
-    return wrapped(live, by_key_mapping(key_mapping) if is_renamed else same_names)
+    if key_mapping is None or catalog.has_module_names:
+        return wrapped(live, same_names)
+    return wrapped(live, by_key_mapping(key_mapping))
 
 
 def hub_rules_of(
