@@ -377,3 +377,23 @@ def test_plan_plans_with_the_caller_s_staging(source: Path, monkeypatch: pytest.
     io = sw.IOOptions(staging_bytes=2**20)
     sw.plan(source, ranks=2, io=io)
     assert seen == [io, io]
+
+
+def test_accelerate_s_loaders_hand_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(swa, "shard", lambda accelerator, model: ("plain",))
+    monkeypatch.setattr(swa, "device_of", lambda accelerator: "cpu")
+    monkeypatch.setattr(swa, "_load", lambda model, source, **options: given.update(options))
+    monkeypatch.setattr(
+        swa, "load_wrapped", lambda request, wrap, **options: given.update({"": request}, **options)
+    )
+    options: dict[str, Any] = {name: object() for name in options_of(swa.load).keys() - {"accelerator", "io"}}
+    swa.load(object(), nn.Linear(2, 2), "x", **options)  # type: ignore[arg-type]
+    assert given == {**options, "io": None, "device": "cpu", "allow_plain": ("plain",)}
+    given.clear()
+    own = options_of(swa.load_pretrained).keys() - {"accelerator", "options"}
+    options = {name: object() for name in own}
+    swa.load_pretrained(object(), "x", revision="main", **options)  # type: ignore[arg-type]
+    request = given.pop("")
+    fields = {f.name: getattr(request, f.name) for f in dataclasses.fields(request)}
+    assert {**fields, **given} == {**options, "path": "x", "options": {"revision": "main"}, "device": "cpu"}
