@@ -96,8 +96,8 @@ def load_critic(base: Path, mesh: DeviceMesh, kind: str) -> tuple[Any, Any]:
         base,
         mesh,
         auto_class=critic_class(CLASSES[kind]),
-        init={"value_head.*": "model"},  # by the class's own rule, the same at every world size
-        unused=("*lm_head.weight",),
+        allow_missing=("value_head.*",),  # by the class's own rule, the same at every world size
+        allow_unused=("*lm_head.weight",),
     )
     if kind == "vlm":
         critic.model.vision_tower.requires_grad_(False)
@@ -176,7 +176,7 @@ def hand_over(engine: Engine, base: Path, kind: str, ids: torch.Tensor) -> int |
     """Rank 0 plays the inference engine: takes the weights one by one, and says the next token after ``ids``.
 
     Every rank has to iterate, because every rank brings its part; what a rank does with a tensor is its own matter.
-    vLLM's and SGLang's ``load_weights`` take the iterator itself with the default ``names="hub"``; the plain model here
+    vLLM's and SGLang's ``load_weights`` take the iterator with the default ``naming="hub"``; the plain model here
     has module names. With LoRA the adapter alone travels.
     """
     inference: Any = None
@@ -188,7 +188,7 @@ def hand_over(engine: Engine, base: Path, kind: str, ids: torch.Tensor) -> int |
             inference = CLASSES[kind].from_pretrained(base)  # inference engines have the base already
             inference = get_peft_model(inference, engine.actor.peft_config["default"]).eval()
     if engine.lora:
-        adapter = dict(sw.iter_full(engine.actor, names="adapter"))
+        adapter = dict(sw.iter_full(engine.actor, naming="adapter"))
         if inference is not None:
             from peft import set_peft_model_state_dict
 
@@ -196,7 +196,7 @@ def hand_over(engine: Engine, base: Path, kind: str, ids: torch.Tensor) -> int |
             assert not unexpected, unexpected
     else:
         taken = set()
-        for name, tensor in sw.iter_full(engine.actor, names="module", bucket_bytes=64 * 1024**2):
+        for name, tensor in sw.iter_full(engine.actor, naming="module", bucket_bytes=64 * 1024**2):
             if inference is not None:
                 result = inference.load_state_dict({name: tensor}, strict=False)
                 assert not result.unexpected_keys, result.unexpected_keys

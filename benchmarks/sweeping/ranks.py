@@ -77,8 +77,8 @@ def _load(
         mesh,
         policy=sw.ShardPolicy(placement=placement),
         auto_class=job.architecture.model_class,
-        unused=tuple(job.reference.unexpected),
-        init=dict.fromkeys(job.reference.missing, "model"),
+        allow_unused=tuple(job.reference.unexpected),
+        allow_missing=tuple(job.reference.missing),
     )
     problems = differences(model, job.reference)
     if model.can_generate() and model.generation_config.to_dict() != job.reference.generation:
@@ -138,8 +138,8 @@ def fsdp_and_tp(job: Job) -> tuple[list[str], Ratios]:
     report = sw.load(
         model,
         job.directory,
-        unused=tuple(job.reference.unexpected),
-        init=dict.fromkeys(job.reference.missing, "model"),
+        allow_unused=tuple(job.reference.unexpected),
+        allow_missing=tuple(job.reference.missing),
     )
     model.eval()
     problems = differences(model, job.reference)

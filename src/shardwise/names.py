@@ -7,7 +7,7 @@ FSDP1, applied in any order.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -25,6 +25,7 @@ __all__ = [
     "named_tensors",
     "own_parameter",
     "own_tensors",
+    "patterns_of",
     "tensors_of",
     "unwrap",
     "without_wrappers",
@@ -50,6 +51,25 @@ def without_wrappers(path: str) -> str:
     """``path`` without wrapper components, but with ``module``, which may be a real attribute."""
     own = _WRAPPER_PARTS - {"module"}
     return ".".join(part for part in path.split(".") if part not in own)
+
+
+def patterns_of(option: str, given: Collection[str]) -> tuple[str, ...]:
+    """The ``fnmatch`` patterns that a caller gave for ``option``. Rank-local.
+
+    Raises :class:`TypeError` for anything else than a collection of strings. A string is one, too: of its letters.
+    """
+    if isinstance(given, str):
+        raise TypeError(
+            f"{option} is the string {given!r}; expected a tuple of patterns: {option}=({given!r},)"
+        )
+    if isinstance(given, bytes | Mapping) or not isinstance(given, Collection):
+        raise TypeError(
+            f"{option} is a {type(given).__name__}; expected a tuple of patterns: {option}=('head.*',)"
+        )
+    for pattern in given:
+        if not isinstance(pattern, str):
+            raise TypeError(f"{option} holds {pattern!r}; expected patterns, which are strings")
+    return tuple(given)
 
 
 def unwrap(model: nn.Module) -> nn.Module:

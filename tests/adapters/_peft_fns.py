@@ -251,12 +251,12 @@ def seeded(kind: str, base: str) -> dict[str, torch.Tensor]:
     plain = on_meta(kind, base)
     sw.shard(plain, mesh_of())
     with nothing_else_changes():
-        sw.load(plain, base, init={"*.lora_*": "model"})
-        sw.initialize(plain, 5, names=["*.lora_*"])
+        sw.load(plain, base, allow_missing=("*.lora_*",))
+        sw.initialize(plain, 5, only=["*.lora_*"])
     assert_values(plain, values)
     assert (failure(lambda: sw.load(plain, base))[0]) == "PlanError"
     if any(".lora_magnitude" in n for n in values):
-        error, words = failure(lambda: sw.initialize(plain, names=["*.lora_magnitude_vector.*"]))
+        error, words = failure(lambda: sw.initialize(plain, only=["*.lora_magnitude_vector.*"]))
         assert error == "PlanError"
         assert "follows from lora_B, which is not initialised along with it" in words
     return values if dist.get_rank() == 0 else {}
@@ -467,8 +467,8 @@ def a_new_head(base: str) -> dict[str, torch.Tensor]:
     options: dict[str, Any] = {
         "auto_class": transformers.AutoModelForSequenceClassification,
         "adapter": config,
-        "init": {"score.*": "model"},
-        "unused": ("lm_head.weight",),
+        "allow_missing": ("score.*",),
+        "allow_unused": ("lm_head.weight",),
     }
     with known_warnings(), nothing_else_changes():
         model, report = sw.load_pretrained(base, mesh_of(), **options)

@@ -104,8 +104,8 @@ def loads_however_wrapped(file: str, run: tuple[str, ...]) -> dict[str, list[str
     ):
         with sw.meta_init():
             model = wrapped(Mixed(blocks=3), how)
-        sw.shard(model, mesh_of(), sw.ShardPolicy(ignored=("gate",)))
-        report = sw.load(model, file, ignored=("gate",))
+        sw.shard(model, mesh_of(), sw.ShardPolicy(exclude=("gate",)))
+        report = sw.load(model, file, allow_plain=("gate",))
         ordinary = mixed_reference()
         kinds = {canonical_name(n): isinstance(p, DTensor) for n, p in model.named_parameters()}
         assert not kinds.pop("gate")
@@ -335,7 +335,7 @@ def ties_stay(file: str, how: str) -> None:
     assert model.head.weight is model.embed.weight
     mesh = mesh_of()
     if how == "shard":
-        sw.shard(model, mesh, sw.ShardPolicy(ignored=("flags", "temperature")))
+        sw.shard(model, mesh, sw.ShardPolicy(exclude=("flags", "temperature")))
     elif how == "one group":
         plain = {model.flags, model.temperature}
         fully_shard([model.embed, model.head], mesh=mesh)  # type: ignore[arg-type]
@@ -482,7 +482,7 @@ def one_rank_fails(shared: str, private: str, how: str) -> dict[str, Any]:
     mine = dist.get_rank() == 1
     with sw.meta_init():
         model = Plain()
-    policy = sw.ShardPolicy(ignored=("flags", "temperature"))
+    policy = sw.ShardPolicy(exclude=("flags", "temperature"))
     sw.shard(model, mesh_of(), policy)
     source: Any = shared
     if mine and how == "truncated":  # after its header was read, as on a file system that lost blocks

@@ -14,7 +14,7 @@ from tests.harness.pool import RankPool
 from tests.harness.remote_model import write_text_model
 
 #: As the error proposes, and what is not part of the text model.
-OPTIONS = {"key_mapping": {r"^model\.language_model\.": "model."}, "unused": ("model.visual.*",)}
+OPTIONS = {"key_mapping": {r"^model\.language_model\.": "model."}, "allow_unused": ("model.visual.*",)}
 
 
 @pytest.fixture(scope="module")

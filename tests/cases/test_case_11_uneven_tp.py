@@ -136,8 +136,8 @@ def load(folder: Path, spread: Geometry, rank: int) -> torch.Tensor:
         catalog,
         [wanted],
         lambda names: {n: n for n in names},
-        unused=lambda *_: None,
-        init=lambda _: None,
+        allow_unused=lambda *_: None,
+        allow_missing=lambda _: None,
     )
     io = IOOptions()
     plan = build_plan(catalog, Layout((wanted,)), matched, io)

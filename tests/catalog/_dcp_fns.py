@@ -62,14 +62,14 @@ def save_with_torch(folder: str, kind: str, dtype: str) -> dict[str, torch.Tenso
 
 def load_with_us(folder: str, dtype: str) -> tuple[dict[str, torch.Tensor], int]:
     model = sharded(2, dtype=getattr(torch, dtype))
-    report = sw.load(model, folder, ignored=("gate",))
+    report = sw.load(model, folder, allow_plain=("gate",))
     return whole(model), report.bytes_read
 
 
 def error_of(folder: str) -> tuple[str, str]:
     model = sharded(2)
     try:
-        sw.load(model, folder, ignored=("gate",))
+        sw.load(model, folder, allow_plain=("gate",))
     except ShardwiseError as error:
         return type(error).__name__, str(error)
     return "none", ""
@@ -251,5 +251,5 @@ def another_optimizer(root: str) -> dict[str, str]:
         found["groups"] = f"{type(error).__name__}: {error}"
     assert report is None
     report = sw.restore(sw.TrainState(model=model, extra={"tokens": 0}), f"{root}-apart")
-    found["left"] = " | ".join(report.not_restored)
+    found["left"] = " | ".join(report.skipped)
     return found

@@ -256,7 +256,7 @@ def test_a_step_that_counts_nothing(run_directory: Path, tmp_path: Path, step: s
 def test_a_scheduler_that_is_no_dict(run_directory: Path, tmp_path: Path, value: Any) -> None:
     torch.save(value, run_directory / "scheduler.bin")
     report = sw.convert(run_directory, tmp_path / "out")
-    assert any(line.startswith("scheduler") and "is a dict" in line for line in report.left)
+    assert any(line.startswith("scheduler") and "is a dict" in line for line in report.skipped)
     assert sw.verify(tmp_path / "out").ok
 
 

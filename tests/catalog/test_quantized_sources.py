@@ -166,7 +166,7 @@ def test_a_quantised_source_is_refused_in_one_line(tmp_path: Path, kind: str, sa
     _, _, method, way_out = FORMATS[kind]
     method = "compressed-tensors" if says and kind == "int8" else method
     way_out = "CompressedTensorsConfig" if says and kind == "int8" else way_out
-    declared: Any = {"init": {"*": "model"}, "unused": ("*",)}
+    declared: Any = {"allow_missing": ("*",), "allow_unused": ("*",)}
     texts = {
         "load_pretrained": _refusal(lambda: sw.load_pretrained(root)),
         "declared": _refusal(lambda: sw.load_pretrained(root, **declared)),
@@ -176,8 +176,8 @@ def test_a_quantised_source_is_refused_in_one_line(tmp_path: Path, kind: str, sa
     }
     for case, text in texts.items():
         assert "\n" not in text, (case, text)
-        assert "init=" not in text, (case, text)
-        assert "unused=" not in text, (case, text)
+        assert "allow_missing=" not in text, (case, text)
+        assert "allow_unused=" not in text, (case, text)
         for word in (root, f"quantised ({method}", way_out):
             assert word in text, (case, text)
     assert not (tmp_path / "out").exists()
@@ -308,5 +308,5 @@ def test_codes_are_never_said_to_be_new(tmp_path: Path) -> None:
         sw.load(Odd(), tmp_path / "model.safetensors")
     assert not isinstance(caught.value, UnsupportedConversionError)
     assert "its quantised codes are stored ('weight_packed')" in str(caught.value)
-    assert "init=" not in str(caught.value)
-    assert "unused=" not in str(caught.value)
+    assert "allow_missing=" not in str(caught.value)
+    assert "allow_unused=" not in str(caught.value)

@@ -116,5 +116,5 @@ def test_what_a_description_can_hide_is_refused(tmp_path: Path) -> None:
 def test_a_complex_buffer_is_a_tensor_like_others(tmp_path: Path) -> None:
     torch.save({"weight": torch.ones(2, 3), "freqs": torch.ones(2, dtype=torch.complex64)}, tmp_path / "x.pt")
     model = nn.Linear(3, 2, bias=False)
-    sw.load(model, tmp_path / "x.pt", unused=("freqs",))
+    sw.load(model, tmp_path / "x.pt", allow_unused=("freqs",))
     assert torch.equal(model.weight, torch.ones(2, 3))

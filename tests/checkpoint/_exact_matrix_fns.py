@@ -773,8 +773,8 @@ def outcome(kind: Kind, path: str) -> dict[str, Any]:
     return {
         "exact": report.exact,
         "bitwise": losses == again and first.bits() == second.bits(),
-        "not_stored": saved.not_stored,
-        "lines": (*report.differences, *report.not_restored, *report.caveats),
+        "skipped": saved.skipped,
+        "lines": (*report.differences, *report.skipped, *report.caveats),
         "verify": sw.verify(path).problems if dist.get_rank() == 0 else (),
     }
 

@@ -67,7 +67,7 @@ def elsewhere(directory: str) -> Any:
     )
     extra = outcome(lambda: sw.restore(sw.TrainState(model=model, extra={"mine": -1}), f"{directory}/extra"))
     report = sw.restore(sw.TrainState(model=model), f"{directory}/buffers")
-    return everything, extra, (report.exact, report.not_restored)
+    return everything, extra, (report.exact, report.skipped)
 
 
 def drifted_replicas(directory: str) -> Any:

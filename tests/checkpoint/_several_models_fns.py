@@ -81,7 +81,7 @@ def goes_on_exactly(root: str, mode: str) -> dict[str, Any]:
     assert_same_bits(all_bits(fresh), last)
     return {
         "same": found == expected,
-        "report": (report.step, report.exact, report.not_restored, report.tensors, report.optimizer_tensors),
+        "report": (report.step, report.exact, report.skipped, report.tensors, report.optimizer_tensors),
         "note": fresh.extra["note"],
         "folders": sorted(os.listdir(f"{root}/step-00000003")),
         "verify": sw.verify(f"{root}/step-00000003").problems,
@@ -106,7 +106,7 @@ def errors(path: str) -> dict[str, str]:
     """A run that asks for less, for more, and with names that are no words."""
     found = {}
     report = sw.restore(build(1, critic=False), path)
-    found["less"] = " | ".join(report.not_restored)
+    found["less"] = " | ".join(report.skipped)
     more = build(1)
     attempts = {
         "more": {**more.models, "judge": nn.Linear(2, 2)},

@@ -233,7 +233,7 @@ def scenarios(root: str) -> dict[str, Any]:
             report = sw.restore(second.state, path)
             same_digest = sw.digest(second.model) == before
             bitwise = losses == second.train(2) and first.bits() == second.bits()
-            found[name] = (report.exact, bitwise, same_digest, saved.not_stored, report.differences)
+            found[name] = (report.exact, bitwise, same_digest, saved.skipped, report.differences)
     return found
 
 

@@ -66,8 +66,8 @@ def test_state_that_does_not_fit_is_not_damage(ranks: RankPool, tmp_path: Path) 
         assert kind == "PlanError"
         assert "missing: " in text
         assert "unused: " in text
-        assert "init=" not in text  # restore takes no declarations
-        assert "unused=" not in text
+        assert "allow_missing=" not in text  # restore takes no declarations
+        assert "allow_unused=" not in text
         assert found["scheduler"][0] == "StateError"
         assert "holds no scheduler" in found["scheduler"][1]
         assert found["optimizer"][0] == "StateError"

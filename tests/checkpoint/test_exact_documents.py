@@ -74,7 +74,7 @@ def cycles() -> list[Any]:
 @pytest.mark.parametrize("held", cycles(), ids=("dict", "list"))
 def test_a_cycle_is_named(tmp_path: Path, held: Any) -> None:
     saved = sw.save(sw.TrainState(model=Holder(held)), tmp_path / "c")
-    (line,) = saved.not_stored
+    (line,) = saved.skipped
     assert line.startswith("model: held")
     assert "contains itself" in line
     report = sw.restore(sw.TrainState(model=Holder(held)), tmp_path / "c")
@@ -141,7 +141,7 @@ def test_extra_state_is_asked_for_again(tmp_path: Path, kind: type[Extra], lines
     first, second = kind(3), kind(4)
     sw.save(sw.TrainState(model=first), tmp_path / "c")
     report = sw.restore(sw.TrainState(model=second), tmp_path / "c")
-    assert (report.exact, report.not_restored) == (not lines, lines)
+    assert (report.exact, report.skipped) == (not lines, lines)
     assert torch.equal(first.weight, second.weight)
 
 
@@ -155,7 +155,7 @@ def test_extra_state_is_asked_for_again(tmp_path: Path, kind: type[Extra], lines
 def test_an_extra_is_asked_again(tmp_path: Path, kind: type[Forgets], lines: tuple[str, ...]) -> None:
     sw.save(sw.TrainState(model=nn.Linear(2, 2), extra={"meter": kind(3, 0.5)}), tmp_path / "c")
     report = sw.restore(sw.TrainState(model=nn.Linear(2, 2), extra={"meter": kind(0, 0.0)}), tmp_path / "c")
-    assert (report.exact, report.not_restored) == (not lines, lines)
+    assert (report.exact, report.skipped) == (not lines, lines)
 
 
 def test_a_scheduler_is_asked_again(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_a_scheduler_is_asked_again(tmp_path: Path) -> None:
     sw.save(state(0.5), tmp_path / "c")
     report = sw.restore(state(0.25), tmp_path / "c")
     assert not report.exact
-    (line,) = report.not_restored
+    (line,) = report.skipped
     assert line == "scheduler: the object that took it gives another state than the stored one ('gamma')"
     assert sw.restore(state(0.5), tmp_path / "c").exact
 
@@ -247,7 +247,7 @@ def test_functions_are_named_when_a_run_resumes(tmp_path: Path) -> None:
 
     saved = sw.save(state(), tmp_path / "scheduler")
     report = sw.restore(state(), tmp_path / "scheduler")
-    assert (report.exact, report.functions) == (True, saved.not_stored)
+    assert (report.exact, report.functions) == (True, saved.skipped)
     assert report.functions == ("scheduler.lr_lambdas[0]",)
 
     first, second = state(), state()
@@ -258,6 +258,6 @@ def test_functions_are_named_when_a_run_resumes(tmp_path: Path) -> None:
     report = sw.restore(second, tmp_path / "plain")
     assert not report.exact
     assert [line.partition(":")[0] for line in report.differences] == [
-        path for path in saved.not_stored if not path.startswith("scheduler")
+        path for path in saved.skipped if not path.startswith("scheduler")
     ]
     assert len(report.differences) == 2

@@ -59,14 +59,14 @@ def test_groups_in_another_order_are_refused(tmp_path: Path) -> None:
         sw.restore(state(swapped=True), tmp_path / "c")
 
 
-def test_what_is_not_restored_is_reported_and_not_exact(tmp_path: Path) -> None:
+def test_state_that_a_resume_skips_is_reported_and_not_exact(tmp_path: Path) -> None:
     sw.save(run(old=1), tmp_path / "c")
     full = sw.restore(run(old=0), tmp_path / "c")
     assert full.exact
-    assert full.not_restored == ()
+    assert full.skipped == ()
     part = sw.restore(sw.TrainState(model=net(), extra={"new": 3}), tmp_path / "c")
     assert not part.exact
-    assert {line.split(":")[0] for line in part.not_restored} == {"optimizer", "extra.old", "extra.new"}
+    assert {line.split(":")[0] for line in part.skipped} == {"optimizer", "extra.old", "extra.new"}
 
 
 class Counting(nn.Linear):

@@ -68,7 +68,7 @@ def test_a_scaler_that_is_disabled_now_is_reported(tmp_path: Path) -> None:
     sw.save(scaled(), tmp_path / "step")
     report = sw.restore(scaled(enabled=False), tmp_path / "step")
     assert not report.exact
-    assert report.not_restored == ("scaler: it is disabled in this run",)
+    assert report.skipped == ("scaler: it is disabled in this run",)
     sw.save(scaled(enabled=False), tmp_path / "off")
     assert sw.restore(scaled(enabled=False), tmp_path / "off").exact
     with pytest.raises(StateError, match=r"scaler: the checkpoint holds the state of a disabled GradScaler"):

@@ -37,7 +37,7 @@ def test_good_and_written_once(ranks: RankPool, tmp_path: Path, shape: tuple[int
     path = tmp_path / "step"
     expected = ranks.run_ranks(math.prod(shape), fns.save_for_verify, str(path), shape)[0]
     progress: list[tuple[int, int]] = []
-    report = sw.verify(path, lambda done, total: progress.append((done, total)))
+    report = sw.verify(path, on_progress=lambda done, total: progress.append((done, total)))
     assert report.ok
     assert (report.problems, report.step) == ((), 3)
     assert report.files == len([p for p in path.rglob("*") if p.is_file()])

@@ -351,7 +351,7 @@ def test_export(model: Path, saved: Path, tmp_path: Path) -> None:
     from transformers import Qwen3ForCausalLM
 
     step = saved / "step-00000010"
-    document = run_json("export", step, tmp_path / "a", "--max-shard-size", "40KB")
+    document = run_json("export", step, tmp_path / "a", "--max-shard-bytes", "40KB")
     assert len(document["files"]) > 1
     assert run("export", step, tmp_path / "b", "--dtype", "float32").exit_code == 0
     exported = Qwen3ForCausalLM.from_pretrained(tmp_path / "b")
@@ -430,21 +430,21 @@ def test_demo_passes_on_what_was_asked(monkeypatch: pytest.MonkeyPatch, model: P
     demo = pytest.importorskip("shardwise.demo.run")
     calls: list[dict[str, Any]] = []
 
-    def run_demo(out: Path, *, model: Path | None, nproc: int, console: Console) -> dict[str, Any]:
+    def run_demo(out: Path, *, model: Path | None, ranks: int, console: Console) -> dict[str, Any]:
         console.print("step by step")
-        calls.append({"out": out, "model": model, "nproc": nproc})
+        calls.append({"out": out, "model": model, "ranks": ranks})
         return {"loss": 1.5}
 
     monkeypatch.setattr(demo, "run_demo", run_demo)
-    result = run("demo", "--json", "--out", tmp_path, "--model", model, "--nproc", 3)
+    result = run("demo", "--json", model, "--out", tmp_path, "--ranks", 3)
     assert json.loads(result.stdout) == {"loss": 1.5}
     assert "step by step" in result.stderr
     result = run("demo")
     assert result.exit_code == 0
     assert result.stdout == "step by step\n"
     assert calls == [
-        {"out": tmp_path, "model": model, "nproc": 3},
-        {"out": Path("shardwise-demo"), "model": None, "nproc": 2},
+        {"out": tmp_path, "model": model, "ranks": 3},
+        {"out": Path("shardwise-demo"), "model": None, "ranks": 2},
     ]
 
 
@@ -458,7 +458,7 @@ COMMANDS = {
     "export": ("export", "PATH", "OUT"),
     "convert": ("convert", "PATH", "OUT", "--to", "checkpoint"),
     "diff": ("diff", "PATH", "PATH"),
-    "demo": ("demo", "--model", "PATH", "--out", "OUT"),
+    "demo": ("demo", "PATH", "--out", "OUT"),
 }
 every_command = pytest.mark.parametrize("command", COMMANDS)
 
@@ -567,12 +567,12 @@ def test_export_with_a_config_that_is_none(
         ("convert", "PATH", "out", "--to", "gguf"),
         ("verify", "PATH", "--threads", "0"),
         ("export", "PATH", "out", "--dtype", "int8"),
-        ("export", "PATH", "out", "--max-shard-size", "0"),
-        ("export", "PATH", "out", "--max-shard-size", "-5GB"),
-        ("export", "PATH", "out", "--max-shard-size", "5 parsecs"),
-        ("export", "PATH", "out", "--max-shard-size", "0.1B"),
-        ("demo", "--nproc", "0"),
-        ("demo", "--nproc", "-1"),
+        ("export", "PATH", "out", "--max-shard-bytes", "0"),
+        ("export", "PATH", "out", "--max-shard-bytes", "-5GB"),
+        ("export", "PATH", "out", "--max-shard-bytes", "5 parsecs"),
+        ("export", "PATH", "out", "--max-shard-bytes", "0.1B"),
+        ("demo", "--ranks", "0"),
+        ("demo", "--ranks", "-1"),
     ],
 )
 def test_wrong_usage(model: Path, args: tuple[str, ...]) -> None:

@@ -64,12 +64,12 @@ def test_the_whole_demo(masked_model: Path, tmp_path: Path) -> None:
     text = StringIO()
     out = tmp_path / "out"
 
-    report = run_demo(out, model=masked_model, nproc=2, steps=8, console=Console(file=text, width=150))
+    report = run_demo(out, model=masked_model, ranks=2, steps=8, console=Console(file=text, width=150))
 
     assert json.loads((out / "report.json").read_text()) == json.loads(json.dumps(report))
     assert report["model"]["class"] == "BertModel"
-    assert all(name.startswith("cls.") for name in report["model"]["unused"])
-    assert sorted(report["model"]["init"]) == ["pooler.dense.bias", "pooler.dense.weight"]
+    assert all(name.startswith("cls.") for name in report["model"]["allow_unused"])
+    assert sorted(report["model"]["allow_missing"]) == ["pooler.dense.bias", "pooler.dense.weight"]
     crash = report["crash"]
     assert (crash["rank"], crash["signal"], crash["step"]) == (1, "SIGKILL", 6)
     assert crash["torchrun_status"] != 0
@@ -110,7 +110,11 @@ def test_causal_models_need_no_declaration_but_their_head(tmp_path: Path) -> Non
 
     prepared = prepare_model(tmp_path)
 
-    assert (prepared.kind, prepared.unused, prepared.init) == ("LlamaModel", ("lm_head.weight",), ())
+    assert (prepared.kind, prepared.allow_unused, prepared.allow_missing) == (
+        "LlamaModel",
+        ("lm_head.weight",),
+        (),
+    )
 
 
 def test_wrong_models_are_told_before_anything_starts(tmp_path: Path, masked_model: Path) -> None:
@@ -128,8 +132,8 @@ def test_wrong_models_are_told_before_anything_starts(tmp_path: Path, masked_mod
         (tmp_path / "mute" / name).write_bytes((masked_model / name).read_bytes())
     with pytest.raises(SourceError, match="tokenizer"):
         run_demo(out, model=tmp_path / "mute")
-    with pytest.raises(ValueError, match="nproc"):
-        run_demo(out, nproc=0)
+    with pytest.raises(ValueError, match="ranks"):
+        run_demo(out, ranks=0)
     assert not out.exists()
 
 

@@ -301,7 +301,7 @@ def full_of_a_cpu_model(device: torch.device) -> Any:
     moved.load_state_dict(model.state_dict())
     found = []
     for live in (model, moved):
-        given = list(sw.iter_full(live, names="module"))
+        given = list(sw.iter_full(live, naming="module"))
         same = [torch.equal(t.cpu(), dict(model.state_dict())[name]) for name, t in given]
         found.append((sorted({str(t.device) for _, t in given}), same))
     return found

@@ -137,7 +137,7 @@ def test_commands_and_options_exist(where: str, words: list[str]) -> None:
     given = {word.partition("=")[0] for word in words[1:] if word.startswith("--")}
     assert given <= options, f"{where}: {words}: no option {sorted(given - options)}"
     arguments = [p for p in command.params if isinstance(p, click.Argument)]
-    assert arguments or words[0] == "demo"
+    assert arguments
 
 
 LINK = re.compile(r"\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^)\s]+)\)")

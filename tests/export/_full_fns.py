@@ -80,7 +80,7 @@ def odd_layouts() -> None:
     model = Odd()
     expected = {n: t.detach().clone() for n, t in model.state_dict().items()}
     fully_shard(model, mesh=make_mesh(), ignored_params={model.codes})
-    assert_equal(dict(sw.iter_full(model, names="module", bucket_bytes=20)), expected)
+    assert_equal(dict(sw.iter_full(model, naming="module", bucket_bytes=20)), expected)
     assert_equal(dict(sw.iter_full(model)), expected)  # no hub names known: its own
     if dist.get_world_size() != 4:
         return
@@ -137,7 +137,7 @@ def fails(source: str, root: str) -> list[tuple[str, str]]:
     with sw.meta_init():
         empty = nn.Linear(4, 4)
     found.append(failure(lambda: sw.iter_full(empty)))
-    handed = sw.iter_full(model, bucket_bytes=1, io=sw.IOOptions(timeout_s=2))
+    handed = sw.iter_full(model, bucket_bytes=1, timeout_s=2)
     next(handed)
     if rank == 1:  # stops alone
         time.sleep(4)
@@ -146,7 +146,7 @@ def fails(source: str, root: str) -> list[tuple[str, str]]:
 
 
 def hand_over_adapter(source: str, out: str) -> tuple[str, str]:
-    """``names="adapter"`` is what ``export_hf`` writes; hub names of a model with adapters are refused."""
+    """``naming="adapter"`` is what ``export_hf`` writes; hub names of a model with adapters are refused."""
     from peft import LoraConfig
 
     lora = LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights=True)
@@ -159,7 +159,7 @@ def hand_over_adapter(source: str, out: str) -> tuple[str, str]:
     sw.export_hf(model, out)
     expected = load_file(Path(out, "adapter_model.safetensors"))
     assert expected
-    assert_equal(dict(sw.iter_full(model, names="adapter")), expected)
+    assert_equal(dict(sw.iter_full(model, naming="adapter")), expected)
     return failure(lambda: sw.iter_full(model))
 
 

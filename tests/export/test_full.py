@@ -59,7 +59,7 @@ def test_adapters(ranks: RankPool, root: Path, tmp_path: Path) -> None:
         2, fns.hand_over_adapter, str(root / "qwen3-tied"), str(tmp_path / "a")
     ):
         assert kind == "CheckpointError"
-        assert "names='adapter'" in text
+        assert "naming='adapter'" in text
 
 
 def test_memory_is_the_bucket_and_a_tensor(ranks: RankPool) -> None:

@@ -74,5 +74,5 @@ def of_accelerate(root: str) -> dict[str, Any]:
             "changed": any(not torch.equal(saved[name], t) for name, t in changed.items()),
             "same": all(torch.equal(saved[name], t) for name, t in whole(model).items()),
             "exact": report.exact,
-            "not restored": report.not_restored,
+            "skipped": report.skipped,
         }

@@ -188,7 +188,7 @@ def lives(
     resumed = run(kind, load, f"{folder}/run", resume=True, **every)
     report = resumed.resume_report
     assert report.step == 3
-    assert report.exact, (report.differences, report.not_restored)
+    assert report.exact, (report.differences, report.skipped)
     assert len(history(trainer)) == 6
     assert history(resumed) == history(trainer), "a resume goes on bitwise"
     after = whole(resumed.model)
@@ -244,7 +244,7 @@ def elsewhere(path: str, root: str, beta: float) -> dict[str, Any]:
     report = trainer.resume_report
     return {
         "exact": report.exact,
-        "left": report.not_restored,
+        "left": report.skipped,
         "steps": len(history(trainer)),
         "step": trainer._step,
     }

@@ -250,7 +250,7 @@ def pretrained_under_policies(directory: str) -> None:
         sw.ShardPolicy(reshard_after_forward=False),
         sw.ShardPolicy(mixed_precision=MixedPrecisionPolicy(param_dtype=torch.float32)),
         sw.ShardPolicy(placement=lambda p: Shard(1) if p.ndim == 2 and p.shape[1] % 2 == 0 else None),
-        sw.ShardPolicy(ignored=("*norm.weight", "lm_head.*")),
+        sw.ShardPolicy(exclude=("*norm.weight", "lm_head.*")),
         sw.ShardPolicy(block_classes=("Qwen3MLP",)),
     ):
         with nothing_else_changes():
@@ -282,7 +282,7 @@ def several_dtypes() -> list[tuple[list[str], list[str]]]:
         torch.manual_seed(0)
         model, plain = TwoDtypes(), TwoDtypes()
         plain.load_state_dict(model.state_dict())
-        sw.shard(model, mesh_of((dist.get_world_size(),)), sw.ShardPolicy(ignored=ignored))
+        sw.shard(model, mesh_of((dist.get_world_size(),)), sw.ShardPolicy(exclude=ignored))
         for each in (model, plain):
             each(torch.ones(2, 4)).sum().backward()
         for name, parameter in plain.named_parameters():
@@ -301,14 +301,14 @@ def declared_by_class_and_caller(root: str) -> dict[str, Any]:
         assert_same_whole(model, ordinary_model(f"{root}/{kind}"))
         found[kind] = [(d.name, d.declared_by) for d in report.unused]
     model, report = sw.load_pretrained(
-        f"{root}/qwen3-other", mesh, key_mapping={"^renamed": "model.layers"}, unused=("score.*",)
+        f"{root}/qwen3-other", mesh, key_mapping={"^renamed": "model.layers"}, allow_unused=("score.*",)
     )
     assert_same_whole(model, ordinary_model(f"{root}/qwen3"))
     found["caller"] = [(d.name, d.declared_by) for d in report.unused]
     for seed in (0, 1):
         with nothing_else_changes():
             model, report = sw.load_pretrained(
-                f"{root}/qwen3-headless", mesh, init={"lm_head.*": "model"}, seed=seed
+                f"{root}/qwen3-headless", mesh, allow_missing=("lm_head.*",), seed=seed
             )
         found[f"seed {seed}"] = whole(model.lm_head.weight).detach()
         found["initialized"] = [(d.name, d.declared_by) for d in report.initialized]
@@ -334,7 +334,7 @@ def plain_reference() -> Plain:
 
 def shard_plain(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """As a user does it: flags and scalars stay plain, and one trainable parameter is left out by name."""
-    return sw.shard(model, mesh, sw.ShardPolicy(ignored=("flags", "temperature", "batch_norm.weight")))
+    return sw.shard(model, mesh, sw.ShardPolicy(exclude=("flags", "temperature", "batch_norm.weight")))
 
 
 def plain_through_load(file: str, directory: str) -> None:
@@ -357,7 +357,7 @@ def check_in_place(model: nn.Module, source: str, sharded: nn.Module, **options:
     wrapping = [type(m) for m in model.modules()]
     buffers = {n: id(b) for n, b in model.named_buffers() if not b.is_meta}
     with nothing_else_changes():
-        report = sw.load(model, source, ignored=LEFT_PLAIN, **options)
+        report = sw.load(model, source, allow_plain=LEFT_PLAIN, **options)
     assert frozen_state(model) == before
     assert [type(m) for m in model.modules()] == wrapping
     assert {n: id(b) for n, b in model.named_buffers() if n in buffers} == buffers
@@ -427,7 +427,7 @@ def in_place_again(file: str) -> None:
         torch.testing.assert_close(model(ids), ordinary(ids))
     gathered = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
     assert len(gathered) > 3, "the root is expected to stay gathered after a forward"
-    sw.load(model, file, ignored=LEFT_PLAIN)
+    sw.load(model, file, allow_plain=LEFT_PLAIN)
     assert_same_shards(model, sharded)
     assert pointers(model) == before
     with torch.no_grad():
@@ -435,7 +435,7 @@ def in_place_again(file: str) -> None:
             if parameter.is_floating_point():
                 local(parameter).fill_(3)
         model.steps.fill_(0)
-    sw.load(model, file, ignored=LEFT_PLAIN)
+    sw.load(model, file, allow_plain=LEFT_PLAIN)
     assert_same_shards(model, sharded)
     with torch.no_grad():
         torch.testing.assert_close(model(ids), ordinary(ids))
@@ -456,7 +456,7 @@ def cast_while_loading(file: str) -> None:
         with sw.meta_init():
             model = Plain().convert(dtype)
         shard_plain(model, mesh)
-        sw.load(model, file, ignored=LEFT_PLAIN)
+        sw.load(model, file, allow_plain=LEFT_PLAIN)
         loaded, expected = tensors_of(model), tensors_of(finite_reference().convert(dtype))
         for name, tensor in expected.items():
             if name != "frequencies":
@@ -586,21 +586,21 @@ def renames_of_a_sharded_class(directory: str) -> None:
 
 
 def declared(directory: str) -> dict[str, Any]:
-    """names=, unused= and init= in their forms; returns what the reports say."""
+    """names=, allow_unused= and allow_missing= in their forms; returns what the reports say."""
     mesh = mesh_of((dist.get_world_size(),))
     found: dict[str, Any] = {}
 
     def fresh() -> Mixed:
         with sw.meta_init():
             model = Mixed()
-        return sw.shard(model, mesh, sw.ShardPolicy(ignored=("gate",)))
+        return sw.shard(model, mesh, sw.ShardPolicy(exclude=("gate",)))
 
     def value(model: nn.Module, name: str) -> torch.Tensor:
         return whole(dict(model.named_parameters())[name]).detach()
 
     reference = mixed_reference()
     model = fresh()
-    left: dict[str, Any] = {"ignored": LEFT_PLAIN}
+    left: dict[str, Any] = {"allow_plain": LEFT_PLAIN}
     sw.load(model, f"{directory}/prefixed", names=lambda n: n.removeprefix("wrapped."), **left)
     assert_same_whole(model, reference)
     model = fresh()
@@ -608,17 +608,17 @@ def declared(directory: str) -> dict[str, Any]:
     sw.load(model, f"{directory}/renamed", names=renames, **left)
     assert_same_whole(model, reference)
     model = fresh()
-    report = sw.load(model, f"{directory}/more", unused=("extra.*", "lonely"), **left)
+    report = sw.load(model, f"{directory}/more", allow_unused=("extra.*", "lonely"), **left)
     assert_same_whole(model, reference)
     found["unused"] = [(d.name, d.declared_by) for d in report.unused]
     model = fresh()
     with nothing_else_changes():
-        report = sw.load(model, f"{directory}/less", init={"head.*": "model"}, **left)
+        report = sw.load(model, f"{directory}/less", allow_missing=("head.*",), **left)
     found["initialized"] = [(d.name, d.declared_by) for d in report.initialized]
     found["head"] = value(model, "head.weight")
     assert model.steps.item() == reference.steps.item()
     again = fresh()
-    report = sw.load(again, f"{directory}/no-buffer", init={"steps": "model"}, **left)
+    report = sw.load(again, f"{directory}/no-buffer", allow_missing=("steps",), **left)
     assert [(d.name, d.declared_by) for d in report.initialized] == [("steps", "caller")]
     assert again.steps.item() == 5, "a buffer that is not stored has its value from construction"
     for name, parameter in reference.named_parameters():
@@ -665,7 +665,7 @@ def outcome_of(
     model = build()
     try:
         with nullcontext() if payload else no_payload():
-            sw.load(model, source, ignored=LEFT_PLAIN, **options)
+            sw.load(model, source, allow_plain=LEFT_PLAIN, **options)
     except ShardwiseError as error:
         if not payload:
             assert all(p.is_meta for p in model.parameters()), "memory was allocated for nothing"
@@ -678,7 +678,7 @@ def outcome_of(
 def build_mixed() -> nn.Module:
     with sw.meta_init():
         model = Mixed()
-    return sw.shard(model, mesh_of((dist.get_world_size(),)), sw.ShardPolicy(ignored=("gate",)))
+    return sw.shard(model, mesh_of((dist.get_world_size(),)), sw.ShardPolicy(exclude=("gate",)))
 
 
 def build_plain() -> nn.Module:
@@ -704,7 +704,7 @@ def refused(directory: str) -> dict[str, dict[str, Any]]:
 
 def both_copies_of_a_tie(directory: str) -> None:
     model = build_plain()
-    sw.load(model, directory, ignored=LEFT_PLAIN)
+    sw.load(model, directory, allow_plain=LEFT_PLAIN)
     assert_same_whole(model, plain_reference())
 
 
@@ -722,7 +722,7 @@ def different_structure(directory: str, change: str) -> dict[str, Any]:
 
     found = outcome_of(build, directory)
     model = build_plain()
-    sw.load(model, directory, ignored=LEFT_PLAIN)  # the group works as before
+    sw.load(model, directory, allow_plain=LEFT_PLAIN)  # the group works as before
     assert_same_whole(model, plain_reference())
     return found
 
@@ -757,7 +757,8 @@ def left_plain_unnamed(directory: str) -> dict[str, dict[str, Any]]:
     return {
         "gate": attempt(build_mixed),
         "root": attempt(without_root),
-        "named": attempt(build_mixed, ignored=("ga*",)) + attempt(without_root, ignored=("gate", "head.*")),
+        "named": attempt(build_mixed, allow_plain=("ga*",))
+        + attempt(without_root, allow_plain=("gate", "head.*")),
         "frozen": attempt(frozen),
     }
 

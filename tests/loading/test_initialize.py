@@ -104,7 +104,7 @@ def test_a_plain_model_on_meta() -> None:
 def test_values_do_not_depend_on_what_else_is_filled() -> None:
     expected = _plain("gpt2")
     model = fns.build("gpt2")
-    initialize(model, 3, names=["*.h.1.*", "lm_head.weight"])
+    initialize(model, 3, only=["*.h.1.*", "lm_head.weight"])
     for name, value in model.named_parameters():
         if ".h.1." in name or name == "transformer.wte.weight":
             assert torch.equal(value, expected[name]), name
@@ -134,7 +134,7 @@ def test_a_model_with_its_own_init_weights() -> None:
     model = Own()
     with torch.no_grad():
         model.lin.bias.fill_(9)
-    initialize(model, names=["lin.*"])
+    initialize(model, only=["lin.*"])
     assert model.lin.weight.eq(0.25).all()
     assert model.lin.bias.abs().max() <= 0.5, "what _init_weights leaves, reset_parameters fills"
 
@@ -178,5 +178,5 @@ def test_without_a_rule_all_are_named_and_nothing_is_written() -> None:
 
 def test_patterns_without_a_match() -> None:
     with pytest.raises(PlanError) as caught:
-        initialize(nn.Linear(2, 2), names=["weight", "wieght"])
+        initialize(nn.Linear(2, 2), only=["weight", "wieght"])
     assert caught.value.problems == ("wieght",)

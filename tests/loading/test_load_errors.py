@@ -65,10 +65,13 @@ def _truncated(file: Path) -> None:
 
 #: Kind of error, and what its text has to name.
 EXPECTED = {
-    "missing": ("PlanError", ["missing", "'blocks.0.down.weight'", "[8, 17]", "init={"]),
+    "missing": ("PlanError", ["missing", "'blocks.0.down.weight'", "[8, 17]", "allow_missing=("]),
     "misspelled": ("PlanError", ["'blocks.0.down.weight'", "nearest stored name: 'blocks.0.downn.weight'"]),
     "missing-buffer": ("PlanError", ["missing", "buffer 'steps'", "[]"]),
-    "unused": ("PlanError", ["unused", "'left.over'", "[3, 2]", "unused/model.safetensors", "unused=("]),
+    "unused": (
+        "PlanError",
+        ["unused", "'left.over'", "[3, 2]", "unused/model.safetensors", "allow_unused=("],
+    ),
     "mis-shaped": (
         "PlanError",
         ["mis-shaped", "'blocks.0.down.weight'", "[8, 17]", "[17, 8]", "mis-shaped/model.safetensors"],
@@ -158,5 +161,5 @@ def test_trainable_parameters_that_nobody_shards(ranks: RankPool, tmp_path: Path
     assert "1 trainable parameters" in outcomes[0]["gate"]
     assert "gate. " in outcomes[0]["gate"]
     assert "gate, head.weight, head.bias" in outcomes[0]["root"]
-    assert "ignored=" in outcomes[0]["root"]
+    assert "allow_plain=" in outcomes[0]["root"]
     assert outcomes[0]["named"] == outcomes[0]["frozen"] == ""

@@ -18,7 +18,7 @@ from tests.harness import models
 #: The text part of the tiny LLaVA, as its files name it.
 TEXT_PART: dict[str, Any] = {
     "key_mapping": {r"^language_model\.": ""},
-    "unused": ("vision*", "multi*"),
+    "allow_unused": ("vision*", "multi*"),
 }
 
 
@@ -30,7 +30,7 @@ def _plan(*arguments: str, status: int = 0) -> Any:
 
 def _as_arguments(options: dict[str, Any]) -> list[str]:
     renames = [word for pair in options["key_mapping"].items() for word in ("--key-mapping", *pair)]
-    return renames + [word for pattern in options["unused"] for word in ("--unused", pattern)]
+    return renames + [word for pattern in options["allow_unused"] for word in ("--allow-unused", pattern)]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def test_the_text_part_of_a_vision_language_model(
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     path = str(directory / "llava")
-    whole, part = _plan(path), _plan(path, "--class", name, *_as_arguments(TEXT_PART))
+    whole, part = _plan(path), _plan(path, "--auto-class", name, *_as_arguments(TEXT_PART))
     model, report = sw.load_pretrained(path, auto_class=LlamaForCausalLM, **TEXT_PART)
     assert part["model_class"] == name.rpartition(":")[2]
     assert part["model_bytes"] == report.model_bytes == sum(t.nbytes for t in model.state_dict().values())
@@ -69,7 +69,7 @@ def test_a_class_that_is_not_there(directory: Path) -> None:
         ("no.such:Model", "can't be imported"),
         ("os:path", "os"),
     ):
-        assert word in _plan(str(directory / "qwen3"), "--class", name, status=2)["error"]["message"]
+        assert word in _plan(str(directory / "qwen3"), "--auto-class", name, status=2)["error"]["message"]
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # PEFT's use of it
@@ -103,12 +103,15 @@ def test_declarations_and_a_variant(directory: Path, tmp_path: Path) -> None:
     problems = "\n".join(_plan(*place, status=1)["error"]["problems"])
     assert "lm_head.weight" in problems
     assert "left.over" in problems
-    found = _plan(*place, "--init", "lm_head.*", "--unused", "left.*")
+    found = _plan(*place, "--allow-missing", "lm_head.*", "--allow-unused", "left.*")
     assert [d["name"] for d in found["initialized"]] == ["lm_head.weight"]
     assert [d["name"] for d in found["unused"]] == ["left.over"]
     report = sw.plan(
-        tmp_path, ranks=3, subfolder="inner", variant="fp16", init={"lm_head.*": "model"}, unused=("left.*",)
+        tmp_path,
+        ranks=3,
+        subfolder="inner",
+        variant="fp16",
+        allow_missing=("lm_head.*",),
+        allow_unused=("left.*",),
     )
     assert report.to_json()["model_bytes"] == found["model_bytes"]
-    with pytest.raises(ValueError, match="the rule must be 'model'"):
-        sw.plan(tmp_path, ranks=3, subfolder="inner", init={"lm_head.*": "other"})

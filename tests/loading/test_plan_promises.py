@@ -125,7 +125,7 @@ def test_beyond_the_limit_the_extremes_are_those_of_all_ranks(
 
 
 def test_what_nobody_shards_lies_on_every_rank(model: Path) -> None:
-    policy = ShardPolicy(ignored=("model.norm.weight",))
+    policy = ShardPolicy(exclude=("model.norm.weight",))
     report = sw.plan(model, ranks=4, policy=policy)
     assert report.total_shard_bytes == report.model_bytes + 3 * 32 * 2
 

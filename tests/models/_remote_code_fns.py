@@ -127,8 +127,8 @@ def saves_resumes_exports(directory: str, root: str) -> tuple[list[str], list[st
 def values_of_missing(directory: str) -> dict[str, torch.Tensor]:
     """What the class's own ``_init_weights`` gives parameters that are not stored."""
     mesh = mesh_of((dist.get_world_size(),))
-    init = {"core.blocks.1.up.*": "model", "core.embed.weight": "model"}
-    model, report = sw.load_pretrained(directory, mesh, trust_remote_code=True, init=init, seed=5)
+    new = ("core.blocks.1.up.*", "core.embed.weight")
+    model, report = sw.load_pretrained(directory, mesh, trust_remote_code=True, allow_missing=new, seed=5)
     named = dict(model.named_parameters())
     return {d.name: whole(named[d.name]).detach() for d in report.initialized}
 

@@ -41,15 +41,15 @@ def matched_of(
     wanted: Sequence[Wanted],
     *,
     names: Mapping[str, str] | None = None,
-    unused: Sequence[str] = (),
-    init: Sequence[str] = (),
+    allow_unused: Sequence[str] = (),
+    allow_missing: Sequence[str] = (),
 ) -> Matched:
     return match(
         catalog,
         wanted,
         lambda stored: {n: (names or {}).get(n, n) for n in stored},
-        unused=lambda stored, _: "caller" if stored in unused else None,
-        init=lambda name: "caller" if name in init else None,
+        allow_unused=lambda stored, _: "caller" if stored in allow_unused else None,
+        allow_missing=lambda name: "caller" if name in allow_missing else None,
     )
 
 
@@ -125,8 +125,8 @@ def test_the_nearest_names_are_given() -> None:
     assert "nearest stored name: 'layers.0.attn.query.weight'" in text
     assert "unused: stored tensor 'layers.0.attn.query.weight' [4, 4] in f.safetensors" in text
     assert "nearest wanted name: 'layers.0.attn.q.weight'" in text
-    assert "unused=('router.extra_state',)" in text
-    assert "init={'temperature': 'model'}" in text
+    assert "allow_unused=('router.extra_state',)" in text
+    assert "allow_missing=('temperature',)" in text
 
 
 def test_only_a_call_that_takes_declarations_advises_them() -> None:
@@ -136,7 +136,7 @@ def test_only_a_call_that_takes_declarations_advises_them() -> None:
     told, silent = (match_rules(stored, wanted, Rules(caller_declares=d)).problems for d in (True, False))
     assert [t.split(":")[0] for t in silent] == ["prefix", "missing", "unused"]
     assert all(t.startswith(f"{s}; ") for t, s in zip(told, silent, strict=True))
-    for advice in ("init=", "unused=", "key_mapping", "names="):
+    for advice in ("allow_missing=", "allow_unused=", "key_mapping"):
         assert any(advice in t for t in told)
         assert not any(advice in s for s in silent)
 
@@ -149,12 +149,12 @@ def test_errors_are_equal_on_every_rank() -> None:
 def test_what_is_declared_is_no_problem() -> None:
     catalog = catalog_of({"a": ("F32", (4,)), "spare": ("F32", (2,))})
     wanted = [whole_tensor("a", "F32", (4,)), whole_tensor("new", "F32", (3,))]
-    plan = plan_of(catalog, wanted, unused=["spare"], init=["new"])
+    plan = plan_of(catalog, wanted, allow_unused=["spare"], allow_missing=["new"])
     assert [(d.name, d.declared_by) for d in plan.unused] == [("spare", "caller")]
     assert [(d.name, d.declared_by) for d in plan.initialized] == [("new", "caller")]
     assert set(plan.recipes) == {"a"}
     with pytest.raises(PlanError) as caught:
-        plan_of(catalog, wanted, unused=["spare"])
+        plan_of(catalog, wanted, allow_unused=["spare"])
     assert len(caught.value.problems) == 1
 
 
@@ -292,7 +292,7 @@ def test_a_wrong_prefix_is_said_once(before: str, after: str, pattern: str, word
     assert f"key_mapping={{{pattern!r}: {after!r}}}" in prefix
     assert missing.startswith("missing: state 'head' ")
     assert family.startswith("unused: 500 stored tensors 'tower.*' ('tower.layers.0.up.weight' [1, 1] in ")
-    assert "give unused=('tower.*',)" in family
+    assert "give allow_unused=('tower.*',)" in family
     assert "'lm.bias'" in single
 
 
@@ -570,7 +570,7 @@ def test_staging_is_that_of_the_largest_staged_read() -> None:
     catalog = catalog_of({"cast": ("F32", (100,)), "plain": ("F32", (5000,)), "spans": ("F32", (30, 10))})
     columns = Wanted("spans", "F32", (30, 10), (LocalBox(Box((0, 2), (30, 4)), (0, 0)),), (30, 2), (2, 1))
     wanted = [whole_tensor("cast", "BF16", (100,)), whole_tensor("plain", "F32", (5000,))]
-    assert plan_of(catalog, wanted, unused=["spans"]).staging_bytes == 400
+    assert plan_of(catalog, wanted, allow_unused=["spans"]).staging_bytes == 400
     plan = plan_of(catalog, [*wanted, columns])
     assert plan.staging_bytes == (29 * 10 + 2) * 4
     assert plan.bytes_to_read == 400 + 20_000 + 1168

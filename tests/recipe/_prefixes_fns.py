@@ -164,8 +164,8 @@ class Reader:
     model_class: str
     config: str | None = None
     key_mapping: Mapping[str, str] | None = None
-    unused: tuple[str, ...] = ()
-    init: tuple[str, ...] = ()
+    allow_unused: tuple[str, ...] = ()
+    allow_missing: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def read(directory: str, reader: Reader) -> Outcome:
         model, report = _load(directory, reader, **options)
     except PlanError as error:
         problems = error.problems
-        declared = {"unused": reader.unused, "init": dict.fromkeys(reader.init, "model")}
+        declared = {"allow_unused": reader.allow_unused, "allow_missing": reader.allow_missing}
         try:
             model, report = _load(directory, reader, **options, **declared)
         except PlanError as still:
@@ -216,10 +216,10 @@ def read(directory: str, reader: Reader) -> Outcome:
 def hinted(directory: str, reader: Reader) -> tuple[dict[str, str], Outcome]:
     """The key_mapping that the error proposes, and what comes of it."""
     (line,) = [p for p in read(directory, reader).problems if p.startswith("prefix: ")]
-    found = re.search(r"key_mapping=(\{.*?\}) to load_pretrained", line)
+    found = re.search(r"key_mapping=(\{.*\})$", line)
     assert found, line
     mapping = ast.literal_eval(found[1])
-    better = Reader(reader.model_class, reader.config, mapping, reader.unused, reader.init)
+    better = Reader(reader.model_class, reader.config, mapping, reader.allow_unused, reader.allow_missing)
     return mapping, read(directory, better)
 
 

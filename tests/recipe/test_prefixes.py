@@ -56,14 +56,16 @@ _VLM = ("model.visual.*", "lm_head.weight")
 
 #: from_pretrained drops stored tensors with a warning: how many, and how many lines the error takes for them.
 DROPPED = [
-    ("qwen3", Reader("AutoModel", unused=("lm_head.weight",)), 1, 1),
-    ("moe", Reader("AutoModel", unused=("lm_head.*",)), 1, 1),
-    ("llava", Reader("LlavaModel", unused=("language_model.lm_head.*",)), 1, 1),
-    ("qwen3.5", Reader("Qwen3_5TextModel", unused=_VLM), 22, 2),
-    ("qwen2-vl", Reader("Qwen2VLTextModel", unused=("visual.*", "lm_head.*")), 20, 2),
+    ("qwen3", Reader("AutoModel", allow_unused=("lm_head.weight",)), 1, 1),
+    ("moe", Reader("AutoModel", allow_unused=("lm_head.*",)), 1, 1),
+    ("llava", Reader("LlavaModel", allow_unused=("language_model.lm_head.*",)), 1, 1),
+    ("qwen3.5", Reader("Qwen3_5TextModel", allow_unused=_VLM), 22, 2),
+    ("qwen2-vl", Reader("Qwen2VLTextModel", allow_unused=("visual.*", "lm_head.*")), 20, 2),
     (
         "llava",
-        Reader("LlamaForCausalLM", key_mapping={r"^language_model\.": ""}, unused=("vision*", "multi*")),
+        Reader(
+            "LlamaForCausalLM", key_mapping={r"^language_model\.": ""}, allow_unused=("vision*", "multi*")
+        ),
         43,
         5,
     ),
@@ -87,15 +89,23 @@ def test_dropped(
 
 #: from_pretrained leaves what is not stored random.
 RANDOM = [
-    ("qwen3-base", Reader("AutoModelForCausalLM", init=("lm_head.weight",)), 1),
-    ("moe-base", Reader("AutoModelForCausalLM", init=("lm_head.weight",)), 1),
+    ("qwen3-base", Reader("AutoModelForCausalLM", allow_missing=("lm_head.weight",)), 1),
+    ("moe-base", Reader("AutoModelForCausalLM", allow_missing=("lm_head.weight",)), 1),
     (
         "bert-masked",
-        Reader("AutoModelForSequenceClassification", unused=("cls.*",), init=("*pooler.*", "classifier.*")),
+        Reader(
+            "AutoModelForSequenceClassification",
+            allow_unused=("cls.*",),
+            allow_missing=("*pooler.*", "classifier.*"),
+        ),
         4,
     ),
-    ("bert-base", Reader("AutoModelForMaskedLM", unused=("pooler.*",), init=("cls.*",)), 6),
-    ("qwen2", Reader("Qwen2VLForConditionalGeneration", config="qwen2-vl", init=("model.visual.*",)), 19),
+    ("bert-base", Reader("AutoModelForMaskedLM", allow_unused=("pooler.*",), allow_missing=("cls.*",)), 6),
+    (
+        "qwen2",
+        Reader("Qwen2VLForConditionalGeneration", config="qwen2-vl", allow_missing=("model.visual.*",)),
+        19,
+    ),
 ]
 
 
@@ -109,14 +119,18 @@ def test_random(ranks: RankPool, sources: dict[str, Path], source: str, reader: 
 
 #: from_pretrained finds nothing of the text model and leaves it random with a warning; how many parameters that are.
 LOST = [
-    ("llava", Reader("LlamaForCausalLM", unused=("vision*", "multi*")), 21),
-    ("llava-new", Reader("LlamaModel", unused=("model.vision*", "model.multi*", "lm_head.*")), 20),
-    ("qwen3-vl-moe", Reader("Qwen3VLMoeTextModel", unused=_VLM), 24),
-    ("gemma3", Reader("Gemma3ForCausalLM", unused=("vision*", "multi*")), 29),
+    ("llava", Reader("LlamaForCausalLM", allow_unused=("vision*", "multi*")), 21),
+    ("llava-new", Reader("LlamaModel", allow_unused=("model.vision*", "model.multi*", "lm_head.*")), 20),
+    ("qwen3-vl-moe", Reader("Qwen3VLMoeTextModel", allow_unused=_VLM), 24),
+    ("gemma3", Reader("Gemma3ForCausalLM", allow_unused=("vision*", "multi*")), 29),
     ("moe-wrapped", Reader("AutoModelForCausalLM"), 25),
     (
         "gemma3-text",
-        Reader("Gemma3ForConditionalGeneration", "gemma3", init=("*vision*", "*multi*", "*embed_vision*")),
+        Reader(
+            "Gemma3ForConditionalGeneration",
+            "gemma3",
+            allow_missing=("*vision*", "*multi*", "*embed_vision*"),
+        ),
         79,
     ),
 ]

@@ -238,7 +238,7 @@ def settings() -> list[float]:
     found = []
     for factor, ignored in ((None, ()), (1.0, ()), (None, ("all",))):
         torch.manual_seed(0)
-        model: Any = sw.shard(Branches(), mesh_of(), sw.ShardPolicy(ignored=ignored))
+        model: Any = sw.shard(Branches(), mesh_of(), sw.ShardPolicy(exclude=ignored))
         if factor is not None:
             model.set_force_sum_reduction_for_comms(True)  # gloo has no other
             model.set_gradient_divide_factor(factor)

@@ -243,7 +243,7 @@ def refusals() -> dict[str, str]:
         "large": _refusal(large, mesh),
         "kinds": _refusal(scalar, mesh),
         "only": _refusal(only, mesh),
-        "pattern": _refusal(Net(), mesh, ShardPolicy(ignored=("no.such.*", "embed.*"))),
+        "pattern": _refusal(Net(), mesh, ShardPolicy(exclude=("no.such.*", "embed.*"))),
         "class": _refusal(Net(), mesh, ShardPolicy(block_classes=("Block", "Blok"))),
         "list": _refusal(nn.ModuleList([nn.Linear(2, 2)]), mesh),
         "strided": _refusal(strided, mesh),
@@ -281,7 +281,7 @@ def scalars_and_integers(trainable: bool) -> dict[str, bool]:
 
 def ignored_by_name() -> dict[str, bool]:
     model = shard(
-        Oddments(trainable=True), _mesh(), ShardPolicy(ignored=("temperature", "bias", "lin.b*", "codes"))
+        Oddments(trainable=True), _mesh(), ShardPolicy(exclude=("temperature", "bias", "lin.b*", "codes"))
     )
     kinds = {n: isinstance(p, DTensor) for n, p in model.named_parameters()}
     model(torch.ones(2, WIDTH)).sum().backward()
@@ -364,7 +364,7 @@ def initialized(kind: str, shape: tuple[int, ...] | None, seed: int) -> dict[str
     """The global values after initialize() of a meta model; checks what must not change."""
     with meta_init():
         model = build(kind)
-    shard(model, _mesh(shape), ShardPolicy(ignored=("*.bias",)) if kind == "rules" else ShardPolicy())
+    shard(model, _mesh(shape), ShardPolicy(exclude=("*.bias",)) if kind == "rules" else ShardPolicy())
     buffers = {n: b.clone() for n, b in model.named_buffers()}
     identities = [id(p) for p in model.parameters()]
     state = torch.get_rng_state()
@@ -398,5 +398,5 @@ def initialized_in_part(kind: str, pattern: str) -> tuple[dict[str, torch.Tensor
             parameter.fill_(7)
     shard(model, _mesh())
     before = _full(model)
-    initialize(model, 0, names=[pattern])
+    initialize(model, 0, only=[pattern])
     return before, _full(model)

@@ -49,8 +49,8 @@ def test_a_layer_in_two_blocks_goes_to_the_group_around_them(ranks: RankPool) ->
 def test_refusals_name_everything_and_leave_the_model_alone(ranks: RankPool) -> None:
     texts = ranks.run_ranks(2, fns.refusals)[0]
     for kind, parts in {
-        "large": ["table (torch.float32, 71,303,168 bytes)", "ShardPolicy(ignored=…)", "freeze"],
-        "kinds": ["scale, phase", "ShardPolicy(ignored=…)"],
+        "large": ["table (torch.float32, 71,303,168 bytes)", "ShardPolicy(exclude=…)", "freeze"],
+        "kinds": ["scale, phase", "ShardPolicy(exclude=…)"],
         "only": ["scale", "nothing to shard"],
         "pattern": ["'no.such.*'", "embed.weight"],
         "class": ["Blok", "Block"],

@@ -67,7 +67,7 @@ def test_plain_values_come_back(tmp_path: Path, held: Any) -> None:
     saved = sw.save(sw.TrainState(model=Holder(held)), tmp_path / "c")
     second = Holder(0)
     report = sw.restore(sw.TrainState(model=second), tmp_path / "c")
-    assert saved.not_stored == ()
+    assert saved.skipped == ()
     assert (report.exact, report.differences, report.documents) == (True, (), ("own",))
     found = decode(json.loads(json.dumps(encode(second.held).document)), encode(second.held).tensors)
     assert same(found, held) or isinstance(held, dict)
@@ -79,16 +79,16 @@ def test_plain_values_come_back(tmp_path: Path, held: Any) -> None:
 @pytest.mark.parametrize("held", [object(), len, {1: {2: object()}}, torch.eye(2).to_sparse()])
 def test_what_no_document_holds_is_named_in_both_reports(tmp_path: Path, held: Any) -> None:
     _, saved, report = resumed(held, 5, tmp_path / "c")
-    assert len(saved.not_stored) == 1
-    assert saved.not_stored[0].startswith("model: held")
+    assert len(saved.skipped) == 1
+    assert saved.skipped[0].startswith("model: held")
     assert not report.exact
-    assert saved.not_stored[0] in report.differences
+    assert saved.skipped[0] in report.differences
 
 
 def test_large_state_is_named_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(beyond, "MAX_BEYOND_BYTES", 100)
     _, saved, report = resumed({"small": torch.ones(2), "large": torch.ones(40)}, {}, tmp_path / "c")
-    (line,) = saved.not_stored
+    (line,) = saved.skipped
     assert "held.large" in line
     assert "the limit is 100" in line
     assert line in report.differences

@@ -125,7 +125,7 @@ def without(document: Any, path: tuple[Any, ...]) -> None:
 def test_whole_documents_are_exact(tmp_path: Path, kind: str) -> None:
     sw.save(run(KINDS[kind], steps=4), tmp_path / "step")
     report = sw.restore(run(KINDS[kind], other=1), tmp_path / "step")
-    assert (report.exact, report.differences, report.not_restored) == (True, (), ())
+    assert (report.exact, report.differences, report.skipped) == (True, (), ())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -148,7 +148,7 @@ def test_a_lost_key_is_damage_or_named(tmp_path: Path, kind: str) -> None:
             assert its_own or torch.equal(live.model.weight, before), path  # type: ignore[union-attr, arg-type]
         else:
             assert not report.exact, path
-            assert any(str(path[-1]) in line for line in report.not_restored), (path, report.not_restored)
+            assert any(str(path[-1]) in line for line in report.skipped), (path, report.skipped)
         edit_documents(tmp_path / "step", lambda documents: documents.update(whole))
         seen += 1
     assert seen >= 6
@@ -187,7 +187,7 @@ def test_schedulers_in_one_are_of_the_saved_classes(tmp_path: Path) -> None:
         sw.restore(live, tmp_path / "step")
     edit_documents(tmp_path / "step", lambda d: d["classes"].update(scheduler="ChainedScheduler"))
     report = sw.restore(run(chained(exponential, stairs)), tmp_path / "step")
-    assert report.not_restored == (
+    assert report.skipped == (
         "scheduler: the checkpoint does not record the classes of the schedulers in it",
     )
     many = chained(*[exponential] * 40)

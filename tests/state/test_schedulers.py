@@ -183,14 +183,14 @@ def test_a_resumed_scheduler_goes_on_alike(tmp_path: Path, name: str) -> None:
     assert advance(second, 5, 8) == expected
     assert text(second.scheduler.state_dict()) == text(first.scheduler.state_dict())
     if name in FUNCTIONS:
-        assert len(report.not_stored) == FUNCTIONS[name], report.not_stored
+        assert len(report.skipped) == FUNCTIONS[name], report.skipped
     elif not name.startswith("get_scheduler"):
-        assert report.not_stored == ()
+        assert report.skipped == ()
 
 
 def test_functions_that_are_not_stored_are_reported_by_path(tmp_path: Path) -> None:
     state = run("inside each other")
-    assert sw.save(state, tmp_path / "nested").not_stored == (
+    assert sw.save(state, tmp_path / "nested").skipped == (
         "scheduler.schedulers[1].schedulers[0].lr_lambdas[0]",
         "scheduler.schedulers[2].lr_lambdas[0]",
         "scheduler.schedulers[2].lr_lambdas[1]",
@@ -199,9 +199,9 @@ def test_functions_that_are_not_stored_are_reported_by_path(tmp_path: Path) -> N
         "a": run("CyclicLR with a function").scheduler,
         "b": run("LambdaLR of objects").scheduler,
     }
-    assert sw.save(state, tmp_path / "several").not_stored == ("scheduler.a.scale_fn",)
+    assert sw.save(state, tmp_path / "several").skipped == ("scheduler.a.scale_fn",)
     state = run("get_scheduler linear")  # a partial: its numbers of steps are not stored, either
-    assert sw.save(state, tmp_path / "partial").not_stored == (
+    assert sw.save(state, tmp_path / "partial").skipped == (
         "scheduler.lr_lambdas[0]",
         "scheduler.lr_lambdas[1]",
     )

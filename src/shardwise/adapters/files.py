@@ -325,8 +325,8 @@ def combine(live: LiveModel, base: Catalog, rules: Rules, adapters: Adapters) ->
         made.append(one)
     seeded = _seeded(live, adapters.seeded)
 
-    def unused(stored: str, target: str) -> str | None:
-        return replaced.get(stored) or outer.unused(stored, target)
+    def allow_unused(stored: str, target: str) -> str | None:
+        return replaced.get(stored) or outer.allow_unused(stored, target)
 
     catalog = replace(
         base,
@@ -337,8 +337,8 @@ def combine(live: LiveModel, base: Catalog, rules: Rules, adapters: Adapters) ->
     rules = replace(
         outer,
         resolve=lambda _: made,
-        unused=unused,
-        init=lambda name: outer.init(name) or seeded.get(name),
+        allow_unused=allow_unused,
+        allow_missing=lambda name: outer.allow_missing(name) or seeded.get(name),
     )
     return catalog, rules
 

@@ -102,7 +102,9 @@ def wrapped_rules(live: LiveModel, rules: Rules) -> Rules:
     return replace(
         rules,
         resolve=wrapped(live, rules.resolve),
-        init=lambda name: rules.init(name) or (rules.init(names[name]) if name in names else None),
+        allow_missing=lambda name: (
+            rules.allow_missing(name) or (rules.allow_missing(names[name]) if name in names else None)
+        ),
     )
 
 

@@ -107,7 +107,7 @@ class AsyncSave:
             step=self.step,
             bytes_written=nbytes,
             seconds=time.perf_counter() - self._started,
-            not_stored=self._collected.snapshot.not_stored,
+            skipped=self._collected.snapshot.not_stored,
             gradients=self._collected.snapshot.gradients,
             staging_bytes=self._buffer.nbytes,
             is_published=False,
@@ -141,7 +141,7 @@ class AsyncSave:
                 step=self.step,
                 bytes_written=written,
                 seconds=time.perf_counter() - self._started,
-                not_stored=self._collected.snapshot.not_stored,
+                skipped=self._collected.snapshot.not_stored,
                 gradients=self._collected.snapshot.gradients,
                 staging_bytes=self._buffer.nbytes,
             )

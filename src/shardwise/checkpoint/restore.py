@@ -68,7 +68,7 @@ class ResumeReport:
     """Number of restored optimizer tensors. All their digests were compared."""
     documents: tuple[str, ...]
     """Names of all other restored state."""
-    not_restored: tuple[str, ...]
+    skipped: tuple[str, ...]
     """State in the checkpoint that this run did not take, with the rule."""
     caveats: tuple[str, ...]
     """Why the data loader may not repeat exactly."""
@@ -182,7 +182,7 @@ def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> R
         tensors=sum(report.tensors for report in loaded[: len(state.models)]),
         optimizer_tensors=sum(o.tensors for o in filled),
         documents=restored + own.restored,
-        not_restored=left,
+        skipped=left,
         caveats=caveats,
         rng=rng.rule,
         bytes_read=sum(report.bytes_read for report in loaded) + sum(o.bytes_read for o in filled),

@@ -61,7 +61,7 @@ class SaveReport:
     """Payload and headers that this rank wrote; for an async save, the bytes that it copied."""
     seconds: float
     """From the call to the published step; for an async save, to the return of ``save``."""
-    not_stored: tuple[str, ...]
+    skipped: tuple[str, ...]
     """State that can't be stored: functions, by path; gradients whose use no hook saw; own state of a model or an
     optimizer that a document can't hold. The restore reports the last, too."""
     staging_bytes: int = 0
@@ -91,7 +91,7 @@ def write_checkpoint(
         step=step,
         bytes_written=written,
         seconds=time.perf_counter() - started,
-        not_stored=collected.snapshot.not_stored,
+        skipped=collected.snapshot.not_stored,
         gradients=collected.snapshot.gradients,
     )
 

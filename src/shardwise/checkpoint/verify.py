@@ -27,9 +27,9 @@ from ..limits import inside
 from ..transfer.files import FileReader
 from .check import read_head
 
-__all__ = ["VerifyReport", "boxes_of_run", "model_of", "runs_of", "verify"]
+__all__ = ["Progress", "VerifyReport", "boxes_of_run", "model_of", "runs_of", "verify"]
 
-Progress = Callable[[int, int], None]
+Progress = Callable[[int, int], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class VerifyReport:
 
 
 def verify(
-    path: str | os.PathLike[str], on_progress: Progress | None = None, *, threads: int | None = None
+    path: str | os.PathLike[str], *, threads: int | None = None, on_progress: Progress | None = None
 ) -> VerifyReport:
     """Check a stored checkpoint completely; reads all of it once, in blocks of 16 MiB, on one process.
 

@@ -18,6 +18,7 @@ from .options import (
     byte_count,
     common,
     config,
+    debug,
     model_class,
     new_adapter,
     one_model,
@@ -34,7 +35,7 @@ __all__ = ["main"]
 
 @click.group(cls=Program, no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__)
-@click.option("--debug", is_flag=True, expose_value=False, help="Show tracebacks.")
+@debug
 def main() -> None:
     """Pretrained weights and training state, in and out of sharded PyTorch models.
 
@@ -92,10 +93,10 @@ def plan(
     ranks: int,
     replicas: int,
     dtype: str,
-    class_name: str | None,
+    auto_class: str | None,
     key_mapping: tuple[tuple[str, str], ...],
-    unused: tuple[str, ...],
-    init: tuple[str, ...],
+    allow_unused: tuple[str, ...],
+    allow_missing: tuple[str, ...],
     adapter: str | None,
     as_json: bool,
     **options: Any,
@@ -117,10 +118,10 @@ def plan(
         ranks=ranks,
         replicas=replicas,
         dtype=dtype,
-        auto_class=model_class(class_name),
+        auto_class=model_class(auto_class),
         key_mapping=dict(key_mapping),
-        unused=unused,
-        init=dict.fromkeys(init, "model"),
+        allow_unused=allow_unused,
+        allow_missing=allow_missing,
         adapter=new_adapter(adapter),
         **options,
     )
@@ -211,9 +212,9 @@ def _verify_one(path: str, threads: int | None, as_json: bool) -> Any:
 @click.argument("out", type=click.Path(path_type=str))
 @click.option("--dtype", type=click.Choice(DTYPES), default=None, help="Default: as stored.")
 @click.option(
-    "--max-shard-size",
+    "--max-shard-bytes",
     callback=byte_count,
-    default="5GB",
+    default="5GiB",
     show_default=True,
     metavar="SIZE",
     help="Per file.",
@@ -226,7 +227,7 @@ def export(
     path: str,
     out: str,
     dtype: str | None,
-    max_shard_size: int,
+    max_shard_bytes: int,
     model: str | None,
     config: str | None,
     trust_remote_code: bool,
@@ -247,7 +248,7 @@ def export(
             model=model,
             config=config,
             dtype=dtype,
-            max_shard_bytes=max_shard_size,
+            max_shard_bytes=max_shard_bytes,
             trust_remote_code=trust_remote_code,
         )
         if rank != 0:
@@ -322,28 +323,25 @@ def _ranks_of_launcher() -> Iterator[int]:
 
 
 @main.command()
+@click.argument("path", type=click.Path(path_type=Path), required=False)
 @click.option(
     "--out", type=click.Path(path_type=Path), default="shardwise-demo", show_default=True, metavar="DIR"
 )
 @click.option(
-    "--model",
-    type=click.Path(path_type=Path),
-    default=None,
-    metavar="PATH",
-    help="Default: a small sentence encoder.",
-)
-@click.option(
-    "--nproc", type=click.IntRange(1, 64), default=2, show_default=True, metavar="N", help="Ranks to start."
+    "--ranks", type=click.IntRange(1, 64), default=2, show_default=True, metavar="N", help="Ranks to start."
 )
 @common
-def demo(out: Path, model: Path | None, nproc: int, as_json: bool) -> int:
-    """Show it all on this machine: load, train, get killed, resume, reshard, export."""
-    if model is not None and not model.is_dir():
-        raise SourceError("no such directory; give a local model directory", path=str(model))
+def demo(path: Path | None, out: Path, ranks: int, as_json: bool) -> int:
+    """Show it all on this machine: load, train, get killed, resume, reshard, export.
+
+    PATH is the local directory of a causal, masked or encoder model. Default: a small sentence encoder.
+    """
+    if path is not None and not path.is_dir():
+        raise SourceError("no such directory; give a local model directory", path=str(path))
     from ..demo.run import run_demo
     from .render import console
 
-    result = run_demo(out, model=model, nproc=nproc, console=console(err=as_json))
+    result = run_demo(out, model=path, ranks=ranks, console=console(err=as_json))
     if as_json:
         print_json(result)
     return FINE if result.get("ok", True) else WRONG_DATA

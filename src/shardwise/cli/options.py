@@ -16,6 +16,7 @@ __all__ = [
     "byte_count",
     "common",
     "config",
+    "debug",
     "model_class",
     "new_adapter",
     "one_model",
@@ -46,8 +47,13 @@ def byte_count(context: click.Context, parameter: click.Parameter, value: str) -
 
 def common(command: Callable[..., Any]) -> Callable[..., Any]:
     """``--json`` and ``--debug``. The program itself reads both, also when parsing fails."""
-    command = click.option("--debug", is_flag=True, expose_value=False, help="Show tracebacks.")(command)
-    return click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")(command)
+    option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+    return option(debug(command))
+
+
+def debug(command: Callable[..., Any]) -> Callable[..., Any]:
+    """``--debug``, for the program and for each command: people write it before a command and after it."""
+    return click.option("--debug", is_flag=True, expose_value=False, help="Show tracebacks.")(command)
 
 
 def source_path(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,14 +84,16 @@ def trust_remote_code(command: Callable[..., Any]) -> Callable[..., Any]:
 def as_load_pretrained(command: Callable[..., Any]) -> Callable[..., Any]:
     """The arguments of ``load_pretrained`` that choose the model and its source."""
     options = (
-        click.option("--class", "class_name", default=None, metavar="[MODULE:]CLASS", help=_CLASS_HELP),
+        click.option("--auto-class", default=None, metavar="[MODULE:]CLASS", help=_CLASS_HELP),
         click.option(
             "--key-mapping", nargs=2, multiple=True, metavar="REGEX TEXT", help="Rename stored tensors."
         ),
         click.option(
-            "--unused", multiple=True, metavar="PATTERN", help="Stored tensors that may be left over."
+            "--allow-unused", multiple=True, metavar="PATTERN", help="Stored tensors that may be left over."
         ),
-        click.option("--init", multiple=True, metavar="PATTERN", help="Tensors that may be missing."),
+        click.option(
+            "--allow-missing", multiple=True, metavar="PATTERN", help="Tensors that may be missing from PATH."
+        ),
         click.option("--adapter", default=None, metavar="DIR", help=_ADAPTER_HELP),
         click.option("--revision", default=None, help="Branch, tag or commit on the hub."),
         click.option("--subfolder", default="", metavar="DIR", help="Folder of the model in PATH."),
@@ -104,7 +112,7 @@ _ADAPTER_HELP = "Adapter to put in; with adapter_config.json alone, a new one."
 
 
 def model_class(name: str | None) -> Any:
-    """The class that ``--class`` names, from transformers or from a module that it imports. Raises ``BadParameter``."""
+    """The class that ``--auto-class`` names, of transformers or of a module. Raises ``BadParameter``."""
     if name is None:
         return None
     from ..internals.transformers import can_be_built
@@ -113,10 +121,12 @@ def model_class(name: str | None) -> Any:
     try:
         found = getattr(importlib.import_module(module or "transformers"), kind, None)
     except ImportError as error:
-        raise click.BadParameter(f"{module} can't be imported: {error}", param_hint="'--class'") from error
+        raise click.BadParameter(
+            f"{module} can't be imported: {error}", param_hint="'--auto-class'"
+        ) from error
     if not can_be_built(found):
         where = module or "transformers"
-        raise click.BadParameter(f"{where} has no model class {kind!r}", param_hint="'--class'")
+        raise click.BadParameter(f"{where} has no model class {kind!r}", param_hint="'--auto-class'")
     return found
 
 

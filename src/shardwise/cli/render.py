@@ -273,8 +273,8 @@ def show_convert(out: Console, report: Any) -> None:
         f"by this rank, in {report.seconds:.1f} s",
         "documents": _some(report.documents),
     }
-    if report.left:
-        facts["left out"] = "; ".join(report.left)
+    if report.skipped:
+        facts["skipped"] = "; ".join(report.skipped)
     _facts(out, str(report.path), facts)
 
 

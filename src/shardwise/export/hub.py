@@ -69,7 +69,7 @@ class ExportReport:
 
 def export_hf(
     model_or_path: nn.Module | str | os.PathLike[str],
-    out_dir: str | os.PathLike[str],
+    out: str | os.PathLike[str],
     *,
     model: str | None = None,
     config: str | os.PathLike[str] | None = None,
@@ -82,12 +82,12 @@ def export_hf(
     """Write a model in hub format: hub names, index, config, tokenizer and own code if known; ties once.
 
     Of a live ``PeftModel`` the adapters are written, as ``PeftModel.save_pretrained`` does (names, config, folders), and
-    ``PeftModel.from_pretrained(base, out_dir)`` opens them: ``default`` lies in ``out_dir`` itself, every other one in a
+    ``PeftModel.from_pretrained(base, out)`` opens them: ``default`` lies in ``out`` itself, every other one in a
     folder of its name, one file each. Base embeddings lie beside them where they are adapted or resized.
 
     Args:
         model_or_path: a live (sharded) model, a checkpoint directory, or any other source of a load.
-        out_dir: must not exist, or be empty. It appears complete or not at all.
+        out: must not exist, or be empty. It appears complete or not at all.
         model: the name of the model, for a checkpoint with several models.
         config: directory with the config.json (and tokenizer, own code) of a source that has none, such as a DCP
             checkpoint. Without one, its tensors keep their names.
@@ -106,7 +106,7 @@ def export_hf(
     started = time.perf_counter()
     io = io or IOOptions()
     ranks = Ranks.current(timeout_s=io.timeout_s)
-    final = os.path.abspath(out_dir)
+    final = os.path.abspath(out)
     with ranks.agree("open source"):
         if max_shard_bytes < 1:
             raise ValueError(f"max_shard_bytes must be positive, got {max_shard_bytes}")

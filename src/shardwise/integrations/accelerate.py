@@ -29,11 +29,13 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from ..catalog import Catalog
 from ..checkpoint.checkpointer import save
 from ..checkpoint.restore import ResumeReport
 from ..checkpoint.save import SaveReport
 from ..errors import StateError
 from ..internals.accelerate import has_state_hooks, prepared
+from ..loading.load import Names
 from ..loading.load import load as _load
 from ..loading.pretrained import load_wrapped
 from ..loading.report import LoadReport
@@ -73,11 +75,12 @@ def load_pretrained(
     config: Any = None,
     trust_remote_code: bool = False,
     key_mapping: Mapping[str, str] | None = None,
-    unused: Sequence[str] = (),
-    init: Mapping[str, str] | None = None,
+    allow_unused: Sequence[str] = (),
+    allow_missing: Sequence[str] = (),
     adapter: Any = None,
     seed: int = 0,
     io: IOOptions | None = None,
+    verify: Literal["cover", "digest"] | None = None,
     **options: Unpack[FromPretrained],
 ) -> tuple[Any, LoadReport]:
     """:func:`shardwise.load_pretrained`, sharded by the accelerator's FSDP plugin, for ``accelerator.prepare``.
@@ -102,25 +105,34 @@ def load_pretrained(
         config=config,
         trust_remote_code=trust_remote_code,
         key_mapping=key_mapping,
-        unused=unused,
-        init=init,
+        allow_unused=allow_unused,
+        allow_missing=allow_missing,
         adapter=adapter,
         options=options,
     )
     return load_wrapped(
-        request, lambda model: shard(accelerator, model), seed=seed, device=device_of(accelerator), io=io
+        request,
+        lambda model: shard(accelerator, model),
+        seed=seed,
+        device=device_of(accelerator),
+        io=io,
+        verify=verify,
     )
 
 
 def load(
     accelerator: Accelerator,
     model: nn.Module,
-    source: Any,
+    source: str | os.PathLike[str] | Catalog,
     *,
-    names: Any = None,
-    unused: Sequence[str] = (),
-    init: Mapping[str, str] | None = None,
+    names: Names | None = None,
+    key_mapping: Mapping[str, str] | None = None,
+    allow_unused: Sequence[str] = (),
+    allow_missing: Sequence[str] = (),
+    adapter: Any = None,
+    seed: int = 0,
     io: IOOptions | None = None,
+    verify: Literal["cover", "digest"] | None = None,
 ) -> LoadReport:
     """Shard any module in place by the accelerator's FSDP plugin, and fill it from ``source``.
 
@@ -129,16 +141,20 @@ def load(
     """
     ranks = Ranks.current(timeout_s=(io or IOOptions()).timeout_s)
     with ranks.agree("shard as the accelerator says"):
-        ignored = shard(accelerator, model)
+        excluded = shard(accelerator, model)
     return _load(
         model,
         source,
         names=names,
-        unused=unused,
-        init=init,
+        key_mapping=key_mapping,
+        allow_unused=allow_unused,
+        allow_missing=allow_missing,
+        adapter=adapter,
+        seed=seed,
         device=device_of(accelerator),
         io=io,
-        ignored=ignored,
+        verify=verify,
+        allow_plain=excluded,
     )
 
 

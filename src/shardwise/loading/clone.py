@@ -18,7 +18,6 @@ from ..layout.model import local_tensor
 from ..models.memory import materialize
 from ..models.meta_init import forget_meta_buffers, meta_init
 from ..names import NamedTensor, named_tensors
-from ..planning import IOOptions
 from ..ranks.ranks import Ranks
 from ..recipe.origin import inherit
 from ..sharding.fsdp import shard_alike
@@ -26,9 +25,7 @@ from ..sharding.fsdp import shard_alike
 __all__ = ["clone"]
 
 
-def clone(
-    model: nn.Module, *, build: Callable[[], nn.Module] | None = None, io: IOOptions | None = None
-) -> Any:
+def clone(model: nn.Module, *, build: Callable[[], nn.Module] | None = None, timeout_s: float = 300.0) -> Any:
     """Copy the present values of ``model`` into a second model, sharded alike, frozen and in eval mode.
 
     For a reference model, for example. Copies parameters and all buffers, including non-persistent ones, on their own
@@ -38,14 +35,14 @@ def clone(
         build: makes the second model: on meta (in :func:`meta_init`), wrapped like the first. Default: a transformers
             model of the same class and config, sharded like the first by :func:`shard`, :func:`load_pretrained` or
             ``integrations.accelerate`` (also through ``integrations.trainer``).
-        io: time limit.
+        timeout_s: as in :class:`IOOptions`; nothing is read here.
 
     Every rank of the default process group must call it; ranks agree through the store, without a collective. Memory:
     this rank's shards once more; no full tensor, no staging. Raises :class:`StateError` (the model can't be built
     again, or the second one differs), :class:`ShardError`, :class:`LayoutError` or :class:`RankError` alike on every
     rank.
     """
-    with Ranks.current(timeout_s=(io or IOOptions()).timeout_s).agree("clone model"):
+    with Ranks.current(timeout_s=timeout_s).agree("clone model"):
         live = describe(model)
         second = build() if build is not None else _built_again(live)
         pairs = _paired(live, describe(second))

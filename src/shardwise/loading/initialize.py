@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -23,7 +23,7 @@ from ..layout.live import LiveModel, describe
 from ..layout.placements import local_boxes
 from ..models.memory import default_device, materialize
 from ..models.rules import Rule, Template, build_template, copy_template, rules_of
-from ..names import NamedTensor, canonical_name, exchange_parameter, own_parameter
+from ..names import NamedTensor, canonical_name, exchange_parameter, own_parameter, patterns_of
 from ..rng import preserve_rng
 
 __all__ = ["check_rules", "fill_by_rule", "initialize"]
@@ -54,7 +54,7 @@ def initialize(
     model: nn.Module,
     seed: int = 0,
     *,
-    names: Iterable[str] | None = None,
+    only: Collection[str] | None = None,
     device: torch.device | str | None = None,
 ) -> tuple[str, ...]:
     """Fill parameters by the model's own rule: the same global values at every world size and sharding.
@@ -71,7 +71,7 @@ def initialize(
 
     Args:
         seed: any integer.
-        names: patterns (fnmatch) of canonical names; None: every parameter.
+        only: patterns (fnmatch) of canonical names; None: every parameter.
 
     Returns:
         The names of the parameters that were filled, in module order.
@@ -80,7 +80,8 @@ def initialize(
         PlanError: a pattern matches nothing, or no rule fills some parameters (names them all); before anything is
             written.
     """
-    return fill_by_rule(describe(model), seed, names, device)
+    patterns = None if only is None else patterns_of("only", only)
+    return fill_by_rule(describe(model), seed, patterns, device)
 
 
 def fill_by_rule(
@@ -124,7 +125,7 @@ def _wanted(live: LiveModel, patterns: tuple[str, ...] | None) -> tuple[NamedTen
     without_match = [p for p in globs if not any(fnmatchcase(n, p) for t in parameters for n in t.names)]
     if without_match:
         raise PlanError(
-            "initialize(names=…): patterns that match no parameter (names are module paths without wrapper parts)",
+            "initialize(only=…): patterns that match no parameter (names are module paths without wrapper parts)",
             tuple(without_match),
         )
     return tuple(

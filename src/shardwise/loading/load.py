@@ -22,14 +22,24 @@ from ..errors import IntegrityError, PlanError, ShardError
 from ..gc_paused import gc_paused
 from ..internals.torch import version_of
 from ..layout.live import LiveModel, describe
-from ..models.arguments import init_rules
 from ..models.memory import default_device, materialize
 from ..models.meta_init import forget_meta_buffers, meta_buffers
 from ..models.unquantized import refuse_source
+from ..names import patterns_of
 from ..planning import IOOptions, Plan, build_plan
 from ..ranks.ranks import Ranks
 from ..recipe.host_convert import HostConversion
-from ..recipe.match import Declaration, Recipe, Resolve, Rules, match_rules, matches_any, renamed, same_names
+from ..recipe.match import (
+    Declaration,
+    Recipe,
+    Resolve,
+    Rules,
+    by_key_mapping,
+    match_rules,
+    matches_any,
+    renamed,
+    same_names,
+)
 from ..recipe.origin import remember
 from ..recipe.tiles import is_identity
 from ..recipe.transformers import HubRules, automatic_rules, note_conversions
@@ -41,7 +51,7 @@ from ..transfer.page_cache import page_cache_for
 from .initialize import check_rules, fill_by_rule
 from .report import LoadReport
 
-__all__ = ["fill", "load"]
+__all__ = ["Names", "fill", "load"]
 
 Names = Mapping[str, str] | Callable[[str], str]
 
@@ -51,14 +61,15 @@ def load(
     source: str | os.PathLike[str] | Catalog,
     *,
     names: Names | None = None,
-    unused: Sequence[str] = (),
-    init: Mapping[str, str] | None = None,
+    key_mapping: Mapping[str, str] | None = None,
+    allow_unused: Sequence[str] = (),
+    allow_missing: Sequence[str] = (),
     adapter: Any = None,
     seed: int = 0,
     device: torch.device | str | None = None,
     io: IOOptions | None = None,
     verify: Literal["cover", "digest"] | None = None,
-    ignored: Sequence[str] = (),
+    allow_plain: Sequence[str] = (),
 ) -> LoadReport:
     """Fill ``model`` in place from ``source``: complete and proved, or one error that lists every problem.
 
@@ -71,9 +82,11 @@ def load(
         source: a safetensors file or directory, a shardwise checkpoint, or a catalog.
         names: stored name → module name, as a mapping (names not in it stay unchanged) or a function. Default: the
             transformers renames of the model's class, or none for other modules; for a model wrapped by PEFT, the
-            base's.
-        unused: ``fnmatch`` patterns of stored names that may be left over.
-        init: pattern of module names that may be missing → rule; ``"model"`` is the model's own rule.
+            base's. Not beside ``key_mapping``.
+        key_mapping: renames before those of the model's class, regex → replacement, as for ``from_pretrained``. No
+            effect on a checkpoint, which holds the names of the module.
+        allow_unused: ``fnmatch`` patterns of stored names that may be left over.
+        allow_missing: ``fnmatch`` patterns of module names that ``source`` may lack: the model's own rule fills them.
         adapter: of a ``PeftModel`` whose base ``source`` holds: the directory of an adapter, or a PEFT config (as
             ``model.peft_config["default"]``) for PEFT's own initial values, or a mapping of adapter names to either.
             Base and adapters are one plan and one proof; stored names of an adapter begin with its own
@@ -85,29 +98,33 @@ def load(
         verify: ``"cover"`` proves the plan; ``"digest"`` also compares the digest of every tensor for which the source
             records one, unless the load changes its dtype. None: ``"digest"`` if the source records digests (a
             checkpoint does), else ``"cover"``.
-        ignored: ``fnmatch`` patterns of trainable parameters that stay plain tensors beside sharded ones. FSDP2 does
-            not reduce their gradients: reduce them yourself. Parameters whose gradients ``shard`` reduces need no
+        allow_plain: ``fnmatch`` patterns of trainable parameters that may be plain tensors beside sharded ones. FSDP2
+            does not reduce their gradients: reduce them yourself. Parameters whose gradients ``shard`` reduces need no
             pattern.
 
     Every rank of the default process group must call it. Memory: this rank's shards plus
     ``io.staging_bytes``. Raises :class:`PlanError` before payload is read (also for adapters that have no sharded
     form: another method than LoRA, an initialisation that needs weights or data, a quantised base, settings other than
-    the model's), :class:`SourceError`,
-    :class:`LayoutError`, :class:`ShardError` (trainable plain parameters that are not ``ignored``), or
-    :class:`RankError` alike on every living rank.
+    the model's), :class:`SourceError`, :class:`LayoutError`, :class:`ShardError` (trainable plain parameters that are
+    not in ``allow_plain``), or :class:`RankError` alike on every living rank; :class:`TypeError` for a string or a mapping
+    in place of a tuple of patterns.
     """
     io = io or IOOptions()
     ranks = Ranks.current(timeout_s=io.timeout_s)
     with ranks.agree("open source"):
+        unused = patterns_of("allow_unused", allow_unused)
+        missing = patterns_of("allow_missing", allow_missing)
+        plain = patterns_of("allow_plain", allow_plain)
+        if names is not None and key_mapping is not None:
+            raise ValueError("names= and key_mapping= both rename stored tensors: give one of them")
         catalog = source if isinstance(source, Catalog) else open_catalog(source)
         live = describe(model)
         refuse_source(catalog, lambda: live.tensors)
-        declared = init_rules(init)
-        hub = hub_rules_of(live, catalog) if names is None else None
+        hub = hub_rules_of(live, catalog, key_mapping) if names is None else None
         rules = Rules(
-            _resolve(live, catalog, names, hub),
-            unused=lambda stored, _: "caller" if matches_any(stored, unused) else None,
-            init=lambda name: "caller" if matches_any(name, declared) else None,
+            _resolve(live, catalog, names, key_mapping, hub),
+            allow_unused=lambda stored, _: "caller" if matches_any(stored, unused) else None,
+            allow_missing=lambda name: "caller" if matches_any(name, missing) else None,
             caller_declares=True,
         )
         if adapter is not None:
@@ -121,7 +138,7 @@ def load(
         ranks=ranks,
         verify=verify,
         seed=seed,
-        ignored=tuple(ignored),
+        allow_plain=plain,
     )
     if hub is not None:
         note_conversions(live.base, hub.used())
@@ -138,18 +155,18 @@ def fill(
     ranks: Ranks,
     verify: Literal["cover", "digest"] | None = None,
     seed: int = 0,
-    ignored: Sequence[str] | None = None,
+    allow_plain: Sequence[str] | None = None,
 ) -> LoadReport:
     """The pipeline behind :func:`load` and ``load_pretrained``: plan, prove, read, place, verify.
 
-    ``ignored=None`` lets any parameter be plain. What ``live`` says stays true but for buffers that are on meta.
+    ``allow_plain=None`` lets any parameter be plain. What ``live`` says stays true but for buffers that are on meta.
     """
     started, model = time.perf_counter(), live.root
     with ranks.agree("plan the load") as claim:
         if live.fsdp1_problem is not None:
             raise ShardError(live.fsdp1_problem)
-        if ignored is not None:
-            _refuse_unsharded(live, ignored)
+        if allow_plain is not None:
+            _refuse_unsharded(live, allow_plain)
         plan = plan_load(live, catalog, rules, io=io)
         new = _parameters_of(plan.initialized, plan)
         if new:
@@ -236,7 +253,7 @@ def _unfilled_buffers(live: LiveModel, initialized: set[str]) -> list[str]:
     return problems
 
 
-def _refuse_unsharded(live: LiveModel, ignored: Sequence[str]) -> None:
+def _refuse_unsharded(live: LiveModel, allow_plain: Sequence[str]) -> None:
     """Trainable plain parameters beside FSDP's drift apart, unless the caller or ``shard`` reduces their gradients.
 
     Under tensor parallelism alone every rank computes the same gradients for them, which is fine.
@@ -252,13 +269,13 @@ def _refuse_unsharded(live: LiveModel, ignored: Sequence[str]) -> None:
         and id(t.tensor) not in reduced
         and t.tensor.requires_grad
         and t.tensor.numel()
-        and not any(matches_any(name, ignored) for name in t.names)
+        and not any(matches_any(name, allow_plain) for name in t.names)
     ]
     if plain:
         raise ShardError(
             f"{len(plain)} trainable parameters are plain tensors beside sharded ones, and their gradients are not "
             f"reduced: {', '.join(plain)}. Shard them too (a module that is not wrapped itself leaves its "
-            f"parameters plain), freeze them, or name them in ignored=(…) and reduce their gradients yourself"
+            f"parameters plain), freeze them, or name them in allow_plain=(…) and reduce their gradients yourself"
         )
 
 
@@ -268,7 +285,13 @@ def _parameters_of(initialized: Sequence[Declaration], plan: Plan) -> list[str]:
     return [d.name for d in initialized if kinds[d.name] == "parameter"]
 
 
-def _resolve(live: LiveModel, catalog: Catalog, names: Names | None, hub: HubRules | None) -> Resolve:
+def _resolve(
+    live: LiveModel,
+    catalog: Catalog,
+    names: Names | None,
+    key_mapping: Mapping[str, str] | None,
+    hub: HubRules | None,
+) -> Resolve:
     """From stored tensors to module names, as the caller says, or as the model's class does."""
     if callable(names):
         return renamed(lambda stored: {n: names(n) for n in stored})
@@ -278,12 +301,18 @@ def _resolve(live: LiveModel, catalog: Catalog, names: Names | None, hub: HubRul
         if lost:
             raise PlanError(f"names= maps stored tensors that {catalog.root} does not hold", tuple(lost))
         return renamed(lambda stored: {n: given.get(n, n) for n in stored})
-    return wrapped(live, hub.resolve if hub else same_names)
+    if hub is not None:
+        return wrapped(live, hub.resolve)
+    if key_mapping is None or catalog.has_module_names:
+        return wrapped(live, same_names)
+    return wrapped(live, by_key_mapping(key_mapping))
 
 
-def hub_rules_of(live: LiveModel, catalog: Catalog) -> HubRules | None:
+def hub_rules_of(
+    live: LiveModel, catalog: Catalog, key_mapping: Mapping[str, str] | None = None
+) -> HubRules | None:
     """The rules of a model's class for hub files; None for other modules, and for a checkpoint's module names."""
-    return None if catalog.has_module_names else automatic_rules(live.base)
+    return None if catalog.has_module_names else automatic_rules(live.base, key_mapping)
 
 
 def _fingerprint(plan: Plan) -> bytes:

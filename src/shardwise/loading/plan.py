@@ -120,9 +120,10 @@ def plan(
     config: Any = None,
     trust_remote_code: bool = False,
     key_mapping: Mapping[str, str] | None = None,
-    unused: Sequence[str] = (),
-    init: Mapping[str, str] | None = None,
+    allow_unused: Sequence[str] = (),
+    allow_missing: Sequence[str] = (),
     adapter: Any = None,
+    io: IOOptions | None = None,
     **options: Unpack[FromPretrained],
 ) -> PlanReport:
     """Plan ``load_pretrained`` of the model at ``path`` for every one of ``ranks`` ranks; loads nothing.
@@ -138,13 +139,14 @@ def plan(
         replicas: number of ranks that hold the same shard; divides ``ranks``.
         dtype: as for ``load_pretrained``.
         policy: how to wrap.
-        auto_class, config, trust_remote_code, key_mapping, unused, init, adapter, options: as for ``load_pretrained``.
+        auto_class, config, trust_remote_code, key_mapping, allow_unused, allow_missing, adapter, io, options: as for
+            ``load_pretrained``.
 
     Raises :class:`ValueError` for invalid counts or an invalid dtype, :class:`PlanError` if the load can't be proved
     complete, :class:`SourceError`, :class:`ShardError` or :class:`LayoutError`.
     """
     _check_counts(ranks, replicas)
-    policy = policy or ShardPolicy()
+    policy, io = policy or ShardPolicy(), io or IOOptions()
     request = Pretrained(
         path=path,
         dtype=_floating_dtype(dtype),
@@ -152,8 +154,8 @@ def plan(
         config=config,
         trust_remote_code=trust_remote_code,
         key_mapping=key_mapping,
-        unused=unused,
-        init=init,
+        allow_unused=allow_unused,
+        allow_missing=allow_missing,
         adapter=adapter,
         options=options,
     )
@@ -167,7 +169,7 @@ def plan(
     with _fake_ranks(ranks):
         shard(model, _mesh(ranks, replicas), policy)
         live = describe(model)
-        plans = ((rank, _plan_of(live, catalog, rules, rank)) for rank in _ranks_to_plan(ranks))
+        plans = ((rank, _plan_of(live, catalog, rules, io, rank)) for rank in _ranks_to_plan(ranks))
         costs, first = _costs(plans)
         total_shard_bytes = _over_all_ranks(live, ranks, replicas)
     is_complete = len(costs) == ranks
@@ -250,10 +252,10 @@ def _ranks_to_plan(ranks: int) -> list[int]:
 # Plans and what they cost
 
 
-def _plan_of(live: LiveModel, catalog: Catalog, rules: Rules, rank: int) -> Plan:
+def _plan_of(live: LiveModel, catalog: Catalog, rules: Rules, io: IOOptions, rank: int) -> Plan:
     """The plan that ``load_pretrained`` makes on a rank, by the same rules."""
     # None for the rank that this process plays: its boxes are also checked against what torch allocated.
-    return plan_load(live, catalog, rules, io=IOOptions(), rank=rank or None)
+    return plan_load(live, catalog, rules, io=io, rank=rank or None)
 
 
 def _costs(plans: Iterator[tuple[int, Plan]]) -> tuple[tuple[RankCost, ...], Plan]:

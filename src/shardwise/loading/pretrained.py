@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,7 +27,7 @@ from ..limits import (
     brief,
     read_shallow_json,
 )
-from ..models.arguments import Arguments, FromPretrained, Pretrained, init_rules
+from ..models.arguments import Arguments, FromPretrained, Pretrained
 from ..models.classes import config_and_class, home_of, in_turn, read_config
 from ..models.homes import remember_home
 from ..models.hub import find_model
@@ -55,12 +55,13 @@ def load_pretrained(
     config: Any = None,
     trust_remote_code: bool = False,
     key_mapping: Mapping[str, str] | None = None,
-    unused: Sequence[str] = (),
-    init: Mapping[str, str] | None = None,
+    allow_unused: Sequence[str] = (),
+    allow_missing: Sequence[str] = (),
     adapter: Any = None,
     seed: int = 0,
     device: torch.device | str | None = None,
     io: IOOptions | None = None,
+    verify: Literal["cover", "digest"] | None = None,
     **options: Unpack[FromPretrained],
 ) -> tuple[Any, LoadReport]:
     """Build the transformers model at ``path`` on meta, shard it over ``mesh`` and fill the shards.
@@ -79,8 +80,8 @@ def load_pretrained(
         config: a config object to use instead of the stored one, or the directory of one.
         trust_remote_code: run the directory's Python files for its classes (``auto_map``). Ranks that share
             transformers' cache of modules import them in turn.
-        key_mapping: further renames, regex → replacement, as for ``from_pretrained``.
-        unused, init: declarations as for :func:`shardwise.load`, in addition to those of the model class
+        key_mapping: renames before those of the model's class, as for :func:`shardwise.load`.
+        allow_unused, allow_missing: patterns as for :func:`shardwise.load`, beside what the model class declares
             (``_keys_to_ignore_on_load_*``, stored copies of non-persistent buffers).
         adapter: a PEFT (LoRA) config, the directory of an adapter, or a mapping of adapter names to either, the
             active one first. The model is then the ``PeftModel`` around the sharded base. Its adapters are trainable;
@@ -88,6 +89,7 @@ def load_pretrained(
         seed: seed of initial values, which are the same at every world size.
         device: device of the shards. Default: the mesh's device type; ``"cpu"`` with CPU offload.
         io: staging and time limits.
+        verify: as for :func:`shardwise.load`.
         options: as for ``from_pretrained``: ``attn_implementation``, ``experts_implementation``, ``torch_dtype``
             (the former name of ``dtype``), ``subfolder``, ``variant``; for the hub ``revision``, ``token``,
             ``cache_dir``, ``local_files_only``, ``force_download``.
@@ -101,7 +103,7 @@ def load_pretrained(
     def wrap(model: Any) -> tuple[str, ...]:
         if mesh is not None:
             shard(model, mesh, chosen)
-        return chosen.ignored
+        return chosen.exclude
 
     if device is None and (chosen.cpu_offload or mesh is None):
         device = "cpu"
@@ -112,12 +114,12 @@ def load_pretrained(
         config=config,
         trust_remote_code=trust_remote_code,
         key_mapping=key_mapping,
-        unused=unused,
-        init=init,
+        allow_unused=allow_unused,
+        allow_missing=allow_missing,
         adapter=adapter,
         options=options,
     )
-    return load_wrapped(request, wrap, seed=seed, device=device, io=io)
+    return load_wrapped(request, wrap, seed=seed, device=device, io=io, verify=verify)
 
 
 def load_wrapped(
@@ -127,8 +129,9 @@ def load_wrapped(
     seed: int,
     device: torch.device | str | None,
     io: IOOptions | None,
+    verify: Literal["cover", "digest"] | None,
 ) -> tuple[Any, LoadReport]:
-    """:func:`load_pretrained`, sharded by ``wrap``. It takes the model on meta and returns patterns of ``ignored``."""
+    """:func:`load_pretrained`, sharded by ``wrap``. It takes the model on meta and returns ``allow_plain``."""
     io = io or IOOptions()
     ranks = Ranks.current(timeout_s=io.timeout_s)
     with ranks.agree("check arguments"):
@@ -140,7 +143,7 @@ def load_wrapped(
         known = in_turn(ranks, lambda: config_and_class(directory, *given, trust_remote_code=True))
     with ranks.agree("build model"):
         prepared = prepare(request, asked, directory, known)
-        ignored = wrap(prepared.model)
+        allow_plain = wrap(prepared.model)
         live = describe(prepared.model)
     report = fill(
         live,
@@ -149,8 +152,9 @@ def load_wrapped(
         device=device,
         io=io,
         ranks=ranks,
+        verify=verify,
         seed=seed,
-        ignored=ignored,
+        allow_plain=allow_plain,
     )
     with ranks.agree("finish model"):
         _finish(prepared.base, directory)
@@ -194,7 +198,7 @@ def prepare(
         name=os.fspath(request.path),
     )
     hub = hub_rules(base, request.key_mapping)
-    rules = with_callers(hub, catalog, request.unused, tuple(init_rules(request.init)))
+    rules = with_callers(hub, catalog, request.allow_unused, request.allow_missing)
     inverted = _conversions_of_checkpoint(base, hub, catalog) if catalog.has_module_names else None
     model = base
     if request.adapter is not None:
@@ -203,14 +207,18 @@ def prepare(
     return Prepared(base, model, catalog, rules, lambda: hub.used() if inverted is None else inverted)
 
 
-def with_callers(hub: HubRules, catalog: Catalog, unused: Sequence[str], init: Sequence[str]) -> Rules:
+def with_callers(
+    hub: HubRules, catalog: Catalog, allow_unused: Sequence[str], allow_missing: Sequence[str]
+) -> Rules:
     """The rules of a model's class, plus the caller's declarations. A checkpoint has module names already."""
     # Resolved now, while the model in the rules is still unsharded.
     made = (same_names if catalog.has_module_names else hub.resolve)(catalog.tensors)
     return Rules(
         resolve=lambda _: made,
-        unused=lambda stored, target: "caller" if matches_any(stored, unused) else hub.unused(stored, target),
-        init=lambda name: "caller" if matches_any(name, init) else hub.init(name),
+        allow_unused=lambda stored, target: (
+            "caller" if matches_any(stored, allow_unused) else hub.allow_unused(stored, target)
+        ),
+        allow_missing=lambda name: "caller" if matches_any(name, allow_missing) else hub.allow_missing(name),
         caller_declares=True,
     )
 

@@ -9,10 +9,11 @@ from typing import Any, TypedDict
 
 import torch
 
+from ..names import patterns_of
 from .hub import HubOptions
 from .unquantized import refuse_request
 
-__all__ = ["REFUSED", "Arguments", "FromPretrained", "Pretrained", "init_rules", "understand"]
+__all__ = ["REFUSED", "Arguments", "FromPretrained", "Pretrained", "understand"]
 
 
 class FromPretrained(TypedDict, total=False):
@@ -58,7 +59,7 @@ REFUSED: Mapping[str, str] = {
     "gguf_file": "GGUF is not read: take the model's safetensors",
     "ignore_mismatched_sizes": (
         "build the model in sw.meta_init(), and say which tensors are new: sw.load(model, path, names=lambda n: "
-        "n.replace('score.', 'old_score.'), unused=('score.*',), init={'score.*': 'model'})"
+        "n.replace('score.', 'old_score.'), allow_unused=('score.*',), allow_missing=('score.*',))"
     ),
     "kernel_config": _KERNELS,
     "low_cpu_mem_usage": "no rank ever holds more than its shards and io.staging_bytes",
@@ -151,23 +152,15 @@ class Pretrained:
     config: Any
     trust_remote_code: bool
     key_mapping: Mapping[str, str] | None
-    unused: Sequence[str]
-    init: Mapping[str, str] | None
+    allow_unused: Sequence[str]
+    allow_missing: Sequence[str]
     adapter: Any
     options: Mapping[str, Any]
     """The keyword arguments of ``from_pretrained`` among the caller's."""
 
     def understood(self) -> Arguments:
-        """``options`` and ``dtype``, checked; ``init`` is, too. Raises :class:`TypeError` or :class:`ValueError`."""
+        """``options``, ``dtype`` and declarations, checked. Raises :class:`TypeError` or :class:`ValueError`."""
         found = understand(self.options, self.dtype)
-        init_rules(self.init)
+        patterns_of("allow_unused", self.allow_unused)
+        patterns_of("allow_missing", self.allow_missing)
         return found
-
-
-def init_rules(init: Mapping[str, str] | None) -> dict[str, str]:
-    """The patterns that may be initialised; ``"model"`` is the only rule so far."""
-    rules = dict(init or {})
-    for pattern, rule in rules.items():
-        if rule != "model":
-            raise ValueError(f"init={{{pattern!r}: {rule!r}}}: the rule must be 'model' (the model's own)")
-    return rules

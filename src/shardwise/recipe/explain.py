@@ -39,7 +39,7 @@ def unmatched(
     change = _prefix_change(catalog, missing, spare)
     if change:
         before, after, found = change
-        advice = _advised_change(before, after, found) if caller_declares else ""
+        advice = _advised_change(catalog, before, after, found) if caller_declares else ""
         lines.append(_describe_change(before, after, found, len(missing)) + advice)
         targets = set(found.values())
         missing = [w for w in missing if targets.isdisjoint((w.name, *w.aliases))]
@@ -57,7 +57,7 @@ def _missing(
         near = _nearest(w.name, pool) if k < _FEW_LINES else None
         hint = f"; nearest stored name: {near!r}" if near else ""
         also = f" (also named {', '.join(map(repr, w.aliases))})" if w.aliases else ""
-        advice = f"; give init={{{w.name!r}: 'model'}} if it is new" if caller_declares else ""
+        advice = f"; give allow_missing=({w.name!r},) if it is new" if caller_declares else ""
         if codes := next(
             (c for n in (w.name, *w.aliases) if (c := code_of_weight(n, catalog.tensors))), None
         ):
@@ -71,7 +71,7 @@ def _unused(
     wanted_names = [w.name for w in missing]
     for k, (pattern, names) in enumerate(_families(catalog.tensors, spare).items()):
         them = "they" if len(names) > 1 else "it"
-        advice = f"; give unused=({pattern!r},) if {them} may be left" if caller_declares else ""
+        advice = f"; give allow_unused=({pattern!r},) if {them} may be left" if caller_declares else ""
         if any(is_part(name, catalog.tensors) for name in names):
             advice = "; quantised codes, or tensors beside them"
         stored = catalog.tensors[names[0]]
@@ -160,11 +160,13 @@ def _describe_change(before: str, after: str, found: Mapping[str, str], missing:
     return f"prefix: {len(found)} of {missing} missing tensors are stored {how} ({target!r} as {first!r})"
 
 
-def _advised_change(before: str, after: str, found: Mapping[str, str]) -> str:
+def _advised_change(catalog: Catalog, before: str, after: str, found: Mapping[str, str]) -> str:
+    if catalog.has_module_names:
+        return "; if they are the same, give names= (stored name → module name) to load"
     tops = sorted({name.split(".")[0] for name in found})
     # If nothing is replaced, the pattern says which names get the prefix: all other names stay.
     pattern = f"^{re.escape(before)}" if before else f"^(?=({'|'.join(map(re.escape, tops))})\\.)"
-    return f"; if they are the same, give key_mapping={{{pattern!r}: {after!r}}} to load_pretrained, or names= to load"
+    return f"; if they are the same, give key_mapping={{{pattern!r}: {after!r}}}"
 
 
 def _nearest(name: str, pool: Sequence[str]) -> str | None:

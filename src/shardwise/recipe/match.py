@@ -98,6 +98,18 @@ def renamed(rename: Rename) -> Resolve:
     return resolve
 
 
+def by_key_mapping(key_mapping: Mapping[str, str]) -> Resolve:
+    """Stored tensors under other names, as ``from_pretrained(key_mapping=)`` renames: each regex once, in its order."""
+    patterns = [(re.compile(pattern), text) for pattern, text in key_mapping.items()]
+
+    def rename(name: str) -> str:
+        for pattern, text in patterns:
+            name = pattern.sub(text, name, count=1)
+        return name
+
+    return renamed(lambda stored: {name: rename(name) for name in stored})
+
+
 def as_stored(tensor: StoredTensor, target: str) -> Made:
     """A stored tensor under a module name, unchanged."""
     return Made(target, tensor.dtype, tensor.shape, (identity(tensor.name, tensor.shape),), (tensor.name,))
@@ -116,15 +128,15 @@ def undeclared(*_: str) -> None:
 class Rules:
     """How stored tensors become wanted ones, and which tensors may be left over or initialised.
 
-    ``unused(stored name, module name)`` and ``init(module name)`` return the author of the declaration in words, or
-    None if there is no declaration, which is a problem.
+    ``allow_unused(stored name, module name)`` and ``allow_missing(module name)`` return the author of the declaration in
+    words, or None if there is no declaration, which is a problem.
     """
 
     resolve: Resolve = same_names
-    unused: Callable[[str, str], str | None] = undeclared
-    init: Callable[[str], str | None] = undeclared
+    allow_unused: Callable[[str, str], str | None] = undeclared
+    allow_missing: Callable[[str], str | None] = undeclared
     caller_declares: bool = False
-    """Whether the call takes ``unused=``, ``init=`` and renames. Only then problems advise them."""
+    """Whether the call takes ``allow_unused=``, ``allow_missing=`` and renames. Only then problems advise them."""
 
 
 def match(
@@ -132,11 +144,13 @@ def match(
     wanted: Sequence[Wanted],
     rename: Rename,
     *,
-    unused: Callable[[str, str], str | None] = undeclared,
-    init: Callable[[str], str | None] = undeclared,
+    allow_unused: Callable[[str, str], str | None] = undeclared,
+    allow_missing: Callable[[str], str | None] = undeclared,
 ) -> Matched:
     """Match a catalog against wanted tensors, by names; see :func:`match_rules`."""
-    return match_rules(catalog, wanted, Rules(renamed(rename), unused, init, caller_declares=True))
+    return match_rules(
+        catalog, wanted, Rules(renamed(rename), allow_unused, allow_missing, caller_declares=True)
+    )
 
 
 def match_rules(catalog: Catalog, wanted: Sequence[Wanted], rules: Rules) -> Matched:
@@ -161,7 +175,7 @@ def match_rules(catalog: Catalog, wanted: Sequence[Wanted], rules: Rules) -> Mat
     for w in wanted:
         if w.name in made_for:
             _add_recipe(result, w, made_for[w.name], catalog)
-        elif who := rules.init(w.name):
+        elif who := rules.allow_missing(w.name):
             result.initialized.append(Declaration(w.name, who))
         else:
             missing.append(w)
@@ -170,7 +184,7 @@ def match_rules(catalog: Catalog, wanted: Sequence[Wanted], rules: Rules) -> Mat
     for stored, target in dict(leftover).items():
         if stored in used:
             continue
-        if who := rules.unused(stored, target):
+        if who := rules.allow_unused(stored, target):
             result.unused.append(Declaration(stored, who))
         else:
             spare.append(stored)

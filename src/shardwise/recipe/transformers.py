@@ -66,7 +66,7 @@ class HubRules:
                 found.setdefault(source, made.target)
         return found
 
-    def unused(self, stored: str, target: str) -> str | None:
+    def allow_unused(self, stored: str, target: str) -> str | None:
         """The author of a declaration that this stored tensor may be left over, or None."""
         if target in self.non_persistent:
             return "model (stored copy of a non-persistent buffer)"
@@ -78,7 +78,7 @@ class HubRules:
         """The conversions that a ``resolve`` has used."""
         return [c for c in self.conversions if c.was_used()]
 
-    def init(self, name: str) -> str | None:
+    def allow_missing(self, name: str) -> str | None:
         """The author of a declaration that this wanted tensor may be missing, or None."""
         if any(re.search(p, name) for p in self.missing):
             return "model (_keys_to_ignore_on_load_missing)"
@@ -198,7 +198,7 @@ def meta_instance(model: Any) -> Any:
         ) from error
 
 
-def automatic_rules(model: nn.Module) -> HubRules | None:
+def automatic_rules(model: nn.Module, key_mapping: Mapping[str, str] | None = None) -> HubRules | None:
     """The rules of a live transformers model, sharded or not, compiled or not; None for any other module.
 
     For a model wrapped by PEFT they are the base's; :func:`.adapters.wrapped` continues from them.
@@ -206,7 +206,7 @@ def automatic_rules(model: nn.Module) -> HubRules | None:
     model = base_of(model)
     if not is_transformers_model(model):
         return None
-    return hub_rules(meta_instance(model))
+    return hub_rules(meta_instance(model), key_mapping)
 
 
 def note_conversions(model: nn.Module, conversions: list[Any]) -> None:

@@ -95,7 +95,7 @@ class RunContents:
     parent_step: int | None
     seed: int
     software: Mapping[str, str]
-    left: tuple[str, ...]
+    skipped: tuple[str, ...]
     """Stored state that a conversion skips."""
 
 
@@ -157,7 +157,7 @@ def as_config_says(catalog: Catalog, model: Any, io: IOOptions) -> ModelContents
         )
         for t in named
     )
-    matched = match_rules(catalog, wanted, Rules(lambda _: made, hub.unused, hub.init))
+    matched = match_rules(catalog, wanted, Rules(lambda _: made, hub.allow_unused, hub.allow_missing))
     plan = build_plan(catalog, Layout(wanted), matched, io)
     if plan.initialized:
         lost = ", ".join(d.name for d in plan.initialized[:5])
@@ -192,7 +192,7 @@ def _of_third_party(run: ThirdPartyRun, models: Mapping[str, ModelContents]) -> 
         raise FormatError(f"its step is {run.step}, expected a number from 0 to {MAX_COUNT}", path=run.path)
     documents: dict[str, Any] = {"step": run.step}
     optimizers: dict[str, OptimizerContents] = {}
-    left = [f"{n}: not used by the model's class" for m in models.values() for n in m.unused]
+    skipped = [f"{n}: not used by the model's class" for m in models.values() for n in m.unused]
     count = len(run.optimizers)
     for k in range(count):
         if run.has_optimizer(k):
@@ -205,10 +205,10 @@ def _of_third_party(run: ThirdPartyRun, models: Mapping[str, ModelContents]) -> 
         except StateError:
             continue  # not stored
         except ShardwiseError as error:
-            left.append(f"{name}: {error}")
+            skipped.append(f"{name}: {error}")
             continue
         if any(isinstance(v, dict) for v in found.values()) and not _is_in_a_file(run.path, name):
-            left.append(
+            skipped.append(
                 f"{name}: a state dict keeps every key as text, so the keys of its mappings lost their types"
             )
             continue
@@ -224,7 +224,7 @@ def _of_third_party(run: ThirdPartyRun, models: Mapping[str, ModelContents]) -> 
         parent_step=None,
         seed=0,
         software={},
-        left=(*left, "random generators and data position: not stored in a readable form"),
+        skipped=(*skipped, "random generators and data position: not stored in a readable form"),
     )
 
 
@@ -300,7 +300,7 @@ def _of_checkpoint(root: str) -> RunContents:
         parent_step=manifest.parent_step,
         seed=manifest.seed,
         software=manifest.software,
-        left=(
+        skipped=(
             *(f"{n}: stored per rank" for n in manifest.local_documents),
             *(f"{n}: a file beside the state" for n in _further_files(manifest, models)),
         ),

@@ -56,7 +56,7 @@ class ConvertReport:
     tensors: int
     optimizer_tensors: int
     documents: tuple[str, ...]
-    left: tuple[str, ...]
+    skipped: tuple[str, ...]
     """State in the source that the checkpoint does not hold."""
     bytes_read: int
     """By this rank."""
@@ -71,19 +71,19 @@ class ConvertReport:
 
 def convert(
     source: str | os.PathLike[str],
-    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
     *,
     config: str | os.PathLike[str] | None = None,
     trust_remote_code: bool = False,
     io: IOOptions | None = None,
 ) -> ConvertReport:
-    """Write the run or model at ``source`` as one checkpoint directory at ``path``: all of it or nothing.
+    """Write the run or model at ``source`` as one checkpoint directory at ``out``: all of it or nothing.
 
     Args:
         source: a DCP checkpoint (Accelerate, the HF Trainer, torchtitan, transformers, torch), FSDP's full state or
             another file of ``torch.save``, safetensors, or a shardwise checkpoint. Stored optimizers, scheduler and
             scaler are converted; random generators and data position are not.
-        path: must not exist. A Checkpointer finds it under the name ``step-%08d`` of its step.
+        out: must not exist. A Checkpointer finds it under the name ``step-%08d`` of its step.
         config: directory with the model's config.json (and tokenizer, own code) if the source has none. Without one,
             tensors keep their names, and missing tensors are not noticed.
         trust_remote_code: run the Python files of the config's directory.
@@ -92,12 +92,12 @@ def convert(
     Every rank of the default process group must call it. Dim 0 of each tensor is cut evenly; each rank reads and
     writes its own part. Memory: ``io.staging_bytes`` and 8 MiB. Tensors from a shardwise checkpoint are compared with
     its recorded digests. Raises :class:`SourceError`, :class:`PlanError`, :class:`StateError` before anything is
-    written, :class:`CheckpointError` if ``path`` exists or names another step, :class:`RankError` on every rank.
+    written, :class:`CheckpointError` if ``out`` exists or names another step, :class:`RankError` on every rank.
     """
     started = time.perf_counter()
     io = io or IOOptions()
     ranks = Ranks.current(timeout_s=io.timeout_s)
-    final = os.path.abspath(path)
+    final = os.path.abspath(out)
     home = None if config is None else os.fspath(config)
     if trust_remote_code:
         in_turn(ranks, lambda: import_code(home or source))
@@ -132,7 +132,7 @@ def convert(
             len(s) for o in run.optimizers.values() for by in (o.spread, o.scalars) for s in by.values()
         ),
         documents=tuple(sorted(run.documents)),
-        left=run.left,
+        skipped=run.skipped,
         bytes_read=files.bytes_read,
         bytes_written=written,
         seconds=time.perf_counter() - started,

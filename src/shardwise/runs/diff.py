@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from ..catalog import Catalog, StoredTensor
 from ..catalog.checkpoint import catalog_of_checkpoint, catalog_of_slices, optimizer_tensors
 from ..catalog.open import open_catalog
-from ..checkpoint.verify import model_of, runs_of
+from ..checkpoint.verify import Progress, model_of, runs_of
 from ..dtypes import itemsize
 from ..format.manifest import read_manifest
 from ..layout.boxes import Box
@@ -71,7 +71,7 @@ def diff(
     first: str | os.PathLike[str],
     second: str | os.PathLike[str],
     *,
-    on_progress: Callable[[int, int], object] | None = None,
+    on_progress: Progress | None = None,
 ) -> DiffReport:
     """Compare two sources tensor by tensor: two checkpoints with their optimizers, otherwise only the models.
 

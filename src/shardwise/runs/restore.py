@@ -114,7 +114,7 @@ def _restore_third_party(state: TrainState, path: str, ranks: Ranks, io: IOOptio
         tensors=sum(r.tensors for r in reports),
         optimizer_tensors=tensors,
         documents=tuple(documents),
-        not_restored=(
+        skipped=(
             "random generators and data position: not stored in a readable form",
             *(f"extra.{name}: not read from such a checkpoint" for name in state.extra),
         ),

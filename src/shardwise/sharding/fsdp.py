@@ -41,7 +41,7 @@ _SHARDED: weakref.WeakKeyDictionary[nn.Module, Callable[[nn.Module], object]] = 
 MAX_REPLICATED_BYTES = 64 * 2**20
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, policy: ShardPolicy = ShardPolicy()) -> nn.Module:  # noqa: B008
+def shard(model: nn.Module, mesh: DeviceMesh, policy: ShardPolicy | None = None) -> nn.Module:
     """Apply FSDP2 to ``model`` in place, bottom-up, and return the same object.
 
     Groups: repeated blocks, the experts inside them, embeddings, head, and the root with the rest
@@ -51,7 +51,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, policy: ShardPolicy = ShardPolicy(
 
     Some parameters stay plain tensors, moved to the mesh's device:
 
-    * parameters named by ``policy.ignored``: the caller reduces their gradients;
+    * parameters named by ``policy.exclude``: the caller reduces their gradients;
     * parameters without dims (CLIP's ``logit_scale``) or elements, and parameters of another dtype that no module can
       be a group for (held by the root, a block, a single expert). They are *replicated*: at the end of each backward
       their gradients are averaged over the mesh, in fp32. ``set_requires_gradient_sync`` and similar settings of the
@@ -65,12 +65,14 @@ def shard(model: nn.Module, mesh: DeviceMesh, policy: ShardPolicy = ShardPolicy(
 
     Args:
         mesh: one axis (FSDP), or two named axes (HSDP: replicate, shard).
+        policy: how to wrap. None: :class:`ShardPolicy` as it is by default.
 
     Every rank of the mesh must call it, with the same model and policy.
 
     Raises:
         ShardError: the model can't be wrapped as asked; names every obstacle. The model is unchanged.
     """
+    policy = policy or ShardPolicy()
     _check_mesh(mesh)
     wrapping = find_wrapping(model, policy)
     _check_wrappable(model, wrapping)
@@ -132,7 +134,7 @@ def _check_wrappable(model: nn.Module, wrapping: Wrapping) -> None:
     if strided:
         raise ShardError(
             f"FSDP2 takes contiguous parameters only; not contiguous: {', '.join(strided)}. "
-            "Make them contiguous, or name them in ShardPolicy(ignored=…)."
+            "Make them contiguous, or name them in ShardPolicy(exclude=…)."
         )
 
 
@@ -150,13 +152,13 @@ def _check_replicated(wrapping: Wrapping) -> None:
             "group, are held by a module that can't be a group for them, and are too large to stay whole on every "
             f"rank: {', '.join(f'{t.name} ({t.tensor.dtype}, {t.tensor.nbytes:,} bytes)' for t in large)}. Convert "
             "them to the dtype of the rest, put them into a module of their own, freeze them, or name them in "
-            "ShardPolicy(ignored=…) and reduce their gradients yourself."
+            "ShardPolicy(exclude=…) and reduce their gradients yourself."
         )
     odd = [t.name for t in trainable if isinstance(t.tensor, DTensor) or t.tensor.is_complex()]
     if odd:
         raise ShardError(
             f"parameters that FSDP2 can't shard, and that are DTensors or complex: {', '.join(odd)}. Their gradients "
-            "can't be reduced here: name them in ShardPolicy(ignored=…) and do it yourself, or freeze them."
+            "can't be reduced here: name them in ShardPolicy(exclude=…) and do it yourself, or freeze them."
         )
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 from torch.nn.parameter import is_lazy
 
 from ..errors import ShardError
-from ..names import NamedTensor, canonical_name, children, named_tensors
+from ..names import NamedTensor, canonical_name, children, named_tensors, patterns_of
 from .split_points import Candidate, GroupKind, SplitPoints, find_candidates
 
 __all__ = [
@@ -42,9 +42,17 @@ class ShardPolicy:
     """Keep shards, gradients and optimizer state in host memory; pinned if there is an accelerator."""
     placement: Callable[[nn.Parameter], Shard | None] | None = None
     """The dim to cut for a parameter; None or a None result: dim 0. Other dims must divide evenly."""
-    ignored: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
     """Patterns (fnmatch) of parameter names to leave plain: whole on every rank, and the caller reduces their
-    gradients. Don't name parameters that FSDP2 can't shard: their gradients are reduced automatically."""
+    gradients. FSDP2's word is ``ignored_params``. Don't name parameters that FSDP2 can't shard: their gradients are
+    reduced automatically."""
+
+    def __post_init__(self) -> None:
+        patterns_of("exclude", self.exclude)
+        if isinstance(self.block_classes, str):
+            raise TypeError(
+                f"block_classes is a string; expected a tuple: block_classes=({self.block_classes!r},)"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,17 +185,17 @@ def parameter_of(tensor: NamedTensor) -> nn.Parameter:
 
 
 def named_by(tensors: list[NamedTensor], policy: ShardPolicy) -> frozenset[nn.Parameter]:
-    """Parameters that the ``ignored`` patterns name."""
+    """Parameters that the ``exclude`` patterns name."""
     found: set[nn.Parameter] = set()
     without_match = []
-    for pattern in policy.ignored:
+    for pattern in policy.exclude:
         matched = {parameter_of(t) for t in tensors if any(fnmatchcase(name, pattern) for name in t.names)}
         found |= matched
         if not matched:
             without_match.append(pattern)
     if without_match:
         raise ShardError(
-            f"ShardPolicy(ignored=…) matches no parameter: {', '.join(map(repr, without_match))}. "
+            f"ShardPolicy(exclude=…) matches no parameter: {', '.join(map(repr, without_match))}. "
             f"Names are module paths without wrapper parts, e.g. {tensors[0].name if tensors else ''!r}."
         )
     return frozenset(found)
