@@ -121,7 +121,7 @@ class ResumeReport:
             not_restored=not_restored,
             caveats=caveats,
             rng=rng,
-            bytes_read=sum(done.bytes_read for done in (*filled.loads, *filled.optimizers)),
+            bytes_read=filled.bytes_read,
             seconds=time.perf_counter() - filled.started,
             damaged={},
             superseded=(),
@@ -153,6 +153,10 @@ class Filled:
     loads: list[LoadReport] = field(default_factory=list)
     """The first load of each model, then those after its own code or another object had changed it."""
     optimizers: list[RestoredOptimizer] = field(default_factory=list)
+
+    @property
+    def bytes_read(self) -> int:
+        return sum(load.bytes_read for load in self.loads) + sum(o.bytes_read for o in self.optimizers)
 
     def fill_models(self, names: Iterable[str]) -> None:
         """Fill models from their catalogs, and compare digests where they are recorded. Collective."""
