@@ -156,6 +156,7 @@ class Filled:
 
     @property
     def bytes_read(self) -> int:
+        """Bytes that this rank requested from storage, for models and optimizers."""
         return sum(load.bytes_read for load in self.loads) + sum(o.bytes_read for o in self.optimizers)
 
     def fill_models(self, names: Iterable[str]) -> None:
