@@ -23,7 +23,7 @@ class StateKey(NamedTuple):
 
     @classmethod
     def of(cls, name: str) -> StateKey:
-        """The key behind a third-party tensor's name. Such programs' states have no dot in their key; ours may."""
+        """The key that a name stands for. No state has a dot in its own name: a manifest refuses it."""
         parameter, _, state = name.rpartition(".")
         return cls(parameter, state)
 
