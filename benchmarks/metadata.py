@@ -38,22 +38,24 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardwise as sw
-from shardwise.catalog.checkpoint import catalog_of_checkpoint, catalog_of_slices, optimizer_tensors
+from shardwise.catalog.checkpoint import catalog_of_checkpoint
 from shardwise.checkpoint.collect import Collected, Lineage
-from shardwise.checkpoint.optimizer import _plan_states, _spread_states
+from shardwise.checkpoint.fill_optimizer import TrainedBy, plan_states
+from shardwise.checkpoint.optimizer import stored_states
 from shardwise.checkpoint.save import _manifest, _records
 from shardwise.checkpoint.snapshot import Snapshot, layout_hash, take_snapshot
-from shardwise.format.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry, read_manifest
+from shardwise.checkpoint.stored_checkpoint import StoredCheckpoint
+from shardwise.format.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry, Manifest, read_manifest
 from shardwise.format.slices import boxes_to_write, file_name, header_bytes, rank_files
 from shardwise.format.spread import file_count
 from shardwise.gc_paused import gc_paused
 from shardwise.layout.live import describe
 from shardwise.loading.load import _fingerprint, plan_load
-from shardwise.names import named_tensors
 from shardwise.planning import IOOptions, Plan
 from shardwise.ranks.ranks import Ranks
 from shardwise.recipe.match import Rules
-from shardwise.state.optimizer import parameter_names, place_states
+from shardwise.state.optimizer import place_states
+from shardwise.state.places import Places
 
 HIDDEN, EXPERT, EXPERTS, LAYER = 2048, 1728, 64, 200
 VOCABULARY = 129_280
@@ -283,11 +285,11 @@ def measure_save(state: sw.TrainState, ranks: int, folder: str, repeats: int) ->
 
 @gc_paused()  # as the whole of a resume
 def plan_resume(
-    state: sw.TrainState, path: str, tensors: dict[str, torch.Tensor], packed: dict[str, torch.Tensor]
+    state: sw.TrainState, path: str, part: TrainedBy, tensors: dict[str, dict[str, torch.Tensor]]
 ) -> tuple[Plan, Plan]:
     """What a rank works out before it reads: manifest, catalogs, layout, recipes, plans, proofs.
 
-    ``tensors`` and ``packed`` are the optimizer's, for which there is room already.
+    ``tensors`` are the states of ``part``, for which there is room already.
     """
     model, io = state.models["model"], IOOptions()
     manifest = read_manifest(path)
@@ -295,22 +297,24 @@ def plan_resume(
     described = describe(model)
     plan = plan_load(described, catalog, Rules(), io=io)
     _fingerprint(plan)
-    slices = optimizer_tensors(manifest)
-    states = catalog_of_slices(path, manifest, "optimizer", "optimizer", slices)
-    live = {alias: t.name for t in described.tensors for alias in t.names}
-    return plan, _plan_states(states, tensors, packed, described.geometries, live, io)
+    states = stored_states(replace(part, live=described), stored_settings(path, manifest))
+    return plan, plan_states(states, tensors, described.geometries, io)
+
+
+def stored_settings(path: str, manifest: Manifest) -> StoredCheckpoint:
+    """The manifest, with an optimizer's document that holds nothing."""
+    documents = {"optimizer": {"groups": [], "values": {}}}
+    return StoredCheckpoint(path, manifest, documents, Places(), manifest)
 
 
 def measure_resume(state: sw.TrainState, path: str, repeats: int) -> dict[str, Any]:
     """One rank's planning of a resume from the manifest in ``path``."""
-    manifest, optimizer = read_manifest(path), state.optimizers["optimizer"]
-    entries = manifest.models["model"]
-    names = parameter_names(optimizer, named_tensors(state.models["model"]))
-    spread = {n: _spread_states(t, "optimizer") for n, t in entries.items() if t.states.get("optimizer")}
-    tensors, _ = place_states(optimizer, names, spread)
-    packed = {k: torch.empty(p.count) for k, p in manifest.packed["optimizer"].items()}
-    del manifest, entries, spread
-    seconds, plans = timed(lambda: plan_resume(state, path, tensors, packed), repeats)
+    optimizer, model = state.optimizers["optimizer"], state.models["model"]
+    part = TrainedBy("optimizer", optimizer, "model", describe(model))
+    spread = stored_states(part, stored_settings(path, read_manifest(path))).spread
+    tensors, _ = place_states(optimizer, part.names(), spread)
+    del spread
+    seconds, plans = timed(lambda: plan_resume(state, path, part, tensors), repeats)
     read = sum(p.bytes_to_read for p in plans)
     held = sum(p.local_nbytes for p in plans)
     return {

@@ -6,6 +6,7 @@ import math
 import os
 import stat
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from ..errors import FormatError, IntegrityError, SourceError
 from ..format.manifest import Manifest, read_manifest
 from ..format.slices import SliceTensor, file_name
 from ..format.spread import CutKind, SliceAt, Spread
+from ..format.states import StateKey, by_name
 from ..gc_paused import gc_paused
 from ..layout.boxes import Box
 from ..layout.placements import Cut, Geometry
@@ -23,13 +25,16 @@ from .records import Catalog, Chunks, SharedChunk, StoredFile, StoredTensor
 
 __all__ = [
     "catalog_of_checkpoint",
+    "catalog_of_optimizer",
     "catalog_of_slices",
     "check_size",
     "directory",
     "model_named",
     "model_tensors",
+    "optimizer_digests",
     "optimizer_tensors",
     "packed_name",
+    "size_problem",
 ]
 
 
@@ -66,12 +71,25 @@ def optimizer_tensors(
         for state, e in t.states.get(optimizer, {}).items():
             if e.packed is None:
                 geometry = manifest.geometries[t.geometry]
-                found.append(SliceTensor(f"{name}.{state}", e.dtype, t.shape, geometry, e.owner))
+                stored = StateKey(name, state).name
+                found.append(SliceTensor(stored, e.dtype, t.shape, geometry, e.owner))
     for key, p in manifest.packed.get(optimizer, {}).items():
         found.append(
             SliceTensor(packed_name(key), p.dtype, (p.count,), replicated(manifest.world_size), p.owner)
         )
     return found
+
+
+def optimizer_digests(
+    manifest: Manifest, optimizer: str = "optimizer", model: str = "model"
+) -> dict[str, int]:
+    """The recorded digest of each of :func:`optimizer_tensors`, by its name."""
+    states = {
+        name: {s: e.digest for s, e in t.states.get(optimizer, {}).items() if e.packed is None}
+        for name, t in manifest.models[model].items()
+    }
+    packed = manifest.packed.get(optimizer, {})
+    return by_name(states) | {packed_name(key): p.digest for key, p in packed.items()}
 
 
 class _SliceCut:
@@ -114,12 +132,18 @@ def check_size(path: str, nbytes: int) -> None:
         raise IntegrityError("lost: no such file", path=path) from error
     except OSError as error:
         raise SourceError(f"can't be read: {error.strerror}", path=path) from error
+    problem = size_problem(status, nbytes)
+    if problem is not None:
+        raise IntegrityError(problem, path=path)
+
+
+def size_problem(status: os.stat_result, nbytes: int) -> str | None:
+    """Why a path that can be looked at is not a file of the size in the manifest; None if it is one."""
     if not stat.S_ISREG(status.st_mode):
-        raise IntegrityError("is not a regular file", path=path)
+        return "is not a regular file"
     if status.st_size != nbytes:
-        raise IntegrityError(
-            f"{status.st_size} bytes, expected {nbytes}: truncated or overwritten", path=path
-        )
+        return f"{status.st_size} bytes, expected {nbytes}: truncated or overwritten"
+    return None
 
 
 @gc_paused()
@@ -181,6 +205,18 @@ def catalog_of_checkpoint(
     tensors = {n: t for n, t in catalog.tensors.items() if n not in aliases}
     digests = {n: t.digest for n, t in manifest.models[name].items()}
     return Catalog("checkpoint", path, tensors, catalog.files, digests=digests)
+
+
+def catalog_of_optimizer(
+    root: str, manifest: Manifest, optimizer: str = "optimizer", model: str = "model"
+) -> Catalog:
+    """Catalog of an optimizer's tensors in a checkpoint directory; ``model`` is the one that it trains.
+
+    Raises :class:`FormatError` as :func:`catalog_of_slices`.
+    """
+    tensors = optimizer_tensors(manifest, optimizer, model)
+    catalog = catalog_of_slices(root, manifest, "optimizer", optimizer, tensors)
+    return replace(catalog, digests=optimizer_digests(manifest, optimizer, model))
 
 
 def model_named(manifest: Manifest, model: str | None, path: str) -> str:

@@ -16,7 +16,7 @@ from ..layout.live import LiveModel, describe
 from ..layout.model import local_tensor
 from ..limits import brief, cause
 from ..ranks.ranks import Ranks
-from ..state.beyond import Path, path_text, same
+from ..state.beyond import Path, StoredOwn, path_text, same
 from ..state.beyond_model import differences_of_model, give_back_to_model, has_own_loading
 from ..state.beyond_optimizer import differences_of_optimizer, give_back_to_optimizer
 from ..state.places import Places
@@ -79,28 +79,27 @@ class OwnState:
     def _give_to_model(self, name: str, lives: dict[str, LiveModel]) -> bool:
         """Whether its own loading changed a tensor on this rank."""
         document = document_of("model", name, "own")
-        lost, stored = self._lost.get(document, {}), self._leaves.get(document, [])
+        stored = self._stored(document, name)
 
         def asked() -> list[str]:
-            return differences_of_model(name, lives[name], stored, lost)
+            return differences_of_model(stored, lives[name])
 
-        if not stored and not has_own_loading(lives[name].root):
-            self._note(document, lost, [], asked)
+        if not stored.leaves and not has_own_loading(lives[name].root):
+            self._note(document, [], asked)
             return False
         before = tensor_sums(lives[name])
-        failed = give_back_to_model(name, lives[name], stored, lost, self._places)
+        failed = give_back_to_model(stored, lives[name], self._places)
         lives[name] = describe(lives[name].root)
-        self._note(document, lost, failed, asked)
+        self._note(document, failed, asked)
         return tensor_sums(lives[name]) != before
 
     def give_to_optimizers(self, given: Mapping[str, Optimizer], bare: Mapping[str, Optimizer]) -> None:
         """Call it after the optimizers are filled. Rank-local."""
         for name, outer in given.items():
             document = document_of("optimizer", name, "own")
-            lost, stored = self._lost.get(document, {}), self._leaves.get(document, [])
-            lines = give_back_to_optimizer(name, outer, bare[name], stored, lost, self._places)
-            asked = partial(differences_of_optimizer, name, outer, bare[name], stored, lost)
-            self._note(document, lost, lines, asked)
+            stored = self._stored(document, name)
+            lines = give_back_to_optimizer(stored, outer, bare[name], self._places)
+            self._note(document, lines, partial(differences_of_optimizer, stored, outer, bare[name]))
 
     def ask(self) -> None:
         """Compare each object's own state with the stored one, once every object has its state. Rank-local."""
@@ -108,10 +107,11 @@ class OwnState:
             self._lines += ask()
         self._asked.clear()
 
-    def _note(
-        self, document: str, lost: Mapping[str, str], lines: list[str], ask: Callable[[], list[str]]
-    ) -> None:
-        self._lines += lost.values()
+    def _stored(self, document: str, name: str) -> StoredOwn:
+        return StoredOwn(name, self._leaves.get(document, []), self._lost.get(document, {}))
+
+    def _note(self, document: str, lines: list[str], ask: Callable[[], list[str]]) -> None:
+        self._lines += self._lost.get(document, {}).values()
         if document not in self._elsewhere:
             self._lines += lines
             if not any("load_state_dict failed" in line for line in lines):

@@ -3,43 +3,41 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import xxhash
 
+from ..catalog import Catalog
 from ..catalog.checkpoint import catalog_of_checkpoint
 from ..dtypes import code_of
 from ..errors import StateError
-from ..format.manifest import Manifest, TensorEntry
+from ..format.manifest import Manifest
 from ..gc_paused import gc_paused
 from ..layout.live import LiveModel, describe
 from ..layout.placements import mesh_text
 from ..loading.load import fill
 from ..loading.report import LoadReport
-from ..names import NamedTensor
 from ..planning import IOOptions
 from ..ranks.ranks import Ranks
 from ..recipe.match import Rules
-from ..rng import devices_of, plan_rng
 from ..state.beyond_model import make_room, refuse_fsdp1
 from ..state.data import data_caveats
-from ..state.documents import check_form
 from ..state.gradients import clear_gradients, refuse_unreduced
-from ..state.places import Places
 from ..state.schedulers import functions_left_out
-from ..state.train_state import TrainState, document_of
+from ..state.train_state import TrainState
 from .collect import software_versions
-from .documents import ask_receivers, check_documents, receivers_of, restore_buffers, restore_documents
-from .optimizer import TrainedBy, check_optimizer, restore_optimizer, same_place
+from .documents import ask_receivers, check_documents, reaches_others, restore_buffers, restore_documents
+from .fill_optimizer import RestoredOptimizer, trained_by
+from .optimizer import restore_optimizer, same_place
 from .own import OwnState
+from .receivers import Generators, receivers_of
 from .shared_fs import first_view
-from .snapshot import trained_model
-from .stored_documents import decode_documents, read_documents
+from .stored_checkpoint import StoredCheckpoint, read_checkpoint
 from .watch import Watched, changed_anywhere
 
-__all__ = ["ResumeReport", "restore_into"]
+__all__ = ["Filled", "ResumeReport", "restore_into"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +84,51 @@ class ResumeReport:
     gradients: int = 0
     """Number of restored gradients, among ``optimizer_tensors``: the save was in the middle of an accumulation."""
 
+    @classmethod
+    def of(
+        cls,
+        filled: Filled,
+        *,
+        path: str,
+        step: int,
+        run_id: str,
+        saved_world_size: int,
+        saved_mesh: str,
+        digest: str,
+        differences: tuple[str, ...],
+        documents: tuple[str, ...],
+        skipped: tuple[str, ...],
+        rng: str,
+        caveats: tuple[str, ...] = (),
+        functions: tuple[str, ...] = (),
+    ) -> ResumeReport:
+        """The report of a restore that has just ended; ``filled`` has the counts. The fields say what the rest is."""
+        lives, first = filled.lives.values(), filled.loads[: len(filled.lives)]
+        return cls(
+            path=path,
+            step=step,
+            run_id=run_id,
+            saved_world_size=saved_world_size,
+            world_size=filled.ranks.world_size,
+            saved_mesh=saved_mesh,
+            mesh=mesh_text(g for live in lives for g in live.geometries.values()),
+            digest=digest,
+            exact=not (differences or skipped or caveats),
+            differences=differences,
+            tensors=sum(load.tensors for load in first),
+            optimizer_tensors=sum(o.tensors for o in filled.optimizers),
+            documents=documents,
+            skipped=skipped,
+            caveats=caveats,
+            rng=rng,
+            bytes_read=filled.bytes_read,
+            seconds=time.perf_counter() - filled.started,
+            damaged={},
+            superseded=(),
+            functions=functions,
+            gradients=sum(o.gradients for o in filled.optimizers),
+        )
+
     def with_history(self, damaged: Mapping[int, str], superseded: tuple[int, ...]) -> ResumeReport:
         """The report, with the damaged and superseded steps of the search."""
         return replace(self, damaged=dict(damaged), superseded=superseded)
@@ -95,103 +138,110 @@ class ResumeReport:
         return asdict(self)
 
 
+@dataclass(slots=True)
+class Filled:
+    """The models and optimizers that a restore has filled so far, and what it read for them."""
+
+    lives: dict[str, LiveModel]
+    """The models by name, as they are now."""
+    catalogs: Mapping[str, Catalog]
+    """Where the tensors of each model are stored."""
+    ranks: Ranks
+    io: IOOptions
+    started: float
+    """By ``time.perf_counter()``."""
+    loads: list[LoadReport] = field(default_factory=list)
+    """The first load of each model, then those after its own code or another object had changed it."""
+    optimizers: list[RestoredOptimizer] = field(default_factory=list)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that this rank requested from storage, for models and optimizers."""
+        return sum(load.bytes_read for load in self.loads) + sum(o.bytes_read for o in self.optimizers)
+
+    def fill_models(self, names: Iterable[str]) -> None:
+        """Fill models from their catalogs, and compare digests where they are recorded. Collective."""
+        for name in list(names):
+            self.loads.append(
+                fill(self.lives[name], self.catalogs[name], Rules(), io=self.io, ranks=self.ranks)
+            )
+            self.lives[name] = self.lives[name].refreshed()
+
+
 @gc_paused()
 def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> ResumeReport:
     """The pipeline of ``restore`` and ``Checkpointer.resume``. Collective."""
     started = time.perf_counter()
     seen = first_view(path, ranks)
     with ranks.agree("read manifest"):
-        state.watch()
-        lives = {name: describe(model) for name, model in state.models.items()}
-        for live in lives.values():
-            refuse_fsdp1(live.fsdp1_problem)
-            for optimizer in state.optimizers.values():
-                refuse_unreduced(optimizer, live)
+        lives = _describe_models(state)
         manifest = seen.manifest()
         _check_models(state, manifest, path)
-        catalogs = {name: catalog_of_checkpoint(path, name, manifest=manifest) for name in state.models}
-        own_files = ranks.rank if manifest.world_size == ranks.world_size else None
-        places = Places()
-        documents = _read_documents(path, manifest, own_files, places)
-        receivers = receivers_of(state, lives, path, places)
-        check_documents(receivers, documents, manifest, path)
-        _check_optimizers(state, lives, manifest, documents)
-        own = OwnState(documents, manifest, places)
-        rng = plan_rng(
-            documents.get("rng"),
-            seed=manifest.seed,
-            step=manifest.step,
-            rank=ranks.rank,
-            devices=devices_of(state.models.values()),
-        )
-        for name, live in lives.items():  # the first that changes anything
-            if make_room(live, {n: t.shape for n, t in manifest.models[name].items()}):
-                lives[name] = describe(live.root)
-
-    def filled_model(name: str) -> LoadReport:
-        report = fill(lives[name], catalogs[name], Rules(), io=io, ranks=ranks, verify="digest")
-        lives[name] = lives[name].refreshed()
-        return report
-
-    loaded = [filled_model(name) for name in lives]
-    for name in own.give_to_models(lives, ranks):
-        loaded.append(filled_model(name))
+        catalogs = {name: catalog_of_checkpoint(path, name, manifest=manifest) for name in lives}
+        stored = read_checkpoint(path, manifest, ranks)
+        receivers, generators = receivers_of(state, lives, stored), Generators(state, stored, ranks.rank)
+        check_documents([*receivers, generators], stored.documents)
+        own = OwnState(stored.documents, manifest, stored.places)
+        _make_room(lives, manifest)  # the first that changes anything
+    filled = Filled(lives, catalogs, ranks, io, started)
+    filled.fill_models(lives)
+    filled.fill_models(own.give_to_models(lives, ranks))
     with ranks.agree("match names"):
-        stored = manifest
-        for name, live in lives.items():
-            manifest, documents = _under_live_names(manifest, documents, name, live.tensors)
+        stored = stored.under_names_of(lives)
         for optimizer in state.optimizers.values():  # before any is given its own: two may share parameters
             clear_gradients(optimizer)
-    filled = []
     for name, optimizer in state.optimizers.items():
-        trained = trained_model(optimizer, lives)
-        part = TrainedBy(name, optimizer, trained, lives[trained])
-        filled.append(restore_optimizer(part, manifest, stored, path, documents, places, ranks, io))
+        part = trained_by(name, optimizer, lives)
+        filled.optimizers.append(restore_optimizer(part, stored, ranks, io))
     with ranks.agree("give optimizers their own state"):
         own.give_to_optimizers(state.given_optimizers, state.optimizers)
     with ranks.agree("restore documents"):
-        restore_buffers(receivers, documents)
-        is_watched = any(r.reaches_others() for r in receivers if r.name in documents)
-        watched = Watched(state, lives) if is_watched else None
-        restored, left = restore_documents(receivers, state, documents, manifest)
-        if watched is not None:  # the program's own code ran
-            lives.update({name: describe(live.root) for name, live in lives.items()})
-        ruined = tuple(watched.put_back(lives)) if watched is not None else ()
-    for name in changed_anywhere(watched, lives, ranks):
-        loaded.append(filled_model(name))
+        restore_buffers(receivers, stored.documents)
+        watched = Watched(state, lives) if reaches_others(receivers, stored.documents) else None
+        taken, left = restore_documents(receivers, state, stored.documents, stored.manifest)
+        ruined = watched.put_back(lives) if watched is not None else ()
+    filled.fill_models(changed_anywhere(watched, lives, ranks))
     with ranks.agree("compare the taken state"):
-        restore_buffers(receivers, documents)
+        restore_buffers(receivers, stored.documents)
         left += ask_receivers(receivers)
         own.ask()
         caveats = data_caveats(state.dataloader)
-        differences = _differences(state, lives, manifest, documents, ranks)
-        differences += tuple(line for o in filled for line in o.differences)
-        differences += ruined + own.differences + places.differences + rng.differences
-        rng.apply()
-    return ResumeReport(
+        found = [*_differences(state, stored, filled), *ruined, *own.differences]
+        found += [*stored.places.differences, *generators.plan.differences]
+        generators.restore(stored.documents.get(generators.name))
+    return ResumeReport.of(
+        filled,
         path=path,
         step=manifest.step,
         run_id=manifest.run_id,
         saved_world_size=manifest.world_size,
-        world_size=ranks.world_size,
         saved_mesh=mesh_text(manifest.geometries),
-        mesh=mesh_text(g for live in lives.values() for g in live.geometries.values()),
-        digest=_digest_of_all(state, manifest),
-        exact=not (differences or left or caveats),
-        differences=differences,
-        tensors=sum(report.tensors for report in loaded[: len(state.models)]),
-        optimizer_tensors=sum(o.tensors for o in filled),
-        documents=restored + own.restored,
+        digest=_digest_of_all(state, stored.manifest),
+        differences=tuple(found),
+        documents=taken + own.restored,
         skipped=left,
         caveats=caveats,
-        rng=rng.rule,
-        bytes_read=sum(report.bytes_read for report in loaded) + sum(o.bytes_read for o in filled),
-        seconds=time.perf_counter() - started,
-        damaged={},
-        superseded=(),
+        rng=generators.plan.rule,
         functions=tuple(functions_left_out(state.scheduler)),
-        gradients=sum(o.gradients for o in filled),
     )
+
+
+def _describe_models(state: TrainState) -> dict[str, LiveModel]:
+    """The models of a state by name. Refuses those of FSDP1, and gradients that FSDP2 has yet to reduce."""
+    state.watch()
+    lives = {name: describe(model) for name, model in state.models.items()}
+    for live in lives.values():
+        refuse_fsdp1(live.fsdp1_problem)
+        for optimizer in state.optimizers.values():
+            refuse_unreduced(optimizer, live)
+    return lives
+
+
+def _make_room(lives: dict[str, LiveModel], manifest: Manifest) -> None:
+    """Give models room for stored tensors of other shapes, where their own loading would."""
+    for name, live in lives.items():
+        if make_room(live, {n: t.shape for n, t in manifest.models[name].items()}):
+            lives[name] = describe(live.root)
 
 
 def _digest_of_all(state: TrainState, manifest: Manifest) -> str:
@@ -210,25 +260,6 @@ def _digest_of_all(state: TrainState, manifest: Manifest) -> str:
     return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
 
 
-def _check_optimizers(
-    state: TrainState, lives: Mapping[str, LiveModel], manifest: Manifest, documents: dict[str, Any]
-) -> None:
-    """Refuse, before anything is changed, what the optimizers can't take."""
-    for name, live in lives.items():
-        manifest, documents = _under_live_names(manifest, documents, name, live.tensors)
-    for name, optimizer in state.optimizers.items():
-        trained = trained_model(optimizer, lives)
-        stored = documents[document_of("optimizer", name)].get("model", trained)
-        if stored != trained:
-            raise StateError(
-                f"optimizer {name!r} trained the model {stored!r} when it was saved, and {trained!r} now; give each "
-                f"optimizer the name that it had"
-            )
-        if {t.name for t in lives[trained].stored} == manifest.models[trained].keys():
-            part = TrainedBy(name, optimizer, trained, lives[trained])
-            check_optimizer(part, manifest, documents)  # of another model, the load says what does not fit
-
-
 def _check_models(state: TrainState, manifest: Manifest, path: str) -> None:
     """Refuse a checkpoint that lacks a model of this run; it may hold more."""
     lost = [name for name in state.models if name not in manifest.models]
@@ -238,64 +269,23 @@ def _check_models(state: TrainState, manifest: Manifest, path: str) -> None:
         )
 
 
-def _read_documents(path: str, manifest: Manifest, rank: int | None, places: Places) -> dict[str, Any]:
-    """The documents shared by all ranks and, at the saved world size, this rank's own; their form is checked."""
-    stored = read_documents(path, manifest, "state")
-    if rank is not None:
-        stored |= read_documents(path, manifest, f"rank/{rank:05d}")
-    documents = decode_documents(stored, path, places)
-    check_form(documents, manifest, path)
-    return documents
-
-
-def _under_live_names(
-    manifest: Manifest, documents: dict[str, Any], model: str, named: tuple[NamedTensor, ...]
-) -> tuple[Manifest, dict[str, Any]]:
-    """Rename the checkpoint's tensors to this model's names: a tied tensor may have another first name."""
-    live = {alias: t.name for t in named for alias in t.names}
-    entries: dict[str, TensorEntry] = {}
-    for n, t in manifest.models[model].items():
-        # If a converted checkpoint stores one tensor under two names, the trained one counts.
-        if live.get(n, n) not in entries or t.states:
-            entries[live.get(n, n)] = t
-    if list(entries) == list(manifest.models[model]):
-        return manifest, documents
-    found = dict(documents)
-    for optimizer in manifest.packed:
-        name, opaque = document_of("optimizer", optimizer), document_of("optimizer", optimizer, "opaque")
-        if name not in found or found[name].get("model", "model") != model:
-            continue
-        groups = [{**g, "names": [live.get(n, n) for n in g["names"]]} for g in found[name]["groups"]]
-        values = {live.get(n, n): v for n, v in found[name]["values"].items()}
-        found[name] = {**found[name], "groups": groups, "values": values}
-        if opaque in found:
-            found[opaque] = {live.get(n, n): v for n, v in found[opaque].items()}
-    return replace(manifest, models={**manifest.models, model: entries}), found
-
-
-def _differences(
-    state: TrainState,
-    lives: Mapping[str, LiveModel],
-    manifest: Manifest,
-    documents: Mapping[str, Any],
-    ranks: Ranks,
-) -> tuple[str, ...]:
+def _differences(state: TrainState, stored: StoredCheckpoint, filled: Filled) -> list[str]:
     """Reasons why the resume is not exact. The same on every rank, except for differences between machines."""
-    found = []
-    if manifest.world_size != ranks.world_size:
-        found.append(f"world size: saved {manifest.world_size}, now {ranks.world_size}")
+    found, manifest = [], stored.manifest
+    if manifest.world_size != filled.ranks.world_size:
+        found.append(f"world size: saved {manifest.world_size}, now {filled.ranks.world_size}")
     now = software_versions(state)
     found += [f"{k}: saved {v}, now {now.get(k)}" for k, v in manifest.software.items() if now.get(k) != v]
-    if "scheduler" in documents and "classes" not in documents:
+    if "scheduler" in stored.documents and "classes" not in stored.documents:
         found.append("scheduler: the checkpoint does not say of which class it was")
     moved = False
-    for name, live in lives.items():
+    for name, live in filled.lives.items():
         entries = manifest.models[name]
         for t in live.stored:
             if code_of(t.tensor.dtype) != entries[t.name].dtype:
                 found.append(f"{t.name}: saved {entries[t.name].dtype}, now {code_of(t.tensor.dtype)}")
         spread = live.geometries.items()
         moved |= any(not same_place(manifest.geometries[entries[n].geometry], g) for n, g in spread)
-    if manifest.world_size == ranks.world_size and moved:
+    if manifest.world_size == filled.ranks.world_size and moved:
         found.append("mesh or placements: tensors are spread over ranks otherwise than they were")
-    return tuple(found)
+    return found + [line for o in filled.optimizers for line in o.differences]

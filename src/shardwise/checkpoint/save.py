@@ -21,6 +21,7 @@ from ..errors import CheckpointError, StateError
 from ..format.manifest import FileEntry, Manifest, Packed, StateEntry, TensorEntry
 from ..format.slices import Slice, SliceTensor, file_name, owner_ranks, rank_files
 from ..format.spread import file_count
+from ..format.states import StateKey
 from ..format.steps import misnamed
 from ..layout.boxes import Box, LocalBox
 from ..layout.model import local_tensor
@@ -400,7 +401,7 @@ def _state_entries(part: OptimizerPart, digests: Digests) -> dict[str, dict[str,
     found: dict[str, dict[str, StateEntry]] = {}
     for name, states in part.drained.tensors.items():
         for key in states:
-            t = stored[f"{name}.{key}"]
+            t = stored[StateKey(name, key).name]
             digest = digests["optimizer", part.name, t.name]
             found.setdefault(name, {})[key] = StateEntry(t.dtype, digest, t.owner)
     for name, packed in part.drained.packed_index.items():

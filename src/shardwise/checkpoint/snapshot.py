@@ -19,6 +19,7 @@ from ..digests.digest import partial_sum
 from ..dtypes import code_of
 from ..errors import StateError
 from ..format.slices import SliceTensor, assign_owners
+from ..format.states import StateKey
 from ..format.steps import checked_step
 from ..gc_paused import gc_paused
 from ..internals.transformers import is_transformers_model
@@ -232,7 +233,7 @@ def _optimizer_live(drained: Drained, model: ModelPart) -> list[Live]:
     stored = []
     for name, states in drained.tensors.items():
         for key, tensor in states.items():
-            full = f"{name}.{key}"
+            full = StateKey(name, key).name
             tensors[full] = tensor
             stored.append(SliceTensor(full, code_of(tensor.dtype), tuple(tensor.shape), geometries[name]))
     for key, tensor in drained.packed.items():

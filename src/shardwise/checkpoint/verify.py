@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import stat
 import threading
 import time
 from bisect import bisect_right
@@ -16,7 +15,14 @@ from typing import Any
 
 import xxhash
 
-from ..catalog.checkpoint import catalog_of_slices, directory, model_tensors, optimizer_tensors, packed_name
+from ..catalog.checkpoint import (
+    catalog_of_slices,
+    directory,
+    model_tensors,
+    optimizer_digests,
+    optimizer_tensors,
+    size_problem,
+)
 from ..digests.digest import finish, partial_sum_bytes
 from ..dtypes import itemsize
 from ..errors import ShardwiseError
@@ -110,14 +116,9 @@ def _file_set_problems(root: str, manifest: Manifest) -> tuple[list[str], set[st
 
 def _wrong_file(path: str, nbytes: int) -> str | None:
     try:
-        status = os.stat(path)
+        return size_problem(os.stat(path), nbytes)
     except OSError as error:  # a link to nothing, or to itself
         return f"lost ({error.strerror})"
-    if not stat.S_ISREG(status.st_mode):
-        return "is not a regular file"
-    if status.st_size != nbytes:
-        return f"{status.st_size} bytes, expected {nbytes}: truncated or overwritten"
-    return None
 
 
 def _slice_sets(manifest: Manifest) -> Iterator[tuple[str, str, list[SliceTensor], dict[str, int]]]:
@@ -125,15 +126,9 @@ def _slice_sets(manifest: Manifest) -> Iterator[tuple[str, str, list[SliceTensor
     for model, entries in manifest.models.items():
         digests = {alias: t.digest for n, t in entries.items() for alias in (n, *t.stored_aliases)}
         yield "model", model, model_tensors(manifest, model), digests
-    for optimizer, packed in manifest.packed.items():
+    for optimizer in manifest.packed:
         model = model_of(manifest, optimizer)
-        states = {
-            f"{n}.{s}": e.digest
-            for n, t in manifest.models[model].items()
-            for s, e in t.states.get(optimizer, {}).items()
-            if e.packed is None
-        }
-        states |= {packed_name(k): p.digest for k, p in packed.items()}
+        states = optimizer_digests(manifest, optimizer, model)
         yield "optimizer", optimizer, optimizer_tensors(manifest, optimizer, model), states
 
 

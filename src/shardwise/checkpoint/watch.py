@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..layout.live import LiveModel
+from ..layout.live import LiveModel, describe
 from ..ranks.ranks import Ranks
 from ..state.beyond_optimizer import KeptOptimizer
 from ..state.schedulers import inner_schedulers, unwrapped
@@ -60,11 +60,15 @@ class Watched:
         """Models with a tensor on this rank that is not as it was: they have to be filled again."""
         return [name for name, live in lives.items() if tensor_sums(live) != self._sums[name]]
 
-    def put_back(self, lives: Mapping[str, LiveModel]) -> Iterator[str]:
-        """Give optimizers the settings and states that they had. A line for what can't be put right.
+    def put_back(self, lives: dict[str, LiveModel]) -> tuple[str, ...]:
+        """Give optimizers the settings and states that they had. Returns a line for each change that stays.
 
-        ``lives``: the models as they are now.
+        Describes the models again in ``lives``: the program's own code ran.
         """
+        lives.update({name: describe(live.root) for name, live in lives.items()})
+        return tuple(self._put_back(lives))
+
+    def _put_back(self, lives: Mapping[str, LiveModel]) -> Iterator[str]:
         for name, before in self._tensors.items():
             for t in lives[name].stored:
                 if before.get(t.name) is not t.tensor:

@@ -58,6 +58,11 @@ class LiveModel:
         return tuple([t for t in self.tensors if t.kind == "parameter"])
 
     @property
+    def first_names(self) -> Mapping[str, str]:
+        """The first name of each tensor, which shardwise uses, by each of its names: a tied tensor has several."""
+        return {alias: t.name for t in self.tensors for alias in t.names}
+
+    @property
     def geometries(self) -> Mapping[str, Geometry]:
         """How each of :attr:`stored` is spread over ranks. Worked out once, when it is first asked for.
 

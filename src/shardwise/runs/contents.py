@@ -12,16 +12,16 @@ import torch
 from ..catalog import Catalog, StoredTensor
 from ..catalog.checkpoint import (
     catalog_of_checkpoint,
-    catalog_of_slices,
+    catalog_of_optimizer,
     check_size,
     directory,
-    optimizer_tensors,
     packed_name,
 )
 from ..checkpoint.stored_documents import check_each, read_documents
 from ..checkpoint.verify import model_of
 from ..errors import FormatError, ShardwiseError, StateError
 from ..format.manifest import MANIFEST_NAME, Manifest, read_manifest
+from ..format.states import StateKey
 from ..layout.wanted import Layout, whole_tensor
 from ..limits import MAX_COUNT, inside
 from ..loading.pretrained import build_meta
@@ -236,7 +236,7 @@ def _optimizer(
     stored: StoredOptimizer, models: Mapping[str, ModelContents], path: str
 ) -> tuple[OptimizerContents, dict[str, Any]]:
     """An optimizer's contents, and its document."""
-    owners = {short.rpartition(".")[0] for short in stored.catalog.tensors}
+    owners = {key.parameter for key in stored.keys.values()}
     name, model = next(
         (
             (n, m)
@@ -251,9 +251,8 @@ def _optimizer(
         raise StateError(f"{path}: holds optimizer state of {', '.join(strange[:5])}, which the model lacks")
     spread: dict[str, dict[str, StoredTensor]] = {}
     scalars: dict[str, dict[str, torch.Tensor]] = {}
-    for short, t in stored.catalog.tensors.items():
-        owner, _, key = short.rpartition(".")
-        owner = model.name_of(owner)
+    for short, (parameter, key) in stored.keys.items():
+        t, owner = stored.catalog.tensors[short], model.name_of(parameter)
         if t.shape == model.kinds[owner][1] and t.shape:
             spread.setdefault(owner, {})[key] = t
         elif t.shape == ():
@@ -324,14 +323,14 @@ def _further_files(manifest: Manifest, models: Mapping[str, ModelContents]) -> l
 
 def _stored_optimizer(root: str, manifest: Manifest, name: str) -> OptimizerContents:
     model = model_of(manifest, name)
-    catalog = catalog_of_slices(root, manifest, "optimizer", name, optimizer_tensors(manifest, name, model))
+    catalog = catalog_of_optimizer(root, manifest, name, model)
     packed = {key: plain_tensor(catalog.tensors[packed_name(key)]) for key in manifest.packed[name]}
     spread: dict[str, dict[str, StoredTensor]] = {}
     scalars: dict[str, dict[str, torch.Tensor]] = {}
     for owner, entry in manifest.models[model].items():
         for key, state in entry.states.get(name, {}).items():
             if state.packed is None:
-                spread.setdefault(owner, {})[key] = catalog.tensors[f"{owner}.{key}"]
+                spread.setdefault(owner, {})[key] = catalog.tensors[StateKey(owner, key).name]
             else:
                 scalars.setdefault(owner, {})[key] = packed[state.packed][state.index]
     return OptimizerContents(model, catalog, spread, scalars)

@@ -23,6 +23,7 @@ from ..dtypes import code_of, torch_dtype
 from ..errors import IntegrityError
 from ..format.manifest import CONVERTED, Manifest
 from ..format.slices import SliceTensor, assign_owners
+from ..format.states import StateKey
 from ..layout.placements import Cut, Geometry
 from ..models.classes import import_code, in_turn
 from ..names import NamedTensor
@@ -232,7 +233,7 @@ def _optimizer_part(
             stand_in = _meta(stored.dtype, stored.shape)
             made = Recipe(stored.name, (identity(stored.name, stored.shape),))
             drained.tensors.setdefault(owner, {})[key] = stand_in
-            full = SliceTensor(f"{owner}.{key}", stored.dtype, stored.shape, geometries[owner])
+            full = SliceTensor(StateKey(owner, key).name, stored.dtype, stored.shape, geometries[owner])
             live.append(Live(full, stand_in, made_of=MadeOf(made, optimizer.catalog.tensors)))
     scalars: dict[str, list[torch.Tensor]] = {}
     for owner, values in optimizer.scalars.items():

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..catalog import Catalog, StoredTensor
-from ..catalog.checkpoint import catalog_of_checkpoint, catalog_of_slices, optimizer_tensors
+from ..catalog.checkpoint import catalog_of_checkpoint, catalog_of_optimizer
 from ..catalog.open import open_catalog
 from ..checkpoint.verify import Progress, model_of, runs_of
 from ..dtypes import itemsize
@@ -127,18 +127,9 @@ def _contents(path: str | os.PathLike[str]) -> TensorsByName:
     for model in manifest.models:
         catalog = catalog_of_checkpoint(root, model)
         found |= {f"{model}:{n}": v for n, v in _of(catalog).items()}
-    for optimizer, packed in manifest.packed.items():
-        model = model_of(manifest, optimizer)
-        slices = optimizer_tensors(manifest, optimizer, model)
-        catalog = catalog_of_slices(root, manifest, "optimizer", optimizer, slices)
-        digests = {
-            f"{n}.{s}": e.digest
-            for n, t in manifest.models[model].items()
-            for s, e in t.states.get(optimizer, {}).items()
-            if e.packed is None
-        }
-        digests |= {f"__packed__.{k}": p.digest for k, p in packed.items()}
-        found |= {f"{optimizer}:{n}": (t, digests.get(n)) for n, t in catalog.tensors.items()}
+    for optimizer in manifest.packed:
+        catalog = catalog_of_optimizer(root, manifest, optimizer, model_of(manifest, optimizer))
+        found |= {f"{optimizer}:{n}": v for n, v in _of(catalog).items()}
     return found
 
 

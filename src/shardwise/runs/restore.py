@@ -9,41 +9,27 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
-from ..checkpoint.restore import ResumeReport, restore_into
-from ..checkpoint.snapshot import trained_model
-from ..dtypes import code_of, torch_dtype
+from ..checkpoint.documents import check_documents
+from ..checkpoint.fill_optimizer import RestoredOptimizer, StoredStates, TrainedBy, plan_fill, trained_by
+from ..checkpoint.receivers import Receiver
+from ..checkpoint.restore import Filled, ResumeReport, restore_into
+from ..dtypes import torch_dtype
 from ..errors import StateError
-from ..layout.live import LiveModel, describe
-from ..layout.model import local_tensor, wanted_of
-from ..layout.placements import mesh_text
-from ..layout.wanted import Layout, Wanted, whole_tensor
+from ..format.states import StateKey, by_name
+from ..layout.live import describe
 from ..limits import brief
-from ..loading.load import fill
-from ..names import NamedTensor
-from ..planning import IOOptions, build_plan
+from ..planning import IOOptions
 from ..ranks.ranks import Ranks
-from ..recipe.match import Rules, match_rules, renamed
 from ..rng import derive_rng
 from ..state.forms import attribute_of_class, refuse_other_kind
 from ..state.gradients import clear_gradients
-from ..state.optimizer import (
-    check_groups,
-    fill_groups,
-    parameter_names,
-    place_scalars,
-    place_states,
-    place_values,
-)
+from ..state.optimizer import check_groups
 from ..state.train_state import TrainState
-from ..transfer import FileReader
-from ..transfer.copy import Destination, Staging, execute
-from ..transfer.page_cache import page_cache_for
 from .third_party import StoredOptimizer, ThirdPartyRun, find_run, is_third_party
 
 __all__ = ["restore"]
@@ -81,49 +67,42 @@ def _restore_third_party(state: TrainState, path: str, ranks: Ranks, io: IOOptio
         run = find_run(path)
         _check_asked(state, run)
         catalogs = {name: run.model(k) for k, name in enumerate(state.models)}
-        stored = {name: run.optimizer(k) for k, name in enumerate(state.optimizers)}
-        documents = _documents(state, run)
+        optimizers = {name: run.optimizer(k) for k, name in enumerate(state.optimizers)}
+        receivers = _receivers_of(state, run)
+        documents = {receiver.name: receiver.found() for receiver in receivers}
+        check_documents(receivers, documents)
         lives = {name: describe(model) for name, model in state.models.items()}
-        _check_groups(state, lives, stored)
+        for name, optimizer in state.optimizers.items():
+            part = trained_by(name, optimizer, lives)
+            check_groups(optimizer, part.names(), _groups_of(part, optimizers[name]))
         step, world_size = run.step, run.world_size
-    reports = [fill(live, catalogs[name], Rules(), io=io, ranks=ranks) for name, live in lives.items()]
-    bytes_read, tensors = sum(r.bytes_read for r in reports), 0
+    filled = Filled(lives, catalogs, ranks, io, started)
+    filled.fill_models(lives)
     with ranks.agree("match names"):
-        lives = {name: live.refreshed() for name, live in lives.items()}
         for optimizer in state.optimizers.values():
             clear_gradients(optimizer)
     for name, optimizer in state.optimizers.items():
-        trained = lives[trained_model(optimizer, lives)]
-        more, filled = _restore_optimizer(optimizer, stored[name], trained, ranks, io)
-        bytes_read, tensors = bytes_read + more, tensors + filled
+        part = trained_by(name, optimizer, lives)
+        filled.optimizers.append(_restore_optimizer(part, optimizers[name], ranks, io))
     with ranks.agree("restore documents"):
-        for name, value in documents.items():
-            _apply(state.scheduler if name == "scheduler" else state.scaler, name, value, run.path)
+        for receiver in receivers:
+            receiver.restore(documents[receiver.name])
         rng = derive_rng(seed=torch.initial_seed() % 2**63, step=step, rank=ranks.rank)
-    return ResumeReport(
+    return ResumeReport.of(
+        filled,
         path=path,
         step=step,
         run_id="",
         saved_world_size=world_size,
-        world_size=ranks.world_size,
         saved_mesh="not recorded",
-        mesh=mesh_text(g for live in lives.values() for g in live.geometries.values()),
         digest="",
-        exact=False,
         differences=("not written by shardwise: neither digests nor versions are recorded",),
-        tensors=sum(r.tensors for r in reports),
-        optimizer_tensors=tensors,
         documents=tuple(documents),
         skipped=(
             "random generators and data position: not stored in a readable form",
             *(f"extra.{name}: not read from such a checkpoint" for name in state.extra),
         ),
-        caveats=(),
         rng=rng,
-        bytes_read=bytes_read,
-        seconds=time.perf_counter() - started,
-        damaged={},
-        superseded=(),
     )
 
 
@@ -137,32 +116,50 @@ def _check_asked(state: TrainState, run: ThirdPartyRun) -> None:
         raise StateError(f"{run.path}: holds {len(run.models)} model(s); this run has {sorted(state.models)}")
 
 
-def _documents(state: TrainState, run: ThirdPartyRun) -> dict[str, Any]:
-    """State of scheduler and scaler. Raises :class:`StateError` if one is wanted but not stored."""
-    found = {}
-    for name in ("scheduler", "scaler"):
-        live = state.scheduler if name == "scheduler" else state.scaler
-        if live is None:
-            continue
-        if not hasattr(live, "load_state_dict"):
-            raise StateError(f"{name}: several by name can't be restored from such a checkpoint; give one")
-        document = run.document(name)
-        if hidden := attribute_of_class(live, document):  # torch's schedulers set every entry as an attribute
+class _Stateful(Receiver):
+    """A scheduler or scaler, which takes the state that another program stored."""
+
+    def __init__(self, name: str, target: Any, run: ThirdPartyRun) -> None:
+        super().__init__(name)
+        self._target, self._run = target, run
+
+    def found(self) -> Any:
+        """The stored state in the form of the live one. Raises :class:`StateError` if none is stored."""
+        return _with_keys_of(self._target.state_dict(), self._run.document(self.name))
+
+    def check(self, stored: Any) -> None:
+        # torch's schedulers set every entry as an attribute.
+        if hidden := attribute_of_class(self._target, stored):
+            kind = type(self._target).__qualname__
             raise StateError(
-                f"{run.path}: its {name} holds {brief(hidden)}, which is a method of {type(live).__qualname__}: damaged"
+                f"{self._run.path}: its {self.name} holds {brief(hidden)}, which is a method of {kind}: damaged"
             )
-        found[name] = _with_keys_of(live.state_dict(), document)
+
+    def missing(self) -> None:
+        self.found()  # its error says where such a program stores it
+
+    def restore(self, stored: Any) -> Iterable[str]:
+        try:
+            self._target.load_state_dict(stored)
+        except Exception as error:  # any class may raise anything for unexpected values
+            raise StateError(
+                f"{self._run.path}: its {self.name} can't be put into this run's {type(self._target).__qualname__} "
+                f"({type(error).__name__}: {brief(str(error))}); use the same class as the saved run, or leave "
+                f"{self.name} out of the state"
+            ) from error
+        return ()
+
+
+def _receivers_of(state: TrainState, run: ThirdPartyRun) -> list[_Stateful]:
+    """What takes the documents that such a checkpoint may hold. Raises :class:`StateError` for several by name."""
+    found = []
+    for name, target in (("scheduler", state.scheduler), ("scaler", state.scaler)):
+        if target is None:
+            continue
+        if not hasattr(target, "load_state_dict"):
+            raise StateError(f"{name}: several by name can't be restored from such a checkpoint; give one")
+        found.append(_Stateful(name, target, run))
     return found
-
-
-def _apply(live: Any, name: str, value: Any, path: str) -> None:
-    try:
-        live.load_state_dict(value)
-    except Exception as error:  # any class may raise anything for unexpected values
-        raise StateError(
-            f"{path}: its {name} can't be put into this run's {type(live).__qualname__} ({type(error).__name__}: "
-            f"{brief(str(error))}); use the same class as the saved run, or leave {name} out of the state"
-        ) from error
 
 
 def _with_keys_of(live: Any, stored: Any) -> Any:
@@ -178,68 +175,45 @@ def _with_keys_of(live: Any, stored: Any) -> Any:
     return Counter(found) if isinstance(live, Counter) else found
 
 
-def _check_groups(
-    state: TrainState, lives: Mapping[str, LiveModel], stored: Mapping[str, StoredOptimizer]
-) -> None:
-    """Refuse, before anything is changed, optimizers with other groups or of another kind."""
-    for name, optimizer in state.optimizers.items():
-        tensors = lives[trained_model(optimizer, lives)].tensors
-        check_groups(
-            optimizer, parameter_names(optimizer, tensors), _groups_of(optimizer, stored[name], tensors)
-        )
-
-
-def _groups_of(
-    optimizer: Optimizer, stored: StoredOptimizer, named: Sequence[NamedTensor]
-) -> list[dict[str, Any]]:
-    names = parameter_names(optimizer, named)
-    live = {alias: t.name for t in named for alias in t.names}
-    members = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    groups = stored.groups_like(members, live)
-    refuse_other_kind(optimizer, groups)
+def _groups_of(part: TrainedBy, stored: StoredOptimizer) -> list[dict[str, Any]]:
+    """The stored settings by group, with this run's names. Refuses the settings of another kind of optimizer."""
+    names = part.names()
+    members = [[names[id(p)] for p in group["params"]] for group in part.optimizer.param_groups]
+    groups = stored.groups_like(members, part.live.first_names)
+    refuse_other_kind(part.optimizer, groups)
     return groups
 
 
 def _restore_optimizer(
-    optimizer: Optimizer,
-    stored: StoredOptimizer,
-    trained: LiveModel,
-    ranks: Ranks,
-    io: IOOptions,
-) -> tuple[int, int]:
-    """Restore one optimizer. Returns the bytes that this rank read and the number of tensors filled."""
+    part: TrainedBy, stored: StoredOptimizer, ranks: Ranks, io: IOOptions
+) -> RestoredOptimizer:
+    """Fill an optimizer: tensors, values, and the settings of its groups. Collective."""
     with ranks.agree("plan optimizer state"):
-        named = trained.tensors
-        names = parameter_names(optimizer, named)
-        live = {alias: t.name for t in named for alias in t.names}
-        groups = _groups_of(optimizer, stored, named)
-        values = {live.get(fqn, fqn): found for fqn, found in stored.values.items()}
-        fill_groups(optimizer, names, groups)
-        spread: dict[str, dict[str, str]] = {}
-        scalars: dict[str, dict[str, torch.Tensor]] = {}
-        for short, t in stored.catalog.tensors.items():
-            fqn, _, key = short.rpartition(".")
-            name = live.get(fqn, fqn)
-            if t.shape == ():
-                scalars.setdefault(name, {})[key] = torch.empty((), dtype=torch_dtype(t.dtype))
-            else:
-                spread.setdefault(name, {})[key] = t.dtype
-        tensors, before = place_states(optimizer, names, spread)
-        geometries = trained.geometries
-        wanted: list[Wanted] = [wanted_of(n, t, geometries[n.rsplit(".", 1)[0]]) for n, t in tensors.items()]
-        small = {f"{n}.{k}": t for n, states in scalars.items() for k, t in states.items()}
-        wanted += [whole_tensor(n, code_of(t.dtype), ()) for n, t in small.items()]
+        fill = plan_fill(part, _stored_states(part, stored), io)
+    with ranks.agree("read optimizer state"):
+        bytes_read = fill.read(ranks.tick)
+        fill.place()
+    return fill.restored(bytes_read)
 
-        def rename(shorts: Sequence[str]) -> dict[str, str]:
-            parts = {n: n.rpartition(".") for n in shorts}
-            return {n: f"{live.get(p[0], p[0])}.{p[2]}" for n, p in parts.items()}
 
-        matched = match_rules(stored.catalog, wanted, Rules(renamed(rename)))
-        plan = build_plan(stored.catalog, Layout(tuple(wanted)), matched, io)
-    local = {n: local_tensor(t) for n, t in tensors.items()} | small
-    page_cache = page_cache_for(io, (t.device for t in local.values()))
-    with ranks.agree("read optimizer state"), FileReader(ranks.tick, page_cache=page_cache) as reader:
-        execute(plan.transfers, reader, Destination(local), Staging(io, plan.staging_bytes))
-        place_scalars(optimizer, names, scalars, before)
-        place_values(optimizer, names, values)
-    return reader.bytes_read, len(tensors) + len(small)
+def _stored_states(part: TrainedBy, stored: StoredOptimizer) -> StoredStates:
+    """A third-party optimizer's state, with room for its 0-d tensors: each is stored by itself. Reads nothing."""
+    first = part.live.first_names
+    keys = {short: StateKey(first.get(p, p), s) for short, (p, s) in stored.keys.items()}
+    spread: dict[str, dict[str, str]] = {}
+    scalars: dict[str, dict[str, torch.Tensor]] = {}
+    for short, (name, state) in keys.items():
+        t = stored.catalog.tensors[short]
+        if t.shape == ():
+            scalars.setdefault(name, {})[state] = torch.empty((), dtype=torch_dtype(t.dtype))
+        else:
+            spread.setdefault(name, {})[state] = t.dtype
+    return StoredStates(
+        catalog=stored.catalog,
+        renames={short: key.name for short, key in keys.items()},
+        groups=_groups_of(part, stored),
+        spread=spread,
+        whole=by_name(scalars),
+        scalars=scalars,
+        values={first.get(name, name): found for name, found in stored.values.items()},
+    )

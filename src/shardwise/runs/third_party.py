@@ -22,6 +22,7 @@ from ..catalog.open import open_catalog
 from ..catalog.safetensors import has_safetensors
 from ..catalog.torchfile import FULL_STATE_STEM, read_torch_file
 from ..errors import FormatError, SourceError, StateError
+from ..format.states import StateKey
 from ..format.steps import describe_steps
 from ..limits import brief, read_json
 from .pickled_values import Objects, PlainValues, count_of_steps, nested, plain_tensor, plain_values, step_in
@@ -52,6 +53,11 @@ class StoredOptimizer:
     does not keep the groups."""
     settings: Mapping[str, Mapping[str, Any]]
     """The settings of each parameter, if groups are not stored."""
+
+    @property
+    def keys(self) -> dict[str, StateKey]:
+        """The stored parameter and its state that each of the catalog's tensors is."""
+        return {name: StateKey.of(name) for name in self.catalog.tensors}
 
     def groups_like(self, members: Sequence[Sequence[str]], live: Mapping[str, str]) -> list[dict[str, Any]]:
         """Names and options of each group, for a run whose groups are ``members``.
@@ -314,7 +320,8 @@ def _of_file(path: str) -> StoredOptimizer:
     for owner, states in state.items():
         for key, value in states.items():
             if isinstance(value, StoredTensor):
-                tensors[f"{owner}.{key}"] = replace(value, name=f"{owner}.{key}")
+                name = StateKey(owner, key).name
+                tensors[name] = replace(value, name=name)
             else:
                 values.setdefault(owner, {})[str(key)] = plain.of(value)
     settings = [_group(plain.of(group), path) for group in groups]

@@ -30,6 +30,7 @@ __all__ = [
     "MAX_BEYOND_BYTES",
     "Beyond",
     "Path",
+    "StoredOwn",
     "differing_leaves",
     "leaves_beyond",
     "path_key",
@@ -55,6 +56,24 @@ class Beyond:
     """Values that can be stored, by path."""
     not_stored: Mapping[str, str] = field(default_factory=dict)
     """Values that can't be stored: one line each, by :func:`path_key`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredOwn:
+    """The own state of one object as a checkpoint holds it."""
+
+    name: str
+    """The object's, for reports."""
+    leaves: list[tuple[Path, Any]]
+    """Stored values by path. Their tensors move when the object takes them."""
+    not_stored: Mapping[str, str]
+    """As in :class:`Beyond`."""
+
+    def stale(self, live: Iterable[Path]) -> list[Path]:
+        """The ``live`` paths to take out before the stored values go in: all below their first keys, except parts that
+        were not stored."""
+        heads = {path[0] for path, _ in self.leaves}
+        return [path for path in live if path[0] in heads and path_key(path) not in self.not_stored]
 
 
 def leaves_beyond(

@@ -21,9 +21,9 @@ from ..names import NamedTensor, canonical_name, unwrap
 from .beyond import (
     Beyond,
     Path,
+    StoredOwn,
     differing_leaves,
     leaves_beyond,
-    path_key,
     put_leaves,
     split_storable,
     with_leaves,
@@ -139,43 +139,35 @@ def _own_state(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-def give_back_to_model(
-    name: str,
-    live: LiveModel,
-    stored: list[tuple[Path, Any]],
-    not_stored: Mapping[str, str],
-    places: Places,
-) -> list[str]:
-    """Let the model take ``stored`` by its own ``load_state_dict``, beside its present tensors. Rank-local.
+def give_back_to_model(own: StoredOwn, live: LiveModel, places: Places) -> list[str]:
+    """Let the model take its stored state by its own ``load_state_dict``, beside its present tensors. Rank-local.
 
     Call it after restoring the model's tensors: it passes the live ones, so torch copies nothing. Tensors in
-    ``stored`` move to the devices of the live ones. Returns reasons for a failure; raises no error of the model.
+    ``own`` move to the devices of the live ones. Returns reasons for a failure; raises no error of the model.
     """
-    if not (stored or has_own_loading(live.root)):
+    if not (own.leaves or has_own_loading(live.root)):
         return []
     try:
         now = dict(_leaves(live.root, live.tensors))
-        stored[:] = put_leaves(stored, now, places)
-        _load(live.root, stored, list(now), set(not_stored))
+        own.leaves[:] = put_leaves(own.leaves, now, places)
+        _load(live.root, own.leaves, own.stale(now))
     except Exception as error:
-        return [f"{name}: its own load_state_dict failed ({type(error).__name__}: {error})"]
+        return [f"{own.name}: its own load_state_dict failed ({type(error).__name__}: {error})"]
     return []
 
 
-def differences_of_model(
-    name: str, live: LiveModel, stored: list[tuple[Path, Any]], not_stored: Mapping[str, str]
-) -> list[str]:
-    """A line for each thing that the model would save by itself and that is not as ``stored``. Rank-local."""
-    if not (stored or _differs_from_torch(live.root, *_SAVING)):
+def differences_of_model(own: StoredOwn, live: LiveModel) -> list[str]:
+    """A line for each thing that the model would save by itself and that is not as stored. Rank-local."""
+    if not (own.leaves or _differs_from_torch(live.root, *_SAVING)):
         return []
     try:
         now = _leaves(live.root, live.tensors)
-        return list(differing_leaves(now, stored, not_stored.keys(), name))
+        return list(differing_leaves(now, own.leaves, own.not_stored.keys(), own.name))
     except Exception as error:
-        return [f"{name}: its own state is not known ({type(error).__name__}: {error})"]
+        return [f"{own.name}: its own state is not known ({type(error).__name__}: {error})"]
 
 
-def _load(model: nn.Module, stored: list[tuple[Path, Any]], live: list[Path], not_stored: set[str]) -> None:
+def _load(model: nn.Module, stored: list[tuple[Path, Any]], stale: list[Path]) -> None:
     own = _own_state(model)
     raw = {canonical_name(key): key for key in own}
     prefix = _prefix_of_root(model)
@@ -183,9 +175,7 @@ def _load(model: nn.Module, stored: list[tuple[Path, Any]], live: list[Path], no
     def live_path(path: Path) -> Path:
         return (raw.get(path[0], f"{prefix}{path[0]}"), *path[1:])
 
-    heads = {path[0] for path, _ in stored}
-    stale = [live_path(p) for p in live if p[0] in heads and path_key(p) not in not_stored]
-    given = with_leaves(own, [(live_path(p), value) for p, value in stored], stale)
+    given = with_leaves(own, [(live_path(p), value) for p, value in stored], map(live_path, stale))
     takes = inspect.signature(model.load_state_dict).parameters.values()
     can_be_lax = any(p.name == "strict" or p.kind is inspect.Parameter.VAR_KEYWORD for p in takes)
     with torch.no_grad():
@@ -217,5 +207,5 @@ def make_room(live: LiveModel, shapes: Mapping[str, tuple[int, ...]]) -> bool:
         ((n,), t.tensor.new_zeros(shapes[n])) for t in other for n in t.names if n in shapes
     ]
     with contextlib.suppress(Exception):
-        _load(live.root, zeros, [], set())
+        _load(live.root, zeros, [])
     return True

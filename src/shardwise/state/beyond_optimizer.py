@@ -6,7 +6,6 @@ wraps this one. Only then each save calls the ``state_dict`` of the outermost op
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,9 +16,9 @@ from ..layout.model import local_tensor
 from .beyond import (
     Beyond,
     Path,
+    StoredOwn,
     differing_leaves,
     leaves_beyond,
-    path_key,
     put_leaves,
     split_storable,
     with_leaves,
@@ -88,62 +87,41 @@ def _plain(optimizer: Optimizer) -> dict[str, Any]:
     return {"state": state, "param_groups": groups}
 
 
-def give_back_to_optimizer(
-    name: str,
-    outer: Optimizer,
-    inner: Optimizer,
-    stored: list[tuple[Path, Any]],
-    not_stored: Mapping[str, str],
-    places: Places,
-) -> list[str]:
-    """Let ``outer`` take ``stored`` by its own ``load_state_dict``, beside the present state of ``inner``. Rank-local.
+def give_back_to_optimizer(own: StoredOwn, outer: Optimizer, inner: Optimizer, places: Places) -> list[str]:
+    """Let ``outer`` take its stored state by its own ``load_state_dict``, beside the present state of ``inner``. Rank-local.
 
     Call it after restoring ``inner``. torch's own ``load_state_dict`` casts state and replaces groups, so both are put
-    back afterwards. Tensors in ``stored`` move to the devices of the live ones. Returns a line for each change that
+    back afterwards. Tensors in ``own`` move to the devices of the live ones. Returns a line for each change that
     could not be undone, or for the failure.
     """
-    if not (stored or _differs_from_torch(inner, *_LOADING)):
+    if not (own.leaves or _differs_from_torch(inner, *_LOADING)):
         return []
     try:
-        stored[:] = put_leaves(stored, dict(_leaves(outer, inner)), places)
-        return _load(name, outer, inner, stored, not_stored)
+        own.leaves[:] = put_leaves(own.leaves, dict(_leaves(outer, inner)), places)
+        return _load(own, outer, inner)
     except Exception as error:
-        return [f"{name}: its own load_state_dict failed ({type(error).__name__}: {error})"]
+        return [f"{own.name}: its own load_state_dict failed ({type(error).__name__}: {error})"]
 
 
-def differences_of_optimizer(
-    name: str,
-    outer: Optimizer,
-    inner: Optimizer,
-    stored: list[tuple[Path, Any]],
-    not_stored: Mapping[str, str],
-) -> list[str]:
-    """A line for each value in the optimizer's own state that differs from ``stored``. Rank-local."""
-    if not (stored or _has_own_saving(outer, inner)):
+def differences_of_optimizer(own: StoredOwn, outer: Optimizer, inner: Optimizer) -> list[str]:
+    """A line for each value in the optimizer's own state that differs from the stored one. Rank-local."""
+    if not (own.leaves or _has_own_saving(outer, inner)):
         return []
     try:
-        return list(differing_leaves(_leaves(outer, inner), stored, not_stored.keys(), name))
+        return list(differing_leaves(_leaves(outer, inner), own.leaves, own.not_stored.keys(), own.name))
     except Exception as error:
-        return [f"{name}: its own state is not known ({type(error).__name__}: {error})"]
+        return [f"{own.name}: its own state is not known ({type(error).__name__}: {error})"]
 
 
-def _load(
-    name: str,
-    outer: Optimizer,
-    inner: Optimizer,
-    stored: list[tuple[Path, Any]],
-    not_stored: Mapping[str, str],
-) -> list[str]:
-    live = _leaves(outer, inner)
-    heads = {path[0] for path, _ in stored}
-    stale = [path for path, _ in live if path[0] in heads and path_key(path) not in not_stored]
-    given = with_leaves(outer.state_dict(), stored, stale)
+def _load(own: StoredOwn, outer: Optimizer, inner: Optimizer) -> list[str]:
+    stale = own.stale(path for path, _ in _leaves(outer, inner))
+    given = with_leaves(outer.state_dict(), own.leaves, stale)
     kept = KeptOptimizer(outer, inner)
     try:
         outer.load_state_dict(given)
     finally:
         changed = kept.put_back()
-    return [f"{name}: its own load_state_dict changed {what}, which may differ now" for what in changed]
+    return [f"{own.name}: its own load_state_dict changed {what}, which may differ now" for what in changed]
 
 
 class KeptOptimizer:

@@ -222,16 +222,16 @@ def fill_groups(optimizer: Optimizer, names: Mapping[int, str], groups: list[dic
 
 def place_states(
     optimizer: Optimizer, names: Mapping[int, str], stored: Mapping[str, Mapping[str, str]]
-) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
+) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, dict[str, torch.Tensor]]]:
     """Allocate stored states: existing tensors if they fit, otherwise new ones (values undefined).
 
-    ``stored`` maps parameter → state → dtype code. Clears every other state. Returns the tensors to fill, by
-    ``<parameter>.<state>``, and the former 0-d tensors, for :func:`place_scalars`. Tensors for gradients are not put
+    ``stored`` maps parameter → state → dtype code. Clears every other state. Returns the tensors to fill, and the
+    former 0-d tensors, for :func:`place_scalars`; both by parameter and state. Tensors for gradients are not put
     into the optimizer. Raises :class:`StateError` for stored state of a parameter that the optimizer lacks.
     """
     check_stored(optimizer, names, stored)
     live = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
-    to_fill: dict[str, torch.Tensor] = {}
+    to_fill: dict[str, dict[str, torch.Tensor]] = {}
     scalars: dict[str, dict[str, torch.Tensor]] = {}
     for name, parameter in live.items():
         before = optimizer.state.pop(parameter, {})
@@ -240,7 +240,7 @@ def place_states(
             dtype, old = torch_dtype(code), before.get(key)
             if not (isinstance(old, torch.Tensor) and old.dtype == dtype and _is_spread_like(old, parameter)):
                 old = torch.empty_like(parameter, dtype=dtype, requires_grad=False).detach()
-            to_fill[f"{name}.{key}"] = old
+            to_fill.setdefault(name, {})[key] = old
             if key != GRADIENT:
                 optimizer.state[parameter][key] = old
     return to_fill, scalars
@@ -252,7 +252,7 @@ def place_scalars(
     stored: Mapping[str, Mapping[str, torch.Tensor]],
     before: Mapping[str, Mapping[str, torch.Tensor]],
 ) -> None:
-    """Put stored 0-d states in place, into the tensors from ``before`` if dtypes match.
+    """Put stored 0-d states in place, into the tensors from ``before`` if dtypes match. Leaves gradients out.
 
     New tensors lie where torch's own ``load_state_dict`` puts them: ``step`` on the CPU unless the group is
     capturable or fused, everything else on the parameter's device.
@@ -262,6 +262,8 @@ def place_scalars(
         for parameter in group["params"]:
             name = names[id(parameter)]
             for key, value in stored.get(name, {}).items():
+                if key == GRADIENT:
+                    continue
                 old = before.get(name, {}).get(key)
                 if old is not None and old.dtype == value.dtype:
                     local_tensor(old).copy_(value)

@@ -1,0 +1,370 @@
+"""The objects of a run that take documents. Each checks its document before anything changes, and takes it later.
+
+A name in a file never selects an attribute: a receiver knows the name of its own document, from a closed list.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ..errors import FormatError, StateError
+from ..layout.live import LiveModel
+from ..limits import brief, cause
+from ..rng import RngPlan, devices_of, plan_rng
+from ..state.data import make_iterator
+from ..state.forms import (
+    check_classes,
+    check_settings,
+    check_state,
+    check_values,
+    is_several,
+    refuse_other_kind,
+    unsaid_classes,
+)
+from ..state.gradients import UNSEEN_GRADIENTS
+from ..state.places import Places
+from ..state.train_state import TrainState, document_of
+from .fill_optimizer import trained_by
+from .optimizer import check_optimizer
+from .own import not_taken
+from .snapshot import classes_of, modules_with_state
+from .stored_checkpoint import StoredCheckpoint
+from .watch import reaches_others
+
+__all__ = ["Buffers", "Generators", "Receiver", "receivers_of"]
+
+
+class Receiver(ABC):
+    """An object of this run that takes one document: of our checkpoints, or of another program's."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        """Name of the document."""
+        self.asked: list[Callable[[], Iterable[str]]] = []
+        """Checks to run when every object has its state; each gives lines for differences from the stored state."""
+
+    @abstractmethod
+    def check(self, stored: Any) -> None:
+        """Raise :class:`StateError` if a document does not fit, :class:`FormatError` if it is damaged. Changes nothing."""
+
+    @abstractmethod
+    def restore(self, stored: Any) -> Iterable[str]:
+        """Take a checked document. Returns a line for each part that this run does not take."""
+
+    @abstractmethod
+    def missing(self) -> None:
+        """Raise :class:`StateError` if this run can't go on without the document. Changes nothing."""
+
+    def reaches_others(self) -> bool:
+        """Whether taking the document may change models and optimizers."""
+        return False
+
+
+class _OfCheckpoint(Receiver):
+    """Takes a document of our checkpoints."""
+
+    def __init__(self, name: str, stored: StoredCheckpoint) -> None:
+        super().__init__(name)
+        self._stored = stored
+
+    @property
+    def _is_of_other_ranks(self) -> bool:
+        """Whether each rank stored its own, where the document is missing: the saved run had another world size."""
+        return self.name in self._stored.manifest.local_documents
+
+    def missing(self) -> None:
+        path, manifest = self._stored.path, self._stored.manifest
+        if self._is_of_other_ranks:
+            raise StateError(
+                f"{path}: {self.name} was stored per rank by {manifest.world_size} ranks, and this run has another number: "
+                f"its state can't be carried over. Use one whose state is equal on all ranks, or leave it out of the state"
+            )
+        raise StateError(
+            f"{path}: holds no {self.name}; leave it out of the state, or give the step that has it"
+        )
+
+
+class _Stateful(_OfCheckpoint):
+    """Scheduler, scaler or data loader: an object with ``load_state_dict``, or several by name."""
+
+    def __init__(self, name: str, target: Any, stored: StoredCheckpoint) -> None:
+        super().__init__(name, stored)
+        self._target, self._places = target, stored.places
+
+    def check(self, stored: Any) -> None:
+        check_state(self._target, stored, self.name)
+
+    def restore(self, stored: Any) -> Iterable[str]:
+        return _give(self._target, stored, self.name, self._places, self.asked)
+
+    def reaches_others(self) -> bool:
+        return reaches_others(self._target)
+
+
+class _Extra(_OfCheckpoint):
+    """An extra: an object with ``load_state_dict``, or a plain value that is put back into the dict."""
+
+    def __init__(self, extra: dict[str, Any], key: str, stored: StoredCheckpoint) -> None:
+        super().__init__(f"extra.{key}", stored)
+        self._extra, self._key, self._places = extra, key, stored.places
+
+    def check(self, stored: Any) -> None:
+        target = self._extra[self._key]  # any value of typed JSON may be the state of other objects
+        if isinstance(target, LRScheduler | torch.amp.GradScaler):
+            check_state(target, stored, self.name)
+
+    def restore(self, stored: Any) -> Iterable[str]:
+        target = self._extra[self._key]
+        if hasattr(target, "load_state_dict"):
+            _load_state(target, stored, self.name, self._places, self.asked)
+        else:
+            self._extra[self._key] = self._places.put(stored, lambda: target)
+        return ()
+
+    def reaches_others(self) -> bool:
+        target = self._extra[self._key]
+        return hasattr(target, "load_state_dict") and reaches_others(target)
+
+    def missing(self) -> None:
+        if self._is_of_other_ranks:
+            super().missing()
+
+
+class _Modules(_OfCheckpoint):
+    """State that modules keep beside tensors."""
+
+    def __init__(self, name: str, model: nn.Module, stored: StoredCheckpoint) -> None:
+        super().__init__(document_of("model", name, "modules"), stored)
+        self._model, self._places = model, stored.places
+
+    def check(self, stored: Any) -> None:
+        lost = [path for path, _ in modules_with_state(self._model) if path not in stored]
+        if lost:
+            raise StateError(
+                f"{self.name}: the checkpoint holds no extra state of the module {lost[0]!r}; resume with the model that was "
+                f"saved"
+            )
+
+    def restore(self, stored: Any) -> Iterable[str]:
+        modules = dict(modules_with_state(self._model))
+        for path, module in modules.items():
+            name, kept = f"{self.name}[{path!r}]", copy.deepcopy(stored[path])
+            value = self._places.put(stored[path], module.get_extra_state)
+            _call(module.set_extra_state, value, name, module, "set_extra_state")
+            self.asked.append(partial(not_taken, name, kept, module.get_extra_state))
+        return [
+            f"{self.name}[{brief(path)}]: the module keeps no such state"
+            for path in stored
+            if path not in modules
+        ]
+
+    def reaches_others(self) -> bool:
+        return any(True for _ in modules_with_state(self._model))
+
+    def missing(self) -> None:
+        if any(True for _ in modules_with_state(self._model)):
+            super().missing()
+
+
+class Buffers(_OfCheckpoint):
+    """Plain buffers that differed between ranks. Taken again whenever the model was filled."""
+
+    def __init__(self, name: str, lives: Mapping[str, LiveModel], stored: StoredCheckpoint) -> None:
+        super().__init__(document_of("model", name, "buffers"), stored)
+        self._model, self._lives = name, lives
+
+    def check(self, stored: Any) -> None:
+        pass  # the load proves that these tensors of the manifest are the model's
+
+    def restore(self, stored: Any) -> Iterable[str]:
+        live = {alias: t.tensor for t in self._lives[self._model].tensors for alias in t.names}
+        for name, content in stored.items():
+            live[name].detach().copy_(content)
+        return ()
+
+    def missing(self) -> None:
+        pass
+
+
+class _Optimizer(_OfCheckpoint):
+    """Settings and values of an optimizer, which :mod:`.optimizer` applies with its tensors."""
+
+    def __init__(
+        self, name: str, optimizer: Optimizer, lives: Mapping[str, LiveModel], stored: StoredCheckpoint
+    ) -> None:
+        super().__init__(document_of("optimizer", name), stored)
+        self._of, self._optimizer, self._lives = name, optimizer, lives
+
+    def check(self, stored: Any) -> None:
+        saved, now = stored["class"], type(self._optimizer).__qualname__
+        if saved is None:  # a converted checkpoint, whose source did not record it
+            refuse_other_kind(self._optimizer, stored["groups"])
+        elif saved != now:
+            raise StateError(
+                f"{self._stored.path}: holds state of {saved}, the optimizer is {now}; use the same one"
+            )
+        check_settings(self._optimizer, stored["groups"], self.name)
+        check_values(self._optimizer, stored["values"], self.name)
+        part = trained_by(self._of, self._optimizer, self._lives)
+        trained = stored.get("model", part.model_name)
+        if trained != part.model_name:
+            raise StateError(
+                f"optimizer {self._of!r} trained the model {trained!r} when it was saved, and {part.model_name!r} now; "
+                f"give each optimizer the name that it had"
+            )
+        named = self._stored.under_names_of(self._lives)
+        if {t.name for t in part.live.stored} == named.manifest.models[trained].keys():
+            check_optimizer(part, named)  # of another model, the load says what does not fit
+
+    def restore(self, stored: Any) -> Iterable[str]:
+        return [f"{self.name}: not stored: {UNSEEN_GRADIENTS}"] * bool(stored.get("unseen_gradients"))
+
+    def missing(self) -> None:
+        if self._of in self._stored.manifest.packed:
+            raise FormatError(f"holds tensors of {self.name}, and not its document", path=self._stored.path)
+        super().missing()
+
+
+class _Opaque(_OfCheckpoint):
+    """Tensors of an optimizer that only their own rank can interpret; applied with the rest of the optimizer."""
+
+    def __init__(self, name: str, stored: StoredCheckpoint) -> None:
+        super().__init__(document_of("optimizer", name, "opaque"), stored)
+
+    def check(self, stored: Any) -> None:
+        pass
+
+    def restore(self, stored: Any) -> Iterable[str]:
+        return ()
+
+    def missing(self) -> None:
+        if self._is_of_other_ranks:
+            super().missing()
+
+
+class _Classes(_OfCheckpoint):
+    """The class of each scheduler, because a scheduler silently takes the state of any other."""
+
+    def __init__(self, state: TrainState, stored: StoredCheckpoint) -> None:
+        super().__init__("classes", stored)
+        self._now = classes_of(state)
+
+    def check(self, stored: Any) -> None:
+        for of, now in self._now.items():
+            check_classes(stored.get(of, {}), now, of)
+
+    def restore(self, stored: Any) -> Iterable[str]:
+        for of, now in self._now.items():
+            yield from unsaid_classes(stored.get(of, {}), now, of)
+
+    def missing(self) -> None:
+        pass
+
+
+class Generators(_OfCheckpoint):
+    """This process's random generators. They take their document last, because any other object may draw."""
+
+    plan: RngPlan
+    """How they will be set; known once the document was checked or found missing."""
+
+    def __init__(self, state: TrainState, stored: StoredCheckpoint, rank: int) -> None:
+        super().__init__("rng", stored)
+        self._rank, self._devices = rank, devices_of(state.models.values())
+
+    def check(self, stored: Any) -> None:
+        seed, step = self._stored.manifest.seed, self._stored.manifest.step
+        self.plan = plan_rng(stored, seed=seed, step=step, rank=self._rank, devices=self._devices)
+
+    def missing(self) -> None:
+        self.check(None)  # of another world size: they are derived
+
+    def restore(self, stored: Any) -> Iterable[str]:
+        self.plan.apply()
+        return ()
+
+
+def receivers_of(
+    state: TrainState, lives: Mapping[str, LiveModel], stored: StoredCheckpoint
+) -> list[Receiver]:
+    """Everything in a training state that takes a document before the random generators do.
+
+    ``lives`` is looked at when a document is checked or taken: the caller keeps it true.
+    """
+    found: list[Receiver] = [_Classes(state, stored)]
+    for name, target in (
+        ("scheduler", state.scheduler),
+        ("scaler", state.scaler),
+        ("dataloader", state.dataloader),
+    ):
+        if target is not None:
+            found.append(_Stateful(name, target, stored))
+    found += [_Extra(state.extra, key, stored) for key in state.extra]
+    for name, model in state.models.items():
+        found += [_Modules(name, model, stored), Buffers(name, lives, stored)]
+    for name, optimizer in state.optimizers.items():
+        found += [_Optimizer(name, optimizer, lives, stored), _Opaque(name, stored)]
+    return found
+
+
+_Asked = list[Callable[[], Iterable[str]]]
+
+
+def _give(target: Any, value: Any, name: str, places: Places, asked: _Asked) -> Iterator[str]:
+    """Give state to an object, or to several by name. Yields lines for stored state that was not asked for."""
+    if not is_several(target):
+        _load_state(target, value, name, places, asked)
+        if name == "scaler" and value and not target.state_dict():
+            asked.clear()
+            yield "scaler: it is disabled in this run"
+        if name.partition(".")[0] == "dataloader":
+            make_iterator(target)
+        return
+    for key, one in value.items():
+        if key in target:
+            yield from _give(target[key], one, f"{name}.{key}", places, asked)
+        else:
+            yield f"{name}.{key}: not given to this run"
+
+
+def _load_state(target: Any, value: Any, name: str, places: Places, asked: _Asked) -> None:
+    """``target.load_state_dict(value)``. Adds a later comparison of the object's state to ``asked``.
+
+    Raises :class:`StateError` naming the object for any error of its own.
+    """
+    is_asked = not _says_later(target, name)
+    kept = copy.deepcopy(value) if is_asked else None  # the object may keep or change the given value
+
+    def take(stored: Any) -> None:
+        target.load_state_dict(places.put(stored, target.state_dict if is_asked else lambda: None))
+
+    _call(take, value, name, target, "load_state_dict")
+    if is_asked:
+        asked.append(partial(not_taken, name, kept, target.state_dict))
+
+
+def _says_later(target: Any, name: str) -> bool:
+    """Whether an object's state can't be compared now: a loader may start its workers to give it, and loaders of this
+    package keep the given state until training goes on."""
+    own = type(target).__module__.partition(".")[0] == __name__.partition(".")[0]
+    return own or name.partition(".")[0] == "dataloader" or isinstance(target, torch.utils.data.DataLoader)
+
+
+def _call(take: Any, value: Any, name: str, target: Any, method: str) -> None:
+    try:
+        take(value)
+    except StateError:
+        raise
+    except Exception as error:
+        raise StateError(
+            f"{name}: {type(target).__qualname__}.{method} does not take what was saved ({cause(error)}); use the same "
+            f"object as the saved run, or leave it out of the state"
+        ) from error
