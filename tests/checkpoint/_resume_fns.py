@@ -265,26 +265,6 @@ def resumed_equals_uninterrupted(root: str, optimizer: str, model_dir: str | Non
     return {"tensors": report.tensors, "optimizer": report.optimizer_tensors, "loss": expected[-1][0]}
 
 
-def resume_into_a_run_with_state(root: str) -> None:
-    """State that the new run already has is overwritten in place, or cleared where nothing is stored."""
-    scramble(5)
-    first = build("adamw")
-    with sw.Checkpointer(root) as checkpoints:
-        checkpoints.save(first, 0)  # nothing was stepped: no state at all
-        train(first, 3)
-        checkpoints.save(first, 3)
-        at_save = bits(first)
-        second = build("adamw", seed=8)
-        train(second, 1)
-        assert second.optimizer is not None
-        held = {id(v) for s in second.optimizer.state.values() for v in s.values()}
-        assert checkpoints.resume(second, 3) is not None
-        assert held == {id(v) for s in second.optimizer.state.values() for v in s.values()}
-        assert_same_bits(bits(second), at_save)
-        assert checkpoints.resume(second, 0) is not None
-        assert not any(second.optimizer.state.values())
-
-
 # ------------------------------------------------------------------------------------ other world sizes
 
 

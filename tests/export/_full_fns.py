@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import time
-import weakref
-from itertools import count, islice
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +14,12 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import shardwise as sw
 from shardwise.demo.memory import AnonymousPeak
 from shardwise.layout.model import local_tensor, reshard
 from tests.adapters._peft_fns import known_warnings
-from tests.export._export_fns import Odd, failure
+from tests.export._export_fns import failure
 from tests.harness import models
 
 _runs = count()
@@ -72,48 +69,6 @@ def as_exported(kinds: tuple[str, ...], root: str) -> list[list[str]]:
         half = dict(sw.iter_full(model, dtype=torch.float16))
         assert_equal(half, {n: t.half() for n, t in expected.items()})
     return orders
-
-
-def odd_layouts() -> None:
-    """Module names: mixed dtypes, scalars, empty tensors and shards, buffers, plain parameters; FSDP over TP."""
-    torch.manual_seed(3)
-    model = Odd()
-    expected = {n: t.detach().clone() for n, t in model.state_dict().items()}
-    fully_shard(model, mesh=make_mesh(), ignored_params={model.codes})
-    assert_equal(dict(sw.iter_full(model, naming="module", bucket_bytes=20)), expected)
-    assert_equal(dict(sw.iter_full(model)), expected)  # no hub names known: its own
-    if dist.get_world_size() != 4:
-        return
-    run = next(_runs)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=(f"dp{run}", f"tp{run}"))
-    for rows in (37, 5, 1):
-        layer = nn.Linear(3, rows)
-        expected = {n: t.detach().clone() for n, t in layer.state_dict().items()}
-        for name, tensor in expected.items():
-            layer.register_parameter(
-                name, nn.Parameter(distribute_tensor(tensor, mesh[f"tp{run}"], [Shard(0)]))
-            )
-        fully_shard(layer, mesh=mesh[f"dp{run}"])
-        assert_equal(dict(sw.iter_full(layer)), expected)
-
-
-def stop_early(source: str) -> None:
-    """All ranks stop at one tensor, in the middle of a bucket or between: nothing hangs, what comes next works."""
-    model = trained(source)
-    whole = dict(sw.iter_full(model))
-    for taken in (0, 1, 3):
-        for _ in islice(sw.iter_full(model, bucket_bytes=3000), taken):
-            pass
-        handed = sw.iter_full(model, bucket_bytes=3000)
-        for _ in range(taken):
-            next(handed)
-        handed.close()
-        dist.barrier()
-    kept = list(sw.iter_full(model, bucket_bytes=3000))
-    with torch.no_grad():
-        kept[0][1].zero_()  # the caller's: neither the model nor another tensor changes
-    assert_equal(dict(kept[1:]), dict(list(whole.items())[1:]))
-    assert_equal(dict(sw.iter_full(model)), whole)
 
 
 def fails(source: str, root: str) -> list[tuple[str, str]]:
@@ -265,36 +220,6 @@ def clone_with_build(source: str) -> list[tuple[str, str]]:
         adapted, _ = sw.load_pretrained(source, make_mesh(), adapter=lora)
     found.append(failure(lambda: sw.clone(adapted)))
     return found
-
-
-def clone_of_accelerates(source: str) -> None:
-    """Models that were sharded as an accelerator says: FSDP2 with all that the plugin can ask for, tensor parallelism."""
-    from accelerate import Accelerator, ParallelismConfig
-
-    from shardwise.integrations import accelerate as swa
-    from tests.integrations._accelerate_fns import accelerator_with, launched
-
-    plugin = {"transformer_cls_names_to_wrap": ["Qwen3DecoderLayer"], "activation_checkpointing": True}
-    with accelerator_with(plugin=plugin, mixed_precision="bf16") as accelerator:
-        model, _ = swa.load_pretrained(accelerator, source)
-        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        clone_of_trained(model, optimizer)
-        reshard(model.modules())
-        assert all(isinstance(p, DTensor) and p.dtype == torch.float32 for p in model.parameters())
-        held = weakref.ref(model)
-        del model, optimizer
-    del accelerator
-    gc.collect()
-    assert held() is None, "what is noted for a clone keeps the model"
-    with launched():
-        accelerator = Accelerator(
-            cpu=True, parallelism_config=ParallelismConfig(tp_size=dist.get_world_size())
-        )
-        model, _ = swa.load_pretrained(accelerator, source)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
-        model, optimizer = accelerator.prepare(model, optimizer)
-        clone_of_trained(model, optimizer)
-        assert any(isinstance(p, DTensor) for p in model.parameters())
 
 
 def clone_of_trained(model: Any, optimizer: Any) -> None:

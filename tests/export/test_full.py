@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
+import shardwise as sw
 from tests.export import _full_fns as fns
+from tests.export._export_fns import Odd
 from tests.harness import models
+from tests.harness.on_ranks import on_ranks
 from tests.harness.pool import RankPool
 
 KINDS = ("qwen3-moe", "mixtral", "qwen3-tied", "llava")
@@ -31,13 +40,49 @@ def test_hub_names_are_what_the_export_writes(ranks: RankPool, root: Path, world
     assert "lm_head.weight" not in tied
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 4])
-def test_any_module_in_any_layout(ranks: RankPool, world_size: int) -> None:
-    ranks.run_ranks(world_size, fns.odd_layouts)
+@on_ranks(1, 3, 4)
+def test_any_module_in_any_layout() -> None:
+    """Module names: mixed dtypes, scalars, empty tensors and shards, buffers, plain parameters; FSDP over TP."""
+    torch.manual_seed(3)
+    model = Odd()
+    expected = {n: t.detach().clone() for n, t in model.state_dict().items()}
+    fully_shard(model, mesh=fns.make_mesh(), ignored_params={model.codes})
+    fns.assert_equal(dict(sw.iter_full(model, naming="module", bucket_bytes=20)), expected)
+    fns.assert_equal(dict(sw.iter_full(model)), expected)  # no hub names known: its own
+    if dist.get_world_size() != 4:
+        return
+    run = next(fns._runs)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=(f"dp{run}", f"tp{run}"))
+    for rows in (37, 5, 1):
+        layer = nn.Linear(3, rows)
+        expected = {n: t.detach().clone() for n, t in layer.state_dict().items()}
+        for name, tensor in expected.items():
+            layer.register_parameter(
+                name, nn.Parameter(distribute_tensor(tensor, mesh[f"tp{run}"], [Shard(0)]))
+            )
+        fully_shard(layer, mesh=mesh[f"dp{run}"])
+        fns.assert_equal(dict(sw.iter_full(layer)), expected)
 
 
-def test_all_ranks_may_stop_early(ranks: RankPool, root: Path) -> None:
-    ranks.run_ranks(2, fns.stop_early, str(root / "qwen3-moe"))
+@on_ranks(2)
+def test_all_ranks_may_stop_early(root: Path) -> None:
+    """All ranks stop at one tensor, in the middle of a bucket or between: nothing hangs, what comes next works."""
+    source = str(root / "qwen3-moe")
+    model = fns.trained(source)
+    whole = dict(sw.iter_full(model))
+    for taken in (0, 1, 3):
+        for _ in islice(sw.iter_full(model, bucket_bytes=3000), taken):
+            pass
+        handed = sw.iter_full(model, bucket_bytes=3000)
+        for _ in range(taken):
+            next(handed)
+        handed.close()
+        dist.barrier()
+    kept = list(sw.iter_full(model, bucket_bytes=3000))
+    with torch.no_grad():
+        kept[0][1].zero_()  # the caller's: neither the model nor another tensor changes
+    fns.assert_equal(dict(kept[1:]), dict(list(whole.items())[1:]))
+    fns.assert_equal(dict(sw.iter_full(model)), whole)
 
 
 def test_failures_are_everybodys(ranks: RankPool, root: Path) -> None:

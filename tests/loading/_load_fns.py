@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -231,37 +231,6 @@ def _persistent_buffers(model: nn.Module) -> list[torch.Tensor]:
     return [b for n, b in model.named_buffers() if n in names]
 
 
-def pretrained_on_every_rank_alone(directory: str) -> None:
-    """Without a mesh: the whole model on each rank."""
-    ordinary = ordinary_model(directory)
-    with nothing_else_changes():
-        model, report = sw.load_pretrained(directory)
-    assert_same_whole(model, ordinary)
-    assert report.local_bytes == report.model_bytes
-    assert type(model) is type(ordinary)
-
-
-def pretrained_under_policies(directory: str) -> None:
-    """Whatever the policy says of wrapping, the values are those of the ordinary model."""
-    mesh = mesh_of((dist.get_world_size(),))
-    ordinary = ordinary_model(directory)
-    for policy in (
-        sw.ShardPolicy(cpu_offload=True),
-        sw.ShardPolicy(reshard_after_forward=False),
-        sw.ShardPolicy(mixed_precision=MixedPrecisionPolicy(param_dtype=torch.float32)),
-        sw.ShardPolicy(placement=lambda p: Shard(1) if p.ndim == 2 and p.shape[1] % 2 == 0 else None),
-        sw.ShardPolicy(exclude=("*norm.weight", "lm_head.*")),
-        sw.ShardPolicy(block_classes=("Qwen3MLP",)),
-    ):
-        with nothing_else_changes():
-            model, _ = sw.load_pretrained(directory, mesh, policy=policy)
-        assert_same_whole(model, ordinary)
-        assert_same_shards(model, sw.shard(copy.deepcopy(ordinary), mesh, policy))
-        before = pointers(model)
-        torch.testing.assert_close(forward(model), forward(ordinary))
-        assert pointers(model) == before
-
-
 class TwoDtypes(nn.Module):
     """One module with trainable parameters of two dtypes, beside a part that has one of them."""
 
@@ -410,58 +379,11 @@ def strided_reference() -> nn.Module:
     return model
 
 
-def in_place_again(file: str) -> None:
-    """Into a real model, twice, after a forward that left the root gathered, and after training steps."""
-    mesh = mesh_of((dist.get_world_size(),))
-    ordinary, sharded = finite_reference(), shard_plain(finite_reference(), mesh)
-    model = shard_plain(Plain(), mesh)
-    check_in_place(model, file, sharded)
-    before = pointers(model)
-    check_in_place(model, file, sharded)
-    assert pointers(model) == before
-    ids = torch.arange(10).reshape(2, 5)
-    for target in (model.eval(), ordinary.eval()):
-        for parameter in target.parameters():
-            parameter.grad = None
-    with torch.no_grad():
-        torch.testing.assert_close(model(ids), ordinary(ids))
-    gathered = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
-    assert len(gathered) > 3, "the root is expected to stay gathered after a forward"
-    sw.load(model, file, allow_plain=LEFT_PLAIN)
-    assert_same_shards(model, sharded)
-    assert pointers(model) == before
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                local(parameter).fill_(3)
-        model.steps.fill_(0)
-    sw.load(model, file, allow_plain=LEFT_PLAIN)
-    assert_same_shards(model, sharded)
-    with torch.no_grad():
-        torch.testing.assert_close(model(ids), ordinary(ids))
-    assert pointers(model) == before
-
-
 def finite_reference() -> Plain:
     torch.manual_seed(7)
     model = Plain()
     fill_with_noise(model)
     return model
-
-
-def cast_while_loading(file: str) -> None:
-    """A model in another floating dtype: values as torch casts them."""
-    mesh = mesh_of((dist.get_world_size(),))
-    for dtype in (torch.bfloat16, torch.float16, torch.float64):
-        with sw.meta_init():
-            model = Plain().convert(dtype)
-        shard_plain(model, mesh)
-        sw.load(model, file, allow_plain=LEFT_PLAIN)
-        loaded, expected = tensors_of(model), tensors_of(finite_reference().convert(dtype))
-        for name, tensor in expected.items():
-            if name != "frequencies":
-                assert whole(loaded[name]).dtype is tensor.dtype, name
-                assert torch.equal(bits(whole(loaded[name])), bits(tensor)), name
 
 
 def sharded_on_dim_1(file: str) -> list[str]:
@@ -700,12 +622,6 @@ def refused(directory: str) -> dict[str, dict[str, Any]]:
     found["ties-differ"] = outcome_of(build_plain, f"{directory}/ties-differ", payload=True)
     dist.barrier()
     return found
-
-
-def both_copies_of_a_tie(directory: str) -> None:
-    model = build_plain()
-    sw.load(model, directory, allow_plain=LEFT_PLAIN)
-    assert_same_whole(model, plain_reference())
 
 
 def different_structure(directory: str, change: str) -> dict[str, Any]:

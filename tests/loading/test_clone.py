@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
+from shardwise.layout.model import reshard
 from tests.export import _full_fns as fns
 from tests.harness import models
+from tests.harness.on_ranks import on_ranks
 from tests.harness.pool import RankPool
 
 KINDS = ("qwen3-tied", "llava", "qwen3-moe")
@@ -41,5 +47,33 @@ def test_any_module_with_build(ranks: RankPool, root: Path) -> None:
     assert "disable_adapter()" in peft[1]
 
 
-def test_as_an_accelerator_shards(ranks: RankPool, root: Path) -> None:
-    ranks.run_ranks(2, fns.clone_of_accelerates, str(root / "qwen3-tied"))
+@on_ranks(2)
+def test_as_an_accelerator_shards(root: Path) -> None:
+    """Models that were sharded as an accelerator says: FSDP2 with all that the plugin can ask for, tensor parallelism."""
+    source = str(root / "qwen3-tied")
+    from accelerate import Accelerator, ParallelismConfig
+
+    from shardwise.integrations import accelerate as swa
+    from tests.integrations._accelerate_fns import accelerator_with, launched
+
+    plugin = {"transformer_cls_names_to_wrap": ["Qwen3DecoderLayer"], "activation_checkpointing": True}
+    with accelerator_with(plugin=plugin, mixed_precision="bf16") as accelerator:
+        model, _ = swa.load_pretrained(accelerator, source)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        fns.clone_of_trained(model, optimizer)
+        reshard(model.modules())
+        assert all(isinstance(p, DTensor) and p.dtype == torch.float32 for p in model.parameters())
+        held = weakref.ref(model)
+        del model, optimizer
+    del accelerator
+    gc.collect()
+    assert held() is None, "what is noted for a clone keeps the model"
+    with launched():
+        accelerator = Accelerator(
+            cpu=True, parallelism_config=ParallelismConfig(tp_size=dist.get_world_size())
+        )
+        model, _ = swa.load_pretrained(accelerator, source)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        fns.clone_of_trained(model, optimizer)
+        assert any(isinstance(p, DTensor) for p in model.parameters())

@@ -7,10 +7,13 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.errors import PlanError
 from shardwise.loading.initialize import initialize
 from shardwise.models.meta_init import meta_init
+from shardwise.sharding.fsdp import shard
+from tests.harness.on_ranks import on_ranks
 from tests.harness.pool import RankPool
 from tests.sharding import _shard_fns as fns
 
@@ -88,8 +91,19 @@ def test_loaded_siblings_are_untouched(ranks: RankPool, kind: str) -> None:
             assert torch.equal(after[name], before[name]), name
 
 
-def test_a_model_that_has_run_forward(ranks: RankPool) -> None:
-    ranks.run_ranks(2, fns.initialized_after_forward)
+@on_ranks(2)
+def test_a_model_that_has_run_forward() -> None:
+    """Forward leaves the root's parameters gathered; what is filled must be the shards."""
+    torch.manual_seed(0)
+    model, plain = fns.Net(), fns.Net()
+    shard(model, fns._mesh())
+    model(torch.arange(3))
+    assert not all(isinstance(p, DTensor) for p in model.parameters())
+    initialize(model, 5)
+    initialize(plain, 5)
+    for name, value in fns._full(model).items():
+        assert torch.equal(value, fns._full(plain)[name]), name
+    torch.testing.assert_close(model(torch.arange(3)), plain(torch.arange(3)))
 
 
 def test_a_plain_model_on_meta() -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
 
+import shardwise as sw
 from tests.harness import models
+from tests.harness.on_ranks import on_ranks
 from tests.harness.pool import RankPool
 from tests.loading import _load_fns as fns
 
@@ -55,12 +61,39 @@ def test_the_real_minilm(ranks: RankPool, world_size: int) -> None:
     ranks.run_ranks(world_size, fns.pretrained_equals_ordinary, [str(models.minilm_directory())])
 
 
-def test_without_a_mesh(ranks: RankPool, directories: list[str]) -> None:
-    ranks.run_ranks(2, fns.pretrained_on_every_rank_alone, directories[0])
+@on_ranks(2)
+def test_without_a_mesh(directories: list[str]) -> None:
+    """Without a mesh: the whole model on each rank."""
+    directory = directories[0]
+    ordinary = fns.ordinary_model(directory)
+    with fns.nothing_else_changes():
+        model, report = sw.load_pretrained(directory)
+    fns.assert_same_whole(model, ordinary)
+    assert report.local_bytes == report.model_bytes
+    assert type(model) is type(ordinary)
 
 
-def test_under_every_policy(ranks: RankPool, directories: list[str]) -> None:
-    ranks.run_ranks(2, fns.pretrained_under_policies, directories[0])
+@on_ranks(2)
+def test_under_every_policy(directories: list[str]) -> None:
+    """Whatever the policy says of wrapping, the values are those of the ordinary model."""
+    directory = directories[0]
+    mesh = fns.mesh_of((dist.get_world_size(),))
+    ordinary = fns.ordinary_model(directory)
+    for policy in (
+        sw.ShardPolicy(cpu_offload=True),
+        sw.ShardPolicy(reshard_after_forward=False),
+        sw.ShardPolicy(mixed_precision=MixedPrecisionPolicy(param_dtype=torch.float32)),
+        sw.ShardPolicy(placement=lambda p: Shard(1) if p.ndim == 2 and p.shape[1] % 2 == 0 else None),
+        sw.ShardPolicy(exclude=("*norm.weight", "lm_head.*")),
+        sw.ShardPolicy(block_classes=("Qwen3MLP",)),
+    ):
+        with fns.nothing_else_changes():
+            model, _ = sw.load_pretrained(directory, mesh, policy=policy)
+        fns.assert_same_whole(model, ordinary)
+        fns.assert_same_shards(model, sw.shard(copy.deepcopy(ordinary), mesh, policy))
+        before = fns.pointers(model)
+        torch.testing.assert_close(fns.forward(model), fns.forward(ordinary))
+        assert fns.pointers(model) == before
 
 
 def test_renames_of_a_model_that_is_already_sharded(ranks: RankPool, directories: list[str]) -> None:

@@ -6,8 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
+import shardwise as sw
 from tests.harness import models
+from tests.harness.models import Plain
+from tests.harness.on_ranks import on_ranks
 from tests.harness.pool import RankPool
 from tests.loading import _load_fns as fns
 
@@ -46,12 +51,55 @@ def test_strides_stay(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run_ranks(2, fns.strides_stay, str(file))
 
 
-def test_a_real_model_twice_and_after_a_forward(ranks: RankPool, finite: str) -> None:
-    ranks.run_ranks(2, fns.in_place_again, finite)
+@on_ranks(2)
+def test_a_real_model_twice_and_after_a_forward(finite: str) -> None:
+    """Into a real model, twice, after a forward that left the root gathered, and after training steps."""
+    file = finite
+    mesh = fns.mesh_of((dist.get_world_size(),))
+    ordinary, sharded = fns.finite_reference(), fns.shard_plain(fns.finite_reference(), mesh)
+    model = fns.shard_plain(Plain(), mesh)
+    fns.check_in_place(model, file, sharded)
+    before = fns.pointers(model)
+    fns.check_in_place(model, file, sharded)
+    assert fns.pointers(model) == before
+    ids = torch.arange(10).reshape(2, 5)
+    for target in (model.eval(), ordinary.eval()):
+        for parameter in target.parameters():
+            parameter.grad = None
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids), ordinary(ids))
+    gathered = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
+    assert len(gathered) > 3, "the root is expected to stay gathered after a forward"
+    sw.load(model, file, allow_plain=fns.LEFT_PLAIN)
+    fns.assert_same_shards(model, sharded)
+    assert fns.pointers(model) == before
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                fns.local(parameter).fill_(3)
+        model.steps.fill_(0)
+    sw.load(model, file, allow_plain=fns.LEFT_PLAIN)
+    fns.assert_same_shards(model, sharded)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids), ordinary(ids))
+    assert fns.pointers(model) == before
 
 
-def test_into_another_dtype(ranks: RankPool, finite: str) -> None:
-    ranks.run_ranks(2, fns.cast_while_loading, finite)
+@on_ranks(2)
+def test_into_another_dtype(finite: str) -> None:
+    """A model in another floating dtype: values as torch casts them."""
+    file = finite
+    mesh = fns.mesh_of((dist.get_world_size(),))
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        with sw.meta_init():
+            model = Plain().convert(dtype)
+        fns.shard_plain(model, mesh)
+        sw.load(model, file, allow_plain=fns.LEFT_PLAIN)
+        loaded, expected = fns.tensors_of(model), fns.tensors_of(fns.finite_reference().convert(dtype))
+        for name, tensor in expected.items():
+            if name != "frequencies":
+                assert fns.whole(loaded[name]).dtype is tensor.dtype, name
+                assert torch.equal(fns.bits(fns.whole(loaded[name])), fns.bits(tensor)), name
 
 
 def test_parameters_of_several_dtypes(ranks: RankPool) -> None:

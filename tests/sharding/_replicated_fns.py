@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 import shardwise as sw
@@ -162,31 +161,6 @@ class Branches(nn.Module):
         return x.sum()
 
 
-def used_on_some_ranks() -> None:
-    """A rank without a gradient counts as zero, one step after the other; None only where no rank has one."""
-    model = sw.shard(Branches(), mesh_of())
-    plain = Branches()
-    follow(plain, model)
-    x, world = torch.ones(2, WIDTH), dist.get_world_size()
-    for step in range(3):
-        holder = step % world
-        names = ("one", "all") if dist.get_rank() == holder else ("all",)
-        model(x, *names).backward()
-        plain.zero_grad()
-        for rank in range(world):
-            (plain(x, *(("one", "all") if rank == holder else ("all",))) / world).backward()
-        for name in ("all", "one", "none", "frozen"):
-            mine, theirs = model.get_parameter(name).grad, plain.get_parameter(name).grad
-            if name in ("none", "frozen"):
-                assert mine is None, name
-            else:
-                torch.testing.assert_close(mine, theirs, msg=name)
-        assert_same_everywhere(model)
-        model.zero_grad()
-    model(x).backward()
-    assert all(model.get_parameter(n).grad is None for n in ("all", "one", "none"))
-
-
 class Around(nn.Module):
     """Holds a model that is sharded already."""
 
@@ -196,40 +170,6 @@ class Around(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(x + self.shift, "all")  # type: ignore[no-any-return]
-
-
-def forward_in_other_ways() -> None:
-    """Twice before one backward; by another method; in a model that is sharded around it; in front of frozen shards."""
-    world, x = dist.get_world_size(), torch.ones(2, WIDTH)
-    mine = x * (dist.get_rank() + 1)
-
-    def check(model: nn.Module, run: Callable[[], torch.Tensor], uses: int = 1) -> None:
-        plain = Branches()
-        follow(plain, model)
-        run().backward()
-        for rank in range(world):
-            for _ in range(uses):
-                (plain(x * (rank + 1), "all") / world).backward()
-        torch.testing.assert_close(model.get_parameter("all").grad, plain.get_parameter("all").grad)
-        assert_same_everywhere(model)
-
-    twice = sw.shard(Branches(), mesh_of())
-    check(twice, lambda: twice(mine, "all") + twice(mine, "all"), 2)
-
-    named: Any = Branches()
-    named.encode = named.forward
-    sw.shard(named, mesh_of())
-    register_fsdp_forward_method(named, "encode")
-    check(named, lambda: named.encode(mine, "all"))
-
-    inner = sw.shard(Branches(), mesh_of())
-    outer = fully_shard(Around(inner), mesh=mesh_of())
-    check(inner, lambda: outer(mine))  # type: ignore[operator]
-
-    frozen = Branches()
-    frozen.lin.requires_grad_(False)
-    sw.shard(frozen, mesh_of())
-    check(frozen, lambda: frozen(mine, "all"))
 
 
 def settings() -> list[float]:
@@ -267,15 +207,6 @@ def moved_and_loaded(file: str) -> None:
         assert_same_everywhere(model)
         model.zero_grad()
         assert model.blocks[0].shared is model.blocks[1].shared
-
-
-def frozen_until_later() -> None:
-    """A 0-d parameter that is made trainable after ``shard``."""
-    torch.manual_seed(0)
-    model = sw.shard(Branches(), mesh_of())
-    model.get_parameter("frozen").requires_grad_()
-    model(torch.ones(2, WIDTH) * (dist.get_rank() + 1), "frozen").backward()
-    assert_same_everywhere(model)
 
 
 def clipped_and_stepped(kind: str) -> tuple[str, str]:

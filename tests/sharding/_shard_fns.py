@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from shardwise.errors import ShardError
@@ -171,15 +170,6 @@ def train_step_agrees(kind: str, tied: bool, shape: tuple[int, ...] | None) -> l
     return groups
 
 
-def meta_model_keeps_ties_and_buffers() -> None:
-    with meta_init():
-        model = MoENet(tied=True)
-    shard(model, _mesh())
-    assert all(isinstance(p, DTensor) and p.is_meta for p in model.parameters())
-    assert model.head.weight is model.embed.weight
-    assert model.scale.item() == 1.5
-
-
 def shared_layer_has_one_owner() -> list[str]:
     torch.manual_seed(0)
     model = Shared()
@@ -192,27 +182,6 @@ def shared_layer_has_one_owner() -> list[str]:
         torch.testing.assert_close(_gradients(model)[name], gradient, msg=name)
     assert model.blocks[0].up.weight is model.blocks[2].up.weight
     return [n for n, m in model.named_modules() if isinstance(m, FSDPModule)]
-
-
-def transformers_step_agrees(kind: str) -> None:
-    """Loss and gradients of a sharded transformers model are those of the plain one."""
-    torch.manual_seed(0)
-    model = build(kind).eval()
-    plain = copy.deepcopy(model)
-    shard(model, _mesh())
-    inputs = {"input_ids": torch.arange(12).reshape(2, 6), "labels": torch.arange(12).reshape(2, 6)}
-    losses = []
-    with warnings.catch_warnings():
-        # torch's, about T5's stack returning a view; nothing writes into that view.
-        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
-        for each in (model, plain):
-            losses.append(each(**inputs).loss)
-            losses[-1].backward()
-    torch.testing.assert_close(*losses)
-    mine, theirs = _gradients(model), _gradients(plain)
-    assert mine.keys() == theirs.keys()
-    for name in mine:
-        torch.testing.assert_close(mine[name], theirs[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
 def _refusal(model: nn.Module, mesh: DeviceMesh, policy: ShardPolicy | None = None) -> str:
@@ -288,24 +257,6 @@ def ignored_by_name() -> dict[str, bool]:
     return kinds
 
 
-def policy_reaches_every_group() -> None:
-    """Mixed precision, offload, placement, reshard: looked at where torch keeps them, and run."""
-    model = MoENet()
-    policy = ShardPolicy(
-        mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-        reshard_after_forward=False,
-        cpu_offload=True,
-        placement=lambda p: Shard(1) if p.ndim == 3 else None,
-    )
-    shard(model, _mesh(), policy)
-    placements = model.blocks[0].mix.weight.placements
-    assert placements == (Shard(1),), placements
-    out = model(torch.arange(6))  # TinyExperts asserts that its fp32 input came through
-    assert out.dtype is torch.bfloat16
-    out.sum().backward()
-    assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in model.parameters())
-
-
 # ----------------------------------------------------------------------------------------------------
 # initialize
 
@@ -374,20 +325,6 @@ def initialized(kind: str, shape: tuple[int, ...] | None, seed: int) -> dict[str
     assert len(filled) == len(identities)
     assert all(torch.equal(b, buffers[n]) for n, b in model.named_buffers())
     return {n: v for n, v in _full(model).items() if n in filled}
-
-
-def initialized_after_forward() -> None:
-    """Forward leaves the root's parameters gathered; what is filled must be the shards."""
-    torch.manual_seed(0)
-    model, plain = Net(), Net()
-    shard(model, _mesh())
-    model(torch.arange(3))
-    assert not all(isinstance(p, DTensor) for p in model.parameters())
-    initialize(model, 5)
-    initialize(plain, 5)
-    for name, value in _full(model).items():
-        assert torch.equal(value, _full(plain)[name]), name
-    torch.testing.assert_close(model(torch.arange(3)), plain(torch.arange(3)))
 
 
 def initialized_in_part(kind: str, pattern: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from click.testing import CliRunner
+from torch import nn
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 import shardwise as sw
 from shardwise.cli import main
 from shardwise.models.meta_init import meta_init
 from shardwise.sharding.fsdp import describe_groups
 from tests.harness import models
+from tests.harness.on_ranks import on_ranks
 from tests.harness.pool import RankPool
 from tests.sharding import _replicated_fns as fns
 from tests.sharding import _replicated_models as tiny
+from tests.sharding._replicated_models import WIDTH
 
 NET = {f"blocks.{i}.scale" for i in (0, 1)} | {"blocks.0.shared", "temperature", "unused"}
 
@@ -46,12 +53,65 @@ def test_training_is_that_of_one_process(
         assert found == replicated
 
 
-def test_ranks_that_do_not_use_one(ranks: RankPool) -> None:
-    ranks.run_ranks(3, fns.used_on_some_ranks, timeout_s=60)
+@on_ranks(3, timeout_s=60)
+def test_ranks_that_do_not_use_one() -> None:
+    """A rank without a gradient counts as zero, one step after the other; None only where no rank has one."""
+    model = sw.shard(fns.Branches(), fns.mesh_of())
+    plain = fns.Branches()
+    fns.follow(plain, model)
+    x, world = torch.ones(2, WIDTH), dist.get_world_size()
+    for step in range(3):
+        holder = step % world
+        names = ("one", "all") if dist.get_rank() == holder else ("all",)
+        model(x, *names).backward()
+        plain.zero_grad()
+        for rank in range(world):
+            (plain(x, *(("one", "all") if rank == holder else ("all",))) / world).backward()
+        for name in ("all", "one", "none", "frozen"):
+            mine, theirs = model.get_parameter(name).grad, plain.get_parameter(name).grad
+            if name in ("none", "frozen"):
+                assert mine is None, name
+            else:
+                torch.testing.assert_close(mine, theirs, msg=name)
+        fns.assert_same_everywhere(model)
+        model.zero_grad()
+    model(x).backward()
+    assert all(model.get_parameter(n).grad is None for n in ("all", "one", "none"))
 
 
-def test_however_forward_runs(ranks: RankPool) -> None:
-    ranks.run_ranks(2, fns.forward_in_other_ways, timeout_s=60)
+@on_ranks(2, timeout_s=60)
+def test_however_forward_runs() -> None:
+    """Twice before one backward; by another method; in a model that is sharded around it; in front of frozen shards."""
+    world, x = dist.get_world_size(), torch.ones(2, WIDTH)
+    mine = x * (dist.get_rank() + 1)
+
+    def check(model: nn.Module, run: Callable[[], torch.Tensor], uses: int = 1) -> None:
+        plain = fns.Branches()
+        fns.follow(plain, model)
+        run().backward()
+        for rank in range(world):
+            for _ in range(uses):
+                (plain(x * (rank + 1), "all") / world).backward()
+        torch.testing.assert_close(model.get_parameter("all").grad, plain.get_parameter("all").grad)
+        fns.assert_same_everywhere(model)
+
+    twice = sw.shard(fns.Branches(), fns.mesh_of())
+    check(twice, lambda: twice(mine, "all") + twice(mine, "all"), 2)
+
+    named: Any = fns.Branches()
+    named.encode = named.forward
+    sw.shard(named, fns.mesh_of())
+    register_fsdp_forward_method(named, "encode")
+    check(named, lambda: named.encode(mine, "all"))
+
+    inner = sw.shard(fns.Branches(), fns.mesh_of())
+    outer = fully_shard(fns.Around(inner), mesh=fns.mesh_of())
+    check(inner, lambda: outer(mine))  # type: ignore[operator]
+
+    frozen = fns.Branches()
+    frozen.lin.requires_grad_(False)
+    sw.shard(frozen, fns.mesh_of())
+    check(frozen, lambda: frozen(mine, "all"))
 
 
 def test_settings(ranks: RankPool) -> None:
@@ -69,8 +129,14 @@ def test_moved_and_loaded(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run_ranks(2, fns.moved_and_loaded, str(file))
 
 
-def test_frozen_until_later(ranks: RankPool) -> None:
-    ranks.run_ranks(2, fns.frozen_until_later)
+@on_ranks(2)
+def test_frozen_until_later() -> None:
+    """A 0-d parameter that is made trainable after ``shard``."""
+    torch.manual_seed(0)
+    model = sw.shard(fns.Branches(), fns.mesh_of())
+    model.get_parameter("frozen").requires_grad_()
+    model(torch.ones(2, WIDTH) * (dist.get_rank() + 1), "frozen").backward()
+    fns.assert_same_everywhere(model)
 
 
 def test_clipping_and_foreach_optimizers(ranks: RankPool) -> None:
