@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import posixpath
 import re
 from pathlib import Path
@@ -12,7 +11,7 @@ from .. import errors
 __all__ = ["ERRORS", "anchor_of", "section_of"]
 
 #: The types that have a section.
-ERRORS = tuple(name for name in errors.__all__ if inspect.isclass(getattr(errors, name)))
+ERRORS = tuple(name for name in errors.__all__ if name.endswith("Error"))
 
 _PAGE = "docs/errors.md"  # errors.md of the package is a link to it, and a copy of it in a wheel
 _LINK = re.compile(r"\[([^\[\]]+)\]\(([^)\s]+)\)")
