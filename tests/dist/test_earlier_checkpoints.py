@@ -17,7 +17,9 @@ from tests.harness.pool import RankPool
 
 EARLIER = Path(__file__).resolve().parents[1] / "earlier"
 WRITTEN = [
-    (file.parent.name, kind) for file in sorted(EARLIER.glob("*/expected.json")) for kind in runs.KINDS
+    (file.parent.name, kind)
+    for file in sorted(EARLIER.glob("*/expected.json"))
+    for kind in json.loads(file.read_text())
 ]
 
 #: Differences of versions and machines. Each begins a line of the report.

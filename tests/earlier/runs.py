@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -115,7 +116,11 @@ def _lora() -> nn.Module:
     import peft
 
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"])
-    return peft.get_peft_model(_qwen(tied=False), config)
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore"
+        )  # what PEFT and transformers warn each other about depends on their versions
+        return peft.get_peft_model(_qwen(tied=False), config)
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:

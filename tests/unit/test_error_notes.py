@@ -117,12 +117,20 @@ def test_ranks_that_fail_alike_lead_to_their_cause(
 
 def test_the_command_line_shows_it_once(tmp_path: Path) -> None:
     nowhere = str(tmp_path / "nowhere")
-    for words in (("verify", nowhere), ("verify", nowhere, "--debug"), ("inspect", nowhere, "--json")):
+    for words in (("verify", nowhere), ("inspect", nowhere, "--json")):
         result = CliRunner().invoke(main, words)
         assert result.exit_code == 1
         assert sections(result.stderr) == ["SourceError"]
         assert sections(result.stdout) == []
-    assert result.stderr.rstrip().endswith("docs/errors.md#sourceerror")
+        assert result.stderr.rstrip().endswith("docs/errors.md#sourceerror")
+
+
+def test_tracebacks_of_the_command_line_have_it_and_the_text_below_has_not(tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["verify", str(tmp_path / "nowhere"), "--debug"])
+    shown, _, text = result.stderr.rpartition("\nerror: ")
+    errors_of_the_chain = shown.count("\nshardwise.errors.SourceError: ")
+    assert sections(shown) == ["SourceError"] * errors_of_the_chain != []
+    assert (sections(text), "nowhere" in text) == ([], True)
 
 
 @by_name
