@@ -16,11 +16,15 @@
     │   ├── NoCheckpointError  steps exist and none is valid
     │   └── LockedError        another run holds the directory
     └── RankError              some rank failed; raised alike on every living rank
+
+docs/errors.md has a section for each, with causes and cures, which ``shardwise explain TYPE`` prints; a note below each
+error's text says so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 __all__ = [
     "CheckpointError",
@@ -42,7 +46,20 @@ __all__ = [
 
 
 class ShardwiseError(Exception):
-    """Base of every error that shardwise raises on purpose."""
+    """Base of every error that shardwise raises on purpose.
+
+    A note (``__notes__``), which tracebacks and the command line print below the text, says where causes and cures stand.
+    ``str(error)`` is the text alone: ranks compare it, and errors quote each other.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        section = self._section()
+        self.add_note(f"Causes and cures: shardwise explain {section}, or docs/errors.md#{section.lower()}")
+
+    def _section(self) -> str:
+        """The heading of docs/errors.md that tells of this error; a subclass of a user has that of its base."""
+        return next(kind.__name__ for kind in type(self).__mro__ if kind.__module__ == __name__)
 
 
 class SourceError(ShardwiseError):
@@ -111,15 +128,25 @@ class RankError(ShardwiseError):
     def __init__(
         self, label: str, causes: Mapping[int, str], missing: tuple[int, ...] = (), timeout_s: float = 0.0
     ) -> None:
+        self.label = label
+        self.causes = dict(causes)
+        self.missing = missing
+        self._timeout_s = timeout_s
         lines = [f"'{label}' failed"]
         lines += [f"  rank {rank}: {cause}" for rank, cause in sorted(causes.items())]
         if missing:
             names = ", ".join(map(str, missing))
             lines.append(f"  rank {names}: no progress for {timeout_s:g} s (killed, stopped or hanging)")
         super().__init__("\n".join(lines))
-        self.label = label
-        self.causes = dict(causes)
-        self.missing = missing
+
+    def _section(self) -> str:
+        """That of the cause, if all failing ranks have one: its cures are the ones that help."""
+        kinds = {cause.partition(":")[0] for cause in self.causes.values()}
+        return kinds.pop() if len(kinds) == 1 and kinds < set(__all__) and not self.missing else "RankError"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled with its own arguments: the inherited way calls the type with the text alone, and fails."""
+        return type(self), (self.label, self.causes, self.missing, self._timeout_s), self.__dict__
 
 
 def is_damage(error: ShardwiseError) -> bool:

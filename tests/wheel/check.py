@@ -47,10 +47,11 @@ def cpu_s(*command: object) -> float:
 
 
 def check_contents(wheel: Path) -> None:
-    """Every module of the source tree, and the mark that it is typed, is in the wheel, and no other package."""
+    """Every module of the source tree, the mark that it is typed and the page of errors are in the wheel, no other package."""
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     source = ROOT / "src"
-    expected = {str(path.relative_to(source)) for path in source.rglob("*.py")} | {"shardwise/py.typed"}
+    expected = {str(path.relative_to(source)) for path in source.rglob("*.py")}
+    expected |= {"shardwise/py.typed", "shardwise/errors.md"}
     if names != expected:
         sys.exit(f"{wheel.name}: differs from src in {sorted(names ^ expected)}")
 
@@ -81,6 +82,7 @@ def main(wheel: Path) -> None:
         ("export", step, PLACE / "exported"),
         ("convert", PLACE / "model", PLACE / "converted", "--to", "checkpoint"),
         ("convert", step, PLACE / "cut anew", "--to", "hf"),
+        ("explain", "PlanError"),
         ("demo", "--help"),
     ):
         run(command, *words)

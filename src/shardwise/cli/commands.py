@@ -12,6 +12,7 @@ import click
 
 from .. import __version__
 from ..errors import NoCheckpointError, ShardwiseError, SourceError
+from .manual import ERRORS, anchor_of, section_of
 from .options import (
     DTYPES,
     as_load_pretrained,
@@ -304,6 +305,23 @@ def convert(
             print_json(report.to_json())
         else:
             show(console(), report)
+
+
+@main.command()
+@click.argument("error", type=click.Choice(ERRORS), metavar="ERROR")
+@common
+def explain(error: str, as_json: bool) -> None:
+    """Say what causes an error, and what to do about it.
+
+    ERROR is its type, for example PlanError.
+    """
+    from .terminal import console, show_markdown
+
+    text = section_of(error)
+    if as_json:
+        print_json({"name": error, "page": anchor_of(error), "text": text})
+    else:
+        show_markdown(console(), text)
 
 
 @contextmanager

@@ -80,10 +80,12 @@ def rank_of_launcher() -> tuple[int, int]:
 
 def _report(error: BaseException, *, as_json: bool, debug: bool) -> int:
     """Tell people on stderr and, if JSON was asked for, programs on stdout. Returns the exit status."""
-    status, message, document = _explain(error)
+    status, message, document = _in_words(error)
     rank = _own_rank()
     if debug and not isinstance(error, click.ClickException):
         traceback.print_exception(error)
+    elif isinstance(error, ShardwiseError):
+        message = "\n".join((message, *getattr(error, "__notes__", ())))  # the traceback has them, too
     if rank == 0 and as_json:
         print_json({"error": document})
     if rank == 0 or not isinstance(error, RankError | click.ClickException):
@@ -91,7 +93,7 @@ def _report(error: BaseException, *, as_json: bool, debug: bool) -> int:
     return status
 
 
-def _explain(error: BaseException) -> tuple[int, str, dict[str, Any]]:
+def _in_words(error: BaseException) -> tuple[int, str, dict[str, Any]]:
     """Exit status, paragraph, and the facts as JSON values."""
     document: dict[str, Any] = {"type": type(error).__name__, "message": str(error)}
     if isinstance(error, click.ClickException):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from .contents import CheckpointContents, Inspection, RootContents
+from .terminal import console
 from .tree import Node
 
 if TYPE_CHECKING:
@@ -32,8 +32,6 @@ __all__ = [
     "size",
 ]
 
-#: Width without a terminal: wide enough for tensor names.
-_WIDTH_WITHOUT_TERMINAL = 140
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _GREEN, _RED = "green", "bold red"
 
@@ -46,13 +44,6 @@ def size(nbytes: int) -> str:
     value = nbytes / 1024**power
     digits = 2 if value < 10 else 1 if value < 100 else 0
     return f"{value:.{digits}f} {_UNITS[power]}"
-
-
-def console(*, err: bool = False) -> Console:
-    """The console of a command: stdout, or stderr."""
-    stream = sys.stderr if err else sys.stdout
-    width = None if stream.isatty() else _WIDTH_WITHOUT_TERMINAL
-    return Console(file=stream, width=width, markup=False, highlight=False, emoji=False)
 
 
 @contextmanager
