@@ -171,10 +171,15 @@ def _serve(control: socket.socket) -> tuple[dict[str, object], list[int]] | None
 
 
 def _report_ends(running: dict[int, int]) -> None:
+    """Report the children that have ended, and kill what they have started and left behind."""
     while running:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if not pid:
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
             return
+        pid = ended.si_pid
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)  # while its number can't be another's: it is not reaped yet
+        _, status = os.waitpid(pid, 0)
         pipe = running.pop(pid)
         with contextlib.suppress(BrokenPipeError):
             os.write(pipe, _NUMBER.pack(os.waitstatus_to_exitcode(status)))

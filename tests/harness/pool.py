@@ -1,7 +1,6 @@
-"""A pool of ranks that live as long as the test session.
+"""A pool of ranks that live as long as a file of tests.
 
-Importing torch costs seconds, so the workers are kept; only their process group is made anew, when the
-world size changes, after a failure, and every so many calls.
+Their process group is made anew when the world size changes, after a failure, and every so many calls.
 """
 
 from __future__ import annotations
@@ -89,6 +88,7 @@ class RankPool:
         self._started = 0
         self._group_size = 0
         self._calls = 0
+        self._file = ""
 
     def run_ranks(
         self, world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0, **kwargs: Any
@@ -102,10 +102,12 @@ class RankPool:
         if not 1 <= world_size <= MAX_WORLD_SIZE:
             raise ValueError(f"world_size is {world_size}, must be 1 to {MAX_WORLD_SIZE}")
         target, payload = target_of(fn), pickle.dumps((args, kwargs))
+        test = os.environ.get("PYTEST_CURRENT_TEST", "")
         try:
+            self._ensure_workers_of(test.partition("::")[0])
             self._ensure_group(world_size)
             members = self._workers[:world_size]
-            calls = [("call", target, payload, os.environ.get("PYTEST_CURRENT_TEST", ""))] * world_size
+            calls = [("call", target, payload, test)] * world_size
             results = self._ask(members, calls, timeout_s, target)
         except BaseException:  # also an interrupt or the test's own timeout: nothing may stay half done
             self._group_size = 0
@@ -116,7 +118,7 @@ class RankPool:
         return results
 
     def end(self) -> None:
-        """Let every worker end by itself, as a script does, and kill those that take longer than 5 s."""
+        """Let every worker end by itself, and kill those that take longer than 5 s."""
         for worker in self._workers:
             worker.channel.close()
         deadline = time.monotonic() + 5.0
@@ -128,6 +130,12 @@ class RankPool:
     def close(self) -> None:
         """Kill every worker."""
         self._trim(0)
+
+    def _ensure_workers_of(self, file: str) -> None:
+        """Each file of tests gets workers of its own: no group, thread or import of another file is left in them."""
+        if file != self._file:
+            self.end()
+        self._file = file
 
     def _ensure_group(self, world_size: int) -> None:
         if self._group_size == world_size and self._calls < CALLS_PER_GROUP:

@@ -160,6 +160,8 @@ def kill_all(processes: Iterable[Process]) -> None:
     """Kill the processes, and whatever they started, and reap them."""
     processes = list(processes)
     for process in processes:
+        if isinstance(process, Forked) and process.poll() is not None:
+            continue  # its server ended its group; the number may be another process's by now
         # A worker leads its own process group, so this also reaches children that outlived it.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -6,6 +6,7 @@ result, or ``("error", text)`` with the traceback.
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import random
@@ -43,6 +44,7 @@ class Worker:
         # Cached sharding decisions hold meshes, and those hold names of groups that no longer exist.
         _clear_sharding_prop_cache()
         self._hosted = None
+        gc.collect()  # meshes lie in cycles, and a group's threads run until it is gone
 
     def host(self) -> int:
         """Serve a fresh store from this rank; its port."""
@@ -103,7 +105,9 @@ def main(fd: str) -> None:
         try:
             command, *args = channel.receive()
         except EOFError:
-            return
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)  # as torchrun's ranks that are done; threads of groups would take seconds to end
         channel.send(_answer(getattr(worker, command), tuple(args)))
 
 
