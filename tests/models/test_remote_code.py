@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 
 from shardwise.cli import main
 from tests.harness.launch import Launch
-from tests.harness.models import _remote_code_fns as fns
 from tests.harness.models import write_state
 from tests.harness.pool import RankPool
 from tests.harness.remote_model import CODE, build_class, write_code, write_remote
+from tests.models import _remote_code_fns as fns
 
 
 @pytest.fixture(scope="module")
