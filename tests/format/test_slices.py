@@ -325,6 +325,13 @@ def test_each_truncation_is_seen(folder: Path) -> None:
             read_manifest(write_manifest(folder, good[:length]))
 
 
+def test_a_manifest_without_its_checksum_is_damaged(tmp_path: Path) -> None:
+    document = json.loads(manifest().to_text())
+    del document["xxh3"]
+    with pytest.raises(IntegrityError, match="its checksum does not match"):
+        read_manifest(write_manifest(tmp_path, json.dumps(document).encode()))
+
+
 @pytest.mark.parametrize("change", [{"version": 2}, {"version": 0}, {"version": None}, {"version": "1"}])
 def test_another_version_is_said_to_be_one(tmp_path: Path, change: dict[str, Any]) -> None:
     document = json.loads(manifest().to_text()) | change
