@@ -1,8 +1,9 @@
 """``python -m tests.mutations``: is each mutation of the table caught by one of its tests?
 
-For each mutation this copies ``src/shardwise``, changes the copy, and runs the mutation's tests on it, with the copy in
-front of PYTHONPATH, where the ranks of these tests find it, too. A test that fails or hangs has caught the mutation. First
-all tests of the table run once on an unchanged copy: one that fails there proves nothing.
+For each mutation this copies ``src/shardwise``, changes the copy, and runs the mutation's tests on it with pytest, in a fork
+that has imported torch but nothing of ours. The copy comes first in the path, and in the PYTHONPATH that ranks get. A test
+that fails or hangs has caught the mutation. First all tests of the table run once on an unchanged copy: one that fails there
+proves nothing.
 
 ``--only TEXT`` tries the mutations whose path, tests or description contain TEXT, ``--sample N --seed S`` some of them,
 ``--trust`` leaves out the run on the unchanged copy. The exit status is 1 if a mutation survived, or if the table is wrong.
@@ -11,27 +12,31 @@ all tests of the table run once on an unchanged copy: one that fails there prove
 from __future__ import annotations
 
 import argparse
+import compileall
 import contextlib
+import importlib
 import json
 import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from tests.mutations.table import MUTATIONS, Mutation
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "shardwise"
-#: Longer than any test of the table takes on a busy machine.
-LIMIT_S = 180.0
+#: More than pytest's own limit for a test.
+LIMIT_S = 240.0
 CAUGHT, SURVIVED, WRONG = "caught", "SURVIVED", "WRONG"
 
 
@@ -72,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"no mutation contains {options.only!r}", file=sys.stderr)
         return 1
     started = time.monotonic()
+    _preload()
     problems = [] if options.trust else _problems_without(chosen)
     for problem in problems:
         print(f"{WRONG}: {problem}", flush=True)
@@ -146,35 +152,78 @@ def _copy() -> Iterator[Path]:
 
 
 def _pytest(copy: Path, tests: Sequence[str], options: Sequence[str], limit_s: float) -> Run:
-    """Run tests of ``make test`` on a copy of the package."""
+    """Run tests of ``make test`` on a copy of the package, as ``python -m pytest`` would, in a fork of this process."""
     folder = copy.parents[1]
-    report, log = folder / "report.json", folder / "log"
-    given = os.environ.get("PYTHONPATH")
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(copy.parent), *([given] if given else [])]),
-        "HYPOTHESIS_STORAGE_DIRECTORY": str(folder / "hypothesis"),
-        "SHARDWISE_MUTATED": str(copy),
-        "SHARDWISE_MUTATION_REPORT": str(report),
-    }
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.mutations.guard"]
-    command += ["-m", "not slow", "--hypothesis-seed=0", f"--basetemp={folder / 'tmp'}", *options, *tests]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
-        )
+    arguments = ["-q", "-p", "no:cacheprovider", "-p", "tests.mutations.guard", "-m", "not slow"]
+    # Plugins that torch or transformers imported before: no test of ours is in them.
+    arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
+    arguments += ["--hypothesis-seed=0", f"--basetemp={folder / 'tmp'}", *options, *tests]
+    sys.stdout.flush()
+    child = os.fork()
+    if not child:
+        status = 3
         try:
-            status: int | None = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            status = None
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # and what the tests left behind
-            process.wait()
+            status = _in_child(copy, arguments)
+        except BaseException:
+            traceback.print_exc()
+        finally:  # nothing of the parent's is run or written a second time
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+    status = _wait(child, limit_s)
+    report, log = folder / "report.json", folder / "log"
     said = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
     parts = (tuple(said.get(name, ())) for name in ("collected", "broken", "failed"))
     return Run(status, *parts, log.read_text(encoding="utf-8", errors="replace")[-6000:])
+
+
+def _in_child(copy: Path, arguments: list[str]) -> int:
+    """Run pytest on the copy: it comes first in this process's path, and in that of processes which tests start."""
+    os.setsid()
+    folder = copy.parents[1]
+    log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    given = os.environ.get("PYTHONPATH")
+    os.environ |= {
+        "PYTHONPATH": os.pathsep.join([str(copy.parent), *([given] if given else [])]),
+        "HYPOTHESIS_STORAGE_DIRECTORY": str(folder / "hypothesis"),
+        "SHARDWISE_MUTATED": str(copy),
+        "SHARDWISE_MUTATION_REPORT": str(folder / "report.json"),
+    }
+    sys.path.insert(0, str(copy.parent))
+    return int(pytest.main(arguments))
+
+
+def _wait(child: int, limit_s: float) -> int | None:
+    """The exit status of a child; None if it had to be killed."""
+    end = time.monotonic() + limit_s
+    while True:
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > end:
+            os.killpg(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return None
+        time.sleep(0.05)
+
+
+#: They take seconds to import; neither shardwise nor the tests are among them.
+PRELOADED = (
+    *("torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.utils.data", "safetensors.torch"),
+    *("transformers", "hypothesis.strategies", "click.testing", "rich.console"),
+)
+
+
+def _preload() -> None:
+    """Do once what every run needs: each run of pytest is a fork of this process."""
+    os.chdir(ROOT)
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    compileall.compile_dir(SOURCE, quiet=1)
+    for name in PRELOADED:
+        importlib.import_module(name)
+    assert not any(name.partition(".")[0] == "shardwise" for name in sys.modules)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import Phase, settings
 
 _collected: list[str] = []
 _broken: list[str] = []
@@ -22,6 +23,13 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     copy = Path(os.environ["SHARDWISE_MUTATED"])
     if Path(str(shardwise.__file__)).parent != copy:
         pytest.exit(f"the tests import {shardwise.__file__} and not the copy in {copy}", returncode=3)
+
+
+def pytest_collection() -> None:
+    """A failing example is enough: making it small takes longer than finding it."""
+    phases = (Phase.explicit, Phase.generate)
+    settings.register_profile("mutations", settings.default, phases=phases)
+    settings.load_profile("mutations")
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:

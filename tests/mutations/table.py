@@ -37,22 +37,9 @@ class Mutation:
         return text.replace(self.old, self.new)
 
 
-BOXES = ("tests/layout/test_boxes.py",)
-PLACEMENTS = ("tests/layout/test_placements.py",)
 NAMES = ("tests/test_names.py",)
-SLICES = ("tests/format/test_slices.py",)
-DIGEST = ("tests/digests/test_digest.py",)
-CATALOG = ("tests/catalog/test_catalog.py",)
-TILES = ("tests/recipe/test_tiles.py",)
-PLAN = ("tests/planning/test_plan.py",)
-COPY = ("tests/transfer/test_copy.py",)
-PATIENCE = ("tests/ranks/test_patience.py",)
 DIRECT = ("tests/store/test_direct.py",)
-RNG = ("tests/state/test_rng_data.py",)
-SAMPLER = ("tests/state/test_sampler.py",)
 DIFF = ("tests/runs/test_diff.py",)
-PROMISES = ("tests/checkpoint/test_promises.py",)
-TRAINER_PLACE = ("tests/integrations/test_trainer_place.py",)
 CLI = "tests/cli/test_cli.py"
 
 
@@ -62,14 +49,14 @@ MUTATIONS = (
         "limits.py",
         "    return type(value) is int and 0 <= value <= MAX_COUNT",
         "    return type(value) is int and value <= MAX_COUNT",
-        CATALOG,
+        ("tests/catalog/test_catalog.py::test_headers_that_lie",),
         "counts may be negative",
     ),
     Mutation(
         "limits.py",
         'return not {"", ".", ".."} & set(part.split("/"))',
         'return not {"", "."} & set(part.split("/"))',
-        SLICES,
+        ("tests/format/test_slices.py::test_file_names_that_leave_the_directory",),
         "a path may leave its directory",
     ),
     Mutation(
@@ -118,21 +105,21 @@ MUTATIONS = (
         "rng.py",
         '        np.random.set_state(("MT19937", keys, *gauss))\n',
         "",
-        RNG,
+        ("tests/state/test_rng_data.py::test_draws_after_restore_are_the_same",),
         "numpy's generator is not restored",
     ),
     Mutation(
         "rng.py",
         "        torch.set_rng_state(cpu_state)\n",
         "",
-        RNG,
+        ("tests/state/test_rng_data.py::test_preserve_gives_back_also_after_an_error",),
         "torch's generator is not preserved",
     ),
     Mutation(
         "rng.py",
         'text = f"shardwise-rng-1:{seed}:{step}:{rank}:{generator}"',
         'text = f"shardwise-rng-1:{seed}:{step}:{generator}"',
-        RNG,
+        ("tests/state/test_rng_data.py::test_derived_generators_follow_their_rule",),
         "all ranks draw alike",
     ),
     # ------------------------------------------------------------------------------------- ranks
@@ -159,44 +146,30 @@ MUTATIONS = (
     ),
     Mutation(
         "ranks/ranks.py",
-        "rank for rank, digest in enumerate(digests) if digest != digests[0]]",
-        "rank for rank, digest in enumerate(digests) if digest != digests[-1]]",
-        ("tests/ranks/test_ranks.py::test_agreement",),
-        "the wrong ranks are named as different",
-    ),
-    Mutation(
-        "ranks/ranks.py",
         "                raise\n            own = error\n        if self.world_size == 1:",
         "                raise\n            own = None\n        if self.world_size == 1:",
         ("tests/ranks/test_ranks.py::test_agreement",),
         "an error on some rank is swallowed",
     ),
     Mutation(
-        "ranks/ranks.py",
-        "self._round(label, first, lambda payloads: payloads[0])",
-        "self._round(label, first, lambda payloads: payloads[-1])",
-        ("tests/ranks/test_ranks.py::test_agreement",),
-        "the last rank's answer instead of the first's",
-    ),
-    Mutation(
         "ranks/patience.py",
         "                elif number % 2 and now - since < self._limit_s:",
         "                elif number % 2:",
-        PATIENCE,
+        ("tests/ranks/test_patience.py::test_does_not_tick_past_the_limit_nor_for_python",),
         "a call that never ends is progress for ever",
     ),
     Mutation(
         "ranks/patience.py",
         "patiently(os.unlink if os.path.islink(inner) else os.rmdir, inner)",
         "patiently(os.rmdir, inner)",
-        PATIENCE,
+        ("tests/ranks/test_patience.py::test_remove_tree",),
         "links to folders are not deleted",
     ),
     Mutation(
         "ranks/patience.py",
         "        if code not in _NOT_HERE:\n            raise OSError(code, os.strerror(code))",
         "        _ = code",
-        PATIENCE,
+        ("tests/ranks/test_patience.py::test_an_error_of_writing_behind_is_raised",),
         "an error of writing behind is swallowed",
     ),
     Mutation(
@@ -211,49 +184,49 @@ MUTATIONS = (
         "layout/boxes.py",
         "if any(a >= b for a, b in zip(start, stop, strict=True)):",
         "if any(a > b for a, b in zip(start, stop, strict=True)):",
-        BOXES,
+        ("tests/layout/test_boxes.py::test_intersect",),
         "boxes that touch overlap",
     ),
     Mutation(
         "layout/boxes.py",
         "if b.stop[dim] > box.start[dim]]",
         "if b.stop[dim] > box.stop[dim]]",
-        BOXES,
+        ("tests/layout/test_boxes.py::test_find_overlap",),
         "a box leaves the sweep too early",
     ),
     Mutation(
         "layout/placements.py",
         "    size = -(-length // parts)",
         "    size = length // parts",
-        PLACEMENTS,
+        ("tests/layout/test_placements.py::test_boxes_are_what_torch_chunk_leaves",),
         "chunks are rounded down",
     ),
     Mutation(
         "layout/placements.py",
         "    for axis, cut in reversed(cuts):",
         "    for axis, cut in cuts:",
-        PLACEMENTS,
+        ("tests/layout/test_placements.py::test_boxes_are_what_torch_chunk_leaves",),
         "FSDP cuts before TP",
     ),
     Mutation(
         "layout/placements.py",
         "            base += interval[1] - interval[0]",
         "            base = interval[1]",
-        PLACEMENTS,
+        ("tests/layout/test_placements.py::test_boxes_are_what_torch_chunk_leaves",),
         "pieces lie at their global place in the local tensor",
     ),
     Mutation(
         "layout/placements.py",
         "        return tuple(reversed(coordinate))",
         "        return tuple(coordinate)",
-        PLACEMENTS,
+        ("tests/layout/test_placements.py::test_boxes_are_what_torch_chunk_leaves",),
         "mesh axes are swapped",
     ),
     Mutation(
         "layout/placements.py",
         "if held != math.prod(found) or (expected is not None and expected != found):",
         "if held != math.prod(found):",
-        PLACEMENTS,
+        ("tests/layout/test_placements.py::test_a_local_tensor_of_another_shape_is_refused",),
         "a local tensor of another shape is taken",
     ),
     Mutation(
@@ -275,63 +248,63 @@ MUTATIONS = (
         "format/slices.py",
         '    return f"shard-{rank + 1:05d}-',
         '    return f"shard-{rank:05d}-',
-        SLICES,
+        ("tests/format/test_slices.py::test_file_names_are_those_of_torch",),
         "file names count ranks from 0",
     ),
     Mutation(
         "format/slices.py",
         "loads[groups].max(axis=1).argmin()",
         "loads[groups].max(axis=1).argmax()",
-        SLICES,
+        ("tests/format/test_slices.py::test_replicas_share_the_writing",),
         "the replica with most to write gets more",
     ),
     Mutation(
         "format/slices.py",
         "            ends[k] += nbytes",
         "            ends[k] = nbytes",
-        SLICES,
+        ("tests/format/test_slices.py::test_several_boxes_go_to_several_files",),
         "slices of a file overlap",
     ),
     Mutation(
         "format/spread.py",
         "        return np.cumsum(lengths) - lengths",
         "        return np.cumsum(lengths)",
-        SLICES,
+        ("tests/format/test_slices.py::test_slices_are_found_where_they_are_written",),
         "each slice is looked for where the next begins",
     ),
     Mutation(
         "format/spread.py",
         "last = bisect_right(self._starts, high - 1)",
         "last = bisect_right(self._starts, high - 2)",
-        SLICES,
+        ("tests/format/test_slices.py::test_slices_are_found_where_they_are_written",),
         "the last piece of a box is not read",
     ),
     Mutation(
         "format/header.py",
         "        if entry.offset_bytes != end:",
         "        if entry.offset_bytes < end:",
-        CATALOG,
+        ("tests/catalog/test_catalog.py::test_headers_that_lie",),
         "holes between tensors are taken",
     ),
     Mutation(
         "format/header.py",
         "    if expected != span[1] - span[0]:",
         "    if expected > span[1] - span[0]:",
-        CATALOG,
+        ("tests/catalog/test_catalog.py::test_headers_that_lie",),
         "a tensor has more bytes than its shape",
     ),
     Mutation(
         "format/manifest.py",
         '    if checksum != document.get("xxh3"):',
         '    if not isinstance(document.get("xxh3"), str):',
-        SLICES,
+        ("tests/format/test_slices.py::test_no_flipped_byte_goes_unseen",),
         "the manifest's checksum is not compared",
     ),
     Mutation(
         "format/manifest.py",
         'document.get("xxh3"):',
         'document.get("xxh3", checksum):',
-        SLICES,
+        ("tests/format/test_slices.py::test_a_manifest_without_its_checksum_is_damaged",),
         "a manifest without a checksum is taken",
     ),
     Mutation(
@@ -360,21 +333,21 @@ MUTATIONS = (
         "digests/digest.py",
         "for dim, at, size in zip(order, piece_start, piece.shape, strict=True)]",
         "for dim, at, size in zip(sorted(order), piece_start, piece.shape, strict=True)]",
-        DIGEST,
+        ("tests/digests/test_digest.py::test_strides_do_not_matter",),
         "the order of strides counts as the order of dims",
     ),
     Mutation(
         "digests/digest.py",
         "[*start[:dim], start[dim] + at, *start[dim + 1 :]]",
         "[*start[:dim], start[dim], *start[dim + 1 :]]",
-        DIGEST,
+        ("tests/digests/test_digest.py::test_strides_do_not_matter",),
         "each piece counts as the first",
     ),
     Mutation(
         "digests/digest.py",
         "    for word in (len(name), *words, len(shape), *shape):",
         "    for word in (len(name), *words, len(shape)):",
-        DIGEST,
+        ("tests/digests/test_digest.py::test_dtype_and_shape_distinguish",),
         "the shape does not count",
     ),
     Mutation(
@@ -422,13 +395,6 @@ MUTATIONS = (
     ),
     Mutation(
         "sharding/fsdp.py",
-        "cast_forward_inputs=False, output_dtype=None)",
-        "output_dtype=None)",
-        ("tests/sharding/test_shard.py::test_policy_reaches_every_group",),
-        "routing weights of experts are cast",
-    ),
-    Mutation(
-        "sharding/fsdp.py",
         "        elif dim > 0 and shape[dim] % shards:",
         "        elif dim > 1 and shape[dim] % shards:",
         ("tests/sharding/test_shard.py::test_refusals_name_everything_and_leave_the_model_alone",),
@@ -439,14 +405,14 @@ MUTATIONS = (
         "catalog/records.py",
         "    if held != whole(shape).numel:",
         "    if held > whole(shape).numel:",
-        CATALOG,
+        ("tests/catalog/test_catalog.py::test_a_missing_chunk_is_refused",),
         "a missing chunk is not noticed",
     ),
     Mutation(
         "catalog/safetensors.py",
         "    if lost:\n",
         "    if len(lost) == len(weight_map):\n",
-        CATALOG,
+        ("tests/catalog/test_catalog.py::test_an_index_with_keys_that_its_files_do_not_hold",),
         "the index lists tensors that no file holds",
     ),
     Mutation(
@@ -474,7 +440,7 @@ MUTATIONS = (
         "catalog/checkpoint.py",
         "self._offsets[key] = header_bytes + self._spread.offsets_bytes(*key)",
         "self._offsets[key] = self._spread.offsets_bytes(*key)",
-        SLICES,
+        ("tests/format/test_slices.py::test_a_checkpoint_has_a_catalog",),
         "headers are read as payload",
     ),
     Mutation(
@@ -532,21 +498,21 @@ MUTATIONS = (
         "recipe/tiles.py",
         "    end = min(loop.size, (high - 1 - first) // step + 1)",
         "    end = min(loop.size, (high - first) // step + 1)",
-        TILES,
+        ("tests/recipe/test_tiles.py::test_cut_both_sides_then_translate",),
         "a cut holds one element too many",
     ),
     Mutation(
         "recipe/tiles.py",
         "    target_start[loop.target_dim] += begin * loop.target_step",
         "    target_start[loop.target_dim] += begin * loop.source_step",
-        TILES,
+        ("tests/recipe/test_tiles.py::test_cut_both_sides_then_translate",),
         "steps of source and target are swapped",
     ),
     Mutation(
         "recipe/tiles.py",
         "            if size > 1 and step <= reach:",
         "            if size > 1 and step < reach:",
-        TILES,
+        ("tests/recipe/test_tiles.py::test_is_injective_never_says_so_wrongly",),
         "an element that is written twice is not noticed",
     ),
     Mutation(
@@ -560,14 +526,14 @@ MUTATIONS = (
         "recipe/match.py",
         "stored == wanted or (stored in _FLOATS and wanted in _FLOATS)",
         "stored == wanted or (stored in _FLOATS or wanted in _FLOATS)",
-        PLAN,
+        ("tests/planning/test_plan.py::test_casts",),
         "integers are cast to floats",
     ),
     Mutation(
         "recipe/match.py",
         "    others = tuple([made.tiles for made in found[1:]]) if len(found) > 1 else ()",
         "    others: tuple[tuple[Tile, ...], ...] = ()",
-        PLAN,
+        ("tests/planning/test_plan.py::test_second_copies_of_a_tie_are_checked_not_loaded_twice",),
         "second copies of a tie are not compared",
     ),
     Mutation(
@@ -604,28 +570,28 @@ MUTATIONS = (
         "planning/cuts.py",
         "        first += (a - chunk.start[d]) * strides[d]",
         "        first += a * strides[d]",
-        PLAN,
+        ("tests/planning/test_plan.py::test_ranks_read_each_element_once_from_where_it_lies",),
         "offsets in a chunk count from the whole tensor",
     ),
     Mutation(
         "planning/cuts.py",
         "            and outer.target_stride == loop.target_stride * loop.size\n",
         "",
-        PLAN,
+        ("tests/planning/test_plan.py::test_merged_loops_copy_the_same",),
         "loops are merged that are no run in memory",
     ),
     Mutation(
         "planning/cover.py",
         "    if held != expected:",
         "    if held > expected:",
-        PLAN,
+        ("tests/planning/test_plan.py::test_what_a_tile_may_not_do",),
         "elements that no tile writes are not noticed",
     ),
     Mutation(
         "planning/records.py",
         "if self.source_dtype != self.target_dtype or self.reads_whole_span:",
         "if self.reads_whole_span:",
-        PLAN,
+        ("tests/planning/test_plan.py::test_costs_of_a_transfer",),
         "bytes of another dtype go straight into memory",
     ),
     # ------------------------------------------------------------------------------------- transfer
@@ -633,21 +599,21 @@ MUTATIONS = (
         "transfer/copy.py",
         "target_offset=transfer.target_offset + begin * loop.target_stride,",
         "target_offset=transfer.target_offset,",
-        COPY,
+        ("tests/transfer/test_copy.py::test_every_rank_gets_its_shard",),
         "each part of a large read goes to the start",
     ),
     Mutation(
         "transfer/copy.py",
         "            if not torch.equal(_raw(stored), _raw(live)):",
         "            if not torch.equal(stored, live):",
-        COPY,
+        ("tests/transfer/test_copy.py::test_copies_are_compared_bit_by_bit",),
         "copies are compared as numbers",
     ),
     Mutation(
         "transfer/copy.py",
         "view = self._views[name] = raw.numpy().data[start:]",
         "view = self._views[name] = raw.numpy().data",
-        COPY,
+        ("tests/transfer/test_copy.py::test_every_rank_gets_its_shard",),
         "a tensor within a storage is filled at its start",
     ),
     Mutation(
@@ -671,13 +637,6 @@ MUTATIONS = (
         "",
         ("tests/loading/test_load_errors.py::test_ranks_that_build_different_models",),
         "ranks don't compare their plans",
-    ),
-    Mutation(
-        "loading/load.py",
-        "            compare(plan.checks, reader, destination, staging)\n",
-        "",
-        ("tests/loading/test_load_errors.py::test_both_copies_of_a_tie",),
-        "second copies of a tie are not read",
     ),
     Mutation(
         "loading/initialize.py",
@@ -705,14 +664,14 @@ MUTATIONS = (
         "state/sampler.py",
         "first = begin + self._rank * size",
         "first = begin + self._rank",
-        SAMPLER,
+        ("tests/state/test_sampler.py::test_a_run_that_changes_its_world_size_equals_a_plain_list",),
         "ranks read the same samples",
     ),
     Mutation(
         "state/sampler.py",
         'f"shardwise order {seed} {epoch} {length}"',
         'f"shardwise order {seed} {length}"',
-        SAMPLER,
+        ("tests/state/test_sampler.py::test_every_epoch_holds_every_sample_in_another_order",),
         "every epoch has the same order",
     ),
     Mutation(
@@ -726,7 +685,7 @@ MUTATIONS = (
         "state/optimizer.py",
         '    if [set(members) for members in live] != [set(g["names"]) for g in groups]:',
         '    if any(set(members) not in [set(g["names"]) for g in groups] for members in live):',
-        PROMISES,
+        ("tests/checkpoint/test_promises.py::test_groups_in_another_order_are_refused",),
         "groups in another order are taken",
     ),
     Mutation(
@@ -754,7 +713,7 @@ MUTATIONS = (
         "state/replay.py",
         '            restore_rng(epoch.start["rng"])\n',
         "",
-        RNG,
+        ("tests/state/test_rng_data.py::test_resumed_run_equals_uninterrupted",),
         "an epoch is replayed with other draws",
     ),
     Mutation(
@@ -818,15 +777,15 @@ MUTATIONS = (
         "store/publish.py",
         "if name.startswith((_TEMPORARY, _TRASH))]",
         "if name.startswith(_TRASH)]",
-        ("tests/faults/test_kill.py::test_leftovers_of_four_ranks_do_not_mix_into_a_save_of_two",),
+        ("tests/checkpoint/test_checkpointer.py::test_never_published_is_none",),
         "leftovers of killed saves stay",
     ),
     Mutation(
         "store/lock.py",
-        'return "" if holder == self._lease else',
-        'return "" if holder else',
-        ("tests/checkpoint/test_patience_of_ranks.py::test_a_lost_lock_publishes_nothing",),
-        "another run's lease counts as this run's",
+        "        if self._root in _HELD:",
+        "        if self._path in _HELD:",
+        ("tests/checkpoint/test_promises.py::test_one_holder_in_a_process",),
+        "a lock is looked up under another name than it is kept",
     ),
     Mutation(
         "store/direct.py",
@@ -852,16 +811,9 @@ MUTATIONS = (
     ),
     Mutation(
         "checkpoint/checkpointer.py",
-        "            elif self._keep_every is None or step % self._keep_every:",
-        "            elif self._keep_every is None or not step % self._keep_every:",
-        ("tests/checkpoint/test_checkpointer.py::test_retention",),
-        "keep_every deletes what it should keep",
-    ),
-    Mutation(
-        "checkpoint/checkpointer.py",
         "                if not is_damage(error):\n                    raise\n",
         "",
-        PROMISES,
+        ("tests/checkpoint/test_promises.py::test_a_later_format_version_is_not_damage",),
         "every error counts as damage",
     ),
     Mutation(
@@ -875,7 +827,7 @@ MUTATIONS = (
         "checkpoint/restore.py",
         "        exact=not (differences or left or caveats),",
         "        exact=not (differences or caveats),",
-        PROMISES,
+        ("tests/checkpoint/test_promises.py::test_what_is_not_restored_is_reported_and_not_exact",),
         "exact although state was not restored",
     ),
     Mutation(
@@ -947,14 +899,17 @@ MUTATIONS = (
         "checkpoint/stored_documents.py",
         "    if len(content) != entry.nbytes or found != [entry.header_xxh3, *entry.blocks]:",
         "    if len(content) != entry.nbytes:",
-        PROMISES,
+        (
+            "tests/checkpoint/test_promises.py::test_an_explicit_step_is_the_only_candidate",
+            "tests/checkpoint/test_verify.py::test_damage_is_named",
+        ),
         "documents are not compared with their checksum",
     ),
     Mutation(
         "checkpoint/documents.py",
         '            left.append(f"{name}: not among this run\'s extras")',
         "            pass",
-        PROMISES,
+        ("tests/checkpoint/test_promises.py::test_what_is_not_restored_is_reported_and_not_exact",),
         "an extra that no object takes is not reported",
     ),
     Mutation(
@@ -1018,13 +973,6 @@ MUTATIONS = (
         "the config says another dtype than the files",
     ),
     Mutation(
-        "export/full.py",
-        "        if bucket and used + one.stored.nbytes > bucket_bytes:",
-        "        if bucket and used > bucket_bytes:",
-        ("tests/export/test_full.py::test_memory_is_the_bucket_and_a_tensor",),
-        "a bucket holds a tensor too many",
-    ),
-    Mutation(
         "export/stored.py",
         "            if finish(total, stored.dtype, stored.shape) != self._catalog.digests[name]:",
         "            if name not in self._catalog.digests:",
@@ -1036,38 +984,22 @@ MUTATIONS = (
         "integrations/_trainer_place.py",
         "    return is_count(value) and value > 0",
         "    return is_count(value)",
-        TRAINER_PLACE,
+        ("tests/integrations/test_trainer_place.py::test_a_malformed_extra_of_the_trainer",),
         "a batch of no samples is taken",
     ),
     Mutation(
         "integrations/_trainer_folder.py",
         "            except (FormatError, IntegrityError) as error:",
         "            except IntegrityError as error:",
-        TRAINER_PLACE,
+        ("tests/integrations/test_trainer_place.py::test_the_search_passes_a_malformed_one_by",),
         "a malformed checkpoint ends the search",
     ),
     Mutation(
         "integrations/_trainer_folder.py",
         "    check_held(root)\n",
         "",
-        TRAINER_PLACE,
+        ("tests/integrations/test_trainer_place.py::test_a_run_that_lost_the_directory_renames_nothing",),
         "checkpoints of another run are renamed",
-    ),
-    Mutation(
-        "integrations/_trainer_folder.py",
-        "    for path in [p for p in reversed(found) if p not in kept]",
-        "    for path in [p for p in found if p not in kept]",
-        ("tests/integrations/test_trainer.py::test_resume_rotation_export",),
-        "the newer checkpoints are deleted",
-    ),
-    Mutation(
-        "integrations/_accelerate_folders.py",
-        "    for _, old in _folders(root)[:-limit]:",
-        "    for _, old in _folders(root)[: -limit - 1]:",
-        (
-            "tests/integrations/test_accelerate_models.py::test_a_deletion_that_is_cut_off_leaves_no_checkpoint",
-        ),
-        "one checkpoint more than the limit stays",
     ),
     # ------------------------------------------------------------------------------------- cli
     Mutation(

@@ -38,7 +38,8 @@ def launch(
     """Run a scenario of _ranks_fns.py on real processes; returns what each rank noted (nothing if killed before it wrote)."""
     here = None if first_hosts else TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = "first" if here is None else str(here.port)
-    env = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT / "src"), str(ROOT))))
+    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     logs = [folder / f"{rank}.log" for rank in range(world_size)]
     processes = []
     for rank, log in enumerate(logs):
