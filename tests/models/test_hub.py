@@ -16,7 +16,7 @@ from shardwise.ranks.ranks import Ranks
 from tests.harness import models
 from tests.harness.hub_server import HubServer
 from tests.harness.launch import Launch
-from tests.harness.models import _hub_fns as fns
+from tests.models import _hub_fns as fns
 
 TIMEOUT_S = 170
 

@@ -110,8 +110,8 @@ def test_named_block_classes() -> None:
     }
 
 
-class ListedExperts(nn.Module):
-    """Experts in a list, called only where tokens go."""
+class Mixture(nn.Module):
+    """Experts in a list, called only where tokens go; its name does not say what it is."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class ListedExperts(nn.Module):
 class Branch(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.moe = ListedExperts()
+        self.moe = Mixture()
         self.inner = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
 
 
@@ -130,7 +130,7 @@ def test_a_single_expert_is_never_a_group() -> None:
     with meta_init():
         model = nn.Module()
         model.layers = nn.ModuleList(Branch() for _ in range(2))
-        model.tail = ListedExperts()
+        model.tail = Mixture()
     kinds = {g.name: g.kind for g in describe_groups(model)}
     assert kinds == {
         "layers.0": "block",
