@@ -142,6 +142,19 @@ def test_a_single_expert_is_never_a_group() -> None:
     }
 
 
+def test_a_tie_within_a_block_costs_the_inner_group_only() -> None:
+    with meta_init():
+        model = nn.Module()
+        model.layers = nn.ModuleList(Branch() for _ in range(2))
+        for layer in model.layers:
+            layer.inner[0].weight = layer.moe.experts[0].weight
+    assert {g.name: g.kind for g in describe_groups(model)} == {
+        "layers.0": "block",
+        "layers.1": "block",
+        "": "root",
+    }
+
+
 def test_what_is_no_group() -> None:
     model = nn.Module()
     model.nested = nn.ModuleList(nn.ModuleList([nn.Linear(2, 2)]) for _ in range(2))
