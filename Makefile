@@ -15,6 +15,8 @@ export OMP_NUM_THREADS := 1
 LANES ?= 2
 # How long `make fuzz` makes new inputs, after those that were findings once.
 FUZZ_SECONDS ?= 600
+# Options of `make mutations`: --only TEXT, --sample N --seed S, --trust.
+MUTATIONS ?=
 
 PYTEST := $(BIN)/python -m pytest --numprocesses $(LANES) --dist loadfile
 
@@ -22,7 +24,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(LANES) --dist loadfile
 QUICK := tests/quick tests/unit -m "not slow and not hypothesis" -k "not (workers or mutated or thousands or a_loop)" --durations 5 \
   --ignore-glob 'tests/unit/test_hostile_*' $(addprefix --ignore tests/unit/test_,cli.py planner.py stateful_loader.py)
 
-.PHONY: help install demo quick test long lowest newest dist check docs bench faults fuzz sweep clean
+.PHONY: help install demo quick test long lowest newest dist check docs bench faults fuzz mutations sweep clean
 .DEFAULT_GOAL := help
 
 help:
@@ -39,6 +41,7 @@ help:
 	@echo "make bench    loads and saves against their floors and transformers' own, digest speed (minutes)"
 	@echo "make faults   every fault of tests/faults at every place, and a table of what it led to (minutes)"
 	@echo "make fuzz     damaged and hostile files into every reader (FUZZ_SECONDS=600)"
+	@echo "make mutations  seeded errors in a copy of the package, each of which tests of make test must catch (MUTATIONS=--sample 6)"
 	@echo "make sweep    sharded against ordinary load for every architecture (an hour)"
 	@echo "make clean    remove caches and products, keep $(VENV)"
 
@@ -106,6 +109,9 @@ faults: install
 
 fuzz: install
 	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS)
+
+mutations: install
+	$(BIN)/python -m tests.mutations $(MUTATIONS)
 
 sweep: install
 	$(BIN)/python benchmarks/sweep.py --table docs/supported-models.md

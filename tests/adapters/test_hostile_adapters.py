@@ -24,6 +24,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "a rank of no machine": ({"r": 10**12}, "rank 1000000000000"),
     "a rank that is text": ({"r": "8"}, "rank '8'"),
+    "a rank of nothing": ({"r": 0}, "rank 0 is not a number from 1"),
     "a rank of a pattern": ({"rank_pattern": {"q_proj": 2**40}}, "rank 1099511627776"),
     "an expression that never ends": ({"target_modules": "(a+)+q_proj"}, "a repeat within a repeat"),
     "an expression in a key": ({"alpha_pattern": {"(.*)*x": 1}}, "a repeat within a repeat"),

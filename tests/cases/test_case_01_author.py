@@ -55,7 +55,7 @@ def launch(script: Path, folder: Path, *arguments: str, efficient: bool = True) 
         *("--main_process_port", "0", str(ROOT / "tests/harness/accelerate_on_cpu.py"), str(script)),
         *("--weights", str(folder.parent / "weights.pt"), "--out", str(folder), *arguments),
     ]
-    path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
+    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT / "src"))))
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     done = subprocess.run(command, env=env, timeout=200, capture_output=True, text=True, check=False)
     return (done.stdout + done.stderr) if done.returncode else ""

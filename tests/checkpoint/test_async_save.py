@@ -7,8 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import shardwise as sw
+from shardwise.checkpoint.collect import Lineage, collect
+from shardwise.checkpoint.stage import detached_documents
+from shardwise.ranks.ranks import Ranks
 from tests.checkpoint import _async_save_fns as fns
 from tests.harness.pool import RankPool
 from tests.harness.process import ROOT, worker_env
@@ -47,6 +52,15 @@ def test_the_state_at_the_call_is_stored(
 @pytest.mark.skipif(
     sys.platform != "linux", reason="only Linux says how much of its memory a process has touched"
 )
+def test_tensors_in_documents_are_those_at_the_call() -> None:
+    kept = torch.zeros(3)
+    state = sw.TrainState(model=nn.Linear(2, 2), extra={"kept": kept})
+    detached = detached_documents(collect(state, 1, Lineage("", None), Ranks()))
+    kept.add_(1)
+    (stored,) = detached.shared["extra.kept"].tensors.values()
+    assert not stored.any()
+
+
 def test_staging_is_touched_before_the_first_save(ranks: RankPool, tmp_path: Path) -> None:
     """Else the first save would wait for the system to find its pages, where the second does not."""
     (found,) = ranks.run_ranks(1, fns.staging_is_touched, str(tmp_path / "run"), 400_000)

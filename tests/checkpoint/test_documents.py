@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.errors import FormatError, ShardwiseError, StateError, VersionError
+from shardwise.errors import FormatError, IntegrityError, ShardwiseError, StateError, VersionError
 from tests.harness.hostile import edit_documents, edit_manifest, put_file, run
 
 Change = Callable[[dict[str, Any]], object]
@@ -38,6 +38,19 @@ def all_of(state: sw.TrainState) -> list[Any]:
         state.dataloader.consumed,
         dict(state.extra),
     ]
+
+
+def test_documents_are_compared_with_their_checksum(step: Path) -> None:
+    """Also where the change has a right form and the same length."""
+    file = step / "state.json"
+    text = file.read_text()
+    assert '"extra.label":0' in text
+    file.write_text(text.replace('"extra.label":0', '"extra.label":7'))
+    live = run(1)
+    before = all_of(live)
+    with pytest.raises(IntegrityError, match=r"state\.json: content differs from its checksum"):
+        sw.restore(live, step)
+    assert all_of(live) == before
 
 
 def test_a_document_named_like_an_attribute_changes_nothing(step: Path) -> None:

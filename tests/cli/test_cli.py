@@ -15,6 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner, Result
@@ -24,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from shardwise import Checkpointer, TrainState, load_pretrained, save
 from shardwise.catalog.records import StoredTensor
 from shardwise.cli import contents, main
+from shardwise.cli.options import byte_count
 from shardwise.cli.render import size
 from shardwise.cli.tree import tree_of
 from tests.loading.test_plan_promises import make_model
@@ -345,6 +347,15 @@ def test_verify_finds_damage(steps: Path, damage: str) -> None:
     shown = run("verify", steps)
     assert shown.exit_code == 1
     assert "problem: " in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("7", 7), ("40KB", 40_000), ("40 kib", 40_960), ("1.5MB", 1_500_000), ("2GiB", 2**31), ("1TB", 10**12)],
+)
+def test_units(text: str, nbytes: int) -> None:
+    context = click.Context(main)
+    assert byte_count(context, main.params[0], text) == nbytes
 
 
 def test_export(model: Path, saved: Path, tmp_path: Path) -> None:

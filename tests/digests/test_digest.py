@@ -21,8 +21,10 @@ from shardwise.digests.digest import (
     partial_sum_bytes,
     tensor_digest,
 )
+from shardwise.digests.live import local_sum
 from shardwise.dtypes import ITEMSIZE, code_of, torch_dtype
 from shardwise.errors import FormatError
+from shardwise.layout.placements import Cut, Geometry, cut_boxes
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -508,3 +510,24 @@ def test_text_that_is_no_digest_is_refused(text: str) -> None:
 def test_numbers_that_are_no_digest_are_refused(digest: int) -> None:
     with pytest.raises(ValueError, match="2\\^64"):
         format_digest(digest)
+
+
+@pytest.mark.parametrize(
+    "geometry",
+    [
+        Geometry((3,), ("dp",), (Cut("shard", 0),), (2, 0, 1)),
+        Geometry((2, 2), ("tp", "dp"), (Cut("shard", 1), Cut("shard", 0)), (0, 1, 2, 3)),
+    ],
+    ids=["rows", "blocks"],
+)
+def test_what_ranks_sum_of_their_own_shards_adds_up(geometry: Geometry) -> None:
+    full = torch.randn(7, 5)
+    total = 0
+    for rank in geometry.ranks:
+        coordinate = geometry.coordinate(rank)
+        assert coordinate is not None
+        (held,) = cut_boxes(full.shape, geometry, coordinate)
+        local = full[tuple(slice(a, b) for a, b in zip(held.box.start, held.box.stop, strict=True))]
+        total += local_sum(local, (7, 5), geometry, rank)
+    assert total % 2**64 == partial_sum(full, (0, 0))
+    assert local_sum(full, (7, 5), geometry, 9) == 0, "a rank that has none of it"

@@ -86,7 +86,8 @@ RUN += tuple(f"docs/concepts/{p}.md" for p in ("proof", "digests", "exactness"))
 
 
 def test_blocks_run() -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT / "src"), str(ROOT))))
+    environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(
         [sys.executable, "-m", "tests.docs._run_blocks", *RUN],
         env=environment,

@@ -42,7 +42,8 @@ class Ranks:
     def __init__(self, commands: list[list[str]]) -> None:
         asked = [(int(c[2]), free_port(), c[3:]) for c in commands]
         self.output: dict[str, str] = {}
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+        path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT / "src"), str(ROOT))))
+        environment = {**os.environ, "PYTHONPATH": path}
         ranks = [
             subprocess.Popen(
                 [sys.executable, "-m", "tests.docs._rank", str(rank), json.dumps(asked)],

@@ -27,7 +27,8 @@ def launch(out: Path, steps: int, processes: int, compiler: str = COMPILER) -> l
         str(ROOT / "tests/harness/accelerate_on_cpu.py"),
         *(str(EXAMPLES / "accelerate_fsdp.py"), "--out", str(out), "--steps", str(steps)),
     ]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT / "src"))))
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     done = subprocess.run(command, env=env, timeout=240, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads(line) for line in (out / "losses.jsonl").read_text().splitlines()]

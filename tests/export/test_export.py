@@ -17,6 +17,7 @@ import transformers
 import shardwise as sw
 from shardwise.demo.prepare import default_model
 from shardwise.errors import CheckpointError, FormatError, IntegrityError, SourceError
+from shardwise.export.files import lay_out
 from shardwise.store.publish import discard, published_steps
 from shardwise.transfer.copy import FileFiller
 from tests.export import _export_fns as fns
@@ -111,6 +112,14 @@ def test_failed_export_leaves_nothing(ranks: RankPool, tmp_path: Path, failing_r
     )
     assert found[0] == found[1]
     assert f"rank {failing_rank}: OSError" in found[0][1]
+
+
+def test_no_file_has_more_bytes_than_asked() -> None:
+    hub = {name: ("F32", (size,)) for name, size in (("a", 10), ("b", 10), ("c", 5), ("d", 100), ("e", 5))}
+    found = lay_out(hub, None, 100)
+    payloads = {file: size - len(found.headers[file]) for file, size in found.sizes.items()}
+    assert list(payloads.values()) == [100, 400, 20], "a tensor that is larger is alone"
+    assert list(lay_out(hub, "F16", 100).sizes) == [f"model-{k:05}-of-00003.safetensors" for k in (1, 2, 3)]
 
 
 def test_only_new_or_empty_directories(tmp_path: Path) -> None:

@@ -41,7 +41,8 @@ from shardwise.format.slices import (
     owner_ranks,
     rank_files,
 )
-from shardwise.layout.boxes import find_overlap
+from shardwise.format.spread import SliceAt, Spread
+from shardwise.layout.boxes import Box, find_overlap
 from shardwise.layout.placements import Cut, Geometry, cut_boxes
 from shardwise.store.slice_file import write_slices
 
@@ -158,6 +159,30 @@ def test_files_of_all_ranks_hold_everything_once(tensors: list[SliceTensor]) -> 
             assert [s.held.box.stop for s in slices] == [tensor.shape], "an empty tensor is stored once"
         else:
             assert all(s.nbytes for s in slices), "an empty shard is left out"
+
+
+@settings(max_examples=200)
+@given(slice_tensors)
+def test_slices_are_found_where_they_are_written(tensors: list[SliceTensor]) -> None:
+    """By one box or one rank at a time, as a run of another world size looks for them."""
+    tensors = assign_owners(tensors)
+    spread = Spread(tensors)
+    written = {r: rank_files(tensors, r) for r in sorted({r for t in tensors for r in t.geometry.ranks})}
+    assert spread.held == {rank: len(files) for rank, files in written.items() if files}
+    for rank, files in written.items():
+        for k, slices in enumerate(files):
+            offsets = spread.offsets_bytes(rank, k)
+            for s in slices:
+                position, kind = spread.find(s.tensor.name)
+                assert offsets[position] == s.offset_bytes
+                cut, box = spread.kinds[kind], s.held.box
+                if cut is None:
+                    assert not box.numel
+                    continue
+                last = Box(tuple(n - 1 for n in box.stop), box.stop)
+                first = Box(box.start, tuple(n + 1 for n in box.start))
+                for part in (box, first, last):
+                    assert cut.touching(part) == (SliceAt(box, rank, k),)
 
 
 def test_several_boxes_go_to_several_files() -> None:
@@ -323,6 +348,13 @@ def test_each_truncation_is_seen(folder: Path) -> None:
     for length in range(0, len(good), 5):
         with pytest.raises(FormatError):
             read_manifest(write_manifest(folder, good[:length]))
+
+
+def test_a_manifest_without_its_checksum_is_damaged(tmp_path: Path) -> None:
+    document = json.loads(manifest().to_text())
+    del document["xxh3"]
+    with pytest.raises(IntegrityError, match="its checksum does not match"):
+        read_manifest(write_manifest(tmp_path, json.dumps(document).encode()))
 
 
 @pytest.mark.parametrize("change", [{"version": 2}, {"version": 0}, {"version": None}, {"version": "1"}])

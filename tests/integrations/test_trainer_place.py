@@ -53,7 +53,12 @@ def test_what_a_trainer_writes_is_taken(step: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [None, [], "x", 3, {}, {"global_batch_size": "x"}, {**TRAINER, "seeds": [1]}]
+    "value",
+    [
+        *(None, [], "x", 3, {}),
+        *({"global_batch_size": wrong} for wrong in ("x", 0, -4, True)),
+        *({**TRAINER, **wrong} for wrong in ({"accumulation": 0}, {"batches": -1}, {"seeds": [1]})),
+    ],
 )
 def test_a_malformed_extra_of_the_trainer(step: Path, value: Any) -> None:
     edit_documents(step, lambda d: d.update({"extra.trainer": value}))

@@ -77,6 +77,16 @@ def test_two_tensors_of_one_name_are_refused() -> None:
         describe(model)
 
 
+def test_elements_that_share_memory_are_refused() -> None:
+    """The last one that a load writes would count for all of them."""
+    model = nn.Linear(3, 2, bias=False)
+    model.weight = nn.Parameter(torch.zeros(1, 3).expand(2, 3))
+    with pytest.raises(LayoutError, match=r"weight: .* stores several elements in one place"):
+        describe(model).layout()
+    model.weight = nn.Parameter(torch.zeros(4, 3)[::2])
+    assert describe(model).layout().local_nbytes == 24
+
+
 def test_a_model_whose_own_loading_replaces_tensors_is_described_again(tmp_path: object) -> None:
     """What it replaced is what is filled, compared and reported."""
 

@@ -124,6 +124,12 @@ def test_values_do_not_depend_on_what_else_is_filled() -> None:
             assert torch.equal(value, expected[name]), name
 
 
+def test_each_module_draws_values_of_its_own() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    initialize(model, 3)
+    assert not torch.equal(model[0].weight, model[1].weight)
+
+
 def test_a_frozen_plain_scalar_and_a_backbone_in_another_model() -> None:
     outer = nn.Module()
     outer.backbone = fns.build("llama")

@@ -10,6 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from shardwise.errors import SourceError
+from shardwise.models.hub import HubOptions, find_model
+from shardwise.ranks.ranks import Ranks
 from tests.harness import models
 from tests.harness.hub_server import HubServer
 from tests.harness.launch import Launch
@@ -139,3 +142,21 @@ def test_hub_models(server: HubServer, repositories: Path, tmp_path: Path) -> No
     assert "without the weights" in found["partly"]
     assert "Run once online" in found["partly"]
     assert len(server.log) == asked_before
+
+
+@pytest.mark.parametrize("lost", [1, 2, 3])
+def test_a_cache_that_lacks_a_file_of_a_series(tmp_path: Path, lost: int) -> None:
+    """Without an index only the names of the other files say that there is one more."""
+    snapshot = tmp_path / "models--tiny--series" / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--tiny--series" / "refs").mkdir()
+    (tmp_path / "models--tiny--series" / "refs" / "main").write_text("a" * 40)
+    (snapshot / "config.json").write_text("{}")
+    names = [f"model-{k:05}-of-00003.safetensors" for k in (1, 2, 3)]
+    for name in names:
+        save_file({name[6:11]: torch.ones(1)}, snapshot / name)
+    options = HubOptions(cache_dir=tmp_path, local_files_only=True)
+    assert find_model("tiny/series", options, Ranks()) == str(snapshot)
+    (snapshot / names[lost - 1]).unlink()
+    with pytest.raises(SourceError, match=f"a part of tiny/series only: {names[lost - 1]} is not there"):
+        find_model("tiny/series", options, Ranks())

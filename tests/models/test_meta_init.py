@@ -262,6 +262,19 @@ def test_materialize_keeps_class_and_attributes() -> None:
     assert (before.device.type, before.dtype, before.shape) == ("cpu", torch.float16, (2, 2))
 
 
+def test_what_has_memory_keeps_it() -> None:
+    with meta_init():
+        model = nn.Sequential(nn.Linear(2, 2))
+    model.append(nn.Linear(2, 2))
+    real, values = model[1].weight, model[1].weight.detach().clone()
+    address = real.data_ptr()
+    materialize(model, "cpu")
+    assert not model[0].weight.is_meta
+    assert model[1].weight is real
+    assert real.data_ptr() == address
+    assert torch.equal(real, values)
+
+
 def test_ties_stay_ties() -> None:
     with meta_init():
         shared = nn.Linear(3, 3)

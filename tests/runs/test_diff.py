@@ -54,6 +54,9 @@ def test_bits_count_not_numbers(tmp_path: Path) -> None:
     (change,) = sw.diff(write(tmp_path / "a", x=nan), write(tmp_path / "b", x=other)).changed
     assert (change.elements, change.largest) == (2, math.inf)
     assert sw.diff(tmp_path / "a", tmp_path / "a").ok
+    number = torch.tensor([2.0, 0.0, math.inf, 1.0])
+    (change,) = sw.diff(tmp_path / "a", write(tmp_path / "c", x=number)).changed
+    assert (change.elements, change.largest) == (1, math.inf)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.float8_e4m3fn, torch.uint8])

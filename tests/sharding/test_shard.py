@@ -154,8 +154,8 @@ def test_named_block_classes() -> None:
     }
 
 
-class ListedExperts(nn.Module):
-    """Experts in a list, called only where tokens go."""
+class Mixture(nn.Module):
+    """Experts in a list, called only where tokens go; its name does not say what it is."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class ListedExperts(nn.Module):
 class Branch(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.moe = ListedExperts()
+        self.moe = Mixture()
         self.inner = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
 
 
@@ -174,7 +174,7 @@ def test_a_single_expert_is_never_a_group() -> None:
     with meta_init():
         model = nn.Module()
         model.layers = nn.ModuleList(Branch() for _ in range(2))
-        model.tail = ListedExperts()
+        model.tail = Mixture()
     kinds = {g.name: g.kind for g in describe_groups(model)}
     assert kinds == {
         "layers.0": "block",
@@ -182,6 +182,19 @@ def test_a_single_expert_is_never_a_group() -> None:
         "layers.0.moe": "experts",
         "layers.1.moe": "experts",
         "tail": "experts",
+        "": "root",
+    }
+
+
+def test_a_tie_within_a_block_costs_the_inner_group_only() -> None:
+    with meta_init():
+        model = nn.Module()
+        model.layers = nn.ModuleList(Branch() for _ in range(2))
+        for layer in model.layers:
+            layer.inner[0].weight = layer.moe.experts[0].weight
+    assert {g.name: g.kind for g in describe_groups(model)} == {
+        "layers.0": "block",
+        "layers.1": "block",
         "": "root",
     }
 

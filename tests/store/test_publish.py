@@ -1,0 +1,70 @@
+"""A step appears once it is whole and on the disk: the order of system calls, and what is not published."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.errors import CheckpointError
+from shardwise.format.manifest import read_manifest
+from shardwise.store.publish import commit
+
+
+def state() -> sw.TrainState:
+    torch.manual_seed(0)
+    return sw.TrainState(model=nn.Linear(3, 2))
+
+
+def test_all_of_a_step_is_synced_before_it_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk may keep a rename and lose files and names from before it."""
+    calls: list[tuple[str, str]] = []
+    fsync, rename = os.fsync, os.rename
+
+    def note_fsync(fd: int) -> None:
+        calls.append(("sync", os.readlink(f"/proc/self/fd/{fd}")))
+        fsync(fd)
+
+    def note_rename(source: Any, target: Any) -> None:
+        calls.append(("rename", os.fspath(source)))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "rename", note_rename)
+    sw.save(state(), tmp_path / "step")
+    (renamed,) = (k for k, (call, _) in enumerate(calls) if call == "rename")
+    temporary = calls[renamed][1]
+    before = [os.path.relpath(path, temporary) for _, path in calls[:renamed]]
+    files = {p.relative_to(tmp_path / "step").as_posix() for p in (tmp_path / "step").rglob("*")}
+    assert {"manifest.json", "model", "state.json"} < files
+    assert files | {"."} <= set(before)
+    # The manifest makes it a step: after all other files, and before the names that make all of them findable.
+    assert before.index("manifest.json") > max(map(before.index, files - {"manifest.json", "model", "rank"}))
+    assert min(map(before.index, (".", "model", "rank"))) > before.index("manifest.json")
+    assert calls[renamed + 1] == ("sync", str(tmp_path))
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "state.json: lost": lambda path: (path / "state.json").unlink(),
+    "state.json: 3 bytes, expected": lambda path: (path / "state.json").write_bytes(b"{} "),
+    "model/more: not ours": lambda path: (path / "model" / "more").touch(),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_files_that_are_not_as_written_are_not_published(tmp_path: Path, what: str) -> None:
+    sw.save(state(), tmp_path / "step")
+    manifest = read_manifest(tmp_path / "step")
+    begun = (tmp_path / "step").rename(tmp_path / ".tmp-step")
+    (begun / "manifest.json").unlink()
+    DAMAGE[what](begun)
+    with pytest.raises(CheckpointError, match=what):
+        commit(str(begun), str(tmp_path / "step"), manifest)
+    assert not (tmp_path / "step").exists()
+    assert not (begun / "manifest.json").exists()
