@@ -118,6 +118,7 @@ COMMANDS: dict[str, tuple[str | None, dict[str, str]]] = {
             "model": "of --to hf: an option of sw.export_hf",
         },
     ),
+    "explain": (None, {}),
     "demo": (None, {"out": "a folder to play in", "ranks": "as in plan"}),
 }
 
