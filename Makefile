@@ -18,11 +18,10 @@ FUZZ_SECONDS ?= 600
 # Options of `make mutations`: --only TEXT, --sample N --seed S, --trust.
 MUTATIONS ?=
 
-PYTEST := $(BIN)/python -m pytest --numprocesses $(LANES) --dist loadfile
+PYTEST := $(BIN)/python -m pytest --numprocesses $(LANES) --dist loadfile --no-loadscope-reorder
 
-# The smoke test, and unit tests without random search, processes of their own and hostile files.
-QUICK := tests/quick tests/unit -m "not slow and not hypothesis" -k "not (workers or mutated or thousands or a_loop)" --durations 5 \
-  --ignore-glob 'tests/unit/test_hostile_*' $(addprefix --ignore tests/unit/test_,cli.py planner.py stateful_loader.py)
+# The smoke test, and every test of one process that is not long, not a random search and starts no processes.
+QUICK := -m "not ranks and not processes and not faults and not slow and not hypothesis" --durations 5
 
 .PHONY: help install demo quick test long lowest newest dist check docs bench faults fuzz mutations sweep clean
 .DEFAULT_GOAL := help
@@ -30,7 +29,7 @@ QUICK := tests/quick tests/unit -m "not slow and not hypothesis" -k "not (worker
 help:
 	@echo "make install  create $(VENV) with exact versions"
 	@echo "make demo     the whole way on this machine, into demo-out/"
-	@echo "make quick    fast unit tests and each entry point once on two ranks (a minute)"
+	@echo "make quick    tests of one process, and each entry point once on two ranks (a minute)"
 	@echo "make test     all tests but the long ones"
 	@echo "make long     the long ones: the demo, conversions of 46 architectures, scripts as users start them (minutes)"
 	@echo "make check    lint, format, types, and the tests of the package's shape"

@@ -19,22 +19,25 @@ from shardwise.sharding.groups import describe_groups
 from tests.adapters import _peft_fns as fns
 from tests.harness import models
 from tests.harness.pool import RankPool
+from tests.harness.tiers import long, long_but
 from tests.loading._load_fns import tensors_of
 
 
+@pytest.mark.parametrize("world_size", [3, *long(1, 2)])
 @pytest.mark.parametrize("kind", fns.KINDS)
-def test_equals_plain_peft(ranks: RankPool, tmp_path: Path, kind: str) -> None:
+def test_equals_plain_peft(ranks: RankPool, tmp_path: Path, kind: str, world_size: int) -> None:
     fns.write_reference(kind, str(tmp_path))
     expected = load_file(tmp_path / "expected.safetensors")
-    for world_size in (1, 2, 3):
-        out = tmp_path / f"out-{world_size}"
-        ranks.run_ranks(world_size, fns.equals_plain_peft, kind, str(tmp_path), str(out))
-        again = fns.opened(kind, str(tmp_path / "base"), str(out))
-        for name, tensor in tensors_of(again).items():
-            assert torch.equal(tensor.detach(), expected[name]), (world_size, name)
+    ranks.run_ranks(world_size, fns.equals_plain_peft, kind, str(tmp_path), str(tmp_path / "out"))
+    again = fns.opened(kind, str(tmp_path / "base"), str(tmp_path / "out"))
+    for name, tensor in tensors_of(again).items():
+        assert torch.equal(tensor.detach(), expected[name]), name
 
 
-@pytest.mark.parametrize("kind", [k for k in fns.KINDS if k not in ("lora", "saved-head", "tied-embedding")])
+SEEDED = [k for k in fns.KINDS if k not in ("lora", "saved-head", "tied-embedding")]
+
+
+@pytest.mark.parametrize("kind", long_but(SEEDED, "dora", "two", "experts-beside", "renamed-base"))
 def test_seeded_alike(ranks: RankPool, tmp_path: Path, kind: str) -> None:
     """Without files: PEFT's rule, the same values at every world size; what follows from the base as in PEFT."""
     fns.write_reference(kind, str(tmp_path))
@@ -57,12 +60,15 @@ def test_seeded_alike(ranks: RankPool, tmp_path: Path, kind: str) -> None:
     assert len({found[1][n].flatten()[0].item() for n in drawn}) == len(drawn), "two tensors drawn alike"
 
 
-@pytest.mark.parametrize("kind", [k for k in fns.KINDS if k not in ("renamed-base", "biases")])
-def test_trains_as_plain_peft(ranks: RankPool, tmp_path: Path, kind: str) -> None:
+TRAINED = [k for k in fns.KINDS if k not in ("renamed-base", "biases")]
+
+
+@pytest.mark.parametrize("world_size", [2, *long(3)])
+@pytest.mark.parametrize("kind", long_but(TRAINED, "lora", "dora-bf16", "tied-saved-head", "experts"))
+def test_trains_as_plain_peft(ranks: RankPool, tmp_path: Path, kind: str, world_size: int) -> None:
     """Frozen parameters beside trainable ones in one FSDP group; adapters in fp32 over a base in bf16."""
     fns.write_reference(kind, str(tmp_path))
-    for world_size in (2, 3):
-        ranks.run_ranks(world_size, fns.trains_as_plain_peft, kind, str(tmp_path))
+    ranks.run_ranks(world_size, fns.trains_as_plain_peft, kind, str(tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "tied-saved-head"])
@@ -203,6 +209,7 @@ def test_a_rule_that_can_not_be_repeated_beside_one_that_can() -> None:
         assert torch.equal(parameter, before[name]) == (".lora_A.x1" not in name), name
 
 
+@pytest.mark.processes
 def test_nobody_imports_peft_who_does_not_use_it() -> None:
     code = "import sys, shardwise, shardwise.adapters.files; assert 'peft' not in sys.modules, 'imported'"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)

@@ -92,6 +92,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(directory)
 
 
+@pytest.mark.slow
 def test_what_a_script_with_accelerate_costs(ranks: RankPool, tmp_path: Path, experts: str) -> None:
     """From its first line to its first step: the shard and at most 128 MiB, which a whole model would break."""
     models.write_hub_directory("qwen3-moe", tmp_path, torch.float32)

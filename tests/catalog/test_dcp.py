@@ -36,7 +36,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["nested", "app", "flat"])
-@pytest.mark.parametrize(("before", "now"), [(2, 3), (3, 1)])
+@pytest.mark.parametrize(("before", "now"), [(2, 3), pytest.param(3, 1, marks=pytest.mark.slow)])
 def test_torch_saves_and_we_load(
     ranks: RankPool, tmp_path: Path, kind: str, dtype: str, before: int, now: int
 ) -> None:

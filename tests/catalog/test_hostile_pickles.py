@@ -127,6 +127,7 @@ HARMLESS = ("index of the memo", "index of the memo, as mutation made it")
 
 @pytest.mark.parametrize("kind", ["torch.save", "DCP"])
 @pytest.mark.parametrize("bomb", BOMBS)
+@pytest.mark.processes
 def test_bombs_are_refused_at_once(tmp_path: Path, bomb: str, kind: str) -> None:
     content = pickled(BOMBS[bomb])
     if kind == "torch.save":
@@ -264,12 +265,14 @@ def text_with_half_a_surrogate(metadata: Metadata) -> None:
         path_of_lists, text_with_half_a_surrogate,
     ],
 )  # fmt: skip
+@pytest.mark.processes
 def test_metadata_that_asks_for_much(saved: Path, tmp_path: Path, change: Callable[[Metadata], None]) -> None:
     root = with_metadata(saved, tmp_path, change)
     text = refused_within(lambda: read_dcp(root), seconds=1)
     assert str(root) in text
 
 
+@pytest.mark.processes
 def test_offsets_can_not_be_made_to_collide(saved: Path, tmp_path: Path) -> None:
     """What lies nowhere is not asked for; 20,000 such entries cost no more than others."""
     root = with_metadata(saved, tmp_path, colliding_offsets)

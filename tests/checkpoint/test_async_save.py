@@ -17,11 +17,12 @@ from shardwise.ranks.ranks import Ranks
 from tests.checkpoint import _async_save_fns as fns
 from tests.harness.pool import RankPool
 from tests.harness.process import ROOT, worker_env
+from tests.harness.tiers import long
 
 MIB = 1024**2
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [2, *long(1, 3)])
 @pytest.mark.parametrize("budget", [None, 2 * MIB])
 def test_the_state_at_the_call_is_stored(
     ranks: RankPool, tmp_path: Path, world_size: int, budget: int | None
@@ -105,6 +106,7 @@ def test_resume_waits_for_the_save_behind(ranks: RankPool, tmp_path: Path) -> No
         assert found == [1, True]
 
 
+@pytest.mark.processes
 def test_a_process_that_ends_finishes_its_save(tmp_path: Path) -> None:
     root = tmp_path / "run"
     done = subprocess.run(
@@ -139,6 +141,7 @@ def test_two_checkpointers_write_at_a_time(ranks: RankPool, tmp_path: Path) -> N
         assert steps == [1, 1, 2, 2, 3, 3]
 
 
+@pytest.mark.slow
 def test_an_interrupted_wait_loses_nothing(ranks: RankPool, tmp_path: Path) -> None:
     (found,) = ranks.run_ranks(1, fns.interrupted_wait, str(tmp_path / "run"))
     assert found["interrupted"]

@@ -11,6 +11,7 @@ import pytest
 
 from tests.checkpoint import _checkpointer_fns as fns
 from tests.harness.pool import RankPool
+from tests.harness.tiers import long
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +22,7 @@ def pristine(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> str:
     return root
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [2, *long(1)])
 def test_damaged_step_is_skipped_with_a_warning(
     ranks: RankPool, tmp_path: Path, pristine: str, world_size: int
 ) -> None:

@@ -12,6 +12,7 @@ import shardwise as sw
 from tests.checkpoint import _continue_fns as fns
 from tests.checkpoint._continue_fns import Recipe
 from tests.harness.pool import RankPool
+from tests.harness.tiers import long_but
 
 RECIPES = {
     "adamw, workers": Recipe("adamw", workers=2),
@@ -29,7 +30,18 @@ RECIPES = {
 }
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name",
+    long_but(
+        RECIPES,
+        "no workers",
+        "adamw, scaler",
+        "sgd, scaler, in a cycle",
+        "adamw, in a cycle, behind",
+        "elastic",
+        "torchdata, workers",
+    ),
+)
 def test_a_restored_copy_matches_the_run_that_went_on(ranks: RankPool, tmp_path: Path, name: str) -> None:
     recipe = RECIPES[name]
     by_rank = ranks.run_ranks(2, fns.continued_equals_resumed, str(tmp_path), recipe)

@@ -10,6 +10,7 @@ from tests.checkpoint import _patience_of_ranks_fns as fns
 from tests.harness.pool import RankPool
 
 
+@pytest.mark.slow
 def test_a_slow_call_is_progress(ranks: RankPool, tmp_path: Path) -> None:
     """fsync, close, rename, unlink and rmdir that take three times the timeout, on either rank, in the thread behind."""
     for found in ranks.run_ranks(2, fns.slow_calls, str(tmp_path)):

@@ -10,6 +10,7 @@ import shardwise as sw
 from tests.checkpoint import _resume_fns as fns
 from tests.harness.on_ranks import on_ranks
 from tests.harness.pool import RankPool
+from tests.harness.tiers import long
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,7 @@ def mesh_of(world_size: int) -> str:
     return f"axis0 {world_size}"
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adagrad", "master"])
+@pytest.mark.parametrize("optimizer", ["adamw", *long("adagrad", "master")])
 def test_tensors_survive_other_world_sizes(
     ranks: RankPool, tmp_path: Path, gpt2: str, optimizer: str
 ) -> None:

@@ -684,6 +684,7 @@ def test_version() -> None:
 # As processes
 
 
+@pytest.mark.processes
 def test_module_and_script_do_the_same(model: Path) -> None:
     status, out, err = finish(start("inspect", model, "--json"))
     assert (status, err) == (0, "")
@@ -692,6 +693,7 @@ def test_module_and_script_do_the_same(model: Path) -> None:
     assert json.loads(script.stdout) == json.loads(out)
 
 
+@pytest.mark.processes
 def test_bad_input_in_a_process(model: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("garbage")
     (tmp_path / "model.safetensors").symlink_to(model / "model-00001-of-00002.safetensors")
@@ -710,6 +712,7 @@ def test_bad_input_in_a_process(model: Path, tmp_path: Path) -> None:
     assert all("Traceback" not in text for text in (err, config[2], name[2]))
 
 
+@pytest.mark.processes
 def test_a_reader_that_leaves_is_no_news(model: Path) -> None:
     read, write = os.pipe()
     os.close(read)
@@ -719,6 +722,7 @@ def test_a_reader_that_leaves_is_no_news(model: Path) -> None:
     assert err == ""
 
 
+@pytest.mark.processes
 def test_interrupt(tmp_path: Path) -> None:
     save_file({f"{'x' * 50}{i}.{i}": torch.zeros(1) for i in range(2000)}, tmp_path / "model.safetensors")
     before = signal.signal(

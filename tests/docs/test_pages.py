@@ -22,6 +22,7 @@ from shardwise import errors
 from shardwise.cli import main
 from tests.docs.blocks import DOCS, ROOT, Block, blocks, pages
 
+
 MODULES = {"sw": "shardwise", "swa": "shardwise.integrations.accelerate"}
 INTEGRATIONS = ("accelerate", "trainer")
 
@@ -85,6 +86,7 @@ RUN = (
 RUN += tuple(f"docs/concepts/{p}.md" for p in ("proof", "digests", "exactness"))
 
 
+@pytest.mark.slow
 def test_blocks_run() -> None:
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT / "src"), str(ROOT))))
     environment = {**os.environ, "PYTHONPATH": path}

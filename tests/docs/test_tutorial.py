@@ -17,6 +17,8 @@ from click.testing import CliRunner
 from shardwise.cli import main
 from tests.docs.blocks import DOCS, ROOT, Block, blocks
 
+pytestmark = pytest.mark.slow
+
 TUTORIAL = list(blocks(DOCS / "tutorial.md"))
 
 

@@ -286,6 +286,7 @@ def test_more_files_than_may_be_open(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_exports_beside_a_run_that_saves_and_deletes(tmp_path: Path) -> None:
     """Another process; each export is one step's values, whole, or an error that names the step."""
     root = tmp_path / "run"

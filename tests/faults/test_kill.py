@@ -160,6 +160,7 @@ def check_resumed(event: dict[str, Any], expected_step: int) -> None:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("who", ["all ranks", "one rank"])
+@pytest.mark.slow
 def test_killed_at_random_instants(victims: Victims, tmp_path: Path, who: str) -> None:
     seconds = save_seconds(victims, tmp_path)
     random_instants = random.Random(who)
@@ -198,6 +199,7 @@ def test_killed_at_random_instants(victims: Victims, tmp_path: Path, who: str) -
     print(f"{who}: {KILLS} kills in saves of {seconds:.3f} s: {dict(phases)}, then found {dict(outcomes)}")
 
 
+@pytest.mark.slow
 def test_leftovers_of_four_ranks_do_not_mix_into_a_save_of_two(victims: Victims, tmp_path: Path) -> None:
     with victims.run(tmp_path, saves=2) as ranks:
         assert ranks.wait() == [0, 0]
@@ -231,6 +233,7 @@ def test_leftovers_of_four_ranks_do_not_mix_into_a_save_of_two(victims: Victims,
     assert not leftover.exists()
 
 
+@pytest.mark.slow
 def test_run_that_went_back_finds_its_own_line(victims: Victims, tmp_path: Path) -> None:
     with victims.run(tmp_path, saves=3, keep_last=9) as ranks:
         assert ranks.wait() == [0, 0]

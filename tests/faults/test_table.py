@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.harness.process import ROOT, worker_env
+from tests.harness.tiers import long_but
 
 pytestmark = pytest.mark.faults
 
@@ -54,7 +55,9 @@ def rows_of() -> Iterator[Callable[[str], list[dict[str, Any]]]]:
             process.kill()  # its ranks end with it
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", long_but(NAMES, "lost writes", "short writes", "limit", "full disk", "damage", "beside", "lock")
+)
 def test_fault(rows_of: Callable[[str], list[dict[str, Any]]], name: str) -> None:
     rows = rows_of(name)
     assert rows

@@ -143,6 +143,7 @@ def tried(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("name", _bombs.BOMBS)
+@pytest.mark.processes
 def test_bombs_take_a_second_and_200_megabytes_at_most(tried: dict[str, dict[str, Any]], name: str) -> None:
     assert name in tried, "it, or one before it, never ended"
     bomb = tried[name]

@@ -122,6 +122,7 @@ def test_what_cannot_be_honoured_is_named(ranks: RankPool, hub: Path, tmp_path: 
         assert found["by hand"] == "trained"
 
 
+@pytest.mark.slow
 def test_trl_sft_with_lora_is_killed_and_resumed(ranks: RankPool, hub: Path, tmp_path: Path) -> None:
     """Killed while it wrote the third checkpoint: the second is the newest then."""
     with Launch(2, fns.sft_killed, str(hub), str(tmp_path / "run"), {"bf16": True}, 9) as life:

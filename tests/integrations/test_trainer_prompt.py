@@ -9,12 +9,13 @@ import torch
 
 from tests.harness.models import build_reference
 from tests.harness.pool import RankPool
+from tests.harness.tiers import long_but
 from tests.integrations import _trainer_prompt_fns as fns
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # below from_pretrained
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.parametrize("kind", sorted(fns.KINDS))
+@pytest.mark.parametrize("kind", long_but(sorted(fns.KINDS), "prefix"))
 @pytest.mark.parametrize("fsdp", [False, True], ids=["whole", "fsdp"])
 def test_a_learned_prompt_on_two_ranks(ranks: RankPool, tmp_path: Path, kind: str, fsdp: bool) -> None:
     build_reference("qwen3-tied").save_pretrained(tmp_path / "hub")

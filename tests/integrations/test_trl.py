@@ -54,6 +54,7 @@ def assert_close(found: History, expected: History) -> None:
         assert one == pytest.approx(other, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_dpo(ranks: RankPool, hub: Path, alone: Histories, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -17,6 +17,7 @@ import shardwise as sw
 from tests.harness import models
 from tests.harness.on_ranks import on_ranks
 from tests.harness.pool import RankPool
+from tests.harness.tiers import long
 from tests.loading import _load_fns as fns
 
 #: Every kind in fp32; the other dtypes where they make a difference (T5 keeps some modules in fp32).
@@ -44,7 +45,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [*found, str(several)]
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [3, *long(2, 4)])
 def test_equals_the_ordinary_load(ranks: RankPool, directories: list[str], world_size: int) -> None:
     ranks.run_ranks(world_size, fns.pretrained_equals_ordinary, directories, timeout_s=160)
 
@@ -56,7 +57,7 @@ def test_in_another_dtype(ranks: RankPool, directories: list[str], dtype: torch.
     ranks.run_ranks(3, fns.pretrained_equals_ordinary, chosen, dtype=dtype)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [3, *long(2, 4)])
 def test_the_real_minilm(ranks: RankPool, world_size: int) -> None:
     ranks.run_ranks(world_size, fns.pretrained_equals_ordinary, [str(models.minilm_directory())])
 

@@ -19,6 +19,8 @@ from tests.harness.launch import Launch
 from tests.harness.on_ranks import on_ranks
 from tests.harness.pool import RankPool
 
+pytestmark = pytest.mark.processes
+
 
 def _sum_of_ranks(offset: int) -> tuple[int, int, float]:
     total = torch.tensor(float(dist.get_rank() + offset))

@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.architectures import architectures, write_checkpoint
 from tests.harness.pool import RankPool
+from tests.harness.tiers import long
 from tests.meta import _wrong_conversions_fns as fns
 
 MODEL_TYPES = sorted({model_type for model_type, _ in fns.ERRORS})
@@ -27,7 +28,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return request.param, str(directory)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [3, *long(2)])
 def test_a_wrong_conversion_shows(
     ranks: RankPool, checkpoint: tuple[str, str], tmp_path: Path, world_size: int
 ) -> None:

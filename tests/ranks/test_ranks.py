@@ -17,6 +17,9 @@ from shardwise.errors import RankError
 from shardwise.ranks import protocol as rounds
 from shardwise.ranks.ranks import Ranks
 from tests.harness.process import Process, kill_all, spawn, worker_env
+from tests.harness.tiers import long
+
+pytestmark = pytest.mark.processes
 
 LAUNCH_S = 150.0
 
@@ -79,7 +82,7 @@ def values(notes: Notes, name: str) -> list[Any]:
     return [note[name]["value"] for note in notes]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [3, *long(2)])
 def test_agreement(world_size: int, tmp_path: Path) -> None:
     notes = launch("calm", world_size, tmp_path)
     last = world_size - 1

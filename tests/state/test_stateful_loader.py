@@ -66,6 +66,7 @@ def text(state: Any) -> str:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["shuffled", "own generator", "persistent", "iterable"])
+@pytest.mark.processes
 def test_states_of_torchdata_come_back_equal_and_go_on(kind: str, workers: int) -> None:
     torch.manual_seed(7)
     loader = stateful(kind, workers)
