@@ -37,7 +37,7 @@ def test_equals_plain_peft(ranks: RankPool, tmp_path: Path, kind: str, world_siz
 SEEDED = [k for k in fns.KINDS if k not in ("lora", "saved-head", "tied-embedding")]
 
 
-@pytest.mark.parametrize("kind", long_but(SEEDED, "dora", "two", "experts-beside", "renamed-base"))
+@pytest.mark.parametrize("kind", long_but(SEEDED, "two", "renamed-base"))
 def test_seeded_alike(ranks: RankPool, tmp_path: Path, kind: str) -> None:
     """Without files: PEFT's rule, the same values at every world size; what follows from the base as in PEFT."""
     fns.write_reference(kind, str(tmp_path))
@@ -71,7 +71,7 @@ def test_trains_as_plain_peft(ranks: RankPool, tmp_path: Path, kind: str, world_
     ranks.run_ranks(world_size, fns.trains_as_plain_peft, kind, str(tmp_path))
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora", "tied-saved-head"])
+@pytest.mark.parametrize("kind", ["lora", "tied-saved-head", *long("dora")])
 def test_a_run_resumes(ranks: RankPool, tmp_path: Path, kind: str) -> None:
     fns.write_reference(kind, str(tmp_path))
     base, runs = str(tmp_path / "base"), str(tmp_path / "runs")

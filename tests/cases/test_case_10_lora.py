@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from tests.adapters import _peft_fns as fns
 from tests.harness import models
 from tests.harness.pool import RankPool
-from tests.harness.tiers import long
 
 
 def _plain(base: Path, adapter: Path) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -26,7 +25,8 @@ def _plain(base: Path, adapter: Path) -> tuple[dict[str, torch.Tensor], torch.Te
     return {n: t.detach() for n, t in opened.state_dict().items()}, logits
 
 
-@pytest.mark.parametrize("source", ["from a directory", *long("seeded")])
+@pytest.mark.parametrize("source", ["seeded", "from a directory"])
+@pytest.mark.slow
 def test_a_base_and_its_adapter(ranks: RankPool, tmp_path: Path, source: str) -> None:
     base = tmp_path / "base"
     models.write_hub_directory("qwen3", base, torch.float32)

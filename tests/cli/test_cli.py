@@ -693,7 +693,7 @@ def test_module_and_script_do_the_same(model: Path) -> None:
     assert json.loads(script.stdout) == json.loads(out)
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_bad_input_in_a_process(model: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("garbage")
     (tmp_path / "model.safetensors").symlink_to(model / "model-00001-of-00002.safetensors")

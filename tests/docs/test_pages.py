@@ -22,7 +22,6 @@ from shardwise import errors
 from shardwise.cli import main
 from tests.docs.blocks import DOCS, ROOT, Block, blocks, pages
 
-
 MODULES = {"sw": "shardwise", "swa": "shardwise.integrations.accelerate"}
 INTEGRATIONS = ("accelerate", "trainer")
 

@@ -9,7 +9,6 @@ import pytest
 
 from tests.examples import _loops_fns as fns
 from tests.harness.pool import RankPool
-from tests.harness.tiers import long
 
 
 def test_own_model_with_hub_weights(ranks: RankPool, tmp_path: Path) -> None:
@@ -18,7 +17,8 @@ def test_own_model_with_hub_weights(ranks: RankPool, tmp_path: Path) -> None:
         assert "layers.1.attention.wk.weight" in found["names"]
 
 
-@pytest.mark.parametrize("flags", [(), *long(("--from-scratch",))], ids=["loaded", "from scratch"])
+@pytest.mark.parametrize("flags", [(), ("--from-scratch",)], ids=["loaded", "from scratch"])
+@pytest.mark.slow
 def test_titan_loop_goes_on_at_another_mesh(ranks: RankPool, tmp_path: Path, flags: tuple[str, ...]) -> None:
     """dp 2 × tp 2 is stopped at step 3 and goes on as dp 2 × tp 1; losses and norms are those of no stop."""
     base = str(tmp_path / "stopped/base")

@@ -20,7 +20,7 @@ def test_models_are_those_of_an_ordinary_load(ranks: RankPool, tmp_path: Path, k
         assert min(compared.values()) > 20
 
 
-@pytest.mark.parametrize("mode", long_but(MODES, "dense", "lora"))
+@pytest.mark.parametrize("mode", long_but(MODES, "dense"))
 def test_trains_hands_over_and_recovers(ranks: RankPool, tmp_path: Path, mode: str) -> None:
     """A run that was stopped and went on elsewhere gives what one without a stop gives."""
     stopped, whole = ("--out", str(tmp_path / "stopped"), *MODES[mode]), ("--out", str(tmp_path / "whole"))
@@ -41,7 +41,7 @@ def test_trains_hands_over_and_recovers(ranks: RankPool, tmp_path: Path, mode: s
         assert second[0]["digests"] == straight[0]["digests"], "bitwise at the same world size"
 
 
-@pytest.mark.parametrize("mode", long_but(LOOP_MODES, "dense", "moe"))
+@pytest.mark.parametrize("mode", long_but(LOOP_MODES, "moe"))
 def test_own_loop_goes_on_at_another_world_size(ranks: RankPool, tmp_path: Path, mode: str) -> None:
     flags, base = LOOP_MODES[mode], str(tmp_path / "stopped/base")
     stopped = ("--out", str(tmp_path / "stopped"), *flags)

@@ -55,9 +55,7 @@ def rows_of() -> Iterator[Callable[[str], list[dict[str, Any]]]]:
             process.kill()  # its ranks end with it
 
 
-@pytest.mark.parametrize(
-    "name", long_but(NAMES, "lost writes", "short writes", "limit", "full disk", "damage", "beside", "lock")
-)
+@pytest.mark.parametrize("name", long_but(NAMES, "short writes", "limit", "full disk", "beside"))
 def test_fault(rows_of: Callable[[str], list[dict[str, Any]]], name: str) -> None:
     rows = rows_of(name)
     assert rows

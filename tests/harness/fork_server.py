@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -212,6 +213,8 @@ def main(fd: str) -> None:
     control.set_inheritable(False)
     for module in _PRELOADED:
         importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # ranks collect what they make, not what all of them share
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
         raise RuntimeError(f"{threads} threads after the imports: a fork would copy only one of them")

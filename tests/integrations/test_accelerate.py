@@ -38,7 +38,9 @@ def write_source(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     [
         (2, {}, {"mixed_precision": "bf16"}),
         (2, {"activation_checkpointing": True}, {}),
-        (2, {"reshard_after_forward": False}, {"dynamo_backend": COMPILER}),
+        pytest.param(
+            2, {"reshard_after_forward": False}, {"dynamo_backend": COMPILER}, marks=pytest.mark.slow
+        ),
     ],
     ids=["bf16", "checkpointing", "compiled"],
 )

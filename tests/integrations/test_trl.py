@@ -67,6 +67,7 @@ def test_dpo(ranks: RankPool, hub: Path, alone: Histories, tmp_path: Path) -> No
         assert torch.equal(tensor, found["after"][name]), name
 
 
+@pytest.mark.slow
 def test_dpo_with_lora(ranks: RankPool, hub: Path, adapter: Path, alone: Histories, tmp_path: Path) -> None:
     import peft
     from transformers import AutoModelForCausalLM

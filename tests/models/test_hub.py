@@ -83,6 +83,7 @@ def _env(server: HubServer, home: Path, *, offline: bool = False) -> dict[str, s
     }
 
 
+@pytest.mark.slow
 def test_hub_models(server: HubServer, repositories: Path, tmp_path: Path) -> None:
     """Once per cache, only what is needed, and each failure is one error with the way on; offline afterwards."""
     home = tmp_path / "home"
