@@ -119,7 +119,7 @@ def test_ranks_that_share_a_cache_import_one_after_another(tmp_path: Path) -> No
     file = tmp_path / "model" / "modeling_own_moe.py"
     file.write_text(f"import os, time\n{begin}time.sleep(0.5)\n{file.read_text()}\n{end}")
     caches = [str(tmp_path / name) for name in ("a", "a", "b", "b")]
-    with Launch(4, fns.load_with_caches, str(tmp_path / "model"), caches) as job:
+    with Launch(4, fns.load_with_caches, str(tmp_path / "model"), caches, fresh=True) as job:
         assert job.wait(170) == [0] * 4
         files = [job.result(rank) for rank in range(4)]
     assert [f.startswith(cache) for f, cache in zip(files, caches, strict=True)] == [True] * 4
