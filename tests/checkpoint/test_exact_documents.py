@@ -21,22 +21,7 @@ from shardwise.layout.live import describe
 from shardwise.ranks.ranks import Ranks
 from shardwise.state.beyond import differing_leaves, same, split_storable
 from shardwise.state.places import Places
-
-
-class Holder(nn.Linear):
-    """Saves and takes whatever it holds."""
-
-    def __init__(self, held: Any) -> None:
-        super().__init__(2, 2)
-        self.held = held
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}held"] = self.held
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        self.held = state_dict[f"{prefix}held"]
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+from tests.harness.holder import Holder
 
 
 def test_same_compares_bits() -> None:

@@ -1,8 +1,4 @@
-"""Ranks that are there to be killed: ``python -m tests.faults._fns`` imports once, then forks what it is asked for.
-
-One line of JSON on stdin starts ranks, ``{"world_size", "port", "directory", "options"}``; the answers are the
-pids, at once, and the exit statuses, when all have ended.
-"""
+"""A training run whose ranks are there to be killed; see test_kill.py."""
 
 from __future__ import annotations
 
@@ -10,14 +6,10 @@ import json
 import os
 import re
 import signal
-import sys
 import time
-import traceback
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -27,7 +19,6 @@ from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from shardwise.errors import RankError
-from tests.harness.process import exit_with_parent, install_stack_dump, warnings_as_in_pytest
 
 #: Sizes that no number of ranks divides; about 24 MiB of parameters and as much of momentum.
 ROWS, COLUMNS = 1021, 1537
@@ -130,55 +121,3 @@ def _die_at_fsync(count: int) -> None:
         own(fd)
 
     os.fsync = fsync
-
-
-# ------------------------------------------------------------------------------------------------ forking
-
-
-def _rank_main(rank: int, command: dict[str, Any]) -> None:
-    directory = Path(command["directory"])
-    log = os.open(directory / f"log-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    status = 1
-    try:
-        os.setpgid(0, 0)
-        install_stack_dump()
-        exit_with_parent()
-        torch.set_num_threads(1)
-        store = dist.TCPStore("127.0.0.1", command["port"], is_master=False, timeout=timedelta(seconds=30))
-        world_size = command["world_size"]
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
-        )
-        with warnings_as_in_pytest():
-            train(directory, command["options"])
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-
-
-def main() -> None:
-    exit_with_parent()
-    torch.set_num_threads(1)
-    safetensors.torch.save({"warm": torch.zeros(1)})
-    print("ready", flush=True)
-    for line in sys.stdin:
-        command = json.loads(line)
-        pids = []
-        for rank in range(command["world_size"]):
-            pid = os.fork()
-            if pid == 0:
-                _rank_main(rank, command)
-            pids.append(pid)
-        print(json.dumps(pids), flush=True)
-        statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-        print(json.dumps(statuses), flush=True)
-
-
-if __name__ == "__main__":
-    main()

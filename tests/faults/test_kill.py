@@ -12,19 +12,18 @@ import os
 import random
 import signal
 import statistics
-import subprocess
-import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.harness.process import ROOT, worker_env
+from tests.faults import _fns as fns
+from tests.harness.launch import Launch
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.slow]
 
 KILLS = int(os.environ.get("SHARDWISE_KILLS", "1"))
 #: How long the rank that is left waits for a dead one. Long for a busy disk, short for twenty rounds.
@@ -32,72 +31,18 @@ TIMEOUT_S = 4.0
 
 
 class Victims:
-    """Ranks forked from one process that has imported everything."""
+    """Running ranks that train."""
 
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults._fns"],
-            cwd=ROOT,
-            env=worker_env(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._in, self._out = self._process.stdin, self._process.stdout
-        if self._out.readline() != "ready\n":
-            self.close()
-            raise AssertionError("the process to fork from did not start; its output is above")
+    def __init__(self, directory: Path, job: Launch) -> None:
+        self._directory, self._job = directory, job
 
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._in.close()
-        self._out.close()
-
-    @contextlib.contextmanager
-    def run(self, directory: Path, world_size: int = 2, **options: Any) -> Iterator[Ranks]:
-        """Start ranks; on exit those that still run are killed."""
-        from torch.distributed import TCPStore  # served here: it outlives every rank
-
-        for old in directory.glob("events-*"):
-            old.unlink()
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        command = {"world_size": world_size, "port": store.port, "directory": str(directory)}
-        self._in.write(json.dumps({**command, "options": options}) + "\n")
-        self._in.flush()
-        ranks = Ranks(directory, json.loads(self._out.readline()), self._out)
-        try:
-            yield ranks
-        except BaseException as error:
-            for log in sorted(directory.glob("log-*")):
-                error.add_note(f"---- {log.name} ----\n{log.read_text()[-4000:]}")
-            raise
-        finally:
-            ranks.kill(range(world_size))
-            ranks.wait()
-            del store
-
-
-class Ranks:
-    """Running victims."""
-
-    def __init__(self, directory: Path, pids: list[int], out: Any) -> None:
-        self._directory, self._pids, self._out = directory, pids, out
-        self._statuses: list[int] | None = None
-
-    def kill(self, which: Any) -> None:
-        # Not reaped before wait() has read the statuses, so a pid is still that process's own.
-        for rank in which if self._statuses is None else ():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pids[rank], signal.SIGKILL)
+    def kill(self, which: Iterable[int]) -> None:
+        for rank in which:
+            self._job.kill(rank)
 
     def wait(self) -> list[int]:
         """Exit statuses of all; waits for them."""
-        if self._statuses is None:
-            self._statuses = json.loads(self._out.readline())
-        return self._statuses
+        return self._job.wait(120)
 
     def events(self, rank: int) -> list[dict[str, Any]]:
         file = self._directory / f"events-{rank}"
@@ -117,11 +62,13 @@ class Ranks:
         raise AssertionError(f"rank {rank}: no event {kind!r} after {timeout_s} s: {self.events(rank)}")
 
 
-@pytest.fixture(scope="module")
-def victims() -> Iterator[Victims]:
-    found = Victims()
-    yield found
-    found.close()
+@contextlib.contextmanager
+def victims(directory: Path, world_size: int = 2, **options: Any) -> Iterator[Victims]:
+    """Ranks that train in ``directory``. On exit those that still run are killed."""
+    for old in directory.glob("events-*"):
+        old.unlink()
+    with Launch(world_size, fns.train, directory, options) as job:
+        yield Victims(directory, job)
 
 
 def published(directory: Path) -> dict[int, Path]:
@@ -142,9 +89,9 @@ def phase(directory: Path, step: int) -> str:
     return "manifest written, not published" if manifest.exists() else "payload partly written"
 
 
-def save_seconds(victims: Victims, directory: Path) -> float:
+def save_seconds(directory: Path) -> float:
     """How long a save takes here and now."""
-    with victims.run(directory, saves=6) as ranks:
+    with victims(directory, saves=6) as ranks:
         assert ranks.wait() == [0, 0]
         events = ranks.events(0)
     begun = {e["step"]: e["time"] for e in events if e["kind"] == "saving"}
@@ -160,9 +107,8 @@ def check_resumed(event: dict[str, Any], expected_step: int) -> None:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("who", ["all ranks", "one rank"])
-@pytest.mark.slow
-def test_killed_at_random_instants(victims: Victims, tmp_path: Path, who: str) -> None:
-    seconds = save_seconds(victims, tmp_path)
+def test_killed_at_random_instants(tmp_path: Path, who: str) -> None:
+    seconds = save_seconds(tmp_path)
     random_instants = random.Random(who)
     phases: Counter[str] = Counter()
     outcomes: Counter[str] = Counter()
@@ -172,7 +118,7 @@ def test_killed_at_random_instants(victims: Victims, tmp_path: Path, who: str) -
         # Stratified: one instant in each of KILLS equal parts of a save and a little beyond.
         instant = (number + random_instants.random()) / KILLS * 1.1 * seconds
         killed = (0, 1) if who == "all ranks" else (number % 2,)
-        with victims.run(tmp_path, **options) as ranks:
+        with victims(tmp_path, **options) as ranks:
             resumed = ranks.wait_for("resumed")
             check_resumed(resumed, expected)
             # In the second save of these processes: the first takes longer than the measured ones.
@@ -193,17 +139,16 @@ def test_killed_at_random_instants(victims: Victims, tmp_path: Path, who: str) -
         assert newest in (hit - 1, hit), "the step before or the one that was being saved"
         outcomes["new step" if newest == hit else "step before"] += 1
         expected = newest
-    with victims.run(tmp_path, saves=1) as ranks:
+    with victims(tmp_path, saves=1) as ranks:
         assert ranks.wait() == [0, 0]
         check_resumed(ranks.wait_for("resumed"), expected)
     print(f"{who}: {KILLS} kills in saves of {seconds:.3f} s: {dict(phases)}, then found {dict(outcomes)}")
 
 
-@pytest.mark.slow
-def test_leftovers_of_four_ranks_do_not_mix_into_a_save_of_two(victims: Victims, tmp_path: Path) -> None:
-    with victims.run(tmp_path, saves=2) as ranks:
+def test_leftovers_of_four_ranks_do_not_mix_into_a_save_of_two(tmp_path: Path) -> None:
+    with victims(tmp_path, saves=2) as ranks:
         assert ranks.wait() == [0, 0]
-    with victims.run(tmp_path, 4, die_at_fsync=2) as ranks:
+    with victims(tmp_path, 4, die_at_fsync=2) as ranks:
         assert ranks.wait() == [-signal.SIGKILL] * 4
         check_resumed(ranks.wait_for("resumed"), 2)
     (leftover,) = (tmp_path / "checkpoints").glob(".tmp-step-00000003-*")
@@ -214,7 +159,7 @@ def test_leftovers_of_four_ranks_do_not_mix_into_a_save_of_two(victims: Victims,
 
     # Through the checkpointer, which sweeps, and by plain save beside leftovers that nobody swept.
     for plain in (False, True):
-        with victims.run(tmp_path, saves=1, plain=plain, line=7) as ranks:
+        with victims(tmp_path, saves=1, plain=plain, line=7) as ranks:
             check_resumed(ranks.wait_for("resumed"), 3 if plain else 2)
             if plain:
                 kept.rename(tmp_path / "checkpoints" / leftover.name.replace("03-", "04-"))
@@ -225,7 +170,7 @@ def test_leftovers_of_four_ranks_do_not_mix_into_a_save_of_two(victims: Victims,
         assert not (step / "rank" / "00002.json").exists()
     (leftover,) = (tmp_path / "checkpoints").glob(".tmp-step-00000004-*")
     assert sorted(p.name for p in leftover.rglob("*")) == before
-    with victims.run(tmp_path, saves=0) as ranks:
+    with victims(tmp_path, saves=0) as ranks:
         assert ranks.wait() == [0, 0]
         resumed = ranks.wait_for("resumed")
     check_resumed(resumed, 4)
@@ -233,21 +178,20 @@ def test_leftovers_of_four_ranks_do_not_mix_into_a_save_of_two(victims: Victims,
     assert not leftover.exists()
 
 
-@pytest.mark.slow
-def test_run_that_went_back_finds_its_own_line(victims: Victims, tmp_path: Path) -> None:
-    with victims.run(tmp_path, saves=3, keep_last=9) as ranks:
+def test_run_that_went_back_finds_its_own_line(tmp_path: Path) -> None:
+    with victims(tmp_path, saves=3, keep_last=9) as ranks:
         assert ranks.wait() == [0, 0]
     # Back to step 1, and killed before its next step is published: not step 3, nor step 2, of the old line.
-    with victims.run(tmp_path, line=1, resume_step=1, die_at_fsync=2, keep_last=9) as ranks:
+    with victims(tmp_path, line=1, resume_step=1, die_at_fsync=2, keep_last=9) as ranks:
         assert set(ranks.wait()) == {-signal.SIGKILL}
         assert ranks.wait_for("resumed")["superseded"] == [3, 2]
     # Goes on to a step 2 of its own, and is killed in its step 3.
-    with victims.run(tmp_path, line=1, saves=1, keep_last=9) as ranks:
+    with victims(tmp_path, line=1, saves=1, keep_last=9) as ranks:
         assert ranks.wait() == [0, 0]
         check_resumed(ranks.wait_for("resumed"), 1)
-    with victims.run(tmp_path, line=1, die_at_fsync=2, keep_last=9) as ranks:
+    with victims(tmp_path, line=1, die_at_fsync=2, keep_last=9) as ranks:
         assert set(ranks.wait()) == {-signal.SIGKILL}
-    with victims.run(tmp_path, saves=0, keep_last=9) as ranks:
+    with victims(tmp_path, saves=0, keep_last=9) as ranks:
         assert ranks.wait() == [0, 0]
         resumed = ranks.wait_for("resumed")
     check_resumed(resumed, 2)

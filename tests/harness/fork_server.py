@@ -1,9 +1,9 @@
 """Processes forked from one that has imported torch and transformers: a rank starts in milliseconds, not in seconds.
 
 A rank of a pool or a launch is a copy of such a server, in a session of its own, with its own environment. Two servers
-with different hash seeds take turns, so that neighbouring ranks disagree about the order of sets, as processes that a
-launcher starts do. What needs a new interpreter (variables that libraries read when imported, what an import does)
-asks :func:`tests.harness.process.spawn` for one with ``fresh=True``.
+with different hash seeds take turns, so that neighbouring ranks disagree about the order of sets, as ranks of a launcher
+do. A test needs new interpreters if it depends on an import, or on a variable that a library reads when it is imported;
+``spawn(…, fresh=True)`` of :mod:`tests.harness.process` starts one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-__all__ = ["Forked", "ForkServer"]
+import numpy
+
+__all__ = ["FD", "ForkServer", "Forked"]
 
 #: Before the first fork. Nothing of shardwise's integrations: ranks that need them import them, as scripts do.
 _PRELOADED = (
@@ -40,7 +42,7 @@ _PRELOADED = (
 )
 _NUMBER = struct.Struct("<i")
 _MOST_BYTES = 128 * 1024  # of a request: the environment is most of it
-_FD = "FD"  # in argv: the number that the descriptor has in the new process
+FD = "FD"  # in argv: the number that the descriptor has in the new process
 
 
 class Forked:
@@ -76,9 +78,8 @@ class Forked:
             if not select.select([self._status], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(str(pid), timeout or 0.0)
             code = self._read()
-            self.returncode = (
-                -signal.SIGKILL if code is None else code
-            )  # None: the server died, and it with it
+            # Without a code the server died, and the process with it.
+            self.returncode = -signal.SIGKILL if code is None else code
             os.close(self._status)
         return self.returncode
 
@@ -115,8 +116,10 @@ class ForkServer:
     def spawn(
         self, module: str, argv: Iterable[str], *, log: Path, env: Mapping[str, str], fds: Iterable[int] = ()
     ) -> Forked:
-        """Fork a process that calls ``module.main(*argv)``; an argument ``"FD"`` becomes the number of the next of
-        ``fds`` there. Its output is appended to ``log``."""
+        """Fork a process that calls ``module.main(*argv)``, its output appended to ``log``.
+
+        An argument :data:`FD` becomes the number that the next of ``fds`` has there.
+        """
         log.touch()
         request = {"module": module, "argv": list(argv), "log": str(log), "env": dict(env)}
         ours, theirs = os.pipe()
@@ -125,7 +128,7 @@ class ForkServer:
         return Forked(ours, self)
 
     def output(self) -> str:
-        """What the server itself has printed: warnings of imports, and why it ended."""
+        """The server's own output: warnings of imports, and why it ended."""
         self._output.seek(0)
         return self._output.read().decode(errors="replace")
 
@@ -188,7 +191,7 @@ def _report_ends(running: dict[int, int]) -> None:
 
 
 def _become(request: dict[str, object], fds: list[int]) -> None:
-    """In the child: what a new process would have, then the module's ``main``."""
+    """In the child: take the session, streams, environment and seeds of a new process, then call the module's ``main``."""
     os.setsid()
     for number, path, flags in (
         (0, os.devnull, os.O_RDONLY),
@@ -201,9 +204,9 @@ def _become(request: dict[str, object], fds: list[int]) -> None:
     os.environ.clear()
     os.environ.update(request["env"])  # type: ignore[call-overload]
     random.seed()
-    importlib.import_module("numpy").random.seed()
+    numpy.random.seed()
     numbers = iter(fds)
-    argv = [str(next(numbers)) if word == _FD else word for word in request["argv"]]  # type: ignore[attr-defined]
+    argv = [str(next(numbers)) if word == FD else word for word in request["argv"]]  # type: ignore[attr-defined]
     sys.argv = [str(request["module"]), *argv]
     importlib.import_module(str(request["module"])).main(*argv)
 

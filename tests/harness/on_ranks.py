@@ -20,8 +20,8 @@ def on_ranks(
     """Run the decorated test on every rank of a gloo group of each of ``world_sizes``.
 
     The test's arguments are fixtures and parameters as in any test. pytest makes them in its own process; they are
-    pickled and handed to each rank. Rank and world size come from ``torch.distributed``. What a rank needs and no
-    other process can make (a mesh, a model) is a function that the body calls. The test passes if the body returns
+    pickled and handed to each rank. Rank and world size come from ``torch.distributed``. The body makes its meshes and
+    models itself, because they belong to a rank. The test passes if the body returns
     None on every rank, and fails with the tracebacks and the output of all ranks if any raises, dies, or is not done
     after ``timeout_s`` (see :meth:`tests.harness.pool.RankPool.run_ranks`).
     """

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness.channel import Channel
+from tests.harness.fork_server import FD
 from tests.harness.process import dump_stacks, kill_all, spawn, target_of, worker_env
 
 __all__ = ["RankPool"]
@@ -46,9 +47,7 @@ class _Worker:
     def __init__(self, log: Path) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            self.process = spawn(
-                "tests.harness.worker", "FD", log=log, env=worker_env(), fds=[theirs.fileno()]
-            )
+            self.process = spawn("tests.harness.worker", FD, log=log, env=worker_env(), fds=[theirs.fileno()])
         self.channel = Channel(ours)
         self._log = log
         self._mark = 0

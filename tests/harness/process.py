@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.harness.fork_server import Forked, ForkServer
+from tests.harness.fork_server import FD, Forked, ForkServer
 
 __all__ = [
     "ROOT",
@@ -95,11 +95,11 @@ def spawn(
     """Start a process that calls ``module.main(*argv)``, in a session of its own, its output appended to ``log``.
 
     It is a copy of one that has imported torch and transformers; with ``fresh``, a new interpreter. An argument
-    ``"FD"`` becomes the number that the next of ``fds`` has in the new process.
+    :data:`FD` becomes the number that the next of ``fds`` has in the new process.
     """
     if fresh:
         numbers = iter(fds := tuple(fds))
-        words = [str(next(numbers)) if word == "FD" else word for word in argv]
+        words = [str(next(numbers)) if word == FD else word for word in argv]
         with log.open("ab") as output:
             return subprocess.Popen(
                 [sys.executable, "-m", module, *words],

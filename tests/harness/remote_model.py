@@ -143,7 +143,7 @@ class OwnMoeForCausalLM(PreTrainedModel):
         return CausalLMOutput(loss=loss, logits=logits)
 """
 
-# The text part of a vision-language checkpoint, as somebody's own class.
+# The text part of a vision-language checkpoint, as a class of its own.
 _TEXT_MODEL = """
 import torch
 import torch.nn.functional as F

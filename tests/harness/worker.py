@@ -1,4 +1,4 @@
-"""One persistent rank of the pool: ``python -m tests.harness.worker FD``.
+"""One rank of the pool, which a fork server starts with ``main(FD)``.
 
 Commands come from the parent as tuples, one reply goes back for each: ``("ok", bytes)`` with the pickled
 result, or ``("error", text)`` with the traceback.
@@ -109,7 +109,3 @@ def main(fd: str) -> None:
             sys.stderr.flush()
             os._exit(0)  # as torchrun's ranks that are done; threads of groups would take seconds to end
         channel.send(_answer(getattr(worker, command), tuple(args)))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -24,6 +24,7 @@ from shardwise.planning.cover import cover_problems
 from shardwise.planning.records import StridedLoop
 from shardwise.recipe.match import Made, Matched, Recipe, Rules, as_stored, match, match_rules
 from shardwise.recipe.tiles import Loop, Tile, cut, identity, translate
+from tests.harness.tiles import pairs
 
 Shape = tuple[int, ...]
 
@@ -409,25 +410,14 @@ def halves(tile: Tile, dim: int) -> list[Tile]:
     return [tile]
 
 
-def written(tile: Tile) -> list[tuple[Shape, Shape]]:
-    found = []
-    for steps in product(*(range(loop.size) for loop in tile.loops)):
-        source, target = list(tile.source_start), list(tile.target_start)
-        for i, loop in zip(steps, tile.loops, strict=True):
-            source[loop.source_dim] += i * loop.source_step
-            target[loop.target_dim] += i * loop.target_step
-        found.append((tuple(source), tuple(target)))
-    return found
-
-
 @settings(max_examples=500)
 @given(partitions())
 def test_problems_are_found_exactly_where_there_are_some(case: tuple[Shape, list[Tile]]) -> None:
     shape, tiles = case
     every = set(product(*(range(n) for n in shape)))
-    pairs = [pair for tile in tiles for pair in written(tile)]
-    times = Counter(target for _, target in pairs)
-    good = set(times) == every and set(times.values()) == {1} and all(s in every for s, _ in pairs)
+    moved = [pair for tile in tiles for pair in pairs(tile)]
+    times = Counter(target for _, target in moved)
+    good = set(times) == every and set(times.values()) == {1} and all(s in every for s, _ in moved)
     problems = problems_of(shape, tiles)
     assert (not problems) == good, problems
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise, product
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -25,20 +25,7 @@ from shardwise.recipe.tiles import (
     tiles_overlap,
     translate,
 )
-
-Index = tuple[int, ...]
-
-
-def pairs(tile: Tile) -> list[tuple[Index, Index]]:
-    """(source index, target index) of every iteration, by the definition in the module's docstring."""
-    found = []
-    for steps in product(*(range(loop.size) for loop in tile.loops)):
-        source, target = list(tile.source_start), list(tile.target_start)
-        for i, loop in zip(steps, tile.loops, strict=True):
-            source[loop.source_dim] += i * loop.source_step
-            target[loop.target_dim] += i * loop.target_step
-        found.append((tuple(source), tuple(target)))
-    return found
+from tests.harness.tiles import Index, pairs
 
 
 def on(tile: Tile, side: Side) -> list[Index]:

@@ -17,24 +17,9 @@ from shardwise.errors import FormatError, ShardwiseError, StateError
 from shardwise.state import beyond
 from shardwise.state.beyond import leaves_beyond, path_text, same, with_leaves
 from shardwise.state.typed_json import decode, encode
+from tests.harness.holder import Holder
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
-
-
-class Holder(nn.Linear):
-    """Saves and takes whatever it holds."""
-
-    def __init__(self, held: Any) -> None:
-        super().__init__(2, 2)
-        self.held = held
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}held"] = self.held
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        self.held = state_dict[f"{prefix}held"]
-        super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 def resumed(held: Any, other: Any, path: Path) -> tuple[Any, sw.SaveReport, sw.ResumeReport]:

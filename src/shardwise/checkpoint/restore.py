@@ -238,7 +238,7 @@ def _describe_models(state: TrainState) -> dict[str, LiveModel]:
 
 
 def _make_room(lives: dict[str, LiveModel], manifest: Manifest) -> None:
-    """Give models room for stored tensors of other shapes, where their own loading would."""
+    """Resize tensors to their stored shapes in models whose own ``load_state_dict`` does so."""
     for name, live in lives.items():
         if make_room(live, {n: t.shape for n, t in manifest.models[name].items()}):
             lives[name] = describe(live.root)

@@ -18,7 +18,7 @@ _LINK = re.compile(r"\[([^\[\]]+)\]\(([^)\s]+)\)")
 
 
 def anchor_of(name: str) -> str:
-    """Where the section of an error stands among the documents."""
+    """The page and anchor of an error's section in the documentation."""
     return f"{_PAGE}#{name.lower()}"
 
 

@@ -91,12 +91,7 @@ def run_demo(
     Raises :class:`ShardwiseError` naming the missing part or the failure, and ``ValueError`` for ``ranks`` below 1 or
     ``steps`` below 8.
     """
-    if ranks < 1:
-        raise ValueError(f"ranks must be at least 1, got {ranks}")
-    if ranks > _MAX_RANKS:  # the batch, which both numbers of ranks divide, would exceed the pairs
-        raise ShardwiseError(f"the demo runs on at most {_MAX_RANKS} ranks, got {ranks}")
-    if steps < 8:
-        raise ValueError(f"steps must be at least 8, got {steps}")
+    _check_counts(ranks, steps)
     started = time.perf_counter()
     console = console or Console()
     prepared = prepare_model((model or default_model()).absolute())
@@ -106,27 +101,18 @@ def run_demo(
     _introduce(course, console)
 
     console.print("1. Plain transformers measures the model as it is", style="bold")
-    before = read_model(prepared.directory, course.held_out)
-    console.print(
-        f"    retrieval accuracy {before['accuracy']:.1%}, loss {before['loss']:.3f}", highlight=False
-    )
-
+    before = _measure(course, prepared.directory, console)
     console.print(
         f"2. {_ranks(ranks)}; rank {course.kill_rank} is killed in the save of step {course.kill_step}",
         style="bold",
     )
     crash = _train_and_crash(course, console)
-
     console.print(f"3. {ranks + 1} ranks go on from the newest valid step", style="bold")
     _resume_and_export(course, console)
     resume = records(course.out / "run-2", "resume")
     print_resume(resume[0], console)
-
     console.print("4. Plain transformers measures the export", style="bold")
-    after = read_model(course.out / "export", course.held_out)
-    console.print(
-        f"    retrieval accuracy {after['accuracy']:.1%}, loss {after['loss']:.3f}", highlight=False
-    )
+    after = _measure(course, course.out / "export", console)
 
     losses = read_losses(course.out / "run-1"), read_losses(course.out / "run-2")
     report = {
@@ -152,6 +138,24 @@ def run_demo(
     _finish(course, report, losses, console)
     _require_proof(report)
     return report
+
+
+def _check_counts(ranks: int, steps: int) -> None:
+    if ranks < 1:
+        raise ValueError(f"ranks must be at least 1, got {ranks}")
+    if ranks > _MAX_RANKS:  # the batch, which both numbers of ranks divide, would exceed the pairs
+        raise ShardwiseError(f"the demo runs on at most {_MAX_RANKS} ranks, got {ranks}")
+    if steps < 8:
+        raise ValueError(f"steps must be at least 8, got {steps}")
+
+
+def _measure(course: _Course, model: Path, console: Console) -> dict[str, Any]:
+    """Measure a model directory with plain transformers on the held-out pairs, and print the result."""
+    found = read_model(model, course.held_out)
+    console.print(
+        f"    retrieval accuracy {found['accuracy']:.1%}, loss {found['loss']:.3f}", highlight=False
+    )
+    return found
 
 
 def _require_proof(report: dict[str, Any]) -> None:

@@ -151,7 +151,7 @@ class _Stateful(Receiver):
 
 
 def _receivers_of(state: TrainState, run: ThirdPartyRun) -> list[_Stateful]:
-    """What takes the documents that such a checkpoint may hold. Raises :class:`StateError` for several by name."""
+    """The run's scheduler and scaler as receivers. Raises :class:`StateError` where the run has several by name."""
     found = []
     for name, target in (("scheduler", state.scheduler), ("scaler", state.scaler)):
         if target is None:
