@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -61,6 +62,7 @@ def write_base() -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
     config = Qwen3Config(vocab_size=256, num_attention_heads=4, num_key_value_heads=4, **sizes)
     Qwen3ForCausalLM(config).save_pretrained("base")
+    shutil.copytree("base", "path/to/base")
     sw.export_hf(MyModel(8), "path/to/weights")
 
 
