@@ -904,7 +904,7 @@ MUTATIONS = (
     ),
     Mutation(
         "checkpoint/documents.py",
-        '            left.append(f"{name}: not among this run\'s extras")',
+        '            skipped.append(f"{name}: not among this run\'s extras")',
         "            pass",
         ("tests/checkpoint/test_promises.py::test_state_that_a_resume_skips_is_reported_and_not_exact",),
         "an extra that no object takes is not reported",

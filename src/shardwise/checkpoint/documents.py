@@ -44,22 +44,22 @@ _APPLIED_ELSEWHERE = frozenset({"step", "rng", "classes", "optimizer", "opaque",
 def restore_documents(
     receivers: Iterable[Receiver], state: TrainState, documents: Mapping[str, Any], manifest: Manifest
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Give every document to its receiver. Returns the names restored, and those not restored with the rule."""
+    """Give every document to its receiver. Returns the names restored, and lines for state that is skipped."""
     by_name = {receiver.name: receiver for receiver in receivers}
     restored: list[str] = []
-    left = list(_without_document(state, documents, manifest))
+    skipped = list(_without_document(state, documents, manifest))
     for name, value in documents.items():
         meaning = document_named(name, manifest)
         assert meaning is not None, "unknown names are refused where they are read"
         if name in by_name:
-            left += by_name[name].restore(value)
+            skipped += by_name[name].restore(value)
             if meaning.kind not in _APPLIED_ELSEWHERE:
                 restored.append(name)
         elif meaning.kind == "extra":
-            left.append(f"{name}: not among this run's extras")
+            skipped.append(f"{name}: not among this run's extras")
         elif meaning.kind in ("scheduler", "scaler", "dataloader", "optimizer"):
-            left.append(f"{name}: not given to this run")
-    return tuple(restored), tuple(left)
+            skipped.append(f"{name}: not given to this run")
+    return tuple(restored), tuple(skipped)
 
 
 def restore_buffers(receivers: Iterable[Receiver], documents: Mapping[str, Any]) -> None:

@@ -198,12 +198,12 @@ def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> R
     with ranks.agree("restore documents"):
         restore_buffers(receivers, stored.documents)
         watched = Watched(state, lives) if reaches_others(receivers, stored.documents) else None
-        taken, left = restore_documents(receivers, state, stored.documents, stored.manifest)
+        taken, skipped = restore_documents(receivers, state, stored.documents, stored.manifest)
         ruined = watched.put_back(lives) if watched is not None else ()
     filled.fill_models(changed_anywhere(watched, lives, ranks))
     with ranks.agree("compare the taken state"):
         restore_buffers(receivers, stored.documents)
-        left += ask_receivers(receivers)
+        skipped += ask_receivers(receivers)
         own.ask()
         caveats = data_caveats(state.dataloader)
         found = [*_differences(state, stored, filled), *ruined, *own.differences]
@@ -219,7 +219,7 @@ def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> R
         digest=_digest_of_all(state, stored.manifest),
         differences=tuple(found),
         documents=taken + own.restored,
-        skipped=left,
+        skipped=skipped,
         caveats=caveats,
         rng=generators.plan.rule,
         functions=tuple(functions_left_out(state.scheduler)),
