@@ -35,7 +35,7 @@ import shardwise as sw
 from shardwise.catalog import catalog_of_safetensors
 from shardwise.dtypes import itemsize
 from shardwise.layout.live import describe
-from shardwise.loading.load import fill, plan_load
+from shardwise.loading.load import FillOptions, fill, plan_load
 from shardwise.loading.pretrained import with_callers
 from shardwise.planning import IOOptions
 from shardwise.ranks.ranks import Ranks
@@ -126,8 +126,8 @@ def worker(kind: str, rank: int, world_size: int, port: int, directory: str, out
                 describe(model),
                 catalog_of_safetensors(directory),
                 rules,
-                io=IOOptions(),
-                ranks=Ranks.current(),
+                FillOptions(io=IOOptions()),
+                Ranks.current(),
             )
         staging, read, shard_bytes = report.staging_peak_bytes, report.bytes_read, report.local_bytes
         if kind == "profile":

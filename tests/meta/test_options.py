@@ -196,9 +196,17 @@ def test_what_hands_options_on_names_none_itself() -> None:
         (swa.ShardwiseAccelerator.load_model, {"self", "build"}),
     ):
         assert options_of(call).keys() == own | {"options"}
-    assert {f.name for f in dataclasses.fields(Pretrained)} <= options_of(sw.load_pretrained).keys() | {
-        "path"
-    }
+
+
+@pytest.mark.parametrize("call", [sw.load_pretrained, sw.plan, swa.load_pretrained])
+def test_loaders_of_hub_models_have_an_argument_for_each_field_of_their_request(
+    call: Callable[..., Any],
+) -> None:
+    """``Pretrained.of`` takes them by name, where mypy sees no type."""
+    arguments = inspect.signature(call).parameters
+    fields = {f.name: f.type for f in dataclasses.fields(Pretrained) if f.name != "options"}
+    assert {name: arguments[name].annotation for name in fields} == fields
+    assert arguments["options"].kind is inspect.Parameter.VAR_KEYWORD
 
 
 def test_every_command_is_looked_at() -> None:
@@ -386,7 +394,7 @@ def test_accelerate_s_loaders_hand_every_option_on(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(swa, "device_of", lambda accelerator: "cpu")
     monkeypatch.setattr(swa, "_load", lambda model, source, **options: given.update(options))
     monkeypatch.setattr(
-        swa, "load_wrapped", lambda request, wrap, **options: given.update({"": request}, **options)
+        swa, "load_wrapped", lambda request, wrap, filling: given.update(request=request, filling=filling)
     )
     options: dict[str, Any] = {name: object() for name in options_of(swa.load).keys() - {"accelerator", "io"}}
     swa.load(object(), nn.Linear(2, 2), "x", **options)  # type: ignore[arg-type]
@@ -395,6 +403,6 @@ def test_accelerate_s_loaders_hand_every_option_on(monkeypatch: pytest.MonkeyPat
     own = options_of(swa.load_pretrained).keys() - {"accelerator", "options"}
     options = {name: object() for name in own}
     swa.load_pretrained(object(), "x", revision="main", **options)  # type: ignore[arg-type]
-    request = given.pop("")
-    fields = {f.name: getattr(request, f.name) for f in dataclasses.fields(request)}
-    assert {**fields, **given} == {**options, "path": "x", "options": {"revision": "main"}, "device": "cpu"}
+    found = {f.name: getattr(r, f.name) for r in given.values() for f in dataclasses.fields(r)}
+    known = {"path": "x", "options": {"revision": "main"}, "device": "cpu", "allow_plain": None}
+    assert found == {**options, **known}

@@ -626,8 +626,8 @@ MUTATIONS = (
     # ------------------------------------------------------------------------------------- loading
     Mutation(
         "loading/load.py",
-        '    if verify != "cover" and catalog.digests:',
-        '    if verify == "digest" and catalog.digests:',
+        '    if options.verify != "cover" and catalog.digests:',
+        '    if options.verify == "digest" and catalog.digests:',
         ("tests/export/test_export.py::test_a_load_from_a_checkpoint_compares_digests",),
         "digests are not compared by default",
     ),

@@ -35,7 +35,7 @@ from ..checkpoint.restore import ResumeReport
 from ..checkpoint.save import SaveReport
 from ..errors import StateError
 from ..internals.accelerate import has_state_hooks, prepared
-from ..loading.load import Names
+from ..loading.load import FillOptions, Names
 from ..loading.load import load as _load
 from ..loading.pretrained import load_wrapped
 from ..loading.report import LoadReport
@@ -98,26 +98,9 @@ def load_pretrained(
     Other arguments, memory, which ranks must call it and errors: as :func:`shardwise.load_pretrained`. Raises
     :class:`ShardError` for unsupported settings.
     """
-    request = Pretrained(
-        path=path,
-        dtype=dtype,
-        auto_class=auto_class,
-        config=config,
-        trust_remote_code=trust_remote_code,
-        key_mapping=key_mapping,
-        allow_unused=allow_unused,
-        allow_missing=allow_missing,
-        adapter=adapter,
-        options=options,
-    )
-    return load_wrapped(
-        request,
-        lambda model: shard(accelerator, model),
-        seed=seed,
-        device=device_of(accelerator),
-        io=io,
-        verify=verify,
-    )
+    request = Pretrained.of(locals())
+    filling = FillOptions(io=io or IOOptions(), device=device_of(accelerator), seed=seed, verify=verify)
+    return load_wrapped(request, lambda model: shard(accelerator, model), filling)
 
 
 def load(

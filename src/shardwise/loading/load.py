@@ -7,7 +7,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -30,7 +30,6 @@ from ..planning import IOOptions, Plan, build_plan
 from ..ranks.ranks import Ranks
 from ..recipe.host_convert import HostConversion
 from ..recipe.match import (
-    Declaration,
     Recipe,
     Resolve,
     Rules,
@@ -49,9 +48,9 @@ from ..transfer.converted import ConvertingReader
 from ..transfer.copy import Destination, Staging, compare, execute
 from ..transfer.page_cache import page_cache_for
 from .initialize import check_rules, fill_by_rule
-from .report import LoadReport
+from .report import LoadReport, ReadCost
 
-__all__ = ["Names", "fill", "load"]
+__all__ = ["FillOptions", "Names", "fill", "load"]
 
 Names = Mapping[str, str] | Callable[[str], str]
 
@@ -129,86 +128,76 @@ def load(
         )
         if adapter is not None:
             catalog, rules = combine(live, catalog, rules, open_adapters(model, adapter))
-    report = fill(
-        live,
-        catalog,
-        rules,
-        device=device,
-        io=io,
-        ranks=ranks,
-        verify=verify,
-        seed=seed,
-        allow_plain=plain,
-    )
+    options = FillOptions(io=io, device=device, seed=seed, verify=verify, allow_plain=plain)
+    report = fill(live, catalog, rules, options, ranks)
     if hub is not None:
         note_conversions(live.base, hub.used())
     return report
 
 
-def fill(
-    live: LiveModel,
-    catalog: Catalog,
-    rules: Rules,
-    *,
-    device: torch.device | str | None = None,
-    io: IOOptions,
-    ranks: Ranks,
-    verify: Literal["cover", "digest"] | None = None,
-    seed: int = 0,
-    allow_plain: Sequence[str] | None = None,
-) -> LoadReport:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FillOptions:
+    """How a model is filled: what every loader takes alike. See :func:`load` for the fields."""
+
+    io: IOOptions
+    device: torch.device | str | None = None
+    seed: int = 0
+    verify: Literal["cover", "digest"] | None = None
+    allow_plain: Sequence[str] | None = None
+    """None lets any parameter be plain."""
+
+
+def fill(live: LiveModel, catalog: Catalog, rules: Rules, options: FillOptions, ranks: Ranks) -> LoadReport:
     """The pipeline behind :func:`load` and ``load_pretrained``: plan, prove, read, place, verify.
 
-    ``allow_plain=None`` lets any parameter be plain. What ``live`` says stays true but for buffers that are on meta.
+    What ``live`` says stays true but for buffers that are on meta.
     """
-    started, model = time.perf_counter(), live.root
+    started = time.perf_counter()
     with ranks.agree("plan the load") as claim:
-        if live.fsdp1_problem is not None:
-            raise ShardError(live.fsdp1_problem)
-        if allow_plain is not None:
-            _refuse_unsharded(live, allow_plain)
-        plan = plan_load(live, catalog, rules, io=io)
-        new = _parameters_of(plan.initialized, plan)
+        _refuse_unfillable(live, options.allow_plain)
+        plan = plan_load(live, catalog, rules, io=options.io)
+        new = _parameters_of(plan)
         if new:
             check_rules(live, new)
         claim.alike(_fingerprint(plan), lambda _: _describe(plan))
     planned = time.perf_counter()
     with ranks.agree("read"):
-        materialize(model, device or default_device(model))
+        materialize(live.root, options.device or default_device(live.root))
         live = live.refreshed()
-        local = live.local_tensors()
-        page_cache = page_cache_for(io, (t.device for t in local.values()))
-        destination = Destination(local)
-        staging = Staging(_beside(plan.conversions, io), plan.staging_bytes)
-        with FileReader(ranks.tick, page_cache=page_cache) as files:
-            reader = ConvertingReader(files, plan.conversions, catalog.tensors)
-            execute(plan.transfers, reader, destination, staging)
-            compare(plan.checks, reader, destination, staging)
+        cost = _carry_out(plan, live, catalog, options.io, ranks)
     if new:
         # A separate round: DoRA's magnitudes may be gathered, and no rank may wait there for one that failed.
         with ranks.agree("initialize"):
-            fill_by_rule(live, seed, new)
-    forget_meta_buffers(model)
+            fill_by_rule(live, options.seed, new)
+    forget_meta_buffers(live.root)
     compared = 0
-    if verify != "cover" and catalog.digests:
+    if options.verify != "cover" and catalog.digests:
         compared = check_digests(live, catalog, plan, ranks)
     if not catalog.has_module_names:
-        remember(model, plan.recipes, catalog.tensors)
-    return LoadReport(
+        remember(live.root, plan.recipes, catalog.tensors)
+    return LoadReport.of(
+        plan,
+        cost,
         source=catalog.root,
-        tensors=len(plan.recipes),
-        model_bytes=sum(w.nbytes for w in plan.wanted),
-        local_bytes=plan.local_nbytes,
-        bytes_read=files.bytes_read,
-        staging_peak_bytes=staging.peak_bytes + reader.peak_bytes,
         seconds_plan=planned - started,
         seconds_read=time.perf_counter() - planned,
-        unused=plan.unused,
-        initialized=plan.initialized,
-        converted=tuple(host.describe() for host in dict.fromkeys(plan.conversions.values())),
-        ignored_files=plan.ignored_files,
-        verified="digest" if compared and compared == len(plan.recipes) else "cover",
         digests_compared=compared,
+    )
+
+
+def _carry_out(plan: Plan, live: LiveModel, catalog: Catalog, io: IOOptions, ranks: Ranks) -> ReadCost:
+    """Read what is planned into the model's shards, and compare what is planned to be compared. Rank-local."""
+    local = live.local_tensors()
+    page_cache = page_cache_for(io, (t.device for t in local.values()))
+    destination = Destination(local)
+    staging = Staging(_beside(plan.conversions, io), plan.staging_bytes)
+    with FileReader(ranks.tick, page_cache=page_cache) as files:
+        reader = ConvertingReader(files, plan.conversions, catalog.tensors)
+        execute(plan.transfers, reader, destination, staging)
+        compare(plan.checks, reader, destination, staging)
+    return ReadCost(
+        bytes_read=files.bytes_read,
+        staging_peak_bytes=staging.peak_bytes + reader.peak_bytes,
         page_cache=page_cache,
     )
 
@@ -253,6 +242,14 @@ def _unfilled_buffers(live: LiveModel, initialized: set[str]) -> list[str]:
     return problems
 
 
+def _refuse_unfillable(live: LiveModel, allow_plain: Sequence[str] | None) -> None:
+    """Raises :class:`ShardError` for a model of FSDP1, and for plain parameters that ``allow_plain`` doesn't name."""
+    if live.fsdp1_problem is not None:
+        raise ShardError(live.fsdp1_problem)
+    if allow_plain is not None:
+        _refuse_unsharded(live, allow_plain)
+
+
 def _refuse_unsharded(live: LiveModel, allow_plain: Sequence[str]) -> None:
     """Trainable plain parameters beside FSDP's drift apart, unless the caller or ``shard`` reduces their gradients.
 
@@ -279,10 +276,10 @@ def _refuse_unsharded(live: LiveModel, allow_plain: Sequence[str]) -> None:
         )
 
 
-def _parameters_of(initialized: Sequence[Declaration], plan: Plan) -> list[str]:
+def _parameters_of(plan: Plan) -> list[str]:
     """Names of the parameters that need initial values; buffers get theirs from construction."""
     kinds = {w.name: w.kind for w in plan.wanted}
-    return [d.name for d in initialized if kinds[d.name] == "parameter"]
+    return [d.name for d in plan.initialized if kinds[d.name] == "parameter"]
 
 
 def _resolve(

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ..catalog import Catalog
 from ..errors import ShardError
 from ..internals.torch import fake_store
 from ..layout.live import LiveModel, describe
@@ -22,11 +21,11 @@ from ..models.hub import find_model
 from ..planning import IOOptions, Plan
 from ..ranks.ranks import Ranks
 from ..recipe.host_convert import Converted
-from ..recipe.match import Declaration, Rules
+from ..recipe.match import Declaration
 from ..sharding.fsdp import shard
 from ..sharding.groups import Group, ShardPolicy, describe_groups, largest_group
 from .load import plan_load
-from .pretrained import prepare
+from .pretrained import Prepared, prepare
 
 __all__ = ["EVERY_RANK_UP_TO", "MAX_RANKS", "PlanReport", "RankCost", "plan"]
 
@@ -49,6 +48,17 @@ class RankCost:
     """Host memory besides the shards during the load, for a CPU target."""
     reads: int
     """Strided copies in the plan."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksPlanned:
+    """The plan of rank 0, and the cost of each rank that was planned; see :class:`PlanReport`."""
+
+    ranks: int
+    replicas: int
+    first: Plan
+    costs: tuple[RankCost, ...]
+    total_shard_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +94,33 @@ class PlanReport:
     converted: tuple[Converted, ...]
     """Conversions that can't be compiled to byte ranges. Each rank with a part of a result runs them whole."""
     ignored_files: tuple[str, ...]
+
+    @classmethod
+    def of(cls, path: str, model_class: str, groups: tuple[Group, ...], planned: RanksPlanned) -> PlanReport:
+        """The report of a model's ``groups`` and of the plans of its ranks."""
+        first, costs = planned.first, planned.costs
+        is_complete = len(costs) == planned.ranks
+        assert not is_complete or planned.total_shard_bytes == sum(c.shard_bytes for c in costs)
+        return cls(
+            path=path,
+            model_class=model_class,
+            dtypes=_dtypes(first),
+            ranks=planned.ranks,
+            replicas=planned.replicas,
+            tensors=len(first.wanted),
+            model_bytes=sum(w.nbytes for w in first.wanted),
+            source_bytes=first.source_bytes,
+            per_rank=costs,
+            total_shard_bytes=planned.total_shard_bytes,
+            total_bytes_read=sum(c.bytes_read for c in costs) if is_complete else None,
+            groups=len(groups),
+            largest_group=largest_group(groups),
+            replicated_bytes=sum(g.replicated_bytes for g in groups),
+            unused=first.unused,
+            initialized=first.initialized,
+            converted=tuple(host.describe() for host in dict.fromkeys(first.conversions.values())),
+            ignored_files=first.ignored_files,
+        )
 
     @property
     def is_every_rank(self) -> bool:
@@ -146,54 +183,19 @@ def plan(
     complete, :class:`SourceError`, :class:`ShardError` or :class:`LayoutError`.
     """
     _check_counts(ranks, replicas)
+    dtype = _floating_dtype(dtype)
+    request = Pretrained.of(locals())
     policy, io = policy or ShardPolicy(), io or IOOptions()
-    request = Pretrained(
-        path=path,
-        dtype=_floating_dtype(dtype),
-        auto_class=auto_class,
-        config=config,
-        trust_remote_code=trust_remote_code,
-        key_mapping=key_mapping,
-        allow_unused=allow_unused,
-        allow_missing=allow_missing,
-        adapter=adapter,
-        options=options,
-    )
     asked = request.understood()
     _floating_dtype(asked.dtype)
     directory = find_model(path, asked.hub, Ranks(), with_code=trust_remote_code)
     prepared = prepare(request, asked, directory)
-    model, catalog, rules = prepared.model, prepared.catalog, prepared.rules
     model_class = type(prepared.base).__name__  # before FSDP2 swaps it
-    groups = describe_groups(model, policy)
+    groups = describe_groups(prepared.model, policy)
     with _fake_ranks(ranks):
-        shard(model, _mesh(ranks, replicas), policy)
-        live = describe(model)
-        plans = ((rank, _plan_of(live, catalog, rules, io, rank)) for rank in _ranks_to_plan(ranks))
-        costs, first = _costs(plans)
-        total_shard_bytes = _over_all_ranks(live, ranks, replicas)
-    is_complete = len(costs) == ranks
-    assert not is_complete or total_shard_bytes == sum(c.shard_bytes for c in costs)
-    return PlanReport(
-        path=catalog.root,
-        model_class=model_class,
-        dtypes=_dtypes(first),
-        ranks=ranks,
-        replicas=replicas,
-        tensors=len(first.wanted),
-        model_bytes=sum(w.nbytes for w in first.wanted),
-        source_bytes=first.source_bytes,
-        per_rank=costs,
-        total_shard_bytes=total_shard_bytes,
-        total_bytes_read=sum(c.bytes_read for c in costs) if is_complete else None,
-        groups=len(groups),
-        largest_group=largest_group(groups),
-        replicated_bytes=sum(g.replicated_bytes for g in groups),
-        unused=first.unused,
-        initialized=first.initialized,
-        converted=tuple(host.describe() for host in dict.fromkeys(first.conversions.values())),
-        ignored_files=first.ignored_files,
-    )
+        shard(prepared.model, _mesh(ranks, replicas), policy)
+        planned = _plan_ranks(prepared, io, ranks, replicas)
+    return PlanReport.of(prepared.catalog.root, model_class, groups, planned)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -252,29 +254,33 @@ def _ranks_to_plan(ranks: int) -> list[int]:
 # Plans and what they cost
 
 
-def _plan_of(live: LiveModel, catalog: Catalog, rules: Rules, io: IOOptions, rank: int) -> Plan:
-    """The plan that ``load_pretrained`` makes on a rank, by the same rules."""
-    # None for the rank that this process plays: its boxes are also checked against what torch allocated.
-    return plan_load(live, catalog, rules, io=io, rank=rank or None)
-
-
-def _costs(plans: Iterator[tuple[int, Plan]]) -> tuple[tuple[RankCost, ...], Plan]:
-    """The cost of each rank, and rank 0's plan. Every other plan is dropped once it is counted."""
+def _plan_ranks(prepared: Prepared, io: IOOptions, ranks: int, replicas: int) -> RanksPlanned:
+    """Make each rank's plan as ``load_pretrained`` makes it there. Only rank 0's is kept; of the others the cost."""
+    live = describe(prepared.model)
     costs, first = [], None
-    for rank, plan in plans:
+    for rank in _ranks_to_plan(ranks):
+        # None for the rank that this process plays: its boxes are also checked against what torch allocated.
+        plan = plan_load(live, prepared.catalog, prepared.rules, io=io, rank=rank or None)
         first = first or plan
-        reads = len(plan.transfers) + len(plan.checks)
-        costs.append(
-            RankCost(
-                rank,
-                plan.local_nbytes,
-                plan.bytes_to_read,
-                max(plan.staging_bytes, plan.init_staging_bytes),
-                reads,
-            )
-        )
+        costs.append(_cost(rank, plan))
     assert first is not None
-    return tuple(costs), first
+    return RanksPlanned(
+        ranks=ranks,
+        replicas=replicas,
+        first=first,
+        costs=tuple(costs),
+        total_shard_bytes=_over_all_ranks(live, ranks, replicas),
+    )
+
+
+def _cost(rank: int, plan: Plan) -> RankCost:
+    return RankCost(
+        rank=rank,
+        shard_bytes=plan.local_nbytes,
+        bytes_read=plan.bytes_to_read,
+        staging_bytes=max(plan.staging_bytes, plan.init_staging_bytes),
+        reads=len(plan.transfers) + len(plan.checks),
+    )
 
 
 def _over_all_ranks(live: LiveModel, ranks: int, replicas: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Unpack
 
 import torch
@@ -39,7 +39,7 @@ from ..ranks.ranks import Ranks
 from ..recipe.match import Rules, matches_any, same_names
 from ..recipe.transformers import HubRules, hub_rules, note_conversions
 from ..sharding.fsdp import ShardPolicy, shard
-from .load import fill
+from .load import FillOptions, fill
 from .report import LoadReport
 
 __all__ = ["Prepared", "build_meta", "load_pretrained", "load_wrapped", "prepare", "read_config"]
@@ -98,6 +98,7 @@ def load_pretrained(
     :class:`UnsupportedConversionError` naming stored tensors whose conversion is not supported yet, or the
     quantisation; :class:`TypeError` naming the replacement of any other argument of ``from_pretrained``.
     """
+    request = Pretrained.of(locals())
     chosen = policy or ShardPolicy()
 
     def wrap(model: Any) -> tuple[str, ...]:
@@ -107,33 +108,15 @@ def load_pretrained(
 
     if device is None and (chosen.cpu_offload or mesh is None):
         device = "cpu"
-    request = Pretrained(
-        path=path,
-        dtype=dtype,
-        auto_class=auto_class,
-        config=config,
-        trust_remote_code=trust_remote_code,
-        key_mapping=key_mapping,
-        allow_unused=allow_unused,
-        allow_missing=allow_missing,
-        adapter=adapter,
-        options=options,
-    )
-    return load_wrapped(request, wrap, seed=seed, device=device, io=io, verify=verify)
+    filling = FillOptions(io=io or IOOptions(), device=device, seed=seed, verify=verify)
+    return load_wrapped(request, wrap, filling)
 
 
 def load_wrapped(
-    request: Pretrained,
-    wrap: Callable[[Any], tuple[str, ...]],
-    *,
-    seed: int,
-    device: torch.device | str | None,
-    io: IOOptions | None,
-    verify: Literal["cover", "digest"] | None,
+    request: Pretrained, wrap: Callable[[Any], tuple[str, ...]], filling: FillOptions
 ) -> tuple[Any, LoadReport]:
     """:func:`load_pretrained`, sharded by ``wrap``. It takes the model on meta and returns ``allow_plain``."""
-    io = io or IOOptions()
-    ranks = Ranks.current(timeout_s=io.timeout_s)
+    ranks = Ranks.current(timeout_s=filling.io.timeout_s)
     with ranks.agree("check arguments"):
         asked = request.understood()
     directory = find_model(request.path, asked.hub, ranks, with_code=request.trust_remote_code)
@@ -143,19 +126,9 @@ def load_wrapped(
         known = in_turn(ranks, lambda: config_and_class(directory, *given, trust_remote_code=True))
     with ranks.agree("build model"):
         prepared = prepare(request, asked, directory, known)
-        allow_plain = wrap(prepared.model)
+        filling = replace(filling, allow_plain=wrap(prepared.model))
         live = describe(prepared.model)
-    report = fill(
-        live,
-        prepared.catalog,
-        prepared.rules,
-        device=device,
-        io=io,
-        ranks=ranks,
-        verify=verify,
-        seed=seed,
-        allow_plain=allow_plain,
-    )
+    report = fill(live, prepared.catalog, prepared.rules, filling, ranks)
     with ranks.agree("finish model"):
         _finish(prepared.base, directory)
         note_conversions(prepared.base, prepared.conversions())

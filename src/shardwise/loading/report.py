@@ -5,10 +5,20 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..planning import Plan
 from ..recipe.host_convert import Converted
 from ..recipe.match import Declaration
 
-__all__ = ["LoadReport"]
+__all__ = ["LoadReport", "ReadCost"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadCost:
+    """The cost of carrying out a plan on this rank; for the fields see :class:`LoadReport`."""
+
+    bytes_read: int
+    staging_peak_bytes: int
+    page_cache: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +51,36 @@ class LoadReport:
     """Number of filled tensors whose digest was compared with the recorded one."""
     page_cache: str
     """Whether the kernel kept the pages of the files: "keep" or "release"; see ``IOOptions.page_cache``."""
+
+    @classmethod
+    def of(
+        cls,
+        plan: Plan,
+        cost: ReadCost,
+        *,
+        source: str,
+        seconds_plan: float,
+        seconds_read: float,
+        digests_compared: int,
+    ) -> LoadReport:
+        """The report of a load that ran ``plan``. The fields say what the rest is."""
+        return cls(
+            source=source,
+            tensors=len(plan.recipes),
+            model_bytes=sum(w.nbytes for w in plan.wanted),
+            local_bytes=plan.local_nbytes,
+            bytes_read=cost.bytes_read,
+            staging_peak_bytes=cost.staging_peak_bytes,
+            seconds_plan=seconds_plan,
+            seconds_read=seconds_read,
+            unused=plan.unused,
+            initialized=plan.initialized,
+            converted=tuple(host.describe() for host in dict.fromkeys(plan.conversions.values())),
+            ignored_files=plan.ignored_files,
+            verified="digest" if digests_compared and digests_compared == len(plan.recipes) else "cover",
+            digests_compared=digests_compared,
+            page_cache=cost.page_cache,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values."""
