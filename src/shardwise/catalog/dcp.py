@@ -20,7 +20,8 @@ from ..errors import FormatError, IntegrityError, SourceError
 from ..format.header import check_regular
 from ..layout.boxes import Box
 from ..limits import MAX_DIMS, MAX_PICKLE_DEPTH, brief, check_name, inside, is_count, numel_of
-from .pickles import Name, Names, Record, is_name_of, unpickled
+from .pickled_trees import Record
+from .pickles import Name, Names, is_name_of, unpickled
 from .records import Catalog, Chunk, StoredFile, StoredTensor, assemble
 from .torchfile import DTYPE_NAMES, Archive, Dtype, Saved, plain_args, to_dict, to_tuple
 

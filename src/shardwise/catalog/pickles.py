@@ -13,22 +13,21 @@ one chunk each, 26 MB in eight). Locating each chunk in its file, the next step,
 from __future__ import annotations
 
 import struct
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import FormatError
 from ..limits import (
     MAX_PICKLE_BYTES,
-    MAX_PICKLE_DEPTH,
     MAX_PICKLED_INT_BYTES,
     MAX_PICKLED_TEXT_BYTES,
     MAX_VISITS_PER_BYTE,
     brief,
 )
+from .pickled_trees import Record, check_walk
 
-__all__ = ["Name", "Names", "Record", "check_key", "is_name_of", "unpickled"]
+__all__ = ["Name", "Names", "check_key", "is_name_of", "unpickled"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +46,6 @@ def is_name_of(found: Any, make: Callable[..., Any]) -> bool:
     return isinstance(found, Name) and found.make is make
 
 
-class Record:
-    """Stands for an object of the class ``kind``, with its arguments and state. Equal only to itself."""
-
-    __slots__ = ("args", "kind", "state")
-
-    def __init__(self, kind: str, *args: Any) -> None:
-        self.kind, self.args = kind, args
-        self.state: Any = None
-
-
 def unpickled(read: Callable[[int], bytes], nbytes: int, names: Names, file: str) -> Any:
     """The value of a pickle of ``nbytes``, with ``names`` for its classes. ``read(n)`` gives the next n bytes or fewer.
 
@@ -67,7 +56,7 @@ def unpickled(read: Callable[[int], bytes], nbytes: int, names: Names, file: str
         raise FormatError(f"its pickle has {nbytes} bytes, the limit is {MAX_PICKLE_BYTES}", path=file)
     try:
         value = _Machine(read, names).run()
-        _check_walk(value, nbytes * MAX_VISITS_PER_BYTE)
+        check_walk(value, nbytes * MAX_VISITS_PER_BYTE)
         return value
     except FormatError as error:
         raise FormatError(str(error), path=file) from None
@@ -337,82 +326,3 @@ def _steps() -> tuple[Callable[[_Machine], None] | None, ...]:
 
 
 _STEPS = _steps()
-
-
-# ----------------------------------------------------------------------------------------------------
-# Checks of the result
-
-
-_CONTAINERS = frozenset((dict, list, tuple, Record, Counter))
-
-
-def _check_walk(value: Any, most: int) -> None:
-    """Refuse cycles, too deep nesting, and shared parts that a walk would meet more than ``most`` times.
-
-    Looks at each container about once. After it any reader can walk through the value as a tree.
-    """
-    done: dict[int, tuple[int, int]] = {}  # visits and depth, by id: all are alive
-    frames = [_Frame(value)] if type(value) in _CONTAINERS else []
-    open_here = {id(value)}
-    while frames:
-        frame = frames[-1]
-        inner = frame.next_unknown(done, most)
-        if inner is None:
-            frames.pop()
-            open_here.discard(frame.key)
-            done[frame.key] = frame.visits, frame.depth
-            continue
-        if id(inner) in open_here:
-            raise FormatError("refused: a container of its pickle holds itself")
-        if len(frames) == MAX_PICKLE_DEPTH:
-            raise FormatError(f"refused: its pickle is nested deeper than {MAX_PICKLE_DEPTH} containers")
-        open_here.add(id(inner))
-        frames.append(_Frame(inner))
-
-
-class _Frame:
-    """A container that the walk is in, with the number of values met below it and their depth."""
-
-    __slots__ = ("_at", "_parts", "depth", "key", "visits")
-
-    def __init__(self, node: Any) -> None:
-        self.key, self.visits, self.depth = id(node), 1, 1
-        self._parts, self._at = _parts(node), 0
-
-    def next_unknown(self, done: Mapping[int, tuple[int, int]], most: int) -> Any:
-        """The next part to walk through before this one is finished; None at the end."""
-        parts = self._parts
-        for k in range(self._at, len(parts)):
-            part = parts[k]
-            self.visits += 1
-            kind = type(part)
-            if kind in _CONTAINERS:
-                known = done.get(id(part))
-                if known is not None:
-                    self.visits += known[0]
-                    self.depth = max(self.depth, 1 + known[1])
-                elif kind is tuple and _CONTAINERS.isdisjoint(map(type, part)):  # a shape
-                    self.visits += len(part)
-                    self.depth = max(self.depth, 2)
-                else:
-                    self._at = k
-                    self.visits -= 1
-                    return part
-            if self.visits > most:
-                raise FormatError(
-                    f"refused: its pickle repeats shared parts, and a walk meets more than {most} values"
-                )
-        if self.depth > MAX_PICKLE_DEPTH:
-            raise FormatError(f"refused: its pickle is nested deeper than {MAX_PICKLE_DEPTH} containers")
-        return None
-
-
-def _parts(node: Any) -> Sequence[Any]:
-    """The values that a container holds. The state of a record belongs to the record."""
-    kind = type(node)
-    if kind is tuple or kind is list:
-        return node  # type: ignore[no-any-return]
-    if kind is Record:
-        state = node.state
-        return (*node.args, *(_parts(state) if type(state) in (dict, tuple) else (state,)))
-    return [*(key for key in node if type(key) is Record), *node.values()]
