@@ -42,7 +42,7 @@ from shardwise.catalog.checkpoint import catalog_of_checkpoint
 from shardwise.checkpoint.collect import Collected, Lineage
 from shardwise.checkpoint.fill_optimizer import TrainedBy, plan_states
 from shardwise.checkpoint.optimizer import stored_states
-from shardwise.checkpoint.save import _manifest, _records
+from shardwise.checkpoint.save_manifest import file_records, manifest_of
 from shardwise.checkpoint.snapshot import Snapshot, layout_hash, take_snapshot
 from shardwise.checkpoint.stored_checkpoint import StoredCheckpoint
 from shardwise.format.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry, Manifest, read_manifest
@@ -230,7 +230,7 @@ def payloads_of_all(snapshot: Snapshot, ranks: int, header: int) -> list[dict[st
                     blocks = tuple(f"{7 * j + rank:016x}" for j in range(-(-payload // BLOCK_BYTES)))
                     name = f"{kind}/{file_name(kind, rank, k, count)}"
                     files[name] = FileEntry(header + payload, header, f"{rank:016x}", blocks)
-        found.append(_records(files, sums))
+        found.append(file_records(files, sums))
     return found
 
 
@@ -254,7 +254,7 @@ def measure_save(state: sw.TrainState, ranks: int, folder: str, repeats: int) ->
         hub_tensors={},
     )
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    decide_s, manifest = timed(lambda: _manifest(collected, Ranks(world_size=ranks), gathered), 1)
+    decide_s, manifest = timed(lambda: manifest_of(collected, Ranks(world_size=ranks), gathered), 1)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     text_s, text = timed(manifest.to_text, 1)
     os.makedirs(folder)

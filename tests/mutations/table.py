@@ -861,7 +861,7 @@ MUTATIONS = (
         "published before it is proved",
     ),
     Mutation(
-        "checkpoint/save.py",
+        "checkpoint/save_manifest.py",
         "        if len(set(found)) > 1 and not (",
         "        if len(set(found)) > 2 and not (",
         ("tests/checkpoint/test_promises_on_ranks.py::test_replicas_that_drifted_apart",),

@@ -102,15 +102,16 @@ class AsyncSave:
             self._pieces = []
             if not in_waves:
                 self._start()
-        return SaveReport(
+        return self._report_of(nbytes, is_published=False)
+
+    def _report_of(self, bytes_written: int, *, is_published: bool) -> SaveReport:
+        return SaveReport.of(
+            self._collected,
             path=self._final,
-            step=self.step,
-            bytes_written=nbytes,
-            seconds=time.perf_counter() - self._started,
-            skipped=self._collected.snapshot.not_stored,
-            gradients=self._collected.snapshot.gradients,
+            bytes_written=bytes_written,
+            started=self._started,
             staging_bytes=self._buffer.nbytes,
-            is_published=False,
+            is_published=is_published,
         )
 
     def _start(self) -> None:
@@ -136,15 +137,7 @@ class AsyncSave:
             written = publish_collected(
                 self._collected, self._final, self._ranks, lambda _: self._buffer.take()
             )
-            self._report = SaveReport(
-                path=self._final,
-                step=self.step,
-                bytes_written=written,
-                seconds=time.perf_counter() - self._started,
-                skipped=self._collected.snapshot.not_stored,
-                gradients=self._collected.snapshot.gradients,
-                staging_bytes=self._buffer.nbytes,
-            )
+            self._report = self._report_of(written, is_published=True)
             self._after()
         except BaseException as error:
             self._error = error

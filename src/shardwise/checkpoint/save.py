@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 
-from ..catalog.checkpoint import directory, packed_name
-from ..digests.digest import finish, partial_sum
-from ..digests.live import replica_totals
+from ..catalog.checkpoint import directory
+from ..digests.digest import partial_sum
 from ..dtypes import itemsize
-from ..errors import CheckpointError, StateError
-from ..format.manifest import FileEntry, Manifest, Packed, StateEntry, TensorEntry
+from ..errors import CheckpointError
+from ..format.manifest import FileEntry, Manifest
 from ..format.slices import Slice, SliceTensor, file_name, owner_ranks, rank_files
 from ..format.spread import file_count
-from ..format.states import StateKey
 from ..format.steps import misnamed
 from ..layout.boxes import Box, LocalBox
 from ..layout.model import local_tensor
-from ..layout.placements import Geometry, cut_boxes
+from ..layout.placements import cut_boxes
 from ..limits import inside
 from ..ranks.patience import remove_tree
 from ..ranks.ranks import Ranks
-from ..state.gradients import GRADIENT
 from ..state.train_state import TrainState
 from ..state.typed_json import Encoded
 from ..store.publish import commit, make_temporary
@@ -38,8 +32,9 @@ from ..store.write import make_directories, write_file
 from .at_top import show_at_top
 from .collect import Collected, Lineage, collect
 from .document_files import checked_text, write_documents
+from .save_manifest import file_records, manifest_of, outline_of
 from .shared_fs import await_folders
-from .snapshot import Live, ModelPart, OptimizerPart, Snapshot, plain_tensors
+from .snapshot import Live, ModelPart, OptimizerPart
 from .verify import runs_of
 
 __all__ = [
@@ -72,6 +67,29 @@ class SaveReport:
     gradients: int = 0
     """Number of stored gradients that wait for an optimizer step: the save is in the middle of an accumulation."""
 
+    @classmethod
+    def of(
+        cls,
+        collected: Collected,
+        *,
+        path: str,
+        bytes_written: int,
+        started: float,
+        staging_bytes: int = 0,
+        is_published: bool = True,
+    ) -> SaveReport:
+        """The report of a save that began at ``started``, by ``time.perf_counter()``, and has ended now."""
+        return cls(
+            path=path,
+            step=collected.step,
+            bytes_written=bytes_written,
+            seconds=time.perf_counter() - started,
+            skipped=collected.snapshot.not_stored,
+            staging_bytes=staging_bytes,
+            is_published=is_published,
+            gradients=collected.snapshot.gradients,
+        )
+
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values."""
         return asdict(self)
@@ -87,14 +105,7 @@ def write_checkpoint(
     started = time.perf_counter()
     collected = collect(state, step, lineage, ranks)
     written = publish_collected(collected, final, ranks, at_top=at_top)
-    return SaveReport(
-        path=final,
-        step=step,
-        bytes_written=written,
-        seconds=time.perf_counter() - started,
-        skipped=collected.snapshot.not_stored,
-        gradients=collected.snapshot.gradients,
-    )
+    return SaveReport.of(collected, path=final, bytes_written=written, started=started)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +160,11 @@ def publish_collected(
             texts = _checked_texts(collected, ranks, final)
             await_folders(temporary, _folders(collected), ranks)
             files, sums = _write_rank(temporary, collected, texts, ranks, _in_parts(tensor_of, most_bytes))
-        gathered = ranks.gather("file records", _records(files, sums))
+        gathered = ranks.gather("file records", file_records(files, sums))
 
         def publish() -> None:
             assert gathered is not None
-            manifest = _manifest(collected, ranks, gathered)
+            manifest = manifest_of(collected, ranks, gathered)
             if at_top:
                 shown = show_at_top(temporary, manifest.files)
                 manifest = replace(manifest, files=dict(sorted(shown.items())))
@@ -218,7 +229,7 @@ def _documents(collected: Collected, ranks: Ranks) -> dict[str, Mapping[str, Enc
 
 def _checked_texts(collected: Collected, ranks: Ranks, final: str) -> dict[str, bytes]:
     """Raises :class:`StateError` for documents of this rank that no reader would take."""
-    outline = _manifest_of(collected, ranks, defaultdict(int), {})
+    outline = outline_of(collected, ranks)
     return {
         stem: checked_text(documents, outline, stem, final)
         for stem, documents in _documents(collected, ranks).items()
@@ -292,129 +303,3 @@ def _replicas_of_others(live: Sequence[Live], rank: int) -> Iterator[Live]:
     for v in live:
         if v.counted and rank not in owner_ranks(v.stored.geometry, v.stored.owner):
             yield v
-
-
-def _records(files: dict[str, FileEntry], sums: list[int]) -> dict[str, bytes]:
-    """A rank's record for rank 0: entries of its files, and the digest sums of its copies of all tensors."""
-    entries = json.dumps({name: asdict(entry) for name, entry in files.items()}).encode()
-    return {"files": entries, "sums": np.array(sums, dtype=np.uint64).tobytes()}
-
-
-def _read_records(records: Mapping[str, bytes]) -> tuple[dict[str, FileEntry], Any]:
-    entries = json.loads(records["files"]).items()
-    files = {n: FileEntry(**{**e, "blocks": tuple(e["blocks"])}) for n, e in entries}
-    return files, np.frombuffer(records["sums"], dtype=np.uint64)
-
-
-def _manifest(collected: Collected, ranks: Ranks, gathered: Sequence[Mapping[str, bytes]]) -> Manifest:
-    parts = [_read_records(g) for g in gathered]
-    files = {name: entry for found, _ in parts for name, entry in found.items()}
-    digests = _digests(collected.snapshot, np.stack([sums for _, sums in parts]))
-    return _manifest_of(collected, ranks, digests, files)
-
-
-def _manifest_of(
-    collected: Collected, ranks: Ranks, digests: Digests, files: Mapping[str, FileEntry]
-) -> Manifest:
-    snapshot = collected.snapshot
-    geometries: dict[Geometry, int] = {}
-    models = {m.name: _model_entries(m, snapshot, digests, geometries) for m in snapshot.models}
-    return Manifest(
-        step=collected.step,
-        run_id=collected.lineage.run_id,
-        parent_step=collected.lineage.parent_step,
-        world_size=ranks.world_size,
-        seed=collected.seed,
-        geometries=tuple(geometries),
-        models=models,
-        packed={o.name: _packed_entries(o, digests) for o in snapshot.optimizers},
-        files=dict(sorted(files.items())),
-        software=collected.software,
-        hub_tensors=collected.hub_tensors,
-        local_documents=tuple(sorted(collected.local)),
-    )
-
-
-#: Digests by kind and name of the part, and stored name.
-Digests = Mapping[tuple[str, str, str], int]
-
-
-def _model_entries(
-    model: ModelPart, snapshot: Snapshot, digests: Digests, geometries: dict[Geometry, int]
-) -> dict[str, TensorEntry]:
-    named = {t.name: t for t in model.named}
-    states = {o.name: _state_entries(o, digests) for o in snapshot.optimizers if o.model == model.name}
-    entries = {}
-    for live in model.live:
-        if not live.counted:
-            continue
-        t = live.stored
-        entries[t.name] = TensorEntry(
-            dtype=t.dtype,
-            shape=t.shape,
-            geometry=geometries.setdefault(t.geometry, len(geometries)),
-            digest=digests["model", model.name, t.name],
-            owner=t.owner,
-            kind=named[t.name].kind,
-            aliases=named[t.name].aliases,
-            stored_aliases=model.stored_aliases.get(t.name, ()),
-            states={o: found[t.name] for o, found in states.items() if t.name in found},
-        )
-    return entries
-
-
-def _digests(snapshot: Snapshot, sums: Any) -> Digests:
-    """Digest of every tensor from all ranks' sums, [rank, tensor]. Replicas must be equal, except plain buffers.
-
-    Raises :class:`StateError` naming tensors whose replicas differ.
-    """
-    counted = [(part, v) for part in snapshot.parts for v in part.live if v.counted]
-    totals = replica_totals(sums, [v.stored.geometry for _, v in counted])
-    buffers = plain_tensors(snapshot, kind="buffer")
-    unequal = [
-        v.stored.name
-        for (part, v), found in zip(counted, totals, strict=True)
-        if len(set(found)) > 1 and not (part.kind == "model" and f"{part.name}:{v.stored.name}" in buffers)
-    ]
-    if unequal:
-        raise StateError(
-            f"replicas of {len(unequal)} tensors differ between ranks: {', '.join(unequal[:10])}; they have drifted "
-            f"apart, and a checkpoint can hold only one of them{_hint(unequal)}"
-        )
-    return {
-        (part.kind, part.name, v.stored.name): finish(found[v.stored.owner], v.stored.dtype, v.stored.shape)
-        for (part, v), found in zip(counted, totals, strict=True)
-    }
-
-
-def _hint(unequal: Sequence[str]) -> str:
-    if not any(name.endswith(f".{GRADIENT}") for name in unequal):
-        return ""
-    return (
-        ". Gradients that wait for an optimizer step were not reduced (DDP's no_sync?): save after the step, or reduce in "
-        "every backward"
-    )
-
-
-def _state_entries(part: OptimizerPart, digests: Digests) -> dict[str, dict[str, StateEntry]]:
-    stored = {v.stored.name: v.stored for v in part.live}
-    found: dict[str, dict[str, StateEntry]] = {}
-    for name, states in part.drained.tensors.items():
-        for key in states:
-            t = stored[StateKey(name, key).name]
-            digest = digests["optimizer", part.name, t.name]
-            found.setdefault(name, {})[key] = StateEntry(t.dtype, digest, t.owner)
-    for name, packed in part.drained.packed_index.items():
-        for key, (pack, index) in packed.items():
-            dtype = pack.rsplit(".", 1)[1]
-            found.setdefault(name, {})[key] = StateEntry(dtype, packed=pack, index=index)
-    return found
-
-
-def _packed_entries(part: OptimizerPart, digests: Digests) -> dict[str, Packed]:
-    stored = {v.stored.name: v.stored for v in part.live}
-    found = {}
-    for key, tensor in part.drained.packed.items():
-        t = stored[packed_name(key)]
-        found[key] = Packed(t.dtype, tensor.numel(), digests["optimizer", part.name, t.name], t.owner)
-    return found

@@ -1,0 +1,159 @@
+"""The manifest of a save: rank 0 makes it from what each rank tells of its files and of its copies of the tensors."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from ..catalog.checkpoint import packed_name
+from ..digests.digest import finish
+from ..digests.live import replica_totals
+from ..errors import StateError
+from ..format.manifest import FileEntry, Manifest, Packed, StateEntry, TensorEntry
+from ..format.states import StateKey
+from ..layout.placements import Geometry
+from ..ranks.ranks import Ranks
+from ..state.gradients import GRADIENT
+from .collect import Collected
+from .snapshot import ModelPart, OptimizerPart, Snapshot, plain_tensors
+
+__all__ = ["file_records", "manifest_of", "outline_of"]
+
+#: Digests by kind and name of the part, and stored name.
+Digests = Mapping[tuple[str, str, str], int]
+
+
+def file_records(files: dict[str, FileEntry], sums: list[int]) -> dict[str, bytes]:
+    """A rank's record for rank 0: entries of its files, and the digest sums of its copies of all tensors."""
+    entries = json.dumps({name: asdict(entry) for name, entry in files.items()}).encode()
+    return {"files": entries, "sums": np.array(sums, dtype=np.uint64).tobytes()}
+
+
+def _read_records(records: Mapping[str, bytes]) -> tuple[dict[str, FileEntry], Any]:
+    entries = json.loads(records["files"]).items()
+    files = {n: FileEntry(**{**e, "blocks": tuple(e["blocks"])}) for n, e in entries}
+    return files, np.frombuffer(records["sums"], dtype=np.uint64)
+
+
+def manifest_of(collected: Collected, ranks: Ranks, gathered: Sequence[Mapping[str, bytes]]) -> Manifest:
+    """The manifest of what all ranks wrote. ``gathered``: each rank's :func:`file_records`, in rank order.
+
+    Raises :class:`StateError` naming tensors whose replicas differ between ranks.
+    """
+    parts = [_read_records(g) for g in gathered]
+    files = {name: entry for found, _ in parts for name, entry in found.items()}
+    digests = _digests(collected.snapshot, np.stack([sums for _, sums in parts]))
+    return _with_digests(collected, ranks, digests, files)
+
+
+def outline_of(collected: Collected, ranks: Ranks) -> Manifest:
+    """The manifest before anything is written: without files and digests."""
+    return _with_digests(collected, ranks, defaultdict(int), {})
+
+
+def _with_digests(
+    collected: Collected, ranks: Ranks, digests: Digests, files: Mapping[str, FileEntry]
+) -> Manifest:
+    snapshot = collected.snapshot
+    geometries: dict[Geometry, int] = {}
+    models = {m.name: _model_entries(m, snapshot, digests, geometries) for m in snapshot.models}
+    return Manifest(
+        step=collected.step,
+        run_id=collected.lineage.run_id,
+        parent_step=collected.lineage.parent_step,
+        world_size=ranks.world_size,
+        seed=collected.seed,
+        geometries=tuple(geometries),
+        models=models,
+        packed={o.name: _packed_entries(o, digests) for o in snapshot.optimizers},
+        files=dict(sorted(files.items())),
+        software=collected.software,
+        hub_tensors=collected.hub_tensors,
+        local_documents=tuple(sorted(collected.local)),
+    )
+
+
+def _model_entries(
+    model: ModelPart, snapshot: Snapshot, digests: Digests, geometries: dict[Geometry, int]
+) -> dict[str, TensorEntry]:
+    named = {t.name: t for t in model.named}
+    states = {o.name: _state_entries(o, digests) for o in snapshot.optimizers if o.model == model.name}
+    entries = {}
+    for live in model.live:
+        if not live.counted:
+            continue
+        t = live.stored
+        entries[t.name] = TensorEntry(
+            dtype=t.dtype,
+            shape=t.shape,
+            geometry=geometries.setdefault(t.geometry, len(geometries)),
+            digest=digests["model", model.name, t.name],
+            owner=t.owner,
+            kind=named[t.name].kind,
+            aliases=named[t.name].aliases,
+            stored_aliases=model.stored_aliases.get(t.name, ()),
+            states={o: found[t.name] for o, found in states.items() if t.name in found},
+        )
+    return entries
+
+
+def _digests(snapshot: Snapshot, sums: Any) -> Digests:
+    """Digest of every tensor from all ranks' sums, [rank, tensor]. Replicas must be equal, except plain buffers.
+
+    Raises :class:`StateError` naming tensors whose replicas differ.
+    """
+    counted = [(part, v) for part in snapshot.parts for v in part.live if v.counted]
+    totals = replica_totals(sums, [v.stored.geometry for _, v in counted])
+    buffers = plain_tensors(snapshot, kind="buffer")
+    unequal = [
+        v.stored.name
+        for (part, v), found in zip(counted, totals, strict=True)
+        if len(set(found)) > 1 and not (part.kind == "model" and f"{part.name}:{v.stored.name}" in buffers)
+    ]
+    if unequal:
+        raise StateError(
+            f"replicas of {len(unequal)} tensors differ between ranks: {', '.join(unequal[:10])}; they have drifted "
+            f"apart, and a checkpoint can hold only one of them{_hint(unequal)}"
+        )
+    return {
+        (part.kind, part.name, v.stored.name): finish(found[v.stored.owner], v.stored.dtype, v.stored.shape)
+        for (part, v), found in zip(counted, totals, strict=True)
+    }
+
+
+def _hint(unequal: Sequence[str]) -> str:
+    if not any(name.endswith(f".{GRADIENT}") for name in unequal):
+        return ""
+    return (
+        ". Gradients that wait for an optimizer step were not reduced (DDP's no_sync?): save after the step, or reduce in "
+        "every backward"
+    )
+
+
+def _state_entries(part: OptimizerPart, digests: Digests) -> dict[str, dict[str, StateEntry]]:
+    stored = {v.stored.name: v.stored for v in part.live}
+    found: dict[str, dict[str, StateEntry]] = {}
+    for name, states in part.drained.tensors.items():
+        for key in states:
+            t = stored[StateKey(name, key).name]
+            digest = digests["optimizer", part.name, t.name]
+            found.setdefault(name, {})[key] = StateEntry(t.dtype, digest, t.owner)
+    for name, packed in part.drained.packed_index.items():
+        for key, (pack, index) in packed.items():
+            dtype = pack.rsplit(".", 1)[1]
+            found.setdefault(name, {})[key] = StateEntry(dtype, packed=pack, index=index)
+    return found
+
+
+def _packed_entries(part: OptimizerPart, digests: Digests) -> dict[str, Packed]:
+    stored = {v.stored.name: v.stored for v in part.live}
+    found = {}
+    for key, tensor in part.drained.packed.items():
+        t = stored[packed_name(key)]
+        found[key] = Packed(t.dtype, tensor.numel(), digests["optimizer", part.name, t.name], t.owner)
+    return found
