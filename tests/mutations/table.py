@@ -124,21 +124,21 @@ MUTATIONS = (
     ),
     # ------------------------------------------------------------------------------------- ranks
     Mutation(
-        "ranks/protocol.py",
+        "ranks/beats.py",
         "elapsed_s = min(now - self._looked, 2 * self._period_s)",
         "elapsed_s = now - self._looked",
         ("tests/ranks/test_ranks.py::test_watch_blames_nobody_for_its_own_sleep",),
         "a rank that slept blames the others",
     ),
     Mutation(
-        "ranks/protocol.py",
+        "ranks/verdicts.py",
         "    room = max(200, _ALL_CAUSES_CHARS // max(1, len(causes)))",
         "    room = _CAUSE_CHARS",
         ("tests/ranks/test_ranks.py::test_error_of_very_many_ranks_fits_into_one_value",),
         "causes of many ranks don't fit into one value",
     ),
     Mutation(
-        "ranks/protocol.py",
+        "ranks/verdicts.py",
         "    if (status.kind, status.label) == (request.kind, request.label):",
         "    if status.kind == request.kind:",
         ("tests/ranks/test_ranks.py::test_agreement",),

@@ -14,7 +14,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from shardwise.errors import RankError
-from shardwise.ranks import protocol as rounds
+from shardwise.ranks import beats, verdicts
 from shardwise.ranks.ranks import Ranks
 from tests.harness.process import Process, kill_all, spawn, worker_env
 from tests.harness.tiers import long
@@ -220,8 +220,8 @@ def test_timeout_must_be_positive() -> None:
 
 def test_watch_blames_nobody_for_its_own_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(rounds.time, "monotonic", lambda: now)
-    watch = rounds.Watch(10.0)
+    monkeypatch.setattr(beats.time, "monotonic", lambda: now)
+    watch = beats.Watch(10.0)
     now = 1.0
     assert watch.due()
     assert watch.look({1: b"0"}) == ()
@@ -235,9 +235,9 @@ def test_watch_blames_nobody_for_its_own_sleep(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_error_of_very_many_ranks_fits_into_one_value() -> None:
-    call = rounds.Request("agree", "read", 1.0)
-    verdict = rounds.failure(call, dict.fromkeys(range(5_000), "x" * 4_000))
-    assert len(rounds.pack(verdict)) < 4 * 1024**2
+    request = verdicts.Request("agree", "read", 1.0)
+    verdict = verdicts.failure(request, dict.fromkeys(range(5_000), "x" * 4_000))
+    assert len(verdicts.pack(verdict)) < 4 * 1024**2
     assert isinstance(verdict.error(), RankError)
     with contextlib.suppress(RankError):
         raise verdict.error()

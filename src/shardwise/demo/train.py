@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import cross_entropy
 
 import shardwise as sw
@@ -36,21 +36,7 @@ def train(options: argparse.Namespace) -> None:
     record = Record(options.out / options.name, rank)
     pairs = [(first, rest) for first, rest in json.loads(options.pairs.read_text(encoding="utf-8"))]
     tokenizer = load_tokenizer(str(options.model))
-    # transformers imports a model's code when it builds the first one: some 50 MB that the load does not cause.
-    with sw.meta_init():
-        transformers.AutoModel.from_config(transformers.AutoConfig.from_pretrained(options.model))
-
-    # Dropout stays off (the model is in eval mode): steps that are trained twice can be compared.
-    with AnonymousPeak() as memory:
-        model, loaded = sw.load_pretrained(
-            options.model,
-            mesh,
-            dtype=torch.float32,
-            auto_class=transformers.AutoModel,
-            allow_unused=options.allow_unused,
-            allow_missing=options.allow_missing,
-        )
-    record.write("load", {**loaded.to_json(), "memory_added": memory.added, "memory_kept": memory.kept})
+    model = load_model(options, mesh, record)
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.01)
     scheduler = torch.optim.lr_scheduler.LinearLR(
@@ -60,17 +46,11 @@ def train(options: argparse.Namespace) -> None:
     state = sw.TrainState(model=model, optimizer=optimizer, scheduler=scheduler, dataloader=batches)
 
     with sw.Checkpointer(options.out / "checkpoints", keep_last=3) as checkpoints:
-        resumed = checkpoints.resume(state)
-        if resumed is not None:
-            record.write("resume", resumed.to_json())
-            record.digests("resumed", resumed.step, model)
-        first_step = resumed.step + 1 if resumed is not None else 1
         written = 0
-        for step in range(first_step, options.steps + 1):
+        for step in range(resume(checkpoints, state, record) + 1, options.steps + 1):
             loss = contrastive_loss(model, tokenizer, batches.take())
-            (
-                loss * world_size
-            ).backward()  # FSDP2 averages gradients over ranks, but this loss needs their sum
+            # FSDP2 averages gradients over ranks, but this loss needs their sum.
+            (loss * world_size).backward()
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
@@ -83,9 +63,42 @@ def train(options: argparse.Namespace) -> None:
                 written = saved.bytes_written
                 record.say(f"step {step:3d}   loss {loss.item():.4f}   saved in {saved.seconds:.1f} s")
 
+    export(options, model, tokenizer, record)
+
+
+def load_model(options: argparse.Namespace, mesh: DeviceMesh, record: Record) -> Any:
+    """The model, sharded over ``mesh``. Dropout stays off (eval mode): steps that are trained twice can be compared."""
+    # transformers imports a model's code when it builds the first one: some 50 MB that the load does not cause.
+    with sw.meta_init():
+        transformers.AutoModel.from_config(transformers.AutoConfig.from_pretrained(options.model))
+    with AnonymousPeak() as memory:
+        model, loaded = sw.load_pretrained(
+            options.model,
+            mesh,
+            dtype=torch.float32,
+            auto_class=transformers.AutoModel,
+            allow_unused=options.allow_unused,
+            allow_missing=options.allow_missing,
+        )
+    record.write("load", {**loaded.to_json(), "memory_added": memory.added, "memory_kept": memory.kept})
+    return model
+
+
+def resume(checkpoints: sw.Checkpointer, state: sw.TrainState, record: Record) -> int:
+    """Restore the newest checkpoint. Returns its step, or 0 if there is none."""
+    resumed = checkpoints.resume(state)
+    if resumed is None:
+        return 0
+    record.write("resume", resumed.to_json())
+    record.digests("resumed", resumed.step, state.model)
+    return resumed.step
+
+
+def export(options: argparse.Namespace, model: Any, tokenizer: Any, record: Record) -> None:
+    """Write the trained model and its tokenizer as a hub directory."""
     started = time.perf_counter()
     exported = sw.export_hf(model, options.out / "export")
-    if rank == 0:
+    if dist.get_rank() == 0:
         tokenizer.save_pretrained(options.out / "export")
     record.write("export", {**exported.to_json(), "wall_seconds": time.perf_counter() - started})
     record.digests("exported", options.steps, model)

@@ -6,46 +6,44 @@ A rank that is stopped inside a gloo collective poisons the group for good. Rank
     rank 0:  poll n/arrived,  read the statuses,  n/verdict = ok | causes | reply,  poll n/seen,  delete n/*
 
 The verdict is set once (compare-and-set), so all ranks read the same one at any time, even when a waiting rank wrote
-it because rank 0 made no progress. Progress is ``beat/<rank>``. `Ranks.tick` advances it about once a second from the
-working thread; during a system call on a file the watching thread does (:mod:`.patience`).
+it because rank 0 made no progress. Progress is ``beat/<rank>`` (:mod:`.beats`). `Ranks.tick` advances it about once a
+second from the working thread; during a system call on a file the watching thread does (:mod:`.patience`).
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from typing import NoReturn, Protocol, cast
 
 import torch.distributed as dist
 
 from shardwise.errors import RankError
 from shardwise.internals.torch import default_store
+from shardwise.ranks.beats import LOOK_PERIOD_S, Watch, look_period_s
+from shardwise.ranks.verdicts import (
+    Request,
+    Status,
+    Verdict,
+    cause_of,
+    disagreement,
+    failure,
+    pack,
+    status_of,
+    unpacked_status,
+    unpacked_verdict,
+)
 
-__all__ = [
-    "Agreement",
-    "Request",
-    "agreement_of",
-    "cause_of",
-    "failure",
-    "look_period_s",
-    "pack",
-    "shorten",
-    "text_of",
-]
+__all__ = ["Agreement", "agreement_of"]
 
 _PART_BYTES = 4 * 1024**2  # TCPStore refuses values above 8 MiB and drops the connection
 _INLINE_BYTES = 64 * 1024  # payloads up to here travel inside the status or verdict
 _STATUSES_PER_GET = 256
-_CAUSE_CHARS = 4_000
-_ALL_CAUSES_CHARS = 256_000  # per verdict: the causes of 1,000 failing ranks fit into one value
 _FIRST_PAUSE_S = 0.001
-_LOOK_PERIOD_S = 1.0
 _LINGER_S = 2.0  # how long rank 0 waits for ranks that have arrived but not yet read the verdict
 _SAME_FAILURE_GRACE_S = 2.0  # how long rank 0 waits for the other ranks to fail alike
 _FAILED = 1 << 32  # n/arrived counts arrivals in its low half, failures among them in its high half
@@ -63,80 +61,6 @@ class _Store(Protocol):
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes: ...
     def delete_key(self, key: str) -> bool: ...
     def multi_get(self, keys: list[str]) -> list[bytes]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """The agreement that a rank is in."""
-
-    kind: str
-    label: str
-    timeout_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Status:
-    """How a rank arrived at a round. Failures of the same type and full text have the same ``fingerprint``."""
-
-    round: int
-    kind: str
-    label: str
-    cause: str | None = None
-    fingerprint: str = ""
-    parts: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The outcome of a round for all ranks: go on with the reply, or raise."""
-
-    ok: bool
-    label: str
-    causes: dict[str, str] = field(default_factory=dict)  # JSON has no integer keys
-    missing: tuple[int, ...] = ()
-    timeout_s: float = 0.0
-    identical: bool = False  # all ranks failed alike: each raises its own exception
-    parts: int = 0
-
-    def error(self) -> RankError:
-        causes = {int(rank): cause for rank, cause in self.causes.items()}
-        return RankError(self.label, causes, tuple(self.missing), self.timeout_s)
-
-
-def failure(request: Request, causes: Mapping[int, str], missing: tuple[int, ...] = ()) -> Verdict:
-    """A verdict that makes all ranks raise. Its causes are cut: those of 1,000 ranks fit into one value."""
-    room = max(200, _ALL_CAUSES_CHARS // max(1, len(causes)))
-    short = {str(rank): shorten(cause, room) for rank, cause in sorted(causes.items())}
-    return Verdict(ok=False, label=request.label, causes=short, missing=missing, timeout_s=request.timeout_s)
-
-
-class Watch:
-    """Finds ranks that make no progress, by looking at their beats about once a second.
-
-    Adds up the time between looks instead of comparing clocks: a watcher that was itself stopped or suspended does
-    not blame other ranks when it wakes.
-    """
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._period_s = look_period_s(timeout_s)
-        self._looked = time.monotonic()
-        self._beats: dict[int, bytes] = {}
-        self._idle_s: dict[int, float] = {}
-
-    def due(self) -> bool:
-        return time.monotonic() - self._looked >= self._period_s
-
-    def look(self, beats: Mapping[int, bytes]) -> tuple[int, ...]:
-        """The ranks among ``beats`` that made no progress for the timeout."""
-        now = time.monotonic()
-        elapsed_s = min(now - self._looked, 2 * self._period_s)
-        self._looked = now
-        for rank, beat in beats.items():
-            moved = self._beats.get(rank) != beat
-            self._idle_s[rank] = 0.0 if moved else self._idle_s[rank] + elapsed_s
-        self._beats = dict(beats)
-        return tuple(rank for rank in sorted(beats) if self._idle_s[rank] >= self._timeout_s)
 
 
 # One agreement per process group. All Ranks of the group share it, so their rounds stay in step. Weak: a reference to the
@@ -215,7 +139,7 @@ class Agreement:
     ) -> bytes:
         """One round. On rank 0, ``decide`` makes the reply from all payloads, or raises RankError."""
         self._round += 1
-        status = self._status(request, own)
+        status = status_of(self._round, request, own)
         try:
             if self._rank == 0:
                 verdict, reply = self._lead(request, status, own, payload, decide)
@@ -304,7 +228,7 @@ class Agreement:
         statuses = self._statuses()
         if len(statuses) < self._others:  # while rank 0 was stopped, the other ranks gave it up and went on
             return self._published()
-        causes = {rank: _disagreement(rank, status, request) for rank, (status, _) in statuses.items()}
+        causes = {rank: disagreement(rank, status, request) for rank, (status, _) in statuses.items()}
         causes = {rank: cause for rank, cause in causes.items() if cause}
         if causes:
             return failure(request, causes), b""
@@ -356,8 +280,7 @@ class Agreement:
             ranks = range(first, min(first + _STATUSES_PER_GET, self._others + 1))
             values = self._store.multi_get([f"status/{rank}" for rank in ranks])
             for rank, packed in zip(ranks, values, strict=True):
-                header, inline = packed.split(b"\n", 1)
-                status = Status(**json.loads(header))
+                status, inline = unpacked_status(packed)
                 if status.round == self._round:
                     found[rank] = status, inline
         return found
@@ -394,13 +317,6 @@ class Agreement:
     def _key(self, name: str) -> str:
         return f"{self._round}/{name}"
 
-    def _status(self, request: Request, own: BaseException | None) -> Status:
-        if own is None:
-            return Status(self._round, request.kind, request.label)
-        full = f"{type(own).__module__}.{type(own).__qualname__}: {text_of(own)}"
-        fingerprint = hashlib.blake2b(full.encode(errors="replace"), digest_size=16).hexdigest()
-        return Status(self._round, request.kind, request.label, cause_of(own), fingerprint)
-
     def _beat(self) -> None:
         with self._beating:
             self._store.set(f"beat/{self._rank}", f"{self._posted} {self._ticks}".encode())
@@ -408,11 +324,10 @@ class Agreement:
     def _publish(self, verdict: Verdict, inline: bytes = b"") -> Verdict:
         """Set this verdict unless one is set already; returns the one that is set."""
         packed = self._store.compare_set(self._key("verdict"), b"", pack(verdict, inline))
-        return Verdict(**json.loads(packed.split(b"\n", 1)[0]))
+        return unpacked_verdict(packed)[0]
 
     def _published(self) -> tuple[Verdict, bytes]:
-        header, inline = self._store.get(self._key("verdict")).split(b"\n", 1)
-        verdict = Verdict(**json.loads(header))
+        verdict, inline = unpacked_verdict(self._store.get(self._key("verdict")))
         return verdict, self._get_parts("reply", verdict.parts) if verdict.parts else inline
 
     def _put_parts(self, name: str, payload: bytes) -> int:
@@ -423,7 +338,7 @@ class Agreement:
         starts = range(0, len(payload), _PART_BYTES)
         for i, start in enumerate(starts):
             self._store.set(self._key(f"{name}/{i}"), bytes(view[start : start + _PART_BYTES]))
-            self.tick(1, _LOOK_PERIOD_S)
+            self.tick(1, LOOK_PERIOD_S)
         return len(starts)
 
     def _get_parts(self, name: str, count: int) -> bytes:
@@ -431,7 +346,7 @@ class Agreement:
         for key in [self._key(f"{name}/{i}") for i in range(count)]:
             if self._store.check([key]):  # else its rank gave this one up and deleted it; a verdict says so
                 parts.append(self._store.get(key))
-            self.tick(1, _LOOK_PERIOD_S)
+            self.tick(1, LOOK_PERIOD_S)
         return b"".join(parts)
 
     def _pauses(self) -> Iterator[float]:
@@ -453,41 +368,3 @@ class Agreement:
         if cause is None:
             raise error
         raise error from cause
-
-
-def look_period_s(timeout_s: float) -> float:
-    """Seconds between two signs of progress, and between two looks for them."""
-    return min(_LOOK_PERIOD_S, timeout_s / 4)
-
-
-def pack(header: Status | Verdict, inline: bytes = b"") -> bytes:
-    """The value of a status or verdict in the store: a line of JSON, then a small payload."""
-    return json.dumps(asdict(header)).encode() + b"\n" + inline
-
-
-def cause_of(error: BaseException) -> str:
-    """An exception in words for other ranks."""
-    text = text_of(error)
-    return shorten(f"{type(error).__name__}: {text}" if text else type(error).__name__, _CAUSE_CHARS)
-
-
-def text_of(error: BaseException) -> str:
-    """An exception's text, or a note that it has none."""
-    try:
-        return str(error)
-    except Exception:  # reporting must not fail: the other ranks wait for it
-        return "(its text can't be made)"
-
-
-def shorten(text: str, chars: int) -> str:
-    """``text``, cut to at most ``chars`` characters."""
-    return text if len(text) <= chars else f"{text[: chars - 20]} … [shortened]"
-
-
-def _disagreement(rank: int, status: Status, request: Request) -> str:
-    if (status.kind, status.label) == (request.kind, request.label):
-        return ""
-    theirs, ours = f"'{status.label}'", f"'{request.label}'"
-    if theirs == ours:
-        theirs, ours = f"{status.kind}({theirs})", f"{request.kind}({ours})"
-    return f"ranks disagree on what they are doing: rank {rank} is in {theirs}, rank 0 in {ours}"

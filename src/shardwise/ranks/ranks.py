@@ -15,17 +15,11 @@ import torch.distributed as dist
 
 from shardwise import errors
 from shardwise.errors import CheckpointError, RankError
+from shardwise.ranks.beats import look_period_s
 from shardwise.ranks.messages import pack, unpack
 from shardwise.ranks.patience import LIMIT, Watch, watched
-from shardwise.ranks.protocol import (
-    Agreement,
-    Request,
-    agreement_of,
-    cause_of,
-    look_period_s,
-    shorten,
-    text_of,
-)
+from shardwise.ranks.protocol import Agreement, agreement_of
+from shardwise.ranks.verdicts import Request, cause_of, shorten, text_of
 
 __all__ = ["Claim", "Ranks"]
 
