@@ -158,18 +158,15 @@ def prepare(
     config and class, where the model's own code was imported already.
     """
     catalog = open_catalog(directory, variant=asked.hub.variant)
-    config, auto_class = known if known is not None else (request.config, request.auto_class)
-    base = build_meta(
-        directory,
-        catalog,
-        dtype=asked.dtype,
-        auto_class=auto_class,
-        config=config,
-        config_is_given=request.config is not None,
-        trust_remote_code=request.trust_remote_code and known is None,
-        implementations=asked.implementations,
-        name=os.fspath(request.path),
+    given = request.config, request.auto_class
+    config, model_class = known or config_and_class(
+        directory, *given, trust_remote_code=request.trust_remote_code
     )
+    for field, value in asked.implementations.items():
+        setattr(config, field, value)
+    refuse_config(config, catalog, directory, given=request.config is not None)
+    base = _build(config, model_class, directory, catalog, asked.dtype)
+    base.config.name_or_path = base.name_or_path = os.fspath(request.path)
     hub = hub_rules(base, request.key_mapping)
     rules = with_callers(hub, catalog, request.allow_unused, request.allow_missing)
     inverted = _conversions_of_checkpoint(base, hub, catalog) if catalog.has_module_names else None
@@ -204,23 +201,23 @@ def build_meta(
     auto_class: Any = None,
     config: Any = None,
     trust_remote_code: bool = False,
-    config_is_given: bool | None = None,
-    implementations: Mapping[str, Any] | None = None,
-    name: str | None = None,
 ) -> Any:
     """The model at ``path`` with its parameters on meta and its buffers real, with the dtypes of ``from_pretrained``.
 
-    ``implementations`` are fields of the config (attention, experts); ``name`` becomes ``name_or_path``. Rank-local;
-    allocates buffers only. Raises :class:`UnsupportedConversionError` for a quantised config.
+    Rank-local; allocates buffers only. Raises :class:`UnsupportedConversionError` for a quantised config.
     """
-    directory = os.fspath(path)
-    is_given = config is not None if config_is_given is None else config_is_given
+    directory, given = os.fspath(path), config is not None
     config, model_class = config_and_class(path, config, auto_class, trust_remote_code=trust_remote_code)
-    refuse_config(config, catalog, directory, given=is_given)
+    refuse_config(config, catalog, directory, given=given)
+    return _build(config, model_class, directory, catalog, dtype)
+
+
+def _build(
+    config: Any, model_class: Any, directory: str, catalog: Catalog | None, dtype: torch.dtype | str
+) -> Any:
+    """The model of ``config``, which its class may change; see :func:`build_meta`."""
     file = os.path.join(home_of(directory), "config.json")
     chosen = _dtype_of(dtype, config, catalog, file)
-    for field, value in (implementations or {}).items():
-        setattr(config, field, value)
     try:
         with meta_init(), _as_large_as_stored(catalog, file):
             if hasattr(model_class, "from_config"):  # an Auto class; the code was trusted or refused before
@@ -238,7 +235,7 @@ def build_meta(
         ) from error
     if catalog is not None:
         refuse_source(catalog, lambda: named_tensors(model))
-    model.config.name_or_path = model.name_or_path = name or directory
+    model.config.name_or_path = model.name_or_path = directory
     remember_home(model, home_of(directory))
     _keep_in_fp32(model, chosen)
     return model
