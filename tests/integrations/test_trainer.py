@@ -60,7 +60,7 @@ def test_resume_rotation_export(ranks: RankPool, hub: Path, tmp_path: Path) -> N
         assert one == pytest.approx(other, rel=1e-5)
     others = ranks.run_ranks(2, fns.other_batch, str(hub), str(tmp_path), timeout_s=100)
     for name, words in {
-        "larger": "saved 8, now 16. Trainer finds its place in the data by steps: about 72 samples are skipped",
+        "larger": "8 when saved, 16 now. Trainer finds its place in the data by steps: about 72 samples are skipped",
         "no skip": "ignore_data_skip",
     }.items():
         assert all(not rank[name][0] and words in rank[name][1] for rank in others)

@@ -240,7 +240,7 @@ class ShardwiseTrainer(Saving):
             )
         if saved != now:
             found.append(
-                f"global batch size (per device × accumulation × ranks): saved {saved}, now {now}. Trainer finds its place "
+                f"global batch size (per device × accumulation × ranks): {saved} when saved, {now} now. Trainer finds its place "
                 f"in the data by steps: about {abs(saved - now) * report.step} samples are "
                 f"{'skipped' if now > saved else 'seen again'}; keep the product to avoid that"
             )
