@@ -18,6 +18,7 @@ from typing import Any
 import click
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner, Result
 from rich.console import Console
 from safetensors.torch import load_file, save_file
@@ -322,6 +323,12 @@ def test_verify(saved: Path) -> None:
     assert shown.exit_code == 0
     assert shown.stdout.count("\nok\n") == 2
     assert shown.stderr == ""
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_verify_of_dcp_directories(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "step-7")
+    check_paragraph(run("verify", tmp_path), "DCP directories", "shardwise convert", status=(1,))
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "lose", "manifest"])
