@@ -411,6 +411,30 @@ def test_convert(model: Path, saved: Path, tmp_path: Path) -> None:
     assert all(torch.equal(back[name], tensor) for name, tensor in original.items())
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_a_dcp_directory_lacks_is_said(model: Path, tmp_path: Path) -> None:
+    """No config.json, and no step."""
+    live, _ = load_pretrained(model)
+    dcp.save(live.state_dict(), checkpoint_id=tmp_path / "dcp")
+    lines = {
+        name: " ".join(run(*words).stdout.split())
+        for name, words in {
+            "export": ("export", tmp_path / "dcp", tmp_path / "bare"),
+            "with config": ("export", tmp_path / "dcp", tmp_path / "whole", "--config", model),
+            "convert": ("convert", tmp_path / "dcp", tmp_path / "out", "--to", "checkpoint"),
+            "named": ("convert", tmp_path / "dcp", tmp_path / "step-00001200", "--to", "checkpoint"),
+            "again": ("convert", tmp_path / "step-00001200", tmp_path / "again", "--to", "checkpoint"),
+        }.items()
+    }
+    assert "no config.json the source has none" in lines["export"]
+    assert "--config DIR" in lines["export"]
+    assert "no config.json" not in lines["with config"]
+    assert "the source names none, so it is 0: that of OUT's name (step-NNNNNNNN), or 0" in lines["convert"]
+    assert "the source names none, so it is 1200:" in lines["named"]
+    assert "names none" not in lines["again"]
+    assert run_json("verify", tmp_path / "step-00001200")["step"] == 1200
+
+
 def test_several_models(tmp_path: Path) -> None:
     models: dict[str, torch.nn.Module] = {"actor": torch.nn.Linear(2, 3), "critic": torch.nn.Linear(3, 2)}
     save(TrainState(model=models), tmp_path / "both")

@@ -107,7 +107,9 @@ def test_resume_on_the_cpu(two: Parts, none: Parts) -> None:
         assert not report["exact"]
         lost = "random generators: saved of a simgpu device, this process has no accelerator"
         assert lost in report["differences"]
-        assert any(line.startswith("device: simulated accelerator when saved, ") for line in report["differences"])
+        assert any(
+            line.startswith("device: simulated accelerator when saved, ") for line in report["differences"]
+        )
         assert report["rng"] == "restored per rank, on the host"
         assert len(resumed[0]) == len(expected[0])
 

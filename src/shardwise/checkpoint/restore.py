@@ -274,11 +274,15 @@ def _differences(state: TrainState, stored: StoredCheckpoint, filled: Filled) ->
     found, manifest = [], stored.manifest
     ranks, kind = filled.ranks.world_size, manifest.software.get(CONVERTED)
     if kind is not None:  # the manifest has the ranks that converted
-        found.append(f"converted from {kind}: random states and number of ranks of the saved run are not in it")
+        found.append(
+            f"converted from {kind}: random states and number of ranks of the saved run are not in it"
+        )
     elif manifest.world_size != ranks:
         found.append(f"world size: {manifest.world_size} when saved, {ranks} now")
     now = software_versions(state)
-    found += [f"{k}: {v} when saved, {now[k]} now" for k, v in manifest.software.items() if now.get(k, v) != v]
+    found += [
+        f"{k}: {v} when saved, {now[k]} now" for k, v in manifest.software.items() if now.get(k, v) != v
+    ]
     if "scheduler" in stored.documents and "classes" not in stored.documents:
         found.append("scheduler: the checkpoint does not say of which class it was")
     moved = False

@@ -75,7 +75,7 @@ def _restore_third_party(state: TrainState, path: str, ranks: Ranks, io: IOOptio
         for name, optimizer in state.optimizers.items():
             part = trained_by(name, optimizer, lives)
             check_groups(optimizer, part.names(), _groups_of(part, optimizers[name]))
-        step, world_size = run.step, run.world_size
+        step, world_size = run.step or 0, run.world_size
     filled = Filled(lives, catalogs, ranks, io, started)
     filled.fill_models(lives)
     with ranks.agree("match names"):

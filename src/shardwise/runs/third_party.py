@@ -34,7 +34,10 @@ _OPTIMIZER_STEM = "optimizer"
 _SLICE_OR_PART = re.compile(rf"shard-\d+-model-\d+-of-\d+\.safetensors|{FULL_STATE_STEM}.*_rank\d+\.bin")
 #: Entries of a state dict that hold an optimizer, a scheduler or a scaler.
 _OPTIMIZER_KEYS = ("optimizer", "optim")
-_DOCUMENT_KEYS: Mapping[str, tuple[str, ...]] = {"scheduler": ("lr_scheduler", "scheduler"), "scaler": ("scaler",)}
+_DOCUMENT_KEYS: Mapping[str, tuple[str, ...]] = {
+    "scheduler": ("lr_scheduler", "scheduler"),
+    "scaler": ("scaler",),
+}
 _DOCUMENT_FILES: Mapping[str, tuple[str, ...]] = {
     "scheduler": ("scheduler.bin", "scheduler.pt"),
     "scaler": ("scaler.pt",),
@@ -225,8 +228,8 @@ class ThirdPartyRun:
         raise StateError(f"{self.path}: holds no {name} ({where}); leave it out of the state")
 
     @property
-    def step(self) -> int:
-        """The step from the HF Trainer's file, a state dict or the name of torchtitan's folder; 0 if none has it."""
+    def step(self) -> int | None:
+        """The step from the HF Trainer's file, a state dict or the name of torchtitan's folder; None if none has it."""
         file = os.path.join(self.path, "trainer_state.json")
         if os.path.isfile(file):
             document = read_json(file, "the HF Trainer's state")
@@ -234,10 +237,10 @@ class ThirdPartyRun:
                 raise FormatError("not the HF Trainer's state: not a JSON object", path=file)
             return count_of_steps(document.get("global_step", 0), "global_step", file)
         for source in dict.fromkeys((*self.models, *self.optimizers)):
-            if _has(source, METADATA_NAME) and (step := step_in(self._dcp(source))):
+            if _has(source, METADATA_NAME) and (step := step_in(self._dcp(source))) is not None:
                 return step
         named = re.fullmatch(r"step-(\d{1,12})", os.path.basename(self.path))
-        return int(named[1]) if named else 0
+        return int(named[1]) if named else None
 
     @property
     def world_size(self) -> int:
