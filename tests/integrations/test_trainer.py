@@ -102,6 +102,27 @@ def test_plain_trainers_run_is_the_same_and_taken_up(ranks: RankPool, hub: Path,
         assert rank["names"] == ["checkpoint-12", "checkpoint-9"]
 
 
+def test_a_model_that_is_whole_on_every_rank_is_a_warning(ranks: RankPool, hub: Path, tmp_path: Path) -> None:
+    (alone,) = ranks.run_ranks(1, fns.warned, str(hub), str(tmp_path), timeout_s=100)
+    first, second = ranks.run_ranks(2, fns.warned, str(hub), str(tmp_path), timeout_s=100)
+    assert [*alone.values(), *second.values()] == [[]] * 2 * len(alone), "rank 0 of several"
+    for name, words in {
+        "no FSDP": "fsdp_version: 2",
+        "from_pretrained": "trainer.load_pretrained(args",
+    }.items():
+        (line,) = first.pop(name)
+        assert "every rank holds the whole Qwen3ForCausalLM: 2 ranks × " in line
+        assert "GiB of host memory" in line
+        assert words in line
+    assert first == {"sharded": [], "one rank reads": [], "meta": []}
+
+
+def test_why_a_whole_model_can_not_be_sharded(ranks: RankPool, hub: Path, tmp_path: Path) -> None:
+    for text in ranks.run_ranks(2, fns.one_rank_reads, str(hub), str(tmp_path), timeout_s=100):
+        assert text.startswith("ShardError: the model was loaded whole"), text
+        assert "trainer.load_pretrained(args" in text
+
+
 def test_what_cannot_be_honoured_is_named(ranks: RankPool, hub: Path, tmp_path: Path) -> None:
     lock = DirectoryLock(str(tmp_path / "locked"), name=LOCK_NAME)  # as another run would
     try:
