@@ -178,6 +178,15 @@ def all_damaged(pristine: str, root: str) -> dict[str, Any]:
     return {"lost": (kind, text), "missing": missing, "aside": aside}
 
 
+def resumes_among_dcp(root: str, name: str) -> tuple[str, str]:
+    """A root that holds what DCP saved."""
+    from torch.distributed import checkpoint as dcp
+
+    dcp.save(state_at(7).models["model"].state_dict(), checkpoint_id=f"{root}/{name}")
+    with sw.Checkpointer(root) as checkpoints:
+        return failure(lambda: checkpoints.resume(state_at(7)))
+
+
 def never_published(root: str) -> list[Any]:
     """Nothing there, an empty directory, leftovers only: None each time."""
     found: list[Any] = []

@@ -54,6 +54,16 @@ def test_no_valid_step_is_an_error(ranks: RankPool, tmp_path: Path, pristine: st
             assert "no step 9" in found["missing"][1]
 
 
+@pytest.mark.parametrize("name", ["step-7", "step-00000007"], ids=["torchtitan", "as ours"])
+def test_dcp_directories_are_named(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    for kind, text in ranks.run_ranks(2, fns.resumes_among_dcp, str(tmp_path), name):
+        assert kind == "NoCheckpointError"
+        assert f"DCP directories (torch.distributed.checkpoint) and no step of shardwise: {name}." in text
+        assert f"sw.restore(state, {str(tmp_path / name)!r})" in text
+        assert "shardwise convert" in text
+        assert "set aside" not in text
+
+
 def test_never_published_is_none(ranks: RankPool, tmp_path: Path) -> None:
     for found in ranks.run_ranks(2, fns.never_published, str(tmp_path / "new")):
         assert found == [None, None, []]

@@ -116,5 +116,5 @@ def test_it_is_resumed_from(ranks: RankPool, root: Path, writer: str, kind: str,
             assert report["exact"] == (not report["differences"])
             assert to_come["draws"] == expected["to come"][rank]["draws"]
         else:
-            assert others == ["world size: saved 2, now 3"]
+            assert others == ["world size: 2 when saved, 3 now"]
     assert sw.verify(root / f"step-{runs.STEPS + 1:08d}").ok

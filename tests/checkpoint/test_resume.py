@@ -80,7 +80,7 @@ def test_tensors_survive_other_world_sizes(
             assert step != 5 or report["digest"] == digest, "nothing was trained between"
             digest = report["digest"]
             if before != world_size:
-                assert report["differences"][0] == f"world size: saved {before}, now {world_size}"
+                assert report["differences"][0] == f"world size: {before} when saved, {world_size} now"
                 assert f"step {step - 1}, rank 0" in report["rng"]
         saved, before = now, world_size
         settings = found if step >= 4 else None  # where nothing was trained, the schedule stood still

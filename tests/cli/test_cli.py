@@ -18,6 +18,7 @@ from typing import Any
 import click
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner, Result
 from rich.console import Console
 from safetensors.torch import load_file, save_file
@@ -324,6 +325,12 @@ def test_verify(saved: Path) -> None:
     assert shown.stderr == ""
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_verify_of_dcp_directories(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "step-7")
+    check_paragraph(run("verify", tmp_path), "DCP directories", "shardwise convert", status=(1,))
+
+
 @pytest.mark.parametrize("damage", ["flip", "truncate", "lose", "manifest"])
 def test_verify_finds_damage(steps: Path, damage: str) -> None:
     step = steps / "step-00000020"
@@ -402,6 +409,30 @@ def test_convert(model: Path, saved: Path, tmp_path: Path) -> None:
     back = load_file(file)
     assert back.keys() == original.keys()
     assert all(torch.equal(back[name], tensor) for name, tensor in original.items())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_a_dcp_directory_lacks_is_said(model: Path, tmp_path: Path) -> None:
+    """No config.json, and no step."""
+    live, _ = load_pretrained(model)
+    dcp.save(live.state_dict(), checkpoint_id=tmp_path / "dcp")
+    lines = {
+        name: " ".join(run(*words).stdout.split())
+        for name, words in {
+            "export": ("export", tmp_path / "dcp", tmp_path / "bare"),
+            "with config": ("export", tmp_path / "dcp", tmp_path / "whole", "--config", model),
+            "convert": ("convert", tmp_path / "dcp", tmp_path / "out", "--to", "checkpoint"),
+            "named": ("convert", tmp_path / "dcp", tmp_path / "step-00001200", "--to", "checkpoint"),
+            "again": ("convert", tmp_path / "step-00001200", tmp_path / "again", "--to", "checkpoint"),
+        }.items()
+    }
+    assert "no config.json the source has none" in lines["export"]
+    assert "--config DIR" in lines["export"]
+    assert "no config.json" not in lines["with config"]
+    assert "the source names none, so it is 0: that of OUT's name (step-NNNNNNNN), or 0" in lines["convert"]
+    assert "the source names none, so it is 1200:" in lines["named"]
+    assert "names none" not in lines["again"]
+    assert run_json("verify", tmp_path / "step-00001200")["step"] == 1200
 
 
 def test_several_models(tmp_path: Path) -> None:

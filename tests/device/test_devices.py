@@ -107,7 +107,9 @@ def test_resume_on_the_cpu(two: Parts, none: Parts) -> None:
         assert not report["exact"]
         lost = "random generators: saved of a simgpu device, this process has no accelerator"
         assert lost in report["differences"]
-        assert any(line.startswith("device: saved simulated accelerator") for line in report["differences"])
+        assert any(
+            line.startswith("device: simulated accelerator when saved, ") for line in report["differences"]
+        )
         assert report["rng"] == "restored per rank, on the host"
         assert len(resumed[0]) == len(expected[0])
 
@@ -122,7 +124,7 @@ def test_hyper_parameters_on_the_device(two: Parts) -> None:
 
 def test_tensors_of_documents_come_back_to_the_device(two: Parts) -> None:
     for rank, found in enumerate(of(two, "restored extra")):
-        own, moved = f"simgpu:{rank}", ("extra.host: a tensor saved on cpu, now on simgpu",)
+        own, moved = f"simgpu:{rank}", ("extra.host: a tensor on cpu when saved, on simgpu now",)
         assert found == [(own, [1, 2, 3, 4], own, moved), (own, [1, 2, 3, 4], "cpu", ())]
 
 
@@ -143,8 +145,8 @@ def test_tensors_of_documents_follow_the_live_ones(others: Parts, none: Parts) -
             assert devices == dict.fromkeys(devices, own) | {"host": "cpu"}
             if own == "cpu":
                 assert not exact
-                assert "extra.baseline.value: a tensor saved on simgpu, now on cpu" in said
-                assert sum("a tensor saved on simgpu" in line for line in said) >= len(devices) - 1
+                assert "extra.baseline.value: a tensor on simgpu when saved, on cpu now" in said
+                assert sum("a tensor on simgpu when saved" in line for line in said) >= len(devices) - 1
             else:
                 assert (said, exact, device) == ((), True, own)
 

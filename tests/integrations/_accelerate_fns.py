@@ -156,15 +156,15 @@ def case_1(source: str, root: str, plugin: dict[str, Any], options: dict[str, An
     return found
 
 
-def accelerate_alone() -> str:
-    """Case 1 with Accelerate's own loading."""
+def loaded_whole(ours: bool) -> str:
+    """Case 1 with Accelerate's own loading, and our prepare or Accelerate's."""
     with accelerator_with(
         plugin={"cpu_ram_efficient_loading": True, "ignored_modules": "gate"}
     ) as accelerator:
         model = Tied()
         optimizer = torch.optim.AdamW(model.parameters())
         try:
-            accelerator.prepare(model, optimizer)
+            swa.prepare(accelerator, model, optimizer) if ours else accelerator.prepare(model, optimizer)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
     return "none"

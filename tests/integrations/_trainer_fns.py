@@ -188,6 +188,49 @@ def plain(path: str, root: str) -> dict[str, Any]:
     return found
 
 
+def warned(path: str, root: str) -> dict[str, list[str]]:
+    """What is warned of while a model is loaded, or handed to a trainer."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    def meta(args: Any) -> Any:
+        with sw.meta_init():
+            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+
+    def stock(args: Any) -> Any:
+        return AutoModelForCausalLM.from_pretrained(path)
+
+    def ours(args: Any) -> Any:
+        return load_pretrained(args, path)[0]
+
+    found = {}
+    one_rank = {"fsdp_config": {"cpu_ram_efficient_loading": True}}
+    for name, load, options in (
+        ("no FSDP", ours, {"fsdp": False}),
+        ("from_pretrained", stock, {}),
+        ("sharded", ours, {}),
+        ("one rank reads", stock, one_rank),
+        ("meta", meta, {}),
+    ):
+        with arguments(root, **options) as args, warnings_logged() as texts:
+            ShardwiseTrainer(load(args), args, train_dataset=Rows())
+        found[name] = list(texts)
+    return found
+
+
+def one_rank_reads(path: str, root: str) -> str:
+    """Training of a model with a persistent buffer and ``cpu_ram_efficient_loading``."""
+    from transformers import AutoModelForCausalLM
+
+    with arguments(root, fsdp_config={"cpu_ram_efficient_loading": True}) as args:
+        model = AutoModelForCausalLM.from_pretrained(path)
+        model.register_buffer("seen", torch.zeros(1))
+        try:
+            ShardwiseTrainer(model, args, train_dataset=Rows()).train()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return "none"
+
+
 def refused(path: str, root: str, locked: str) -> dict[str, str]:
     """What can't be honoured is a named error, alike on all ranks. Another process holds the directory ``locked``."""
     import peft

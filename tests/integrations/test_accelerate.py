@@ -79,8 +79,16 @@ def test_case_1(
 
 def test_accelerate_alone(ranks: RankPool) -> None:
     """What the peer does today; this test may go when they mend it."""
-    for text in ranks.run_ranks(2, fns.accelerate_alone, timeout_s=120):
+    for text in ranks.run_ranks(2, fns.loaded_whole, False, timeout_s=120):
+        assert text.startswith("AttributeError")
         assert "device_mesh" in text, text
+
+
+def test_prepare_says_why_a_whole_model_fails(ranks: RankPool) -> None:
+    for text in ranks.run_ranks(2, fns.loaded_whole, True, timeout_s=120):
+        assert text.startswith("ShardError: the model was loaded whole"), text
+        for words in ("device_mesh", "load_pretrained", "cpu_ram_efficient_loading to false"):
+            assert words in text
 
 
 def test_what_cannot_be_honoured_is_named(ranks: RankPool, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_resume_rotation_export(ranks: RankPool, hub: Path, tmp_path: Path) -> N
         assert one == pytest.approx(other, rel=1e-5)
     others = ranks.run_ranks(2, fns.other_batch, str(hub), str(tmp_path), timeout_s=100)
     for name, words in {
-        "larger": "saved 8, now 16. Trainer finds its place in the data by steps: about 72 samples are skipped",
+        "larger": "8 when saved, 16 now. Trainer finds its place in the data by steps: about 72 samples are skipped",
         "no skip": "ignore_data_skip",
     }.items():
         assert all(not rank[name][0] and words in rank[name][1] for rank in others)
@@ -100,6 +100,27 @@ def test_plain_trainers_run_is_the_same_and_taken_up(ranks: RankPool, hub: Path,
         assert len(rank["taken up"]) == 12
         assert rank["reported"] is None
         assert rank["names"] == ["checkpoint-12", "checkpoint-9"]
+
+
+def test_a_model_that_is_whole_on_every_rank_is_a_warning(ranks: RankPool, hub: Path, tmp_path: Path) -> None:
+    (alone,) = ranks.run_ranks(1, fns.warned, str(hub), str(tmp_path), timeout_s=100)
+    first, second = ranks.run_ranks(2, fns.warned, str(hub), str(tmp_path), timeout_s=100)
+    assert [*alone.values(), *second.values()] == [[]] * 2 * len(alone), "rank 0 of several"
+    for name, words in {
+        "no FSDP": "fsdp_version: 2",
+        "from_pretrained": "trainer.load_pretrained(args",
+    }.items():
+        (line,) = first.pop(name)
+        assert "every rank holds the whole Qwen3ForCausalLM: 2 ranks × " in line
+        assert "GiB of host memory" in line
+        assert words in line
+    assert first == {"sharded": [], "one rank reads": [], "meta": []}
+
+
+def test_why_a_whole_model_can_not_be_sharded(ranks: RankPool, hub: Path, tmp_path: Path) -> None:
+    for text in ranks.run_ranks(2, fns.one_rank_reads, str(hub), str(tmp_path), timeout_s=100):
+        assert text.startswith("ShardError: the model was loaded whole"), text
+        assert "trainer.load_pretrained(args" in text
 
 
 def test_what_cannot_be_honoured_is_named(ranks: RankPool, hub: Path, tmp_path: Path) -> None:

@@ -147,6 +147,26 @@ def errors_of(paths: list[str]) -> list[str]:
     return found
 
 
+def asks_too_much_of_dcp(folder: str) -> dict[str, Any]:
+    """A run that saved each object's own ``state_dict()``, and no scheduler."""
+    state, scaler = run_of(0), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    train(state, 0, 1)
+    model, optimizer = state.models["model"], state.optimizers["optimizer"]
+    content = {"model": model, "optimizer": optimizer, "scaler": scaler}
+    dcp.save({name: found.state_dict() for name, found in content.items()}, checkpoint_id=folder)
+    asked = {"optimizer": {"optimizer": optimizer}, "scheduler": {"scheduler": state.scheduler}, "model": {}}
+    found: dict[str, Any] = {}
+    for name, more in asked.items():
+        try:
+            sw.restore(sw.TrainState(model=model, **more), folder)
+            found[name] = "restored"
+        except ShardwiseError as error:
+            found[name] = type(error).__name__, str(error)
+    fresh = torch.amp.GradScaler("cpu")
+    sw.restore(sw.TrainState(model=model, scaler=fresh), folder)
+    return {**found, "scaler": fresh.get_scale()}
+
+
 def accelerate_saves_per_rank(root: str, folder: str) -> None:
     """Accelerate's files of single ranks, as ``use_dcp=False`` names them."""
     os.makedirs(folder, exist_ok=True)

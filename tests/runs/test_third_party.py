@@ -116,3 +116,17 @@ def test_what_can_not_be_read_is_named(
         assert "FULL_STATE_DICT" in per_rank
         assert "by parameter number" in numbered
         assert "not a checkpoint" in nothing
+
+
+def test_a_dcp_directory_that_lacks_what_is_asked_for(ranks: RankPool, tmp_path: Path) -> None:
+    """``optimizer.state_dict()`` numbers parameters. Errors speak of a state dict, not of Accelerate's files."""
+    (found,) = ranks.run_ranks(1, fns.asks_too_much_of_dcp, str(tmp_path / "saved"))
+    kind, text = found["optimizer"]
+    assert kind == "StateError"
+    assert "by parameter number" in text
+    assert "TrainState(model=…)" in text
+    assert "get_optimizer_state_dict" in text
+    assert "no entry 'lr_scheduler' or 'scheduler' in the state dict" in found["scheduler"][1]
+    assert ".bin" not in found["scheduler"][1]
+    assert found["model"] == "restored"
+    assert found["scaler"] == 1024.0

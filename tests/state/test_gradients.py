@@ -296,7 +296,7 @@ def test_gradients_keep_a_dtype_of_their_own(tmp_path: Path) -> None:
     other = low_precision(grad_dtype=torch.bfloat16)
     report = sw.restore(other, tmp_path / "step")
     assert not report.exact
-    assert report.differences == ("gradient of weight: saved torch.float32, now torch.bfloat16",)
+    assert report.differences == ("gradient of weight: torch.float32 when saved, torch.bfloat16 now",)
     assert torch.equal(other.model.weight.grad, gradient.bfloat16())  # type: ignore[union-attr, arg-type]
 
 

@@ -46,7 +46,7 @@ def test_where_there_is_no_such_device_the_report_says_so() -> None:
     value, places = read({"a": torch.ones(2), "b": 3}, "xla")
     assert places.differences == ()
     assert places.put(value)["a"].device.type == "cpu"
-    assert places.differences == ("state.a: a tensor saved on xla, now on cpu",)
+    assert places.differences == ("state.a: a tensor on xla when saved, on cpu now",)
 
 
 def test_tensors_follow_the_live_ones_through_containers() -> None:
@@ -86,7 +86,7 @@ def test_quantised_tensors_follow_the_live_ones() -> None:
     value, places = read({"a": [given]}, "xla")
     found = places.put(value, lambda: {"a": [given]})["a"][0]
     assert torch.equal(found.int_repr(), given.int_repr())
-    assert places.differences == ("state.a[0]: a tensor saved on xla, now on cpu",)
+    assert places.differences == ("state.a[0]: a tensor on xla when saved, on cpu now",)
     value, places = read({"a": [given]}, "cpu")
     moved = value["a"][0]
     assert places.put(value, lambda: {"a": [torch.empty(3)]})["a"][0].device == moved.device

@@ -310,6 +310,8 @@ class Checkpointer:
 
     def _raise_if_lost(self, ranks: Ranks, step: int | None, damaged: dict[int, str]) -> None:
         def check() -> None:
+            if dcp := publish.describe_dcp_steps(self.root, damaged):
+                raise NoCheckpointError(dcp)
             if damaged or publish.was_ever_published(self.root):
                 found = "; ".join(f"step {s}: {why}" for s, why in damaged.items()) or "all were set aside"
                 which = "none is valid" if step is None else f"step {step} is not valid"

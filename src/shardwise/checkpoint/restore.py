@@ -13,7 +13,7 @@ from ..catalog import Catalog
 from ..catalog.checkpoint import catalog_of_checkpoint
 from ..dtypes import code_of
 from ..errors import StateError
-from ..format.manifest import Manifest
+from ..format.manifest import CONVERTED, Manifest
 from ..gc_paused import gc_paused
 from ..layout.live import LiveModel, describe
 from ..layout.placements import mesh_text
@@ -271,10 +271,17 @@ def _check_models(state: TrainState, manifest: Manifest, path: str) -> None:
 def _differences(state: TrainState, stored: StoredCheckpoint, filled: Filled) -> list[str]:
     """Reasons why the resume is not exact. The same on every rank, except for differences between machines."""
     found, manifest = [], stored.manifest
-    if manifest.world_size != filled.ranks.world_size:
-        found.append(f"world size: saved {manifest.world_size}, now {filled.ranks.world_size}")
+    ranks, kind = filled.ranks.world_size, manifest.software.get(CONVERTED)
+    if kind is not None:  # the manifest has the ranks that converted
+        found.append(
+            f"converted from {kind}: random states and number of ranks of the saved run are not in it"
+        )
+    elif manifest.world_size != ranks:
+        found.append(f"world size: {manifest.world_size} when saved, {ranks} now")
     now = software_versions(state)
-    found += [f"{k}: saved {v}, now {now.get(k)}" for k, v in manifest.software.items() if now.get(k) != v]
+    found += [
+        f"{k}: {v} when saved, {now[k]} now" for k, v in manifest.software.items() if now.get(k, v) != v
+    ]
     if "scheduler" in stored.documents and "classes" not in stored.documents:
         found.append("scheduler: the checkpoint does not say of which class it was")
     moved = False
@@ -282,9 +289,9 @@ def _differences(state: TrainState, stored: StoredCheckpoint, filled: Filled) ->
         entries = manifest.models[name]
         for t in live.stored:
             if code_of(t.tensor.dtype) != entries[t.name].dtype:
-                found.append(f"{t.name}: saved {entries[t.name].dtype}, now {code_of(t.tensor.dtype)}")
+                found.append(f"{t.name}: {entries[t.name].dtype} when saved, {code_of(t.tensor.dtype)} now")
         spread = live.geometries.items()
         moved |= any(not same_place(manifest.geometries[entries[n].geometry], g) for n, g in spread)
-    if manifest.world_size == filled.ranks.world_size and moved:
+    if kind is None and manifest.world_size == ranks and moved:
         found.append("mesh or placements: tensors are spread over ranks otherwise than they were")
     return found + [line for o in filled.optimizers for line in o.differences]

@@ -175,13 +175,14 @@ def diff(first: str, second: str, as_json: bool) -> int:
 
 
 def _verify_steps(root: str, threads: int | None, as_json: bool) -> int:
-    from ..store.publish import published_steps
+    from ..store.publish import describe_dcp_steps, published_steps
     from .render import console, show_problems, show_verify
 
     steps = published_steps(root)
     if not steps:
         raise NoCheckpointError(
-            f"{root}: steps were published, but all were set aside; name one to verify it"
+            describe_dcp_steps(root)
+            or f"{root}: steps were published, but all were set aside; name one to verify it"
         )
     documents: list[dict[str, Any]] = []
     for step, path in steps.items():

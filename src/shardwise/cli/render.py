@@ -252,6 +252,11 @@ def show_export(out: Console, report: Any) -> None:
         "wrote": f"{report.tensors} tensors, {size(report.total_bytes)} in {report.seconds:.1f} s",
         "files": _some(report.files),
     }
+    if not os.path.isfile(os.path.join(report.path, "config.json")):
+        facts["no config.json"] = (
+            "the source has none, so from_pretrained can't open OUT, and tensors keep their names; export again with "
+            "--config DIR, the directory of the model's config.json"
+        )
     _facts(out, str(report.path), facts)
 
 

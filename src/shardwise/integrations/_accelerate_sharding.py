@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ..errors import ShardError
 from ..models.memory import give_addresses
@@ -26,14 +28,17 @@ from ._accelerate_settings import (
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-__all__ = ["device_of", "shard"]
+__all__ = ["device_of", "shard", "warn_if_whole"]
+
+_log = logging.getLogger(__name__)
 
 
 def shard(accelerator: Accelerator, model: nn.Module) -> tuple[str, ...]:
     """Apply FSDP2 to ``model`` in place as ``accelerator.prepare`` would, without loading anything; best on meta.
 
     With ``tp_size`` in the accelerator's ``parallelism_config`` a transformers model is cut by its own plan instead,
-    unless it holds DTensors already; ``accelerator.prepare`` accepts the result. Does nothing without either.
+    unless it holds DTensors already; ``accelerator.prepare`` accepts the result. Does nothing without either, but warns on rank 0 if
+    there are several ranks.
 
     Parameters without dims (a logit scale) stay whole on every rank, and their gradients are averaged after each
     backward, as by :func:`shardwise.shard`.
@@ -48,6 +53,14 @@ def shard(accelerator: Accelerator, model: nn.Module) -> tuple[str, ...]:
     if parallelism is not None and parallelism.tp_enabled:
         cut_by_tp_plan(model, accelerator.torch_device_mesh["tp"])
         _remember(accelerator, model)
+    elif not accelerator.is_fsdp2:
+        warn_if_whole(
+            accelerator,
+            model,
+            accelerator.device.type,
+            "no FSDP is chosen. Say fsdp=True in TrainingArguments, or distributed_type: FSDP and fsdp_version: 2 in the YAML of "
+            "accelerate launch (on CPU Accelerate heeds neither)",
+        )
     if not accelerator.is_fsdp2:
         return ()
     from accelerate.utils import fsdp2_apply_ac, fsdp2_prepare_model
@@ -79,6 +92,22 @@ def shard(accelerator: Accelerator, model: nn.Module) -> tuple[str, ...]:
     give_addresses(model)
     _remember(accelerator, model)
     return ignored
+
+
+def warn_if_whole(accelerator: Any, model: nn.Module, device: str, why: str) -> None:
+    """Warn on rank 0 if each of several ranks has the whole of ``model`` on ``device``, or will. Rank-local."""
+    parameters, ranks = list(model.parameters()), accelerator.num_processes
+    if ranks == 1 or not accelerator.is_main_process or any(isinstance(p, DTensor) for p in parameters):
+        return
+    gib, memory = sum(p.nbytes for p in parameters) / 1024**3, "host" if device == "cpu" else device
+    _log.warning(
+        "every rank holds the whole %s: %d ranks × %.3g GiB of %s memory, because %s",
+        type(model).__name__,
+        ranks,
+        gib,
+        memory,
+        why,
+    )
 
 
 def _remember(accelerator: Any, model: nn.Module) -> None:

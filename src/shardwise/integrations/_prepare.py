@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,9 +16,27 @@ from ..internals.torch import is_checkpointed, original_class
 from ..internals.transformers import blocks_not_to_split
 from ..names import unwrap
 
-__all__ = ["Groups", "adopt", "groups_of", "put_back"]
+__all__ = ["Groups", "adopt", "explained", "groups_of", "put_back"]
 
 Groups = list[list[torch.Tensor]]
+
+
+@contextmanager
+def explained(way: str) -> Iterator[None]:
+    """Name the cause if ``accelerator.prepare`` fails in the block, for a model that was not sharded before.
+
+    ``way`` is the call that loads it sharded. Raises :class:`ShardError`.
+    """
+    try:
+        yield
+    except AttributeError as error:
+        if "device_mesh" not in str(error):
+            raise
+        raise ShardError(
+            f"the model was loaded whole, and Accelerate's cpu_ram_efficient_loading takes each of its tensors for a shard, also "
+            f"a buffer or a parameter that is not sharded ({error}). Load the model by {way}, or set "
+            f"cpu_ram_efficient_loading to false: then every rank holds the whole model first"
+        ) from error
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> Groups | None:

@@ -115,7 +115,9 @@ class DataPlace:
         by_index = self._goes_by_index(loader, stored)
         if (was_workers or stored["drew"]) and (was_workers != workers or (skipped and by_index)):
             why = (
-                f"saved num_workers={was_workers}, now {workers}" if was_workers != workers else "reads_again"
+                f"num_workers: {was_workers} when saved, {workers} now"
+                if was_workers != workers
+                else "reads_again"
             )
             yield f"{why}: random draws in items (augmentation) may differ"
         if workers and keeps_workers(loader) and (epoch or skipped):

@@ -26,9 +26,9 @@ from ..ranks.ranks import Ranks
 if TYPE_CHECKING:
     from transformers import Trainer
 
-__all__ = ["References", "gather_head", "generation_state"]
+__all__ = ["LOAD", "References", "gather_head", "generation_state"]
 
-_LOAD = "shardwise.integrations.trainer.load_pretrained(args, path)"
+LOAD = "shardwise.integrations.trainer.load_pretrained(args, path)"
 
 #: Arguments that a sharded policy does not support, with the reason.
 _REFUSED = {
@@ -95,7 +95,7 @@ class _Clones:
         if not _is_sharded(self._model):
             raise ShardError(
                 f"the reference model would be loaded whole on every rank, from {path!r}: the "
-                f"{type(self._model).__name__} is not sharded yet. Give the trainer a model of {_LOAD}"
+                f"{type(self._model).__name__} is not sharded yet. Give the trainer a model of {LOAD}"
             )
         return clone(self._model)
 
@@ -137,7 +137,7 @@ def gather_head(model: nn.Module) -> None:
         if _is_trained_shard(head.weight):
             raise ShardError(
                 f"the head of the {type(base).__name__} is sharded with modules that are not gathered when TRL uses it, and its "
-                f"gradient would not be reduced. Give the trainer a model of {_LOAD}"
+                f"gradient would not be reduced. Give the trainer a model of {LOAD}"
             )
 
     base.base_model.register_forward_hook(gather)

@@ -52,7 +52,7 @@ from ._accelerate_loaders import LoaderPositions
 from ._accelerate_samplers import record
 from ._accelerate_settings import check_kind
 from ._accelerate_sharding import device_of, shard
-from ._prepare import groups_of, put_back
+from ._prepare import explained, groups_of, put_back
 
 __all__ = [
     "ShardwiseAccelerator",
@@ -89,7 +89,7 @@ def load_pretrained(
     become fp32 masters, as with Accelerate), CPU offload, ignored modules and the mesh of ``parallelism_config`` (FSDP,
     HSDP, or tensor parallelism alone, by the model's own plan). ``prepare`` compiles. ``cpu_ram_efficient_loading`` has
     no effect: no rank holds more than its shards. Without FSDP every rank loads the whole model onto the accelerator's
-    device.
+    device; rank 0 of several warns of that.
 
     Applies activation checkpointing, which must precede sharding, and switches it off in the accelerator's plugin for
     good, because ``prepare`` would add it again. Later calls of this function still apply it; for a model loaded in
@@ -149,7 +149,8 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
     an epoch. After a plain ``accelerator.prepare`` this begins only with the first :func:`save_state` or
     :func:`load_state`; the first save then skips unknown state, and the reports say so.
 
-    The optimizers keep their parameters, even if a model that was loaded in another way has empty shards.
+    The optimizers keep their parameters, even if a model that was loaded in another way has empty shards. Raises
+    :class:`ShardError` where Accelerate's ``cpu_ram_efficient_loading`` can't shard a model that was loaded whole.
     """
     return _prepared(accelerator, accelerator.prepare, objects)
 
@@ -158,7 +159,8 @@ def _prepared(accelerator: Any, by: Callable[..., Any], objects: tuple[Any, ...]
     check_kind(accelerator)
     optimizers = [found for found in objects if isinstance(found, torch.optim.Optimizer)]
     before = [groups_of(optimizer) for optimizer in optimizers]
-    result = by(*objects)
+    with explained("load_pretrained or load of shardwise.integrations.accelerate"):
+        result = by(*objects)
     for optimizer, groups in zip(optimizers, before, strict=True):
         if groups is not None:
             put_back(optimizer, groups)

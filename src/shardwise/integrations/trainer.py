@@ -35,12 +35,13 @@ from ..runs.restore import restore
 from ..state.loader_parts import put_own_states
 from . import accelerate as swa
 from ._accelerate_settings import check_supported
-from ._prepare import Groups, adopt, groups_of, put_back
+from ._accelerate_sharding import warn_if_whole
+from ._prepare import Groups, adopt, explained, groups_of, put_back
 from ._trainer_data import DataPlace
 from ._trainer_folder import Run, contents, held, is_ours, newest
 from ._trainer_place import check_place
 from ._trainer_saving import Saving
-from ._trl import References, gather_head, stores_completions
+from ._trl import LOAD, References, gather_head, stores_completions
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -131,6 +132,7 @@ class ShardwiseTrainer(Saving):
         check_supported(self.accelerator)
         if self.is_fsdp_enabled:
             self._references.stand_in(self.args, self.model)
+            self._warn_if_whole()
         parallelism, wrong = self.accelerator.parallelism_config, ""
         if parallelism is not None and parallelism.tp_enabled:
             wrong = "tp_size > 1 in parallelism_config; use FSDP"
@@ -143,6 +145,13 @@ class ShardwiseTrainer(Saving):
                 wrong = f"{name} needs Trainer's own files; leave it out"
         if wrong:
             raise CheckpointError(f"a shardwise checkpoint can't be had with these arguments: {wrong}")
+
+    def _warn_if_whole(self) -> None:
+        """Warn of a model for FSDP that was loaded whole; with ``cpu_ram_efficient_loading`` only one rank did so."""
+        devices = {p.device.type for p in self.model.parameters()}
+        if "meta" not in devices and not self.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
+            why = f"it was made before FSDP shards it. Load it by {LOAD}, not by from_pretrained"
+            warn_if_whole(self.accelerator, self.model, ", ".join(sorted(devices)), why)
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
         """Runs after the optimizer is made and before ``accelerator.prepare``."""
@@ -240,7 +249,7 @@ class ShardwiseTrainer(Saving):
             )
         if saved != now:
             found.append(
-                f"global batch size (per device × accumulation × ranks): saved {saved}, now {now}. Trainer finds its place "
+                f"global batch size (per device × accumulation × ranks): {saved} when saved, {now} now. Trainer finds its place "
                 f"in the data by steps: about {abs(saved - now) * report.step} samples are "
                 f"{'skipped' if now > saved else 'seen again'}; keep the product to avoid that"
             )
@@ -290,7 +299,8 @@ class ShardwiseTrainer(Saving):
         self._run.loader = train_dataloader
         if self._run.seeds:
             put_own_states(train_dataloader, {"seeds": self._run.seeds, "generators": {}, "epochs": {}})
-        return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)  # type: ignore[no-untyped-call]
+        with explained(LOAD):
+            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)  # type: ignore[no-untyped-call]
 
     def _run_epoch(self, *_: Any, **given: Any) -> None:  # Trainer passes all arguments by name
         """Trainer's own, over a loader that counts and that goes on at the place of a save."""

@@ -100,11 +100,11 @@ class RunContents:
 
 
 def contents_of_run(
-    path: str | os.PathLike[str], config: str | None, *, trust_remote_code: bool, io: IOOptions
+    path: str | os.PathLike[str], config: str | None, *, step: int, trust_remote_code: bool, io: IOOptions
 ) -> RunContents:
     """Describe the run (or the model alone) at ``path``. Rank-local; reads headers and small values, no payload.
 
-    ``config`` is a directory with the model's config.json, for a source without one. Raises :class:`SourceError`,
+    ``config`` is a directory with the model's config.json, and ``step`` the step, of a source without one. Raises :class:`SourceError`,
     :class:`PlanError` if the source is incomplete for that config, :class:`StateError`.
     """
     root = os.fspath(path)
@@ -120,7 +120,7 @@ def contents_of_run(
         catalog = models["model"].catalog
         found = as_config_says(catalog, build_meta(home, catalog, trust_remote_code=trust_remote_code), io)
         models["model"] = replace(found, assets=read_assets(home))
-    return _of_third_party(run, models)
+    return _of_third_party(run, models, step)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -187,12 +187,18 @@ def as_config_says(catalog: Catalog, model: Any, io: IOOptions) -> ModelContents
 # A run that another library stored
 
 
-def _of_third_party(run: ThirdPartyRun, models: Mapping[str, ModelContents]) -> RunContents:
-    if not 0 <= run.step <= MAX_COUNT:
-        raise FormatError(f"its step is {run.step}, expected a number from 0 to {MAX_COUNT}", path=run.path)
-    documents: dict[str, Any] = {"step": run.step}
+def _of_third_party(run: ThirdPartyRun, models: Mapping[str, ModelContents], otherwise: int) -> RunContents:
+    named = run.step
+    step = otherwise if named is None else named
+    if not 0 <= step <= MAX_COUNT:
+        raise FormatError(f"its step is {step}, expected a number from 0 to {MAX_COUNT}", path=run.path)
+    documents: dict[str, Any] = {"step": step}
     optimizers: dict[str, OptimizerContents] = {}
     skipped = [f"{n}: not used by the model's class" for m in models.values() for n in m.unused]
+    if named is None:
+        skipped.append(
+            f"step: the source names none, so it is {step}: that of OUT's name (step-NNNNNNNN), or 0"
+        )
     count = len(run.optimizers)
     for k in range(count):
         if run.has_optimizer(k):
@@ -219,7 +225,7 @@ def _of_third_party(run: ThirdPartyRun, models: Mapping[str, ModelContents]) -> 
         models=models,
         optimizers=optimizers,
         documents={name: encode(value, where=name) for name, value in documents.items()},
-        step=run.step,
+        step=step,
         run_id=None,
         parent_step=None,
         seed=0,

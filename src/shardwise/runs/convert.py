@@ -24,6 +24,7 @@ from ..errors import IntegrityError
 from ..format.manifest import CONVERTED, Manifest
 from ..format.slices import SliceTensor, assign_owners
 from ..format.states import StateKey
+from ..format.steps import STEP_NAME
 from ..layout.placements import Cut, Geometry
 from ..models.classes import import_code, in_turn
 from ..names import NamedTensor
@@ -58,7 +59,7 @@ class ConvertReport:
     optimizer_tensors: int
     documents: tuple[str, ...]
     skipped: tuple[str, ...]
-    """State in the source that the checkpoint does not hold."""
+    """State in the source that the checkpoint does not hold; the step, if the source names none."""
     bytes_read: int
     """By this rank."""
     bytes_written: int
@@ -84,7 +85,8 @@ def convert(
         source: a DCP checkpoint (Accelerate, the HF Trainer, torchtitan, transformers, torch), FSDP's full state or
             another file of ``torch.save``, safetensors, or a shardwise checkpoint. Stored optimizers, scheduler and
             scaler are converted; random generators and data position are not.
-        out: must not exist. A Checkpointer finds it under the name ``step-%08d`` of its step.
+        out: must not exist. A Checkpointer finds it under the name ``step-%08d`` of its step. If the source names no
+            step, it is that of this name, or 0; ``skipped`` says so.
         config: directory with the model's config.json (and tokenizer, own code) if the source has none. Without one,
             tensors keep their names, and missing tensors are not noticed.
         trust_remote_code: run the Python files of the config's directory.
@@ -103,7 +105,9 @@ def convert(
     if trust_remote_code:
         in_turn(ranks, lambda: import_code(home or source))
     with ranks.agree("plan the conversion") as claim:
-        run = contents_of_run(source, home, trust_remote_code=trust_remote_code, io=io)
+        named = STEP_NAME.fullmatch(os.path.basename(final))
+        step = int(named[1]) if named else 0
+        run = contents_of_run(source, home, step=step, trust_remote_code=trust_remote_code, io=io)
         snapshot = _snapshot(run, ranks.world_size)
         claim.alike(layout_hash(snapshot).encode())
     run_id = run.run_id or ranks.on_first("run id", lambda: secrets.token_hex(8))

@@ -142,10 +142,10 @@ def plain_tensor(stored: StoredTensor) -> torch.Tensor:
     return found
 
 
-def step_in(found: DcpCheckpoint) -> int:
+def step_in(found: DcpCheckpoint) -> int | None:
     """``step`` of a state dict, or of torchtitan's ``train_state``: a number, or a tensor of one element.
 
-    0 if there is none. Raises :class:`FormatError` for a number that can't count steps.
+    None if there is none. Raises :class:`FormatError` for a number that can't count steps.
     """
     for name in ("step", "train_state.step"):
         if name in found.objects:
@@ -160,7 +160,7 @@ def step_in(found: DcpCheckpoint) -> int:
             value = int(value) if isinstance(value, float) and value.is_integer() else value
         if isinstance(value, int | float | complex):
             return count_of_steps(value, name, found.catalog.root)
-    return 0
+    return None
 
 
 def count_of_steps(value: object, what: str, path: str) -> int:

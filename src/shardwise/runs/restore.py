@@ -26,7 +26,7 @@ from ..limits import brief
 from ..planning import IOOptions
 from ..ranks.ranks import Ranks
 from ..rng import derive_rng
-from ..state.forms import attribute_of_class, refuse_other_kind
+from ..state.forms import attribute_of_class, check_state, refuse_other_kind
 from ..state.gradients import clear_gradients
 from ..state.optimizer import check_groups
 from ..state.train_state import TrainState
@@ -75,7 +75,7 @@ def _restore_third_party(state: TrainState, path: str, ranks: Ranks, io: IOOptio
         for name, optimizer in state.optimizers.items():
             part = trained_by(name, optimizer, lives)
             check_groups(optimizer, part.names(), _groups_of(part, optimizers[name]))
-        step, world_size = run.step, run.world_size
+        step, world_size = run.step or 0, run.world_size
     filled = Filled(lives, catalogs, ranks, io, started)
     filled.fill_models(lives)
     with ranks.agree("match names"):
@@ -128,8 +128,10 @@ class _Stateful(Receiver):
         return _with_keys_of(self._target.state_dict(), self._run.document(self.name))
 
     def check(self, stored: Any) -> None:
+        if isinstance(self._target, torch.amp.GradScaler):  # its state's "scale" is a method, too
+            check_state(self._target, stored, self.name)
         # torch's schedulers set every entry as an attribute.
-        if hidden := attribute_of_class(self._target, stored):
+        elif hidden := attribute_of_class(self._target, stored):
             kind = type(self._target).__qualname__
             raise StateError(
                 f"{self._run.path}: its {self.name} holds {brief(hidden)}, which is a method of {kind}: damaged"

@@ -34,7 +34,10 @@ _OPTIMIZER_STEM = "optimizer"
 _SLICE_OR_PART = re.compile(rf"shard-\d+-model-\d+-of-\d+\.safetensors|{FULL_STATE_STEM}.*_rank\d+\.bin")
 #: Entries of a state dict that hold an optimizer, a scheduler or a scaler.
 _OPTIMIZER_KEYS = ("optimizer", "optim")
-_DOCUMENT_KEYS: Mapping[str, tuple[str, ...]] = {"scheduler": ("lr_scheduler", "scheduler"), "scaler": ()}
+_DOCUMENT_KEYS: Mapping[str, tuple[str, ...]] = {
+    "scheduler": ("lr_scheduler", "scheduler"),
+    "scaler": ("scaler",),
+}
 _DOCUMENT_FILES: Mapping[str, tuple[str, ...]] = {
     "scheduler": ("scheduler.bin", "scheduler.pt"),
     "scaler": ("scaler.pt",),
@@ -220,13 +223,13 @@ class ThirdPartyRun:
                 found = nested(self._dcp(source), _DOCUMENT_KEYS[name])
                 if found:
                     return found
-        raise StateError(
-            f"{self.path}: holds no {name} ({' or '.join(_DOCUMENT_FILES[name])}); leave it out of the state"
-        )
+        entries = f"no entry {' or '.join(map(repr, _DOCUMENT_KEYS[name]))} in the state dict that DCP saved"
+        where = entries if _has(self.path, METADATA_NAME) else " or ".join(_DOCUMENT_FILES[name])
+        raise StateError(f"{self.path}: holds no {name} ({where}); leave it out of the state")
 
     @property
-    def step(self) -> int:
-        """The step from the HF Trainer's file, a state dict or the name of torchtitan's folder; 0 if none has it."""
+    def step(self) -> int | None:
+        """The step from the HF Trainer's file, a state dict or the name of torchtitan's folder; None if none has it."""
         file = os.path.join(self.path, "trainer_state.json")
         if os.path.isfile(file):
             document = read_json(file, "the HF Trainer's state")
@@ -234,10 +237,10 @@ class ThirdPartyRun:
                 raise FormatError("not the HF Trainer's state: not a JSON object", path=file)
             return count_of_steps(document.get("global_step", 0), "global_step", file)
         for source in dict.fromkeys((*self.models, *self.optimizers)):
-            if _has(source, METADATA_NAME) and (step := step_in(self._dcp(source))):
+            if _has(source, METADATA_NAME) and (step := step_in(self._dcp(source))) is not None:
                 return step
         named = re.fullmatch(r"step-(\d{1,12})", os.path.basename(self.path))
-        return int(named[1]) if named else 0
+        return int(named[1]) if named else None
 
     @property
     def world_size(self) -> int:
@@ -310,10 +313,7 @@ def _of_file(path: str) -> StoredOptimizer:
     if not isinstance(state, dict) or not isinstance(groups, list):
         raise FormatError("not an optimizer's state dict: expected entries state and param_groups", path=path)
     if not all(isinstance(n, str) and isinstance(v, dict) for n, v in state.items()):
-        raise StateError(
-            f"{path}: keeps the optimizer's state by parameter number, not by name; save it as FSDP does "
-            f"(get_optimizer_state_dict)"
-        )
+        raise _numbered(path)
     plain = PlainValues(path, file.nbytes, plain_tensor)
     tensors: dict[str, StoredTensor] = {}
     values: dict[str, dict[str, Any]] = {}
@@ -328,9 +328,20 @@ def _of_file(path: str) -> StoredOptimizer:
     return StoredOptimizer(Catalog("full state", path, tensors, (file,)), values, settings, {})
 
 
+def _numbered(path: str) -> StateError:
+    """The error for what ``optimizer.state_dict()`` returned."""
+    return StateError(
+        f"{path}: keeps the optimizer's state by parameter number, not by name, so it can't be matched with shards. Restore "
+        f"the model alone (TrainState(model=…)), or save the optimizer with get_optimizer_state_dict"
+    )
+
+
 def _group(found: Any, path: str) -> dict[str, Any]:
-    """The settings of a group. Raises :class:`FormatError` if it does not list its parameters by name."""
+    """The settings of a group. Raises :class:`StateError` if it numbers its parameters, :class:`FormatError` if it does
+    not list them."""
     params = found.get("params") if type(found) is dict else None
+    if type(params) is list and params and all(type(n) is int for n in params):
+        raise _numbered(path)
     if type(params) is not list or not all(isinstance(n, str) for n in params):
         raise FormatError(
             f"expected an optimizer's group, a dict with a list of params by name, got {brief(found)}",

@@ -125,7 +125,7 @@ def place_gradients(
                 continue
             wanted = getattr(parameter, "grad_dtype", parameter.dtype)  # None: any
             if wanted is not None and gradient.dtype != wanted:
-                differences.append(f"gradient of {name}: saved {gradient.dtype}, now {wanted}")
+                differences.append(f"gradient of {name}: {gradient.dtype} when saved, {wanted} now")
                 gradient = gradient.to(wanted)
             if not parameter.dim():
                 whole = torch.empty_like(parameter, dtype=gradient.dtype, requires_grad=False).detach()

@@ -73,7 +73,7 @@ class Places:
             self._moved[place] = _moved(tensor, device)
         found = self._moved[place]
         if found.device.type != kind:
-            self._differences[key] = f"{key}: a tensor saved on {kind}, now on {found.device.type}"
+            self._differences[key] = f"{key}: a tensor on {kind} when saved, on {found.device.type} now"
         return found
 
 

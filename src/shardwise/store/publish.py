@@ -12,6 +12,7 @@ import os
 import secrets
 from collections.abc import Iterable, Mapping
 
+from ..catalog.dcp import METADATA_NAME
 from ..errors import CheckpointError, SourceError
 from ..format.manifest import MANIFEST_NAME, FileEntry, Manifest, parse_manifest
 from ..format.steps import STEP_NAME, checked_step
@@ -22,6 +23,7 @@ from .write import fsync_directory, make_directories, write_file
 
 __all__ = [
     "commit",
+    "describe_dcp_steps",
     "discard",
     "make_temporary",
     "published_steps",
@@ -52,6 +54,22 @@ def published_steps(root: str) -> dict[int, str]:
 def was_ever_published(root: str) -> bool:
     """Whether a directory holds any step, including those set aside."""
     return any(name.startswith("step-") for name in _names_in(root))
+
+
+def describe_dcp_steps(root: str, damaged: Iterable[int] = ()) -> str | None:
+    """The text of an error if DCP wrote the steps in a directory (torchtitan's ``step-100``), not shardwise.
+
+    None if there are none, or if one of the steps ``damaged`` is shardwise's.
+    """
+    names = sorted((n for n in _names_in(root) if n.startswith("step-")), key=lambda n: (len(n), n))
+    names = [n for n in names if os.path.isfile(os.path.join(root, n, METADATA_NAME))]
+    if not names or any(step_name(s) not in names for s in damaged):
+        return None
+    return (
+        f"{root}: holds DCP directories (torch.distributed.checkpoint) and no step of shardwise: {', '.join(names[-3:])}. "
+        f"Restore one with sw.restore(state, {os.path.join(root, names[-1])!r}), or write it as a step into another "
+        f"directory with 'shardwise convert'"
+    )
 
 
 def _names_in(root: str) -> list[str]:
