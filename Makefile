@@ -10,6 +10,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install \
 
 # Ranks share the cores; one thread each, here and in everything that is started.
 export OMP_NUM_THREADS := 1
+# Each lane and each rank compiled all sources again.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Test files run in so many lanes; each has ranks of its own.
 LANES ?= 2

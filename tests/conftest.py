@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -18,6 +19,9 @@ if (
 ):  # where transformers copies the code of models; not into the home directory
     os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="modules-")
     atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
+
+# What imports make stays: it is not looked through again and again, neither now nor once the tests run.
+gc.disable()
 
 from hypothesis import settings
 
@@ -46,3 +50,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.ranks)
     on_ranks = {item.path for item in items if item.get_closest_marker("ranks")}
     items.sort(key=lambda item: item.path not in on_ranks)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()

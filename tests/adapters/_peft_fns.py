@@ -430,7 +430,7 @@ def plain_config() -> Any:
 
 
 def base_of_the_hub(kind: str, root: str, out: str) -> None:
-    """A base that is a name on the hub: nobody is asked for it (PEFT would, and warn)."""
+    """A base that is a name on the hub: the hub is not asked for it (PEFT would ask, and warn)."""
     with known_warnings():
         model, _ = sw.load_pretrained(f"{root}/base", mesh_of(), adapter=f"{root}/adapter")
     with warnings.catch_warnings():

@@ -55,7 +55,7 @@ def load_text_part(directory: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def undeclared(directory: str) -> tuple[str, ...]:
-    """What is said when nothing is declared."""
+    """The error of a load without declarations."""
     try:
         sw.load_pretrained(directory, mesh_of(), trust_remote_code=True)
     except PlanError as error:

@@ -478,7 +478,7 @@ def failing_reads(code: int) -> Iterator[None]:
 
 
 def one_rank_fails(shared: str, private: str, how: str) -> dict[str, Any]:
-    """Rank 1 can't read what the others read; what everybody raises, and after how many seconds."""
+    """Rank 1 can't read what the other ranks read. Returns what each rank raises, and after how many seconds."""
     mine = dist.get_rank() == 1
     with sw.meta_init():
         model = Plain()

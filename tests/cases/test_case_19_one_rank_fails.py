@@ -21,7 +21,7 @@ from tests.harness.pool import RankPool
         ("no directory", ["SourceError", "private-elsewhere"]),
     ],
 )
-def test_everybody_learns_of_it(ranks: RankPool, tmp_path: Path, how: str, parts: list[str]) -> None:
+def test_every_rank_learns_of_it(ranks: RankPool, tmp_path: Path, how: str, parts: list[str]) -> None:
     models.write_state(models.state_of(fns.finite_reference()), tmp_path / "shared")
     shutil.copytree(tmp_path / "shared", tmp_path / "private")
     found = ranks.run_ranks(

@@ -1,4 +1,4 @@
-"""Case 19, save and resume: one rank raises. All raise, naming rank and cause; nobody waits for a timeout."""
+"""Case 19, save and resume: one rank raises. All raise, naming rank and cause; no rank waits for a timeout."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from tests.integrations._accelerate_fns import accelerator_with
 
 
 def sharded(seed: int, *, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Blocks and the rest sharded; one parameter that nobody shards, buffers, a 0-d one among them."""
+    """Blocks and the rest sharded; one plain parameter, buffers, a 0-d one among them."""
     torch.manual_seed(seed)
     model = Mixed().to(dtype)
     with torch.no_grad():

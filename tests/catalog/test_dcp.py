@@ -1,4 +1,4 @@
-"""Checkpoints that torch.distributed.checkpoint wrote: read by byte ranges, and by nobody's unpickler."""
+"""Checkpoints that torch.distributed.checkpoint wrote: read by byte ranges, and never unpickled."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ MIB = 1024**2
 
 
 class Small(nn.Module):
-    """One sharded layer, a plain buffer, and optionally a parameter that nobody shards."""
+    """One sharded layer, a plain buffer, and optionally a plain parameter."""
 
     def __init__(self, width: int = 24, *, plain: bool = False) -> None:
         super().__init__()

@@ -112,7 +112,7 @@ def test_gradients_that_are_not_reduced_yet_are_refused(ranks: RankPool, tmp_pat
                 assert "has not reduced the gradients" in text
                 assert "Save and resume after the optimizer's step" in text
                 assert "blocks.0.up.weight" in text or "head.weight" in text
-            assert found[f"{kind} without optimizer"] == "nothing", "nobody goes on from these gradients"
+            assert found[f"{kind} without optimizer"] == "nothing", "no loop goes on from these gradients"
             assert [found[f"{kind} {when}"] for when in ("reduced", "used", "onto used")] == [10, 0, 10]
     for text in ranks.run_ranks(2, fns.not_synced_by_ddp, str(tmp_path / "ddp")):
         assert "weight.__grad__" in text

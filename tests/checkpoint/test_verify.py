@@ -172,7 +172,7 @@ def test_payload_damage_names_the_tensor(checkpoint: Path, tmp_path: Path) -> No
     assert report.to_json()["ok"] is False
 
 
-def test_files_of_nobody(checkpoint: Path, tmp_path: Path) -> None:
+def test_files_of_no_manifest(checkpoint: Path, tmp_path: Path) -> None:
     path = tmp_path / "step"
     shutil.copytree(checkpoint, path)
     extra = path / "model" / "shard-00009-model-00001-of-00001.safetensors"

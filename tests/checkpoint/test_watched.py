@@ -138,7 +138,7 @@ def test_what_can_not_be_put_right_is_named(tmp_path: Path, name: str) -> None:
 
 
 class Around:
-    """As Accelerate's wrapper is; nobody knows what else it does."""
+    """Like Accelerate's wrapper; what else it does is unknown."""
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler

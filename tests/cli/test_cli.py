@@ -744,7 +744,7 @@ def test_bad_input_in_a_process(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_a_reader_that_leaves_is_no_news(model: Path) -> None:
+def test_a_closed_pipe_is_no_error(model: Path) -> None:
     read, write = os.pipe()
     os.close(read)
     process = start("inspect", model, "--json", stdout=write)

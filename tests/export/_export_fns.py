@@ -1,4 +1,4 @@
-"""What the ranks run in the tests of exports, and of others' readers on our files."""
+"""What the ranks run in the tests of exports, and of other projects' readers on our files."""
 
 from __future__ import annotations
 
@@ -304,7 +304,7 @@ def save_with_sliced_mesh(path: str) -> tuple[str, str]:
     """A tensor that lies on other ranks for each rank: one manifest can't describe it."""
     model = packed_model((2, 2))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    ranks = mesh["tp"].mesh.tolist()  # a mesh made by hand: nobody can tell that it has siblings
+    ranks = mesh["tp"].mesh.tolist()  # a mesh made by hand: nothing in it tells of its siblings
     own = DeviceMesh("cpu", ranks, mesh_dim_names=("tp",), _init_backend=False)
     sliced = DTensor.from_local(torch.zeros(11, 5), own, [Shard(0)], run_check=False)
     model.gate_up = nn.Parameter(sliced, requires_grad=False)

@@ -86,7 +86,7 @@ def test_all_ranks_may_stop_early(root: Path) -> None:
     fns.assert_equal(dict(sw.iter_full(model)), whole)
 
 
-def test_failures_are_everybodys(ranks: RankPool, root: Path) -> None:
+def test_failures_are_raised_on_every_rank(ranks: RankPool, root: Path) -> None:
     results = ranks.run_ranks(2, fns.fails, str(root / "qwen3-tied"), str(root))
     assert results[0] == results[1]
     broken, unlike, meta, alone = results[0]

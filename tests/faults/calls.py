@@ -188,7 +188,7 @@ def kill_after(number: int) -> Hook:
 
 
 def stop_at(number: int) -> Hook:
-    """SIGSTOP before a call, which is made once somebody sends SIGCONT."""
+    """SIGSTOP before a call; the call is made after SIGCONT."""
 
     def hook(call: Call, do: Callable[[], Any]) -> Any:
         if call.number == number:
@@ -199,7 +199,7 @@ def stop_at(number: int) -> Hook:
 
 
 def stop_inside(number: int) -> Hook:
-    """SIGSTOP while a call goes on, which takes a second after somebody sends SIGCONT."""
+    """SIGSTOP while a call goes on, which takes another second after SIGCONT."""
 
     def hook(call: Call, do: Callable[[], Any]) -> Any:
         if call.number == number:

@@ -157,7 +157,7 @@ def test_leftovers_of_four_ranks_do_not_mix_into_a_save_of_two(tmp_path: Path) -
     kept = tmp_path / leftover.name
     leftover.rename(kept)
 
-    # Through the checkpointer, which sweeps, and by plain save beside leftovers that nobody swept.
+    # Through the checkpointer, which sweeps, and by plain save beside leftovers that were not swept.
     for plain in (False, True):
         with victims(tmp_path, saves=1, plain=plain, line=7) as ranks:
             check_resumed(ranks.wait_for("resumed"), 3 if plain else 2)

@@ -29,13 +29,14 @@ import numpy
 
 __all__ = ["FD", "ForkServer", "Forked"]
 
-#: Before the first fork. Nothing of shardwise's integrations: ranks that need them import them, as scripts do.
+#: Before the first fork: what takes seconds. Nothing of shardwise's integrations: ranks import them, as scripts do.
 _PRELOADED = (
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "transformers.models.auto.modeling_auto",
-    "transformers.modeling_utils",
+    "transformers.trainer",
+    "peft",
     "shardwise.api",
     "tests.harness.worker",
     "tests.harness.worker_once",
@@ -104,7 +105,8 @@ class ForkServer:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.harness.fork_server", str(theirs.fileno())],
                 cwd=cwd,
-                env=dict(env),
+                # A thread of pyarrow's would be missing in the copies; datasets, of which the Trainer is one user, imports it.
+                env=dict(env) | {"JE_ARROW_MALLOC_CONF": "background_thread:false"},
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=subprocess.STDOUT,
@@ -214,10 +216,12 @@ def _become(request: dict[str, object], fds: list[int]) -> None:
 def main(fd: str) -> None:
     control = socket.socket(fileno=int(fd))
     control.set_inheritable(False)
+    gc.disable()
     for module in _PRELOADED:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # ranks collect what they make, not what all of them share
+    gc.enable()
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
         raise RuntimeError(f"{threads} threads after the imports: a fork would copy only one of them")

@@ -62,7 +62,7 @@ def accelerator_with(
 
 
 class Gate(nn.Module):
-    """Holds a plain parameter that nobody shards."""
+    """Holds a plain parameter."""
 
     def __init__(self) -> None:
         super().__init__()

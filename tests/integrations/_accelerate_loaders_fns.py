@@ -131,7 +131,7 @@ class _Counted(torch.utils.data.IterableDataset):
 
 
 def caveats_of_others() -> dict[str, Any]:
-    """By name: what is said of positions taken inside of an epoch, after two batches, by other loaders and settings."""
+    """By name: the message for a position inside an epoch, after two batches, taken with other loaders and settings."""
     from accelerate.utils import DataLoaderConfiguration
 
     found: dict[str, Any] = {}

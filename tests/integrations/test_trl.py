@@ -27,7 +27,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapter(hub: Path) -> Path:
-    """As somebody trained it: its B is not zero."""
+    """As if trained: its B is not zero."""
     import peft
     from transformers import AutoModelForCausalLM
 

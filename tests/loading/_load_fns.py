@@ -644,7 +644,7 @@ def different_structure(directory: str, change: str) -> dict[str, Any]:
 
 
 def left_plain_unnamed(directory: str) -> dict[str, dict[str, Any]]:
-    """Trainable parameters that nobody sharded and nobody names; a root that was forgotten is the usual way."""
+    """Trainable parameters that are neither sharded nor declared plain, as when the caller forgets to wrap the root."""
     mesh = mesh_of((dist.get_world_size(),))
 
     def without_root() -> nn.Module:

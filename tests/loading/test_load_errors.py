@@ -160,7 +160,7 @@ def test_load_pretrained_refuses_alike(ranks: RankPool, tmp_path: Path) -> None:
         assert part in outcomes[0]["text"], outcomes[0]["text"]
 
 
-def test_trainable_parameters_that_nobody_shards(ranks: RankPool, tmp_path: Path) -> None:
+def test_plain_trainable_parameters(ranks: RankPool, tmp_path: Path) -> None:
     models.write_state(models.state_of(fns.mixed_reference()), tmp_path)
     outcomes = ranks.run_ranks(2, fns.left_plain_unnamed, str(tmp_path))
     assert outcomes[0] == outcomes[1]

@@ -124,7 +124,7 @@ def test_beyond_the_limit_the_extremes_are_those_of_all_ranks(
         assert (short.is_every_rank, short.total_bytes_read) == (False, None)
 
 
-def test_what_nobody_shards_lies_on_every_rank(model: Path) -> None:
+def test_plain_parameters_lie_on_every_rank(model: Path) -> None:
     policy = ShardPolicy(exclude=("model.norm.weight",))
     report = sw.plan(model, ranks=4, policy=policy)
     assert report.total_shard_bytes == report.model_bytes + 3 * 32 * 2

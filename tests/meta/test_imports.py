@@ -248,7 +248,7 @@ COME_ALONG = {"tokenizers"}
 
 
 def test_everything_that_is_imported_is_declared_and_pinned() -> None:
-    """Else it is there only where somebody installed it by hand."""
+    """Else it is there only on machines where a developer installed it by hand."""
     root = SOURCE.parents[1]
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import re
 from collections.abc import Iterator
@@ -156,8 +157,14 @@ def _reads_attribute(called: ast.expr) -> bool:
     return ast.unparse(called) in ("getattr", "hasattr", "setattr", "delattr")
 
 
-TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
-EVERYWHERE = set().union(*map(defined, TREES.values()))
+@functools.cache
+def tree_of(file: str) -> ast.Module:
+    return ast.parse(FILES[file].read_text(encoding="utf-8"))
+
+
+@functools.cache
+def everywhere() -> set[str]:
+    return set().union(*(defined(tree_of(file)) for file in FILES))
 
 
 @pytest.mark.parametrize("file", OUTSIDE)
@@ -166,7 +173,7 @@ def test_private_names_live_in_one_room(file: str) -> None:
     allowed = ALLOWED.get(file, {})
     found = [
         f"{file}:{line} uses {name}"
-        for name, line in foreign_names(TREES[file], EVERYWHERE)
+        for name, line in foreign_names(tree_of(file), everywhere())
         if name not in allowed
     ]
     assert not found
@@ -174,10 +181,10 @@ def test_private_names_live_in_one_room(file: str) -> None:
 
 def test_the_tables_hold_nothing_that_is_gone() -> None:
     for file, names in ALLOWED.items():
-        found = {name for name, _ in foreign_names(TREES[file], EVERYWHERE)}
+        found = {name for name, _ in foreign_names(tree_of(file), everywhere())}
         assert set(names) <= found, f"{file}: take {sorted(set(names) - found)} out of ALLOWED"
     for file, (_, names) in LOOKED_AT.items():
-        constants = {n.value for n in ast.walk(TREES[file]) if isinstance(n, ast.Constant)}
+        constants = {n.value for n in ast.walk(tree_of(file)) if isinstance(n, ast.Constant)}
         assert set(names) <= constants, file
 
 
@@ -204,11 +211,11 @@ def test_what_state_looks_at_is_there() -> None:
 
 @pytest.mark.parametrize("file", [name for name in FILES if name.startswith("internals/")])
 def test_internals_say_versions_and_what_for(file: str) -> None:
-    text = ast.get_docstring(TREES[file]) or ""
+    text = ast.get_docstring(tree_of(file)) or ""
     assert file == "internals/__init__.py" or re.search(r"\b\d+\.\d+", text), (
         "versions that it was tried with"
     )
-    for node in TREES[file].body:
+    for node in tree_of(file).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
             assert ast.get_docstring(node), node.name
 

@@ -143,7 +143,7 @@ def outcome(work: Callable[[], object]) -> str:
 
 
 def untrusted(directory: str) -> list[str]:
-    """What is said without the flag. Somebody at the terminal would say yes to everything."""
+    """The error without the flag. The terminal would answer yes to every prompt."""
     from transformers import AutoModelForCausalLM
 
     mesh = mesh_of((dist.get_world_size(),))
@@ -154,7 +154,7 @@ def untrusted(directory: str) -> list[str]:
             outcome(lambda: sw.load_pretrained(directory, mesh, auto_class=AutoModelForCausalLM)),
             outcome(lambda: build_meta(directory)),
         ]
-        assert sys.stdin.tell() == 0, "somebody was asked"
+        assert sys.stdin.tell() == 0, "the terminal was asked"
     finally:
         sys.stdin = terminal
     return found

@@ -439,5 +439,5 @@ def test_a_32b_model_takes_half_a_second_and_no_memory() -> None:
     grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib
     assert sum(p.numel() for p in model.parameters()) == 32_762_123_264
     assert grown_kib < 200 * 1024
-    # One thread and no I/O, so its CPU time is what a machine that nobody else uses takes; best of five.
+    # One thread and no I/O, so its CPU time is nearly that of an idle machine; best of five.
     assert min(times_s) <= 0.5, times_s

@@ -51,7 +51,7 @@ def test_saves_resumes_and_exports_with_its_code(
 
 
 @pytest.mark.parametrize("kind", CODE)
-def test_nothing_runs_and_nobody_is_asked_without_the_flag(
+def test_without_the_flag_nothing_runs_and_nothing_prompts(
     ranks: RankPool, directories: dict[str, Path], tmp_path: Path, kind: str
 ) -> None:
     directory = tmp_path / "model"

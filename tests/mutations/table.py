@@ -127,7 +127,7 @@ MUTATIONS = (
         "ranks/beats.py",
         "elapsed_s = min(now - self._looked, 2 * self._period_s)",
         "elapsed_s = now - self._looked",
-        ("tests/ranks/test_ranks.py::test_watch_blames_nobody_for_its_own_sleep",),
+        ("tests/ranks/test_ranks.py::test_watch_blames_no_rank_for_its_own_sleep",),
         "a rank that slept blames the others",
     ),
     Mutation(

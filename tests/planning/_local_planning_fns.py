@@ -22,7 +22,7 @@ from shardwise.recipe.match import Rules
 from shardwise.transfer import FileReader
 from tests.checkpoint import _reshard_fns
 
-#: Where opened files are written down, while somebody asks; audit hooks stay for as long as the process lives.
+#: Where opened files are noted while a test counts them; an audit hook stays until the process ends.
 _opened: list[str] | None = None
 _hooked = False
 

@@ -218,7 +218,7 @@ def test_timeout_must_be_positive() -> None:
         Ranks.current(timeout_s=0)
 
 
-def test_watch_blames_nobody_for_its_own_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_blames_no_rank_for_its_own_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(beats.time, "monotonic", lambda: now)
     watch = beats.Watch(10.0)

@@ -100,7 +100,7 @@ class Narrow(Qwen3ForCausalLM):  # type: ignore[misc]
 
 
 def without_rules(directory: str, out: str) -> dict[str, str]:
-    """What is said of a class whose rules can't be found out, and that names= helps."""
+    """The error for a class whose rules can't be traced, and a load that passes names=."""
     config = build_meta(directory).config
     with sw.meta_init():
         model = Narrow(config, config.num_hidden_layers)

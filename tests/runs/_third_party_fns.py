@@ -1,4 +1,4 @@
-"""What the ranks of test_third_party.py run: real writers of others' layouts, and our restores of them."""
+"""What the ranks of test_third_party.py run: real writers of third-party layouts, and our restores of them."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def titan_saves(folder: str) -> list[float]:
 
 
 def takes_over(path: str, steps: int = 5) -> dict[str, Any]:
-    """Our own loop from somebody else's (or a converted) checkpoint."""
+    """Our own loop from a third-party (or a converted) checkpoint."""
     state = run_of(7, rate=1.0)
     report = sw.restore(state, path)
     return {

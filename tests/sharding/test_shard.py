@@ -97,7 +97,7 @@ def test_sharded_twice(ranks: RankPool) -> None:
     assert "already wrapped" in ranks.run_ranks(2, fns.sharded_twice)[0]
 
 
-def test_parameters_that_nobody_shards(ranks: RankPool) -> None:
+def test_parameters_outside_of_every_wrapped_module(ranks: RankPool) -> None:
     sharded = {"temperature": False, "bias": False, "codes": True, "lin.weight": True, "lin.bias": True}
     for trainable in (False, True):
         assert ranks.run_ranks(2, fns.scalars_and_integers, trainable) == [sharded] * 2

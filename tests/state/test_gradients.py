@@ -182,7 +182,7 @@ def test_new_gradients_at_the_address_of_used_ones_wait() -> None:
         if reused > 20:
             break
         if tries % 7 == 0:
-            others.append(torch.empty(1))  # or else freed objects could always be taken by somebody else
+            others.append(torch.empty(1))  # or else freed memory could always be taken by another object
         backward(state)
         optimizer.step()
         used = {(id(p.grad), p.grad._version) for p in parameters}
@@ -194,7 +194,7 @@ def test_new_gradients_at_the_address_of_used_ones_wait() -> None:
     assert reused, "nothing was tried"
 
 
-def test_gradients_of_steps_that_nobody_saw_are_reported(tmp_path: Path) -> None:
+def test_gradients_of_unseen_steps_are_reported(tmp_path: Path) -> None:
     """Kept, they would be used twice by a loop that clears after saving; dropped, an accumulation would lose them."""
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

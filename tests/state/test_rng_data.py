@@ -379,7 +379,7 @@ def test_going_on_draws_nothing(workers: int) -> None:
     fresh_batches = iter(fresh)
     with preserve_rng():
         expected = draws()
-    if workers:  # in the training process the second batch itself draws, as ever
+    if workers:  # in the training process the second batch itself draws, as without workers
         next(fresh_batches)
         assert draws() == expected
 

@@ -252,7 +252,7 @@ def test_set_epoch_begins_one_and_leaves_a_loaded_one_alone() -> None:
     assert next(iter(fresh)).tolist() == run.order(5)[8:12]
 
 
-def test_a_loader_that_nobody_counts_is_refused_by_name() -> None:
+def test_a_loader_that_is_not_counted_is_refused_by_name() -> None:
     sampler = Run(20).sampler(1, 0, 4)
     sampler.state_dict()
     for batch in DataLoader(Numbers(20), batch_sampler=sampler):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import random
 import sysconfig
 import warnings
@@ -29,8 +30,7 @@ def docstring_pairs(count: int, *, seed: int = 0) -> list[Pair]:
     :class:`SourceError` if there are fewer than ``count``, for example if only bytecode is installed.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    files = sorted(p.relative_to(root) for p in root.rglob("*.py"))
-    files = [p for p in files if not _SKIPPED.intersection(p.parts)]
+    files = sorted(_sources(root))
     random.Random(seed).shuffle(files)
     pairs: list[Pair] = []
     seen: set[str] = set()
@@ -42,6 +42,13 @@ def docstring_pairs(count: int, *, seed: int = 0) -> list[Pair]:
                 if len(pairs) == count:
                     return pairs
     raise SourceError(f"holds {len(pairs)} usable docstrings, but the demo needs {count}", path=str(root))
+
+
+def _sources(root: Path) -> Iterator[Path]:
+    """Python files below a directory, as paths in it, but for those in skipped directories."""
+    for directory, directories, names in os.walk(root):
+        directories[:] = [name for name in directories if name not in _SKIPPED]
+        yield from ((Path(directory) / name).relative_to(root) for name in names if name.endswith(".py"))
 
 
 def _pairs_of(file: Path) -> Iterator[Pair]:
