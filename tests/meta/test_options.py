@@ -21,7 +21,7 @@ from shardwise.cli import main
 from shardwise.integrations import accelerate as swa
 from shardwise.integrations import trainer as swt
 from shardwise.loading import plan as planning
-from shardwise.models.arguments import FromPretrained, Pretrained
+from shardwise.models.arguments import FromPretrained
 from tests.harness import models
 
 API = Path(__file__).resolve().parents[2] / "docs" / "reference" / "api.md"
@@ -196,17 +196,6 @@ def test_what_hands_options_on_names_none_itself() -> None:
         (swa.ShardwiseAccelerator.load_model, {"self", "build"}),
     ):
         assert options_of(call).keys() == own | {"options"}
-
-
-@pytest.mark.parametrize("call", [sw.load_pretrained, sw.plan, swa.load_pretrained])
-def test_loaders_of_hub_models_have_an_argument_for_each_field_of_their_request(
-    call: Callable[..., Any],
-) -> None:
-    """``Pretrained.of`` takes them by name, where mypy sees no type."""
-    arguments = inspect.signature(call).parameters
-    fields = {f.name: f.type for f in dataclasses.fields(Pretrained) if f.name != "options"}
-    assert {name: arguments[name].annotation for name in fields} == fields
-    assert arguments["options"].kind is inspect.Parameter.VAR_KEYWORD
 
 
 def test_every_command_is_looked_at() -> None:

@@ -98,7 +98,18 @@ def load_pretrained(
     Other arguments, memory, which ranks must call it and errors: as :func:`shardwise.load_pretrained`. Raises
     :class:`ShardError` for unsupported settings.
     """
-    request = Pretrained.of(locals())
+    request = Pretrained(
+        path=path,
+        dtype=dtype,
+        auto_class=auto_class,
+        config=config,
+        trust_remote_code=trust_remote_code,
+        key_mapping=key_mapping,
+        allow_unused=allow_unused,
+        allow_missing=allow_missing,
+        adapter=adapter,
+        options=options,
+    )
     filling = FillOptions(io=io or IOOptions(), device=device_of(accelerator), seed=seed, verify=verify)
     return load_wrapped(request, lambda model: shard(accelerator, model), filling)
 

@@ -184,7 +184,18 @@ def plan(
     """
     _check_counts(ranks, replicas)
     dtype = _floating_dtype(dtype)
-    request = Pretrained.of(locals())
+    request = Pretrained(
+        path=path,
+        dtype=dtype,
+        auto_class=auto_class,
+        config=config,
+        trust_remote_code=trust_remote_code,
+        key_mapping=key_mapping,
+        allow_unused=allow_unused,
+        allow_missing=allow_missing,
+        adapter=adapter,
+        options=options,
+    )
     policy, io = policy or ShardPolicy(), io or IOOptions()
     asked = request.understood()
     _floating_dtype(asked.dtype)

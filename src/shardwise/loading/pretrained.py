@@ -98,7 +98,18 @@ def load_pretrained(
     :class:`UnsupportedConversionError` naming stored tensors whose conversion is not supported yet, or the
     quantisation; :class:`TypeError` naming the replacement of any other argument of ``from_pretrained``.
     """
-    request = Pretrained.of(locals())
+    request = Pretrained(
+        path=path,
+        dtype=dtype,
+        auto_class=auto_class,
+        config=config,
+        trust_remote_code=trust_remote_code,
+        key_mapping=key_mapping,
+        allow_unused=allow_unused,
+        allow_missing=allow_missing,
+        adapter=adapter,
+        options=options,
+    )
     chosen = policy or ShardPolicy()
 
     def wrap(model: Any) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import torch
@@ -157,14 +157,6 @@ class Pretrained:
     adapter: Any
     options: Mapping[str, Any]
     """The keyword arguments of ``from_pretrained`` among the caller's."""
-
-    @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> Pretrained:
-        """The fields among a loader's arguments, by name; the loader gives its ``locals()``, before it sets others.
-
-        ``tests/meta/test_options.py`` holds that each loader has an argument for each field, of the same type.
-        """
-        return cls(**{field.name: arguments[field.name] for field in fields(cls)})
 
     def understood(self) -> Arguments:
         """``options``, ``dtype`` and declarations, checked. Raises :class:`TypeError` or :class:`ValueError`."""
