@@ -37,7 +37,7 @@ def test_equals_plain_peft(ranks: RankPool, tmp_path: Path, kind: str, world_siz
 SEEDED = [k for k in fns.KINDS if k not in ("lora", "saved-head", "tied-embedding")]
 
 
-@pytest.mark.parametrize("kind", long_but(SEEDED, "two", "renamed-base"))
+@pytest.mark.parametrize("kind", long_but(SEEDED, "two"))
 def test_seeded_alike(ranks: RankPool, tmp_path: Path, kind: str) -> None:
     """Without files: PEFT's rule, the same values at every world size; what follows from the base as in PEFT."""
     fns.write_reference(kind, str(tmp_path))

@@ -779,9 +779,10 @@ def outcome(kind: Kind, path: str) -> dict[str, Any]:
     }
 
 
-def outcomes(root: str, which: str) -> dict[str, dict[str, Any]]:
-    """Of all kinds, in one launch."""
-    return outcomes_of(KINDS if which == "plain" else SHARDED, root)
+def outcomes(root: str, names: list[str], sharded: bool) -> dict[str, dict[str, Any]]:
+    """Of these kinds, in one launch."""
+    kinds = SHARDED if sharded else KINDS
+    return outcomes_of({name: kinds[name] for name in names}, root)
 
 
 def outcomes_of(kinds: Mapping[str, Kind], root: str) -> dict[str, dict[str, Any]]:

@@ -95,7 +95,8 @@ SHARDED: dict[str, Kind] = {
 }  # fmt: skip
 
 
-def outcomes(root: str, which: str) -> dict[str, dict[str, Any]]:
-    """Of all kinds, in one launch; torchao compiles its steps, which takes longer than all the rest."""
+def outcomes(root: str, names: list[str], sharded: bool) -> dict[str, dict[str, Any]]:
+    """Of these kinds, in one launch, in eager mode: torchao compiles its steps, which takes longer than all the rest."""
+    kinds = SHARDED if sharded else KINDS
     with torch.compiler.set_stance("force_eager"):
-        return outcomes_of(KINDS if which == "plain" else SHARDED, root)
+        return outcomes_of({name: kinds[name] for name in names}, root)

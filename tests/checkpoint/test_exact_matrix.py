@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,36 +12,41 @@ import pytest
 from tests.checkpoint import _exact_matrix_fns as fns
 from tests.checkpoint import _exact_quantised_fns as quantised
 from tests.harness.pool import RankPool
+from tests.harness.tiers import long
 
-_FOUND: dict[tuple[str, str], list[dict[str, dict[str, Any]]]] = {}
+#: One kind for each way in which shards make a difference.
+KEPT = ("AdamW", "own state dict", "state dict hooks", "tied", "sharded state outside")
+REST = tuple(name for name in fns.SHARDED if name not in KEPT)
+
+_FOUND: dict[tuple[Any, ...], list[dict[str, dict[str, Any]]]] = {}
 
 
 def found(
-    ranks: RankPool, tmp_path: Path, which: str, of: ModuleType = fns
+    ranks: RankPool, root: Path, names: Iterable[str], *, sharded: bool, of: ModuleType = fns
 ) -> list[dict[str, dict[str, Any]]]:
-    """All kinds in one launch, by rank; the tests below look at one kind each."""
-    key = (of.__name__, which)
+    """All of ``names`` in one launch, by rank; the tests below look at one kind each."""
+    key = (of, sharded, *names)
     if key not in _FOUND:
-        size = 1 if which == "plain" else 2
-        _FOUND[key] = ranks.run_ranks(size, of.outcomes, str(tmp_path), which, timeout_s=300)
+        size = 2 if sharded else 1
+        _FOUND[key] = ranks.run_ranks(size, of.outcomes, str(root), list(names), sharded, timeout_s=300)
     return _FOUND[key]
 
 
 @pytest.mark.parametrize("name", fns.KINDS)
 def test_exact_if_and_only_if_bitwise(ranks: RankPool, tmp_path: Path, name: str) -> None:
-    for by_kind in found(ranks, tmp_path, "plain"):
+    for by_kind in found(ranks, tmp_path, fns.KINDS, sharded=False):
         _check(fns.KINDS[name], by_kind[name])
 
 
-@pytest.mark.parametrize("name", fns.SHARDED)
+@pytest.mark.parametrize("name", [*KEPT, *long(*REST)])
 def test_exact_if_and_only_if_bitwise_on_shards(ranks: RankPool, tmp_path: Path, name: str) -> None:
-    for by_kind in found(ranks, tmp_path, "sharded"):
+    for by_kind in found(ranks, tmp_path, KEPT if name in KEPT else REST, sharded=True):
         _check(fns.SHARDED[name], by_kind[name])
 
 
 @pytest.mark.parametrize("name", quantised.KINDS)
 def test_exact_if_and_only_if_bitwise_of_few_bits(ranks: RankPool, tmp_path: Path, name: str) -> None:
-    for by_kind in found(ranks, tmp_path, "plain", quantised):
+    for by_kind in found(ranks, tmp_path, quantised.KINDS, sharded=False, of=quantised):
         _check(quantised.KINDS[name], by_kind[name])
 
 
@@ -48,7 +54,7 @@ def test_exact_if_and_only_if_bitwise_of_few_bits(ranks: RankPool, tmp_path: Pat
 def test_exact_if_and_only_if_bitwise_of_few_bits_on_shards(
     ranks: RankPool, tmp_path: Path, name: str
 ) -> None:
-    for by_kind in found(ranks, tmp_path, "sharded", quantised):
+    for by_kind in found(ranks, tmp_path, quantised.SHARDED, sharded=True, of=quantised):
         _check(quantised.SHARDED[name], by_kind[name])
 
 

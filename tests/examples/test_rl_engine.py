@@ -20,7 +20,8 @@ def test_models_are_those_of_an_ordinary_load(ranks: RankPool, tmp_path: Path, k
         assert min(compared.values()) > 20
 
 
-@pytest.mark.parametrize("mode", long_but(MODES, "dense"))
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
 def test_trains_hands_over_and_recovers(ranks: RankPool, tmp_path: Path, mode: str) -> None:
     """A run that was stopped and went on elsewhere gives what one without a stop gives."""
     stopped, whole = ("--out", str(tmp_path / "stopped"), *MODES[mode]), ("--out", str(tmp_path / "whole"))

@@ -141,6 +141,7 @@ class ForkServer:
             self._process.wait(5.0)
         self._process.kill()
         self._process.wait()
+        self._output.close()
 
 
 def _serve(control: socket.socket) -> tuple[dict[str, object], list[int]] | None:

@@ -83,6 +83,7 @@ def test_dpo_with_lora(ranks: RankPool, hub: Path, adapter: Path, alone: Histori
         assert torch.equal(tensor, found["after"][name]), name
 
 
+@pytest.mark.slow
 def test_grpo(ranks: RankPool, hub: Path, alone: Histories, tmp_path: Path) -> None:
     assert alone["ours grpo"] == alone["grpo"]
     found = ranks.run_ranks(2, fns.grpo, str(hub), str(tmp_path), BETA, timeout_s=200)[0]

@@ -50,7 +50,7 @@ def test_equals_the_ordinary_load(ranks: RankPool, directories: list[str], world
     ranks.run_ranks(world_size, fns.pretrained_equals_ordinary, directories, timeout_s=160)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *long(torch.float32, torch.float16)])
 def test_in_another_dtype(ranks: RankPool, directories: list[str], dtype: torch.dtype) -> None:
     chosen = [d for d in directories if Path(d).name in ("qwen3-bfloat16", "t5-float32", "gemma-float32")]
     assert len(chosen) == 3
@@ -112,7 +112,7 @@ def test_a_compiled_model_is_the_model_inside(
     assert stored[0] == stored[1], "exported under hub names"
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, *long(4)])
 def test_experts_stored_one_by_one(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
     """Three experts, stacked and concatenated from one stored tensor each; with 4 ranks one gets none."""
     directories = []

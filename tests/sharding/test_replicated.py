@@ -32,7 +32,7 @@ NET = {f"blocks.{i}.scale" for i in (0, 1)} | {"blocks.0.shared", "temperature",
     ("kind", "shape", "how", "replicated"),
     [
         pytest.param("clip", (2,), "one batch", {"logit_scale": "float32"}, marks=pytest.mark.slow),
-        ("clip", (3,), "no sync", {"logit_scale": "float32"}),
+        pytest.param("clip", (3,), "no sync", {"logit_scale": "float32"}, marks=pytest.mark.slow),
         pytest.param("clip", (2, 2), "every batch", {"logit_scale": "float32"}, marks=pytest.mark.slow),
         pytest.param("olmo_hybrid", (2,), "every batch", {}, marks=pytest.mark.slow),
         ("olmo_hybrid", (2, 2), "no all-reduce", {}),
