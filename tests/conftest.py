@@ -43,13 +43,15 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark every test that asks for ranks, so that ``-m "not ranks"`` leaves those of one process.
 
-    Their files come first: they take longest, and lanes that end with short files end together.
+    Files that start processes come first: those often wait, and ranks of the other lane can use the cores. Then files
+    with ranks: they take longest, and lanes that end with short files end together.
     """
     for item in items:
         if "ranks" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.ranks)
-    on_ranks = {item.path for item in items if item.get_closest_marker("ranks")}
-    items.sort(key=lambda item: item.path not in on_ranks)
+    for marker in ("ranks", "processes"):
+        marked = {item.path for item in items if item.get_closest_marker(marker)}
+        items.sort(key=lambda item, marked=marked: item.path not in marked)
 
 
 def pytest_collection_finish() -> None:

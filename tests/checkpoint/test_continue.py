@@ -34,10 +34,7 @@ RECIPES = {
     "name",
     long_but(
         RECIPES,
-        "no workers",
-        "adamw, scaler",
         "sgd, scaler, in a cycle",
-        "adamw, in a cycle, behind",
         "elastic",
         "torchdata, workers",
     ),

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.checkpoint import _torch_scenarios_fns as fns
 from tests.harness.pool import RankPool
 
 
+@pytest.mark.slow
 def test_scenarios_of_state_dicts(ranks: RankPool, tmp_path: Path) -> None:
     for found in ranks.run_ranks(2, fns.scenarios, str(tmp_path)):
         for name, (exact, bitwise, same_digest, skipped, differences) in found.items():

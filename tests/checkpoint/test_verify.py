@@ -202,6 +202,7 @@ def test_manifest_with_another_story(checkpoint: Path, tmp_path: Path) -> None:
         sw.verify(path)
 
 
+@pytest.mark.slow
 def test_memory_is_bounded(ranks: RankPool, tmp_path: Path) -> None:
     """A tensor of 128 MiB is verified in less than 64 MiB."""
     path = tmp_path / "step"

@@ -8,7 +8,6 @@ import pytest
 
 from tests.examples import _rl_engine_fns as fns
 from tests.harness.pool import RankPool
-from tests.harness.tiers import long_but
 
 MODES = {"dense": (), "vlm": ("--model", "vlm"), "lora": ("--lora",), "from scratch": ("--from-scratch",)}
 LOOP_MODES = {"dense": (), "moe": ("--model", "moe"), "vlm": ("--model", "vlm"), "lora": ("--lora",)}
@@ -42,7 +41,8 @@ def test_trains_hands_over_and_recovers(ranks: RankPool, tmp_path: Path, mode: s
         assert second[0]["digests"] == straight[0]["digests"], "bitwise at the same world size"
 
 
-@pytest.mark.parametrize("mode", long_but(LOOP_MODES, "moe"))
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", LOOP_MODES)
 def test_own_loop_goes_on_at_another_world_size(ranks: RankPool, tmp_path: Path, mode: str) -> None:
     flags, base = LOOP_MODES[mode], str(tmp_path / "stopped/base")
     stopped = ("--out", str(tmp_path / "stopped"), *flags)

@@ -55,7 +55,7 @@ def rows_of() -> Iterator[Callable[[str], list[dict[str, Any]]]]:
             process.kill()  # its ranks end with it
 
 
-@pytest.mark.parametrize("name", long_but(NAMES, "short writes", "limit", "full disk", "beside"))
+@pytest.mark.parametrize("name", long_but(NAMES, "short writes"))
 def test_fault(rows_of: Callable[[str], list[dict[str, Any]]], name: str) -> None:
     rows = rows_of(name)
     assert rows

@@ -220,6 +220,8 @@ def main(fd: str) -> None:
     gc.disable()
     for module in _PRELOADED:
         importlib.import_module(module)
+    # transformers' table of all conversions is made at its first use.
+    importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
     gc.collect()
     gc.freeze()  # ranks collect what they make, not what all of them share
     gc.enable()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import importlib
 import itertools
 import os
@@ -137,13 +138,19 @@ def exit_with_parent() -> None:
 @contextlib.contextmanager
 def warnings_as_in_pytest() -> Iterator[None]:
     """In a worker: the project's ``filterwarnings``, which pytest applies in its own process only."""
+    with warnings.catch_warnings():
+        for parsed in _warning_filters():
+            warnings.filterwarnings(*parsed)
+        yield
+
+
+@functools.cache
+def _warning_filters() -> list[tuple[Any, ...]]:
     from _pytest.config import parse_warning_filter
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    with warnings.catch_warnings():
-        for line in project["tool"]["pytest"]["ini_options"]["filterwarnings"]:
-            warnings.filterwarnings(*parse_warning_filter(line, escape=False))
-        yield
+    lines = project["tool"]["pytest"]["ini_options"]["filterwarnings"]
+    return [parse_warning_filter(line, escape=False) for line in lines]
 
 
 def dump_stacks(processes: Iterable[Process], settle_s: float = 0.5) -> None:

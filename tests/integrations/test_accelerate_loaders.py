@@ -11,7 +11,7 @@ from tests.harness.pool import RankPool
 from tests.integrations import _accelerate_loaders_fns as fns
 from tests.integrations._accelerate_loaders_fns import STEPS, Script
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(330)]  # two launches, which import everything anew
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(330)]  # two launches, which import everything anew
 
 INSIDE, LAST = 2, STEPS
 EXACT = [

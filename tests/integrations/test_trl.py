@@ -97,6 +97,7 @@ def test_grpo(ranks: RankPool, hub: Path, alone: Histories, tmp_path: Path) -> N
     assert sole["step"] == 12, "rounds of generation go on where they were"
 
 
+@pytest.mark.slow
 def test_references_are_clones_of_shards(ranks: RankPool, hub: Path, tmp_path: Path) -> None:
     ranks.run_ranks(2, fns.references, str(hub), str(tmp_path), timeout_s=200)
 

@@ -247,6 +247,7 @@ def test_forked_ranks_differ_as_new_processes_do() -> None:
     assert first["label"] is None
 
 
+@pytest.mark.slow
 def test_ranks_with_variables_are_new_interpreters() -> None:
     with Launch(1, _what_it_has, env={"LABEL": "x"}) as job:
         assert job.wait(60) == [0]

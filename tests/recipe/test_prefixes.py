@@ -7,6 +7,7 @@ some random, ours is one error until that is declared.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,11 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name in SOURCES:
         write_source(name, root / name)
     return {name: root / name for name in SOURCES}
+
+
+def with_sources(rows: list[tuple[Any, ...]], *kept: str) -> list[Any]:
+    """The rows as parameters; those of other sources than ``kept`` are slow."""
+    return [row if row[0] in kept else pytest.param(*row, marks=pytest.mark.slow) for row in rows]
 
 
 #: Nothing to declare: names are mapped, or the model's class says itself what may be left.
@@ -42,7 +48,11 @@ COMPLETE = [
 ]
 
 
-@pytest.mark.parametrize(("source", "reader"), COMPLETE, ids=lambda v: getattr(v, "model_class", v))
+@pytest.mark.parametrize(
+    ("source", "reader"),
+    with_sources(COMPLETE, "gpt2", "wav2vec2-legacy", "moe-wrapped", "llava", "gemma3-doubled", "qwen3.5"),
+    ids=lambda v: getattr(v, "model_class", v),
+)
 def test_complete(ranks: RankPool, sources: dict[str, Path], source: str, reader: Reader) -> None:
     for outcome in ranks.run_ranks(2, read, str(sources[source]), reader):
         assert outcome.loaded
@@ -74,7 +84,9 @@ DROPPED = [
 
 
 @pytest.mark.parametrize(
-    ("source", "reader", "dropped", "lines"), DROPPED, ids=lambda v: getattr(v, "model_class", v)
+    ("source", "reader", "dropped", "lines"),
+    with_sources(DROPPED, "qwen3", "qwen3.5", "qwen2-vl"),
+    ids=lambda v: getattr(v, "model_class", v),
 )
 def test_dropped(
     ranks: RankPool, sources: dict[str, Path], source: str, reader: Reader, dropped: int, lines: int

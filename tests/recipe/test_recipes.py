@@ -15,6 +15,7 @@ from shardwise.names import named_tensors
 from tests.harness import models
 from tests.harness.on_ranks import on_ranks
 from tests.harness.pool import RankPool
+from tests.harness.tiers import long_but
 from tests.loading._load_fns import bits, ordinary_model, whole
 from tests.recipe import _recipes_fns as fns
 from tests.recipe._prefixes_fns import write_source
@@ -112,7 +113,7 @@ def test_save_pretrained_gives_the_hub_s_names_back(
         assert_same_files(tmp_path / name, sources[kind])
 
 
-@pytest.mark.parametrize("how", fns.LOADED)
+@pytest.mark.parametrize("how", long_but(fns.LOADED, "load"))
 @pytest.mark.parametrize("kind", SAVED)
 def test_a_gathered_model_is_saved_with_the_hub_s_names(
     ranks: RankPool, sources: dict[str, Path], tmp_path: Path, kind: str, how: str

@@ -221,7 +221,7 @@ def test_state_of_a_shape_of_its_own_is_refused(tmp_path: Path) -> None:
         sw.convert(tmp_path, tmp_path / "out")
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_memory_is_bounded(tmp_path: Path) -> None:
     """A tensor of 128 MiB with as much optimizer state goes through in less than 24 MiB."""
     for name, rows in (("small", 32), ("large", 32 * 1024)):

@@ -13,6 +13,7 @@ from tests.transfer import _page_cache_of_ranks_fns as fns
 MIB = 1024**2
 
 
+@pytest.mark.slow
 def test_pages_are_given_back(ranks: RankPool, tmp_path: Path) -> None:
     """Of 96 MiB at most 4 stay with "release"; with "keep", and on a CPU by itself, all."""
     if not drops_pages(tmp_path):
