@@ -33,9 +33,13 @@ OPERATIONS = (
 )
 
 
+#: Not yet in the lowest transformers that pyproject.toml declares.
+NEWER = {"inkling2_text", "mistral_large4"}
+
+
 def test_the_subset_is_large_enough() -> None:
     known = {a.model_type for a in architectures()}
-    assert set(SUBSET) <= known
+    assert set(SUBSET) - NEWER <= known
     assert len(SUBSET) >= 40
 
 

@@ -163,7 +163,7 @@ def select_adapter(
 def convert_adapter(meta_base: Any, adapter: str, config: Any, stored: dict[str, Any]) -> dict[str, Any]:
     """PEFT's conversion of an adapter's stored tensors (symbols), if the base's class has changed since training.
 
-    ``meta_base`` is an unsharded instance of the base's class. PEFT 0.19-0.21; older releases don't convert names.
+    ``meta_base`` is an unsharded instance of the base's class. PEFT 0.20-0.21; older releases don't convert names.
     """
     try:
         from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
