@@ -30,9 +30,6 @@ import transformers
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
-from benchmarks.fresh import on_fresh_ranks
-from shardwise.loading.report import LoadReport
-from tests.harness.looks import looks
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2}
@@ -75,6 +72,8 @@ def step(state: sw.TrainState) -> None:
 
 def counted(rank: int, world_size: int, root: str) -> dict[str, dict[str, Any]]:
     """By entry point; a rank of a group, or the only process."""
+    from tests.harness.looks import looks  # of this version, while the seconds may be another's
+
     hub, place = Path(root) / "hub", Path(root) / f"ranks-{world_size}"
     found: dict[str, dict[str, Any]] = {}
 
@@ -102,6 +101,9 @@ def counted(rank: int, world_size: int, root: str) -> dict[str, dict[str, Any]]:
 
 def counts(root: Path) -> dict[str, dict[str, Any]]:
     """By entry point: walks, geometries and rounds in one process, and on two ranks."""
+    from benchmarks.fresh import on_fresh_ranks
+    from tests.harness.looks import looks
+
     write_model(root / "hub", 2)
     alone = counted(0, 1, str(root))
     with looks() as seen:
@@ -133,13 +135,14 @@ def timed(root: Path) -> dict[str, float]:
             started = time.process_time()
             result = call(turn)
             seconds = {name: time.process_time() - started}
-            if isinstance(result, LoadReport):
+            if hasattr(result, "seconds_plan"):
                 seconds[f"of a {name}, the plan"] = result.seconds_plan
             for what, one in seconds.items():
                 found[what] = min(found.get(what, one), one)
 
     hub = root / "many"
-    measure(f"plan --ranks {PLANNED_RANKS}", lambda _: sw.plan(hub, ranks=PLANNED_RANKS), 1)
+    if hasattr(sw, "plan"):  # not in every version
+        measure(f"plan --ranks {PLANNED_RANKS}", lambda _: sw.plan(hub, ranks=PLANNED_RANKS), 1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     model, other = on_meta(hub), on_meta(hub)
     measure("load", lambda _: sw.load(model, hub))
@@ -164,7 +167,8 @@ def seconds(root: Path, layers: int, repeats: int, against: str | None) -> dict[
             environment = {**os.environ, "PYTHONPATH": sources[name]}
             done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
             runs[name].append(json.loads(done.stdout.splitlines()[-1]))
-    return {what: [min(run[what] for run in runs[name]) for name in sources] for what in runs["here"][0]}
+    measured = [what for what in runs["here"][0] if all(what in run for one in runs.values() for run in one)]
+    return {what: [min(run[what] for run in runs[name]) for name in sources] for what in measured}
 
 
 def print_seconds(found: dict[str, list[float]], layers: int, repeats: int) -> None:
