@@ -41,7 +41,8 @@ every_checkpoint = pytest.mark.parametrize(
 def root(writer: str, kind: str, tmp_path: Path) -> Path:
     """The directory of the run, as it was written."""
     with tarfile.open(EARLIER / writer / f"{kind}.tar.gz") as tar:
-        tar.extractall(tmp_path / "run", filter="data")
+        tar.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.2 has none
+        tar.extractall(tmp_path / "run")
     return tmp_path / "run"
 
 
