@@ -633,7 +633,7 @@ MUTATIONS = (
     ),
     Mutation(
         "loading/load.py",
-        "        claim.alike(_fingerprint(plan), lambda _: _describe(plan))\n",
+        "        claim.alike(_fingerprint(plan), lambda: _describe(plan))\n",
         "",
         ("tests/loading/test_load_errors.py::test_ranks_that_build_different_models",),
         "ranks don't compare their plans",

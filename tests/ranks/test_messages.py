@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,6 +22,14 @@ _PLAIN = st.recursive(
 def test_values_come_back_equal_and_of_one_type(value: Any) -> None:
     found = unpack(pack(value))
     assert (type(found), found) == (type(value), value)
+
+
+@given(st.lists(st.integers(0, 2**64 - 1)))
+def test_arrays_of_numbers_come_back(numbers: list[int]) -> None:
+    array = np.array(numbers, dtype=np.uint64)
+    for found in (unpack(pack(array)), unpack(pack({"files": {"a": [1]}, "sums": array}))["sums"]):
+        assert found.dtype == np.uint64
+        assert found.tolist() == numbers
 
 
 def test_nothing_takes_no_bytes() -> None:

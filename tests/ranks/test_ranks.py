@@ -139,7 +139,7 @@ def test_agreement(world_size: int, tmp_path: Path) -> None:
     assert values(notes, "equal") + values(notes, "equal-large") == [None] * 2 * world_size
     words = f"'optimizer' failed\n  rank {last}: differs from rank 0: has sgd; rank 0 has adam"
     all_raise(notes, "different", words, causes=[last])
-    all_raise(notes, "different-hash", "has 3 bytes with hash", "rank 0 has 4 bytes", causes=[last])
+    all_raise(notes, "different-hash", "has a value with hash", "rank 0 has a value", causes=[last])
     all_raise(notes, "different-mute", "ZeroDivisionError", causes=[last])
 
     disagree = f"rank {last}: ranks disagree on what they are doing: rank {last} is in"

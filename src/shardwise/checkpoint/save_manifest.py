@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -28,19 +27,18 @@ __all__ = ["file_records", "manifest_of", "outline_of"]
 Digests = Mapping[tuple[str, str, str], int]
 
 
-def file_records(files: dict[str, FileEntry], sums: list[int]) -> dict[str, bytes]:
+def file_records(files: dict[str, FileEntry], sums: list[int]) -> dict[str, Any]:
     """A rank's record for rank 0: entries of its files, and the digest sums of its copies of all tensors."""
-    entries = json.dumps({name: asdict(entry) for name, entry in files.items()}).encode()
-    return {"files": entries, "sums": np.array(sums, dtype=np.uint64).tobytes()}
+    entries = {name: {**asdict(entry), "blocks": list(entry.blocks)} for name, entry in files.items()}
+    return {"files": entries, "sums": np.array(sums, dtype=np.uint64)}
 
 
-def _read_records(records: Mapping[str, bytes]) -> tuple[dict[str, FileEntry], Any]:
-    entries = json.loads(records["files"]).items()
-    files = {n: FileEntry(**{**e, "blocks": tuple(e["blocks"])}) for n, e in entries}
-    return files, np.frombuffer(records["sums"], dtype=np.uint64)
+def _read_records(records: Mapping[str, Any]) -> tuple[dict[str, FileEntry], Any]:
+    entries = records["files"].items()
+    return {n: FileEntry(**{**e, "blocks": tuple(e["blocks"])}) for n, e in entries}, records["sums"]
 
 
-def manifest_of(collected: Collected, ranks: Ranks, gathered: Sequence[Mapping[str, bytes]]) -> Manifest:
+def manifest_of(collected: Collected, ranks: Ranks, gathered: Sequence[Mapping[str, Any]]) -> Manifest:
     """The manifest of what all ranks wrote. ``gathered``: each rank's :func:`file_records`, in rank order.
 
     Raises :class:`StateError` naming tensors whose replicas differ between ranks.

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from ..dtypes import code_of
@@ -65,16 +66,15 @@ def live_digests(
     differ; for tensors in ``may_differ`` the first replica counts.
     """
 
-    def own() -> bytes:
+    def own() -> NDArray[np.uint64]:
         sums = []
         for name, tensor in tensors.items():
             sums.append(local_sum(tensor, tuple(tensor.shape), geometries[name], ranks.rank))
             ranks.tick()
-        return np.array(sums, dtype=np.uint64).tobytes()
+        return np.array(sums, dtype=np.uint64)
 
-    def add_up(gathered: list[bytes]) -> list[Any]:
-        matrix = np.stack([np.frombuffer(g, dtype=np.uint64) for g in gathered])
-        totals = replica_totals(matrix, [geometries[n] for n in tensors])
+    def add_up(gathered: list[NDArray[np.uint64]]) -> list[Any]:
+        totals = replica_totals(np.stack(gathered), [geometries[n] for n in tensors])
         unequal = [n for n, t in zip(tensors, totals, strict=True) if len(set(t)) > 1 and n not in may_differ]
         return [unequal, [int(t[0]) for t in totals]]
 

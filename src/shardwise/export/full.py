@@ -85,8 +85,7 @@ def iter_full(
             raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
         live = describe(model)
         full = _plan(live, _contents(live, naming), _dtype_code(dtype), ranks.rank)
-        given = [(f.stored.name, f.stored.dtype, f.stored.shape) for f in full]
-        claim.alike(repr((bucket_bytes, given)).encode())
+        claim.alike([bucket_bytes, [[f.stored.name, f.stored.dtype, list(f.stored.shape)] for f in full]])
         parts = Destination(live.local_tensors())
         device = _device(live)
         sums_on = _where_ranks_sum(device) if ranks.world_size > 1 else device

@@ -148,11 +148,10 @@ def _write_out(
         with ranks.agree("write export"), FileFiller(temporary, ranks.tick) as filler:
             sums = job.write(contents, output, filler, Staging(io), ranks)
         written = filler.bytes_written
-        gathered = ranks.gather("bytes exported", np.array([written, *sums], dtype=np.uint64).tobytes())
+        gathered = ranks.gather("bytes exported", np.array([written, *sums], dtype=np.uint64))
         with ranks.agree("publish export"):
             if gathered is not None:
-                stacked = np.stack([np.frombuffer(g, dtype=np.uint64) for g in gathered])
-                total, *sums = map(int, stacked.sum(axis=0, dtype=np.uint64))
+                total, *sums = map(int, np.stack(gathered).sum(axis=0, dtype=np.uint64))
                 job.check(sums)
                 publish_files(temporary, final, output, assets, total)
     except BaseException:

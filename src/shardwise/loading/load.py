@@ -159,7 +159,7 @@ def fill(live: LiveModel, catalog: Catalog, rules: Rules, options: FillOptions, 
         new = _parameters_of(plan)
         if new:
             check_rules(live, new)
-        claim.alike(_fingerprint(plan), lambda _: _describe(plan))
+        claim.alike(_fingerprint(plan), lambda: _describe(plan))
     planned = time.perf_counter()
     with ranks.agree("read"):
         materialize(live.root, options.device or default_device(live.root))
@@ -312,7 +312,7 @@ def hub_rules_of(
     return None if catalog.has_module_names else automatic_rules(live.base, key_mapping)
 
 
-def _fingerprint(plan: Plan) -> bytes:
+def _fingerprint(plan: Plan) -> str:
     """A plan's part that must be equal on all ranks: names, shapes, dtypes and recipes of the whole model, not boxes."""
     digest = hashlib.blake2b(digest_size=16)
     for w in plan.wanted:
@@ -321,7 +321,7 @@ def _fingerprint(plan: Plan) -> bytes:
             (tile,) = recipe.tiles  # a short form: most tensors are stored as they are wanted
             recipe = tile.source if is_identity(tile, w.shape) else recipe
         digest.update(repr((w.name, w.aliases, w.shape, w.dtype, recipe)).encode())
-    return digest.digest()
+    return digest.hexdigest()
 
 
 def _describe(plan: Plan) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -204,15 +204,15 @@ class Claim:
 
     def __init__(self) -> None:
         self._payload = b""
-        self._describe: Callable[[bytes], str] | None = None
+        self._describe: Callable[[], str] | None = None
 
-    def alike(self, payload: bytes, describe: Callable[[bytes], str] | None = None) -> None:
-        """Require the same bytes on every rank; otherwise all raise `RankError` naming the ranks unlike rank 0.
+    def alike(self, value: Any, describe: Callable[[], str] | None = None) -> None:
+        """Require the same value on every rank; otherwise all raise `RankError` naming the ranks unlike rank 0.
 
-        Only hashes travel. ``describe`` turns a rank's own payload into words for that error. It is called on all
-        ranks, and only if they differ.
+        The value is one that :func:`.messages.pack` takes. Only hashes travel. ``describe`` says in words what this rank
+        has, for that error. It is called on all ranks, and only if they differ.
         """
-        self._payload, self._describe = payload, describe
+        self._payload, self._describe = pack(value), describe
 
     def digest(self) -> bytes:
         """The hash that travels; empty if nothing was claimed."""
@@ -229,13 +229,13 @@ def _ranks_unlike_first(digests: list[bytes]) -> bytes:
     return json.dumps(different).encode() if different else b""
 
 
-def _describe(payload: bytes, describe: Callable[[bytes], str] | None) -> str:
+def _describe(payload: bytes, describe: Callable[[], str] | None) -> str:
     if describe is None:
-        return f"{len(payload)} bytes with hash {hashlib.blake2b(payload, digest_size=8).hexdigest()}"
+        return f"a value with hash {hashlib.blake2b(payload, digest_size=8).hexdigest()}"
     try:
-        return shorten(describe(payload), _DESCRIPTION_CHARS)
+        return shorten(describe(), _DESCRIPTION_CHARS)
     except Exception as error:  # the difference matters more than its description
-        return f"{len(payload)} bytes (describing them failed: {cause_of(error)})"
+        return f"a value that can't be described: {cause_of(error)}"
 
 
 def _raise_different(label: str, ranks: list[int], texts: list[bytes]) -> NoReturn:

@@ -109,7 +109,7 @@ def convert(
         step = int(named[1]) if named else 0
         run = contents_of_run(source, home, step=step, trust_remote_code=trust_remote_code, io=io)
         snapshot = _snapshot(run, ranks.world_size)
-        claim.alike(layout_hash(snapshot).encode())
+        claim.alike(layout_hash(snapshot))
     run_id = run.run_id or ranks.on_first("run id", lambda: secrets.token_hex(8))
     collected = Collected(
         snapshot=snapshot,
