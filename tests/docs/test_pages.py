@@ -160,7 +160,8 @@ def test_links_lead_to_files(page: Path) -> None:
 def test_the_first_page_says_the_number_of_faults_of_the_figures() -> None:
     total = re.search(r"^\| \*\*total\*\* \| \*\*([\d,]+)\*\*", (DOCS / "figures.md").read_text(), re.M)
     said = re.search(r"what ([\d,]+) injected faults led to", (DOCS / "index.md").read_text())
-    assert total is not None and said is not None
+    assert total is not None
+    assert said is not None
     assert said[1] == total[1]
 
 
