@@ -157,6 +157,14 @@ def test_links_lead_to_files(page: Path) -> None:
         assert path.is_relative_to(ROOT), target
 
 
+def test_the_first_page_says_the_number_of_faults_of_the_figures() -> None:
+    total = re.search(r"^\| \*\*total\*\* \| \*\*([\d,]+)\*\*", (DOCS / "figures.md").read_text(), re.M)
+    said = re.search(r"what ([\d,]+) injected faults led to", (DOCS / "index.md").read_text())
+    assert total is not None
+    assert said is not None
+    assert said[1] == total[1]
+
+
 def test_every_public_name_is_on_the_api_page() -> None:
     page = (DOCS / "reference/api.md").read_text()
     shown = set(re.findall(r"^::: shardwise\.(\w+)$", page, re.MULTILINE))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 import re
@@ -127,6 +128,8 @@ SPEECH = {"as_json", "debug", "help"}
 
 #: Former words, which must not come back.
 RETIRED = {"unused", "init", "ignored", "class_name", "nproc", "out_dir", "max_shard_size"}
+#: Options that one function had under this name and that others still have: its module must not advise them.
+RETIRED_OF = {"initialize": {"names"}, "iter_full": {"names", "io"}, "clone": {"io"}}
 RETIRED_FIELDS = {"not_stored", "not_restored", "left"}
 
 
@@ -246,6 +249,20 @@ def test_former_words_are_gone() -> None:
     assert {f.name for report in reports for f in dataclasses.fields(report)} & RETIRED_FIELDS == set()
     for report in (sw.SaveReport, sw.ResumeReport, sw.ConvertReport):
         assert "skipped" in {f.name for f in dataclasses.fields(report)}
+
+
+def test_no_text_advises_a_former_word() -> None:
+    """Errors and docstrings are texts: no signature and no type checker knows of an option that they name."""
+    of_file = {inspect.getsourcefile(getattr(sw, call)): words for call, words in RETIRED_OF.items()}
+    found = []
+    for file in Path(sw.__file__).parent.rglob("*.py"):
+        words = "|".join(RETIRED | of_file.pop(str(file), set()))
+        advised = re.compile(rf"(?<![\w.-])(?:{words})=|--(?:{words.replace('_', '-')})\b(?!-)")
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found += [f"{file.name}:{node.lineno}: {said}" for said in advised.findall(node.value)]
+    assert of_file == {}, "a function of another name or file"
+    assert found == []
 
 
 # ----------------------------------------------------------------------------------------------------

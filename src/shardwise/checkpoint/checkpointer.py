@@ -129,7 +129,12 @@ class Checkpointer:
         return f"async-{next(_NUMBERS)}-"
 
     def close(self) -> None:
-        """Finish a pending async save and release the directory. Raises the save's error."""
+        """Wait for a pending async save and release the directory; later saves and resumes are refused.
+
+        Every rank must call it, before ``destroy_process_group``. Raises the pending save's error alike on every rank
+        (:class:`CheckpointError` if the process group is gone); the directory is released then, too. After Ctrl-C a save may
+        still run: the directory is held until a second call.
+        """
         try:
             self.wait()
         finally:

@@ -101,8 +101,12 @@ def model_digests(live: LiveModel, ranks: Ranks) -> dict[str, int]:
 def digest(model_or_tensor: nn.Module | torch.Tensor) -> dict[str, str] | str:
     """Digest of global content, the same however it is sharded: per name for a model, one for a tensor.
 
-    16 hexadecimal digits each. For a model or a DTensor every rank of the default process group must call it; 8 bytes
-    per tensor travel. It detects errors; it is not cryptography. Defined in ``digests/digest.py``.
+    16 hexadecimal digits each, the same as a checkpoint records. It detects errors; it is not cryptography.
+
+    For a model or a DTensor every rank of the default process group must call it; 8 bytes per tensor travel. Raises, on
+    every rank: :class:`IntegrityError` if replicas of a tensor differ between ranks, :class:`LayoutError` for placements
+    that are not supported, :class:`RankError` if a rank fails or is missing. ``ValueError`` for tensors without content (on
+    meta, sparse).
     """
     ranks = Ranks.current()
     if isinstance(model_or_tensor, nn.Module):

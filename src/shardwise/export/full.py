@@ -101,7 +101,7 @@ class _Full:
 
 
 def _contents(live: LiveModel, naming: str) -> HubTensors:
-    """What is given, under which names, and which of its elements each tensor of the model holds."""
+    """The full tensors to yield, by name, and the tiles that map the model's tensors to them."""
     if naming == "hub":
         if has_adapters(live.root):
             raise CheckpointError(
@@ -133,7 +133,7 @@ def _kind(tensor: NamedTensor) -> tuple[str, tuple[int, ...]]:
 
 
 def _plan(live: LiveModel, contents: HubTensors, dtype: str | None, rank: int) -> list[_Full]:
-    """What a rank brings of each full tensor. Of replicas one brings it; an export chooses it the same way."""
+    """Each full tensor with the elements that ``rank`` contributes. Among replicas one rank contributes, chosen as in an export."""
     named = {t.name: t for t in live.stored if t.name in contents.tiles}
     unfilled = [name for name, t in named.items() if t.tensor.is_meta]
     if unfilled:

@@ -92,7 +92,7 @@ def export_hf(
         config: directory with the config.json (and tokenizer, own code) of a source that has none, such as a DCP
             checkpoint. Without one, its tensors keep their names.
         dtype: floating-point tensors are written in it. Default: as they are.
-        adapters: of a ``PeftModel``, one or several of its adapters. Default: all.
+        adapters: of a live ``PeftModel``, one or several of its adapters. Default: all.
         max_shard_bytes: payload per file, unless one tensor is larger.
         trust_remote_code: run the Python files of a checkpoint's model: they know its hub names. Only models with
             their own code need it.
@@ -111,11 +111,13 @@ def export_hf(
         if max_shard_bytes < 1:
             raise ValueError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
         if isinstance(model_or_path, nn.Module) and (model, config) != (None, None):
-            raise ValueError("model= and config= are of stored models; this one is live")
+            raise ValueError("model= and config= apply to stored models, not to a live one")
         if adapters is not None and not (
             isinstance(model_or_path, nn.Module) and has_adapters(model_or_path)
         ):
-            raise ValueError("adapters= is of live models that PEFT put adapters into; this is another")
+            raise ValueError(
+                "adapters= needs a live model with PEFT adapters; this one is stored, or has none"
+            )
         code = _dtype_code(dtype)
         job: LiveJob | StoredJob = (
             LiveJob(describe(model_or_path), adapters)

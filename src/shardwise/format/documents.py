@@ -38,7 +38,7 @@ _EXTRA = "extra."
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """The kind and the owner (a model, optimizer or extra; empty: the run) that a document's name says."""
+    """A document's kind and owner (a model, optimizer or extra), parsed from its name. An empty owner means the run itself."""
 
     kind: Kind
     owner: str = ""

@@ -36,7 +36,7 @@ class SliceAt:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """An interval of a dim: the ``index``-th of the ``count`` that the ranks at ``coordinate`` hold."""
+    """One interval of a dim. Ranks at ``coordinate`` hold ``count`` of them; this is number ``index``, from 0."""
 
     start: int
     stop: int

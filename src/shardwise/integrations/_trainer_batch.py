@@ -23,9 +23,9 @@ class Batch:
         self._held = [(path, leaf, _version(leaf)) for path, leaf in _leaves(batch, "")]
 
     def digests(self) -> dict[str, str]:
-        """By path in the batch; ``tensor`` is a batch that is one, ``""`` all that is none.
+        """Fingerprints by path. A bare tensor has the path ``tensor``; everything that is not a tensor shares ``""``.
 
-        Leaves out tensors that were written to since. Copies tensors of a device to the host.
+        Leaves out tensors that were written to since, and all after the first 32. Copies tensors of a device to the host.
         """
         found: dict[str, str] = {}
         rest = xxhash.xxh3_64()
@@ -52,7 +52,7 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _version(leaf: Any) -> int:
-    """How often a tensor was written to; -1 if it does not count writes."""
+    """The tensor's version counter, or -1 if it has none."""
     try:
         return version_of(leaf) if isinstance(leaf, torch.Tensor) else -1
     except RuntimeError:  # made in inference mode

@@ -338,7 +338,7 @@ class _Watched:
 
 
 class _StandIns(IterableDataset[Any]):
-    """Nothing, as often as Trainer skips a batch, and then the batches that follow.
+    """A ``None`` for each batch that Trainer skips, and then the batches that follow.
 
     A checkpoint may ask to skip more batches than an epoch has by ``length``, the loader's own (or None). Then the
     loader is asked first whether it has them: the length of the data bounds the time, not the stored number.
@@ -361,7 +361,7 @@ class _StandIns(IterableDataset[Any]):
 
 
 def _after_stand_ins(loader: Any, count: int, rest: Callable[[], Iterator[Any]]) -> DataLoader[Any]:
-    """For Trainer to skip ``count`` batches of: it does not know where ``loader``'s begin, and ``rest`` does."""
+    """A loader of ``count`` placeholder batches, which Trainer skips, followed by the batches of ``rest``."""
     stand_ins = _StandIns(count, _description(loader)["batches"], rest)
     return DataLoader(stand_ins, batch_size=None, collate_fn=_as_it_is)
 

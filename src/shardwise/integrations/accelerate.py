@@ -131,7 +131,11 @@ def load(
     """Shard any module in place by the accelerator's FSDP plugin, and fill it from ``source``.
 
     Build ``model`` inside ``sw.meta_init()``, if possible. ``accelerator.prepare`` accepts the sharded model. See
-    :func:`load_pretrained` for the supported settings, :func:`shardwise.load` for the rest.
+    :func:`load_pretrained` for the supported settings, :func:`shardwise.load` for the other arguments.
+
+    Every rank must call it. Memory: as :func:`shardwise.load`; a model that was not built on meta is whole on
+    every rank until it is sharded. Raises as
+    :func:`shardwise.load`; :class:`ShardError` for unsupported settings.
     """
     ranks = Ranks.current(timeout_s=(io or IOOptions()).timeout_s)
     with ranks.agree("shard as the accelerator says"):
@@ -311,7 +315,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
     """
 
     def load_pretrained(self, path: str | os.PathLike[str], **options: Any) -> tuple[Any, LoadReport]:
-        """:func:`load_pretrained` with this accelerator."""
+        """:func:`load_pretrained` with this accelerator: same arguments, memory and errors. Every rank must call it."""
         return load_pretrained(self, path, **options)
 
     def load_model(
@@ -330,7 +334,10 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         return model, load(self, model, source, **options)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """``Accelerator.prepare``, with the hooks of :func:`prepare`, which allow exact saves at any place."""
+        """``Accelerator.prepare``, with the hooks of :func:`prepare`, which allow exact saves at any place.
+
+        Every rank must call it. Raises as :func:`prepare`.
+        """
         return _prepared(self, functools.partial(super().prepare, device_placement=device_placement), args)
 
     def save_state(
@@ -340,9 +347,12 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         *,
         step: int | None = None,
     ) -> SaveReport:
-        """:func:`save_state` of this accelerator. ``safe_serialization`` has no effect: all tensors are safetensors."""
+        """:func:`save_state` of this accelerator. ``safe_serialization`` has no effect: all tensors are safetensors.
+
+        Every rank must call it. Raises as :func:`save_state`.
+        """
         return save_state(self, output_dir, step=step)
 
     def load_state(self, input_dir: str | os.PathLike[str] | None = None) -> ResumeReport:
-        """:func:`load_state` of this accelerator."""
+        """:func:`load_state` of this accelerator. Every rank must call it. Raises as :func:`load_state`."""
         return load_state(self, input_dir)

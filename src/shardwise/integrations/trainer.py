@@ -58,7 +58,10 @@ def load_pretrained(
 
     Follows ``args`` (``fsdp_config``, ``parallelism_config``, ``bf16``, …) and ``accelerate launch``. See
     :func:`shardwise.integrations.accelerate.load_pretrained` for the supported settings, the ``options`` (``dtype``,
-    ``adapter=LoraConfig(…)``, ``seed``, …), memory and errors. Every rank must call it, before it makes the trainer.
+    ``adapter=LoraConfig(…)``, ``seed``, …) and memory. Returns the sharded model, for the trainer, and the report.
+
+    Every rank must call it, before it makes the trainer. Raises :class:`ShardError` for DeepSpeed and other unsupported
+    settings, else as :func:`shardwise.load_pretrained`.
     """
     return swa.load_pretrained(_accelerator_of(args), path, **options)
 
@@ -303,7 +306,7 @@ class ShardwiseTrainer(Saving):
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)  # type: ignore[no-untyped-call]
 
     def _run_epoch(self, *_: Any, **given: Any) -> None:  # Trainer passes all arguments by name
-        """Trainer's own, over a loader that counts and that goes on at the place of a save."""
+        """Calls Trainer's method with a loader that counts batches and resumes at the saved position."""
         loader, epoch = given["train_dataloader"], given["epoch"]
         resumed = epoch == given["epochs_trained"] and given["resume_from_checkpoint"] is not None
         skips = resumed and not self.args.ignore_data_skip

@@ -64,7 +64,7 @@ def world_size() -> int:
 
 
 def geometries_of(fsdp_modules: Iterable[FSDPModule], tensors: Iterable[NamedTensor]) -> dict[str, Geometry]:
-    """How each named tensor of a model is spread over ranks. ``fsdp_modules``: those of it that FSDP2 shards."""
+    """The geometry of each tensor, by name. ``fsdp_modules``: the model's modules that FSDP2 shards."""
     fsdp = fsdp_parameter_ids(fsdp_modules)
     world = world_size()
     # Reading a mesh dominates the cost. Most tensors share mesh and placements; many share their spec.

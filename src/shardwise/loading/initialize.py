@@ -215,7 +215,8 @@ def _plan(live: LiveModel, wanted: tuple[NamedTensor, ...]) -> tuple[list[_Job],
     if problems:
         raise PlanError(
             "parameters that can't be initialised by a rule of the model. Give the module that owns them a "
-            "reset_parameters(), or the model an _init_weights(module); or load them and leave them out of names=",
+            "reset_parameters(), or the model an _init_weights(module). Or load them: leave them out of initialize(only=…), "
+            "or out of load(allow_missing=…) with a source that holds them",
             tuple(problems),
         )
     planned = [

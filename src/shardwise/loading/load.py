@@ -137,7 +137,7 @@ def load(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FillOptions:
-    """How a model is filled: what every loader takes alike. See :func:`load` for the fields."""
+    """The options that all loaders share. See :func:`load` for the fields."""
 
     io: IOOptions
     device: torch.device | str | None = None
@@ -150,7 +150,7 @@ class FillOptions:
 def fill(live: LiveModel, catalog: Catalog, rules: Rules, options: FillOptions, ranks: Ranks) -> LoadReport:
     """The pipeline behind :func:`load` and ``load_pretrained``: plan, prove, read, place, verify.
 
-    What ``live`` says stays true but for buffers that are on meta.
+    ``live`` stays valid, except for buffers on meta: those are replaced.
     """
     started = time.perf_counter()
     with ranks.agree("plan the load") as claim:
@@ -186,7 +186,7 @@ def fill(live: LiveModel, catalog: Catalog, rules: Rules, options: FillOptions, 
 
 
 def _carry_out(plan: Plan, live: LiveModel, catalog: Catalog, io: IOOptions, ranks: Ranks) -> ReadCost:
-    """Read what is planned into the model's shards, and compare what is planned to be compared. Rank-local."""
+    """Carry out the plan: read into the shards, and check duplicate copies. Rank-local."""
     local = live.local_tensors()
     page_cache = page_cache_for(io, (t.device for t in local.values()))
     destination = Destination(local)

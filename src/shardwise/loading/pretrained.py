@@ -165,8 +165,8 @@ def prepare(
 ) -> Prepared:
     """The part of a load before sharding, which a plan and a load share. Rank-local.
 
-    ``asked`` is what ``request`` comes to (:meth:`Pretrained.understood`), ``directory`` where its model lies. ``known``:
-    config and class, where the model's own code was imported already.
+    ``asked``: ``request.understood()``. ``directory``: the model's files. ``known``: config and class, if the model's own
+    code is imported already.
     """
     catalog = open_catalog(directory, variant=asked.hub.variant)
     given = request.config, request.auto_class
@@ -326,9 +326,8 @@ def _generation_config(model: Any, directory: str) -> Any:
     """The stored generation config, or the one derived from the model's config."""
     from transformers import GenerationConfig
 
-    kind = getattr(
-        model, "generation_config_class", GenerationConfig
-    )  # diffusion models have their own class
+    # Diffusion models have their own class.
+    kind = getattr(model, "generation_config_class", GenerationConfig)
     for folder in (directory, os.path.join(directory, "model")):
         file = os.path.join(folder, "generation_config.json")
         if os.path.isfile(file):

@@ -55,7 +55,7 @@ class ModelContents:
 
     catalog: Catalog
     kinds: Mapping[str, tuple[str, tuple[int, ...]]]
-    """Stored dtype, and shape."""
+    """Stored dtype and shape of each tensor."""
     recipes: Mapping[str, Recipe]
     conversions: Mapping[str, HostConversion] = field(default_factory=dict)
     buffers: frozenset[str] = frozenset()
@@ -63,7 +63,7 @@ class ModelContents:
     stored_aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Names under which readers of other programs look for a tied tensor."""
     hub_tensors: Mapping[str, tuple[int, ...]] | None = None
-    """As in a manifest: names and shapes of the tensors that it was loaded from."""
+    """Names and shapes of the source tensors, as the manifest records them."""
     assets: Mapping[str, bytes] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
 

@@ -75,8 +75,9 @@ def diff(
 ) -> DiffReport:
     """Compare two sources tensor by tensor: two checkpoints with their optimizers, otherwise only the models.
 
-    One process; memory: 32 MiB. Tensors whose recorded digests, dtypes and shapes are equal are not read.
-    ``on_progress(done, total)`` counts bytes. Raises :class:`SourceError`.
+    Call it in one process: ranks share no work. Memory: 32 MiB. Tensors whose recorded digests, dtypes and shapes are
+    equal are not read. ``on_progress(done, total)`` counts bytes. Raises :class:`SourceError` for a source that can't be
+    read; its subclasses say which kind.
     """
     a, b = _contents(first), _contents(second)
     if not (_is_checkpoint(first) and _is_checkpoint(second)):

@@ -159,7 +159,9 @@ def _receivers_of(state: TrainState, run: ThirdPartyRun) -> list[_Stateful]:
         if target is None:
             continue
         if not hasattr(target, "load_state_dict"):
-            raise StateError(f"{name}: several by name can't be restored from such a checkpoint; give one")
+            raise StateError(
+                f"{run.path}: this checkpoint stores at most one {name}; pass one, not a mapping of several"
+            )
         found.append(_Stateful(name, target, run))
     return found
 

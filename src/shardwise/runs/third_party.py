@@ -63,7 +63,8 @@ class StoredOptimizer:
         return {name: StateKey.of(name) for name in self.catalog.tensors}
 
     def groups_like(self, members: Sequence[Sequence[str]], live: Mapping[str, str]) -> list[dict[str, Any]]:
-        """Names and options of each group, for a run whose groups are ``members``.
+        """Names and options of each stored group. If groups are not stored: those of the live groups ``members``, each with
+        the settings that its parameters were stored with.
 
         ``live``: stored name → this run's name. Raises :class:`StateError` if groups are not stored and parameters of
         one group had different settings.

@@ -148,9 +148,9 @@ def _check_replicated(wrapping: Wrapping) -> None:
     large = [t for t in trainable if t.tensor.nbytes > MAX_REPLICATED_BYTES]
     if large:
         raise ShardError(
-            "FSDP2 takes groups whose trainable parameters have one dtype. These have another than most of their "
-            "group, are held by a module that can't be a group for them, and are too large to stay whole on every "
-            f"rank: {', '.join(f'{t.name} ({t.tensor.dtype}, {t.tensor.nbytes:,} bytes)' for t in large)}. Convert "
+            "FSDP2 needs one dtype per group. These parameters differ from their group's dtype, their module can't form "
+            "its own group, and they are too large to stay whole on every rank: "
+            f"{', '.join(f'{t.name} ({t.tensor.dtype}, {t.tensor.nbytes:,} bytes)' for t in large)}. Convert "
             "them to the dtype of the rest, put them into a module of their own, freeze them, or name them in "
             "ShardPolicy(exclude=…) and reduce their gradients yourself."
         )

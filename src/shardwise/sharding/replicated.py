@@ -39,7 +39,8 @@ def reduce_after_backward(
 
 
 def reduced_parameters(modules: Iterable[FSDPModule]) -> set[int]:
-    """ids of the plain parameters beside ``modules``, those of a model, whose gradients are averaged after each backward."""
+    """ids of the plain parameters whose gradients are averaged after each backward. ``modules``: all modules of a model
+    that FSDP2 shards."""
     return {
         id(parameter)
         for module in modules
@@ -57,7 +58,7 @@ def mesh_device(mesh: DeviceMesh) -> torch.device:
 
 
 class Reduction:
-    """Stands in for what an FSDP2 group runs last in every backward, which it runs first."""
+    """Replaces a group's ``finalize_backward``: calls the original, then averages the gradients."""
 
     def __init__(self, group: FsdpGroup, places: tuple[tuple[nn.Module, str], ...], mesh: DeviceMesh) -> None:
         self._group = group

@@ -70,8 +70,8 @@ class StoredOwn:
     """As in :class:`Beyond`."""
 
     def stale(self, live: Iterable[Path]) -> list[Path]:
-        """The ``live`` paths to take out before the stored values go in: all below their first keys, except parts that
-        were not stored."""
+        """Live paths to delete before inserting stored values: those under a stored top-level key, except parts that were
+        not stored."""
         heads = {path[0] for path, _ in self.leaves}
         return [path for path in live if path[0] in heads and path_key(path) not in self.not_stored]
 

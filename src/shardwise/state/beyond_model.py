@@ -157,7 +157,7 @@ def give_back_to_model(own: StoredOwn, live: LiveModel, places: Places) -> list[
 
 
 def differences_of_model(own: StoredOwn, live: LiveModel) -> list[str]:
-    """A line for each thing that the model would save by itself and that is not as stored. Rank-local."""
+    """One line per value of the model's own state that differs from the stored one. Rank-local."""
     if not (own.leaves or _differs_from_torch(live.root, *_SAVING)):
         return []
     try:

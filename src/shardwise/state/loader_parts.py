@@ -29,7 +29,7 @@ _TWISTER_WORDS, _PHILOX_WORDS = 624, 4
 
 
 def parts_of(loader: Any) -> dict[str, Any]:
-    """By path: the loader, its dataset, and its samplers with those inside them. Each object once."""
+    """The loader, its dataset and its (nested) samplers, by attribute path, without repeats."""
     found: dict[str, Any] = {"loader": loader, "dataset": loader.dataset}
     if isinstance(loader.dataset, IterableDataset):
         return found  # its sampler is a dummy of torch

@@ -23,14 +23,18 @@ __all__ = ["TrainState", "document_of"]
 class TrainState:
     """The live objects of a training run. Holds references only; nothing is copied.
 
-    Make it before training: it registers a hook with its optimizers (:meth:`watch`), and from then on notes after each step
-    which gradients the step used. Gradients
-    that wait for a step when a save comes (in the middle of an accumulation) are part of the state. Gradients that
-    were there before the first ``TrainState``, and that no step has used since, are not: both reports say so.
+    Make it before training: it registers a hook with its optimizers (:meth:`watch`), and from then on notes after each
+    step which gradients the step used. Gradients that wait for a step when a save comes (in the middle of an
+    accumulation) are part of the state. Gradients that were there before the first ``TrainState``, and that no step has
+    used since, are not: both reports say so.
 
     Further state that a model or an optimizer saves by itself (by its own ``state_dict``, its modules'
     ``_save_to_state_dict``, or hooks) is stored too, and restored through its own ``load_state_dict``. The reports name
     the parts that can't be stored or do not arrive. See docs/state.md.
+
+    Rank-local; but a save or a restore needs one on every rank, with the same names. Raises :class:`StateError` for a
+    model that FSDP1 wraps, an object of another type than its field names, and names that are not words (letters,
+    digits, ``_``, ``-``): they become names of folders.
     """
 
     model: nn.Module | Mapping[str, nn.Module]

@@ -158,7 +158,7 @@ def _lock(fd: int) -> None:
 
 
 def _close_in_forks() -> None:
-    """From the first lock on, make every forked child close the files: an open one would keep a killed run's lock."""
+    """Forked children close lock files, because an inherited descriptor would keep a killed run's lock alive."""
     global _closes_in_forks
     if not _closes_in_forks:
         _closes_in_forks = True
