@@ -16,7 +16,6 @@ from shardwise.digests import digest as module
 from shardwise.digests.digest import (
     finish,
     format_digest,
-    parse_digest,
     partial_sum,
     partial_sum_bytes,
     tensor_digest,
@@ -194,7 +193,6 @@ def test_stored_digests_stay_valid(code: str, shape: tuple[int, ...], pinned: st
         raw &= np.uint8(1)
     digest = tensor_digest(from_raw(raw, code, shape))
     assert format_digest(digest) == pinned
-    assert parse_digest(pinned) == digest
 
 
 # --- sharding --------------------------------------------------------------------------------------------
@@ -494,16 +492,7 @@ def test_unknown_dtypes_are_refused() -> None:
 def test_text_round_trip(digest: int) -> None:
     text = format_digest(digest)
     assert len(text) == 16
-    assert parse_digest(text) == digest
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "0", "0" * 15, "0" * 17, "0x00000000000000", "ABCDEF0123456789", " " * 16, "+000000000000001"],
-)
-def test_text_that_is_no_digest_is_refused(text: str) -> None:
-    with pytest.raises(FormatError):
-        parse_digest(text)
+    assert int(text, 16) == digest
 
 
 @pytest.mark.parametrize("digest", [-1, 2**64])

@@ -29,11 +29,11 @@ from shardwise.layout.placements import (
     Geometry,
     check_local_shape,
     cut_boxes,
-    every_rank_boxes,
     geometry_of,
     local_boxes,
     local_shape,
 )
+from tests.harness.rank_boxes import every_rank_boxes
 
 _runs = count()
 

@@ -647,8 +647,8 @@ MUTATIONS = (
     ),
     Mutation(
         "loading/initialize.py",
-        "drawn[_slices(local.box.start, local.box.stop)]",
-        "drawn[_slices(local.local_start, local.box.sizes)]",
+        "drawn[local.box.slices]",
+        "drawn[local.slices]",
         ("tests/loading/test_initialize.py::test_same_values_at_every_world_size",),
         "every rank takes the first rows",
     ),

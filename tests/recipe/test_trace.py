@@ -24,9 +24,10 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import ConversionOps
 
 from shardwise.layout.boxes import Box
-from shardwise.layout.placements import Cut, Geometry, every_rank_boxes, local_shape
+from shardwise.layout.placements import Cut, Geometry, local_shape
 from shardwise.recipe.tiles import Tile, cut, invert, translate
 from shardwise.recipe.trace import Traced, Untraceable, is_untraceable, stored_tensor
+from tests.harness.rank_boxes import every_rank_boxes
 
 Array = np.ndarray[Any, Any]
 

@@ -14,7 +14,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import CheckpointError
 from shardwise.format.manifest import read_manifest
-from shardwise.store.publish import commit
+from shardwise.store.publish import commit, delete_all
 
 
 def state() -> sw.TrainState:
@@ -68,3 +68,15 @@ def test_files_that_are_not_as_written_are_not_published(tmp_path: Path, what: s
         commit(str(begun), str(tmp_path / "step"), manifest)
     assert not (tmp_path / "step").exists()
     assert not (begun / "manifest.json").exists()
+
+
+def test_deleting_goes_on_after_one_that_can_not_be_deleted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("first", "last"):
+        (tmp_path / name / "model").mkdir(parents=True)
+    delete_all(str(tmp_path / name) for name in ("first", "gone", "last"))
+    assert not list(tmp_path.iterdir())
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert f"can't delete {tmp_path / 'gone'}: " in record.getMessage()

@@ -108,9 +108,7 @@ class Magnitude:
             full = weight.full_tensor() if isinstance(weight, DTensor) else weight
             norms = self._norms(full)
             for local in boxes:
-                mine = _slices(local.box.start, local.box.stop)
-                sizes = zip(local.local_start, local.box.sizes, strict=True)
-                local_tensor(self.tensor)[tuple(slice(a, a + n) for a, n in sizes)].copy_(norms[mine])
+                local_tensor(self.tensor)[local.slices].copy_(norms[local.box.slices])
 
     def _norms(self, weight: torch.Tensor) -> torch.Tensor:
         norms: torch.Tensor = self.dora.get_weight_norm(weight, weight.new_zeros(()), 0.0)
@@ -145,7 +143,3 @@ def magnitudes(model: nn.Module) -> dict[int, Magnitude]:
         for _, layer in lora_layers(model)
         for adapter, dora in layer.lora_magnitude_vector.items()
     }
-
-
-def _slices(start: tuple[int, ...], stop: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(slice(a, b) for a, b in zip(start, stop, strict=True))

@@ -53,11 +53,11 @@ def directory(kind: str, name: str) -> str:
     return kind if name == kind else f"{kind}s/{name}"
 
 
-def model_tensors(manifest: Manifest, model: str = "model", *, aliases: bool = True) -> list[SliceTensor]:
+def model_tensors(manifest: Manifest, model: str = "model") -> list[SliceTensor]:
     """The tensors in ``model/``, stored aliases included."""
     found = []
     for name, t in manifest.models[model].items():
-        for stored in (name, *(t.stored_aliases if aliases else ())):
+        for stored in (name, *t.stored_aliases):
             found.append(SliceTensor(stored, t.dtype, t.shape, manifest.geometries[t.geometry], t.owner))
     return found
 

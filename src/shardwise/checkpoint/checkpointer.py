@@ -346,15 +346,13 @@ class Checkpointer:
         except CheckpointError as error:
             _log.warning("no step is deleted: %s", error)
             return
-        valid = 0
+        valid, excess = 0, []
         for step, path in steps.items() if len(steps) > self._keep_last else ():
             if valid < self._keep_last:
                 valid += _is_whole(path, step, on_progress)
             elif self._keep_every is None or step % self._keep_every:
-                try:
-                    publish.discard(path)
-                except (OSError, CheckpointError) as error:
-                    _log.warning("can't delete step %d: %s", step, error)
+                excess.append(path)
+        publish.delete_all(excess)
 
 
 def _is_whole(path: str, step: int, on_progress: Callable[[], object]) -> bool:

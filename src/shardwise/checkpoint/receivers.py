@@ -26,12 +26,12 @@ from ..state.forms import (
     check_settings,
     check_state,
     check_values,
-    is_several,
     refuse_other_kind,
     unsaid_classes,
 )
 from ..state.gradients import UNSEEN_GRADIENTS
 from ..state.places import Places
+from ..state.several import is_several
 from ..state.train_state import TrainState, document_of
 from .fill_optimizer import trained_by
 from .optimizer import check_optimizer

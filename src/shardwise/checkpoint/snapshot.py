@@ -37,6 +37,7 @@ from ..state.gradients import UNSEEN_GRADIENTS, refuse_unreduced
 from ..state.optimizer import Drained, drain, parameter_names
 from ..state.scaler import refuse_unfinished_step
 from ..state.schedulers import class_text, functions_left_out, unwrapped
+from ..state.several import is_several
 from ..state.storable import refuse_unstorable
 from ..state.train_state import TrainState, document_of
 from ..state.typed_json import Encoded, encode
@@ -285,7 +286,7 @@ def classes_of(state: TrainState) -> dict[str, Any]:
 
 
 def _classes_in(scheduler: Any) -> Any:
-    if isinstance(scheduler, Mapping) and not hasattr(scheduler, "state_dict"):
+    if is_several(scheduler):
         return {key: _classes_in(one) for key, one in scheduler.items()}
     return class_text(scheduler)
 
@@ -298,7 +299,7 @@ def modules_with_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _state_of(value: Any, name: str) -> Any:
-    if isinstance(value, Mapping) and not hasattr(value, "state_dict"):
+    if is_several(value):
         return {key: _state_of(v, f"{name}.{key}") for key, v in value.items()}
     if not hasattr(value, "state_dict") or not hasattr(value, "load_state_dict"):
         hint = ""

@@ -13,6 +13,7 @@ from ..layout.live import LiveModel, describe
 from ..ranks.ranks import Ranks
 from ..state.beyond_optimizer import KeptOptimizer
 from ..state.schedulers import inner_schedulers, unwrapped
+from ..state.several import is_several
 from ..state.train_state import TrainState
 from .own import tensor_sums
 
@@ -34,7 +35,7 @@ def reaches_others(target: Any, above: tuple[int, ...] = ()) -> bool:
 
     ``above``: ids of the schedulers around it.
     """
-    if isinstance(target, Mapping) and not hasattr(target, "load_state_dict"):
+    if is_several(target):
         return any(map(reaches_others, target.values()))
     above = (*above, id(target))
     within = [unwrapped(target), *inner_schedulers(target)]

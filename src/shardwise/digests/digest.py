@@ -36,12 +36,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..dtypes import code_of, itemsize
-from ..errors import FormatError
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["finish", "format_digest", "parse_digest", "partial_sum", "partial_sum_bytes", "tensor_digest"]
+__all__ = ["finish", "format_digest", "partial_sum", "partial_sum_bytes", "tensor_digest"]
 
 _Words = NDArray[np.uint64]
 
@@ -137,13 +136,6 @@ def format_digest(digest: int) -> str:
     if not 0 <= digest <= _MASK:
         raise ValueError(f"a digest lies in [0, 2^64), got {digest}")
     return f"{digest:016x}"
-
-
-def parse_digest(text: str) -> int:
-    """Inverse of :func:`format_digest`. Raises :class:`FormatError` for anything it would not write."""
-    if len(text) != 16 or not set(text) <= set("0123456789abcdef"):
-        raise FormatError(f"a digest is 16 lowercase hex digits, got {text!r}")
-    return int(text, 16)
 
 
 # --- weights ---------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import CheckpointError, NoCheckpointError
 from ..ranks.patience import patiently
-from ..store.publish import discard
+from ..store.publish import delete_all
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -59,8 +59,7 @@ def newest(accelerator: Accelerator) -> str:
 def delete_oldest(folder: str, limit: int) -> None:
     """Keep the ``limit`` newest beside ``folder``. A kill leaves remains under another name, which no resume takes."""
     root = os.path.dirname(folder)
-    for _, old in _folders(root)[:-limit]:
-        discard(old)
+    delete_all(old for _, old in _folders(root)[:-limit])
 
 
 def _root(accelerator: Accelerator) -> str:

@@ -21,7 +21,7 @@ from ..limits import MAX_JSON_BYTES
 from ..ranks.patience import patiently, remove_tree
 from ..ranks.ranks import Ranks
 from ..store.lock import DirectoryLock, check_held
-from ..store.publish import discard, sweep_leftovers
+from ..store.publish import delete_all, sweep_leftovers
 from ..store.write import fsync_directory
 from ._trainer_place import trainer_extra
 
@@ -192,11 +192,7 @@ def rotate(root: str, limit: int | None, best: str | None) -> None:
         return
     kept = {found[0], os.path.abspath(best or found[0])}
     excess = len(found) - max(limit, len(kept))
-    for path in [p for p in reversed(found) if p not in kept][: max(excess, 0)]:
-        try:
-            discard(path)
-        except (OSError, CheckpointError) as error:
-            _log.warning("can't delete %s: %s", path, error)
+    delete_all([p for p in reversed(found) if p not in kept][: max(excess, 0)])
 
 
 def move_into(target: str, folder: str, weights: re.Pattern[str]) -> None:

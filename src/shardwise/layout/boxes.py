@@ -28,6 +28,11 @@ class Box:
     def numel(self) -> int:
         return math.prod(max(0, b - a) for a, b in zip(self.start, self.stop, strict=True))
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The index that selects the box's elements in the global tensor."""
+        return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
+
     def intersect(self, other: Box) -> Box | None:
         """The common elements, or None if there are none."""
         start = tuple(map(max, self.start, other.start))
@@ -49,6 +54,11 @@ class LocalBox:
 
     box: Box
     local_start: tuple[int, ...]
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The index that selects the box's elements in the local tensor."""
+        return tuple(slice(a, a + n) for a, n in zip(self.local_start, self.box.sizes, strict=True))
 
 
 def whole(shape: Sequence[int]) -> Box:

@@ -296,15 +296,6 @@ def check_local_shape(
         )
 
 
-def every_rank_boxes(shape: Sequence[int], geometry: Geometry) -> dict[int, tuple[LocalBox, ...]]:
-    """The boxes that each rank of the mesh holds, by global rank."""
-    coordinates = product(*(range(n) for n in geometry.axis_sizes))
-    return {
-        rank: cut_boxes(shape, geometry, coordinate)
-        for rank, coordinate in zip(geometry.ranks, coordinates, strict=True)
-    }
-
-
 def mesh_text(geometries: Iterable[Geometry]) -> str:
     """The meshes that cut tensors, for people: ``dp_shard 2 × tp 2``; ``whole`` if nothing is cut."""
     cut = (g for g in geometries if any(c.kind != "replicate" for c in g.cuts))

@@ -293,20 +293,10 @@ def _run(job: _Job, seed: int, held: Mapping[str, _Held]) -> None:
                 drawn = own_parameter(job.module, attribute)
                 assert drawn is not None
                 for local in target.boxes:
-                    _local_part(target.tensor, local).copy_(drawn[_slices(local.box.start, local.box.stop)])
+                    local_tensor(target.tensor)[local.slices].copy_(drawn[local.box.slices])
     finally:
         for attribute, parameter in on_meta.items():
             exchange_parameter(job.module, attribute, parameter)
-
-
-def _local_part(tensor: torch.Tensor, local: LocalBox) -> torch.Tensor:
-    lengths = (stop - start for start, stop in zip(local.box.start, local.box.stop, strict=True))
-    stops = tuple(a + n for a, n in zip(local.local_start, lengths, strict=True))
-    return local_tensor(tensor)[_slices(local.local_start, stops)]
-
-
-def _slices(start: tuple[int, ...], stop: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(slice(a, b) for a, b in zip(start, stop, strict=True))
 
 
 def _seed_generators(seed: int, name: str) -> None:

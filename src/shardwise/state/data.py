@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
@@ -11,6 +11,7 @@ from ..errors import StateError
 from ..internals.torch import is_stateful_loader
 from .replay import ReplayedPosition
 from .sampler import ElasticPosition, elastic_sampler_of
+from .several import is_several
 
 __all__ = ["ResumableLoader", "data_caveats", "make_iterator"]
 
@@ -137,7 +138,7 @@ class ResumableLoader:
 
 def data_caveats(loader: Any) -> tuple[str, ...]:
     """Why a loader (or several by name, or None) may not repeat exactly, one sentence per reason."""
-    if isinstance(loader, Mapping) and not hasattr(loader, "state_dict"):
+    if is_several(loader):
         return tuple(line for one in loader.values() for line in data_caveats(one))
     if is_stateful_loader(loader):
         return tuple(_caveats_of_torchdata(loader))

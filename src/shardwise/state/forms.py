@@ -21,6 +21,7 @@ from .beyond import path_text
 from .data import ResumableLoader
 from .documents import check_position
 from .schedulers import inner_states
+from .several import is_several
 
 __all__ = [
     "attribute_of_class",
@@ -30,7 +31,6 @@ __all__ = [
     "check_settings",
     "check_state",
     "check_values",
-    "is_several",
     "refuse_other_kind",
     "unsaid_classes",
 ]
@@ -71,11 +71,6 @@ def attribute_of_class(target: Any, state: Mapping[Any, Any]) -> str | None:
         if callable(of_class) or hasattr(of_class, "__set__") or isinstance(live.get(key), Optimizer):
             return key
     return None
-
-
-def is_several(target: Any) -> bool:
-    """Whether a part of a training state is several objects by name."""
-    return isinstance(target, Mapping) and not hasattr(target, "load_state_dict")
 
 
 def check_state(target: Any, stored: Any, name: str) -> None:

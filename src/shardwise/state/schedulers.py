@@ -11,6 +11,7 @@ from ..internals.optim import inner_by_torch, scale_function
 from ..limits import MAX_TEXT_CHARS
 from .beyond import Path, same
 from .encoding import FUNCTIONS
+from .several import is_several
 
 __all__ = ["class_text", "functions_left_out", "inner_schedulers", "inner_states", "unwrapped"]
 
@@ -72,7 +73,7 @@ def functions_left_out(scheduler: Any, where: str = "scheduler") -> Iterator[str
     ``scale_fn``. torch stores the attributes of a callable object, but nothing of a function or of a
     ``functools.partial`` of one.
     """
-    if isinstance(scheduler, Mapping) and not hasattr(scheduler, "state_dict"):
+    if is_several(scheduler):
         for name, one in scheduler.items():
             yield from functions_left_out(one, f"{where}.{name}")
         return

@@ -8,6 +8,7 @@ killed save keep their nonce, so they can't mix into another save.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 from collections.abc import Iterable, Mapping
@@ -23,6 +24,7 @@ from .write import fsync_directory, make_directories, write_file
 
 __all__ = [
     "commit",
+    "delete_all",
     "describe_dcp_steps",
     "discard",
     "make_temporary",
@@ -35,6 +37,7 @@ __all__ = [
     "write_hint",
 ]
 
+_log = logging.getLogger(__name__)
 _TEMPORARY, _TRASH = ".tmp-", ".trash-"
 #: A name may have 255 bytes; the rest is for the prefix and the nonce.
 _MOST_NAME_BYTES = 200
@@ -192,6 +195,18 @@ def discard(path: str) -> None:
         patiently(os.unlink, trash)
     else:
         remove_tree(trash)
+
+
+def delete_all(paths: Iterable[str]) -> None:
+    """Delete old checkpoints, as :func:`discard`. Logs a warning for each that can't be deleted, and goes on.
+
+    For retention, which never makes a save fail: the new checkpoint is published, and an extra old one does no harm.
+    """
+    for path in paths:
+        try:
+            discard(path)
+        except (OSError, CheckpointError) as error:
+            _log.warning("can't delete %s: %s", path, error)
 
 
 def sweep_leftovers(root: str) -> list[str]:

@@ -77,11 +77,10 @@ class ConvertingReader:
         """A stored tensor, whole."""
         tensor = torch.empty(stored.shape, dtype=torch_dtype(stored.dtype))
         for chunk in stored.chunks:
-            box = tuple(slice(a, b) for a, b in zip(chunk.box.start, chunk.box.stop, strict=True))
             is_whole = chunk.box.sizes == stored.shape
             part = tensor if is_whole else torch.empty(chunk.box.sizes, dtype=tensor.dtype)
             view = part.reshape(-1).view(torch.uint8).numpy().data
             self._files.read_into(chunk.path, chunk.offset_bytes, view)
             if not is_whole:
-                tensor[box] = part
+                tensor[chunk.box.slices] = part
         return tensor
