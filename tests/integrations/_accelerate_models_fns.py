@@ -153,9 +153,8 @@ def other_kinds(source: str, root: str) -> dict[str, str]:
 
 
 def limited(root: str) -> dict[str, Any]:
-    """Automatic names with a limit, where the deletion of the oldest one is cut off in its middle."""
+    """Automatic names with a limit, where the deletion of the oldest is cut off in its middle, and where it is refused."""
     import os
-    import shutil
     from unittest import mock
 
     from accelerate.utils import ProjectConfiguration
@@ -170,9 +169,15 @@ def limited(root: str) -> dict[str, Any]:
         optimizer: Any = torch.optim.AdamW(model.parameters())
         model, optimizer = accelerator.prepare(model, optimizer)
         swa.save_state(accelerator)
-        with mock.patch.object(shutil, "rmtree", side_effect=lambda *_, **__: None):  # as if killed there
+        with mock.patch("shardwise.store.publish.remove_tree"):  # as if killed there
             swa.save_state(accelerator)
         dist.barrier()
-        found["published"] = sorted(n for n in os.listdir(f"{root}/checkpoints") if not n.startswith("."))
+        names = os.listdir(f"{root}/checkpoints")
+        found["published"] = sorted(n for n in names if not n.startswith("."))
+        found["remains"] = len(names) - len(found["published"])
+        with mock.patch("shardwise.store.publish.discard", side_effect=PermissionError("immutable")):
+            swa.save_state(accelerator)
+        dist.barrier()
+        found["refused"] = sorted(n for n in os.listdir(f"{root}/checkpoints") if not n.startswith("."))
         found["newest"] = swa.load_state(accelerator).exact
     return found

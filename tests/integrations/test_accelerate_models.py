@@ -56,5 +56,6 @@ def test_what_is_no_fsdp2_is_named(ranks: RankPool, tmp_path: Path) -> None:
 
 def test_a_deletion_that_is_cut_off_leaves_no_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
     for found in ranks.run_ranks(2, fns.limited, str(tmp_path), timeout_s=60):
-        assert found["published"] == ["checkpoint_1"]
+        assert (found["published"], found["remains"]) == (["checkpoint_1"], 1)
+        assert found["refused"] == ["checkpoint_1", "checkpoint_2"], "a save does not fail for it"
         assert found["newest"]
