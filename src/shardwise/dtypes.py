@@ -13,7 +13,7 @@ from .errors import FormatError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ITEMSIZE", "code_of", "itemsize", "torch_dtype"]
+__all__ = ["ITEMSIZE", "code_of", "itemsize", "named_dtype", "torch_dtype"]
 
 #: Bytes per element of every stored dtype that shardwise reads and writes.
 ITEMSIZE: dict[str, int] = {
@@ -86,3 +86,11 @@ def code_of(dtype: torch.dtype) -> str:
         return _CODES[name]
     except KeyError:
         raise FormatError(f"dtype {dtype} can't be stored in safetensors") from None
+
+
+def named_dtype(dtype: torch.dtype | str) -> torch.dtype | None:
+    """The torch dtype of that name, or ``dtype`` itself if it is one; None for anything else."""
+    import torch
+
+    found = vars(torch).get(dtype) if isinstance(dtype, str) else dtype
+    return found if isinstance(found, torch.dtype) else None

@@ -35,7 +35,7 @@ from ..ranks.ranks import Ranks
 from ..recipe.match import castable
 from ..recipe.tiles import Tile
 from ..transfer.copy import Destination
-from .hub import LiveJob, _dtype_code
+from .hub import LiveJob, dtype_code
 from .tensors import HubTensors, as_named
 
 __all__ = ["iter_full"]
@@ -84,7 +84,7 @@ def iter_full(
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
         live = describe(model)
-        full = _plan(live, _contents(live, naming), _dtype_code(dtype), ranks.rank)
+        full = _plan(live, _contents(live, naming), dtype_code(dtype), ranks.rank)
         claim.alike([bucket_bytes, [[f.stored.name, f.stored.dtype, list(f.stored.shape)] for f in full]])
         parts = Destination(live.local_tensors())
         device = _device(live)

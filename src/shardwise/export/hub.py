@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..dtypes import code_of, torch_dtype
+from ..dtypes import code_of, named_dtype, torch_dtype
 from ..errors import CheckpointError
 from ..format.slices import SliceTensor, assign_owners, owner_ranks
 from ..internals.peft import has_adapters, peft_model
@@ -39,7 +39,7 @@ from .files import HubFiles, lay_out, prepare_files, publish_files
 from .stored import StoredJob
 from .tensors import HubTensors, as_named, inverted, reverted
 
-__all__ = ["ExportReport", "LiveJob", "export_hf"]
+__all__ = ["ExportReport", "LiveJob", "dtype_code", "export_hf"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ def export_hf(
             raise ValueError(
                 "adapters= needs a live model with PEFT adapters; this one is stored, or has none"
             )
-        code = _dtype_code(dtype)
+        code = dtype_code(dtype)
         job: LiveJob | StoredJob = (
             LiveJob(describe(model_or_path), adapters)
             if isinstance(model_or_path, nn.Module)
@@ -164,11 +164,12 @@ def _write_out(
     return written
 
 
-def _dtype_code(dtype: torch.dtype | str | None) -> str | None:
+def dtype_code(dtype: torch.dtype | str | None) -> str | None:
+    """The stored dtype that ``dtype=`` of an export asks for; None keeps each tensor's own. Raises :class:`ValueError`."""
     if dtype is None:
         return None
-    found = vars(torch).get(dtype) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    found = named_dtype(dtype)
+    if found is None or not found.is_floating_point:
         raise ValueError(f"dtype must be a floating-point torch dtype or its name, got {dtype!r}")
     return code_of(found)
 

@@ -23,7 +23,7 @@ Groups = list[list[torch.Tensor]]
 
 @contextmanager
 def explained(way: str) -> Iterator[None]:
-    """Name the cause if ``accelerator.prepare`` fails in the block, for a model that was not sharded before.
+    """Raise an error that names the cause if ``accelerator.prepare`` fails on a model that was loaded whole.
 
     ``way`` is the call that loads it sharded. Raises :class:`ShardError`.
     """

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ..dtypes import named_dtype
 from ..errors import ShardError
 from ..internals.torch import fake_store
 from ..layout.live import LiveModel, describe
@@ -224,8 +225,8 @@ def _floating_dtype(dtype: torch.dtype | str) -> torch.dtype | str:
     """``"auto"`` or a floating dtype."""
     if dtype == "auto":
         return dtype
-    found = vars(torch).get(dtype) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    found = named_dtype(dtype)
+    if found is None or not found.is_floating_point:
         raise ValueError(f"dtype must be 'auto', a floating torch dtype or its name, got {dtype!r}")
     return found
 
@@ -266,7 +267,7 @@ def _ranks_to_plan(ranks: int) -> list[int]:
 
 
 def _plan_ranks(prepared: Prepared, io: IOOptions, ranks: int, replicas: int) -> RanksPlanned:
-    """Make each rank's plan as ``load_pretrained`` makes it there. Only rank 0's is kept; of the others the cost."""
+    """Make each rank's plan as ``load_pretrained`` makes it there. Keeps rank 0's plan, and the cost of each plan."""
     live = describe(prepared.model)
     costs, first = [], None
     for rank in _ranks_to_plan(ranks):

@@ -15,6 +15,7 @@ from ..adapters.files import attach, combine
 from ..catalog import Catalog
 from ..catalog.open import open_catalog
 from ..catalog.records import StoredTensor
+from ..dtypes import named_dtype, torch_dtype
 from ..errors import FormatError, ShardwiseError
 from ..format.manifest import read_manifest
 from ..internals.transformers import build_from_config, default_conversions, kept_in_fp32
@@ -276,19 +277,14 @@ def _as_large_as_stored(catalog: Catalog | None, file: str) -> Iterator[None]:
 
 def _dtype_of(dtype: torch.dtype | str, config: Any, catalog: Catalog | None, file: str) -> torch.dtype:
     """The dtype that ``from_pretrained(dtype=…)`` would choose."""
-    from ..dtypes import torch_dtype
-
-    if isinstance(dtype, torch.dtype):
-        return dtype
     if dtype != "auto":
-        found = vars(torch).get(dtype)
-        if not isinstance(found, torch.dtype):
+        found = named_dtype(dtype)
+        if found is None:
             raise ValueError(f"dtype must be 'auto', a torch dtype or its name, got {dtype!r}")
         return found
     if getattr(config, "dtype", None) is not None:
-        declared = config.dtype
-        declared = vars(torch).get(declared) if isinstance(declared, str) else declared
-        if not isinstance(declared, torch.dtype):
+        declared = named_dtype(config.dtype)
+        if declared is None:
             raise FormatError(f"its dtype {brief(config.dtype)} is none of torch's", path=file)
         return declared
     for stored in (catalog.tensors if catalog else {}).values():

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ..devices import own_device
+from ..dtypes import named_dtype
 from ..errors import FormatError, StateError
 from ..internals.torch import quantised
 from ..limits import MAX_COLLISIONS, MAX_DIMS, brief, cause
@@ -205,8 +206,8 @@ def _unbase64(text: str) -> bytes:
 
 
 def _torch_dtype(name: str) -> torch.dtype:
-    dtype = vars(torch).get(name)
-    if not isinstance(dtype, torch.dtype):
+    dtype = named_dtype(name)
+    if dtype is None:
         raise ValueError(f"not a dtype of torch: {brief(name)}")
     return dtype
 
