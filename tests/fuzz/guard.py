@@ -99,9 +99,9 @@ class Guard:
 
     def run(self, work: Callable[[], object]) -> str | None:
         """Run one input. The finding, or None."""
-        Guard.violations.clear()
         _limit_address_space(self.memory_bytes + 150_000_000)
-        peak, cpu = _peak_bytes(), time.process_time()
+        peak, cpu = _reset_peak(), time.process_time()
+        Guard.violations.clear()
         raised: BaseException | None = None
         try:
             work()
@@ -112,10 +112,11 @@ class Guard:
         except BaseException as error:
             raised = error
         finally:
+            violations = list(Guard.violations)
             _limit_address_space(None)
         grown, spent = _peak_bytes() - peak, time.process_time() - cpu
-        if Guard.violations:
-            return Guard.violations[0]
+        if violations:
+            return violations[0]
         if _ran_out_of_memory(raised) or grown > self.memory_bytes:
             self.is_spent = True
             return f"memory: more than {self.memory_bytes} bytes (peak grew by {grown})"
@@ -176,8 +177,16 @@ def _limit_address_space(more_bytes: int | None) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
+def _reset_peak() -> int:
+    """Let the peak of this process begin anew at what it uses now, in bytes: an earlier peak would hide growth below it."""
+    with open("/proc/self/clear_refs", "w") as stream:
+        stream.write("5")
+    return _peak_bytes()
+
+
 def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    with open("/proc/self/status") as stream:
+        return next(int(line.split()[1]) * 1024 for line in stream if line.startswith("VmHWM:"))
 
 
 def _ran_out_of_memory(error: BaseException | None) -> bool:
