@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,13 @@ def _hidden_memory_error() -> None:
         raise FormatError("damaged", path="x") from error
 
 
+def _use_memory() -> None:
+    """Pages that the process did not have: a large ``bytes`` may lie in memory that the fork's parent had freed."""
+    fresh = mmap.mmap(-1, 300_000_000, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for start in range(0, len(fresh), mmap.PAGESIZE):
+        fresh[start] = 1
+
+
 def _busy() -> None:
     number = 0
     while number < 2 * 10**7:
@@ -35,7 +43,7 @@ _FINDINGS: dict[str, tuple[Callable[[str], object], str]] = {
     "an exception of Python's": (lambda root: _raise(KeyError("a")), "raw KeyError"),
     "a huge allocation": (lambda root: bytearray(2**34), "memory"),
     "a huge allocation behind an error of ours": (lambda root: _hidden_memory_error(), "memory"),
-    "memory that is used": (lambda root: len(b"x" * 300_000_000), "memory"),
+    "memory that is used": (lambda root: _use_memory(), "memory"),
     "a file read outside": (lambda root: Path("/etc/passwd").read_bytes(), "open reads"),
     "a file written outside": (lambda root: (Path(root).parent / "x").write_text("x"), "open writes"),
     "a folder made outside": (lambda root: os.mkdir(f"{root}/../y"), "os.mkdir writes"),
