@@ -89,7 +89,7 @@ def shard(accelerator: Accelerator, model: nn.Module) -> tuple[str, ...]:
             "as it is"
         ) from error
     keep_whole(model, [t for t in whole if t.name not in ignored])
-    give_addresses(model)
+    give_addresses(model.parameters())
     _remember(accelerator, model)
     return ignored
 

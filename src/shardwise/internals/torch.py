@@ -6,7 +6,7 @@ Optimizers, schedulers and scalers: :mod:`.optim`. FSDP2's groups: :mod:`.fsdp`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -204,6 +204,10 @@ def keep_metadata(of: Any, to: Any) -> None:
         to._metadata = of._metadata
 
 
+#: Where a module keeps its hooks.
+_HOOKS = tuple([name for name in nn.Module().__dict__ if "_hooks" in name])
+
+
 def meta_tree(module: nn.Module) -> nn.Module:
     """A copy of a tree of modules, with the original classes, tensors on meta, and without hooks.
 
@@ -221,8 +225,9 @@ def _meta_tree(
     kind = original_class(module)
     tree = modules[id(module)] = object.__new__(kind)
     tree.__dict__.update(module.__dict__)
-    for name in [n for n in tree.__dict__ if n.endswith("_hooks") or n.endswith("_hooks_with_kwargs")]:
-        tree.__dict__[name] = type(tree.__dict__[name])()
+    for name in _HOOKS:
+        if name in tree.__dict__:
+            tree.__dict__[name] = type(tree.__dict__[name])()
 
     def on_meta(tensor: torch.Tensor | None) -> torch.Tensor | None:
         if tensor is not None and id(tensor) not in tensors:
@@ -244,39 +249,29 @@ def _meta_tree(
 # Memory for models on meta
 
 
-def allocate_dtensors(model: nn.Module, device: torch.device) -> None:
-    """Give the DTensors of a model that are on meta uninitialised memory on ``device``.
+def allocate_dtensors(model: nn.Module, empty_like: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Give the DTensors of a model that are on meta memory: ``empty_like`` of each local tensor.
 
     ``Module._apply``, because FSDP2's own re-pads shards and keeps its references: identity and ties survive. ``to_empty``
-    would ruin tensors that are real already.
+    would ruin tensors that are real already. Makes a DTensor as FSDP2 does itself: the dispatch of ``torch.empty_like``
+    costs more than the rest.
     """
 
     def allocate(tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, DTensor) and tensor.is_meta:
-            return _empty_dtensor(tensor, device)
+            return DTensor(empty_like(tensor._local_tensor), tensor._spec, requires_grad=False)
         return tensor
 
     model._apply(allocate)
 
 
-def _empty_dtensor(like: DTensor, device: torch.device) -> DTensor:
-    """A DTensor with the placements of ``like`` and uninitialised memory on ``device``.
-
-    As ``torch.empty_like(like, device=device)``, without its dispatch, which costs more than the rest of
-    materialising a parameter: the constructor that FSDP2 uses itself.
-    """
-    local = like._local_tensor
-    real = torch.empty_strided(local.size(), local.stride(), dtype=local.dtype, device=device)
-    return DTensor(real, like._spec, requires_grad=False)
-
-
 @contextmanager
-def swappable_rnns(model: nn.Module) -> Iterator[None]:
-    """Inside, ``torch.utils.swap_tensors`` takes the weights of ``nn.LSTM`` and the like.
+def swappable_rnns(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, ``torch.utils.swap_tensors`` takes the weights of ``nn.LSTM`` and the like among ``modules``.
 
     These keep weak references to their weights, which ``swap_tensors`` refuses; they make new ones at the end.
     """
-    rnns = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
+    rnns = [m for m in modules if isinstance(m, nn.RNNBase)]
     for rnn in rnns:
         rnn._flat_weight_refs = []
     yield

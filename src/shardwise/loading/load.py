@@ -22,6 +22,7 @@ from ..errors import IntegrityError, PlanError, ShardError
 from ..gc_paused import gc_paused
 from ..internals.torch import version_of
 from ..layout.live import LiveModel, describe
+from ..models.host_memory import HostMemory
 from ..models.memory import default_device, materialize
 from ..models.meta_init import forget_meta_buffers, meta_buffers
 from ..models.unquantized import refuse_source
@@ -162,9 +163,9 @@ def fill(live: LiveModel, catalog: Catalog, rules: Rules, options: FillOptions, 
         claim.alike(_fingerprint(plan), lambda: _describe(plan))
     planned = time.perf_counter()
     with ranks.agree("read"):
-        materialize(live.root, options.device or default_device(live.root))
+        memory = materialize(live.root, options.device or default_device(live.root), options.io.pages)
         live = live.refreshed()
-        cost = _carry_out(plan, live, catalog, options.io, ranks)
+        cost = _carry_out(plan, live, catalog, options.io, ranks, memory)
     if new:
         # A separate round: DoRA's magnitudes may be gathered, and no rank may wait there for one that failed.
         with ranks.agree("initialize"):
@@ -185,7 +186,9 @@ def fill(live: LiveModel, catalog: Catalog, rules: Rules, options: FillOptions, 
     )
 
 
-def _carry_out(plan: Plan, live: LiveModel, catalog: Catalog, io: IOOptions, ranks: Ranks) -> ReadCost:
+def _carry_out(
+    plan: Plan, live: LiveModel, catalog: Catalog, io: IOOptions, ranks: Ranks, memory: HostMemory
+) -> ReadCost:
     """Carry out the plan: read into the shards, and check duplicate copies. Rank-local."""
     local = live.local_tensors()
     page_cache = page_cache_for(io, (t.device for t in local.values()))
@@ -193,12 +196,13 @@ def _carry_out(plan: Plan, live: LiveModel, catalog: Catalog, io: IOOptions, ran
     staging = Staging(_beside(plan.conversions, io), plan.staging_bytes)
     with FileReader(ranks.tick, page_cache=page_cache) as files:
         reader = ConvertingReader(files, plan.conversions, catalog.tensors)
-        execute(plan.transfers, reader, destination, staging)
+        execute(plan.transfers, reader, destination, staging, memory)
         compare(plan.checks, reader, destination, staging)
     return ReadCost(
         bytes_read=files.bytes_read,
         staging_peak_bytes=staging.peak_bytes + reader.peak_bytes,
         page_cache=page_cache,
+        pages=memory.describe(),
     )
 
 

@@ -19,6 +19,7 @@ class ReadCost:
     bytes_read: int
     staging_peak_bytes: int
     page_cache: str
+    pages: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,8 @@ class LoadReport:
     """Number of filled tensors whose digest was compared with the recorded one."""
     page_cache: str
     """Whether the kernel kept the pages of the files: "keep" or "release"; see ``IOOptions.page_cache``."""
+    pages: str
+    """The pages that memory allocated on the CPU was filled through, and why; see ``IOOptions.pages``."""
 
     @classmethod
     def of(
@@ -80,6 +83,7 @@ class LoadReport:
             verified="digest" if digests_compared and digests_compared == len(plan.recipes) else "cover",
             digests_compared=digests_compared,
             page_cache=cost.page_cache,
+            pages=cost.pages,
         )
 
     def to_json(self) -> dict[str, Any]:

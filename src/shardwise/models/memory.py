@@ -14,6 +14,7 @@ setting ``_local_tensor`` leaves a meta wrapper.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -21,40 +22,53 @@ from torch.distributed.tensor import DTensor
 
 from ..internals.torch import allocate_dtensors, local_tensor, parameter_like, swappable_rnns
 from ..names import own_tensors
+from .host_memory import HostMemory, Pages
 
 __all__ = ["default_device", "give_addresses", "materialize"]
 
 
-def materialize(model: nn.Module, device: torch.device | str) -> None:
+def materialize(model: nn.Module, device: torch.device | str, pages: Pages = "auto") -> HostMemory:
     """Allocate memory on ``device`` for all meta tensors of ``model``; other tensors stay unchanged.
+
+    Returns the memory of those on the CPU, to be told of the reads that fill it. ``pages``: as ``IOOptions.pages``.
 
     Memory: this rank's shards; one uneven FSDP parameter's shard may briefly exist twice. New values are undefined.
     Rank-local, idempotent.
     """
-    device = torch.device(device)
-    if any(isinstance(p, DTensor) and p.is_meta for p in model.parameters()):
-        allocate_dtensors(model, device)
-    seen: set[int] = set()
-    with swappable_rnns(model):
-        for parameter in model.parameters():
-            if parameter.is_meta and id(parameter) not in seen:
-                seen.add(id(parameter))
-                real = parameter_like(parameter, torch.empty_like(parameter.data, device=device))
-                torch.utils.swap_tensors(parameter, real)
-                seen.add(id(real))
-    _materialize_buffers(model, device)
-    give_addresses(model)
+    device, memory = torch.device(device), HostMemory(pages)
+
+    def empty_like(tensor: torch.Tensor) -> torch.Tensor:
+        if device.type == "cpu":
+            return memory.empty(tensor.size(), tensor.stride(), tensor.dtype)
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+
+    modules = [*model.modules()]
+    if any(isinstance(p, DTensor) and p.is_meta for p in _parameters_of(modules)):
+        allocate_dtensors(model, empty_like)
+    plain = [p for p in _parameters_of(modules) if p.is_meta]
+    with swappable_rnns(modules if plain else ()):
+        for parameter in plain:
+            torch.utils.swap_tensors(parameter, parameter_like(parameter, empty_like(parameter.data)))
+    _materialize_buffers(modules, device)
+    give_addresses(_parameters_of(modules))
+    return memory
 
 
-def give_addresses(model: nn.Module) -> None:
-    """Make ``data_ptr()`` of each empty shard of ``model`` return a unique number.
+def _parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Every distinct parameter once. Several walks of a large model would take longer than its memory."""
+    found = {id(p): p for module in modules for p in module._parameters.values() if p is not None}
+    return [*found.values()]
+
+
+def give_addresses(parameters: Iterable[nn.Parameter]) -> None:
+    """Make ``data_ptr()`` of each empty shard among ``parameters`` return a unique number.
 
     torch returns 0 for all of them, but ``accelerator.prepare`` identifies an optimizer's parameters by this number: if
     a rank has no rows of two parameters, it would add one of them twice and never the other. Nothing reads memory at
     the number, and no other memory has the address of a living Python object. Rank-local, idempotent; FSDP2 keeps the
     tensors, so it lasts during training.
     """
-    for parameter in model.parameters():
+    for parameter in parameters:
         if (
             isinstance(parameter, DTensor)
             and not (local := local_tensor(parameter)).numel()
@@ -73,10 +87,12 @@ def default_device(model: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
-def _materialize_buffers(model: nn.Module, device: torch.device) -> None:
+def _materialize_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
     """Allocate persistent meta buffers; a buffer that several modules register stays one tensor."""
     real: dict[int, torch.Tensor] = {}
-    for module in model.modules():
+    for module in modules:
+        if not module._buffers:
+            continue
         for name, buffer, kind, persistent in [*own_tensors(module)]:
             if kind == "parameter" or not buffer.is_meta or not persistent:
                 continue

@@ -1,7 +1,7 @@
 """The recipes of a transformers model: its renames and conversions, and the tensors that it declares unused or missing.
 
-Always taken from an unsharded, unwrapped meta instance of the original class: ``fully_shard`` swaps the class, and
-the mapping of a wrapped model is silently empty.
+Always taken from an unsharded, unwrapped copy or instance of the original class, on meta: ``fully_shard`` swaps the class,
+and the mapping of a wrapped model is silently empty.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import nn
 from ..catalog.records import StoredTensor
 from ..dtypes import code_of, torch_dtype
 from ..errors import UnsupportedConversionError
-from ..internals.peft import base_of
-from ..internals.torch import original_class
+from ..internals.peft import base_of, is_adapted
+from ..internals.torch import meta_tree, original_class
 from ..internals.transformers import (
     HubGroup,
     build_from_config,
@@ -31,7 +31,7 @@ from ..internals.transformers import (
     transformers_conversions,
     without_initialization,
 )
-from ..names import unwrap
+from ..names import canonical_name, unwrap
 from .match import Made, Resolve
 from .tiles import identity
 from .trace import Traced, is_untraceable, stored_tensor
@@ -206,7 +206,17 @@ def automatic_rules(model: nn.Module, key_mapping: Mapping[str, str] | None = No
     model = base_of(model)
     if not is_transformers_model(model):
         return None
-    return hub_rules(meta_instance(model), key_mapping)
+    return hub_rules(meta_tree(model) if _is_as_built(model) else meta_instance(model), key_mapping)
+
+
+def _is_as_built(model: nn.Module) -> bool:
+    """Whether a live model has the modules and names that its class gave it: neither adapters nor wrappers inside.
+
+    Such a model itself, copied to meta with its original classes, takes a quarter of the time of another instance.
+    """
+    return not any(
+        is_adapted(module) or canonical_name(path) != path for path, module in model.named_modules()
+    )
 
 
 def note_conversions(model: nn.Module, conversions: list[Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from types import TracebackType
@@ -12,6 +13,7 @@ import torch
 
 from ..dtypes import itemsize, torch_dtype
 from ..errors import CheckpointError, PlanError
+from ..models.host_memory import HostMemory
 from ..planning.records import IOOptions, StridedLoop, Transfer
 from ..ranks.patience import PIECE_BYTES, patiently, write_behind
 from .converted import Reader
@@ -68,12 +70,21 @@ class Destination:
 
 
 def execute(
-    transfers: Sequence[Transfer], reader: Reader, destination: Destination, staging: Staging
+    transfers: Sequence[Transfer],
+    reader: Reader,
+    destination: Destination,
+    staging: Staging,
+    memory: HostMemory | None = None,
 ) -> None:
-    """Carry out transfers on this rank. Memory: the destination, plus at most the staging limit."""
+    """Carry out transfers on this rank. Memory: the destination, plus at most the staging limit.
+
+    ``memory``: where the destination lies, if none of it is written yet.
+    """
+    filling = nullcontext if memory is None else memory.filling
     for transfer in transfers:
         if transfer.is_direct and destination.tensor(transfer.wanted).device.type == "cpu":
-            _read_direct(transfer, reader, destination.view(transfer.wanted))
+            with filling(transfer.bytes_to_read):
+                _read_direct(transfer, reader, destination.view(transfer.wanted))
         else:
             for part in _parts(transfer, staging.limit_bytes):
                 destination.strided(part).copy_(_stage(part, reader, destination, staging))
