@@ -20,6 +20,7 @@ from ..layout.live import LiveModel
 from ..layout.model import local_tensor, wanted_states
 from ..layout.placements import Geometry
 from ..layout.wanted import Layout, Wanted, whole_tensor
+from ..models.host_memory import HostMemory
 from ..planning import IOOptions, Plan, build_plan
 from ..recipe.match import Rules, match_rules, renamed
 from ..state.gradients import GRADIENT
@@ -118,6 +119,8 @@ class OptimizerFill:
     """The 0-d states that the optimizer had."""
     plan: Plan
     io: IOOptions
+    memory: HostMemory
+    """Where the tensors lie that the optimizer did not have."""
 
     @property
     def gradients(self) -> dict[str, torch.Tensor]:
@@ -133,9 +136,8 @@ class OptimizerFill:
         local = {n: local_tensor(t) for n, t in by_name(self.tensors).items()} | dict(self.stored.whole)
         page_cache = page_cache_for(self.io, (t.device for t in local.values()))
         with FileReader(tick, page_cache=page_cache) as reader:
-            execute(
-                self.plan.transfers, reader, Destination(local), Staging(self.io, self.plan.staging_bytes)
-            )
+            staging = Staging(self.io, self.plan.staging_bytes)
+            execute(self.plan.transfers, reader, Destination(local), staging, self.memory)
         return reader.bytes_read
 
     def place(self) -> None:
@@ -159,9 +161,10 @@ def plan_fill(part: TrainedBy, stored: StoredStates, io: IOOptions) -> Optimizer
     """
     names = part.names()
     fill_groups(part.optimizer, names, stored.groups)
-    tensors, before = place_states(part.optimizer, names, stored.spread)
+    memory = HostMemory(io.pages)
+    tensors, before = place_states(part.optimizer, names, stored.spread, memory)
     plan = plan_states(stored, tensors, part.live.geometries, io)
-    return OptimizerFill(part, names, stored, tensors, before, plan, io)
+    return OptimizerFill(part, names, stored, tensors, before, plan, io, memory)
 
 
 @gc_paused()

@@ -24,6 +24,7 @@ __all__ = [
     "TorchDispatchMode",
     "allocate_dtensors",
     "default_store",
+    "empty_like",
     "fake_store",
     "is_checkpointed",
     "is_stateful_loader",
@@ -263,6 +264,23 @@ def allocate_dtensors(model: nn.Module, empty_like: Callable[[torch.Tensor], tor
         return tensor
 
     model._apply(allocate)
+
+
+def empty_like(
+    tensor: torch.Tensor, dtype: torch.dtype, allocate: Callable[..., torch.Tensor]
+) -> torch.Tensor:
+    """``torch.empty_like``, with local memory from ``allocate(size, stride, dtype)``. DTensors keep their placements."""
+    local = local_tensor(tensor)
+    stride = torch.empty_like(local, device="meta").stride()  # dense, whatever the strides of ``tensor``
+    empty = allocate(local.size(), stride, dtype)
+    if not isinstance(tensor, DTensor):
+        return empty
+    return DTensor.from_local(
+        *(empty, tensor.device_mesh, tensor.placements),
+        shape=tensor.size(),
+        stride=tensor.stride(),
+        run_check=False,
+    )
 
 
 @contextmanager

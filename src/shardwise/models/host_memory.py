@@ -24,6 +24,8 @@ from typing import Literal
 
 import torch
 
+from ..internals.torch import empty_like, local_tensor
+
 __all__ = ["HUGE_PAGE_BYTES", "LEAST_BYTES", "HostMemory", "Pages"]
 
 Pages = Literal["auto", "huge", "small"]
@@ -66,6 +68,12 @@ class HostMemory:
             return torch.empty_strided(size, stride, dtype=dtype)
         raw = torch.frombuffer(self._take(nbytes), dtype=dtype, count=count)
         return raw.as_strided(size, stride)
+
+    def empty_like(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised tensor as ``torch.empty_like`` on the same device; of a DTensor, one with its placements."""
+        if tensor.device.type != "cpu" or type(local_tensor(tensor)) is not torch.Tensor:
+            return torch.empty_like(tensor, dtype=dtype)
+        return empty_like(tensor, dtype, self.empty)
 
     @contextmanager
     def filling(self, nbytes: int) -> Iterator[None]:

@@ -20,6 +20,7 @@ from ..errors import StateError
 from ..internals.optim import keeps_flat_history
 from ..layout.model import local_tensor
 from ..limits import brief
+from ..models.host_memory import HostMemory
 from ..names import NamedTensor
 from .gradients import GRADIENT, has_unseen_gradients, waiting_gradients
 from .storable import refuse_unstorable
@@ -221,9 +222,13 @@ def fill_groups(optimizer: Optimizer, names: Mapping[int, str], groups: list[dic
 
 
 def place_states(
-    optimizer: Optimizer, names: Mapping[int, str], stored: Mapping[str, Mapping[str, str]]
+    optimizer: Optimizer,
+    names: Mapping[int, str],
+    stored: Mapping[str, Mapping[str, str]],
+    memory: HostMemory,
 ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, dict[str, torch.Tensor]]]:
-    """Allocate stored states: existing tensors if they fit, otherwise new ones (values undefined).
+    """Allocate stored states: existing tensors if they fit, otherwise new ones (values undefined), those on the CPU from
+    ``memory``.
 
     ``stored`` maps parameter → state → dtype code. Clears every other state. Returns the tensors to fill, and the
     former 0-d tensors, for :func:`place_scalars`; both by parameter and state. Tensors for gradients are not put
@@ -239,7 +244,7 @@ def place_states(
         for key, code in stored.get(name, {}).items():
             dtype, old = torch_dtype(code), before.get(key)
             if not (isinstance(old, torch.Tensor) and old.dtype == dtype and _is_spread_like(old, parameter)):
-                old = torch.empty_like(parameter, dtype=dtype, requires_grad=False).detach()
+                old = memory.empty_like(parameter.detach(), dtype)
             to_fill.setdefault(name, {})[key] = old
             if key != GRADIENT:
                 optimizer.state[parameter][key] = old
