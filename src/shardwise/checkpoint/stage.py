@@ -245,10 +245,10 @@ def pinned_sizes(nbytes: int, most_bytes: int | None = None) -> list[int]:
     Powers of two: torch's host allocator rounds every request up to one.
     """
     pages = -(-nbytes // _PAGE_BYTES)
-    if most_bytes is not None:
-        pages = min(pages, most_bytes // _PAGE_BYTES)
-    if not pages:
-        return [max(_ALIGNMENT, 1 << nbytes.bit_length() - 1)]
+    if most_bytes is not None and pages * _PAGE_BYTES > most_bytes:
+        pages = most_bytes // _PAGE_BYTES
+        if not pages:
+            return [max(_ALIGNMENT, 1 << most_bytes.bit_length() - 1)]
     full, rest = divmod(pages * _PAGE_BYTES, _BLOCK_BYTES)
     bits = reversed(range(rest.bit_length()))
     return [_BLOCK_BYTES] * full + [1 << bit for bit in bits if rest >> bit & 1]
