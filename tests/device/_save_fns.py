@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ class Wide(nn.Module):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.wide = nn.Linear(1536, 2048, device=device)
+        self.wide = nn.Linear(3072, 2048, device=device)
         self.half = nn.Linear(96, 33, device=device, dtype=torch.bfloat16)
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64, device=device))
         self.scale = nn.Parameter(torch.ones(7, 5, device=device).t())
@@ -142,6 +143,45 @@ def sync_saves(root: str, device: torch.device) -> dict[str, Any]:
         "pinned": module.pinned_bytes() - pinned_before,
         "bytes": report.bytes_written,
     }
+
+
+def save_from_two_devices(root: str, device: torch.device) -> dict[str, Any]:
+    """An async save of a model on two devices, directly after kernels on both and before others."""
+    other = torch.device(device.type, 1 - (device.index or 0))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 30, device=device), nn.Linear(30, 20, device=other))
+    with sw.Checkpointer(root, mode="async") as checkpointer:
+        for parameter in model.parameters():
+            parameter.detach().mul_(2)
+        expected = [p.detach().clone() for p in model.parameters()]
+        checkpointer.save(sw.TrainState(model=model), 1)
+        for parameter in model.parameters():
+            parameter.detach().fill_(3)
+    sw.restore(sw.TrainState(model=model), f"{root}/step-00000001")
+    same = [torch.equal(p.cpu(), e.cpu()) for p, e in zip(model.parameters(), expected, strict=True)]
+    return {"same": same, "ok": sw.verify(f"{root}/step-00000001").ok}
+
+
+def exports(root: str, device: torch.device) -> dict[str, Any]:
+    """Files of a model on the device, exported directly after a step, and of its copy on the CPU."""
+    state = state_on(device, 1)
+    model = state.models["model"]
+    on_cpu = Wide(torch.device("cpu"))
+    found = {}
+    for dtype in (None, torch.bfloat16):
+        step(state)
+        name = str(dtype)
+        _, counts = spent(device, lambda name=name, dtype=dtype: export(model, f"{root}/{name}", dtype))
+        for key, full in sw.iter_full(model, naming="module"):
+            on_cpu.state_dict()[key].copy_(full.cpu())
+        export(on_cpu, f"{root}/{name}-cpu", dtype)
+        files = [Path(root, folder, "model.safetensors").read_bytes() for folder in (name, f"{name}-cpu")]
+        found[name] = {"same": files[0] == files[1], "bytes": len(files[0]), "counts": counts}
+    return found
+
+
+def export(model: nn.Module, path: str, dtype: torch.dtype | None) -> None:
+    sw.export_hf(model, path, dtype=dtype)
 
 
 def save_of_a_cpu_model(root: str, device: torch.device) -> dict[str, Any]:

@@ -191,6 +191,22 @@ def test_a_save_copies_through_a_small_ring(two: Parts) -> None:
         assert found["pinned"] == found["staging"] == 16 * saves.MIB < found["bytes"]
 
 
+def test_an_async_save_from_two_devices(two: Parts) -> None:
+    assert of(two, "two devices") == [{"same": [True] * 4, "ok": True}] * 2
+
+
+def test_exports_are_cast_on_the_device(two: Parts) -> None:
+    for exports in of(two, "export"):
+        for name, found in exports.items():
+            assert found["same"], name
+            kinds = {kind for kind in found["counts"] if "to the host" in kind}
+            assert kinds == {"copies to the host, pinned, late"}, (
+                "no copy is pageable: none is cast on the host"
+            )
+            assert found["counts"]["waits"] == found["counts"]["waits for an event"]
+            assert found["counts"]["waits"] <= found["bytes"] // (8 * saves.MIB) + 2
+
+
 def test_full_tensors_of_a_cpu_model_under_a_group_of_the_device(two: Parts) -> None:
     for rank, (on_cpu, on_device) in enumerate(of(two, "full")):
         assert on_cpu == (["cpu"], [True, True])

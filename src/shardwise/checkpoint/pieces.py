@@ -30,6 +30,7 @@ __all__ = [
     "Piece",
     "StagedContents",
     "Staging",
+    "boxes_from",
     "boxes_on",
     "live_piece",
     "pieces_of",
@@ -213,9 +214,19 @@ class LiveContents:
             self._copying = self._buffer.copying(self._staging.tensors(self._buffer))
             next(self._copying, None)
             _ = self._staging.sums  # made beside the copies
-        self._buffer.free()
-        next(self._copying, None)
-        return self._buffer.take()
+        return self._buffer.pull(self._copying)
+
+
+def boxes_from(take: Callable[[], torch.Tensor], box: Box, dtype: str) -> Iterator[tuple[Box, torch.Tensor]]:
+    """A box of a tensor from a buffer, as consecutive boxes. ``take``: its next bytes, valid until the next call."""
+    numel, done = math.prod(box.sizes), 0
+    while done < numel:
+        values = take().view(torch_dtype(dtype))
+        for start, sizes in boxes_of_run(box.start, box.sizes, done, done + values.numel()):
+            count = math.prod(sizes)
+            part, values = values[:count], values[count:]
+            yield Box(start, tuple(a + n for a, n in zip(start, sizes, strict=True))), part.view(sizes)
+            done += count
 
 
 class StagedContents:
@@ -226,19 +237,14 @@ class StagedContents:
         self._buffer = buffer
 
     def parts_of(self, piece: Piece) -> Iterator[tuple[Box | None, torch.Tensor]]:
-        t, box = piece.live.stored, piece.held.box
-        done = 0
-        while done < piece.nbytes:
+        if not piece.is_on_device:
+            yield from boxes_from(self._buffer.take, piece.held.box, piece.live.stored.dtype)
+            return
+        left = piece.nbytes
+        while left:
             part = self._buffer.take()
-            if piece.is_on_device:
-                yield None, part
-            else:
-                run = (n // itemsize(t.dtype) for n in (done, done + part.numel()))
-                values = part.view(torch_dtype(t.dtype))
-                for start, sizes in boxes_of_run(box.start, box.sizes, *run):
-                    cut, values = values.split([math.prod(sizes), values.numel() - math.prod(sizes)])
-                    yield Box(start, tuple(a + n for a, n in zip(start, sizes, strict=True))), cut.view(sizes)
-            done += part.numel()
+            left -= part.numel()
+            yield None, part
 
     def device_sums(self) -> list[int]:
         return self._staging.take_sums(self._buffer.take)

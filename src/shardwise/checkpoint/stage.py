@@ -91,7 +91,7 @@ class StagingBuffer:
         # Positions: bytes put in and bytes free again, since the save began.
         self._head = self._tail = 0
         self._asked = 0
-        self._ordered: set[torch.device] = set()
+        self._ordered: set[torch.device] = set()  # devices whose copies began
         self._error: BaseException | None = None
 
     # -- the thread that copies --------------------------------------------------------------------------
@@ -128,8 +128,14 @@ class StagingBuffer:
             torch.accelerator.current_stream(device).wait_stream(self._sides[device])
 
     def order(self) -> None:
-        """Make the next copies wait for what was enqueued on the current streams since the first copy."""
-        self._ordered.clear()
+        """Make the next copies wait for all that was enqueued on the current streams, not only before the first copy."""
+        for device in self._ordered:
+            self._wait_for_current(device)
+
+    def _wait_for_current(self, device: torch.device) -> None:
+        side = self._sides[device]
+        if side is not None:
+            side.wait_stream(torch.accelerator.current_stream(device))
 
     def wait_for_room(self) -> bool:
         """Wait until :meth:`copying` can go on. False if the writer has failed: then there is nothing more to do.
@@ -146,7 +152,7 @@ class StagingBuffer:
             self._sides[device] = torch.Stream(device) if copies_late(device) else None
         side = self._sides[device]
         if side is not None and device not in self._ordered:
-            side.wait_stream(torch.accelerator.current_stream(device))
+            self._wait_for_current(device)
             self._ordered.add(device)
         return side
 
@@ -195,6 +201,12 @@ class StagingBuffer:
             event.synchronize()
         self._taken.events.clear()  # those enqueued with it have arrived, too
         return self._taken.view
+
+    def pull(self, copying: Iterator[None]) -> torch.Tensor:
+        """:meth:`take` for a writer that copies by itself: first it enqueues as many copies as there is room for."""
+        self.free()
+        next(copying, None)
+        return self.take()
 
     def free(self) -> None:
         """Free the bytes that were taken last."""
