@@ -48,7 +48,7 @@ class StagingBuffer:
         self.nbytes = 0
         self._is_pinned = False
         self._blocks: list[torch.Tensor] = []
-        self._sides: dict[torch.device, torch.Stream | None] = {}
+        self._sides: dict[torch.device, torch.Stream] = {}
         self._changed = threading.Condition()
         self._reset()
 
@@ -133,9 +133,7 @@ class StagingBuffer:
             self._wait_for_current(device)
 
     def _wait_for_current(self, device: torch.device) -> None:
-        side = self._sides[device]
-        if side is not None:
-            side.wait_stream(torch.accelerator.current_stream(device))
+        self._sides[device].wait_stream(torch.accelerator.current_stream(device))
 
     def wait_for_room(self) -> bool:
         """Wait until :meth:`copying` can go on. False if the writer has failed: then there is nothing more to do.
@@ -147,14 +145,16 @@ class StagingBuffer:
                 self._changed.wait()
             return self._error is None
 
-    def _side_of(self, device: torch.device) -> Any:
+    def _side_of(self, device: torch.device) -> torch.Stream | None:
+        """The stream for copies from a device; None where copies are made at once."""
+        if not copies_late(device):
+            return None
         if device not in self._sides:
-            self._sides[device] = torch.Stream(device) if copies_late(device) else None
-        side = self._sides[device]
-        if side is not None and device not in self._ordered:
+            self._sides[device] = torch.Stream(device)
+        if device not in self._ordered:
             self._wait_for_current(device)
             self._ordered.add(device)
-        return side
+        return self._sides[device]
 
     @property
     def _free_bytes(self) -> int:

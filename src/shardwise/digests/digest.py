@@ -98,7 +98,8 @@ def pending_sum(local: torch.Tensor, start: Sequence[int]) -> int | torch.Tensor
             piece = buffer[: piece.numel()].view(piece.shape).copy_(piece)
         spans = [_Span(dim, at, size) for dim, at, size in zip(order, piece_start, piece.shape, strict=True)]
         _add_lanes(_lanes(piece, code), _with_lanes(spans, code), where)
-    return where.total
+    found: int | torch.Tensor = where.total
+    return found
 
 
 def partial_sum_bytes(

@@ -27,8 +27,9 @@ def write_slices(
 ) -> FileEntry:
     """Write one slice file in safetensors format and sync it. Returns its manifest entry.
 
-    ``piece_of`` gives the live tensor (any device, any strides) that holds exactly a slice's box, or its parts one
-    after another. Memory: 16 MiB for a large file, and 16 MiB for tensors that are not contiguous or not on the CPU.
+    ``piece_of`` gives the tensor (any strides) that holds exactly a slice's box, or its parts one after another; on
+    the CPU, or the host waits for each 16 MiB. Memory: 16 MiB for a large file, and 16 MiB for tensors that are not
+    contiguous or not on the CPU.
     """
     header = header_bytes(slices)
     blocks = _Blocks()
