@@ -12,7 +12,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.checkpoint.collect import Lineage, collect
-from shardwise.checkpoint.stage import detached_documents, pinned_sizes
+from shardwise.checkpoint.stage import detached_documents
 from shardwise.ranks.ranks import Ranks
 from tests.checkpoint import _async_save_fns as fns
 from tests.harness.pool import RankPool
@@ -68,18 +68,6 @@ def test_staging_is_touched_before_the_first_save(ranks: RankPool, tmp_path: Pat
     assert found["staging"] >= 40 * 400_000 * 3
     assert found["there"] >= found["staging"]
     assert len(set(found["memory"])) == 1, "kept for the next save"
-
-
-@pytest.mark.parametrize("nbytes", [1, 4096, 5000, 100 * MIB, 1000 * MIB + 1])
-@pytest.mark.parametrize("most_bytes", [None, 1, 100, 4096, 10_000, 3 * MIB, 500 * MIB])
-def test_pinned_blocks_are_what_torch_takes_for_them(nbytes: int, most_bytes: int | None) -> None:
-    sizes = pinned_sizes(nbytes, most_bytes)
-    assert all(size.bit_count() == 1 and 64 <= size <= 64 * MIB for size in sizes)
-    if most_bytes is None or nbytes + 4096 <= most_bytes:
-        assert nbytes <= sum(sizes) < nbytes + 4096
-    else:
-        assert sum(sizes) <= max(most_bytes, 64)
-        assert sum(sizes) > min(nbytes, most_bytes) - 4096
 
 
 def test_a_budget_that_no_piece_fits_is_refused(ranks: RankPool, tmp_path: Path) -> None:

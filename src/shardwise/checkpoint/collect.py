@@ -241,8 +241,13 @@ def software_versions(state: TrainState) -> dict[str, str]:
         except PackageNotFoundError:
             found[package] = "not installed"
     device = next((p.device.type for m in state.models.values() for p in m.parameters()), "cpu")
-    module = torch.get_device_module(device) if device != "meta" else None
-    name_of = getattr(module, "get_device_name", lambda: device)  # neither torch.cpu nor torch.mps has one
-    found["device"] = name_of()
+    found["device"] = _device_name(device)
     found["threads"] = str(torch.get_num_threads())
+    return found
+
+
+def _device_name(kind: str) -> str:
+    """The model of this process's current device of a type; the type, if torch has no name for it (CPU, MPS)."""
+    module = None if kind == "meta" else torch.get_device_module(kind)
+    found: str = getattr(module, "get_device_name", lambda: kind)()
     return found

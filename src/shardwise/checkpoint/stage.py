@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ..devices import copies_late, flat_bytes
+from ..devices import copies_late, flat_bytes, release_pinned_memory
 from ..errors import CheckpointError
 from ..state.typed_json import Encoded
 from .collect import Collected
@@ -76,7 +76,7 @@ class StagingBuffer:
         keeps, frees_pinned = pinned and self._is_pinned, self._is_pinned
         self._blocks = [b for b in self._blocks if keeps and b.numel() == _BLOCK_BYTES]
         if frees_pinned:  # torch's host allocator keeps what is freed
-            torch.accelerator.empty_host_cache()
+            release_pinned_memory()
         for size in sizes[len(self._blocks) :]:
             # Of zeros, so that the system finds the pages now; pinning does that, too.
             memory = torch.empty if pinned else torch.zeros
