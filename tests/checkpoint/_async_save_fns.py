@@ -85,12 +85,12 @@ def staging_is_touched(root: str, width: int) -> dict[str, Any]:
     with sw.Checkpointer(root, mode="async") as checkpointer:
         nbytes = checkpointer.prepare(state)
         assert checkpointer._buffer is not None
-        memory = checkpointer._buffer._memory
+        memory = checkpointer._buffer._blocks[0]
         found = {"staging": nbytes, "there": _bytes_there(memory), "memory": [memory.data_ptr()]}
         for step in (1, 2):
             checkpointer.save(state, step)
             checkpointer.wait()
-            found["memory"].append(checkpointer._buffer._memory.data_ptr())
+            found["memory"].append(checkpointer._buffer._blocks[0].data_ptr())
     return found
 
 

@@ -296,7 +296,7 @@ def staging_without_memory(root: str) -> tuple[str, str]:
         assert buffer is not None
         if dist.get_rank() == 1:
             reserve = buffer.reserve
-            buffer.reserve = lambda nbytes: reserve(2**60)  # type: ignore[method-assign]
+            buffer.reserve = lambda *_, **__: reserve(2**60)  # type: ignore[method-assign]
         failed = text_of(lambda: checkpoints.save(state, 1))
         if dist.get_rank() == 1:
             buffer.reserve = reserve  # type: ignore[method-assign]

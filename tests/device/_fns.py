@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import shardwise as sw
+from tests.device import _save_fns as saves
 from tests.harness.worker import GROUP_TIMEOUT
 
 Bits = dict[str, torch.Tensor]
@@ -88,6 +89,7 @@ def what_the_device_shows() -> dict[str, Any]:
     torch.accelerator.synchronize()
     found: dict[str, Any] = {"unused": unused, "reused": reused, "early": early, "late": back[0].item()}
     found["peek"] = _status_of_a_peek(there)
+    found["streams"] = [copied_on_a_side_stream(device, waits) for waits in (False, True)]
     for name, mixed in (
         ("add", lambda: torch.ones(4) + there),
         ("sum", lambda: dist.all_reduce(torch.ones(4))),
@@ -97,6 +99,18 @@ def what_the_device_shows() -> dict[str, Any]:
     x = torch.arange(6.0, device=device).view(2, 3)
     found["product"] = (x @ x.T).relu().cpu().tolist()
     return found
+
+
+def copied_on_a_side_stream(device: torch.device, waits: bool) -> float:
+    """A sum that a kernel made on the current stream, read by a kernel on another one and copied from there."""
+    made, host, side = torch.ones(4, device=device) + 1, torch.zeros(4, pin_memory=True), torch.Stream(device)
+    if waits:
+        side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        doubled = made * 2
+        host.copy_(doubled, non_blocking=True)
+    side.synchronize()
+    return host[0].item()
 
 
 def _status_of_a_peek(tensor: torch.Tensor) -> int:
@@ -378,6 +392,12 @@ def on_two_visible(source: str, root: str) -> dict[str, tuple[str, Any]]:
         "full": outcome(full_of_a_cpu_model, device),
         "generators": outcome(generators_of_other_processes, device),
         "several": outcome(generators_of_several_devices, device),
+        "async": outcome(saves.async_saves, f"{root}/async", device),
+        "waves": outcome(saves.async_saves, f"{root}/waves", device, saves.BUDGET),
+        "sync": outcome(saves.sync_saves, f"{root}/sync", device),
+        "two devices": outcome(saves.save_from_two_devices, f"{root}/two", device),
+        "export": outcome(saves.exports, f"{root}/export", device),
+        "on the cpu": outcome(saves.save_of_a_cpu_model, f"{root}/cpu", device),
     }
 
 

@@ -5,6 +5,10 @@
 // * Operators run torch's CPU kernels on the back. CPU and device tensors can't be mixed, as on CUDA.
 // * Copies that CUDA may carry out later are carried out as late as CUDA might: when a stream, an event, the device
 //   or a blocking operator waits for them. A host buffer that is used again too early gives wrong values every time.
+// * A kernel counts as unfinished for every stream that was not made to wait for it. A copy or an operator there that
+//   reads its result gets poison every time. Collectives of simccl are not checked, they only write.
+// * Copies by kind, synchronisations of the host and pinned memory are counted. Pinned memory is taken in powers of
+//   two and kept when it is freed, as torch's host allocator does.
 // * One generator per device, from which operators without a generator draw.
 // * Collectives: the c10d backend "simccl" is for this device alone and refuses CPU tensors, as NCCL does.
 //
@@ -22,6 +26,7 @@
 #include <torch/library.h>
 
 #include <sys/mman.h>
+#include <bit>
 #include <cstdlib>
 #include <deque>
 #include <map>
@@ -50,13 +55,34 @@ thread_local DeviceIndex current_device_ = 0;
 // ``simgpu`` without an index means the thread's current device.
 Device with_index(Device d) { return d.index() < 0 ? Device(kSim, current_device_) : d; }
 
+// --- counters: of the whole process, and of each thread ---------------------------------------------------------------
+
+using Counts = std::map<std::string, int64_t>;
+Counts all_counts_;
+thread_local Counts own_counts_;
+
+void count(const std::string& what, int64_t n = 1) {
+  Lock lock(mutex_);
+  all_counts_[what] += n;
+  own_counts_[what] += n;
+}
+
 // --- streams: queues of copies, carried out when something waits for them ------------------------------------------
+
+using Key = std::pair<DeviceIndex, StreamId>;
+using Clock = std::map<Key, uint64_t>;  // tickets by stream
 
 struct Queue {
   std::deque<std::function<void()>> work;
   uint64_t issued = 0, done = 0;
+  Clock knows;  // the last work of each stream after which the next work here runs
 };
-std::map<std::pair<DeviceIndex, StreamId>, Queue> queues_;
+std::map<Key, Queue> queues_;
+Clock host_knows_;  // the last work of each stream that the host has waited for
+
+void merge(Clock& into, const Clock& from) {
+  for (auto& [key, ticket] : from) into[key] = std::max(into[key], ticket);
+}
 std::map<DeviceIndex, StreamId> last_stream_;
 thread_local std::map<DeviceIndex, StreamId> current_stream_;
 
@@ -76,6 +102,21 @@ void drain_current(DeviceIndex device) { drain(device, current_stream(device)); 
 void drain_all() {
   Lock lock(mutex_);
   for (auto& [key, queue] : queues_) drain(key.first, key.second);
+}
+// The host waits for a stream, for all it has been given.
+void host_waits(DeviceIndex device, StreamId id, const char* why) {
+  Lock lock(mutex_);
+  count("waits");
+  count(why);
+  drain(device, id);
+  merge(host_knows_, queues_[{device, id}].knows);
+}
+void host_waits_for_all() {
+  Lock lock(mutex_);
+  count("waits");
+  count("waits for a device");
+  drain_all();
+  for (auto& [key, queue] : queues_) merge(host_knows_, queue.knows);
 }
 void enqueue(DeviceIndex device, std::function<void()> work) {
   Lock lock(mutex_);
@@ -113,6 +154,7 @@ struct Block {
   DeviceIndex device;
   StreamId stream;
   std::set<StreamId> others;  // that record_stream named
+  Clock written;
 };
 std::map<void*, Block> live_;
 std::map<std::tuple<DeviceIndex, StreamId, size_t>, std::vector<void*>> free_;
@@ -167,27 +209,74 @@ struct DeviceAllocator final : c10::DeviceAllocator {
 };
 DeviceAllocator device_allocator_;
 
-std::map<void*, size_t> pinned_;
+// Whether the next work of a device's current stream runs after all that was written to a tensor's memory.
+bool is_ready(const Tensor& t, DeviceIndex device) {
+  Lock lock(mutex_);
+  auto found = live_.find(t.storage().mutable_data());
+  if (found == live_.end()) return true;
+  Key reader{device, current_stream(device)};
+  Clock known = queues_[reader].knows;
+  merge(known, host_knows_);
+  for (auto& [writer, ticket] : found->second.written)
+    if (writer != reader && known[writer] < ticket) return false;
+  return true;
+}
+void mark_written(const Tensor& t, DeviceIndex device) {
+  Lock lock(mutex_);
+  auto found = live_.find(t.storage().mutable_data());
+  if (found == live_.end()) return;
+  Key writer{device, current_stream(device)};
+  found->second.written[writer] = ++queues_[writer].knows[writer];
+}
+// As many elements of wrong values.
+Tensor poison_like(const Tensor& host) {
+  auto made = at::empty(host.sizes(), host.options());
+  if (made.numel()) std::memset(made.mutable_data_ptr(), 0xCB, made.nbytes());
+  return made;
+}
+
+std::map<void*, size_t> pinned_;                // in use
+std::map<size_t, std::vector<void*>> unused_;   // freed, and kept
 void unpin(void* p) {
   if (p == nullptr) return;
   drain_all();  // CUDA's host allocator waits for the copies that use a block, too
   Lock lock(mutex_);
+  unused_[pinned_.at(p)].push_back(p);
   pinned_.erase(p);
-  std::free(p);
+}
+int64_t pinned_bytes() {
+  Lock lock(mutex_);
+  size_t total = 0;
+  for (auto& [p, size] : pinned_) total += size;
+  for (auto& [size, blocks] : unused_) total += size * blocks.size();
+  return total;
 }
 struct HostAllocator final : at::HostAllocator {
   at::DataPtr allocate(size_t n) override {
     if (n == 0) return {nullptr, nullptr, &unpin, c10::DeviceType::CPU};
-    void* p = nullptr;
-    TORCH_CHECK(posix_memalign(&p, 4096, n) == 0, "simgpu: no host memory");
     Lock lock(mutex_);
+    n = std::bit_ceil(n);
+    void* p = nullptr;
+    auto& unused = unused_[n];
+    if (!unused.empty()) {
+      p = unused.back();
+      unused.pop_back();
+    } else {
+      TORCH_CHECK(posix_memalign(&p, 4096, n) == 0, "simgpu: no host memory");
+    }
+    std::memset(p, 0xCB, n);  // never zeros, nor what was there before
     pinned_[p] = n;
     return {p, p, &unpin, c10::DeviceType::CPU};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &unpin; }
   void copy_data(void* to, const void* from, size_t n) const override { std::memcpy(to, from, n); }
   bool record_event(void*, void*, c10::Stream) override { return true; }
-  void empty_cache() override {}
+  void empty_cache() override {
+    Lock lock(mutex_);
+    for (auto& [size, blocks] : unused_)
+      for (void* p : blocks) std::free(p);
+    unused_.clear();
+  }
   at::HostStats get_stats() override { return {}; }
   void reset_accumulated_stats() override {}
   void reset_peak_stats() override {}
@@ -236,6 +325,7 @@ struct Event {
   DeviceIndex device;
   StreamId stream;
   uint64_t until;
+  Clock knows;
   bool asked = false;
 };
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -274,14 +364,26 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void record(void** event, const Stream& s, const DeviceIndex, const c10::EventFlag) const override {
     Lock lock(mutex_);
     if (*event == nullptr) *event = new Event();
-    *static_cast<Event*>(*event) = {s.device_index(), s.id(), queues_[{s.device_index(), s.id()}].issued};
+    Queue& queue = queues_[{s.device_index(), s.id()}];
+    auto* e = static_cast<Event*>(*event);
+    *e = {s.device_index(), s.id(), queue.issued, queue.knows};
+    merge(e->knows, host_knows_);
   }
-  void block(void* event, const Stream&) const override { synchronizeEvent(event); }
+  void block(void* event, const Stream& s) const override {
+    Lock lock(mutex_);
+    auto* e = static_cast<Event*>(event);
+    if (e == nullptr) return;
+    drain(e->device, e->stream, e->until);
+    merge(queues_[{s.device_index(), s.id()}].knows, e->knows);
+  }
   bool queryEvent(void* event) const override {
     auto* e = static_cast<Event*>(event);
     if (e == nullptr) return true;
     Lock lock(mutex_);
-    if (queues_[{e->device, e->stream}].done >= e->until) return true;
+    if (queues_[{e->device, e->stream}].done >= e->until) {
+      merge(host_knows_, e->knows);
+      return true;
+    }
     if (std::exchange(e->asked, true)) drain(e->device, e->stream, e->until);  // late, but not for ever
     return false;
   }
@@ -290,12 +392,19 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     Lock lock(mutex_);
     return queues_[{s.device_index(), s.id()}].work.empty();
   }
-  void synchronizeStream(const Stream& s) const override { drain(s.device_index(), s.id()); }
-  void synchronizeEvent(void* event) const override {
-    auto* e = static_cast<Event*>(event);
-    if (e != nullptr) drain(e->device, e->stream, e->until);
+  void synchronizeStream(const Stream& s) const override {
+    host_waits(s.device_index(), s.id(), "waits for a stream");
   }
-  void synchronizeDevice(const DeviceIndex) const override { drain_all(); }
+  void synchronizeEvent(void* event) const override {
+    Lock lock(mutex_);
+    count("waits");
+    count("waits for an event");
+    auto* e = static_cast<Event*>(event);
+    if (e == nullptr) return;
+    drain(e->device, e->stream, e->until);
+    merge(host_knows_, e->knows);
+  }
+  void synchronizeDevice(const DeviceIndex) const override { host_waits_for_all(); }
   void recordDataPtrOnStream(const c10::DataPtr& ptr, const Stream& s) const override {
     device_allocator_.recordStream(ptr, s);
   }
@@ -324,6 +433,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     if (size_t kept = std::min(n, storage.nbytes())) {
       drain_current(storage.device().index());
       std::memcpy(back_of(fresh.get()), back_of(storage.data()), kept);
+      Lock lock(mutex_);
+      live_.at(fresh.get()).written = live_.at(storage.mutable_data()).written;
     }
     auto* impl = storage.unsafeGetStorageImpl();
     impl->set_data_ptr_noswap(std::move(fresh));
@@ -442,26 +553,38 @@ Tensor copy_from(const Tensor& src, const Tensor& dst, bool non_blocking) {
   if (dst.numel() == 0) return dst;
   if (is_sim(src) && is_sim(dst)) {
     auto from = back(src), to = back(dst);
+    if (!is_ready(src, dst.device().index())) from = poison_like(from);
+    mark_written(dst, dst.device().index());
+    count("copies on a device");
     bool conj = src.is_conj() != dst.is_conj();
     enqueue(dst.device().index(), [=]() mutable { conj ? to.copy_(from.conj()) : to.copy_(from); });
     if (src.device() != dst.device()) drain_all();
     return dst;
   }
+  auto kind = [&](const char* where, const Tensor& host, bool late) {
+    bool pinned = host.is_contiguous() && is_pinned(host.data_ptr());
+    return std::string("copies ") + where + (pinned ? ", pinned" : ", pageable") + (late ? ", late" : ", blocking");
+  };
   bool plain = src.scalar_type() == dst.scalar_type() && src.is_contiguous() && dst.is_contiguous();
   if (is_sim(dst)) {
     auto to = back(dst);
     bool late = non_blocking && src.is_contiguous() && is_pinned(src.data_ptr());
     auto from = late ? at::from_blob(src.data_ptr(), src.sizes(), src.strides(), src.options()) : src.detach().clone();
     enqueue(dst.device().index(), [=]() mutable { to.copy_(from); });
-    if (!non_blocking) drain_current(dst.device().index());
+    mark_written(dst, dst.device().index());
+    count(kind("to a device", src, late));
+    if (!non_blocking) host_waits(dst.device().index(), current_stream(dst.device().index()), "waits for a copy");
     return dst;
   }
   auto from = back(src);
-  if (non_blocking && plain && is_pinned(dst.data_ptr())) {
+  if (!is_ready(src, src.device().index())) from = poison_like(from);
+  bool late = non_blocking && plain && is_pinned(dst.data_ptr());
+  count(kind("to the host", dst, late));
+  if (late) {
     auto to = at::from_blob(dst.data_ptr(), dst.sizes(), dst.strides(), dst.options());
     enqueue(src.device().index(), [=]() mutable { to.copy_(from); });
   } else {
-    drain_current(src.device().index());
+    host_waits(src.device().index(), current_stream(src.device().index()), "waits for a copy");
     dst.detach().copy_(from);
   }
   return dst;
@@ -473,8 +596,10 @@ Tensor copy_from_and_resize(const Tensor& src, const Tensor& dst) {
 }
 
 at::Scalar local_scalar_dense(const Tensor& self) {
-  drain_current(self.device().index());
-  return at::_local_scalar_dense(back(self));
+  auto host = back(self);
+  if (!is_ready(self, self.device().index())) host = poison_like(host);
+  host_waits(self.device().index(), current_stream(self.device().index()), "waits for a number");
+  return at::_local_scalar_dense(host);
 }
 
 // ``parameter.data = device tensor`` for a parameter that was on the CPU: FSDP2 and Module.to do that.
@@ -489,8 +614,19 @@ void record_stream(Tensor& self, at::Stream stream) {
 
 // --- every other operator: torch's CPU kernel on the back ---------------------------------------------------------------
 
+bool writes(const c10::Argument& argument) {
+  const auto* alias = argument.alias_info();
+  if (alias == nullptr) return false;
+  if (alias->isWrite()) return true;
+  for (const auto& held : alias->containedTypes())
+    if (held.isWrite()) return true;
+  return false;
+}
+
 struct Twins {
   std::vector<std::pair<Tensor, Tensor>> pairs;  // (device, CPU)
+  std::vector<Tensor> written;                   // on the device
+  bool argument_is_written = false;
   bool has_host = false;                         // a CPU tensor that is no scalar
   bool has_generator = false;
   std::optional<Device> device;
@@ -501,6 +637,7 @@ struct Twins {
       return t;
     }
     if (!device) device = t.device();
+    if (argument_is_written) written.push_back(t);
     // An output without elements may be resized, which a view of the back can't be.
     auto twin = t.numel() == 0 ? at::empty_strided(t.sizes(), t.strides(), t.options().device(at::kCPU)) : back(t);
     pairs.emplace_back(t, twin);
@@ -558,13 +695,18 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const size_t first = stack->size() - schema.arguments().size();
   Twins twins;
   std::vector<c10::IValue> args;
-  for (size_t i = first; i < stack->size(); i++) args.push_back(twins.argument((*stack)[i]));
+  for (size_t i = first; i < stack->size(); i++) {
+    twins.argument_is_written = writes(schema.arguments()[i - first]);
+    args.push_back(twins.argument((*stack)[i]));
+  }
   Device where = twins.device.value_or(Device(kSim, current_device_));
   const auto& name = schema.name();
   TORCH_CHECK(twins.pairs.empty() || !twins.has_host || name.find("index") != std::string::npos,
               "Expected all tensors to be on the same device, but found at least two devices, ", where, " and cpu! (",
               name, ")");
   drain_current(where.index());
+  bool ready = true;
+  for (auto& [mine, twin] : twins.pairs) ready = ready && is_ready(mine, where.index());
   std::copy(args.begin(), args.end(), stack->begin() + first);
   {
     at::AutoDispatchBelowADInplaceOrView below;
@@ -582,13 +724,23 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); i++) {
     auto& value = (*stack)[i];
+    bool is_fresh = schema.returns()[i - (stack->size() - schema.returns().size())].alias_info() == nullptr;
+    auto taken = [&](const Tensor& t) {
+      auto mine = twins.returned(t, where);
+      if (is_fresh && is_sim(mine)) twins.written.push_back(mine);
+      return mine;
+    };
     if (value.isTensor()) {
-      value = twins.returned(value.toTensor(), where);
+      value = taken(value.toTensor());
     } else if (value.isTensorList()) {
       c10::List<Tensor> list;
-      for (const Tensor& t : value.toTensorVector()) list.push_back(twins.returned(t, where));
+      for (const Tensor& t : value.toTensorVector()) list.push_back(taken(t));
       value = list;
     }
+  }
+  for (const Tensor& t : twins.written) {
+    mark_written(t, where.index());
+    if (!ready && t.numel()) back(t).copy_(poison_like(back(t)));
   }
 }
 
@@ -644,47 +796,48 @@ class Collectives final : public c10d::Backend {
 
   W barrier(const c10d::BarrierOptions& o) override { return inner_->barrier(o); }
   W broadcast(Many& t, const c10d::BroadcastOptions& o) override {
-    auto a = on(t);
+    auto a = on(t, true);
     return inner_->broadcast(a, o);
   }
   W scatter(Many& out, std::vector<Many>& in, const c10d::ScatterOptions& o) override {
-    auto a = on(out);
+    auto a = on(out, true);
     auto b = on(in);
     return inner_->scatter(a, b, o);
   }
   W allgather(std::vector<Many>& out, Many& in, const c10d::AllgatherOptions& o) override {
-    auto a = on(out);
+    auto a = on(out, true);
     auto b = on(in);
     return inner_->allgather(a, b, o);
   }
   W _allgather_base(Tensor& out, Tensor& in, const c10d::AllgatherOptions& o) override {
-    auto a = on(out), b = on(in);
+    auto a = on(out, true), b = on(in);
     return inner_->_allgather_base(a, b, o);
   }
   W allreduce(Many& t, const c10d::AllreduceOptions& o) override {
-    auto a = on(t);
+    auto a = on(t, true);
     return averaged(o, a, [&](const auto& p) { return inner_->allreduce(a, p); });
   }
   W _reduce_scatter_base(Tensor& out, Tensor& in, const c10d::ReduceScatterOptions& o) override {
-    auto a = on(out), b = on(in);
+    auto a = on(out, true), b = on(in);
     Many outs{a};
     return averaged(o, outs, [&](const auto& p) { return inner_->_reduce_scatter_base(a, b, p); });
   }
 
  private:
-  static Tensor on(const Tensor& t) {
+  static Tensor on(const Tensor& t, bool is_written = false) {
     TORCH_CHECK(is_sim(t), "simccl: Tensors must be simgpu and dense (no backend for ", t.device(), ")");
     drain_current(t.device().index());
+    if (is_written) mark_written(t, t.device().index());
     return back(t, true);
   }
-  static Many on(const Many& all) {
+  static Many on(const Many& all, bool are_written = false) {
     Many made;
-    for (const auto& t : all) made.push_back(on(t));
+    for (const auto& t : all) made.push_back(on(t, are_written));
     return made;
   }
-  static std::vector<Many> on(const std::vector<Many>& all) {
+  static std::vector<Many> on(const std::vector<Many>& all, bool are_written = false) {
     std::vector<Many> made;
-    for (const auto& t : all) made.push_back(on(t));
+    for (const auto& t : all) made.push_back(on(t, are_written));
     return made;
   }
   // gloo can't average everything: a sum, then a division.
@@ -708,7 +861,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("device_count", [] { return int(kDevices); });
   m.def("current_device", [] { return int(current_device_); });
   m.def("set_device", [](int i) { Guard().setDevice(Device(kSim, static_cast<DeviceIndex>(i))); });
-  m.def("synchronize", [] { drain_all(); });
+  at::setHostAllocator(kSim, &host_allocator_, 1);
+  m.def("synchronize", [] { host_waits_for_all(); });
+  m.def("counts", [](bool own) { return own ? own_counts_ : all_counts_; });
+  m.def("pinned_bytes", &pinned_bytes);
   m.def("default_generator", [](int i) { return default_generator(static_cast<DeviceIndex>(i)); });
   m.def("collectives", [](const c10::intrusive_ptr<c10d::Backend>& inner) -> c10::intrusive_ptr<c10d::Backend> {
     return c10::make_intrusive<Collectives>(inner);

@@ -94,6 +94,14 @@ class _Module(types.ModuleType):
     def synchronize(self, device: object = None) -> None:
         _C.synchronize()
 
+    def counts(self, *, own: bool = False) -> dict[str, int]:
+        """Copies by kind, and the host's waits, since the start: of the process, or of the calling thread."""
+        return _C.counts(own)
+
+    def pinned_bytes(self) -> int:
+        """Pinned memory that is in use, or freed and kept."""
+        return _C.pinned_bytes()
+
     def default_stream(self, device: object = None) -> torch.Stream:
         return torch.Stream(stream_id=0, device_index=_index(device), device_type=20)
 

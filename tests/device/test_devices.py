@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tests.device import _fns as fns
+from tests.device import _save_fns as saves
 from tests.harness import models
 from tests.harness.launch import Launch
 
-# slow: the compiler's minute, and ranks that are started for each number of devices.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("simgpu")]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600), pytest.mark.usefixtures("simgpu")]
 Parts = list[dict[str, tuple[str, Any]]]
 
 
@@ -74,6 +74,9 @@ def test_the_device_is_none_that_a_cpu_could_be() -> None:
     assert found["reused"] == 2, "a host buffer that was used again too early shows"
     assert (found["early"], found["late"]) == (0, 2), "a copy to the host that nothing waited for shows"
     assert found["peek"] == -signal.SIGSEGV
+    unfinished, finished = found["streams"]
+    assert finished == 4
+    assert unfinished != 4, "a kernel that nothing waited for shows on another stream"
     assert "same device" in found["add"]
     assert "No backend type associated with device type cpu" in found["sum"]
     assert found["product"] == [[5, 14], [14, 50]]
@@ -149,6 +152,59 @@ def test_tensors_of_documents_follow_the_live_ones(others: Parts, none: Parts) -
                 assert sum("a tensor on simgpu when saved" in line for line in said) >= len(devices) - 1
             else:
                 assert (said, exact, device) == ((), True, own)
+
+
+def test_an_async_save_waits_for_no_copy(two: Parts) -> None:
+    for part in ("async", "waves"):
+        for steps in of(two, part):
+            for found in steps.values():
+                assert (found["differing"], found["ok"]) == ([], True)
+                # Scalars of optimizers, tensors that ranks compare, tensors of documents: one wait each.
+                assert found["counts"]["waits"] == found["counts"]["waits for a copy"] == 3, found["counts"]
+                assert found["counts"]["copies to the host, pageable, blocking"] == 3
+                assert found["counts"]["copies to the host, pinned, late"] >= 15
+                assert not {k for k in found["counts"] if k.startswith("copies to a device")}
+                assert {k for k in found["counts"] if "to the host" in k} == {
+                    "copies to the host, pageable, blocking",
+                    "copies to the host, pinned, late",
+                }
+
+
+def test_pinned_memory_is_what_reports_say(two: Parts) -> None:
+    for part in ("async", "waves"):
+        for steps in of(two, part):
+            for found in steps.values():
+                assert found["pinned"] == found["staging"], "after the buffer has grown, too"
+                if part == "waves":
+                    assert found["staging"] <= saves.BUDGET < found["bytes"]
+                else:
+                    assert found["bytes"] <= found["staging"] <= found["bytes"] + 8192
+    assert [found["pinned"] for found in of(two, "on the cpu")] == [0, 0]
+
+
+def test_a_save_copies_through_a_small_ring(two: Parts) -> None:
+    for found in of(two, "sync"):
+        assert (found["differing"], found["ok"]) == ([], True)
+        assert found["counts"]["waits for a copy"] == 3
+        assert found["counts"]["waits for an event"] <= found["bytes"] // (8 * saves.MIB) + 2
+        assert found["counts"]["copies to the host, pageable, blocking"] == 3
+        assert found["pinned"] == found["staging"] == 16 * saves.MIB < found["bytes"]
+
+
+def test_an_async_save_from_two_devices(two: Parts) -> None:
+    assert of(two, "two devices") == [{"same": [True] * 4, "ok": True}] * 2
+
+
+def test_exports_are_cast_on_the_device(two: Parts) -> None:
+    for exports in of(two, "export"):
+        for name, found in exports.items():
+            assert found["same"], name
+            kinds = {kind for kind in found["counts"] if "to the host" in kind}
+            assert kinds == {"copies to the host, pinned, late"}, (
+                "no copy is pageable: none is cast on the host"
+            )
+            assert found["counts"]["waits"] == found["counts"]["waits for an event"]
+            assert found["counts"]["waits"] <= found["bytes"] // (8 * saves.MIB) + 2
 
 
 def test_full_tensors_of_a_cpu_model_under_a_group_of_the_device(two: Parts) -> None:

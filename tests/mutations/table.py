@@ -41,6 +41,7 @@ NAMES = ("tests/test_names.py",)
 DIRECT = ("tests/store/test_direct.py",)
 DIFF = ("tests/runs/test_diff.py",)
 CLI = "tests/cli/test_cli.py"
+DEVICE = "tests/device/test_devices.py"
 
 
 MUTATIONS = (
@@ -352,8 +353,8 @@ MUTATIONS = (
     ),
     Mutation(
         "digests/live.py",
-        "        total += partial_sum(piece, held.box.start)",
-        "        total += partial_sum(piece, held.local_start)",
+        "        yield piece, held.box.start",
+        "        yield piece, held.local_start",
         ("tests/digests/test_digest.py::test_what_ranks_sum_of_their_own_shards_adds_up",),
         "a shard is summed as if it lay first",
     ),
@@ -869,8 +870,8 @@ MUTATIONS = (
     ),
     Mutation(
         "checkpoint/stage.py",
-        "            self._taken = (begin, end)\n",
-        "",
+        "            if self._free_bytes < self._asked or self._error is not None:",
+        "            if self.nbytes < self._asked or self._error is not None:",
         ("tests/checkpoint/test_async_save.py::test_the_state_at_the_call_is_stored",),
         "a piece is overwritten while it is written",
     ),
@@ -880,6 +881,34 @@ MUTATIONS = (
         "tensors={k: t.detach() for k, t in encoded.tensors.items()}",
         ("tests/checkpoint/test_async_save.py::test_tensors_in_documents_are_those_at_the_call",),
         "documents change while they are saved behind",
+    ),
+    Mutation(
+        "checkpoint/stage.py",
+        "        self._sides[device].wait_stream(torch.accelerator.current_stream(device))\n",
+        "        pass\n",
+        (f"{DEVICE}::test_an_async_save_waits_for_no_copy",),
+        "a copy reads what a kernel is still making",
+    ),
+    Mutation(
+        "checkpoint/stage.py",
+        "            torch.accelerator.current_stream(device).wait_stream(self._sides[device])\n",
+        "            pass\n",
+        (f"{DEVICE}::test_an_async_save_waits_for_no_copy",),
+        "the next step overwrites what is being copied",
+    ),
+    Mutation(
+        "checkpoint/stage.py",
+        "            event.synchronize()\n",
+        "            pass\n",
+        (f"{DEVICE}::test_a_save_copies_through_a_small_ring",),
+        "bytes are written before they have arrived",
+    ),
+    Mutation(
+        "checkpoint/pieces.py",
+        "        buffer.order()\n",
+        "",
+        (f"{DEVICE}::test_an_async_save_waits_for_no_copy",),
+        "digest sums are copied before they are made",
     ),
     Mutation(
         "checkpoint/verify.py",

@@ -17,7 +17,8 @@ from collections.abc import Callable
 from ..errors import CheckpointError, StateError
 from ..ranks.ranks import Ranks
 from .collect import Collected
-from .save import SaveReport, live_piece, pieces_of, publish_collected
+from .pieces import StagedContents, Staging, live_piece, pieces_of
+from .save import SaveReport, publish_collected
 from .stage import StagingBuffer, detached_documents, room_for
 
 __all__ = ["AsyncSave", "reserve_for"]
@@ -32,17 +33,17 @@ def reserve_for(collected: Collected, buffer: StagingBuffer, ranks: Ranks, most_
     Raises :class:`StateError` on every rank if a rank's largest piece is larger than the budget.
     """
     with ranks.agree("reserve staging"):
-        sizes = [(room_for(live_piece(p)), p.live.stored.name) for p in pieces_of(collected, ranks.rank)]
-        needed = sum(nbytes for nbytes, _ in sizes)
+        pieces = list(pieces_of(collected, ranks.rank))
+        staging = Staging(pieces)
+        needed = staging.nbytes
         if most_bytes is not None and needed > most_bytes:
-            largest, name = max(sizes)
+            largest, name = max((room_for(live_piece(p)), p.live.stored.name) for p in pieces)
             if largest > most_bytes:
                 raise StateError(
                     f"{name} takes {largest} bytes on rank {ranks.rank}, the staging budget is {most_bytes}; give "
                     f"max_staging_bytes={largest} or more"
                 )
-            needed = most_bytes
-        buffer.reserve(needed)
+        buffer.reserve(needed, most_bytes, pinned=staging.is_pinned)
 
 
 class AsyncSave:
@@ -57,7 +58,9 @@ class AsyncSave:
         after: Callable[[], None],
     ) -> None:
         self.step = collected.step
-        self._pieces = [live_piece(p) for p in pieces_of(collected, ranks.rank)]
+        pieces = list(pieces_of(collected, ranks.rank))
+        self._nbytes = sum(piece.nbytes for piece in pieces)
+        self._staging = Staging(pieces)
         try:
             self._collected = detached_documents(collected)
         except (RuntimeError, MemoryError) as error:
@@ -84,25 +87,25 @@ class AsyncSave:
     def copy(self) -> SaveReport:
         """Copy the state and start the thread; returns when training may change the state.
 
+        Copies from a device are enqueued then, and its current stream goes on after them.
+
         A failure ends the save on every rank alike: :meth:`wait` raises it.
         """
-        in_waves = sum(map(room_for, self._pieces)) > self._buffer.nbytes
-        if in_waves:
+        self._in_waves = self._staging.nbytes > self._buffer.nbytes
+        if self._in_waves:
             self._start()  # now, because the thread must free room; otherwise after copying, not to slow it down
-        nbytes = 0
         try:
-            for piece in self._pieces:
-                self._buffer.put(piece)
-                nbytes += piece.numel() * piece.element_size()
+            for _ in self._buffer.copying(self._staging.tensors(self._buffer)):
+                if not self._buffer.wait_for_room():
+                    break
         except BaseException as error:
             self._buffer.fail(error)
             if not isinstance(error, Exception):
                 raise
         finally:
-            self._pieces = []
-            if not in_waves:
+            if not self._in_waves:
                 self._start()
-        return self._report_of(nbytes, is_published=False)
+        return self._report_of(self._nbytes, is_published=False)
 
     def _report_of(self, bytes_written: int, *, is_published: bool) -> SaveReport:
         return SaveReport.of(
@@ -118,7 +121,7 @@ class AsyncSave:
         try:
             self._thread.start()
         except RuntimeError as error:  # the system is out of threads: save in this thread
-            if self._pieces:  # the buffer has no room for the rest
+            if self._in_waves:  # the buffer has no room for the rest
                 self._buffer.fail(error)
             self._run()
 
@@ -134,9 +137,8 @@ class AsyncSave:
         try:
             if threading.current_thread() is self._thread:
                 _lower_priority()
-            written = publish_collected(
-                self._collected, self._final, self._ranks, lambda _: self._buffer.take()
-            )
+            contents = StagedContents(self._staging, self._buffer)
+            written = publish_collected(self._collected, self._final, self._ranks, contents)
             self._report = self._report_of(written, is_published=True)
             self._after()
         except BaseException as error:

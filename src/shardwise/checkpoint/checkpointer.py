@@ -57,10 +57,11 @@ class Checkpointer:
             and every file has its size. Payload is not read: only a resume or ``verify`` finds corrupted bytes. A
             damaged step does not count, and is deleted when enough newer ones are valid.
         keep_every: keep steps divisible by this for good.
-        mode: ``"sync"``: ``save`` returns when the step is published. ``"async"``: when the state is copied;
-            a background thread hashes, writes and publishes.
+        mode: ``"sync"``: ``save`` returns when the step is published. ``"async"``: when the state is copied (on a
+            device: when its copies are enqueued before all later work of the current stream); a background thread
+            hashes, writes and publishes.
         max_staging_bytes: for ``"async"``, host memory for the copy, per rank. None: the size of the rank's state.
-            With less, ``save`` waits in waves until the last part of the state is copied.
+            With less, ``save`` waits in waves until the last part of the state is copied. Pinned for a state on a device.
         when_busy: for ``"async"``, while the last save still runs, ``save`` either waits for it (``"wait"``) or
             raises :class:`CheckpointError` on every rank (``"refuse"``).
         io: staging of a resume, and time limits.
@@ -147,7 +148,10 @@ class Checkpointer:
 
     @property
     def staging_bytes(self) -> int:
-        """Host memory of the staging buffer, kept between saves on this rank; 0 for ``"sync"``."""
+        """Host memory of the staging buffer, kept between saves on this rank; 0 for ``"sync"``.
+
+        Of pinned memory what torch really took for it.
+        """
         return self._buffer.nbytes if self._buffer is not None else 0
 
     @property

@@ -21,7 +21,15 @@ from ..recipe.origin import recall
 from ..state.storable import refuse_meta
 from ..state.train_state import TrainState, document_of
 from ..state.typed_json import Encoded, encode
-from .snapshot import Snapshot, document_hash, layout_hash, plain_sums, plain_tensors, take_snapshot
+from .snapshot import (
+    Snapshot,
+    document_hash,
+    layout_hash,
+    on_host,
+    plain_sums,
+    plain_tensors,
+    take_snapshot,
+)
 
 __all__ = ["Collected", "Lineage", "collect", "software_versions"]
 
@@ -131,7 +139,7 @@ def _split_documents(
     local = {n: p for n, p in snapshot.documents.items() if n in local_names}
     if tensors:  # on every rank, or on none
         with ranks.agree("compare state"):
-            local |= {name: encode(values, where=name) for name, values in buffers.items()}
+            local |= on_host({name: encode(values, where=name) for name, values in buffers.items()})
     left_out = local_names | snapshot.compared_only
     shared = {n: p for n, p in snapshot.documents.items() if n not in left_out}
     return shared, {n: p for n, p in local.items() if n not in snapshot.compared_only}
@@ -233,8 +241,13 @@ def software_versions(state: TrainState) -> dict[str, str]:
         except PackageNotFoundError:
             found[package] = "not installed"
     device = next((p.device.type for m in state.models.values() for p in m.parameters()), "cpu")
-    found["device"] = (
-        torch.get_device_module(device).get_device_name() if device not in ("cpu", "meta") else device
-    )
+    found["device"] = _device_name(device)
     found["threads"] = str(torch.get_num_threads())
+    return found
+
+
+def _device_name(kind: str) -> str:
+    """The model of this process's current device of a type; the type, if torch has no name for it (CPU, MPS)."""
+    module = None if kind == "meta" else torch.get_device_module(kind)
+    found: str = getattr(module, "get_device_name", lambda: kind)()
     return found

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from ..digests.digest import partial_sum
+from ..digests.pending import partial_sums
 from ..format.documents import document_named
 from ..format.manifest import Manifest
 from ..layout.live import LiveModel, describe
@@ -122,13 +122,9 @@ class OwnState:
 
 def tensor_sums(live: LiveModel) -> dict[str, tuple[Any, ...]]:
     """Sums and shapes of this rank's part of all stored tensors."""
-    return dict(_sums_of(live))
-
-
-def _sums_of(live: LiveModel) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    for t in live.stored:
-        local = local_tensor(t.tensor).detach()
-        yield t.name, (tuple(local.shape), partial_sum(local, (0,) * local.dim()))
+    parts = {t.name: local_tensor(t.tensor).detach() for t in live.stored}
+    sums = partial_sums((local, (0,) * local.dim()) for local in parts.values())
+    return {n: (tuple(local.shape), s) for (n, local), s in zip(parts.items(), sums, strict=True)}
 
 
 def not_taken(name: str, stored: Any, ask: Callable[[], Any]) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -12,15 +12,11 @@ import torch
 
 from ..catalog.checkpoint import directory
 from ..digests.digest import partial_sum
-from ..dtypes import itemsize
 from ..errors import CheckpointError
 from ..format.manifest import FileEntry, Manifest
-from ..format.slices import Slice, SliceTensor, file_name, owner_ranks, rank_files
+from ..format.slices import Slice, file_name, rank_files
 from ..format.spread import file_count
 from ..format.steps import misnamed
-from ..layout.boxes import Box, LocalBox
-from ..layout.model import local_tensor
-from ..layout.placements import cut_boxes
 from ..limits import inside
 from ..ranks.patience import remove_tree
 from ..ranks.ranks import Ranks
@@ -32,19 +28,12 @@ from ..store.write import make_directories, write_file
 from .at_top import show_at_top
 from .collect import Collected, Lineage, collect
 from .document_files import checked_text, write_documents
+from .pieces import Contents, LiveContents, Piece, boxes_on, pieces_of, replicas_of_others
 from .save_manifest import file_records, manifest_of, outline_of
 from .shared_fs import await_folders
 from .snapshot import Live, ModelPart, OptimizerPart
-from .verify import runs_of
 
-__all__ = [
-    "Piece",
-    "SaveReport",
-    "live_piece",
-    "pieces_of",
-    "publish_collected",
-    "write_checkpoint",
-]
+__all__ = ["SaveReport", "publish_collected", "write_checkpoint"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +50,8 @@ class SaveReport:
     """State that can't be stored: functions, by path; gradients whose use no hook saw; own state of a model or an
     optimizer that a document can't hold. The restore reports the last, too."""
     staging_bytes: int = 0
-    """Host memory for copies of the state; kept for the next save."""
+    """Host memory for copies of the state: of an async save, kept for the next one; of another save, 16 MiB at most,
+    for tensors on a device. Pinned memory, if they are on a device: what torch took for it, to the byte."""
     is_published: bool = True
     """Whether the step is published. An async save is published when ``Checkpointer.wait`` returns."""
     gradients: int = 0
@@ -104,50 +94,29 @@ def write_checkpoint(
     """
     started = time.perf_counter()
     collected = collect(state, step, lineage, ranks)
-    written = publish_collected(collected, final, ranks, at_top=at_top)
-    return SaveReport.of(collected, path=final, bytes_written=written, started=started)
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One box of a tensor on this rank."""
-
-    live: Live
-    held: LocalBox
-
-
-def live_piece(piece: Piece) -> torch.Tensor:
-    """The live tensor's elements in the box: a view."""
-    found = local_tensor(piece.live.tensor).detach()
-    for dim, (start, size) in enumerate(zip(piece.held.local_start, piece.held.box.sizes, strict=True)):
-        found = found.narrow(dim, start, size)
-    return found
-
-
-def boxes_on(stored: SliceTensor, rank: int) -> tuple[LocalBox, ...]:
-    """The boxes of a tensor that a rank holds."""
-    coordinate = stored.geometry.coordinate(rank)
-    return () if coordinate is None else cut_boxes(stored.shape, stored.geometry, coordinate)
-
-
-#: Gives the tensor of a :class:`Piece`: the live one, or a copy of it.
-TensorOf = Callable[[Piece], torch.Tensor]
+    contents = LiveContents(pieces_of(collected, ranks.rank))
+    written = publish_collected(collected, final, ranks, contents, at_top=at_top)
+    return SaveReport.of(
+        collected,
+        path=final,
+        bytes_written=written,
+        started=started,
+        staging_bytes=contents.staging_bytes,
+    )
 
 
 def publish_collected(
     collected: Collected,
     final: str,
     ranks: Ranks,
-    tensor_of: TensorOf = live_piece,
-    most_bytes: int | None = None,
+    contents: Contents,
     prove: Callable[[Manifest], None] = lambda manifest: None,
     *,
     at_top: bool = False,
 ) -> int:
     """Write, agree, commit. Collective; on failure nothing is published. Returns the bytes that this rank wrote.
 
-    Calls ``tensor_of`` once for each piece of :func:`pieces_of`, in order; for a piece of more than ``most_bytes``,
-    once for each part. Calls ``prove`` on rank 0 before the commit, with the digests of the written tensors.
+    Calls ``prove`` on rank 0 before the commit, with the digests of the written tensors.
     """
     first_final, temporary = _make_temporary(final, collected, ranks)
     try:
@@ -159,7 +128,7 @@ def publish_collected(
                 )
             texts = _checked_texts(collected, ranks, final)
             await_folders(temporary, _folders(collected), ranks)
-            files, sums = _write_rank(temporary, collected, texts, ranks, _in_parts(tensor_of, most_bytes))
+            files, sums = _write_rank(temporary, collected, texts, ranks, contents)
         gathered = ranks.gather("file records", file_records(files, sums))
 
         def publish() -> None:
@@ -178,26 +147,6 @@ def publish_collected(
                 remove_tree(temporary)
         raise
     return sum(f.nbytes for f in files.values())
-
-
-#: Gives a :class:`Piece` as consecutive tensors, each with its box.
-PartsOf = Callable[[Piece], Iterator[tuple[Box, torch.Tensor]]]
-
-
-def _in_parts(tensor_of: TensorOf, most_bytes: int | None) -> PartsOf:
-    def parts_of(piece: Piece) -> Iterator[tuple[Box, torch.Tensor]]:
-        box, first = piece.held.box, piece.held.local_start
-        if most_bytes is None:
-            yield box, tensor_of(piece)
-            return
-        for start, sizes, _ in runs_of(
-            box.start, box.sizes, max(1, most_bytes // itemsize(piece.live.stored.dtype))
-        ):
-            part = Box(start, tuple(a + n for a, n in zip(start, sizes, strict=True)))
-            local = tuple(at + a - b for at, a, b in zip(first, start, box.start, strict=True))
-            yield part, tensor_of(Piece(piece.live, LocalBox(part, local)))
-
-    return parts_of
 
 
 def _make_temporary(final: str, collected: Collected, ranks: Ranks) -> tuple[str, str]:
@@ -237,13 +186,13 @@ def _checked_texts(collected: Collected, ranks: Ranks, final: str) -> dict[str, 
 
 
 def _write_rank(
-    root: str, collected: Collected, texts: Mapping[str, bytes], ranks: Ranks, parts_of: PartsOf
+    root: str, collected: Collected, texts: Mapping[str, bytes], ranks: Ranks, contents: Contents
 ) -> tuple[dict[str, FileEntry], list[int]]:
     """Write and sync this rank's files. Returns their entries and the digest sums of its copies of all tensors."""
     files: dict[str, FileEntry] = {}
-    sums: list[int] = []
+    sums = _Sums(contents)
     for part in collected.snapshot.parts:
-        sums += _write_tensors(root, part, files, ranks, parts_of)
+        _write_tensors(root, part, files, ranks, sums)
     for stem, pieces_of_stem in _documents(collected, ranks).items():
         write_documents(root, stem, texts[stem], pieces_of_stem, files)
     if ranks.rank == 0:
@@ -251,55 +200,58 @@ def _write_rank(
             file = inside(root, name)
             make_directories(os.path.dirname(file))
             files[name] = write_file(file, content)
-    return files, sums
+    return files, sums.finish()
+
+
+class _Sums:
+    """Takes pieces from ``contents``, and adds up the digest sums of tensors on the way."""
+
+    def __init__(self, contents: Contents) -> None:
+        self._contents = contents
+        self._totals: list[int] = []
+        self._indices: dict[int, int] = {}  # of totals, by id of the tensor's record
+        self._summed_by_device: list[int] = []
+
+    def start(self, live: Iterable[Live]) -> None:
+        """Make room for the sums of tensors, in this order."""
+        for v in live:
+            self._indices[id(v)] = len(self._totals)
+            self._totals.append(0)
+
+    def parts_of(self, piece: Piece) -> Iterator[torch.Tensor]:
+        """The piece as tensors on the CPU."""
+        index = self._indices.get(id(piece.live))
+        if index is not None and piece.is_on_device:
+            self._summed_by_device.append(index)
+        for box, part in self._contents.parts_of(piece):
+            if index is not None and box is not None:
+                self._totals[index] += partial_sum(part, box.start)
+            yield part
+
+    def finish(self) -> list[int]:
+        """The sums of all tensors, after the last piece."""
+        for index, total in zip(self._summed_by_device, self._contents.device_sums(), strict=True):
+            self._totals[index] += total
+        return [total % 2**64 for total in self._totals]
 
 
 def _write_tensors(
-    root: str,
-    part: ModelPart | OptimizerPart,
-    files: dict[str, FileEntry],
-    ranks: Ranks,
-    parts_of: PartsOf,
-) -> list[int]:
+    root: str, part: ModelPart | OptimizerPart, files: dict[str, FileEntry], ranks: Ranks, sums: _Sums
+) -> None:
     live = part.live
+    sums.start(v for v in live if v.counted)
     by_name = {v.stored.name: v for v in live}
-    sums = dict.fromkeys((v.stored.name for v in live if v.counted), 0)
     stored = [v.stored for v in live]
     count = file_count(stored)
 
     def slice_parts(one: Slice) -> Iterator[torch.Tensor]:
-        held = by_name[one.tensor.name]
-        for box, piece in parts_of(Piece(held, one.held)):
-            if held.counted:
-                sums[one.tensor.name] += partial_sum(piece, box.start)
-            yield piece
+        return sums.parts_of(Piece(by_name[one.tensor.name], one.held))
 
     for k, slices in enumerate(rank_files(stored, ranks.rank)):
         name = f"{directory(part.kind, part.name)}/{file_name(part.kind, ranks.rank, k, count)}"
         files[name] = write_slices(os.path.join(root, name), slices, slice_parts, ranks.tick)
-    for v in _replicas_of_others(live, ranks.rank):
+    for v in replicas_of_others(live, ranks.rank):
         for held in boxes_on(v.stored, ranks.rank):
-            for box, piece in parts_of(Piece(v, held)):
-                sums[v.stored.name] += partial_sum(piece, box.start)
+            for _ in sums.parts_of(Piece(v, held)):
+                pass  # another rank writes it
         ranks.tick()
-    return [total % 2**64 for total in sums.values()]
-
-
-def pieces_of(collected: Collected, rank: int) -> Iterator[Piece]:
-    """The pieces that a rank hands to the writer, in order. The writer writes them, or only sums replicas."""
-    for part in collected.snapshot.parts:
-        live = part.live
-        by_name = {v.stored.name: v for v in live}
-        for slices in rank_files([v.stored for v in live], rank):
-            for one in slices:
-                yield Piece(by_name[one.tensor.name], one.held)
-        for v in _replicas_of_others(live, rank):
-            for held in boxes_on(v.stored, rank):
-                yield Piece(v, held)
-
-
-def _replicas_of_others(live: Sequence[Live], rank: int) -> Iterator[Live]:
-    """Tensors of which another rank writes this rank's copy."""
-    for v in live:
-        if v.counted and rank not in owner_ranks(v.stored.geometry, v.stored.owner):
-            yield v

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..catalog.checkpoint import packed_name, replicated
 from ..catalog.records import StoredTensor
-from ..digests.digest import partial_sum
+from ..devices import to_host
+from ..digests.pending import partial_sums
 from ..dtypes import code_of
 from ..errors import StateError
 from ..format.slices import SliceTensor, assign_owners
@@ -123,7 +124,7 @@ class Snapshot:
 
 @gc_paused()
 def take_snapshot(state: TrainState, step: int) -> Snapshot:
-    """Collect the training state of this rank. Copies only 0-d optimizer states.
+    """Collect the training state of this rank. Copies only 0-d optimizer states, and tensors of documents from devices.
 
     Raises :class:`StateError` naming what can't be expressed, before anything is written.
     """
@@ -145,7 +146,7 @@ def take_snapshot(state: TrainState, step: int) -> Snapshot:
     return Snapshot(
         models=models,
         optimizers=optimizers,
-        documents=documents,
+        documents=on_host(documents),
         always_local=frozenset({"rng", *(document_of("optimizer", o.name, "opaque") for o in optimizers)}),
         compared_only=frozenset(document_of("optimizer", o.name, "packed") for o in optimizers),
         not_stored=(
@@ -317,11 +318,20 @@ def _state_of(value: Any, name: str) -> Any:
     return found
 
 
+def on_host(documents: Mapping[str, Encoded]) -> dict[str, Encoded]:
+    """Documents whose tensors all lie on the CPU. The host waits once per device, not for each tensor."""
+    found = iter(to_host([t for encoded in documents.values() for t in encoded.tensors.values()]))
+    return {
+        name: replace(encoded, tensors={key: next(found) for key in encoded.tensors})
+        for name, encoded in documents.items()
+    }
+
+
 def document_hash(encoded: Encoded) -> str:
-    """Hash of a document and its tensors' bytes."""
+    """Hash of a document and its tensors' bytes, which lie on the CPU."""
     total = xxhash.xxh3_64(json.dumps(encoded.document, allow_nan=False).encode())
     for key in sorted(encoded.tensors):
-        tensor = encoded.tensors[key].detach().cpu().contiguous()
+        tensor = encoded.tensors[key].detach().contiguous()
         total.update(f"{key}{tensor.dtype}{tuple(tensor.shape)}".encode())
         total.update(tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b"")
     return total.hexdigest()
@@ -353,7 +363,6 @@ def plain_tensors(snapshot: Snapshot, *, kind: str = "") -> dict[str, tuple[Mode
 
 def plain_sums(snapshot: Snapshot) -> dict[str, int]:
     """Digest sums of tensors that every rank holds whole, to compare ranks."""
-    return {
-        key: partial_sum(t.tensor.detach(), (0,) * t.tensor.dim())
-        for key, (_, t) in plain_tensors(snapshot).items()
-    }
+    plain = plain_tensors(snapshot)
+    sums = partial_sums((t.tensor.detach(), (0,) * t.tensor.dim()) for _, t in plain.values())
+    return dict(zip(plain, sums, strict=True))

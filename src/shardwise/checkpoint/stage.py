@@ -1,101 +1,220 @@
-"""Staging for async saves: copies of a training state, in one reusable buffer.
+"""Staging: host memory through which tensors go to the writer.
 
-The training thread puts pieces in; the writing thread takes them out in the same order. With a buffer for the whole
-state, training goes on as soon as everything is copied. With a smaller one it waits, in waves, for the writer to free
-room.
+One thread copies tensors in, the writer takes their bytes out in the same order. With room for the whole state, an
+async save is over for the training when the last copy is enqueued. With less, copying goes in waves: it waits until
+the writer frees room.
+
+Copies from a device run on a stream beside the current one, after all work that was enqueued before. The host waits
+for none of them before the writer takes their bytes.
 """
 
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
 
 import torch
 
+from ..devices import copies_late, flat_bytes, release_pinned_memory
 from ..errors import CheckpointError
 from ..state.typed_json import Encoded
 from .collect import Collected
 
-__all__ = ["StagingBuffer", "detached_documents", "room_for"]
+__all__ = ["StagingBuffer", "detached_documents", "pinned_sizes", "room_for"]
 
 _ALIGNMENT = 64
+_PAGE_BYTES = 4096
+#: The largest block of pinned memory.
+_BLOCK_BYTES = 64 * 1024**2
+#: Bytes of one copy from a device: the writer has the first ones while the next are under way.
+_COPY_BYTES = 8 * 1024**2
+#: Bytes of a tensor without a dense memory order that become dense at a time.
+_DENSE_BYTES = 4 * 1024**2
 
 
 class StagingBuffer:
-    """A ring of host memory (pinned if there is an accelerator) between the training thread and the writing thread.
+    """A ring of host memory between a thread that copies and the writer.
 
     ``nbytes`` is its size. :meth:`reserve` allocates and touches it; it is kept for the next save.
     """
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self.nbytes = 0
+        self._is_pinned = False
+        self._blocks: list[torch.Tensor] = []
+        self._sides: dict[torch.device, torch.Stream] = {}
         self._changed = threading.Condition()
         self._reset()
 
-    @property
-    def nbytes(self) -> int:
-        return self._memory.numel()
+    def reserve(self, nbytes: int, most_bytes: int | None = None, *, pinned: bool = False) -> None:
+        """Make room for ``nbytes``, at most ``most_bytes``, reusing existing memory. Not while a save runs.
 
-    def reserve(self, nbytes: int) -> None:
-        """Make room for ``nbytes``, reusing existing memory. Not while a save runs.
-
-        Raises :class:`CheckpointError` if the system has not enough memory.
+        ``pinned``: for copies from a device. Raises :class:`CheckpointError` if the system has not enough memory.
         """
-        if nbytes > self.nbytes:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # freed before the next is allocated
+        if most_bytes is not None:
+            nbytes = max(_ALIGNMENT, min(nbytes, most_bytes // _ALIGNMENT * _ALIGNMENT))
+        sizes = pinned_sizes(nbytes, most_bytes) if pinned else [_aligned(nbytes)]
+        if sum(sizes) > self.nbytes or (pinned and not self._is_pinned):
             try:
-                self._memory = torch.zeros(
-                    nbytes, dtype=torch.uint8, pin_memory=torch.accelerator.is_available()
-                )
+                self._allocate(sizes, pinned=pinned)
             except (RuntimeError, MemoryError) as error:
+                self._blocks, self.nbytes = [], 0
                 raise CheckpointError(
                     f"the system does not give {nbytes} bytes of host memory for the copy of the state "
                     f"({error}); give a smaller max_staging_bytes, or mode='sync'"
                 ) from error
         self._reset()
 
+    def _allocate(self, sizes: list[int], *, pinned: bool) -> None:
+        """Allocate blocks; keeps the largest pinned ones, and frees the other ones before."""
+        keeps, frees_pinned = pinned and self._is_pinned, self._is_pinned
+        self._blocks = [b for b in self._blocks if keeps and b.numel() == _BLOCK_BYTES]
+        if frees_pinned:  # torch's host allocator keeps what is freed
+            release_pinned_memory()
+        for size in sizes[len(self._blocks) :]:
+            # Of zeros, so that the system finds the pages now; pinning does that, too.
+            memory = torch.empty if pinned else torch.zeros
+            self._blocks.append(memory(size, dtype=torch.uint8, pin_memory=pinned))
+        self._is_pinned, self.nbytes = pinned, sum(sizes)
+
     def _reset(self) -> None:
-        self._ready: deque[tuple[int, int, torch.Tensor]] = deque()  # (begin, end, copy), oldest first
-        self._taken: tuple[int, int] | None = None
-        self._head = 0
+        self._stops = list(accumulate(block.numel() for block in self._blocks))
+        self._enqueued: list[_Copy] = []  # copies without an event behind them
+        self._ready: deque[_Copy] = deque()  # oldest first
+        self._taken: _Copy | None = None
+        # Positions: bytes put in and bytes free again, since the save began.
+        self._head = self._tail = 0
+        self._asked = 0
+        self._ordered: set[torch.device] = set()  # devices whose copies began
         self._error: BaseException | None = None
 
-    def put(self, tensor: torch.Tensor) -> None:
-        """Copy a piece in; waits for the writer if there is no room. Called by the training thread.
+    # -- the thread that copies --------------------------------------------------------------------------
 
-        Does nothing once the writer has failed: all ranks learn of that together, when they ask for the outcome.
+    def copying(self, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Copy tensors in, in order. Yields when there is no room: see :meth:`wait_for_room`.
+
+        At the end all copies are enqueued, and their devices' current streams go on after them: the caller may then
+        change or free the tensors.
         """
-        nbytes = room_for(tensor)
+        for tensor in tensors:
+            side = self._side_of(tensor.device)
+            if side is not None:
+                tensor.record_stream(side)  # else its memory could be used again while it is copied
+            for cut in _cuts(tensor):
+                with side or nullcontext():
+                    flat = flat_bytes(cut)
+                done = 0
+                while done < flat.numel():
+                    view = self._room(
+                        flat.numel() - done if side is None else min(flat.numel() - done, _COPY_BYTES)
+                    )
+                    if view is None:
+                        self._publish()
+                        yield
+                        continue
+                    with side or nullcontext():
+                        view.copy_(flat[done : done + view.numel()], non_blocking=side is not None)
+                    done += view.numel()
+                    if side is None or self._head - self._enqueued[0].begin >= _COPY_BYTES:
+                        self._publish()
+        self._publish()
+        for device in self._ordered:
+            torch.accelerator.current_stream(device).wait_stream(self._sides[device])
+
+    def order(self) -> None:
+        """Make the next copies wait for all that was enqueued on the current streams, not only before the first copy."""
+        for device in self._ordered:
+            self._wait_for_current(device)
+
+    def _wait_for_current(self, device: torch.device) -> None:
+        self._sides[device].wait_stream(torch.accelerator.current_stream(device))
+
+    def wait_for_room(self) -> bool:
+        """Wait until :meth:`copying` can go on. False if the writer has failed: then there is nothing more to do.
+
+        All ranks learn of that together, when they ask for the outcome.
+        """
         with self._changed:
-            begin = self._room(nbytes)
-            while begin is None and self._error is None:
+            while self._free_bytes < self._asked and self._error is None:
                 self._changed.wait()
-                begin = self._room(nbytes)
-            if begin is None or self._error is not None:
-                return
-        end = begin + nbytes
-        size = tensor.numel() * tensor.element_size()
-        copy = self._memory[begin : begin + size].view(tensor.dtype).view(tensor.shape)
-        copy.copy_(tensor)
+            return self._error is None
+
+    def _side_of(self, device: torch.device) -> torch.Stream | None:
+        """The stream for copies from a device; None where copies are made at once."""
+        if not copies_late(device):
+            return None
+        if device not in self._sides:
+            self._sides[device] = torch.Stream(device)
+        if device not in self._ordered:
+            self._wait_for_current(device)
+            self._ordered.add(device)
+        return self._sides[device]
+
+    @property
+    def _free_bytes(self) -> int:
+        return self.nbytes - (self._head - self._tail)
+
+    def _room(self, nbytes: int) -> torch.Tensor | None:
+        """The place of the next bytes, at most ``nbytes``; None while the writer still needs that memory."""
+        at = self._head % self.nbytes
+        index = bisect_right(self._stops, at)
+        nbytes = min(nbytes, self._stops[index] - at)
         with self._changed:
-            self._ready.append((begin, end, copy))
-            self._head = end
-            self._changed.notify_all()
+            self._asked = _aligned(nbytes)
+            if self._free_bytes < self._asked or self._error is not None:
+                return None
+        start = at - self._stops[index] + self._blocks[index].numel()
+        view = self._blocks[index][start : start + nbytes]
+        self._enqueued.append(_Copy(self._head, view))
+        self._head += self._asked
+        return view
+
+    def _publish(self) -> None:
+        """Let the writer have the copies that are enqueued so far."""
+        if self._enqueued:
+            events = [self._sides[device].record_event() for device in self._ordered]
+            with self._changed:
+                for copy in self._enqueued:
+                    copy.events = events
+                self._ready += self._enqueued
+                self._changed.notify_all()
+            self._enqueued = []
+
+    # -- the writer --------------------------------------------------------------------------------------
 
     def take(self) -> torch.Tensor:
-        """The next piece. Frees the one taken before. Called by the writing thread."""
+        """The next bytes, as ``uint8``. Frees those taken before."""
+        self.free()
         with self._changed:
-            self._taken = None
-            self._changed.notify_all()
             while not self._ready:
                 if self._error is not None:
                     raise CheckpointError(f"copying the state failed: {self._error}") from self._error
                 self._changed.wait()
-            begin, end, copy = self._ready.popleft()
-            self._taken = (begin, end)
-            return copy
+            self._taken = self._ready.popleft()
+        for event in self._taken.events:
+            event.synchronize()
+        self._taken.events.clear()  # those enqueued with it have arrived, too
+        return self._taken.view
+
+    def pull(self, copying: Iterator[None]) -> torch.Tensor:
+        """:meth:`take` for a writer that copies by itself: first it enqueues as many copies as there is room for."""
+        self.free()
+        next(copying, None)
+        return self.take()
+
+    def free(self) -> None:
+        """Free the bytes that were taken last."""
+        with self._changed:
+            if self._taken is not None:
+                self._tail = self._taken.begin + _aligned(self._taken.view.numel())
+            self._taken = None
+            self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
         """Make the other thread raise instead of waiting for ever."""
@@ -103,25 +222,48 @@ class StagingBuffer:
             self._error = self._error or error
             self._changed.notify_all()
 
-    def _room(self, nbytes: int) -> int | None:
-        """The place for the next piece; None while the writer still needs that memory."""
-        assert nbytes <= self.nbytes, (nbytes, self.nbytes)
-        held = [self._taken] if self._taken else []
-        held += [(begin, end) for begin, end, _ in self._ready]
-        if not held:
-            return 0
-        oldest = held[0][0]
-        if self._head > oldest:
-            if self._head + nbytes <= self.nbytes:
-                return self._head
-            return 0 if nbytes <= oldest else None
-        return self._head if self._head + nbytes <= oldest else None
+
+@dataclass(slots=True)
+class _Copy:
+    """Bytes at a position of the ring, and the events after which they are there."""
+
+    begin: int
+    view: torch.Tensor
+    events: Any = ()
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _cuts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A tensor in row-major order as parts that are contiguous, or small enough to be made so."""
+    if tensor.is_contiguous() or tensor.nbytes <= _DENSE_BYTES:
+        yield tensor
+        return
+    rows = max(1, _DENSE_BYTES * tensor.shape[0] // tensor.nbytes)
+    for part in tensor.split(rows):
+        yield from _cuts(part[0] if part.shape[0] == 1 else part)
 
 
 def room_for(tensor: torch.Tensor) -> int:
-    """Bytes that a piece takes in the buffer."""
-    nbytes = max(1, tensor.numel() * tensor.element_size())  # an empty piece also needs a place in the order
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    """Bytes that a tensor takes in the buffer."""
+    return sum(_aligned(cut.nbytes) for cut in _cuts(tensor))
+
+
+def pinned_sizes(nbytes: int, most_bytes: int | None = None) -> list[int]:
+    """Sizes of pinned blocks that hold ``nbytes``, or as many whole pages of them as fit into ``most_bytes``.
+
+    Powers of two: torch's host allocator rounds every request up to one.
+    """
+    pages = -(-nbytes // _PAGE_BYTES)
+    if most_bytes is not None and pages * _PAGE_BYTES > most_bytes:
+        pages = most_bytes // _PAGE_BYTES
+        if not pages:
+            return [max(_ALIGNMENT, 1 << most_bytes.bit_length() - 1)]
+    full, rest = divmod(pages * _PAGE_BYTES, _BLOCK_BYTES)
+    bits = reversed(range(rest.bit_length()))
+    return [_BLOCK_BYTES] * full + [1 << bit for bit in bits if rest >> bit & 1]
 
 
 def detached_documents(collected: Collected) -> Collected:

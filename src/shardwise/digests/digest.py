@@ -40,7 +40,7 @@ from ..dtypes import code_of, itemsize
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["finish", "format_digest", "partial_sum", "partial_sum_bytes", "tensor_digest"]
+__all__ = ["finish", "format_digest", "partial_sum", "partial_sum_bytes", "pending_sum", "tensor_digest"]
 
 _Words = NDArray[np.uint64]
 
@@ -69,6 +69,17 @@ def partial_sum(local: torch.Tensor, start: Sequence[int]) -> int:
     4 MiB. All temporaries together stay under 16 MiB. Purely local, no communication. Cut off padding first. Raises
     ``ValueError`` for a wrong ``start`` or a tensor without its own content (meta, sparse, DTensor),
     :class:`FormatError` for a dtype that can't be stored.
+
+    Of a tensor on a device, the host waits for the sum: :func:`.pending.partial_sums` waits once for many.
+    """
+    return int(pending_sum(local, start)) & _MASK
+
+
+def pending_sum(local: torch.Tensor, start: Sequence[int]) -> int | torch.Tensor:
+    """:func:`partial_sum`; of a tensor on a device a 0-d ``int64`` there, which the current stream makes.
+
+    The bits of a negative number stand for the number plus 2^64. The host waits for nothing, except for tables of
+    weights when a device or a size is met for the first time.
     """
     code = code_of(local.dtype)
     _check_box(start, local.shape)
@@ -87,7 +98,8 @@ def partial_sum(local: torch.Tensor, start: Sequence[int]) -> int:
             piece = buffer[: piece.numel()].view(piece.shape).copy_(piece)
         spans = [_Span(dim, at, size) for dim, at, size in zip(order, piece_start, piece.shape, strict=True)]
         _add_lanes(_lanes(piece, code), _with_lanes(spans, code), where)
-    return where.total()
+    found: int | torch.Tensor = where.total
+    return found
 
 
 def partial_sum_bytes(
@@ -112,7 +124,7 @@ def partial_sum_bytes(
     spans = [_Span(dim, first, size) for dim, (first, size) in enumerate(zip(start, sizes, strict=True))]
     where = _HostSum()
     _add_lanes(lanes, _with_lanes(spans, dtype_code), where)
-    return where.total()
+    return where.total & _MASK
 
 
 def finish(total: int, dtype_code: str, shape: Sequence[int]) -> int:
@@ -175,6 +187,15 @@ def _low_table(dim: int) -> _Words:
     return table
 
 
+@lru_cache(maxsize=64)  # of the device: 32 KiB each, or 8 bytes for each 4096 indices of a dim
+def _on_device(device: torch.device, dim: int, highs: tuple[int, int] | None) -> torch.Tensor:
+    """The low table of a dim on a device, or ``highs`` (first, count) of its high table."""
+    import torch
+
+    table = _low_table(dim) if highs is None else _random_odd(2 * dim + 1, *highs)
+    return torch.tensor(table.view(np.int64), device=device)
+
+
 # --- the two places where sums are made ------------------------------------------------------------------
 
 
@@ -182,27 +203,38 @@ class _Sum(Protocol):
     """Adds up lanes × weights on the host (numpy arrays) or on a device (torch tensors)."""
 
     block: int
+    total: Any
+    """The sum so far; the caller takes it mod 2^64."""
 
-    def table(self, values: _Words) -> Any:
-        """``values`` on the device of the lanes."""
+    def one(self) -> Any:
+        """The number 1 as a vector."""
+
+    def low(self, dim: int) -> Any:
+        """R(2 dim, n) for all n."""
+
+    def high(self, dim: int, first: int, count: int) -> Any:
+        """R(2 dim + 1, n) for ``count`` values of n from ``first`` on."""
 
     def add(self, lanes: Any, rows: Any, columns: Any) -> None:
         """Add Σ_rc rows[r] · columns[c] · (lanes[r, c] + 1)."""
-
-    def total(self) -> int:
-        """The sum so far, in [0, 2^64)."""
 
 
 class _HostSum:
     block = _HOST_BLOCK
 
     def __init__(self) -> None:
-        self._total = 0
+        self.total = 0
         # One buffer for all blocks: fresh ones would cost a page fault per 4 KiB.
         self._wide: _Words = np.empty(_HOST_BLOCK, dtype=np.uint64)
 
-    def table(self, values: _Words) -> _Words:
-        return values
+    def one(self) -> _Words:
+        return np.ones(1, dtype=np.uint64)
+
+    def low(self, dim: int) -> _Words:
+        return _low_table(dim)
+
+    def high(self, dim: int, first: int, count: int) -> _Words:
+        return _random_odd(2 * dim + 1, first, count)
 
     def add(self, lanes: NDArray[Any], rows: _Words, columns: _Words) -> None:
         width = len(columns)
@@ -215,11 +247,8 @@ class _HostSum:
                 part = np.dot(np.dot(weights, wide), columns)
             else:
                 part = np.dot(weights, np.dot(wide, columns))
-            self._total += int(part)
-        self._total += int(rows.sum()) * int(columns.sum())
-
-    def total(self) -> int:
-        return self._total & _MASK
+            self.total += int(part)
+        self.total += int(rows.sum()) * int(columns.sum())
 
 
 class _DeviceSum:
@@ -229,23 +258,24 @@ class _DeviceSum:
         import torch
 
         self._lane_mask = 256**lane_bytes - 1
-        # int64 multiplication and addition wrap, as for uint64. Summed on the device, with one sync.
-        self._total = torch.zeros((), dtype=torch.int64, device=device)
+        # int64 multiplication and addition wrap, as for uint64.
+        self.total = torch.zeros((), dtype=torch.int64, device=device)
 
-    def table(self, values: _Words) -> torch.Tensor:
-        import torch
+    def one(self) -> torch.Tensor:
+        return self.total.new_ones(1)
 
-        return torch.tensor(values.view(np.int64), device=self._total.device)
+    def low(self, dim: int) -> torch.Tensor:
+        return _on_device(self.total.device, dim, None)
+
+    def high(self, dim: int, first: int, count: int) -> torch.Tensor:
+        return _on_device(self.total.device, dim, (first, count))
 
     def add(self, lanes: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> None:
         step = max(1, self.block // len(columns))
         for first in range(0, len(rows), step):
-            wide = lanes[first : first + step].to(self._total.dtype)
+            wide = lanes[first : first + step].to(self.total.dtype)
             wide.bitwise_and_(self._lane_mask).add_(1).mul_(columns).mul_(rows[first : first + step, None])
-            self._total += wide.sum()
-
-    def total(self) -> int:
-        return int(self._total.item()) & _MASK
+            self.total += wide.sum()
 
 
 # --- one dense box ---------------------------------------------------------------------------------------
@@ -301,7 +331,7 @@ def _leading(spans: Sequence[_Span], limit: int) -> int:
 
 def _weights(spans: Sequence[_Span], where: _Sum) -> Any:
     """The weights of a small box as one vector: the outer product of its dims' tables."""
-    tables = [_dim_weights(span, where) for span in spans] or [where.table(np.ones(1, dtype=np.uint64))]
+    tables = [_dim_weights(span, where) for span in spans] or [where.one()]
     return reduce(lambda outer, inner: (outer[:, None] * inner).reshape(-1), tables)
 
 
@@ -309,10 +339,10 @@ def _dim_weights(span: _Span, where: _Sum) -> Any:
     """T(dim, k) for the indices of ``span``."""
     first_high, at = divmod(span.start, _LOW)
     highs = (at + span.size - 1) // _LOW + 1
-    low, high = _low_table(span.dim), _random_odd(2 * span.dim + 1, first_high, highs)
+    low, high = where.low(span.dim), where.high(span.dim, first_high, highs)
     if highs == 1:
-        return where.table(low[at : at + span.size] * high)
-    return (where.table(high)[:, None] * where.table(low)).reshape(-1)[at : at + span.size]
+        return low[at : at + span.size] * high
+    return (high[:, None] * low).reshape(-1)[at : at + span.size]
 
 
 def _with_lanes(spans: Sequence[_Span], code: str) -> list[_Span]:

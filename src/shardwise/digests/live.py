@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,24 +17,25 @@ from ..layout.live import LiveModel, describe
 from ..layout.model import local_tensor
 from ..layout.placements import Geometry, cut_boxes, geometry_of
 from ..ranks.ranks import Ranks
-from .digest import finish, format_digest, partial_sum, tensor_digest
+from .digest import finish, format_digest, tensor_digest
+from .pending import partial_sums
 
-__all__ = ["digest", "live_digests", "local_sum", "model_digests", "replica_totals"]
+__all__ = ["digest", "live_digests", "local_boxes", "model_digests", "replica_totals"]
 
 
-def local_sum(tensor: torch.Tensor, shape: tuple[int, ...], geometry: Geometry, rank: int) -> int:
-    """A rank's share of the digest sum of its own copy of a tensor."""
+def local_boxes(
+    tensor: torch.Tensor, shape: tuple[int, ...], geometry: Geometry, rank: int
+) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
+    """The boxes of a tensor that a rank holds, with their starts. Their digest sums are its share of the tensor's."""
     coordinate = geometry.coordinate(rank)
     if coordinate is None:
-        return 0
+        return
     local = local_tensor(tensor).detach()
-    total = 0
     for held in cut_boxes(shape, geometry, coordinate):
         piece = local
         for dim, (start, size) in enumerate(zip(held.local_start, held.box.sizes, strict=True)):
             piece = piece.narrow(dim, start, size)
-        total += partial_sum(piece, held.box.start)
-    return total % 2**64
+        yield piece, held.box.start
 
 
 def replica_totals(sums: Any, geometries: Sequence[Geometry]) -> list[list[int]]:
@@ -67,11 +68,18 @@ def live_digests(
     """
 
     def own() -> NDArray[np.uint64]:
-        sums = []
-        for name, tensor in tensors.items():
-            sums.append(local_sum(tensor, tuple(tensor.shape), geometries[name], ranks.rank))
+        totals = np.zeros(len(tensors), dtype=np.uint64)
+        indices: list[int] = []
+        sums = partial_sums(boxes(indices))
+        np.add.at(totals, indices, np.array(sums, dtype=np.uint64))
+        return totals
+
+    def boxes(indices: list[int]) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
+        for index, (name, tensor) in enumerate(tensors.items()):
+            for box in local_boxes(tensor, tuple(tensor.shape), geometries[name], ranks.rank):
+                indices.append(index)
+                yield box
             ranks.tick()
-        return np.array(sums, dtype=np.uint64)
 
     def add_up(gathered: list[NDArray[np.uint64]]) -> list[Any]:
         totals = replica_totals(np.stack(gathered), [geometries[n] for n in tensors])

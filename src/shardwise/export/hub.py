@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..checkpoint.snapshot import Live
 from ..dtypes import code_of, named_dtype, torch_dtype
 from ..errors import CheckpointError
 from ..format.slices import SliceTensor, assign_owners, owner_ranks
@@ -36,6 +37,7 @@ from ..recipe.transformers import is_transformers_model, meta_instance
 from ..transfer.copy import Destination, FileFiller, Staging, write_back
 from .adapters import adapter_assets, chosen_adapters, lay_out_adapters
 from .files import HubFiles, lay_out, prepare_files, publish_files
+from .from_devices import write_from_devices
 from .stored import StoredJob
 from .tensors import HubTensors, as_named, inverted, reverted
 
@@ -214,12 +216,18 @@ class LiveJob:
         geometries = self._live.geometries
         owned = assign_owners([SliceTensor(n, c, s, geometries[n]) for n, (c, s) in self._kinds().items()])
         destination = Destination(self._live.local_tensors())
+        on_devices = []
         for t in owned:
-            if ranks.rank not in owner_ranks(t.geometry, t.owner):
+            tensor, tiles = self._named[t.name].tensor, contents.tiles.get(t.name, ())
+            if ranks.rank not in owner_ranks(t.geometry, t.owner) or not tiles:
                 continue
-            wanted = wanted_of(t.name, self._named[t.name].tensor, t.geometry)
-            for tile in contents.tiles.get(t.name, ()):
+            if tensor.device.type != "cpu":
+                on_devices.append((Live(t, tensor), tiles))
+                continue
+            wanted = wanted_of(t.name, tensor, t.geometry)
+            for tile in tiles:
                 write_back(transfers_of(tile, wanted, output.tensors), filler, destination, staging)
+        write_from_devices(on_devices, output, filler, staging, ranks.rank)
         return []
 
     def check(self, sums: Sequence[int]) -> None:

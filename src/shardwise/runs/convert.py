@@ -17,7 +17,8 @@ import torch
 from ..catalog import StoredTensor
 from ..catalog.checkpoint import directory, packed_name, replicated
 from ..checkpoint.collect import Collected, Lineage
-from ..checkpoint.save import Piece, live_piece, publish_collected
+from ..checkpoint.pieces import InParts, Piece, live_piece
+from ..checkpoint.save import publish_collected
 from ..checkpoint.snapshot import Live, MadeOf, ModelPart, OptimizerPart, Snapshot, layout_hash
 from ..dtypes import code_of, torch_dtype
 from ..errors import IntegrityError
@@ -124,8 +125,9 @@ def convert(
     )
     with FileReader(ranks.tick, page_cache=page_cache_for(io, ())) as files:
         stream = _Stream(run, files, Staging(io))
+        contents = InParts(stream.tensor_of, _PIECE_BYTES)
         written = publish_collected(
-            collected, final, ranks, stream.tensor_of, _PIECE_BYTES, lambda made: _compare_digests(run, made)
+            collected, final, ranks, contents, lambda made: _compare_digests(run, made)
         )
     return ConvertReport(
         path=final,

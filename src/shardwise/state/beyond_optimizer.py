@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..digests.digest import partial_sum
+from ..digests.pending import partial_sums
 from ..layout.model import local_tensor
 from .beyond import (
     Beyond,
@@ -141,12 +141,13 @@ class KeptOptimizer:
         self._sums = self._digests()
 
     def _digests(self) -> dict[tuple[int, str], int]:
-        return {
-            (number, key): partial_sum(local_tensor(value).detach(), (0,) * value.dim())
+        states = {
+            (number, key): local_tensor(value).detach()
             for number, state in enumerate(self._states.values())
             for key, value in state.items()
             if isinstance(value, torch.Tensor)
         }
+        return dict(zip(states, partial_sums((t, (0,) * t.dim()) for t in states.values()), strict=True))
 
     def put_back(self) -> list[str]:
         """Put state and groups back. Returns the tensors that were changed in place."""

@@ -15,6 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ..devices import to_host
 from ..dtypes import code_of, torch_dtype
 from ..errors import StateError
 from ..internals.optim import keeps_flat_history
@@ -104,8 +105,9 @@ def drain(optimizer: Optimizer, names: Mapping[int, str]) -> Drained:
         name = names[id(parameter)]
         _check_gradient(optimizer, parameter, name, gradient)
         _sort_state(found, scalars, parameter, name, GRADIENT, gradient)
+    on_host = iter(to_host([t.detach() for entries in scalars.values() for _, _, t in entries]))
     for key, entries in scalars.items():
-        found.packed[key] = torch.stack([t.detach().cpu().reshape(()) for _, _, t in entries])
+        found.packed[key] = torch.stack([next(on_host).reshape(()) for _ in entries])
         for index, (name, state, _) in enumerate(entries):
             found.packed_index.setdefault(name, {})[state] = (key, index)
     return found

@@ -27,8 +27,8 @@ def write_slices(
 ) -> FileEntry:
     """Write one slice file in safetensors format and sync it. Returns its manifest entry.
 
-    ``piece_of`` gives the live tensor (any device, any strides) that holds exactly a slice's box, or its parts one
-    after another. Memory: 16 MiB for a large file, and 16 MiB for tensors that are not contiguous or not on the CPU.
+    ``piece_of`` gives the tensor on the CPU (any strides) that holds exactly a slice's box, or its parts one after
+    another. Memory: 16 MiB for a large file, and 16 MiB for tensors that are not contiguous.
     """
     header = header_bytes(slices)
     blocks = _Blocks()
@@ -78,14 +78,14 @@ def tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
     tensor = tensor.detach()
     if tensor.numel() == 0:
         return
-    if tensor.device.type == "cpu" and tensor.is_contiguous():
+    if tensor.is_contiguous():
         yield tensor.reshape(-1).view(torch.uint8).numpy().data
         return
     nbytes = tensor.numel() * tensor.element_size()
     if nbytes <= _PIECE_BYTES or tensor.dim() == 0:
-        yield tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
+        yield tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
         return
     rows = max(1, _PIECE_BYTES * tensor.shape[0] // nbytes)
     for begin in range(0, tensor.shape[0], rows):
         piece = tensor[begin : begin + rows]
-        yield from tensor_bytes(piece[0] if piece.shape[0] == 1 else piece.contiguous().cpu())
+        yield from tensor_bytes(piece[0] if piece.shape[0] == 1 else piece.contiguous())

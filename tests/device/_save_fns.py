@@ -1,0 +1,196 @@
+"""What the ranks save on the simulated device, and how: by its counts of copies and waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+import shardwise as sw
+
+MIB = 1024**2
+#: Less than the state of a rank.
+BUDGET = 17 * MIB
+Bits = dict[str, torch.Tensor]
+
+
+class Wide(nn.Module):
+    """Shards that are larger than a copy, one that is cut along dim 1, and small ones."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.wide = nn.Linear(3072, 2048, device=device)
+        self.half = nn.Linear(96, 33, device=device, dtype=torch.bfloat16)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64, device=device))
+        self.scale = nn.Parameter(torch.ones(7, 5, device=device).t())
+
+
+def state_on(device: torch.device, seed: int) -> sw.TrainState:
+    """A sharded model after a step of an optimizer that keeps its scalars on the device."""
+    torch.manual_seed(seed)
+    model = Wide(device)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    fully_shard(
+        model,
+        mesh=mesh,
+        shard_placement_fn=lambda p: Shard(1) if p.shape == (33, 96) else Shard(0),
+        ignored_params={model.scale},
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False, capturable=True)
+    extra = {"means": [torch.full((3,), float(n), device=device) for n in range(20)]}
+    state = sw.TrainState(model=model, optimizer=optimizer, extra=extra)
+    step(state)
+    return state
+
+
+def step(state: sw.TrainState) -> None:
+    """A step of the optimizer: kernels of the current stream, for which nothing waits."""
+    model, optimizer = state.models["model"], state.optimizers["optimizer"]
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    model.seen.add_(1)
+    for mean in state.extra["means"]:
+        mean.add_(1)
+
+
+def tensors_of(state: sw.TrainState) -> Bits:
+    """All live tensors, this rank's parts."""
+    model, optimizer = state.models["model"], state.optimizers["optimizer"]
+    found = dict(model.named_parameters()) | dict(model.named_buffers())
+    names = {id(p): name for name, p in model.named_parameters()}
+    for parameter, states in optimizer.state.items():
+        found |= {f"{names[id(parameter)]}.{key}": value for key, value in states.items()}
+    found |= {f"mean {n}": mean for n, mean in enumerate(state.extra["means"])}
+    return {n: t.to_local() if isinstance(t, DTensor) else t for n, t in found.items()}
+
+
+def copies_of(state: sw.TrainState) -> Bits:
+    """Copies on the device, made by the current stream."""
+    return {name: tensor.detach().clone() for name, tensor in tensors_of(state).items()}
+
+
+def spent(device: torch.device, call: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
+    """What the call gives, and what the device counted for this thread meanwhile."""
+    module: Any = torch.get_device_module(device)
+    before = module.counts(own=True)
+    found = call()
+    after = module.counts(own=True)
+    return found, {k: n - before.get(k, 0) for k, n in after.items() if n != before.get(k, 0)}
+
+
+def differing(path: str, device: torch.device, expected: Bits) -> list[str]:
+    """Names of tensors that a restore does not give back bit for bit."""
+    fresh = state_on(device, 99)
+    sw.restore(fresh, path)
+    found = tensors_of(fresh)
+    assert found.keys() == expected.keys()
+    return [n for n, t in expected.items() if not torch.equal(found[n].cpu(), t.cpu())]
+
+
+def async_saves(root: str, device: torch.device, budget: int | None = None) -> dict[str, Any]:
+    """Two saves, each directly after a step, and each directly before the state is overwritten."""
+    module: Any = torch.get_device_module(device)
+    state = state_on(device, 1)
+    steps: dict[str, Any] = {}
+    torch.accelerator.empty_host_cache()
+    pinned_before = module.pinned_bytes()
+    with sw.Checkpointer(root, mode="async", max_staging_bytes=budget) as checkpointer:
+        checkpointer.prepare(sw.TrainState(model=state.models["model"]))
+        checkpointer.prepare(state)  # grows
+        for number in (1, 2):
+            step(state)
+            expected = copies_of(state)
+            report, counts = spent(device, lambda number=number: checkpointer.save(state, number))
+            for tensor in tensors_of(state).values():
+                tensor.detach().fill_(3)
+            checkpointer.wait()
+            path = f"{root}/step-{number:08d}"
+            steps[str(number)] = {
+                "differing": differing(path, device, expected),
+                "ok": sw.verify(path).ok,
+                "counts": counts,
+                "staging": report.staging_bytes,
+                "pinned": module.pinned_bytes() - pinned_before,
+                "bytes": report.bytes_written,
+            }
+    return steps
+
+
+def sync_saves(root: str, device: torch.device) -> dict[str, Any]:
+    """A save directly after a step."""
+    module: Any = torch.get_device_module(device)
+    state = state_on(device, 1)
+    sw.save(state, f"{root}/first", step=1)
+    torch.accelerator.empty_host_cache()
+    pinned_before = module.pinned_bytes()
+    step(state)
+    expected = copies_of(state)
+    report, counts = spent(device, lambda: sw.save(state, f"{root}/second", step=2))
+    return {
+        "differing": differing(f"{root}/second", device, expected),
+        "ok": sw.verify(f"{root}/second").ok,
+        "counts": counts,
+        "staging": report.staging_bytes,
+        "pinned": module.pinned_bytes() - pinned_before,
+        "bytes": report.bytes_written,
+    }
+
+
+def save_from_two_devices(root: str, device: torch.device) -> dict[str, Any]:
+    """An async save of a model on two devices, directly after kernels on both and before others."""
+    other = torch.device(device.type, 1 - (device.index or 0))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 30, device=device), nn.Linear(30, 20, device=other))
+    with sw.Checkpointer(root, mode="async") as checkpointer:
+        for parameter in model.parameters():
+            parameter.detach().mul_(2)
+        expected = [p.detach().clone() for p in model.parameters()]
+        checkpointer.save(sw.TrainState(model=model), 1)
+        for parameter in model.parameters():
+            parameter.detach().fill_(3)
+    sw.restore(sw.TrainState(model=model), f"{root}/step-00000001")
+    same = [torch.equal(p.cpu(), e.cpu()) for p, e in zip(model.parameters(), expected, strict=True)]
+    return {"same": same, "ok": sw.verify(f"{root}/step-00000001").ok}
+
+
+def exports(root: str, device: torch.device) -> dict[str, Any]:
+    """Files of a model on the device, exported directly after a step, and of its copy on the CPU."""
+    state = state_on(device, 1)
+    model = state.models["model"]
+    on_cpu = Wide(torch.device("cpu"))
+    found = {}
+    for dtype in (None, torch.bfloat16):
+        step(state)
+        name = str(dtype)
+        _, counts = spent(device, lambda name=name, dtype=dtype: export(model, f"{root}/{name}", dtype))
+        for key, full in sw.iter_full(model, naming="module"):
+            on_cpu.state_dict()[key].copy_(full.cpu())
+        export(on_cpu, f"{root}/{name}-cpu", dtype)
+        files = [Path(root, folder, "model.safetensors").read_bytes() for folder in (name, f"{name}-cpu")]
+        found[name] = {"same": files[0] == files[1], "bytes": len(files[0]), "counts": counts}
+    return found
+
+
+def export(model: nn.Module, path: str, dtype: torch.dtype | None) -> None:
+    sw.export_hf(model, path, dtype=dtype)
+
+
+def save_of_a_cpu_model(root: str, device: torch.device) -> dict[str, Any]:
+    """An async save of a model on the CPU, in a process that has a device."""
+    module: Any = torch.get_device_module(device)
+    torch.accelerator.empty_host_cache()
+    before = module.pinned_bytes()
+    torch.manual_seed(0)
+    state = sw.TrainState(model=nn.Linear(300, 200))
+    with sw.Checkpointer(root, mode="async") as checkpointer:
+        report = checkpointer.save(state, 1)
+        return {"staging": report.staging_bytes, "pinned": module.pinned_bytes() - before}
