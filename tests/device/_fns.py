@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import shardwise as sw
+from tests.device import _load_fns as loads
 from tests.device import _save_fns as saves
 from tests.harness.worker import GROUP_TIMEOUT
 
@@ -392,6 +393,7 @@ def on_two_visible(source: str, root: str) -> dict[str, tuple[str, Any]]:
         "full": outcome(full_of_a_cpu_model, device),
         "generators": outcome(generators_of_other_processes, device),
         "several": outcome(generators_of_several_devices, device),
+        "load": outcome(loads.loads, f"{root}/load", device),
         "async": outcome(saves.async_saves, f"{root}/async", device),
         "waves": outcome(saves.async_saves, f"{root}/waves", device, saves.BUDGET),
         "sync": outcome(saves.sync_saves, f"{root}/sync", device),

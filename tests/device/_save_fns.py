@@ -135,12 +135,13 @@ def sync_saves(root: str, device: torch.device) -> dict[str, Any]:
     step(state)
     expected = copies_of(state)
     report, counts = spent(device, lambda: sw.save(state, f"{root}/second", step=2))
+    pinned = module.pinned_bytes() - pinned_before
     return {
         "differing": differing(f"{root}/second", device, expected),
         "ok": sw.verify(f"{root}/second").ok,
         "counts": counts,
         "staging": report.staging_bytes,
-        "pinned": module.pinned_bytes() - pinned_before,
+        "pinned": pinned,
         "bytes": report.bytes_written,
     }
 

@@ -14,6 +14,7 @@ from tests.harness import models
 from tests.harness.launch import Launch
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600), pytest.mark.usefixtures("simgpu")]
+MIB = 1024**2
 Parts = list[dict[str, tuple[str, Any]]]
 
 
@@ -152,6 +153,23 @@ def test_tensors_of_documents_follow_the_live_ones(others: Parts, none: Parts) -
                 assert sum("a tensor on simgpu when saved" in line for line in said) >= len(devices) - 1
             else:
                 assert (said, exact, device) == ((), True, own)
+
+
+def test_a_load_copies_through_a_ring(two: Parts) -> None:
+    for one in of(two, "load"):
+        for name, found in one.items():
+            counts = found["counts"]
+            assert (found["differing"], found["names"]) == ([], 7), name
+            assert counts["copies to a device, pinned, late"] >= 17, "slots are used again and again"
+            assert counts["waits for a stream"] == 1, "at the end"
+            assert counts["waits for an event"] == counts["copies to a device, pinned, late"] - 4, (
+                "before a slot is read into again"
+            )
+            # The second copy of the tied weight is compared on the device.
+            assert counts["copies to a device, pageable, blocking"] == counts["waits for a copy"] == 1
+            assert not {kind for kind in counts if "to the host" in kind}, "nothing is cast on the host"
+            assert found["staging"] == MIB
+            assert found["pinned"] == 0, "torch's cache of pinned memory gave it back"
 
 
 def test_an_async_save_waits_for_no_copy(two: Parts) -> None:

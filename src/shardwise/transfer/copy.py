@@ -6,17 +6,20 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from types import TracebackType
 
 import torch
 
+from ..devices import copies_late
 from ..dtypes import itemsize, torch_dtype
 from ..errors import CheckpointError, PlanError
 from ..models.host_memory import HostMemory
 from ..planning.records import IOOptions, StridedLoop, Transfer
 from ..ranks.patience import PIECE_BYTES, patiently, write_behind
 from .converted import Reader
+from .to_device import DeviceRings
 
 __all__ = ["Destination", "FileFiller", "Staging", "compare", "execute", "write_back"]
 
@@ -30,14 +33,14 @@ class Staging:
         self.peak_bytes = 0
         self._buffer: torch.Tensor | None = None
 
-    def take(self, nbytes: int, *, pinned: bool = False) -> torch.Tensor:
+    def take(self, nbytes: int) -> torch.Tensor:
         """The first ``nbytes`` bytes of the buffer, as uint8. Overwrites the content of an earlier take."""
         assert nbytes <= self.limit_bytes, (nbytes, self.limit_bytes)
         if self._buffer is None or self._buffer.numel() < nbytes:
             size = max(nbytes, min(self.limit_bytes, self._expected_bytes))
             self._buffer = None  # free before allocating the next
-            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-            self.peak_bytes = size
+            self._buffer = torch.empty(size, dtype=torch.uint8)
+            self.peak_bytes = max(self.peak_bytes, size)
         return self._buffer[:nbytes]
 
 
@@ -76,18 +79,24 @@ def execute(
     staging: Staging,
     memory: HostMemory | None = None,
 ) -> None:
-    """Carry out transfers on this rank. Memory: the destination, plus at most the staging limit.
+    """Carry out transfers on this rank. Memory: the destination, plus at most the staging limit for each device.
 
     ``memory``: where the destination lies, if none of it is written yet.
     """
     filling = nullcontext if memory is None else memory.filling
-    for transfer in transfers:
-        if transfer.is_direct and destination.tensor(transfer.wanted).device.type == "cpu":
-            with filling(transfer.bytes_to_read):
-                _read_direct(transfer, reader, destination.view(transfer.wanted))
-        else:
-            for part in _parts(transfer, staging.limit_bytes):
-                destination.strided(part).copy_(_stage(part, reader, destination, staging))
+    with DeviceRings(staging.limit_bytes) as rings:
+        for transfer in transfers:
+            device = destination.tensor(transfer.wanted).device
+            if copies_late(device):
+                for part in _parts(transfer, rings.slot_bytes):
+                    rings.put(destination.strided(part), part.bytes_to_read, partial(_read, part, reader))
+            elif transfer.is_direct and device.type == "cpu":
+                with filling(transfer.bytes_to_read):
+                    _read_direct(transfer, reader, destination.view(transfer.wanted))
+            else:
+                for part in _parts(transfer, staging.limit_bytes):
+                    destination.strided(part).copy_(_stage(part, reader, staging))
+    staging.peak_bytes = max(staging.peak_bytes, rings.pinned_bytes)
 
 
 def compare(
@@ -98,7 +107,7 @@ def compare(
     for transfer in transfers:
         for part in _parts(transfer, staging.limit_bytes):
             live = destination.strided(part)
-            stored = _stage(part, reader, destination, staging).to(dtype=live.dtype, device=live.device)
+            stored = _stage(part, reader, staging).to(dtype=live.dtype, device=live.device)
             if not torch.equal(_raw(stored), _raw(live)):
                 raise PlanError(
                     f"{transfer.path}: holds {transfer.stored!r}, a second copy of {transfer.wanted!r} that differs from "
@@ -162,11 +171,14 @@ def _steps_that_fit(transfer: Transfer, limit_bytes: int) -> int:
     return limit_bytes // (inner.numel * size)
 
 
-def _stage(transfer: Transfer, reader: Reader, destination: Destination, staging: Staging) -> torch.Tensor:
-    """Read a transfer that fits into staging; returns it as a view with the transfer's loops as dims."""
+def _stage(transfer: Transfer, reader: Reader, staging: Staging) -> torch.Tensor:
+    """:func:`_read` into staging, which the transfer must fit into."""
+    return _read(transfer, reader, staging.take(transfer.bytes_to_read))
+
+
+def _read(transfer: Transfer, reader: Reader, buffer: torch.Tensor) -> torch.Tensor:
+    """Read a transfer into ``buffer``, which has its bytes; returns it as a view with the transfer's loops as dims."""
     size = itemsize(transfer.source_dtype)
-    pinned = destination.tensor(transfer.wanted).device.type == "cuda"
-    buffer = staging.take(transfer.bytes_to_read, pinned=pinned)
     view = buffer.numpy().data
     sizes = [loop.size for loop in transfer.loops]
     if transfer.reads_whole_span:

@@ -1,0 +1,92 @@
+"""What the ranks load onto the simulated device, and how: by its counts of copies and waits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+
+import shardwise as sw
+from tests.device._save_fns import MIB, spent
+
+#: The least: slots of 256 KiB, so that each is used many times.
+IO = sw.IOOptions(staging_bytes=MIB)
+
+
+class Mixed(nn.Module):
+    """Contiguous shards, shards along dim 1 in short and in long runs, casts, a tie, a small tensor and a buffer."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__()
+        with torch.device(device):
+            self.rows = nn.Linear(768, 1025)
+            self.columns = nn.Linear(640, 512, bias=False)
+            self.narrow = nn.Linear(64, 4096, bias=False)
+            self.cast = nn.Linear(512, 512, dtype=torch.bfloat16)
+            self.tied = nn.Linear(512, 512, bias=False, dtype=torch.bfloat16)
+            self.tied.weight = self.cast.weight
+            self.register_buffer("seen", torch.zeros(3, dtype=torch.int64))
+
+
+def source(directory: Path) -> dict[str, torch.Tensor]:
+    """A file of tensors for :class:`Mixed`, some in another dtype, with the tied one twice; the values to expect."""
+    generator = torch.Generator().manual_seed(0)
+    model = Mixed()
+    stored = {n: torch.randn(t.shape, generator=generator) for n, t in model.state_dict().items()}
+    stored["tied.weight"] = stored["cast.weight"]
+    stored["rows.bias"] = stored["rows.bias"].to(torch.float64)
+    stored["seen"] = torch.tensor([1, 2, 3])
+    directory.mkdir(parents=True)
+    save_file({n: t.clone() for n, t in stored.items()}, directory / "model.safetensors")
+    return {n: t.to(model.state_dict()[n].dtype) for n, t in stored.items()}
+
+
+def sharded(model: nn.Module, device: torch.device) -> nn.Module:
+    """FSDP2 over all ranks; two weights are cut along dim 1."""
+    along_columns = {(512, 640), (4096, 64)}
+    fully_shard(
+        model,
+        mesh=init_device_mesh(device.type, (dist.get_world_size(),)),
+        shard_placement_fn=lambda p: Shard(1) if tuple(p.shape) in along_columns else Shard(0),
+    )
+    return model
+
+
+def loads(root: str, device: torch.device) -> dict[str, Any]:
+    """A load into a model on meta, and one into a model whose kernels are not finished, neither followed by a wait."""
+    module: Any = torch.get_device_module(device)
+    directory = Path(root) / f"source-{dist.get_rank()}"
+    expected = source(directory)
+    found: dict[str, Any] = {}
+    torch.accelerator.empty_host_cache()
+    pinned_before = module.pinned_bytes()
+    for name in ("meta", "live"):
+        model = sharded(Mixed("meta" if name == "meta" else str(device)), device)
+        if name == "live":
+            for parameter in model.parameters():
+                parameter.detach().fill_(7)
+        report, counts = spent(device, lambda model=model: sw.load(model, directory, io=IO))
+        for parameter in model.parameters():
+            parameter.detach().mul_(2)  # a kernel of the current stream, directly after
+        halves = {n: t.detach().cpu() for n, t in sw.iter_full(model, naming="module")}
+        floating = {n for n, t in expected.items() if t.is_floating_point()}
+        found[name] = {
+            "differing": [
+                n
+                for n, t in halves.items()
+                if not torch.equal(t, expected[n] * 2 if n in floating else expected[n])
+            ],
+            "names": len(halves),
+            "counts": counts,
+            "staging": report.staging_peak_bytes,
+            "pinned": module.pinned_bytes() - pinned_before,
+            "bytes": report.bytes_read,
+        }
+    return found
