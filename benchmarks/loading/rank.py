@@ -33,15 +33,17 @@ def timed(rank: int, world_size: int, peer: str, case: Case) -> dict[str, Any]:
     load = PEERS[peer].prepare(case)
     gc.collect()
     dist.barrier()
-    before = _used()
+    before = {**_memory(), **_reads()}
     dist.barrier()
     started = time.perf_counter()  # one clock for all processes of a machine
     cpu_before = time.process_time()
     loaded = load()
     cpu_s = time.process_time() - cpu_before
     ended = time.perf_counter()
-    after = _used()
-    dist.barrier()  # every rank still holds its memory when the first looks
+    after = _reads()
+    dist.barrier()  # the node's memory when all have loaded
+    after |= _memory()
+    dist.barrier()
     del loaded
     return {
         "started": started,
@@ -51,16 +53,12 @@ def timed(rank: int, world_size: int, peer: str, case: Case) -> dict[str, Any]:
     }
 
 
-def _used() -> dict[str, int]:
-    """Counters of this process; after a load, all ranks look before one lets its memory go."""
-    calls, fetched = read_calls(), storage_bytes()
-    dist.barrier()
-    return {
-        "read_calls": calls,
-        "storage_bytes": fetched,
-        "anonymous_bytes": anonymous_bytes(),
-        "pss_bytes": pss_bytes(),
-    }
+def _reads() -> dict[str, int]:
+    return {"storage_bytes": storage_bytes(), "read_calls": read_calls()}
+
+
+def _memory() -> dict[str, int]:
+    return {"anonymous_bytes": anonymous_bytes(), "pss_bytes": pss_bytes()}
 
 
 def inspected(rank: int, world_size: int, peer: str, case: Case) -> dict[str, Any]:
