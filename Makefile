@@ -19,6 +19,8 @@ LANES ?= 2
 FUZZ_SECONDS ?= 600
 # Options of `make mutations`: --only TEXT, --sample N --seed S, --trust.
 MUTATIONS ?=
+# --short: tiny models, whatever the seconds.
+BENCH ?=
 
 PYTEST := $(BIN)/python -m pytest --numprocesses $(LANES) --dist loadfile --no-loadscope-reorder
 
@@ -39,7 +41,7 @@ help:
 	@echo "make lowest   make quick with the lowest versions that pyproject.toml declares, in .venv-lowest"
 	@echo "make newest   make quick with the newest versions there are, in .venv-newest"
 	@echo "make dist     sdist and wheel, and the wheel tried without any extra"
-	@echo "make bench    loads and saves against their floors and transformers' own, digest speed (minutes)"
+	@echo "make bench    loads and saves beside their floors and other loaders (half an hour; BENCH=--short: a minute)"
 	@echo "make faults   every fault of tests/faults at every place, and a table of what it led to (minutes)"
 	@echo "make fuzz     damaged and hostile files into every reader (FUZZ_SECONDS=600)"
 	@echo "make mutations  seeded errors in a copy of the package, each of which tests of make test must catch (MUTATIONS=--sample 6)"
@@ -96,13 +98,7 @@ docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: install
-	$(BIN)/python benchmarks/digest.py
-	$(BIN)/python benchmarks/load.py
-	$(BIN)/python benchmarks/moe.py
-	$(BIN)/python benchmarks/save.py
-	$(BIN)/python benchmarks/metadata.py
-	$(BIN)/python benchmarks/planning.py
-	$(BIN)/python benchmarks/page_cache.py
+	$(BIN)/python -m benchmarks $(BENCH)
 
 faults: install
 	$(BIN)/python -m tests.faults.table

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import socket
+import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["on_fresh_ranks"]
+__all__ = ["in_fresh_process", "on_fresh_ranks"]
 
 
 def on_fresh_ranks(
@@ -18,34 +21,66 @@ def on_fresh_ranks(
 ) -> list[Any]:
     """``work(rank, world_size, *args)`` on each rank of a new gloo group; what it returns, by rank.
 
-    Raises SystemExit if a rank fails; the others are killed.
+    Raises SystemExit if a rank fails or all together take longer than ``timeout_s``; the other ranks are killed.
     """
     context = multiprocessing.get_context("fork")
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    out = context.SimpleQueue()
+    pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
     processes = [
-        context.Process(target=_rank, args=(work, rank, world_size, port, args, out))
+        context.Process(target=_rank, args=(work, rank, world_size, port, args, pipes[rank][1]))
         for rank in range(world_size)
     ]
-    for p in processes:
-        p.start()
-    for rank, p in enumerate(processes):
-        p.join(timeout_s)
-        if p.exitcode != 0:
-            for other in processes:
-                other.kill()
-            raise SystemExit(f"{work.__name__}: rank {rank} ended with {p.exitcode}")
-    return [result for _, result in sorted(out.get() for _ in processes)]
+    for process in processes:
+        process.start()
+    for _, sender in pipes:
+        sender.close()  # so that the end of a rank is the end of its pipe
+    results: dict[int, Any] = {}
+    try:
+        receivers: dict[Any, int] = {receiver: rank for rank, (receiver, _) in enumerate(pipes)}
+        deadline = time.monotonic() + timeout_s
+        while receivers:
+            ready = wait(list(receivers), timeout=deadline - time.monotonic())
+            if not ready:
+                raise SystemExit(
+                    f"{work.__name__}: ranks {sorted(receivers.values())} took more than {timeout_s} s"
+                )
+            for receiver in ready:
+                rank = receivers.pop(receiver)
+                try:
+                    results[rank] = receiver.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    processes[rank].join()
+                    raise SystemExit(
+                        f"{work.__name__}: rank {rank} ended with {processes[rank].exitcode}"
+                    ) from None
+        for process in processes:
+            process.join()
+    finally:
+        for process in processes:
+            process.kill()
+    return [results[rank] for rank in range(world_size)]
+
+
+def in_fresh_process(work: Callable[..., None], *args: Any) -> None:
+    """``work(*args)`` in a process of its own, so that memory it frees is not there for later ranks to use again."""
+    process = multiprocessing.get_context("fork").Process(target=work, args=args)
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise SystemExit(f"{work} ended with {process.exitcode}")
 
 
 def _rank(
-    work: Callable[..., Any], rank: int, world_size: int, port: int, args: tuple[Any, ...], out: Any
+    work: Callable[..., Any], rank: int, world_size: int, port: int, args: tuple[Any, ...], out: Connection
 ) -> None:
     torch.set_num_threads(1)
+    # As torchrun sets them; transformers and Accelerate read them.
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
     result = work(rank, world_size, *args)
     dist.barrier()
-    out.put((rank, result))
+    out.send(result)
     dist.destroy_process_group()

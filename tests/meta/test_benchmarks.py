@@ -1,4 +1,4 @@
-"""The benchmarks in their shortest form: that they run and measure, not how fast."""
+"""The benchmarks in their short form: that they run, measure, and that what is no time holds."""
 
 from __future__ import annotations
 
@@ -6,52 +6,76 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.__main__ import JUDGES_SECONDS, SCRIPTS
 from tests.harness.process import ROOT, worker_env
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "options", "figures"),
-    [
-        (
-            "load.py",
-            ("--ranks", "2", "--gib", "0.05", "--pairs", "1"),
-            ("load / floor, minima", "bytes asked / model"),
-        ),
-        (
-            "save.py",
-            ("--ranks", "2", "--gib", "0.02", "--pairs", "1", "--loop-s", "0.2"),
-            ("save / write + fsync, medians", "behind s"),
-        ),
-        (
-            "metadata.py",
-            ("--params", "200", "--ranks", "16", "--repeats", "1"),
-            ("largest manifest, MB", "resume of HSDP on 12 ranks 1-D"),
-        ),
-        ("planning.py", ("--layers", "2", "--repeats", "1"), ("load", "restore", "seconds")),
-    ],
-)
-def test_short_form(tmp_path: Path, script: str, options: tuple[str, ...], figures: tuple[str, ...]) -> None:
+def _run(tmp_path: Path, script: str, *options: str) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / script), *options, "--json"],
+        [sys.executable, str(ROOT / "benchmarks" / script), *SCRIPTS[script][1], *options],
         env=worker_env(),
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=570,
         check=False,
     )
     # 1: measured, and a bound on seconds does not hold, which says nothing at this size.
-    assert done.returncode in (0, 1), done.stderr[-4000:]
-    result = json.loads(done.stdout.splitlines()[-1])
+    fine = (0, 1) if script in JUDGES_SECONDS else (0,)
+    assert done.returncode in fine, done.stdout[-4000:] + done.stderr[-4000:]
+    return done
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "figures"),
+    [
+        ("save.py", ("save / write + fsync, medians", "behind s")),
+        ("metadata.py", ("largest manifest, MB", "resume of HSDP on 12 ranks 1-D")),
+        ("planning.py", ("load", "restore", "seconds")),
+    ],
+)
+def test_short_form(tmp_path: Path, script: str, figures: tuple[str, ...]) -> None:
+    result = json.loads(_run(tmp_path, script, "--json").stdout.splitlines()[-1])
     assert set(figures) <= result.keys(), result
-    if script == "load.py":
-        assert result["bytes asked / model"] == 1.0
-        assert result["collectives in a load"] == 0
     if script == "metadata.py":
         resumes = [found for name, found in result.items() if name.startswith("resume")]
         assert len(resumes) == 9
         assert all(found["bytes read / held"] == 1.0 for found in resumes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["page_cache.py", "digest.py"])
+def test_short_form_runs(tmp_path: Path, script: str) -> None:
+    _run(tmp_path, script)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_loads_beside_peers(tmp_path: Path) -> None:
+    """Every peer loads what it says it can, with the bits that we load; our bytes and memory are in bounds."""
+    files = {kind: tmp_path / f"load.{kind}" for kind in ("json", "md", "png")}
+    _run(
+        tmp_path,
+        "load.py",
+        *("--directory", str(tmp_path), "--json", str(files["json"])),
+        *("--table", str(files["md"]), "--png", str(files["png"])),
+    )
+    result: dict[str, Any] = json.loads(files["json"].read_text())
+    assert all(contract["verdict"] == "holds" for contract in result["contracts"])
+    warm = {(c["model"], c["layout"]): c["peers"] for c in result["cells"] if not c["cold"]}
+    dense = warm["dense", "dim 0"]
+    measured = {name for name, found in dense.items() if found.get("rounds", 0) == 2}
+    assert {"shardwise", "plain floor", "huge-page floor", "torch DCP"} <= measured
+    assert all("rounds" in found for name, found in dense.items() if name != "safetensors prefetch"), dense
+    assert dense["shardwise"]["collective_bytes"] == 0
+    assert dense["torch broadcast"]["collective_bytes"] > dense["torch DCP"]["collective_bytes"] > 0
+    assert all(found["different_from_ours"] == [] for found in dense.values() if "rounds" in found)
+    assert warm.keys() >= {("moe", "dim 0"), ("dense", "dim 1"), ("dense", "FSDP × TP"), ("dense", "HSDP")}
+    table = files["md"].read_text()
+    assert all(f"| {name} |" in table for name in measured)
+    assert files["png"].read_bytes().startswith(b"\x89PNG")

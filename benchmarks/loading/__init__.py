@@ -1,0 +1,1 @@
+"""The parts of ``benchmarks/load.py``: models, cases, one run, rounds, contracts, output."""

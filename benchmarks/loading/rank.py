@@ -1,0 +1,92 @@
+"""One rank of one run: a peer loads a case, timed or inspected. Run by ``benchmarks.fresh.on_fresh_ranks``."""
+
+from __future__ import annotations
+
+import gc
+import time
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from benchmarks.loading.cases import Case
+from benchmarks.loading.counters import (
+    CollectiveBytes,
+    anonymous_bytes,
+    pss_bytes,
+    read_calls,
+    sampled,
+    storage_bytes,
+)
+from benchmarks.peers import PEERS
+
+__all__ = ["inspected", "timed"]
+
+
+def timed(rank: int, world_size: int, peer: str, case: Case) -> dict[str, Any]:
+    """Seconds and what the rank used. Nothing else runs inside of the time."""
+    warnings.simplefilter("ignore")  # the peers' own
+    load = PEERS[peer].prepare(case)
+    gc.collect()
+    dist.barrier()
+    before = {**_memory(), **_reads()}
+    dist.barrier()
+    started = time.perf_counter()  # one clock for all processes of a machine
+    cpu_before = time.process_time()
+    loaded = load()
+    cpu_s = time.process_time() - cpu_before
+    ended = time.perf_counter()
+    after = _reads()
+    dist.barrier()  # the node's memory when all have loaded
+    after |= _memory()
+    dist.barrier()
+    del loaded
+    return {
+        "started": started,
+        "ended": ended,
+        "cpu_s": cpu_s,
+        **{name: after[name] - before[name] for name in after},
+    }
+
+
+def _reads() -> dict[str, int]:
+    return {"storage_bytes": storage_bytes(), "read_calls": read_calls()}
+
+
+def _memory() -> dict[str, int]:
+    return {"anonymous_bytes": anonymous_bytes(), "pss_bytes": pss_bytes()}
+
+
+def inspected(rank: int, world_size: int, peer: str, case: Case) -> dict[str, Any]:
+    """Peak of anonymous memory, bytes of collectives, and a hash of each shard. Too slow to be timed."""
+    warnings.simplefilter("ignore")  # the peers' own
+    load = PEERS[peer].prepare(case)
+    gc.collect()
+    dist.barrier()
+    before = anonymous_bytes()
+    with sampled() as peak, CollectiveBytes() as collectives:
+        loaded = load()
+    shards = _shards(loaded)
+    return {
+        "peak_bytes": peak.nbytes - before,
+        "collective_bytes": collectives.nbytes,
+        "shard_bytes": sum(shard.nbytes for shard in shards.values()),
+        "hashes": {name: _hash(shard) for name, shard in shards.items()},
+    }
+
+
+def _shards(loaded: nn.Module | dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """This rank's part of each parameter."""
+    tensors = dict(loaded.named_parameters()) if isinstance(loaded, nn.Module) else loaded
+    return {
+        name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()
+    }
+
+
+def _hash(shard: torch.Tensor) -> str:
+    flat = shard.detach().contiguous().reshape(-1)
+    return xxhash.xxh3_128_hexdigest(flat.view(torch.uint8).numpy()) if flat.numel() else "empty"
