@@ -397,6 +397,7 @@ def on_two_visible(source: str, root: str) -> dict[str, tuple[str, Any]]:
         "async": outcome(saves.async_saves, f"{root}/async", device),
         "waves": outcome(saves.async_saves, f"{root}/waves", device, saves.BUDGET),
         "sync": outcome(saves.sync_saves, f"{root}/sync", device),
+        "scalars": outcome(saves.scalars, device),
         "two devices": outcome(saves.save_from_two_devices, f"{root}/two", device),
         "export": outcome(saves.exports, f"{root}/export", device),
         "on the cpu": outcome(saves.save_of_a_cpu_model, f"{root}/cpu", device),

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import shardwise as sw
+from shardwise.state.optimizer import drain, place_scalars
 
 MIB = 1024**2
 #: Less than the state of a rank.
@@ -144,6 +145,24 @@ def sync_saves(root: str, device: torch.device) -> dict[str, Any]:
         "pinned": pinned,
         "bytes": report.bytes_written,
     }
+
+
+def scalars(device: torch.device) -> dict[str, Any]:
+    """The scalars of an optimizer, which lie on the device, taken out and put back."""
+    state = state_on(device, 1)
+    optimizer = state.optimizers["optimizer"]
+    names = {id(p): name for name, p in state.models["model"].named_parameters()}
+    drained, out = spent(device, lambda: drain(optimizer, names))
+    stored = {
+        name: {state_key: drained.packed[key][place] for state_key, (key, place) in index.items()}
+        for name, index in drained.packed_index.items()
+    }
+    live = {names[id(p)]: {"step": states["step"]} for p, states in optimizer.state.items()}
+    for states in live.values():
+        states["step"].zero_()
+    _, back = spent(device, lambda: place_scalars(optimizer, names, stored, live))
+    steps = [states["step"].item() for states in optimizer.state.values()]
+    return {"out": out, "back": back, "steps": steps}
 
 
 def save_from_two_devices(root: str, device: torch.device) -> dict[str, Any]:

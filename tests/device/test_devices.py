@@ -209,6 +209,13 @@ def test_a_save_copies_through_a_small_ring(two: Parts) -> None:
         assert found["pinned"] == found["staging"] == 16 * saves.MIB < found["bytes"]
 
 
+def test_scalars_of_an_optimizer_travel_together(two: Parts) -> None:
+    for found in of(two, "scalars"):
+        assert found["steps"] == [1] * 5
+        assert found["out"]["copies to the host, pageable, blocking"] == found["out"]["waits"] == 1
+        assert found["back"]["copies to a device, pageable, blocking"] == found["back"]["waits"] == 1
+
+
 def test_an_async_save_from_two_devices(two: Parts) -> None:
     assert of(two, "two devices") == [{"same": [True] * 4, "ok": True}] * 2
 

@@ -264,6 +264,7 @@ def place_scalars(
     New tensors lie where torch's own ``load_state_dict`` puts them: ``step`` on the CPU unless the group is
     capturable or fused, everything else on the parameter's device.
     """
+    values: dict[tuple[torch.device, torch.dtype], list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for group in optimizer.param_groups:
         on_device = bool(group.get("capturable") or group.get("fused"))
         for parameter in group["params"]:
@@ -272,12 +273,15 @@ def place_scalars(
                 if key == GRADIENT:
                     continue
                 old = before.get(name, {}).get(key)
-                if old is not None and old.dtype == value.dtype:
-                    local_tensor(old).copy_(value)
-                    optimizer.state[parameter][key] = old
-                else:
+                if old is None or old.dtype != value.dtype:
                     device = parameter.device if on_device or key != "step" else torch.device("cpu")
-                    optimizer.state[parameter][key] = value.clone().to(device)
+                    old = torch.empty_like(value, device=device)
+                optimizer.state[parameter][key] = old
+                live = local_tensor(old)
+                values.setdefault((live.device, live.dtype), []).append((live, value.reshape(live.shape)))
+    for (device, _), pairs in values.items():  # one copy to a device, not one for each parameter
+        for (live, _), stored_value in zip(pairs, torch.stack([v for _, v in pairs]).to(device), strict=True):
+            live.copy_(stored_value)
 
 
 def place_values(
