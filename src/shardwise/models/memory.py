@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from typing import cast
 
 import torch
 from torch import nn
@@ -56,8 +57,8 @@ def materialize(model: nn.Module, device: torch.device | str, pages: Pages = "au
 
 def _parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     """Every distinct parameter once. Several walks of a large model would take longer than its memory."""
-    found = {id(p): p for module in modules for p in module._parameters.values() if p is not None}
-    return [*found.values()]
+    found = {id(t): t for m in modules for _, t, kind, _ in own_tensors(m) if kind == "parameter"}
+    return cast(list[nn.Parameter], [*found.values()])
 
 
 def give_addresses(parameters: Iterable[nn.Parameter]) -> None:
@@ -91,8 +92,6 @@ def _materialize_buffers(modules: Iterable[nn.Module], device: torch.device) -> 
     """Allocate persistent meta buffers; a buffer that several modules register stays one tensor."""
     real: dict[int, torch.Tensor] = {}
     for module in modules:
-        if not module._buffers:
-            continue
         for name, buffer, kind, persistent in [*own_tensors(module)]:
             if kind == "parameter" or not buffer.is_meta or not persistent:
                 continue
