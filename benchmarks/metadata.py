@@ -51,6 +51,7 @@ from shardwise.format.spread import file_count
 from shardwise.gc_paused import gc_paused
 from shardwise.layout.live import describe
 from shardwise.loading.load import _fingerprint, plan_load
+from shardwise.models.host_memory import HostMemory
 from shardwise.planning import IOOptions, Plan
 from shardwise.ranks.ranks import Ranks
 from shardwise.recipe.match import Rules
@@ -312,7 +313,7 @@ def measure_resume(state: sw.TrainState, path: str, repeats: int) -> dict[str, A
     optimizer, model = state.optimizers["optimizer"], state.models["model"]
     part = TrainedBy("optimizer", optimizer, "model", describe(model))
     spread = stored_states(part, stored_settings(path, read_manifest(path))).spread
-    tensors, _ = place_states(optimizer, part.names(), spread)
+    tensors, _ = place_states(optimizer, part.names(), spread, HostMemory())
     del spread
     seconds, plans = timed(lambda: plan_resume(state, path, part, tensors), repeats)
     read = sum(p.bytes_to_read for p in plans)
