@@ -100,20 +100,25 @@ class Narrow(Qwen3ForCausalLM):  # type: ignore[misc]
 
 
 def without_rules(directory: str, out: str) -> dict[str, str]:
-    """The error for a class whose rules can't be traced, and a load that passes names=."""
+    """A load of a class that can't be built again, and the errors where an instance of it is needed."""
     config = build_meta(directory).config
-    with sw.meta_init():
-        model = Narrow(config, config.num_hidden_layers)
-    sw.shard(model, mesh_of((dist.get_world_size(),)))
+
+    def build() -> nn.Module:
+        with sw.meta_init():
+            return Narrow(config, config.num_hidden_layers)
+
+    model, adapted = _sharded(build()), _sharded(_with_adapters(build()))
     found = {
-        "load": _error_of(lambda: sw.load(model, directory)),
+        "load": _error_of(lambda: sw.load(adapted, directory)),
         "export": _error_of(lambda: sw.export_hf(model, out)),
     }
     assert all(local_tensor(p).is_meta for p in model.parameters()), "nothing was given memory"
-    sw.load(model, directory, names={})
     expected = ordinary_model(directory).state_dict()
-    for key, tensor in model.state_dict().items():
-        assert torch.equal(bits(whole(tensor)), bits(expected[key])), key
+    for names in (None, {}):
+        model = _sharded(build())
+        sw.load(model, directory, names=names)
+        for key, tensor in model.state_dict().items():
+            assert torch.equal(bits(whole(tensor)), bits(expected[key])), key
     return found
 
 
