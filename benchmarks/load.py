@@ -25,6 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import transformers
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from benchmarks.loading.contracts import contracts
 from benchmarks.loading.report import as_json, as_table, contract_lines, draw, huge_pages_on
@@ -37,6 +38,8 @@ def main() -> None:
     args = _arguments()
     # Imported here, so that no run imports them.
     _ = transformers.Qwen3ForCausalLM, transformers.Qwen3MoeForCausalLM
+    # A table of transformers, which the first load of a process makes (50 ms), by any peer that converts.
+    get_checkpoint_conversion_mapping("llama")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     # Ranks are forks: a collection in one would copy every page that holds an object of this process.
     gc.collect()
