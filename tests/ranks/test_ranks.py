@@ -6,7 +6,7 @@ import contextlib
 import json
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,46 +22,72 @@ from tests.harness.tiers import long
 pytestmark = pytest.mark.processes
 
 LAUNCH_S = 150.0
+#: A rank is missed after 3 s; without that it would be after the 30 s or more of another limit.
+SOON_S = 15.0
 
 Note = dict[str, Any]
 Notes = list[dict[str, Note]]
 
 
-def launch(
-    scenario: str,
-    world_size: int,
-    folder: Path,
-    *,
-    first_hosts: bool = False,
-    during: Callable[[list[Process]], None] | None = None,
-) -> Notes:
-    """Run a scenario of _ranks_fns.py on real processes; returns what each rank noted (nothing if killed before it wrote)."""
-    here = None if first_hosts else TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port = "first" if here is None else str(here.port)
-    logs = [folder / f"{rank}.log" for rank in range(world_size)]
-    processes: list[Process] = []
-    for rank, log in enumerate(logs):
-        words = (scenario, str(rank), str(world_size), port, str(folder))
-        processes.append(spawn("tests.ranks._ranks_fns", *words, log=log, env=worker_env()))
-    try:
-        end = time.monotonic() + LAUNCH_S
-        if during is not None:
-            during(processes)
-        for process in processes:
-            process.wait(timeout=max(0.1, end - time.monotonic()))
-    except BaseException:
-        for rank, log in enumerate(logs):
-            print(f"---- rank {rank}: {processes[rank].poll()}\n{log.read_text(errors='replace')}")
-        raise
-    finally:
-        kill_all(processes)
-    killed = [process.returncode == -signal.SIGKILL for process in processes]
-    results = [folder / f"{rank}.json" for rank in range(world_size)]
-    for rank, result in enumerate(results):
-        if not killed[rank] and not result.exists():
-            everything = "\n".join(f"---- {log.name}\n{log.read_text(errors='replace')}" for log in logs)
-            pytest.fail(f"rank {rank} ended with {processes[rank].returncode}\n{everything}")
-    return [json.loads(result.read_text()) if result.exists() else {} for result in results]
+class Job:
+    """A scenario of _ranks_fns.py on real processes, which run from here on."""
+
+    def __init__(self, scenario: str, world_size: int, folder: Path, *, first_hosts: bool = False) -> None:
+        self.folder = folder
+        self._store = (
+            None if first_hosts else TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        )
+        port = "first" if self._store is None else str(self._store.port)
+        self.logs = [folder / f"{rank}.log" for rank in range(world_size)]
+        self.processes: list[Process] = []
+        for rank, log in enumerate(self.logs):
+            words = (scenario, str(rank), str(world_size), port, str(folder))
+            self.processes.append(spawn("tests.ranks._ranks_fns", *words, log=log, env=worker_env()))
+
+    def finish(self, during: Callable[[list[Process]], None] | None = None) -> Notes:
+        """What each rank noted; nothing if it was killed before it wrote."""
+        try:
+            end = time.monotonic() + LAUNCH_S
+            if during is not None:
+                during(self.processes)
+            for process in self.processes:
+                process.wait(timeout=max(0.1, end - time.monotonic()))
+        except BaseException:
+            for rank, log in enumerate(self.logs):
+                print(f"---- rank {rank}: {self.processes[rank].poll()}\n{log.read_text(errors='replace')}")
+            raise
+        finally:
+            kill_all(self.processes)
+        killed = [process.returncode == -signal.SIGKILL for process in self.processes]
+        results = [self.folder / f"{rank}.json" for rank in range(len(self.processes))]
+        for rank, result in enumerate(results):
+            if not killed[rank] and not result.exists():
+                texts = "\n".join(f"---- {log.name}\n{log.read_text(errors='replace')}" for log in self.logs)
+                pytest.fail(f"rank {rank} ended with {self.processes[rank].returncode}\n{texts}")
+        return [json.loads(result.read_text()) if result.exists() else {} for result in results]
+
+
+def launch(scenario: str, world_size: int, folder: Path, *, first_hosts: bool = False) -> Notes:
+    """Run a scenario to its end."""
+    return Job(scenario, world_size, folder, first_hosts=first_hosts).finish()
+
+
+@pytest.fixture(scope="module")
+def waiting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Job]]:
+    """Scenarios that mostly wait, all at once. The one whose ranks the test continues is to be finished first."""
+
+    def start(scenario: str, world_size: int, *, first_hosts: bool = False) -> Job:
+        return Job(scenario, world_size, tmp_path_factory.mktemp(scenario), first_hosts=first_hosts)
+
+    jobs = {
+        "signalled": start("signalled", 3),
+        "slow": start("slow", 2),
+        "first killed": start("first_killed", 3),
+        "first killed, which hosts the store": start("first_killed", 3, first_hosts=True),
+    }
+    yield jobs
+    for job in jobs.values():
+        kill_all(job.processes)
 
 
 def all_raise(
@@ -153,8 +179,30 @@ def test_agreement(world_size: int, tmp_path: Path) -> None:
     all_raise(notes, "anew", "rank 1: OSError: anew", causes=[1])
 
 
-def test_progress_is_not_limited_by_timeout(tmp_path: Path) -> None:
-    notes = launch("slow", 2, tmp_path)
+def test_stopped_and_killed_ranks(waiting: dict[str, Job]) -> None:
+    job = waiting["signalled"]
+
+    def continue_when_others_have_raised(processes: list[Process]) -> None:
+        for name, stopped in (("stop-last", 2), ("stop-first", 0)):
+            end = time.monotonic() + 90  # imports, on a busy machine, too
+            others = [job.folder / f"{name}.{rank}" for rank in range(3) if rank != stopped]
+            while not all(path.exists() for path in others):
+                assert time.monotonic() < end, f"the others hang after {name}"
+                time.sleep(0.05)
+            processes[stopped].send_signal(signal.SIGCONT)
+
+    notes = job.finish(continue_when_others_have_raised)
+    for name, rank in (("stop-first", 0), ("stop-last", 2)):  # the one who slept raises it too
+        all_raise(notes, name, f"rank {rank}: no progress for 3 s", causes=[], missing=[rank])
+        assert notes[1][name]["took_s"] < SOON_S
+        assert values(notes, f"after-{name}") == ["fine"] * 3
+    for name in ("kill-last", "after-kill-last"):
+        all_raise(notes[:2], name, "rank 2: no progress for 3 s", causes=[], missing=[2])
+        assert notes[1][name]["took_s"] < SOON_S
+
+
+def test_progress_is_not_limited_by_timeout(waiting: dict[str, Job]) -> None:
+    notes = waiting["slow"].finish()
     for name in ("slow-last", "slow-first", "after"):
         assert values(notes, name) == ["fine", "fine"]
     assert notes[0]["slow-last"]["took_s"] > 3.5
@@ -162,35 +210,15 @@ def test_progress_is_not_limited_by_timeout(tmp_path: Path) -> None:
     all_raise(notes, "silent", "rank 1: no progress for 1.5 s", causes=[], missing=[1])
 
 
-def test_stopped_and_killed_ranks(tmp_path: Path) -> None:
-    def continue_when_others_have_raised(processes: list[Process]) -> None:
-        for name, stopped in (("stop-last", 2), ("stop-first", 0)):
-            end = time.monotonic() + 90  # imports, on a busy machine, too
-            others = [tmp_path / f"{name}.{rank}" for rank in range(3) if rank != stopped]
-            while not all(path.exists() for path in others):
-                assert time.monotonic() < end, f"the others hang after {name}"
-                time.sleep(0.05)
-            processes[stopped].send_signal(signal.SIGCONT)
-
-    notes = launch("signalled", 3, tmp_path, during=continue_when_others_have_raised)
-    for name, rank in (("stop-first", 0), ("stop-last", 2)):  # the one who slept raises it too
-        all_raise(notes, name, f"rank {rank}: no progress for 3 s", causes=[], missing=[rank])
-        assert notes[1][name]["took_s"] < 7
-        assert values(notes, f"after-{name}") == ["fine"] * 3
-    for name in ("kill-last", "after-kill-last"):
-        all_raise(notes[:2], name, "rank 2: no progress for 3 s", causes=[], missing=[2])
-        assert notes[1][name]["took_s"] < 7
-
-
-@pytest.mark.parametrize("first_hosts", [False, True])
-def test_first_rank_killed(first_hosts: bool, tmp_path: Path) -> None:
-    notes = launch("first_killed", 3, tmp_path, first_hosts=first_hosts)
+@pytest.mark.parametrize("name", ["first killed", "first killed, which hosts the store"])
+def test_first_rank_killed(waiting: dict[str, Job], name: str) -> None:
+    notes = waiting[name].finish()
     assert [bool(note) for note in notes] == [False, True, True]
-    assert all(note["kill"]["took_s"] < 7 for note in notes[1:])
-    if first_hosts:
-        all_raise(notes, "kill", "'write' failed", "rank 0: unreachable", causes=[0])
-    else:
+    assert all(note["kill"]["took_s"] < SOON_S for note in notes[1:])
+    if name == "first killed":
         all_raise(notes, "kill", "rank 0: no progress for 3 s", causes=[], missing=[0])
+    else:
+        all_raise(notes, "kill", "'write' failed", "rank 0: unreachable", causes=[0])
 
 
 def test_store_ends_with_first_rank(tmp_path: Path) -> None:
