@@ -40,7 +40,7 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors on the CPU: those there as they are, the others as copies.
+    """The tensors on the CPU: a tensor there as it is, a tensor on a device as a copy.
 
     A device packs its tensors, so that the host waits once for each 32 MiB and not for each tensor. Memory on the
     device: 32 MiB, or the largest tensor if that is more. For small tensors.

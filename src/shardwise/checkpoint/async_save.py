@@ -17,7 +17,7 @@ from collections.abc import Callable
 from ..errors import CheckpointError, StateError
 from ..ranks.ranks import Ranks
 from .collect import Collected
-from .pieces import StagedContents, Staging, live_piece, pieces_of
+from .pieces import StagedContents, StagedPieces, live_piece, pieces_of
 from .save import SaveReport, publish_collected
 from .stage import StagingBuffer, detached_documents, room_for
 
@@ -34,7 +34,7 @@ def reserve_for(collected: Collected, buffer: StagingBuffer, ranks: Ranks, most_
     """
     with ranks.agree("reserve staging"):
         pieces = list(pieces_of(collected, ranks.rank))
-        staging = Staging(pieces)
+        staging = StagedPieces(pieces)
         needed = staging.nbytes
         if most_bytes is not None and needed > most_bytes:
             largest, name = max((room_for(live_piece(p)), p.live.stored.name) for p in pieces)
@@ -60,7 +60,7 @@ class AsyncSave:
         self.step = collected.step
         pieces = list(pieces_of(collected, ranks.rank))
         self._nbytes = sum(piece.nbytes for piece in pieces)
-        self._staging = Staging(pieces)
+        self._staging = StagedPieces(pieces)
         try:
             self._collected = detached_documents(collected)
         except (RuntimeError, MemoryError) as error:

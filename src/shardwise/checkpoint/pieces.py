@@ -29,7 +29,7 @@ __all__ = [
     "LiveContents",
     "Piece",
     "StagedContents",
-    "Staging",
+    "StagedPieces",
     "boxes_from",
     "boxes_on",
     "live_piece",
@@ -134,7 +134,7 @@ class InParts:
         return []
 
 
-class Staging:
+class StagedPieces:
     """What goes through a :class:`StagingBuffer`: pieces, and behind them the digest sums that devices make meanwhile."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
@@ -185,7 +185,7 @@ class LiveContents:
     """The live tensors: in place on the CPU; from a device through a small ring, while the writer writes."""
 
     def __init__(self, pieces: Iterable[Piece]) -> None:
-        self._staging = Staging([p for p in pieces if p.is_on_device])
+        self._staging = StagedPieces([p for p in pieces if p.is_on_device])
         self._buffer = StagingBuffer()
         self._copying: Iterator[None] | None = None
 
@@ -230,9 +230,9 @@ def boxes_from(take: Callable[[], torch.Tensor], box: Box, dtype: str) -> Iterat
 
 
 class StagedContents:
-    """Copies of all pieces, from a buffer into which another thread puts :meth:`Staging.tensors`."""
+    """Copies of all pieces, from a buffer into which another thread puts :meth:`StagedPieces.tensors`."""
 
-    def __init__(self, staging: Staging, buffer: StagingBuffer) -> None:
+    def __init__(self, staging: StagedPieces, buffer: StagingBuffer) -> None:
         self._staging = staging
         self._buffer = buffer
 

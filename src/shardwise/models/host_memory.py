@@ -52,7 +52,7 @@ class HostMemory:
         self._mappings: list[mmap.mmap] = []
         self._next = self._end = 0  # free bytes of the last mapping
         self._refusal = _refusal()
-        self._is_free = pages == "auto"
+        self._may_change = pages == "auto"
         self._pages: Literal["huge", "small"] = "huge" if pages == "huge" else "small"
         #: CPU seconds for each byte, as last measured; 0 before.
         self._cost = {"small": 0.0, "huge": 0.0}
@@ -102,7 +102,7 @@ class HostMemory:
         self._bytes[self._pages] += self._measured_bytes
         self._measured_bytes, self._measured_s = 0, 0.0
         other: Literal["huge", "small"] = "small" if self._pages == "huge" else "huge"
-        if self._is_free and self._cost[other] < self._cost[self._pages]:
+        if self._may_change and self._cost[other] < self._cost[self._pages]:
             self._pages = other
             for mapping in self._mappings:
                 self._advise(mapping)

@@ -1,4 +1,4 @@
-"""Copies from files to accelerators through a ring of pinned memory: one slot is read while the others are copied.
+"""Copies from files to accelerators through a ring of pinned memory: the host reads into one slot while a device copies from the rest.
 
 Everything goes through ``torch.accelerator``, ``torch.Stream`` and ``torch.Event``: CUDA, ROCm, XPU and other backends.
 """
