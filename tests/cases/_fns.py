@@ -492,8 +492,6 @@ def one_rank_fails(shared: str, private: str, how: str) -> dict[str, Any]:
     elif mine and how == "unlinked":
         source = open_catalog(private)
         Path(private, "model.safetensors").unlink()
-    elif mine and how == "no directory":
-        source = f"{private}-elsewhere"
     try:
         io = sw.IOOptions(strategy="own")  # else the other ranks read for it
         with failing_reads(errno.EIO) if mine and how == "unreadable" else nullcontext():

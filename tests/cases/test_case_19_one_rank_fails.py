@@ -18,7 +18,6 @@ from tests.harness.pool import RankPool
         ("truncated", ["IntegrityError", "model.safetensors", "truncated"]),
         ("unlinked", ["does not see the files of the source", "strategy='own'"]),
         ("unreadable", ["SourceError", "model.safetensors", "Input/output error"]),
-        ("no directory", ["does not see the files of the source", "strategy='own'"]),
     ],
 )
 def test_every_rank_learns_of_it(ranks: RankPool, tmp_path: Path, how: str, parts: list[str]) -> None:
