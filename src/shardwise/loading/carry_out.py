@@ -51,7 +51,7 @@ def carry_out(
                     if copies:
                         compare(found, found, destination, staging)
                     else:
-                        execute(found, found, destination, staging, memory)
+                        execute(found, found, destination, staging, memory, held=found.elements)
                     found.close()
     return ReadCost(
         bytes_read=files.bytes_read,

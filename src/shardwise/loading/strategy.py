@@ -18,6 +18,7 @@ from ..errors import RankError, SourceError
 from ..layout.live import LiveModel
 from ..planning import IOOptions, Plan, Transfer, build_plan
 from ..planning.buckets import Span, cut_into_buckets
+from ..planning.transfers import Transfers
 from ..ranks.hosts import device_of_group, host_key
 from ..ranks.ranks import Ranks, different
 from ..recipe.match import Matched
@@ -31,6 +32,8 @@ Asked = Literal["auto", "own", "node", "once"]
 
 #: Ranks need bytes twice, where together they read this many times what is stored.
 _TWICE = 1.25
+#: Reading a run of this many bytes takes longer in calls than in bytes.
+_SHORT_BYTES = 16 * 1024
 #: Pieces of a tensor where hosts need different parts of it: less is read that no rank of a host needs.
 _PIECE_BYTES = 256 * 1024
 #: File systems whose servers all ranks share (``proc(5)``, mountinfo).
@@ -64,7 +67,9 @@ class Facts:
     """Fingerprint of the names and sizes of the files; None if this rank does not see one of them."""
     network: bool
     read_bytes: int
-    """What this rank would read by itself."""
+    """On a network file system: what this rank would read by itself."""
+    short_bytes: int
+    """What it would read in runs so short that the number of reads decides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +102,7 @@ def facts_of(planned: Planned, fingerprint: str, words: str) -> Facts:
         files=files,
         network=network,
         read_bytes=planned.plan.bytes_to_read if network else 0,
+        short_bytes=_in_short_runs(planned.plan.transfers),
     )
 
 
@@ -114,7 +120,8 @@ def choose(label: str, asked: Asked, source_bytes: int, told: Sequence[Mapping[s
         raise RankError(label, {rank: cause for rank, one in enumerate(facts) if one.files is None})
     hosts = {one.host for one in facts}
     times = sum(one.read_bytes for one in facts) / max(1, source_bytes)
-    strategy, reason = _chosen(asked, facts, len(hosts), blind, times)
+    short = sum(one.short_bytes for one in facts) >= source_bytes / 4 > 0
+    strategy, reason = _chosen(asked, facts, len(hosts), blind, times, short=short)
     if strategy != "own":
         first = facts[readers[0]].files
         if others := [rank for rank in readers if facts[rank].files != first]:
@@ -124,7 +131,7 @@ def choose(label: str, asked: Asked, source_bytes: int, told: Sequence[Mapping[s
 
 
 def _chosen(
-    asked: Asked, facts: Sequence[Facts], hosts: int, blind: int, times: float
+    asked: Asked, facts: Sequence[Facts], hosts: int, blind: int, times: float, *, short: bool
 ) -> tuple[Strategy, str]:
     if len(facts) == 1:
         return "own", "one rank"
@@ -132,12 +139,32 @@ def _chosen(
         return "once", f"{blind} of {len(facts)} ranks do not see the files"
     if asked != "auto":
         return asked, "asked for"
+    if short and len(facts) > hosts:
+        return "node", "shards lie in short runs"
     if not any(one.network for one in facts):
         return "own", "the files are on local disks"
     if times < _TWICE:
         return "own", "ranks need different bytes"
     read = f"on a network file system, of which ranks would read {times:.1f} times what it holds"
     return ("node", f"{read}, on one host") if hosts == 1 else ("once", f"{read}, on {hosts} hosts")
+
+
+def _in_short_runs(transfers: Sequence[Transfer]) -> int:
+    """Bytes of strided transfers whose runs are short."""
+    like = transfers.kinds if isinstance(transfers, Transfers) else transfers
+    short = [
+        k
+        for k, t in enumerate(like)
+        if len(t.loops) > 1 and t.run_numel < t.numel and _run_bytes(t) < _SHORT_BYTES
+    ]
+    if not short:
+        return 0
+    counts = transfers.counts() if isinstance(transfers, Transfers) else [1] * len(like)
+    return sum(counts[k] * like[k].numel * itemsize(like[k].source_dtype) for k in short)
+
+
+def _run_bytes(transfer: Transfer) -> int:
+    return transfer.run_numel * itemsize(transfer.source_dtype)
 
 
 def on_network(path: str) -> bool:

@@ -19,10 +19,10 @@ from itertools import groupby, islice
 import torch
 import torch.distributed as dist
 
-from ..dtypes import itemsize
+from ..dtypes import itemsize, torch_dtype
 from ..errors import RankError
 from ..layout.wanted import contiguous_strides
-from ..planning.buckets import Bucket, Buckets
+from ..planning.buckets import Buckets
 from ..planning.records import StridedLoop, Transfer
 from ..ranks.ranks import Ranks
 from .converted import Reader
@@ -57,7 +57,7 @@ class SharedReader(ABC):
             Buckets.index_of(path): list(group) for path, group in groupby(transfers, lambda t: t.path)
         }
         self._files, self._ranks, self._rounds = files, ranks, rounds
-        self._now: dict[str, memoryview] = {}
+        self._now: dict[str, torch.Tensor] = {}
 
     def __iter__(self) -> Iterator[Transfer]:
         """The transfers, each while its bytes are here."""
@@ -66,7 +66,17 @@ class SharedReader(ABC):
 
     def read_into(self, path: str, offset_bytes: int, view: memoryview) -> None:
         """Fill ``view`` with bytes of the round."""
-        view[:] = self._now[path][offset_bytes : offset_bytes + view.nbytes]
+        view[:] = self._now[path].numpy().data[offset_bytes : offset_bytes + view.nbytes]
+
+    def elements(self, transfer: Transfer) -> torch.Tensor | None:
+        """The elements of one of the transfers given last, with its loops as dims; None if they are not aligned."""
+        held, size = self._now[transfer.path], itemsize(transfer.source_dtype)
+        if transfer.offset_bytes % size:
+            return None
+        sizes = [loop.size for loop in transfer.loops]
+        strides = [loop.source_stride for loop in transfer.loops]
+        elements = held[: held.numel() // size * size].view(torch_dtype(transfer.source_dtype))
+        return elements.as_strided(sizes, strides, elements.storage_offset() + transfer.offset_bytes // size)
 
     def close(self) -> None:
         """Let go of the buckets."""
@@ -76,12 +86,12 @@ class SharedReader(ABC):
     def _round(self, number: int) -> Iterator[Transfer]:
         """The transfers of one round."""
 
-    def _fill(self, index: int, memory: memoryview) -> None:
+    def _fill(self, index: int, memory: torch.Tensor) -> None:
         """Read a bucket, if there is one of this index."""
         if index < len(self._buckets):
-            bucket: Bucket = self._buckets[index]
+            bucket, view = self._buckets[index], memory.numpy().data
             for part in bucket.ranges:
-                self._files.read_into(part.path, part.offset_bytes, memory[part.at : part.at + part.nbytes])
+                self._files.read_into(part.path, part.offset_bytes, view[part.at : part.at + part.nbytes])
 
     def _transfers(self, index: int) -> Sequence[Transfer]:
         return self._by_bucket.get(index, ())
@@ -116,7 +126,7 @@ class NodeReader(SharedReader):
         super().close()
         self._memory.clear()
 
-    def _share(self, peers: Sequence[int]) -> list[memoryview]:
+    def _share(self, peers: Sequence[int]) -> list[torch.Tensor]:
         """The slots of each rank of this host."""
         own = os.memfd_create("shardwise", os.MFD_CLOEXEC)
         try:
@@ -127,10 +137,10 @@ class NodeReader(SharedReader):
         finally:
             os.close(own)
 
-    def _map(self, process: int, number: int) -> memoryview:
+    def _map(self, process: int, number: int) -> torch.Tensor:
         fd = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
         try:
-            return memoryview(mmap.mmap(fd, _SLOTS * self._nbytes))
+            return torch.frombuffer(mmap.mmap(fd, _SLOTS * self._nbytes), dtype=torch.uint8)
         finally:
             os.close(fd)
 
@@ -178,10 +188,10 @@ class OnceReader(SharedReader):
         }
         with self._ranks.agree("read"):
             if self._ranks.rank in owners:
-                self._fill(owners[self._ranks.rank], self._bucket.numpy().data)
+                self._fill(owners[self._ranks.rank], self._bucket)
         asked = {owner: self._transfers(index) for owner, index in owners.items()}
         sent = self._exchange({owner: _request(transfers) for owner, transfers in asked.items()})
-        self._now = {str(owner): part.numpy().data for owner, part in sent.items()}
+        self._now = {str(owner): part for owner, part in sent.items()}
         for owner, transfers in asked.items():
             at = 0
             for transfer in transfers:
