@@ -113,6 +113,10 @@ def load_beside_ordinary(directory: str, dtype: str) -> dict[str, Any]:
     model, report = sw.load_pretrained(directory, mesh, dtype=dtype)
     ordinary = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).state_dict()
     found = {n: whole(t) for n, t in model.state_dict().items()}
+    for strategy in ("node", "once"):  # then the reader of a bucket converts
+        shared, _ = sw.load_pretrained(directory, mesh, dtype=dtype, io=sw.IOOptions(strategy=strategy))
+        for name, tensor in shared.state_dict().items():
+            assert torch.equal(whole(tensor), found[name]), (strategy, name)
     return {
         "different": [
             n for n, t in ordinary.items() if found[n].dtype != t.dtype or not torch.equal(found[n], t)
