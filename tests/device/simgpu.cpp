@@ -3,12 +3,13 @@
 // * Memory: a device address lies in pages without access, so that a CPU access (.numpy(), data_ptr) is a
 //   segmentation fault. Kernels reach the same bytes through a second mapping (the "back").
 // * Operators run torch's CPU kernels on the back. CPU and device tensors can't be mixed, as on CUDA.
-// * Copies that CUDA may carry out later are carried out as late as CUDA might: when a stream, an event, the device
-//   or a blocking operator waits for them. A host buffer that is used again too early gives wrong values every time.
+// * Copies that CUDA may carry out later, and kernels that work in place, are carried out as late as CUDA might: when a
+//   stream, an event, the device or a blocking operator waits for them. A host buffer that is used again too early gives
+//   wrong values every time. After schedule(seed) each stream has run by chance more than it must at any time.
 // * A kernel counts as unfinished for every stream that was not made to wait for it. A copy or an operator there that
 //   reads its result gets poison every time. Collectives of simccl are not checked, they only write.
-// * Copies by kind, synchronisations of the host and pinned memory are counted. Pinned memory is taken in powers of
-//   two and kept when it is freed, as torch's host allocator does.
+// * Copies by kind, synchronisations of the host, pinned memory and memory of each device are counted. Pinned memory is
+//   taken in powers of two and kept when it is freed, as torch's host allocator does.
 // * One generator per device, from which operators without a generator draw.
 // * Collectives: the c10d backend "simccl" is for this device alone and refuses CPU tensors, as NCCL does.
 //
@@ -31,6 +32,7 @@
 #include <deque>
 #include <map>
 #include <mutex>
+#include <random>
 #include <set>
 
 namespace {
@@ -67,7 +69,7 @@ void count(const std::string& what, int64_t n = 1) {
   own_counts_[what] += n;
 }
 
-// --- streams: queues of copies, carried out when something waits for them ------------------------------------------
+// --- streams: queues of work, carried out when something waits for it ------------------------------------------------
 
 using Key = std::pair<DeviceIndex, StreamId>;
 using Clock = std::map<Key, uint64_t>;  // tickets by stream
@@ -99,6 +101,32 @@ void drain(DeviceIndex device, StreamId id, uint64_t until = UINT64_MAX) {
   }
 }
 void drain_current(DeviceIndex device) { drain(device, current_stream(device)); }
+
+// --- schedules: how much each stream has run by now, beyond what something waited for ----------------------------------
+
+struct Schedule {
+  std::mt19937_64 random;
+  unsigned percent;  // of the moments at which a stream goes on
+};
+std::optional<Schedule> schedule_;
+
+// A moment at which streams may go on.
+void advance() {
+  Lock lock(mutex_);
+  if (!schedule_) return;
+  auto draw = [&](size_t below) { return schedule_->random() % below; };
+  for (auto& [key, queue] : queues_)
+    if (!queue.work.empty() && draw(100) < schedule_->percent)
+      drain(key.first, key.second, queue.done + 1 + draw(queue.work.size()));
+}
+void set_schedule(std::optional<uint64_t> seed) {
+  Lock lock(mutex_);
+  schedule_.reset();
+  if (!seed) return;
+  schedule_ = Schedule{std::mt19937_64(*seed), 0};
+  schedule_->percent = schedule_->random() % 5 * 25;  // from as late as can be to at once
+}
+
 void drain_all() {
   Lock lock(mutex_);
   for (auto& [key, queue] : queues_) drain(key.first, key.second);
@@ -118,11 +146,15 @@ void host_waits_for_all() {
   drain_all();
   for (auto& [key, queue] : queues_) merge(host_knows_, queue.knows);
 }
-void enqueue(DeviceIndex device, std::function<void()> work) {
+void enqueue(DeviceIndex device, StreamId id, std::function<void()> work) {
   Lock lock(mutex_);
-  Queue& queue = queues_[{device, current_stream(device)}];
+  Queue& queue = queues_[{device, id}];
   queue.work.push_back(std::move(work));
   queue.issued++;
+  advance();
+}
+void enqueue(DeviceIndex device, std::function<void()> work) {
+  enqueue(device, current_stream(device), std::move(work));
 }
 
 // --- memory ---------------------------------------------------------------------------------------------------------
@@ -159,12 +191,17 @@ struct Block {
 std::map<void*, Block> live_;
 std::map<std::tuple<DeviceIndex, StreamId, size_t>, std::vector<void*>> free_;
 std::map<DeviceIndex, size_t> top_;
+struct Used {
+  int64_t now = 0, peak = 0;
+};
+std::map<DeviceIndex, Used> used_;  // bytes of tensors
 
 void release(void* p) {
   if (p == nullptr) return;
   Lock lock(mutex_);
   Block block = live_.at(p);
   live_.erase(p);
+  used_[block.device].now -= block.size;
   for (StreamId other : block.others) drain(block.device, other);
   free_[{block.device, block.stream, block.size}].push_back(p);  // for the same stream only, as on CUDA
 }
@@ -189,6 +226,9 @@ struct DeviceAllocator final : c10::DeviceAllocator {
       std::memset(back_of(p), 0xCB, size);  // never zeros by chance
     }
     live_[p] = Block{size, device, stream, {}};
+    Used& used = used_[device];
+    used.now += size;
+    used.peak = std::max(used.peak, used.now);
     return {p, p, &release, Device(kSim, device)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -373,8 +413,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     Lock lock(mutex_);
     auto* e = static_cast<Event*>(event);
     if (e == nullptr) return;
-    drain(e->device, e->stream, e->until);
-    merge(queues_[{s.device_index(), s.id()}].knows, e->knows);
+    Event before = *e;
+    merge(queues_[{s.device_index(), s.id()}].knows, before.knows);
+    enqueue(s.device_index(), s.id(), [=] { drain(before.device, before.stream, before.until); });
   }
   bool queryEvent(void* event) const override {
     auto* e = static_cast<Event*>(event);
@@ -403,6 +444,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (e == nullptr) return;
     drain(e->device, e->stream, e->until);
     merge(host_knows_, e->knows);
+    advance();
   }
   void synchronizeDevice(const DeviceIndex) const override { host_waits_for_all(); }
   void recordDataPtrOnStream(const c10::DataPtr& ptr, const Stream& s) const override {
@@ -629,13 +671,18 @@ struct Twins {
   bool argument_is_written = false;
   bool has_host = false;                         // a CPU tensor that is no scalar
   bool has_generator = false;
+  bool has_list = false;
+  bool has_empty = false;
+  bool has_changing = false;                     // a CPU tensor that its owner may change
   std::optional<Device> device;
 
   Tensor of(const Tensor& t) {
     if (!is_sim(t)) {
       has_host |= t.defined() && t.dim() > 0;
+      has_changing |= t.defined() && !t.unsafeGetTensorImpl()->is_wrapped_number();
       return t;
     }
+    has_empty |= t.numel() == 0;
     if (!device) device = t.device();
     if (argument_is_written) written.push_back(t);
     // An output without elements may be resized, which a view of the back can't be.
@@ -646,6 +693,7 @@ struct Twins {
 
   c10::IValue argument(const c10::IValue& arg) {
     if (arg.isTensor()) return of(arg.toTensor());
+    if (arg.isTensorList() || arg.isOptionalTensorList()) has_list = true;
     if (arg.isTensorList()) {
       c10::List<Tensor> list;
       for (const Tensor& t : arg.toTensorVector()) list.push_back(of(t));
@@ -690,6 +738,27 @@ void call_drawing_from(DeviceIndex device, const c10::OperatorHandle& op, torch:
   host->set_state(*kept);
 }
 
+// Whether an operator writes its first argument, reads nothing that may change before it runs, and gives that back.
+bool can_be_late(const c10::OperatorHandle& op, const Twins& twins) {
+  const auto& schema = op.schema();
+  bool in_place = schema.name().back() == '_' && schema.returns().size() == 1 && writes(schema.arguments()[0]) &&
+                  schema.returns()[0].alias_info() != nullptr;
+  return in_place && twins.written.size() == 1 && !twins.has_list && !twins.has_empty && !twins.has_changing &&
+         !twins.has_generator && !op.hasTag(at::Tag::nondeterministic_seeded);
+}
+
+void call_late(const c10::OperatorHandle& op, std::vector<c10::IValue> args, Device where, const Twins& twins,
+               bool ready) {
+  Tensor written = twins.written[0];
+  auto poisoned = ready ? Tensor() : back(written);
+  mark_written(written, where.index());
+  enqueue(where.index(), [op, args = std::move(args), poisoned]() mutable {
+    at::AutoDispatchBelowADInplaceOrView below;
+    op.callBoxed(args);
+    if (poisoned.defined() && poisoned.numel()) poisoned.copy_(poison_like(poisoned));
+  });
+}
+
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const size_t first = stack->size() - schema.arguments().size();
@@ -704,9 +773,16 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   TORCH_CHECK(twins.pairs.empty() || !twins.has_host || name.find("index") != std::string::npos,
               "Expected all tensors to be on the same device, but found at least two devices, ", where, " and cpu! (",
               name, ")");
-  drain_current(where.index());
   bool ready = true;
   for (auto& [mine, twin] : twins.pairs) ready = ready && is_ready(mine, where.index());
+  if (can_be_late(op, twins)) {
+    call_late(op, std::move(args), where, twins, ready);
+    auto self = (*stack)[first];
+    stack->erase(stack->begin() + first, stack->end());
+    stack->push_back(self);
+    return;
+  }
+  drain_current(where.index());
   std::copy(args.begin(), args.end(), stack->begin() + first);
   {
     at::AutoDispatchBelowADInplaceOrView below;
@@ -865,6 +941,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("synchronize", [] { host_waits_for_all(); });
   m.def("counts", [](bool own) { return own ? own_counts_ : all_counts_; });
   m.def("pinned_bytes", &pinned_bytes);
+  m.def("used_bytes", [](int i) { return used_[static_cast<DeviceIndex>(i)].now; });
+  m.def("peak_bytes", [](int i) { return used_[static_cast<DeviceIndex>(i)].peak; });
+  m.def("reset_peak", [](int i) {
+    Lock lock(mutex_);
+    Used& used = used_[static_cast<DeviceIndex>(i)];
+    used.peak = used.now;
+  });
+  m.def("schedule", &set_schedule);
+  m.def("advance", &advance);
   m.def("default_generator", [](int i) { return default_generator(static_cast<DeviceIndex>(i)); });
   m.def("collectives", [](const c10::intrusive_ptr<c10d::Backend>& inner) -> c10::intrusive_ptr<c10d::Backend> {
     return c10::make_intrusive<Collectives>(inner);
