@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.device import _alike_fns as alike
 from tests.device import _fns as fns
 from tests.device import _save_fns as saves
 from tests.harness import models
@@ -39,14 +40,21 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("sources")
+    alike.write_sources(directory)
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.fixture(scope="module")
-def two(simgpu: None, source: str, root: str) -> Parts:
+def two(simgpu: None, source: str, root: str, sources: str) -> Parts:
     """Both ranks see both devices."""
-    return results(2, fns.on_two_visible, source, root)
+    return results(2, fns.on_two_visible, source, root, sources)
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +64,9 @@ def others(two: Parts, source: str, root: str) -> Parts:
 
 
 @pytest.fixture(scope="module")
-def none(two: Parts, source: str, root: str) -> Parts:
+def none(two: Parts, source: str, root: str, sources: str) -> Parts:
     """Both ranks on the CPU."""
-    return results(2, fns.on_none, source, root)
+    return results(2, fns.on_none, source, root, sources)
 
 
 def assert_same_steps(found: Any, expected: Any) -> None:
@@ -262,3 +270,33 @@ def test_generators_of_another_process(two: Parts) -> None:
 
 def test_generators_of_a_process_with_several_devices(two: Parts) -> None:
     assert of(two, "several") == [[True] * 4] * 2
+
+
+@pytest.mark.parametrize("part", alike.PARTS)
+def test_the_device_gives_the_bits_of_the_cpu(two: Parts, none: Parts, part: str) -> None:
+    for rank, (found, expected) in enumerate(zip(of(two, part), of(none, part), strict=True)):
+        alike.assert_alike(found, expected, f"rank {rank}")
+
+
+#: Operators that differ between the device and the CPU, and why.
+OTHER_OPERATORS = {
+    "_scaled_dot_product_flash_attention_for_cpu": "the CPU's attention is one fused kernel",
+    "_scaled_dot_product_flash_attention_for_cpu_backward": "and so are its gradients",
+    "_safe_softmax": "torch makes the device's attention of these: sums in another order",
+    "_softmax_backward_data": "",
+    "bmm": "",
+    "expand": "",
+    "ones": "",
+    "scalar_tensor": "",
+    "tril": "",
+    "where": "",
+}
+
+
+def test_attention_alone_rounds_otherwise(two: Parts, none: Parts) -> None:
+    for found, expected in zip(of(two, "attention"), of(none, "attention"), strict=True):
+        alike.assert_alike(found["eager"][0], expected["eager"][0])
+        assert found["eager"][1] == expected["eager"][1]
+        assert found["sdpa"][1] ^ expected["sdpa"][1] == OTHER_OPERATORS.keys()
+        for name, gradient in expected["sdpa"][0].items():
+            torch.testing.assert_close(found["sdpa"][0][name], gradient, rtol=1e-4, atol=1e-6)
