@@ -22,6 +22,7 @@ import shardwise as sw
 from tests.device import _alike_fns as alike
 from tests.device import _load_fns as loads
 from tests.device import _save_fns as saves
+from tests.device import schedules
 from tests.harness.worker import GROUP_TIMEOUT
 
 
@@ -87,6 +88,11 @@ def what_the_device_shows() -> dict[str, Any]:
         found[name] = text if status == "raised" else status
     x = torch.arange(6.0, device=device).view(2, 3)
     found["product"] = (x @ x.T).relu().cpu().tolist()
+    found["races"] = outcome(schedules.races, 500, 0)
+    found["mutants"] = {
+        name: outcome(lambda name=name: schedules.races(200, 0, schedules.mutant(name), stop_at_first=True))
+        for name in schedules.MUTANTS
+    }
     return found
 
 

@@ -42,6 +42,7 @@ using c10::Device;
 using c10::DeviceIndex;
 using c10::Stream;
 using c10::StreamId;
+constexpr StreamId kStreams = 32;
 constexpr auto kSim = c10::DeviceType::PrivateUse1;
 
 DeviceIndex visible_devices() {
@@ -144,7 +145,11 @@ void host_waits_for_all() {
   count("waits");
   count("waits for a device");
   drain_all();
-  for (auto& [key, queue] : queues_) merge(host_knows_, queue.knows);
+  for (auto& [key, queue] : queues_) {
+    uint64_t last = queue.knows[key];
+    host_knows_[key] = last;
+    queue.knows = {{key, last}};  // what the host knows counts for every stream
+  }
 }
 void enqueue(DeviceIndex device, StreamId id, std::function<void()> work) {
   Lock lock(mutex_);
@@ -275,27 +280,60 @@ Tensor poison_like(const Tensor& host) {
   return made;
 }
 
-std::map<void*, size_t> pinned_;                // in use
-std::map<size_t, std::vector<void*>> unused_;   // freed, and kept
+struct Pinned {
+  size_t size;
+  Clock used_by;  // the last copy of each stream from or to it
+};
+std::map<void*, Pinned> pinned_;                       // in use
+std::vector<std::pair<void*, Pinned>> leaving_;        // freed, while copies may still use them
+std::map<size_t, std::vector<void*>> unused_;          // freed, and kept
 void unpin(void* p) {
   if (p == nullptr) return;
-  drain_all();  // CUDA's host allocator waits for the copies that use a block, too
   Lock lock(mutex_);
-  unused_[pinned_.at(p)].push_back(p);
+  leaving_.emplace_back(p, pinned_.at(p));
   pinned_.erase(p);
+}
+// Keep the freed blocks whose copies have ended.
+void settle() {
+  auto is_used = [](auto& leaving) {
+    for (auto& [key, ticket] : leaving.second.used_by)
+      if (queues_[key].done < ticket) return true;
+    unused_[leaving.second.size].push_back(leaving.first);
+    return false;
+  };
+  leaving_.erase(std::stable_partition(leaving_.begin(), leaving_.end(), is_used), leaving_.end());
 }
 int64_t pinned_bytes() {
   Lock lock(mutex_);
   size_t total = 0;
-  for (auto& [p, size] : pinned_) total += size;
+  for (auto& [p, block] : pinned_) total += block.size;
+  for (auto& [p, block] : leaving_) total += block.size;
   for (auto& [size, blocks] : unused_) total += size * blocks.size();
   return total;
+}
+// The pinned block that an address lies in, or null.
+Pinned* pinned_block(const void* p) {
+  auto after = pinned_.upper_bound(const_cast<void*>(p));
+  if (after == pinned_.begin()) return nullptr;
+  auto& [begin, block] = *std::prev(after);
+  return static_cast<const char*>(p) < static_cast<char*>(begin) + block.size ? &block : nullptr;
+}
+bool is_pinned(const void* p) {
+  Lock lock(mutex_);
+  return pinned_block(p) != nullptr;
+}
+// The last work of a device's current stream uses pinned memory.
+void mark_used(const void* p, DeviceIndex device) {
+  Lock lock(mutex_);
+  Key key{device, current_stream(device)};
+  if (auto* block = pinned_block(p)) block->used_by[key] = queues_[key].issued;
 }
 struct HostAllocator final : at::HostAllocator {
   at::DataPtr allocate(size_t n) override {
     if (n == 0) return {nullptr, nullptr, &unpin, c10::DeviceType::CPU};
     Lock lock(mutex_);
     n = std::bit_ceil(n);
+    settle();
     void* p = nullptr;
     auto& unused = unused_[n];
     if (!unused.empty()) {
@@ -305,7 +343,7 @@ struct HostAllocator final : at::HostAllocator {
       TORCH_CHECK(posix_memalign(&p, 4096, n) == 0, "simgpu: no host memory");
     }
     std::memset(p, 0xCB, n);  // never zeros, nor what was there before
-    pinned_[p] = n;
+    pinned_[p] = Pinned{n, {}};
     return {p, p, &unpin, c10::DeviceType::CPU};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &unpin; }
@@ -313,6 +351,7 @@ struct HostAllocator final : at::HostAllocator {
   bool record_event(void*, void*, c10::Stream) override { return true; }
   void empty_cache() override {
     Lock lock(mutex_);
+    settle();
     for (auto& [size, blocks] : unused_)
       for (void* p : blocks) std::free(p);
     unused_.clear();
@@ -322,14 +361,6 @@ struct HostAllocator final : at::HostAllocator {
   void reset_peak_stats() override {}
 };
 HostAllocator host_allocator_;
-bool is_pinned(const void* p) {
-  Lock lock(mutex_);
-  auto after = pinned_.upper_bound(const_cast<void*>(p));
-  if (after == pinned_.begin()) return false;
-  auto& [begin, size] = *std::prev(after);
-  return static_cast<const char*>(p) < static_cast<char*>(begin) + size;
-}
-
 // --- generators -----------------------------------------------------------------------------------------------------
 
 struct Generator final : c10::GeneratorImpl {
@@ -392,7 +423,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   Stream getNewStream(Device d, int = 0) const override {
     Lock lock(mutex_);
     d = with_index(d);
-    return Stream(Stream::UNSAFE, d, ++last_stream_[d.index()]);
+    return Stream(Stream::UNSAFE, d, 1 + last_stream_[d.index()]++ % kStreams);  // from a pool, as CUDA's
   }
   Stream exchangeStream(Stream s) const override {
     Stream old = getStream(s.device());
@@ -613,6 +644,7 @@ Tensor copy_from(const Tensor& src, const Tensor& dst, bool non_blocking) {
     bool late = non_blocking && src.is_contiguous() && is_pinned(src.data_ptr());
     auto from = late ? at::from_blob(src.data_ptr(), src.sizes(), src.strides(), src.options()) : src.detach().clone();
     enqueue(dst.device().index(), [=]() mutable { to.copy_(from); });
+    if (late) mark_used(src.data_ptr(), dst.device().index());
     mark_written(dst, dst.device().index());
     count(kind("to a device", src, late));
     if (!non_blocking) host_waits(dst.device().index(), current_stream(dst.device().index()), "waits for a copy");
@@ -625,6 +657,7 @@ Tensor copy_from(const Tensor& src, const Tensor& dst, bool non_blocking) {
   if (late) {
     auto to = at::from_blob(dst.data_ptr(), dst.sizes(), dst.strides(), dst.options());
     enqueue(src.device().index(), [=]() mutable { to.copy_(from); });
+    mark_used(dst.data_ptr(), src.device().index());
   } else {
     host_waits(src.device().index(), current_stream(src.device().index()), "waits for a copy");
     dst.detach().copy_(from);

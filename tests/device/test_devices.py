@@ -11,6 +11,7 @@ import torch
 from tests.device import _alike_fns as alike
 from tests.device import _fns as fns
 from tests.device import _save_fns as saves
+from tests.device import schedules
 from tests.harness import models
 from tests.harness.launch import Launch
 
@@ -77,8 +78,15 @@ def assert_same_steps(found: Any, expected: Any) -> None:
     assert found[2] == expected[2], "draws"
 
 
-def test_the_device_is_none_that_a_cpu_could_be() -> None:
+@pytest.fixture(scope="module")
+def shown(simgpu: None) -> dict[str, Any]:
+    """What one process finds out about the device."""
     (found,) = results(1, fns.what_the_device_shows)
+    return found
+
+
+def test_the_device_is_none_that_a_cpu_could_be(shown: dict[str, Any]) -> None:
+    found = shown
     assert found["unused"], "asking for the generators initialises no device"
     assert found["reused"] == 2, "a host buffer that was used again too early shows"
     assert (found["early"], found["late"]) == (0, 2), "a copy to the host that nothing waited for shows"
@@ -89,6 +97,17 @@ def test_the_device_is_none_that_a_cpu_could_be() -> None:
     assert "same device" in found["add"]
     assert "No backend type associated with device type cpu" in found["sum"]
     assert found["product"] == [[5, 14], [14, 50]]
+
+
+def test_the_ring_of_a_load_has_no_races(shown: dict[str, Any]) -> None:
+    """100,000 schedules: ``python -m tests.device.schedules``."""
+    assert shown["races"] == ("ok", [])
+
+
+@pytest.mark.parametrize("name", schedules.MUTANTS)
+def test_schedules_find_errors_in_the_ring(shown: dict[str, Any], name: str) -> None:
+    status, found = shown["mutants"][name]
+    assert (status, len(found)) == ("ok", 1), found
 
 
 def test_resume_where_other_devices_are_visible(two: Parts, others: Parts) -> None:
