@@ -199,6 +199,32 @@ def test_a_load_copies_through_a_ring(two: Parts) -> None:
             assert found["pinned"] == 0, "torch's cache of pinned memory gave it back"
 
 
+def test_a_load_waits_once_and_takes_one_slot_of_the_device(two: Parts) -> None:
+    for kinds in of(two, "one kind"):
+        for name, found in kinds.items():
+            counts = found["counts"]
+            copies = counts["copies to a device, pinned, late"]
+            assert {kind for kind in counts if "host" in kind or "pageable" in kind} == set(), name
+            assert counts["waits for a stream"] == 1, "at the end"
+            assert counts["waits"] == 1 + counts["waits for an event"], "no other wait for the device"
+            assert counts["waits for an event"] == copies - 4, "before a slot is filled again"
+            placed = counts.get("copies on a device", 0)  # cast or scattered by a kernel
+            if name == "experts":
+                assert found["beyond the shards"] <= MIB // 4
+            else:
+                assert placed == (0 if name == "direct" else copies), name
+                assert found["beyond the shards"] == (MIB // 4 if placed else 0), name
+                assert found["shards"] == 24576 * 64 // 2 * (2 if "cast" in name else 4), name
+            assert (found["staging"], found["pinned"]) == (MIB, 0), "four slots, given back"
+
+
+def test_a_load_onto_a_device_and_the_cpu(two: Parts) -> None:
+    for rank, (same, counts, devices) in enumerate(of(two, "both")):
+        assert same == [True, True]
+        assert devices == ["cpu", f"simgpu:{rank}"]
+        assert {kind for kind in counts if "to a device" in kind} == {"copies to a device, pinned, late"}
+
+
 def test_an_async_save_waits_for_no_copy(two: Parts) -> None:
     for part in ("async", "waves"):
         for steps in of(two, part):
