@@ -406,6 +406,10 @@ def on_two_visible(source: str, root: str, sources: str) -> dict[str, tuple[str,
         "scalars": outcome(saves.scalars, device),
         "two devices": outcome(saves.save_from_two_devices, f"{root}/two", device),
         "export": outcome(saves.exports, f"{root}/export", device),
+        "digests": outcome(saves.digests, device),
+        "nameless": outcome(saves.save_of_a_nameless_device, f"{root}/nameless", device),
+        "own tensors": outcome(saves.optimizer_with_own_tensors, f"{root}/own", device),
+        "side stream": outcome(saves.async_save_on_a_side_stream, f"{root}/side", device),
         "on the cpu": outcome(saves.save_of_a_cpu_model, f"{root}/cpu", device),
     }
 

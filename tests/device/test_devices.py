@@ -269,6 +269,36 @@ def test_scalars_of_an_optimizer_travel_together(two: Parts) -> None:
         assert found["back"]["copies to a device, pageable, blocking"] == found["back"]["waits"] == 1
 
 
+def test_digests_of_many_tensors_wait_once(two: Parts) -> None:
+    for both in of(two, "digests"):
+        for counts in both:  # tables of weights lie on the device since the loads
+            assert {k: n for k, n in counts.items() if "copies" not in k} == {
+                "waits": 1,
+                "waits for a copy": 1,
+            }
+            assert counts["copies to the host, pageable, blocking"] == 1
+            assert not {k for k in counts if "to a device" in k}
+
+
+def test_a_save_from_a_device_without_a_name(two: Parts) -> None:
+    assert of(two, "nameless") == [True, True]
+
+
+def test_tensors_of_an_optimizer_that_are_no_shards(two: Parts) -> None:
+    """They come to the parameter's device, as by torch's ``load_state_dict``; the report names what was elsewhere."""
+    for rank, found in enumerate(of(two, "own tensors")):
+        for kept, differences in found:
+            own = f"simgpu:{rank}"
+            assert kept == {"rows": (own, [1, 1, 1]), "seen": (own, [1, 1])}
+            moved = "optimizer.opaque.weight.seen: a tensor on cpu when saved, on simgpu now"
+            assert moved in differences
+            assert not [line for line in differences if "rows" in line]
+
+
+def test_an_async_save_on_a_side_stream(two: Parts) -> None:
+    assert of(two, "side stream") == [[3.0] * 5] * 2
+
+
 def test_an_async_save_from_two_devices(two: Parts) -> None:
     assert of(two, "two devices") == [{"same": [True] * 4, "ok": True}] * 2
 
