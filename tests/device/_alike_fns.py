@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
 from tests.adapters._peft_fns import known_warnings
+from tests.device._save_fns import spent
 from tests.harness import models
 
 #: Kinds of models in the directory of sources, with their dtypes there.
@@ -250,7 +251,11 @@ def offloaded(sources: str, root: str, device: torch.device) -> Any:
         policy = CPUOffloadPolicy(pin_memory=device.type != "cpu")
         for part in (*model.transformer.h, model):
             fully_shard(part, mesh=mesh_on(device), offload_policy=policy)
-        sw.load(model, f"{sources}/gpt2", device="cpu")
+        if device.type == "cpu":
+            sw.load(model, f"{sources}/gpt2")
+        else:
+            _, counts = spent(device, lambda: sw.load(model, f"{sources}/gpt2", device="cpu"))
+            assert not counts, "nothing goes to the device"
         return model
 
     model = fresh()

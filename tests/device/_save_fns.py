@@ -137,7 +137,9 @@ def sync_saves(root: str, device: torch.device) -> dict[str, Any]:
     expected = copies_of(state)
     report, counts = spent(device, lambda: sw.save(state, f"{root}/second", step=2))
     pinned = module.pinned_bytes() - pinned_before
+    _, restored = spent(device, lambda: sw.restore(state_on(device, 99), f"{root}/second"))
     return {
+        "restored": restored,
         "differing": differing(f"{root}/second", device, expected),
         "ok": sw.verify(f"{root}/second").ok,
         "counts": counts,

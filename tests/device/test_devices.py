@@ -260,6 +260,13 @@ def test_a_save_copies_through_a_small_ring(two: Parts) -> None:
         assert found["counts"]["waits for an event"] <= found["bytes"] // (8 * saves.MIB) + 2
         assert found["counts"]["copies to the host, pageable, blocking"] == 3
         assert found["pinned"] == found["staging"] == 16 * saves.MIB < found["bytes"]
+        restored = found["restored"]
+        assert restored["copies to a device, pinned, late"] >= 15
+        assert restored["waits for a stream"] == 2, "model and optimizer"
+        assert restored["copies to the host, pageable, blocking"] == 2, "sums of digests of each"
+        assert restored["copies to a device, pageable, blocking"] == 21, (
+            "tensors of documents; scalars, in one"
+        )
 
 
 def test_scalars_of_an_optimizer_travel_together(two: Parts) -> None:
