@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import shardwise as sw
+from benchmarks import device_ring
 from tests.device import _alike_fns as alike
 from tests.device import _load_fns as loads
 from tests.device import _save_fns as saves
@@ -89,6 +90,7 @@ def what_the_device_shows() -> dict[str, Any]:
     x = torch.arange(6.0, device=device).view(2, 3)
     found["product"] = (x @ x.T).relu().cpu().tolist()
     found["races"] = outcome(schedules.races, 500, 0)
+    found["ratios"] = outcome(device_ring.ratios)
     found["mutants"] = {
         name: outcome(lambda name=name: schedules.races(200, 0, schedules.mutant(name), stop_at_first=True))
         for name in schedules.MUTANTS

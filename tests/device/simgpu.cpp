@@ -10,6 +10,7 @@
 //   reads its result gets poison every time. Collectives of simccl are not checked, they only write.
 // * Copies by kind, synchronisations of the host, pinned memory and memory of each device are counted. Pinned memory is
 //   taken in powers of two and kept when it is freed, as torch's host allocator does.
+// * A clock of simulated seconds, for copies to a device that have a rate and for a host that says what it spent.
 // * One generator per device, from which operators without a generator draw.
 // * Collectives: the c10d backend "simccl" is for this device alone and refuses CPU tensors, as NCCL does.
 //
@@ -79,9 +80,14 @@ struct Queue {
   std::deque<std::function<void()>> work;
   uint64_t issued = 0, done = 0;
   Clock knows;  // the last work of each stream after which the next work here runs
+  double ends_s = 0;  // in simulated time
 };
 std::map<Key, Queue> queues_;
 Clock host_knows_;  // the last work of each stream that the host has waited for
+
+// Simulated time: the host's own is what spend() was told, and its waits; a stream's is that of copies to its device.
+double host_s_ = 0;
+double copies_per_s_ = 0;  // bytes; 0: copies take no time
 
 void merge(Clock& into, const Clock& from) {
   for (auto& [key, ticket] : from) into[key] = std::max(into[key], ticket);
@@ -139,6 +145,7 @@ void host_waits(DeviceIndex device, StreamId id, const char* why) {
   count(why);
   drain(device, id);
   merge(host_knows_, queues_[{device, id}].knows);
+  host_s_ = std::max(host_s_, queues_[{device, id}].ends_s);
 }
 void host_waits_for_all() {
   Lock lock(mutex_);
@@ -146,6 +153,7 @@ void host_waits_for_all() {
   count("waits for a device");
   drain_all();
   for (auto& [key, queue] : queues_) {
+    host_s_ = std::max(host_s_, queue.ends_s);
     uint64_t last = queue.knows[key];
     host_knows_[key] = last;
     queue.knows = {{key, last}};  // what the host knows counts for every stream
@@ -397,6 +405,7 @@ struct Event {
   StreamId stream;
   uint64_t until;
   Clock knows;
+  double ends_s;
   bool asked = false;
 };
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -437,7 +446,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (*event == nullptr) *event = new Event();
     Queue& queue = queues_[{s.device_index(), s.id()}];
     auto* e = static_cast<Event*>(*event);
-    *e = {s.device_index(), s.id(), queue.issued, queue.knows};
+    *e = {s.device_index(), s.id(), queue.issued, queue.knows, queue.ends_s};
     merge(e->knows, host_knows_);
   }
   void block(void* event, const Stream& s) const override {
@@ -445,7 +454,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     auto* e = static_cast<Event*>(event);
     if (e == nullptr) return;
     Event before = *e;
-    merge(queues_[{s.device_index(), s.id()}].knows, before.knows);
+    Queue& waiting = queues_[{s.device_index(), s.id()}];
+    merge(waiting.knows, before.knows);
+    waiting.ends_s = std::max(waiting.ends_s, before.ends_s);
     enqueue(s.device_index(), s.id(), [=] { drain(before.device, before.stream, before.until); });
   }
   bool queryEvent(void* event) const override {
@@ -475,6 +486,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (e == nullptr) return;
     drain(e->device, e->stream, e->until);
     merge(host_knows_, e->knows);
+    host_s_ = std::max(host_s_, e->ends_s);
     advance();
   }
   void synchronizeDevice(const DeviceIndex) const override { host_waits_for_all(); }
@@ -620,6 +632,14 @@ Tensor& set_nothing(Tensor& self) {
   return set_storage_offset(self, none, 0, {0}, {});
 }
 
+// A copy to a device begins when it is enqueued and its stream is free.
+void takes_time(const Tensor& dst) {
+  Lock lock(mutex_);
+  DeviceIndex device = dst.device().index();
+  Queue& queue = queues_[{device, current_stream(device)}];
+  if (copies_per_s_ > 0) queue.ends_s = std::max(queue.ends_s, host_s_) + dst.nbytes() / copies_per_s_;
+}
+
 // A copy is late where CUDA's may be: on the device, and from or to pinned memory with non_blocking. Every other copy
 // from the host has read its source, and every other copy to the host is done, when the call returns.
 Tensor copy_from(const Tensor& src, const Tensor& dst, bool non_blocking) {
@@ -645,6 +665,7 @@ Tensor copy_from(const Tensor& src, const Tensor& dst, bool non_blocking) {
     auto from = late ? at::from_blob(src.data_ptr(), src.sizes(), src.strides(), src.options()) : src.detach().clone();
     enqueue(dst.device().index(), [=]() mutable { to.copy_(from); });
     if (late) mark_used(src.data_ptr(), dst.device().index());
+    takes_time(dst);
     mark_written(dst, dst.device().index());
     count(kind("to a device", src, late));
     if (!non_blocking) host_waits(dst.device().index(), current_stream(dst.device().index()), "waits for a copy");
@@ -983,6 +1004,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("schedule", &set_schedule);
   m.def("advance", &advance);
+  m.def("copies_take", [](double bytes_per_s) { copies_per_s_ = bytes_per_s; });
+  m.def("spend", [](double seconds) { host_s_ += seconds; });
+  m.def("now", [] { return host_s_; });
   m.def("default_generator", [](int i) { return default_generator(static_cast<DeviceIndex>(i)); });
   m.def("collectives", [](const c10::intrusive_ptr<c10d::Backend>& inner) -> c10::intrusive_ptr<c10d::Backend> {
     return c10::make_intrusive<Collectives>(inner);

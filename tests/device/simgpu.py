@@ -121,6 +121,18 @@ class _Module(types.ModuleType):
         """A moment at which streams may go on; enqueuing work is one, too."""
         _C.advance()
 
+    def copies_take(self, bytes_per_s: float) -> None:
+        """The rate of copies to a device in simulated time; 0: they take none."""
+        _C.copies_take(bytes_per_s)
+
+    def spend(self, seconds: float) -> None:
+        """The host works for so long, in simulated time."""
+        _C.spend(seconds)
+
+    def now(self) -> float:
+        """Simulated seconds; a wait of the host lasts until what it waits for has ended."""
+        return _C.now()
+
     def default_stream(self, device: object = None) -> torch.Stream:
         return torch.Stream(stream_id=0, device_index=_index(device), device_type=20)
 

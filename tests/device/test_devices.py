@@ -104,6 +104,14 @@ def test_the_ring_of_a_load_has_no_races(shown: dict[str, Any]) -> None:
     assert shown["races"] == ("ok", [])
 
 
+def test_a_load_takes_as_long_as_the_slower_of_reads_and_copies(shown: dict[str, Any]) -> None:
+    """In simulated time, so that it is the same on every machine."""
+    status, found = shown["ratios"]
+    assert status == "ok", found
+    assert len(found) == 9
+    assert all(1 <= ratio <= 1.02 for ratio in found.values()), found
+
+
 @pytest.mark.parametrize("name", schedules.MUTANTS)
 def test_schedules_find_errors_in_the_ring(shown: dict[str, Any], name: str) -> None:
     status, found = shown["mutants"][name]
