@@ -73,7 +73,7 @@ class Destination:
 
 
 def execute(
-    transfers: Sequence[Transfer],
+    transfers: Iterable[Transfer],
     reader: Reader,
     destination: Destination,
     staging: Staging,
@@ -100,7 +100,7 @@ def execute(
 
 
 def compare(
-    transfers: Sequence[Transfer], reader: Reader, destination: Destination, staging: Staging
+    transfers: Iterable[Transfer], reader: Reader, destination: Destination, staging: Staging
 ) -> None:
     """Check that stored copies equal the loaded tensors. Raises :class:`PlanError` naming both: the bytes are whole,
     but do not fit a model that ties the two."""
