@@ -101,6 +101,28 @@ def waits_and_memory(sources: str, root: str, device: torch.device) -> dict[str,
     return found
 
 
+def strategies(root: str, device: torch.device) -> dict[str, Any]:
+    """Loads that ranks read for each other, under a group for the device alone; what differs."""
+    directory = Path(root) / f"shared-{dist.get_rank()}"  # equal files
+    expected = source(directory)
+    found: dict[str, Any] = {}
+    for strategy in ("own", "node", "once"):
+        model = sharded(Mixed("meta"), device)
+        io = sw.IOOptions(staging_bytes=2 * MIB, strategy=strategy)
+        report, counts = spent(device, lambda model=model, io=io: sw.load(model, directory, io=io))
+        full = {n: t.cpu() for n, t in sw.iter_full(model, naming="module")}
+        differing = [n for n, t in full.items() if not torch.equal(t, expected[n])]
+        found[strategy] = {
+            "differing": differing,
+            "names": len(full),
+            "strategy": report.strategy,
+            "read": report.bytes_read,
+            "file": (directory / "model.safetensors").stat().st_size,
+            "counts": counts,
+        }
+    return found
+
+
 def _load_of(model: nn.Module, source: Any, device: torch.device) -> dict[str, Any]:
     module: Any = torch.get_device_module(device)
     torch.accelerator.synchronize()

@@ -947,6 +947,11 @@ class Collectives final : public c10d::Backend {
     auto a = on(t, true);
     return averaged(o, a, [&](const auto& p) { return inner_->allreduce(a, p); });
   }
+  W alltoall_base(Tensor& out, Tensor& in, std::vector<int64_t>& into, std::vector<int64_t>& from,
+                  const c10d::AllToAllOptions& o) override {
+    auto a = on(out, true), b = on(in);
+    return inner_->alltoall_base(a, b, into, from, o);
+  }
   W _reduce_scatter_base(Tensor& out, Tensor& in, const c10d::ReduceScatterOptions& o) override {
     auto a = on(out, true), b = on(in);
     Many outs{a};

@@ -226,6 +226,20 @@ def test_a_load_waits_once_and_takes_one_slot_of_the_device(two: Parts) -> None:
             assert (found["staging"], found["pinned"]) == (MIB, 0), "four slots, given back"
 
 
+def test_ranks_read_for_each_other_under_a_group_of_the_device(two: Parts) -> None:
+    both = of(two, "strategies")
+    for one in both:
+        for strategy, found in one.items():
+            assert (found["differing"], found["names"]) == ([], 7), strategy
+            assert found["strategy"].startswith(strategy)
+            assert "copies to a device, pinned, late" in found["counts"]
+    read = {strategy: sum(one[strategy]["read"] for one in both) for strategy in both[0]}
+    stored = both[0]["own"]["file"]
+    assert 0.99 * stored < read["node"] == read["once"] < stored <= read["own"], (
+        "each byte once, without headers"
+    )
+
+
 def test_a_load_onto_a_device_and_the_cpu(two: Parts) -> None:
     for rank, (same, counts, devices) in enumerate(of(two, "both")):
         assert same == [True, True]
