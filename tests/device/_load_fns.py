@@ -76,6 +76,22 @@ def waits_and_memory(sources: str, root: str, device: torch.device) -> dict[str,
         fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(dim))
         return model
 
+    tied = directory / "tied"
+    tied.mkdir()
+    save_file({"0.weight": weight, "1.weight": weight.clone()}, tied / "model.safetensors")
+    other = weight.clone()
+    other[-1, -1] += 1
+    wrong = directory / "wrong"
+    wrong.mkdir()
+    save_file({"0.weight": weight, "1.weight": other}, wrong / "model.safetensors")
+
+    def twice() -> nn.Module:
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(64, 24576, bias=False), nn.Linear(64, 24576, bias=False))
+        model[1].weight = model[0].weight
+        fully_shard(model, mesh=mesh)
+        return model
+
     def experts() -> nn.Module:
         name, config = models.hub_model("mixtral")
         with sw.meta_init():
@@ -88,17 +104,22 @@ def waits_and_memory(sources: str, root: str, device: torch.device) -> dict[str,
         "cast": (directory, lambda: linear(dtype=torch.bfloat16)),
         "strided": (directory, lambda: linear(dim=1)),
         "strided, cast": (directory, lambda: linear(dim=1, dtype=torch.bfloat16)),
+        "second copy": (tied, twice),
         "experts": (f"{sources}/mixtral", experts),
     }
-    found = {}
+    found: dict[str, Any] = {}
     for name, (source, make) in made.items():
         found[name] = _load_of(make(), source, device)
-        if source is directory:
+        if name != "experts":
             (full,) = dict(sw.iter_full(found[name].pop("model"), naming="module")).values()
             assert torch.equal(full.cpu(), weight.to(full.dtype)), name
         else:
             del found[name]["model"]
-    return found
+    try:
+        sw.load(twice(), wrong, io=IO)
+    except sw.RankError as error:
+        return {"refused": str(error), "kinds": found}
+    raise AssertionError("a second copy that differs was taken")
 
 
 def strategies(root: str, device: torch.device) -> dict[str, Any]:

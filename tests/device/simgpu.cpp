@@ -473,7 +473,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   bool queryStream(const Stream& s) const override {
     Lock lock(mutex_);
-    return queues_[{s.device_index(), s.id()}].work.empty();
+    Queue& queue = queues_[{s.device_index(), s.id()}];
+    if (!queue.work.empty()) return false;
+    merge(host_knows_, queue.knows);
+    return true;
   }
   void synchronizeStream(const Stream& s) const override {
     host_waits(s.device_index(), s.id(), "waits for a stream");
