@@ -17,6 +17,8 @@ unexport PYTHONDONTWRITEBYTECODE
 LANES ?= 3
 # How long `make fuzz` makes new inputs, after those that were findings once.
 FUZZ_SECONDS ?= 600
+# How many schedules `make schedules` tries.
+SCHEDULES ?= 100000
 # Options of `make mutations`: --only TEXT, --sample N --seed S, --trust.
 MUTATIONS ?=
 # --short: tiny models, whatever the seconds.
@@ -27,7 +29,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(LANES) --dist loadfile --no-l
 # The smoke test, and every test of one process that is not long, not a random search and starts no processes.
 QUICK := -m "not ranks and not processes and not faults and not slow and not hypothesis" --durations 5
 
-.PHONY: help install demo quick test long lowest newest dist check docs bench faults fuzz mutations sweep clean
+.PHONY: help install demo quick test long lowest newest dist check docs bench faults fuzz schedules mutations sweep clean
 .DEFAULT_GOAL := help
 
 help:
@@ -45,6 +47,7 @@ help:
 	@echo "make bench    loads and saves beside their floors and other loaders (half an hour; BENCH=--short: a minute)"
 	@echo "make faults   every fault of tests/faults at every place, and a table of what it led to (minutes)"
 	@echo "make fuzz     damaged and hostile files into every reader (FUZZ_SECONDS=600)"
+	@echo "make schedules  the ring of a load onto a device, under random schedules of its streams (SCHEDULES=100000, minutes)"
 	@echo "make mutations  seeded errors in a copy of the package, each of which tests of make test must catch (MUTATIONS=--sample 6)"
 	@echo "make sweep    sharded against ordinary load for every architecture (an hour)"
 	@echo "make clean    remove caches and products, keep $(VENV)"
@@ -107,6 +110,9 @@ faults: install
 
 fuzz: install
 	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS)
+
+schedules: install
+	$(BIN)/python -m tests.device.schedules --schedules $(SCHEDULES)
 
 mutations: install
 	$(BIN)/python -m tests.mutations $(MUTATIONS)

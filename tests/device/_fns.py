@@ -17,14 +17,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 import shardwise as sw
+from benchmarks import device_ring
+from tests.device import _alike_fns as alike
 from tests.device import _load_fns as loads
 from tests.device import _save_fns as saves
+from tests.device import schedules
 from tests.harness.worker import GROUP_TIMEOUT
-
-Bits = dict[str, torch.Tensor]
 
 
 def enter(visible: int, backend: str = "simccl") -> torch.device:
@@ -51,16 +51,6 @@ def outcome(part: Callable[..., Any], *args: Any) -> tuple[str, Any]:
         return "ok", part(*args)
     except Exception:
         return "raised", traceback.format_exc()
-
-
-def bits_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Bits:
-    """Every shard of parameters, buffers and optimizer state of this rank, on the CPU."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    found = dict(model.named_parameters()) | dict(model.named_buffers())
-    for parameter, states in optimizer.state.items():
-        found |= {f"{names[id(parameter)]}.{k}": v for k, v in states.items() if torch.is_tensor(v)}
-    local = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in found.items()}
-    return {name: t.detach().cpu().clone() for name, t in local.items()}
 
 
 def draws(device: torch.device) -> list[float]:
@@ -99,6 +89,12 @@ def what_the_device_shows() -> dict[str, Any]:
         found[name] = text if status == "raised" else status
     x = torch.arange(6.0, device=device).view(2, 3)
     found["product"] = (x @ x.T).relu().cpu().tolist()
+    found["races"] = outcome(schedules.races, 500, 0)
+    found["ratios"] = outcome(device_ring.ratios)
+    found["mutants"] = {
+        name: outcome(lambda name=name: schedules.races(200, 0, schedules.mutant(name), stop_at_first=True))
+        for name in schedules.MUTANTS
+    }
     return found
 
 
@@ -154,9 +150,9 @@ class Run:
             losses.append(float(loss.detach()).hex())
         return losses
 
-    def go_on(self) -> tuple[list[str], Bits, list[float]]:
+    def go_on(self) -> tuple[list[str], alike.Bits, list[float]]:
         """Two steps more, and all that they led to."""
-        return self.train(2), bits_of(self.model, self.optimizer), draws(self.device)
+        return self.train(2), alike.bits_of(self.model, self.optimizer), draws(self.device)
 
 
 def begin(source: str, root: str, device: torch.device) -> Any:
@@ -381,10 +377,20 @@ def generators_of_several_devices(device: torch.device) -> list[bool]:
 # ----------------------------------------------------------------------------------------------- one launch each
 
 
-def on_two_visible(source: str, root: str) -> dict[str, tuple[str, Any]]:
+def parts_alike(sources: str, root: str, device: torch.device) -> dict[str, tuple[str, Any]]:
+    """What is the same on the device and on the CPU, except for the operators of attention."""
+    directory = f"{root}/alike-{device.type}"
+    found = {
+        name: outcome(part, sources, f"{directory}/{name}", device) for name, part in alike.PARTS.items()
+    }
+    return found | {"attention": outcome(alike.attended, device)}
+
+
+def on_two_visible(source: str, root: str, sources: str) -> dict[str, tuple[str, Any]]:
     """All that a process sees which sees both devices, as under torchrun."""
     device = enter(2)
     return {
+        **parts_alike(sources, root, device),
         "begin": outcome(begin, source, root, device),
         "as before": outcome(resume, source, f"{root}/before", device),
         "small": outcome(save_small, root, device),
@@ -394,12 +400,19 @@ def on_two_visible(source: str, root: str) -> dict[str, tuple[str, Any]]:
         "generators": outcome(generators_of_other_processes, device),
         "several": outcome(generators_of_several_devices, device),
         "load": outcome(loads.loads, f"{root}/load", device),
+        "one kind": outcome(loads.waits_and_memory, sources, f"{root}/load", device),
+        "strategies": outcome(loads.strategies, f"{root}/load", device),
+        "both": outcome(loads.onto_device_and_cpu, f"{root}/load", device),
         "async": outcome(saves.async_saves, f"{root}/async", device),
         "waves": outcome(saves.async_saves, f"{root}/waves", device, saves.BUDGET),
         "sync": outcome(saves.sync_saves, f"{root}/sync", device),
         "scalars": outcome(saves.scalars, device),
         "two devices": outcome(saves.save_from_two_devices, f"{root}/two", device),
         "export": outcome(saves.exports, f"{root}/export", device),
+        "digests": outcome(saves.digests, device),
+        "nameless": outcome(saves.save_of_a_nameless_device, f"{root}/nameless", device),
+        "own tensors": outcome(saves.optimizer_with_own_tensors, f"{root}/own", device),
+        "side stream": outcome(saves.async_save_on_a_side_stream, f"{root}/side", device),
         "on the cpu": outcome(saves.save_of_a_cpu_model, f"{root}/cpu", device),
     }
 
@@ -414,10 +427,11 @@ def on_others_visible(source: str, root: str) -> dict[str, tuple[str, Any]]:
     }
 
 
-def on_none(source: str, root: str) -> dict[str, tuple[str, Any]]:
-    """The checkpoints of devices, on the CPU."""
+def on_none(source: str, root: str, sources: str) -> dict[str, tuple[str, Any]]:
+    """The checkpoints of devices, on the CPU; and what the CPU gives."""
     device = enter(0, "gloo")
     return {
+        **parts_alike(sources, root, device),
         "now": outcome(resume, source, f"{root}/now", device),
         "small": outcome(restore_small, root, device),
     }

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,6 +17,7 @@ from torch.distributed.tensor import Shard
 
 import shardwise as sw
 from tests.device._save_fns import MIB, spent
+from tests.harness import models
 
 #: The least: slots of 256 KiB, so that each is used many times.
 IO = sw.IOOptions(staging_bytes=MIB)
@@ -57,6 +60,120 @@ def sharded(model: nn.Module, device: torch.device) -> nn.Module:
         shard_placement_fn=lambda p: Shard(1) if tuple(p.shape) in along_columns else Shard(0),
     )
     return model
+
+
+def waits_and_memory(sources: str, root: str, device: torch.device) -> dict[str, Any]:
+    """Loads of one kind each, onto this rank's device: copies, waits, and memory on device and host."""
+    directory = Path(root) / f"one-kind-{dist.get_rank()}"
+    directory.mkdir(parents=True)
+    weight = torch.randn(24576, 64, generator=torch.Generator().manual_seed(0))
+    save_file({"weight": weight}, directory / "model.safetensors")
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+
+    def linear(dim: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
+        with torch.device("meta"):
+            model = nn.Linear(64, 24576, bias=False, dtype=dtype)
+        fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(dim))
+        return model
+
+    tied = directory / "tied"
+    tied.mkdir()
+    save_file({"0.weight": weight, "1.weight": weight.clone()}, tied / "model.safetensors")
+    other = weight.clone()
+    other[-1, -1] += 1
+    wrong = directory / "wrong"
+    wrong.mkdir()
+    save_file({"0.weight": weight, "1.weight": other}, wrong / "model.safetensors")
+
+    def twice() -> nn.Module:
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(64, 24576, bias=False), nn.Linear(64, 24576, bias=False))
+        model[1].weight = model[0].weight
+        fully_shard(model, mesh=mesh)
+        return model
+
+    def experts() -> nn.Module:
+        name, config = models.hub_model("mixtral")
+        with sw.meta_init():
+            model: nn.Module = getattr(transformers, name)._from_config(config)
+        sw.shard(model, mesh)
+        return model
+
+    made: dict[str, tuple[Any, Callable[[], nn.Module]]] = {
+        "direct": (directory, linear),
+        "cast": (directory, lambda: linear(dtype=torch.bfloat16)),
+        "strided": (directory, lambda: linear(dim=1)),
+        "strided, cast": (directory, lambda: linear(dim=1, dtype=torch.bfloat16)),
+        "second copy": (tied, twice),
+        "experts": (f"{sources}/mixtral", experts),
+    }
+    found: dict[str, Any] = {}
+    for name, (source, make) in made.items():
+        found[name] = _load_of(make(), source, device)
+        if name != "experts":
+            (full,) = dict(sw.iter_full(found[name].pop("model"), naming="module")).values()
+            assert torch.equal(full.cpu(), weight.to(full.dtype)), name
+        else:
+            del found[name]["model"]
+    try:
+        sw.load(twice(), wrong, io=IO)
+    except sw.RankError as error:
+        return {"refused": str(error), "kinds": found}
+    raise AssertionError("a second copy that differs was taken")
+
+
+def strategies(root: str, device: torch.device) -> dict[str, Any]:
+    """Loads that ranks read for each other, under a group for the device alone; what differs."""
+    directory = Path(root) / f"shared-{dist.get_rank()}"  # equal files
+    expected = source(directory)
+    found: dict[str, Any] = {}
+    for strategy in ("own", "node", "once"):
+        model = sharded(Mixed("meta"), device)
+        io = sw.IOOptions(staging_bytes=2 * MIB, strategy=strategy)
+        report, counts = spent(device, lambda model=model, io=io: sw.load(model, directory, io=io))
+        full = {n: t.cpu() for n, t in sw.iter_full(model, naming="module")}
+        differing = [n for n, t in full.items() if not torch.equal(t, expected[n])]
+        found[strategy] = {
+            "differing": differing,
+            "names": len(full),
+            "strategy": report.strategy,
+            "read": report.bytes_read,
+            "file": (directory / "model.safetensors").stat().st_size,
+            "counts": counts,
+        }
+    return found
+
+
+def _load_of(model: nn.Module, source: Any, device: torch.device) -> dict[str, Any]:
+    module: Any = torch.get_device_module(device)
+    torch.accelerator.synchronize()
+    torch.accelerator.empty_host_cache()
+    pinned, before = module.pinned_bytes(), module.used_bytes()
+    module.reset_peak()
+    report, counts = spent(device, lambda: sw.load(model, source, io=IO))
+    return {
+        "model": model,
+        "counts": counts,
+        "shards": module.used_bytes() - before,
+        "beyond the shards": module.peak_bytes() - module.used_bytes(),
+        "staging": report.staging_peak_bytes,
+        "pinned": module.pinned_bytes() - pinned,
+    }
+
+
+def onto_device_and_cpu(root: str, device: torch.device) -> Any:
+    """One load onto both, the CPU first: the device's ring is pinned all the same."""
+    directory = Path(root) / f"both-{dist.get_rank()}"
+    directory.mkdir(parents=True)
+    stored = {f"{n}.weight": torch.randn(300, 400) for n in range(2)}
+    save_file(stored, directory / "model.safetensors")
+    model = nn.Sequential(
+        nn.Linear(400, 300, bias=False), nn.Linear(400, 300, bias=False, dtype=torch.bfloat16, device=device)
+    )
+    found = _load_of(model, directory, device)
+    wanted = [stored["0.weight"], stored["1.weight"].bfloat16()]
+    same = [torch.equal(p.cpu(), w) for p, w in zip(model.parameters(), wanted, strict=True)]
+    return same, found["counts"], [str(p.device) for p in found.pop("model").parameters()]
 
 
 def loads(root: str, device: torch.device) -> dict[str, Any]:

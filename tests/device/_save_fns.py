@@ -137,7 +137,9 @@ def sync_saves(root: str, device: torch.device) -> dict[str, Any]:
     expected = copies_of(state)
     report, counts = spent(device, lambda: sw.save(state, f"{root}/second", step=2))
     pinned = module.pinned_bytes() - pinned_before
+    _, restored = spent(device, lambda: sw.restore(state_on(device, 99), f"{root}/second"))
     return {
+        "restored": restored,
         "differing": differing(f"{root}/second", device, expected),
         "ok": sw.verify(f"{root}/second").ok,
         "counts": counts,
@@ -214,3 +216,64 @@ def save_of_a_cpu_model(root: str, device: torch.device) -> dict[str, Any]:
     with sw.Checkpointer(root, mode="async") as checkpointer:
         report = checkpointer.save(state, 1)
         return {"staging": report.staging_bytes, "pinned": module.pinned_bytes() - before}
+
+
+def digests(device: torch.device) -> list[dict[str, int]]:
+    """Copies and waits of digests of many tensors: those of the first digest, and of the next."""
+    model = nn.ModuleList(nn.Linear(8 + n % 5, 8) for n in range(60)).to(device)
+    return [spent(device, lambda: sw.digest(model))[1] for _ in range(2)]
+
+
+def save_of_a_nameless_device(root: str, device: torch.device) -> bool:
+    """A save where the device's module has no ``get_device_name``, as MPS has none."""
+    kind: Any = type(torch.get_device_module(device))
+    kept = kind.get_device_name
+    del kind.get_device_name
+    try:
+        sw.save(sw.TrainState(model=nn.Linear(2, 2, device=device)), root, step=1)
+    finally:
+        kind.get_device_name = kept
+    return sw.verify(root).ok
+
+
+class Counting(torch.optim.Optimizer):
+    """Keeps a tensor on the device, and one in host memory, of another shape than the parameter's."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1.0})
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            kept = self.state[parameter]
+            kept["rows"] = kept.get("rows", torch.zeros(3, device=parameter.device)) + 1
+            kept["seen"] = kept.get("seen", torch.zeros(2)) + 1
+
+
+def optimizer_with_own_tensors(root: str, device: torch.device) -> Any:
+    """Where tensors of an optimizer that are no shards come back to, into one that has stepped and a fresh one."""
+    model = nn.Linear(2, 2, device=device)
+    optimizer = Counting(model.parameters())
+    optimizer.step()
+    sw.save(sw.TrainState(model=model, optimizer=optimizer), root, step=1)
+    found = []
+    for steps in (1, 0):
+        other = Counting(model.parameters())
+        for _ in range(steps):
+            other.step()
+        report = sw.restore(sw.TrainState(model=model, optimizer=other), root)
+        kept = other.state[next(model.parameters())]
+        found.append(({k: (str(t.device), t.tolist()) for k, t in kept.items()}, report.differences))
+    return found
+
+
+def async_save_on_a_side_stream(root: str, device: torch.device) -> Any:
+    """Of a model on the CPU and an extra that a kernel of the side stream makes directly before, and changes directly after."""
+    model, side = nn.Linear(3, 3), torch.Stream(device)
+    side.wait_stream(torch.accelerator.current_stream())
+    with sw.Checkpointer(root, mode="async") as checkpointer, side:
+        mean = torch.ones(5, device=device) * 3
+        checkpointer.save(sw.TrainState(model=model, extra={"mean": mean}), 1)
+        mean.fill_(9)
+    state = sw.TrainState(model=model, extra={"mean": torch.zeros(5, device=device)})
+    sw.restore(state, f"{root}/step-00000001")
+    return state.extra["mean"].tolist()

@@ -3,12 +3,14 @@
 // * Memory: a device address lies in pages without access, so that a CPU access (.numpy(), data_ptr) is a
 //   segmentation fault. Kernels reach the same bytes through a second mapping (the "back").
 // * Operators run torch's CPU kernels on the back. CPU and device tensors can't be mixed, as on CUDA.
-// * Copies that CUDA may carry out later are carried out as late as CUDA might: when a stream, an event, the device
-//   or a blocking operator waits for them. A host buffer that is used again too early gives wrong values every time.
+// * Copies that CUDA may carry out later, and kernels that work in place, are carried out as late as CUDA might: when a
+//   stream, an event, the device or a blocking operator waits for them. A host buffer that is used again too early gives
+//   wrong values every time. After schedule(seed) each stream has run by chance more than it must at any time.
 // * A kernel counts as unfinished for every stream that was not made to wait for it. A copy or an operator there that
 //   reads its result gets poison every time. Collectives of simccl are not checked, they only write.
-// * Copies by kind, synchronisations of the host and pinned memory are counted. Pinned memory is taken in powers of
-//   two and kept when it is freed, as torch's host allocator does.
+// * Copies by kind, synchronisations of the host, pinned memory and memory of each device are counted. Pinned memory is
+//   taken in powers of two and kept when it is freed, as torch's host allocator does.
+// * A clock of simulated seconds, for copies to a device that have a rate and for a host that says what it spent.
 // * One generator per device, from which operators without a generator draw.
 // * Collectives: the c10d backend "simccl" is for this device alone and refuses CPU tensors, as NCCL does.
 //
@@ -31,6 +33,7 @@
 #include <deque>
 #include <map>
 #include <mutex>
+#include <random>
 #include <set>
 
 namespace {
@@ -40,6 +43,7 @@ using c10::Device;
 using c10::DeviceIndex;
 using c10::Stream;
 using c10::StreamId;
+constexpr StreamId kStreams = 32;
 constexpr auto kSim = c10::DeviceType::PrivateUse1;
 
 DeviceIndex visible_devices() {
@@ -67,7 +71,7 @@ void count(const std::string& what, int64_t n = 1) {
   own_counts_[what] += n;
 }
 
-// --- streams: queues of copies, carried out when something waits for them ------------------------------------------
+// --- streams: queues of work, carried out when something waits for it ------------------------------------------------
 
 using Key = std::pair<DeviceIndex, StreamId>;
 using Clock = std::map<Key, uint64_t>;  // tickets by stream
@@ -76,9 +80,14 @@ struct Queue {
   std::deque<std::function<void()>> work;
   uint64_t issued = 0, done = 0;
   Clock knows;  // the last work of each stream after which the next work here runs
+  double ends_s = 0;  // in simulated time
 };
 std::map<Key, Queue> queues_;
 Clock host_knows_;  // the last work of each stream that the host has waited for
+
+// Simulated time: the host's own is what spend() was told, and its waits; a stream's is that of copies to its device.
+double host_s_ = 0;
+double copies_per_s_ = 0;  // bytes; 0: copies take no time
 
 void merge(Clock& into, const Clock& from) {
   for (auto& [key, ticket] : from) into[key] = std::max(into[key], ticket);
@@ -99,6 +108,32 @@ void drain(DeviceIndex device, StreamId id, uint64_t until = UINT64_MAX) {
   }
 }
 void drain_current(DeviceIndex device) { drain(device, current_stream(device)); }
+
+// --- schedules: how much each stream has run by now, beyond what something waited for ----------------------------------
+
+struct Schedule {
+  std::mt19937_64 random;
+  unsigned percent;  // of the moments at which a stream goes on
+};
+std::optional<Schedule> schedule_;
+
+// A moment at which streams may go on.
+void advance() {
+  Lock lock(mutex_);
+  if (!schedule_) return;
+  auto draw = [&](size_t below) { return schedule_->random() % below; };
+  for (auto& [key, queue] : queues_)
+    if (!queue.work.empty() && draw(100) < schedule_->percent)
+      drain(key.first, key.second, queue.done + 1 + draw(queue.work.size()));
+}
+void set_schedule(std::optional<uint64_t> seed) {
+  Lock lock(mutex_);
+  schedule_.reset();
+  if (!seed) return;
+  schedule_ = Schedule{std::mt19937_64(*seed), 0};
+  schedule_->percent = schedule_->random() % 5 * 25;  // from as late as can be to at once
+}
+
 void drain_all() {
   Lock lock(mutex_);
   for (auto& [key, queue] : queues_) drain(key.first, key.second);
@@ -110,19 +145,29 @@ void host_waits(DeviceIndex device, StreamId id, const char* why) {
   count(why);
   drain(device, id);
   merge(host_knows_, queues_[{device, id}].knows);
+  host_s_ = std::max(host_s_, queues_[{device, id}].ends_s);
 }
 void host_waits_for_all() {
   Lock lock(mutex_);
   count("waits");
   count("waits for a device");
   drain_all();
-  for (auto& [key, queue] : queues_) merge(host_knows_, queue.knows);
+  for (auto& [key, queue] : queues_) {
+    host_s_ = std::max(host_s_, queue.ends_s);
+    uint64_t last = queue.knows[key];
+    host_knows_[key] = last;
+    queue.knows = {{key, last}};  // what the host knows counts for every stream
+  }
 }
-void enqueue(DeviceIndex device, std::function<void()> work) {
+void enqueue(DeviceIndex device, StreamId id, std::function<void()> work) {
   Lock lock(mutex_);
-  Queue& queue = queues_[{device, current_stream(device)}];
+  Queue& queue = queues_[{device, id}];
   queue.work.push_back(std::move(work));
   queue.issued++;
+  advance();
+}
+void enqueue(DeviceIndex device, std::function<void()> work) {
+  enqueue(device, current_stream(device), std::move(work));
 }
 
 // --- memory ---------------------------------------------------------------------------------------------------------
@@ -159,12 +204,17 @@ struct Block {
 std::map<void*, Block> live_;
 std::map<std::tuple<DeviceIndex, StreamId, size_t>, std::vector<void*>> free_;
 std::map<DeviceIndex, size_t> top_;
+struct Used {
+  int64_t now = 0, peak = 0;
+};
+std::map<DeviceIndex, Used> used_;  // bytes of tensors
 
 void release(void* p) {
   if (p == nullptr) return;
   Lock lock(mutex_);
   Block block = live_.at(p);
   live_.erase(p);
+  used_[block.device].now -= block.size;
   for (StreamId other : block.others) drain(block.device, other);
   free_[{block.device, block.stream, block.size}].push_back(p);  // for the same stream only, as on CUDA
 }
@@ -189,6 +239,9 @@ struct DeviceAllocator final : c10::DeviceAllocator {
       std::memset(back_of(p), 0xCB, size);  // never zeros by chance
     }
     live_[p] = Block{size, device, stream, {}};
+    Used& used = used_[device];
+    used.now += size;
+    used.peak = std::max(used.peak, used.now);
     return {p, p, &release, Device(kSim, device)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -235,27 +288,60 @@ Tensor poison_like(const Tensor& host) {
   return made;
 }
 
-std::map<void*, size_t> pinned_;                // in use
-std::map<size_t, std::vector<void*>> unused_;   // freed, and kept
+struct Pinned {
+  size_t size;
+  Clock used_by;  // the last copy of each stream from or to it
+};
+std::map<void*, Pinned> pinned_;                       // in use
+std::vector<std::pair<void*, Pinned>> leaving_;        // freed, while copies may still use them
+std::map<size_t, std::vector<void*>> unused_;          // freed, and kept
 void unpin(void* p) {
   if (p == nullptr) return;
-  drain_all();  // CUDA's host allocator waits for the copies that use a block, too
   Lock lock(mutex_);
-  unused_[pinned_.at(p)].push_back(p);
+  leaving_.emplace_back(p, pinned_.at(p));
   pinned_.erase(p);
+}
+// Keep the freed blocks whose copies have ended.
+void settle() {
+  auto is_used = [](auto& leaving) {
+    for (auto& [key, ticket] : leaving.second.used_by)
+      if (queues_[key].done < ticket) return true;
+    unused_[leaving.second.size].push_back(leaving.first);
+    return false;
+  };
+  leaving_.erase(std::stable_partition(leaving_.begin(), leaving_.end(), is_used), leaving_.end());
 }
 int64_t pinned_bytes() {
   Lock lock(mutex_);
   size_t total = 0;
-  for (auto& [p, size] : pinned_) total += size;
+  for (auto& [p, block] : pinned_) total += block.size;
+  for (auto& [p, block] : leaving_) total += block.size;
   for (auto& [size, blocks] : unused_) total += size * blocks.size();
   return total;
+}
+// The pinned block that an address lies in, or null.
+Pinned* pinned_block(const void* p) {
+  auto after = pinned_.upper_bound(const_cast<void*>(p));
+  if (after == pinned_.begin()) return nullptr;
+  auto& [begin, block] = *std::prev(after);
+  return static_cast<const char*>(p) < static_cast<char*>(begin) + block.size ? &block : nullptr;
+}
+bool is_pinned(const void* p) {
+  Lock lock(mutex_);
+  return pinned_block(p) != nullptr;
+}
+// The last work of a device's current stream uses pinned memory.
+void mark_used(const void* p, DeviceIndex device) {
+  Lock lock(mutex_);
+  Key key{device, current_stream(device)};
+  if (auto* block = pinned_block(p)) block->used_by[key] = queues_[key].issued;
 }
 struct HostAllocator final : at::HostAllocator {
   at::DataPtr allocate(size_t n) override {
     if (n == 0) return {nullptr, nullptr, &unpin, c10::DeviceType::CPU};
     Lock lock(mutex_);
     n = std::bit_ceil(n);
+    settle();
     void* p = nullptr;
     auto& unused = unused_[n];
     if (!unused.empty()) {
@@ -265,7 +351,7 @@ struct HostAllocator final : at::HostAllocator {
       TORCH_CHECK(posix_memalign(&p, 4096, n) == 0, "simgpu: no host memory");
     }
     std::memset(p, 0xCB, n);  // never zeros, nor what was there before
-    pinned_[p] = n;
+    pinned_[p] = Pinned{n, {}};
     return {p, p, &unpin, c10::DeviceType::CPU};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &unpin; }
@@ -273,6 +359,7 @@ struct HostAllocator final : at::HostAllocator {
   bool record_event(void*, void*, c10::Stream) override { return true; }
   void empty_cache() override {
     Lock lock(mutex_);
+    settle();
     for (auto& [size, blocks] : unused_)
       for (void* p : blocks) std::free(p);
     unused_.clear();
@@ -282,14 +369,6 @@ struct HostAllocator final : at::HostAllocator {
   void reset_peak_stats() override {}
 };
 HostAllocator host_allocator_;
-bool is_pinned(const void* p) {
-  Lock lock(mutex_);
-  auto after = pinned_.upper_bound(const_cast<void*>(p));
-  if (after == pinned_.begin()) return false;
-  auto& [begin, size] = *std::prev(after);
-  return static_cast<const char*>(p) < static_cast<char*>(begin) + size;
-}
-
 // --- generators -----------------------------------------------------------------------------------------------------
 
 struct Generator final : c10::GeneratorImpl {
@@ -326,6 +405,7 @@ struct Event {
   StreamId stream;
   uint64_t until;
   Clock knows;
+  double ends_s;
   bool asked = false;
 };
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -352,7 +432,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   Stream getNewStream(Device d, int = 0) const override {
     Lock lock(mutex_);
     d = with_index(d);
-    return Stream(Stream::UNSAFE, d, ++last_stream_[d.index()]);
+    return Stream(Stream::UNSAFE, d, 1 + last_stream_[d.index()]++ % kStreams);  // from a pool, as CUDA's
   }
   Stream exchangeStream(Stream s) const override {
     Stream old = getStream(s.device());
@@ -366,15 +446,18 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (*event == nullptr) *event = new Event();
     Queue& queue = queues_[{s.device_index(), s.id()}];
     auto* e = static_cast<Event*>(*event);
-    *e = {s.device_index(), s.id(), queue.issued, queue.knows};
+    *e = {s.device_index(), s.id(), queue.issued, queue.knows, queue.ends_s};
     merge(e->knows, host_knows_);
   }
   void block(void* event, const Stream& s) const override {
     Lock lock(mutex_);
     auto* e = static_cast<Event*>(event);
     if (e == nullptr) return;
-    drain(e->device, e->stream, e->until);
-    merge(queues_[{s.device_index(), s.id()}].knows, e->knows);
+    Event before = *e;
+    Queue& waiting = queues_[{s.device_index(), s.id()}];
+    merge(waiting.knows, before.knows);
+    waiting.ends_s = std::max(waiting.ends_s, before.ends_s);
+    enqueue(s.device_index(), s.id(), [=] { drain(before.device, before.stream, before.until); });
   }
   bool queryEvent(void* event) const override {
     auto* e = static_cast<Event*>(event);
@@ -390,7 +473,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   bool queryStream(const Stream& s) const override {
     Lock lock(mutex_);
-    return queues_[{s.device_index(), s.id()}].work.empty();
+    Queue& queue = queues_[{s.device_index(), s.id()}];
+    if (!queue.work.empty()) return false;
+    merge(host_knows_, queue.knows);
+    return true;
   }
   void synchronizeStream(const Stream& s) const override {
     host_waits(s.device_index(), s.id(), "waits for a stream");
@@ -403,6 +489,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (e == nullptr) return;
     drain(e->device, e->stream, e->until);
     merge(host_knows_, e->knows);
+    host_s_ = std::max(host_s_, e->ends_s);
+    advance();
   }
   void synchronizeDevice(const DeviceIndex) const override { host_waits_for_all(); }
   void recordDataPtrOnStream(const c10::DataPtr& ptr, const Stream& s) const override {
@@ -547,6 +635,14 @@ Tensor& set_nothing(Tensor& self) {
   return set_storage_offset(self, none, 0, {0}, {});
 }
 
+// A copy to a device begins when it is enqueued and its stream is free.
+void takes_time(const Tensor& dst) {
+  Lock lock(mutex_);
+  DeviceIndex device = dst.device().index();
+  Queue& queue = queues_[{device, current_stream(device)}];
+  if (copies_per_s_ > 0) queue.ends_s = std::max(queue.ends_s, host_s_) + dst.nbytes() / copies_per_s_;
+}
+
 // A copy is late where CUDA's may be: on the device, and from or to pinned memory with non_blocking. Every other copy
 // from the host has read its source, and every other copy to the host is done, when the call returns.
 Tensor copy_from(const Tensor& src, const Tensor& dst, bool non_blocking) {
@@ -571,6 +667,8 @@ Tensor copy_from(const Tensor& src, const Tensor& dst, bool non_blocking) {
     bool late = non_blocking && src.is_contiguous() && is_pinned(src.data_ptr());
     auto from = late ? at::from_blob(src.data_ptr(), src.sizes(), src.strides(), src.options()) : src.detach().clone();
     enqueue(dst.device().index(), [=]() mutable { to.copy_(from); });
+    if (late) mark_used(src.data_ptr(), dst.device().index());
+    takes_time(dst);
     mark_written(dst, dst.device().index());
     count(kind("to a device", src, late));
     if (!non_blocking) host_waits(dst.device().index(), current_stream(dst.device().index()), "waits for a copy");
@@ -583,6 +681,7 @@ Tensor copy_from(const Tensor& src, const Tensor& dst, bool non_blocking) {
   if (late) {
     auto to = at::from_blob(dst.data_ptr(), dst.sizes(), dst.strides(), dst.options());
     enqueue(src.device().index(), [=]() mutable { to.copy_(from); });
+    mark_used(dst.data_ptr(), src.device().index());
   } else {
     host_waits(src.device().index(), current_stream(src.device().index()), "waits for a copy");
     dst.detach().copy_(from);
@@ -629,13 +728,18 @@ struct Twins {
   bool argument_is_written = false;
   bool has_host = false;                         // a CPU tensor that is no scalar
   bool has_generator = false;
+  bool has_list = false;
+  bool has_empty = false;
+  bool has_changing = false;                     // a CPU tensor that its owner may change
   std::optional<Device> device;
 
   Tensor of(const Tensor& t) {
     if (!is_sim(t)) {
       has_host |= t.defined() && t.dim() > 0;
+      has_changing |= t.defined() && !t.unsafeGetTensorImpl()->is_wrapped_number();
       return t;
     }
+    has_empty |= t.numel() == 0;
     if (!device) device = t.device();
     if (argument_is_written) written.push_back(t);
     // An output without elements may be resized, which a view of the back can't be.
@@ -646,6 +750,7 @@ struct Twins {
 
   c10::IValue argument(const c10::IValue& arg) {
     if (arg.isTensor()) return of(arg.toTensor());
+    if (arg.isTensorList() || arg.isOptionalTensorList()) has_list = true;
     if (arg.isTensorList()) {
       c10::List<Tensor> list;
       for (const Tensor& t : arg.toTensorVector()) list.push_back(of(t));
@@ -690,6 +795,27 @@ void call_drawing_from(DeviceIndex device, const c10::OperatorHandle& op, torch:
   host->set_state(*kept);
 }
 
+// Whether an operator writes its first argument, reads nothing that may change before it runs, and gives that back.
+bool can_be_late(const c10::OperatorHandle& op, const Twins& twins) {
+  const auto& schema = op.schema();
+  bool in_place = schema.name().back() == '_' && schema.returns().size() == 1 && writes(schema.arguments()[0]) &&
+                  schema.returns()[0].alias_info() != nullptr;
+  return in_place && twins.written.size() == 1 && !twins.has_list && !twins.has_empty && !twins.has_changing &&
+         !twins.has_generator && !op.hasTag(at::Tag::nondeterministic_seeded);
+}
+
+void call_late(const c10::OperatorHandle& op, std::vector<c10::IValue> args, Device where, const Twins& twins,
+               bool ready) {
+  Tensor written = twins.written[0];
+  auto poisoned = ready ? Tensor() : back(written);
+  mark_written(written, where.index());
+  enqueue(where.index(), [op, args = std::move(args), poisoned]() mutable {
+    at::AutoDispatchBelowADInplaceOrView below;
+    op.callBoxed(args);
+    if (poisoned.defined() && poisoned.numel()) poisoned.copy_(poison_like(poisoned));
+  });
+}
+
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const size_t first = stack->size() - schema.arguments().size();
@@ -704,9 +830,16 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   TORCH_CHECK(twins.pairs.empty() || !twins.has_host || name.find("index") != std::string::npos,
               "Expected all tensors to be on the same device, but found at least two devices, ", where, " and cpu! (",
               name, ")");
-  drain_current(where.index());
   bool ready = true;
   for (auto& [mine, twin] : twins.pairs) ready = ready && is_ready(mine, where.index());
+  if (can_be_late(op, twins)) {
+    call_late(op, std::move(args), where, twins, ready);
+    auto self = (*stack)[first];
+    stack->erase(stack->begin() + first, stack->end());
+    stack->push_back(self);
+    return;
+  }
+  drain_current(where.index());
   std::copy(args.begin(), args.end(), stack->begin() + first);
   {
     at::AutoDispatchBelowADInplaceOrView below;
@@ -817,6 +950,11 @@ class Collectives final : public c10d::Backend {
     auto a = on(t, true);
     return averaged(o, a, [&](const auto& p) { return inner_->allreduce(a, p); });
   }
+  W alltoall_base(Tensor& out, Tensor& in, std::vector<int64_t>& into, std::vector<int64_t>& from,
+                  const c10d::AllToAllOptions& o) override {
+    auto a = on(out, true), b = on(in);
+    return inner_->alltoall_base(a, b, into, from, o);
+  }
   W _reduce_scatter_base(Tensor& out, Tensor& in, const c10d::ReduceScatterOptions& o) override {
     auto a = on(out, true), b = on(in);
     Many outs{a};
@@ -865,6 +1003,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("synchronize", [] { host_waits_for_all(); });
   m.def("counts", [](bool own) { return own ? own_counts_ : all_counts_; });
   m.def("pinned_bytes", &pinned_bytes);
+  m.def("used_bytes", [](int i) { return used_[static_cast<DeviceIndex>(i)].now; });
+  m.def("peak_bytes", [](int i) { return used_[static_cast<DeviceIndex>(i)].peak; });
+  m.def("reset_peak", [](int i) {
+    Lock lock(mutex_);
+    Used& used = used_[static_cast<DeviceIndex>(i)];
+    used.peak = used.now;
+  });
+  m.def("schedule", &set_schedule);
+  m.def("advance", &advance);
+  m.def("copies_take", [](double bytes_per_s) { copies_per_s_ = bytes_per_s; });
+  m.def("spend", [](double seconds) { host_s_ += seconds; });
+  m.def("now", [] { return host_s_; });
   m.def("default_generator", [](int i) { return default_generator(static_cast<DeviceIndex>(i)); });
   m.def("collectives", [](const c10::intrusive_ptr<c10d::Backend>& inner) -> c10::intrusive_ptr<c10d::Backend> {
     return c10::make_intrusive<Collectives>(inner);

@@ -102,6 +102,37 @@ class _Module(types.ModuleType):
         """Pinned memory that is in use, or freed and kept."""
         return _C.pinned_bytes()
 
+    def used_bytes(self, device: object = None) -> int:
+        """Memory of the tensors on a device."""
+        return _C.used_bytes(_index(device))
+
+    def peak_bytes(self, device: object = None) -> int:
+        """The most that :meth:`used_bytes` was since :meth:`reset_peak`."""
+        return _C.peak_bytes(_index(device))
+
+    def reset_peak(self, device: object = None) -> None:
+        _C.reset_peak(_index(device))
+
+    def schedule(self, seed: int | None) -> None:
+        """From now on streams run on by chance, as ``seed`` says, beyond what something waited for. None: no longer."""
+        _C.schedule(seed)
+
+    def advance(self) -> None:
+        """A moment at which streams may go on; enqueuing work is one, too."""
+        _C.advance()
+
+    def copies_take(self, bytes_per_s: float) -> None:
+        """The rate of copies to a device in simulated time; 0: they take none."""
+        _C.copies_take(bytes_per_s)
+
+    def spend(self, seconds: float) -> None:
+        """The host works for so long, in simulated time."""
+        _C.spend(seconds)
+
+    def now(self) -> float:
+        """Simulated seconds; a wait of the host lasts until what it waits for has ended."""
+        return _C.now()
+
     def default_stream(self, device: object = None) -> torch.Stream:
         return torch.Stream(stream_id=0, device_index=_index(device), device_type=20)
 

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.device import _alike_fns as alike
 from tests.device import _fns as fns
 from tests.device import _save_fns as saves
+from tests.device import schedules
 from tests.harness import models
 from tests.harness.launch import Launch
 
@@ -39,14 +41,21 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("sources")
+    alike.write_sources(directory)
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.fixture(scope="module")
-def two(simgpu: None, source: str, root: str) -> Parts:
+def two(simgpu: None, source: str, root: str, sources: str) -> Parts:
     """Both ranks see both devices."""
-    return results(2, fns.on_two_visible, source, root)
+    return results(2, fns.on_two_visible, source, root, sources)
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +65,9 @@ def others(two: Parts, source: str, root: str) -> Parts:
 
 
 @pytest.fixture(scope="module")
-def none(two: Parts, source: str, root: str) -> Parts:
+def none(two: Parts, source: str, root: str, sources: str) -> Parts:
     """Both ranks on the CPU."""
-    return results(2, fns.on_none, source, root)
+    return results(2, fns.on_none, source, root, sources)
 
 
 def assert_same_steps(found: Any, expected: Any) -> None:
@@ -69,8 +78,15 @@ def assert_same_steps(found: Any, expected: Any) -> None:
     assert found[2] == expected[2], "draws"
 
 
-def test_the_device_is_none_that_a_cpu_could_be() -> None:
+@pytest.fixture(scope="module")
+def shown(simgpu: None) -> dict[str, Any]:
+    """What one process finds out about the device."""
     (found,) = results(1, fns.what_the_device_shows)
+    return found
+
+
+def test_the_device_is_none_that_a_cpu_could_be(shown: dict[str, Any]) -> None:
+    found = shown
     assert found["unused"], "asking for the generators initialises no device"
     assert found["reused"] == 2, "a host buffer that was used again too early shows"
     assert (found["early"], found["late"]) == (0, 2), "a copy to the host that nothing waited for shows"
@@ -81,6 +97,25 @@ def test_the_device_is_none_that_a_cpu_could_be() -> None:
     assert "same device" in found["add"]
     assert "No backend type associated with device type cpu" in found["sum"]
     assert found["product"] == [[5, 14], [14, 50]]
+
+
+def test_the_ring_of_a_load_has_no_races(shown: dict[str, Any]) -> None:
+    """100,000 schedules: ``python -m tests.device.schedules``."""
+    assert shown["races"] == ("ok", [])
+
+
+def test_a_load_takes_as_long_as_the_slower_of_reads_and_copies(shown: dict[str, Any]) -> None:
+    """In simulated time, so that it is the same on every machine."""
+    status, found = shown["ratios"]
+    assert status == "ok", found
+    assert len(found) == 9
+    assert all(1 <= ratio <= 1.02 for ratio in found.values()), found
+
+
+@pytest.mark.parametrize("name", schedules.MUTANTS)
+def test_schedules_find_errors_in_the_ring(shown: dict[str, Any], name: str) -> None:
+    status, found = shown["mutants"][name]
+    assert (status, len(found)) == ("ok", 1), found
 
 
 def test_resume_where_other_devices_are_visible(two: Parts, others: Parts) -> None:
@@ -162,14 +197,68 @@ def test_a_load_copies_through_a_ring(two: Parts) -> None:
             assert (found["differing"], found["names"]) == ([], 7), name
             assert counts["copies to a device, pinned, late"] >= 17, "slots are used again and again"
             assert counts["waits for a stream"] == 1, "at the end"
-            assert counts["waits for an event"] == counts["copies to a device, pinned, late"] - 4, (
+            # The second copy of the tied weight is compared on the device, in two parts.
+            assert counts["waits for an event"] == counts["copies to a device, pinned, late"] - 4 - 2, (
                 "before a slot is read into again"
             )
-            # The second copy of the tied weight is compared on the device.
-            assert counts["copies to a device, pageable, blocking"] == counts["waits for a copy"] == 1
-            assert not {kind for kind in counts if "to the host" in kind}, "nothing is cast on the host"
+            assert counts["copies to the host, pageable, blocking"] == counts["waits for a copy"] == 1
+            assert {kind for kind in counts if "pageable" in kind} == {
+                "copies to the host, pageable, blocking"
+            }
             assert found["staging"] == MIB
             assert found["pinned"] == 0, "torch's cache of pinned memory gave it back"
+
+
+def test_a_load_waits_once_and_takes_one_slot_of_the_device(two: Parts) -> None:
+    for one in of(two, "one kind"):
+        for name, found in one["kinds"].items():
+            counts = found["counts"]
+            copies = counts["copies to a device, pinned, late"]
+            placed = counts.get("copies on a device", 0)  # cast or scattered by a kernel
+            assert counts["waits for a stream"] == 1, "at the end"
+            assert (found["staging"], found["pinned"]) == (MIB, 0), "four slots, given back"
+            if name == "second copy":
+                assert counts["waits"] == 2 + counts["waits for an event"], "for the answer"
+                assert counts["waits for an event"] == copies - 8, "two rings"
+                assert counts["copies to the host, pageable, blocking"] == 1
+                assert found["beyond the shards"] <= 3 * MIB // 4
+                continue
+            assert {kind for kind in counts if "host" in kind or "pageable" in kind} == set(), name
+            assert counts["waits"] == 1 + counts["waits for an event"], "no other wait for the device"
+            assert counts["waits for an event"] == copies - 4, "before a slot is filled again"
+            if name == "experts":
+                assert found["beyond the shards"] <= MIB // 4
+            else:
+                assert placed == (0 if name == "direct" else copies), name
+                assert found["beyond the shards"] == (MIB // 4 if placed else 0), name
+                assert found["shards"] == 24576 * 64 // 2 * (2 if "cast" in name else 4), name
+
+
+def test_a_second_copy_that_differs_is_refused(two: Parts) -> None:
+    """On the rank that holds the element, and so on both."""
+    for one in of(two, "one kind"):
+        assert "'1.weight', a second copy of '0.weight' that differs from the first" in one["refused"]
+
+
+def test_ranks_read_for_each_other_under_a_group_of_the_device(two: Parts) -> None:
+    both = of(two, "strategies")
+    for one in both:
+        for strategy, found in one.items():
+            assert (found["differing"], found["names"]) == ([], 7), strategy
+            assert found["strategy"].startswith(strategy)
+            assert "copies to a device, pinned, late" in found["counts"]
+    read = {strategy: sum(one[strategy]["read"] for one in both) for strategy in both[0]}
+    stored = both[0]["own"]["file"]
+    assert 0.99 * stored < read["node"] == read["once"] < stored <= read["own"], (
+        "each byte once, without headers"
+    )
+
+
+def test_a_load_onto_a_device_and_the_cpu(two: Parts) -> None:
+    for rank, (same, counts, devices) in enumerate(of(two, "both")):
+        assert same == [True, True]
+        assert devices == ["cpu", f"simgpu:{rank}"]
+        assert {kind for kind in counts if "to a device" in kind} == {"copies to a device, pinned, late"}
 
 
 def test_an_async_save_waits_for_no_copy(two: Parts) -> None:
@@ -207,6 +296,13 @@ def test_a_save_copies_through_a_small_ring(two: Parts) -> None:
         assert found["counts"]["waits for an event"] <= found["bytes"] // (8 * saves.MIB) + 2
         assert found["counts"]["copies to the host, pageable, blocking"] == 3
         assert found["pinned"] == found["staging"] == 16 * saves.MIB < found["bytes"]
+        restored = found["restored"]
+        assert restored["copies to a device, pinned, late"] >= 15
+        assert restored["waits for a stream"] == 2, "model and optimizer"
+        assert restored["copies to the host, pageable, blocking"] == 2, "sums of digests of each"
+        assert restored["copies to a device, pageable, blocking"] == 21, (
+            "tensors of documents; scalars, in one"
+        )
 
 
 def test_scalars_of_an_optimizer_travel_together(two: Parts) -> None:
@@ -214,6 +310,36 @@ def test_scalars_of_an_optimizer_travel_together(two: Parts) -> None:
         assert found["steps"] == [1] * 5
         assert found["out"]["copies to the host, pageable, blocking"] == found["out"]["waits"] == 1
         assert found["back"]["copies to a device, pageable, blocking"] == found["back"]["waits"] == 1
+
+
+def test_digests_of_many_tensors_wait_once(two: Parts) -> None:
+    for both in of(two, "digests"):
+        for counts in both:  # tables of weights lie on the device since the loads
+            assert {k: n for k, n in counts.items() if "copies" not in k} == {
+                "waits": 1,
+                "waits for a copy": 1,
+            }
+            assert counts["copies to the host, pageable, blocking"] == 1
+            assert not {k for k in counts if "to a device" in k}
+
+
+def test_a_save_from_a_device_without_a_name(two: Parts) -> None:
+    assert of(two, "nameless") == [True, True]
+
+
+def test_tensors_of_an_optimizer_that_are_no_shards(two: Parts) -> None:
+    """They come to the parameter's device, as by torch's ``load_state_dict``; the report names what was elsewhere."""
+    for rank, found in enumerate(of(two, "own tensors")):
+        for kept, differences in found:
+            own = f"simgpu:{rank}"
+            assert kept == {"rows": (own, [1, 1, 1]), "seen": (own, [1, 1])}
+            moved = "optimizer.opaque.weight.seen: a tensor on cpu when saved, on simgpu now"
+            assert moved in differences
+            assert not [line for line in differences if "rows" in line]
+
+
+def test_an_async_save_on_a_side_stream(two: Parts) -> None:
+    assert of(two, "side stream") == [[3.0] * 5] * 2
 
 
 def test_an_async_save_from_two_devices(two: Parts) -> None:
@@ -262,3 +388,33 @@ def test_generators_of_another_process(two: Parts) -> None:
 
 def test_generators_of_a_process_with_several_devices(two: Parts) -> None:
     assert of(two, "several") == [[True] * 4] * 2
+
+
+@pytest.mark.parametrize("part", alike.PARTS)
+def test_the_device_gives_the_bits_of_the_cpu(two: Parts, none: Parts, part: str) -> None:
+    for rank, (found, expected) in enumerate(zip(of(two, part), of(none, part), strict=True)):
+        alike.assert_alike(found, expected, f"rank {rank}")
+
+
+#: Operators that differ between the device and the CPU, and why.
+OTHER_OPERATORS = {
+    "_scaled_dot_product_flash_attention_for_cpu": "the CPU's attention is one fused kernel",
+    "_scaled_dot_product_flash_attention_for_cpu_backward": "and so are its gradients",
+    "_safe_softmax": "torch makes the device's attention of these: sums in another order",
+    "_softmax_backward_data": "",
+    "bmm": "",
+    "expand": "",
+    "ones": "",
+    "scalar_tensor": "",
+    "tril": "",
+    "where": "",
+}
+
+
+def test_attention_alone_rounds_otherwise(two: Parts, none: Parts) -> None:
+    for found, expected in zip(of(two, "attention"), of(none, "attention"), strict=True):
+        alike.assert_alike(found["eager"][0], expected["eager"][0])
+        assert found["eager"][1] == expected["eager"][1]
+        assert found["sdpa"][1] ^ expected["sdpa"][1] == OTHER_OPERATORS.keys()
+        for name, gradient in expected["sdpa"][0].items():
+            torch.testing.assert_close(found["sdpa"][0][name], gradient, rtol=1e-4, atol=1e-6)

@@ -925,6 +925,20 @@ MUTATIONS = (
         "a slot is read into again before its copy has ended",
     ),
     Mutation(
+        "transfer/to_device.py",
+        "        torch.accelerator.current_stream(self._device).wait_stream(self._side)\n",
+        "",
+        (f"{DEVICE}::test_the_ring_of_a_load_has_no_races",),
+        "after a load that fails, copies still write into memory that the caller uses again",
+    ),
+    Mutation(
+        "transfer/to_device.py",
+        "(flat_bytes(there) != flat_bytes(target)).any()",
+        "(flat_bytes(there) != flat_bytes(target)).all()",
+        (f"{DEVICE}::test_a_second_copy_that_differs_is_refused",),
+        "on a device a second copy of a tie may differ in all but one byte",
+    ),
+    Mutation(
         "models/host_memory.py",
         "        self._next += whole\n",
         "        self._next += whole - mmap.PAGESIZE\n",

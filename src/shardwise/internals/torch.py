@@ -269,18 +269,21 @@ def allocate_dtensors(model: nn.Module, empty_like: Callable[[torch.Tensor], tor
 def empty_like(
     tensor: torch.Tensor, dtype: torch.dtype, allocate: Callable[..., torch.Tensor]
 ) -> torch.Tensor:
-    """``torch.empty_like``, with local memory from ``allocate(size, stride, dtype)``. DTensors keep their placements."""
-    local = local_tensor(tensor)
-    stride = torch.empty_like(local, device="meta").stride()  # dense, whatever the strides of ``tensor``
-    empty = allocate(local.size(), stride, dtype)
+    """``torch.empty_like``, with local memory from ``allocate(size, stride, dtype)``. DTensors keep their placements.
+
+    ``DTensor.from_local`` would move the memory to the device of the mesh, where FSDP2 keeps the shards in host memory.
+    """
+    local = torch.empty_like(local_tensor(tensor), dtype=dtype, device="meta")
+    empty = allocate(local.size(), local.stride(), dtype)  # dense, whatever the strides of ``tensor``
     if not isinstance(tensor, DTensor):
         return empty
-    return DTensor.from_local(
-        *(empty, tensor.device_mesh, tensor.placements),
+    like = DTensor.from_local(
+        *(local, tensor.device_mesh, tensor.placements),
         shape=tensor.size(),
         stride=tensor.stride(),
         run_check=False,
     )
+    return DTensor(empty, like._spec, requires_grad=False)
 
 
 @contextmanager

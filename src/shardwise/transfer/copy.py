@@ -110,15 +110,28 @@ def compare(
 ) -> None:
     """Check that stored copies equal the loaded tensors. Raises :class:`PlanError` naming both: the bytes are whole,
     but do not fit a model that ties the two."""
-    for transfer in transfers:
-        for part in _parts(transfer, staging.limit_bytes):
-            live = destination.strided(part)
-            stored = _stage(part, reader, staging).to(dtype=live.dtype, device=live.device)
-            if not torch.equal(_raw(stored), _raw(live)):
-                raise PlanError(
-                    f"{transfer.path}: holds {transfer.stored!r}, a second copy of {transfer.wanted!r} that differs from "
-                    f"the first; the model ties the two. Untie them (tie_word_embeddings=False) or remove one copy"
-                )
+    with DeviceRings(staging.limit_bytes) as rings:
+        for transfer in transfers:
+            if copies_late(destination.tensor(transfer.wanted).device):
+                for part in _parts(transfer, rings.slot_bytes):
+                    fill = partial(_read, part, reader)
+                    rings.compare(transfer, destination.strided(part), part.bytes_to_read, fill)
+                continue
+            for part in _parts(transfer, staging.limit_bytes):
+                live = destination.strided(part)
+                stored = _stage(part, reader, staging).to(dtype=live.dtype, device=live.device)
+                if not torch.equal(_raw(stored), _raw(live)):
+                    raise _differs(transfer)
+        for transfer in rings.differing():
+            raise _differs(transfer)
+    staging.peak_bytes = max(staging.peak_bytes, rings.pinned_bytes)
+
+
+def _differs(transfer: Transfer) -> PlanError:
+    return PlanError(
+        f"{transfer.path}: holds {transfer.stored!r}, a second copy of {transfer.wanted!r} that differs from "
+        f"the first; the model ties the two. Untie them (tie_word_embeddings=False) or remove one copy"
+    )
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:

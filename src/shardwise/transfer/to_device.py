@@ -10,7 +10,8 @@ from types import TracebackType
 
 import torch
 
-from ..devices import release_pinned_memory
+from ..devices import flat_bytes, release_pinned_memory
+from ..planning.records import Transfer
 
 __all__ = ["SLOTS", "DeviceRings"]
 
@@ -25,7 +26,7 @@ class DeviceRings:
 
     Bytes go to the device as they are stored; casts and scattered writes run there. The host waits for the copy from a
     slot before it reads into that slot again, and once for each device at the end. Then the current stream goes on after
-    the copies. Memory: ``limit_bytes`` pinned on the host for each device, and two slots on the device.
+    the copies. Memory: ``limit_bytes`` pinned on the host for each device; on the device one slot, to compare a few.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -49,10 +50,23 @@ class DeviceRings:
 
     def put(self, target: torch.Tensor, nbytes: int, fill: Fill) -> None:
         """Copy what ``fill`` reads, ``nbytes`` bytes at most :attr:`slot_bytes`, into ``target`` on its device."""
-        ring = self._rings.get(target.device)
-        if ring is None:
-            ring = self._rings[target.device] = _Ring(target.device, self.slot_bytes)
-        ring.put(target, nbytes, fill)
+        self._ring(target.device).put(target, nbytes, fill)
+
+    def compare(self, transfer: Transfer, target: torch.Tensor, nbytes: int, fill: Fill) -> None:
+        """Compare what ``fill`` reads with ``target`` on its device, bit by bit, in the dtype of ``target``.
+
+        ``transfer``: to be named by :meth:`differing`.
+        """
+        self._ring(target.device).compare(transfer, target, nbytes, fill)
+
+    def differing(self) -> list[Transfer]:
+        """The transfers that were compared and differ. The host waits once for each device."""
+        return [transfer for ring in self._rings.values() for transfer in ring.differing()]
+
+    def _ring(self, device: torch.device) -> _Ring:
+        if device not in self._rings:
+            self._rings[device] = _Ring(device, self.slot_bytes)
+        return self._rings[device]
 
 
 class _Ring:
@@ -61,6 +75,8 @@ class _Ring:
         self._slots: list[torch.Tensor] = []
         self._events: list[torch.Event | None] = []
         self._next = 0
+        self._compared: list[Transfer] = []
+        self._differ: list[torch.Tensor] = []
         self._side = torch.Stream(device)
         # What allocated the targets, and what the program enqueued on them, comes first.
         self._side.wait_stream(torch.accelerator.current_stream(device))
@@ -76,10 +92,34 @@ class _Ring:
             if staged.dtype == target.dtype and staged.is_contiguous() and target.is_contiguous():
                 target.copy_(staged, non_blocking=True)
             else:
-                raw = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-                raw.copy_(slot[:nbytes], non_blocking=True)
-                there = torch.as_strided(raw.view(staged.dtype), staged.size(), staged.stride())
-                target.copy_(there)
+                target.copy_(self._on_device(slot[:nbytes], staged))
+        self._was_used()
+
+    def compare(self, transfer: Transfer, target: torch.Tensor, nbytes: int, fill: Fill) -> None:
+        slot = self._free_slot()
+        staged = fill(slot[:nbytes])
+        with self._side:
+            there = self._on_device(slot[:nbytes], staged).to(target.dtype)
+            # As bits NaN equals NaN, and -0 differs from 0.
+            self._differ.append((flat_bytes(there) != flat_bytes(target)).any())
+        self._compared.append(transfer)
+        self._was_used()
+
+    def differing(self) -> list[Transfer]:
+        if not self._differ:
+            return []
+        with self._side:
+            differ = torch.stack(self._differ).tolist()
+        return [transfer for transfer, is_so in zip(self._compared, differ, strict=True) if is_so]
+
+    def _on_device(self, slot: torch.Tensor, staged: torch.Tensor) -> torch.Tensor:
+        """``staged``, a view of the slot, as a view of a copy of the slot's bytes."""
+        raw = torch.empty(slot.numel(), dtype=torch.uint8, device=self._device)
+        raw.copy_(slot, non_blocking=True)
+        return torch.as_strided(raw.view(staged.dtype), staged.size(), staged.stride())
+
+    def _was_used(self) -> None:
+        """Note what the next use of the slot waits for."""
         self._events[self._next] = self._side.record_event()
         self._next = (self._next + 1) % SLOTS
 
@@ -95,5 +135,5 @@ class _Ring:
     def finish(self, *, wait: bool) -> None:
         """Order the current stream after the copies. ``wait``: until they are done, so that a failed one is raised here."""
         torch.accelerator.current_stream(self._device).wait_stream(self._side)
-        if wait:
+        if wait and not self._side.query():
             self._side.synchronize()
