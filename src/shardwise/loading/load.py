@@ -20,8 +20,9 @@ from ..catalog import Catalog
 from ..catalog.open import open_catalog
 from ..errors import IntegrityError, PlanError, ShardError
 from ..gc_paused import gc_paused
-from ..internals.torch import version_of
+from ..internals.torch import local_tensor, version_of
 from ..layout.live import LiveModel, describe
+from ..models.host_budget import host_budget, refuse_too_large
 from ..models.host_memory import HostMemory
 from ..models.memory import default_device, materialize
 from ..models.meta_init import forget_meta_buffers, meta_buffers
@@ -154,16 +155,22 @@ def fill(live: LiveModel, catalog: Catalog, rules: Rules, options: FillOptions, 
     ``live`` stays valid, except for buffers on meta: those are replaced.
     """
     started = time.perf_counter()
+    host = host_budget()
     with ranks.agree("plan the load") as claim:
+        device = torch.device(options.device or default_device(live.root))
         _refuse_unfillable(live, options.allow_plain)
         plan = plan_load(live, catalog, rules, io=options.io)
         new = _parameters_of(plan)
         if new:
             check_rules(live, new)
+        if device.type == "cpu":
+            refuse_too_large(
+                sum(local_tensor(t.tensor).nbytes for t in live.stored if t.tensor.is_meta), host
+            )
         claim.alike(_fingerprint(plan), lambda: _describe(plan))
     planned = time.perf_counter()
     with ranks.agree("read"):
-        memory = materialize(live.root, options.device or default_device(live.root), options.io.pages)
+        memory = materialize(live.root, device, options.io.pages)
         live = live.refreshed()
         cost = _carry_out(plan, live, catalog, options.io, ranks, memory)
     if new:
@@ -183,6 +190,7 @@ def fill(live: LiveModel, catalog: Catalog, rules: Rules, options: FillOptions, 
         seconds_plan=planned - started,
         seconds_read=time.perf_counter() - planned,
         digests_compared=compared,
+        host=host,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..models.host_budget import HostBudget
 from ..planning import Plan
 from ..recipe.host_convert import Converted
 from ..recipe.match import Declaration
@@ -54,6 +55,8 @@ class LoadReport:
     """Whether the kernel kept the pages of the files: "keep" or "release"; see ``IOOptions.page_cache``."""
     pages: str
     """The pages that memory allocated on the CPU was filled through, and why; see ``IOOptions.pages``."""
+    host: HostBudget | None
+    """Limit and free memory of this rank's host before the load; None where the system does not say them."""
 
     @classmethod
     def of(
@@ -65,6 +68,7 @@ class LoadReport:
         seconds_plan: float,
         seconds_read: float,
         digests_compared: int,
+        host: HostBudget | None,
     ) -> LoadReport:
         """The report of a load that ran ``plan``. The fields say what the rest is."""
         return cls(
@@ -84,6 +88,7 @@ class LoadReport:
             digests_compared=digests_compared,
             page_cache=cost.page_cache,
             pages=cost.pages,
+            host=host,
         )
 
     def to_json(self) -> dict[str, Any]:
