@@ -44,7 +44,7 @@ help:
 	@echo "make newest   make quick with the newest versions there are, in .venv-newest"
 	@echo "make dist     sdist and wheel, and the wheel tried without any extra"
 	@echo "make bench    loads and saves beside their floors and other loaders (half an hour; BENCH=--short: a minute)"
-	@echo "make gpu-check  with a GPU: its tests and benchmark, into build/gpu-check (GPU_CHECK=--only checks: no benchmark)"
+	@echo "make gpu-check  with a GPU: its tests and benchmark, into build/gpu-check (GPU_CHECK='--only checks': no benchmark)"
 	@echo "make faults   every fault of tests/faults at every place, and a table of what it led to (minutes)"
 	@echo "make fuzz     damaged and hostile files into every reader (FUZZ_SECONDS=600)"
 	@echo "make mutations  seeded errors in a copy of the package, each of which tests of make test must catch (MUTATIONS=--sample 6)"

@@ -120,7 +120,10 @@ def _checked(args: argparse.Namespace, device: dict[str, Any], root: str) -> dic
         return {}
     found = run_checks(device["type"], device["count"], root)
     for name, outcomes in found.items():
-        print(f"{name}: {' '.join(summary(outcomes))}", flush=True)
+        status, detail = summary(outcomes)
+        print(f"{name}: {status} {detail}", flush=True)
+        if status == "failed":
+            print(next(text for one, text, _ in outcomes if one == "failed"), file=sys.stderr, flush=True)
     return found
 
 

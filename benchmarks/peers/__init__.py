@@ -38,8 +38,9 @@ _FILES_ON_DEVICES = ("host_to_device", "load_file", "device_map")
 def _peer(name: str) -> Any:
     try:
         return import_module(f"benchmarks.peers.{name}")
-    except ModuleNotFoundError as error:
-        reason = f"{error.name} is not installed"
+    except ImportError as error:
+        missing = isinstance(error, ModuleNotFoundError)
+        reason = f"{error.name} is not installed" if missing else str(error)
         return SimpleNamespace(NAME=name.replace("_", " "), WHOLE=False, supports=lambda case: reason)
 
 

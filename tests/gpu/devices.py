@@ -73,9 +73,14 @@ def describe(wanted: str | None) -> dict[str, Any] | None:
         "count": torch.accelerator.device_count(),
         "name": module.get_device_name(0) if hasattr(module, "get_device_name") else found.type,
         "driver": getattr(properties, "driver_version", None) or _kernel_driver(),
-        "runtime": f"CUDA {torch.version.cuda}, HIP {torch.version.hip}, XPU {torch.version.xpu}",
+        "runtime": _runtime(),
         "memory_bytes": getattr(properties, "total_memory", None),
     }
+
+
+def _runtime() -> str:
+    versions = {name: getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu")}
+    return ", ".join(f"{name} {version}" for name, version in versions.items() if version) or "unknown"
 
 
 def _kernel_driver() -> str:

@@ -79,6 +79,11 @@ def summary(outcomes: list[Outcome]) -> tuple[str, str]:
     for wanted in ("failed", "skipped"):
         for rank, (status, detail, _) in enumerate(outcomes):
             if status == wanted:
-                last = str(detail).strip().splitlines()[-1]
+                lines = [
+                    line
+                    for line in str(detail).strip().splitlines()
+                    if not line.startswith("Causes and cures")
+                ]
+                last = lines[-1] if lines else "no message"
                 return status, f"rank {rank}: {last}" if status == "failed" else last
     return "ok", ", ".join(f"{name} {value}" for name, value in outcomes[0][1].items())
