@@ -20,7 +20,7 @@ import shardwise as sw
 from benchmarks.loading.models import write_model
 from tests.device import _load_fns as loads
 from tests.device import _save_fns as saves
-from tests.gpu.devices import host_waits, peak_bytes
+from tests.gpu.devices import GIVES_PINNED_BACK, host_waits, peak_bytes
 from tests.gpu.image import transformers_problem
 
 __all__ = ["AGAIN", "CHECKS", "Skipped"]
@@ -67,7 +67,7 @@ def load(root: str, device: torch.device) -> Facts:
         assert not found["differing"], (name, found["differing"])
         assert found["names"] == 7
         assert found["staging"] <= MIB, "more than the ring was pinned"
-        assert found["pinned"] <= 0, "pinned memory that a load does not give back"
+        assert found["pinned"] <= 0 or not GIVES_PINNED_BACK, "pinned memory that a load does not give back"
         facts = {"ring_bytes": found["staging"], "bytes_read": found["bytes"]}
     return facts
 

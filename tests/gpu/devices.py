@@ -14,9 +14,20 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-__all__ = ["SIMULATED", "describe", "enter", "host_waits", "peak_bytes", "synchronize", "waits_in"]
+__all__ = [
+    "GIVES_PINNED_BACK",
+    "SIMULATED",
+    "describe",
+    "enter",
+    "host_waits",
+    "peak_bytes",
+    "synchronize",
+    "waits_in",
+]
 
 SIMULATED = "simgpu"
+#: Whether this torch can give the system pinned memory back that it keeps; 2.11 can't.
+GIVES_PINNED_BACK = hasattr(torch.accelerator, "empty_host_cache")
 #: What says which devices a process sees: CUDA and ROCm, XPU.
 _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
 #: A wait of the host, in the trace of a CUDA or ROCm runtime.
@@ -43,12 +54,14 @@ def enter(
     # NCCL's barrier has to know the device; the simulated backend takes none.
     bound = {} if kind == SIMULATED else {"device_id": device}
     dist.init_process_group(dist.get_default_backend_for_device(kind), **where, **bound)
-    _complete(torch.get_device_module(device), device)
+    _complete(torch.get_device_module(device))
     return device
 
 
-def _complete(module: Any, device: torch.device) -> None:
-    """What ``tests/device`` asks the simulated device, for a real one as far as it says it."""
+def _complete(module: Any) -> None:
+    """What ``tests/device`` asks the simulated device and torch 2.12, for real devices and torch 2.11 as far as they say it."""
+    if not GIVES_PINNED_BACK:
+        torch.accelerator.empty_host_cache = lambda: None
     if hasattr(module, "counts"):
         return
     module.counts = lambda own=True: {}
@@ -108,7 +121,7 @@ def peak_bytes(device: torch.device, call: Callable[[], Any]) -> tuple[Any, int 
     torch.accelerator.reset_peak_memory_stats(device)
     before = _requested(device, "current")
     found, peak = call(), _requested(device, "peak")
-    return found, None if peak is None or before is None else peak - before
+    return found, peak - before if peak and before is not None else None
 
 
 def _requested(device: torch.device, when: str) -> int | None:
