@@ -14,7 +14,7 @@ export OMP_NUM_THREADS := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 # Test files run in so many lanes; each has ranks of its own.
-LANES ?= 2
+LANES ?= 3
 # How long `make fuzz` makes new inputs, after those that were findings once.
 FUZZ_SECONDS ?= 600
 # Options of `make mutations`: --only TEXT, --sample N --seed S, --trust.
@@ -37,7 +37,8 @@ help:
 	@echo "make demo     the whole way on this machine, into demo-out/"
 	@echo "make quick    tests of one process, and each entry point once on two ranks (a minute)"
 	@echo "make test     all tests but the long ones"
-	@echo "make long     the long ones: the demo, conversions of 46 architectures, scripts as users start them (minutes)"
+	@echo "make long     the long ones: the demo, conversions of 46 architectures, scripts as users start them, every example of"
+	@echo "              random searches (minutes)"
 	@echo "make check    lint, format, types, and the tests of the package's shape"
 	@echo "make docs     the site, into site/; a warning is an error"
 	@echo "make lowest   make quick with the lowest versions that pyproject.toml declares, in .venv-lowest"
@@ -72,7 +73,7 @@ test: install
 	$(PYTEST) -m "not slow" --durations 20
 
 long: install
-	$(PYTEST) -m slow --durations 20
+	EVERY_EXAMPLE=1 $(PYTEST) -m "slow or hypothesis" --durations 20
 
 quick: install
 	$(PYTEST) $(QUICK)

@@ -26,9 +26,12 @@ gc.disable()
 from hypothesis import settings
 
 from tests.harness.pool import RankPool
+from tests.harness.tiers import share_of
 
 # Small machines share their cores with the ranks: how long one example takes says nothing.
-settings.register_profile("shardwise", settings.default, deadline=None, print_blob=True)
+settings.register_profile(
+    "shardwise", settings.default, deadline=None, print_blob=True, max_examples=share_of(100)
+)
 settings.load_profile("shardwise")
 
 

@@ -24,9 +24,7 @@ from tests.loading._load_fns import tensors_of
 
 
 @pytest.mark.parametrize("world_size", [3, *long(1, 2)])
-@pytest.mark.parametrize(
-    "kind", long_but(fns.KINDS, "lora", "dora-transposed", "tied-saved-head", "experts", "renamed-base")
-)
+@pytest.mark.parametrize("kind", long_but(fns.KINDS, "lora", "dora-transposed", "tied-saved-head", "experts"))
 def test_equals_plain_peft(ranks: RankPool, tmp_path: Path, kind: str, world_size: int) -> None:
     fns.write_reference(kind, str(tmp_path))
     expected = load_file(tmp_path / "expected.safetensors")

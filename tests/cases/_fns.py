@@ -7,7 +7,7 @@ import os
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -492,14 +492,10 @@ def one_rank_fails(shared: str, private: str, how: str) -> dict[str, Any]:
     elif mine and how == "unlinked":
         source = open_catalog(private)
         Path(private, "model.safetensors").unlink()
-    elif mine and how == "no directory":
-        source = f"{private}-elsewhere"
     try:
-        if mine and how == "unreadable":
-            with failing_reads(errno.EIO):
-                sw.load(model, source)
-        else:
-            sw.load(model, source)
+        io = sw.IOOptions(strategy="own")  # else the other ranks read for it
+        with failing_reads(errno.EIO) if mine and how == "unreadable" else nullcontext():
+            sw.load(model, source, io=io)
     except RankError as error:
         found = {"text": str(error), "causes": error.causes}
     else:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -23,6 +23,7 @@ from shardwise.dtypes import ITEMSIZE, itemsize, torch_dtype
 from shardwise.errors import FormatError, SourceError
 from shardwise.format.header import MAX_HEADER_BYTES, read_header
 from shardwise.layout.boxes import Box, whole
+from tests.harness.tiers import examples
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -477,7 +478,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 places = st.lists(st.tuples(st.integers(0, 400), st.integers(1, 255)), min_size=1, max_size=3)
 
 
-@settings(max_examples=400)
+@examples(400)
 @given(slices=st.booleans(), places=places)
 def test_flipped_bytes(folder: Path, slices: bool, places: list[tuple[int, int]]) -> None:
     good = base(slices, folder)
@@ -521,7 +522,7 @@ somewhat_like_an_entry = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(
     document=st.dictionaries(
         st.text(max_size=2) | st.just("__metadata__"), anything | somewhat_like_an_entry, max_size=3
@@ -536,14 +537,14 @@ def test_any_json_at_all(folder: Path, document: dict[str, Any], info: object, p
     check_damaged(folder / SINGLE, content, content)
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.binary(max_size=200), st.booleans())
 def test_any_bytes_at_all(folder: Path, content: bytes, framed: bool) -> None:
     content = raw_file(content) if framed else content
     check_damaged(folder / SINGLE, content, content)
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(anything)
 def test_any_index_at_all(folder: Path, document: object) -> None:
     inside = folder / "indexed"

@@ -36,7 +36,6 @@ RECIPES = {
         RECIPES,
         "sgd, scaler, in a cycle",
         "elastic",
-        "torchdata, workers",
     ),
 )
 def test_a_restored_copy_matches_the_run_that_went_on(ranks: RankPool, tmp_path: Path, name: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.harness.process import ROOT, worker_env
-from tests.harness.tiers import long_but
+from tests.harness.tiers import long
 
 pytestmark = pytest.mark.faults
 
@@ -55,7 +55,7 @@ def rows_of() -> Iterator[Callable[[str], list[dict[str, Any]]]]:
             process.kill()  # its ranks end with it
 
 
-@pytest.mark.parametrize("name", long_but(NAMES, "short writes"))
+@pytest.mark.parametrize("name", long(*NAMES))
 def test_fault(rows_of: Callable[[str], list[dict[str, Any]]], name: str) -> None:
     rows = rows_of(name)
     assert rows

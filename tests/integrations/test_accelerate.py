@@ -105,7 +105,12 @@ def test_what_cannot_be_honoured_is_named(ranks: RankPool, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("world_size", "shard_size", "plugin"),
     [
-        (4, 2, {"transformer_cls_names_to_wrap": None, "cpu_ram_efficient_loading": True}),
+        pytest.param(
+            4,
+            2,
+            {"transformer_cls_names_to_wrap": None, "cpu_ram_efficient_loading": True},
+            marks=pytest.mark.slow,
+        ),
         (
             2,
             2,

@@ -65,9 +65,10 @@ def load_and_tell(path: str, replicas: int, dtype: str) -> tuple[dict[str, int],
     plans: list[Plan] = []
     plan_load = loading.plan_load
 
-    def recorded(*args: Any, **options: Any) -> Plan:
-        plans.append(plan_load(*args, **options))
-        return plans[-1]
+    def recorded(*args: Any, **options: Any) -> Any:
+        planned = plan_load(*args, **options)
+        plans.append(planned.plan)
+        return planned
 
     loading.plan_load = recorded
     try:
@@ -89,9 +90,10 @@ def test_real_ranks_run_these_plans(
     plans: list[Plan] = []
     plan_load = planner.plan_load
 
-    def recorded(*args: Any, **options: Any) -> Plan:
-        plans.append(plan_load(*args, **options))
-        return plans[-1]
+    def recorded(*args: Any, **options: Any) -> Any:
+        planned = plan_load(*args, **options)
+        plans.append(planned.plan)
+        return planned
 
     monkeypatch.setattr(planner, "plan_load", recorded)
     planned = sw.plan(model, ranks=ranks_, replicas=replicas, dtype=dtype)

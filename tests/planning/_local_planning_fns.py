@@ -62,7 +62,7 @@ def plan_only(path: str) -> dict[str, Any]:
     with opened_below(path) as opened:
         manifest = read_manifest(path)
         catalog = catalog_of_checkpoint(path, manifest=manifest)
-        plan = plan_load(describe(state.models["model"]), catalog, Rules(), io=IOOptions())
+        plan = plan_load(describe(state.models["model"]), catalog, Rules(), io=IOOptions()).plan
         slices = optimizer_tensors(manifest)
         states = catalog_of_slices(path, manifest, "optimizer", "optimizer", slices)
         chunks = sum(len(t.chunks) for t in states.tensors.values())

@@ -148,7 +148,11 @@ LOST = [
 ]
 
 
-@pytest.mark.parametrize(("source", "reader", "random"), LOST, ids=lambda v: getattr(v, "model_class", v))
+@pytest.mark.parametrize(
+    ("source", "reader", "random"),
+    with_sources(LOST, "llava", "qwen3-vl-moe", "moe-wrapped"),
+    ids=lambda v: getattr(v, "model_class", v),
+)
 def test_lost(ranks: RankPool, sources: dict[str, Path], source: str, reader: Reader, random: int) -> None:
     found = ranks.run_ranks(2, read, str(sources[source]), reader)
     for outcome in found:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from transformers import core_model_loading
@@ -28,6 +28,7 @@ from shardwise.layout.placements import Cut, Geometry, local_shape
 from shardwise.recipe.tiles import Tile, cut, invert, translate
 from shardwise.recipe.trace import Traced, Untraceable, is_untraceable, stored_tensor
 from tests.harness.rank_boxes import every_rank_boxes
+from tests.harness.tiers import examples
 
 Array = np.ndarray[Any, Any]
 
@@ -326,7 +327,7 @@ def traces(draw: st.DrawFn) -> Traces:
     return Traces(sources, pool)
 
 
-@settings(max_examples=1000)
+@examples(1000)
 @given(traces())
 def test_tiles_say_what_torch_does(found: Traces) -> None:
     """Also read the other way, as an export does: every element goes back to where it was stored."""
@@ -338,7 +339,7 @@ def test_tiles_say_what_torch_does(found: Traces) -> None:
             assert np.array_equal(values, found.sources[tile.source][indices(back, "target")])
 
 
-@settings(max_examples=500)
+@examples(500)
 @given(st.data())
 def test_rows_that_begin_and_end_anywhere(data: st.DataObject) -> None:
     """A part of each dim, laid out in a row at some place, and viewed as rows of any length.
@@ -415,7 +416,7 @@ def shardings(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[Geometry, Callab
     return Geometry((a, b), ("dp", "tp"), (outer, Cut("shard", second)), ranks), tp_under_fsdp
 
 
-@settings(max_examples=500)
+@examples(500)
 @given(traces(), st.data())
 def test_shards_of_what_is_made(found: Traces, data: st.DataObject) -> None:
     """Each rank's shard, from stored tensors that are themselves kept in pieces."""
@@ -790,7 +791,7 @@ def test_every_operation_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-@settings(max_examples=40)
+@examples(40)
 @given(data=st.data())
 def test_operations_of_transformers(name: str, data: st.DataObject) -> None:
     """There and back on symbols is what it is on data, with one tile for each stored tensor that takes part."""

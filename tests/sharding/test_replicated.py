@@ -36,7 +36,9 @@ NET = {f"blocks.{i}.scale" for i in (0, 1)} | {"blocks.0.shared", "temperature",
         pytest.param("clip", (2, 2), "every batch", {"logit_scale": "float32"}, marks=pytest.mark.slow),
         pytest.param("olmo_hybrid", (2,), "every batch", {}, marks=pytest.mark.slow),
         pytest.param("olmo_hybrid", (2, 2), "no all-reduce", {}, marks=pytest.mark.slow),
-        ("dinov3", (3,), "one batch", {"embeddings.register_tokens": "float32"}),
+        pytest.param(
+            "dinov3", (3,), "one batch", {"embeddings.register_tokens": "float32"}, marks=pytest.mark.slow
+        ),
         ("net", (3,), "every batch", dict.fromkeys(NET, "float32")),
         ("net", (2, 2), "no all-reduce", dict.fromkeys(NET, "float32")),
         ("bf16 net", (2, 2), "no sync", dict.fromkeys(NET, "bfloat16") | {"gain": "float32"}),
@@ -139,6 +141,7 @@ def test_frozen_until_later() -> None:
     fns.assert_same_everywhere(model)
 
 
+@pytest.mark.slow
 def test_clipping_and_foreach_optimizers(ranks: RankPool) -> None:
     """Tensors without dims pass beside DTensors, others don't: as the docstring of shard() says."""
     for kind in ("clip", "lonely", "olmo_hybrid"):

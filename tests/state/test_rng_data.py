@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
@@ -26,7 +26,7 @@ from shardwise.errors import StateError
 from shardwise.rng import capture_host_rng, capture_rng, derive_rng, plan_rng, preserve_rng, restore_rng
 from shardwise.state.data import ResumableLoader
 from shardwise.state.typed_json import decode, encode
-from tests.harness.tiers import long_but
+from tests.harness.tiers import examples, long_but
 
 
 @pytest.fixture(autouse=True)
@@ -276,7 +276,7 @@ def interrupted(make: Callable[[], DataLoader[Any]], stops: list[int]) -> tuple[
     return log, draws()
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 @pytest.mark.parametrize("name", LOADERS)
 def test_resumed_run_equals_uninterrupted(name: str, data: st.DataObject) -> None:
@@ -286,7 +286,7 @@ def test_resumed_run_equals_uninterrupted(name: str, data: st.DataObject) -> Non
     assert interrupted(LOADERS[name], stops) == expected
 
 
-@pytest.mark.parametrize("name", long_but(WORKER_LOADERS, "own generator", "iterable"))
+@pytest.mark.parametrize("name", long_but(WORKER_LOADERS, "own generator"))
 @pytest.mark.processes
 def test_resumed_run_equals_uninterrupted_with_workers(name: str) -> None:
     expected = uninterrupted(WORKER_LOADERS[name])

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from shardwise.rng import preserve_rng
 from shardwise.state.data import ResumableLoader, data_caveats, make_iterator
 from shardwise.state.typed_json import decode, encode
+from tests.harness.tiers import long
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +66,7 @@ def text(state: Any) -> str:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", ["shuffled", "own generator", "persistent", "iterable"])
+@pytest.mark.parametrize("kind", ["own generator", "iterable", *long("shuffled", "persistent")])
 @pytest.mark.processes
 def test_states_of_torchdata_come_back_equal_and_go_on(kind: str, workers: int) -> None:
     torch.manual_seed(7)

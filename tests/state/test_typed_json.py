@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from shardwise.errors import FormatError, StateError
 from shardwise.state.typed_json import Encoded, decode, encode
+from tests.harness.tiers import examples
 
 
 class Colour(enum.Enum):
@@ -149,7 +150,7 @@ def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     )
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400, deadline=None)
 @given(st.recursive(leaves, containers, max_leaves=12))
 def test_round_trip_keeps_values_and_types(value: Any) -> None:
     assert same(round_trip(value), value)

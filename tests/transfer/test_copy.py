@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.catalog import Catalog, Chunk, StoredFile, StoredTensor
@@ -25,6 +25,7 @@ from shardwise.recipe.match import Matched, Recipe
 from shardwise.recipe.tiles import Loop, Tile, identity
 from shardwise.transfer import FileReader
 from shardwise.transfer.copy import Destination, FileFiller, Staging, compare, execute, write_back
+from tests.harness.tiers import examples
 
 MIB = 1024**2
 _files = count()
@@ -181,7 +182,7 @@ def chunkings(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
 # --- from files into shards ------------------------------------------------------------------------------
 
 
-@settings(max_examples=250)
+@examples(250)
 @given(shape=sizes, codes=dtypes, how=hows, min_run=min_runs, limit=limits, data=st.data())
 def test_every_rank_gets_its_shard(
     folder: Path,
@@ -215,7 +216,7 @@ def test_every_rank_gets_its_shard(
     assert total == replicas * math.prod(shape) * itemsize(wanted_code)
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(
     rows=st.integers(1, 9),
     columns=st.integers(1, 9),
@@ -305,7 +306,7 @@ def test_larger_than_staging(folder: Path) -> None:
 # --- from shards into files ------------------------------------------------------------------------------
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(shape=sizes, codes=dtypes, how=hows, min_run=min_runs, limit=limits, data=st.data())
 def test_write_back(
     folder: Path,

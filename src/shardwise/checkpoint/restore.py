@@ -17,7 +17,7 @@ from ..format.manifest import CONVERTED, Manifest
 from ..gc_paused import gc_paused
 from ..layout.live import LiveModel, describe
 from ..layout.placements import mesh_text
-from ..loading.load import FillOptions, fill
+from ..loading.load import Filling, FillOptions, fill
 from ..loading.report import LoadReport
 from ..planning import IOOptions
 from ..ranks.ranks import Ranks
@@ -162,9 +162,10 @@ class Filled:
     def fill_models(self, names: Iterable[str]) -> None:
         """Fill models from their catalogs, and compare digests where they are recorded. Collective."""
         for name in list(names):
-            options = FillOptions(io=self.io)
-            self.loads.append(fill(self.lives[name], self.catalogs[name], Rules(), options, self.ranks))
-            self.lives[name] = self.lives[name].refreshed()
+            what = Filling(self.lives[name], self.catalogs[name], Rules(), FillOptions(io=self.io))
+            filled = fill(what, self.ranks)
+            self.loads.append(filled.report)
+            self.lives[name] = filled.live.refreshed()
 
 
 @gc_paused()

@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 
 from ..adapters.names import adapter_tensors
 from ..catalog import Chunk, StoredTensor
-from ..devices import own_device
 from ..dtypes import code_of, itemsize, torch_dtype
 from ..errors import CheckpointError, StateError
 from ..format.slices import SliceTensor, assign_owners, owner_ranks
@@ -31,6 +30,7 @@ from ..layout.wanted import Wanted
 from ..models.memory import default_device
 from ..names import NamedTensor
 from ..planning.build import transfers_of
+from ..ranks.hosts import device_of_group
 from ..ranks.ranks import Ranks
 from ..recipe.match import castable
 from ..recipe.tiles import Tile
@@ -229,13 +229,10 @@ def _device(live: LiveModel) -> torch.device:
 
 def _where_ranks_sum(device: torch.device) -> torch.device:
     """``device`` if the default process group supports it, else this process's device of a supported type."""
-    kinds = [part.partition(":")[0] for part in str(dist.get_backend_config()).split(",")]
-    if device.type in kinds:
-        return device
-    found = next((own for own in map(own_device, kinds) if own.type in kinds), None)
+    found = device_of_group(device)
     if found is None:
         raise StateError(
-            f"the default process group works on {', '.join(kinds)}, and this process has no such device; the model is "
-            f"on {device.type}. Start the group with a backend for {device.type}"
+            f"the default process group ({dist.get_backend_config()}) works on devices that this process does not have; "
+            f"the model is on {device.type}. Start the group with a backend for {device.type}"
         )
     return found

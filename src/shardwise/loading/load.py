@@ -7,7 +7,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
@@ -17,20 +17,17 @@ from torch.distributed.tensor import DTensor
 from ..adapters.files import combine, open_adapters
 from ..adapters.names import wrapped
 from ..catalog import Catalog
-from ..catalog.open import open_catalog
 from ..errors import IntegrityError, PlanError, ShardError
 from ..gc_paused import gc_paused
 from ..internals.torch import local_tensor, version_of
 from ..layout.live import LiveModel, describe
-from ..models.host_budget import host_budget, refuse_too_large
-from ..models.host_memory import HostMemory
+from ..models.host_budget import HostBudget, host_budget, refuse_too_large
 from ..models.memory import default_device, materialize
 from ..models.meta_init import forget_meta_buffers, meta_buffers
 from ..models.unquantized import refuse_source
 from ..names import patterns_of
 from ..planning import IOOptions, Plan, build_plan
 from ..ranks.ranks import Ranks
-from ..recipe.host_convert import HostConversion
 from ..recipe.match import (
     Recipe,
     Resolve,
@@ -45,14 +42,13 @@ from ..recipe.origin import remember
 from ..recipe.tiles import is_identity
 from ..recipe.transformers import HubRules, automatic_rules, note_conversions
 from ..sharding.replicated import reduced_parameters
-from ..transfer import FileReader
-from ..transfer.converted import ConvertingReader
-from ..transfer.copy import Destination, Staging, compare, execute
-from ..transfer.page_cache import page_cache_for
+from .carry_out import carry_out
 from .initialize import check_rules, fill_by_rule
-from .report import LoadReport, ReadCost
+from .report import LoadReport
+from .source import open_for_all
+from .strategy import Choice, Planned, choose, facts_of
 
-__all__ = ["FillOptions", "Names", "fill", "load"]
+__all__ = ["FillOptions", "Filling", "Names", "fill", "load"]
 
 Names = Mapping[str, str] | Callable[[str], str]
 
@@ -112,13 +108,16 @@ def load(
     """
     io = io or IOOptions()
     ranks = Ranks.current(timeout_s=io.timeout_s)
-    with ranks.agree("open source"):
+    catalog = open_for_all(source, ranks)
+    hub: HubRules | None = None
+
+    def prepare() -> Filling:
+        nonlocal hub
         unused = patterns_of("allow_unused", allow_unused)
         missing = patterns_of("allow_missing", allow_missing)
         plain = patterns_of("allow_plain", allow_plain)
         if names is not None and key_mapping is not None:
             raise ValueError("names= and key_mapping= both rename stored tensors: give one of them")
-        catalog = source if isinstance(source, Catalog) else open_catalog(source)
         live = describe(model)
         refuse_source(catalog, lambda: live.tensors)
         hub = hub_rules_of(live, catalog, key_mapping) if names is None else None
@@ -128,13 +127,15 @@ def load(
             allow_missing=lambda name: "caller" if matches_any(name, missing) else None,
             caller_declares=True,
         )
-        if adapter is not None:
-            catalog, rules = combine(live, catalog, rules, open_adapters(model, adapter))
-    options = FillOptions(io=io, device=device, seed=seed, verify=verify, allow_plain=plain)
-    report = fill(live, catalog, rules, options, ranks)
+        options = FillOptions(io=io, device=device, seed=seed, verify=verify, allow_plain=plain)
+        if adapter is None:
+            return Filling(live, catalog, rules, options)
+        return Filling(live, *combine(live, catalog, rules, open_adapters(model, adapter)), options)
+
+    filled = fill(prepare, ranks)
     if hub is not None:
-        note_conversions(live.base, hub.used())
-    return report
+        note_conversions(filled.live.base, hub.used())
+    return filled.report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,30 +150,58 @@ class FillOptions:
     """None lets any parameter be plain."""
 
 
-def fill(live: LiveModel, catalog: Catalog, rules: Rules, options: FillOptions, ranks: Ranks) -> LoadReport:
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """A model to be filled, and from what."""
+
+    live: LiveModel
+    catalog: Catalog
+    rules: Rules
+    options: FillOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """A filled model, and how it was filled."""
+
+    live: LiveModel
+    report: LoadReport
+
+
+def fill(prepare: Filling | Callable[[], Filling], ranks: Ranks) -> Filled:
     """The pipeline behind :func:`load` and ``load_pretrained``: plan, prove, read, place, verify.
 
-    ``live`` stays valid, except for buffers on meta: those are replaced.
+    ``prepare`` is rank-local; ranks hear of its failure as of one in planning.
     """
-    started = time.perf_counter()
+    label = "plan the load"
+    given: Filling
+    planned: Planned
+    new: list[str] = []
+    started = 0.0
     host = host_budget()
-    with ranks.agree("plan the load") as claim:
-        device = torch.device(options.device or default_device(live.root))
-        _refuse_unfillable(live, options.allow_plain)
-        plan = plan_load(live, catalog, rules, io=options.io)
-        new = _parameters_of(plan)
+
+    def told() -> dict[str, Any]:
+        nonlocal given, planned, started
+        given = prepare if isinstance(prepare, Filling) else prepare()
+        started = time.perf_counter()
+        _refuse_unfillable(given.live, given.options.allow_plain)
+        planned = plan_load(given.live, given.catalog, given.rules, io=given.options.io)
+        new.extend(_parameters_of(planned.plan))
         if new:
-            check_rules(live, new)
-        if device.type == "cpu":
-            refuse_too_large(
-                sum(local_tensor(t.tensor).nbytes for t in live.stored if t.tensor.is_meta), host
-            )
-        claim.alike(_fingerprint(plan), lambda: _describe(plan))
-    planned = time.perf_counter()
+            check_rules(given.live, new)
+        _refuse_too_large(given.live, given.options.device, host)
+        return asdict(facts_of(planned, _fingerprint(planned.plan), _describe(planned.plan)))
+
+    def chosen(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        return choose(label, given.options.io.strategy, given.catalog.nbytes, facts)
+
+    choice = Choice(**ranks.combine(label, told, chosen))
+    plan, live, catalog, options = planned.plan, given.live, given.catalog, given.options
+    read = time.perf_counter()
     with ranks.agree("read"):
-        memory = materialize(live.root, device, options.io.pages)
+        memory = materialize(live.root, options.device or default_device(live.root), options.io.pages)
         live = live.refreshed()
-        cost = _carry_out(plan, live, catalog, options.io, ranks, memory)
+        cost = carry_out(planned, choice, live, ranks, memory)
     if new:
         # A separate round: DoRA's magnitudes may be gathered, and no rank may wait there for one that failed.
         with ranks.agree("initialize"):
@@ -183,52 +212,27 @@ def fill(live: LiveModel, catalog: Catalog, rules: Rules, options: FillOptions, 
         compared = check_digests(live, catalog, plan, ranks)
     if not catalog.has_module_names:
         remember(live.root, plan.recipes, catalog.tensors)
-    return LoadReport.of(
+    report = LoadReport.of(
         plan,
         cost,
         source=catalog.root,
-        seconds_plan=planned - started,
-        seconds_read=time.perf_counter() - planned,
+        seconds_plan=read - started,
+        seconds_read=time.perf_counter() - read,
         digests_compared=compared,
         host=host,
     )
-
-
-def _carry_out(
-    plan: Plan, live: LiveModel, catalog: Catalog, io: IOOptions, ranks: Ranks, memory: HostMemory
-) -> ReadCost:
-    """Carry out the plan: read into the shards, and check duplicate copies. Rank-local."""
-    local = live.local_tensors()
-    page_cache = page_cache_for(io, (t.device for t in local.values()))
-    destination = Destination(local)
-    staging = Staging(_beside(plan.conversions, io), plan.staging_bytes)
-    with FileReader(ranks.tick, page_cache=page_cache) as files:
-        reader = ConvertingReader(files, plan.conversions, catalog.tensors)
-        execute(plan.transfers, reader, destination, staging, memory)
-        compare(plan.checks, reader, destination, staging)
-    return ReadCost(
-        bytes_read=files.bytes_read,
-        staging_peak_bytes=staging.peak_bytes + reader.peak_bytes,
-        page_cache=page_cache,
-        pages=memory.describe(),
-    )
-
-
-def _beside(conversions: Mapping[str, HostConversion], io: IOOptions) -> IOOptions:
-    """The staging budget without the largest host conversion."""
-    largest = max((host.staging_bytes for host in conversions.values()), default=0)
-    return replace(io, staging_bytes=io.staging_bytes - largest)
+    return Filled(live, report)
 
 
 @gc_paused()
 def plan_load(
     live: LiveModel, catalog: Catalog, rules: Rules, *, io: IOOptions, rank: int | None = None
-) -> Plan:
+) -> Planned:
     """The plan that a load would run, for this rank or any other. Pure: nothing is read or allocated."""
     layout = live.layout(rank=rank)
     matched = match_rules(catalog, layout.wanted, rules)
     matched.problems += _unfilled_buffers(live, {d.name for d in matched.initialized})
-    return build_plan(catalog, layout, matched, io)
+    return Planned(build_plan(catalog, layout, matched, io), live, catalog, matched, io)
 
 
 def _unfilled_buffers(live: LiveModel, initialized: set[str]) -> list[str]:
@@ -260,6 +264,12 @@ def _refuse_unfillable(live: LiveModel, allow_plain: Sequence[str] | None) -> No
         raise ShardError(live.fsdp1_problem)
     if allow_plain is not None:
         _refuse_unsharded(live, allow_plain)
+
+
+def _refuse_too_large(live: LiveModel, device: torch.device | str | None, host: HostBudget | None) -> None:
+    """Raises :class:`PlanError` if the memory that meta tensors get on the CPU exceeds the host's limit."""
+    if torch.device(device or default_device(live.root)).type == "cpu":
+        refuse_too_large(sum(local_tensor(t.tensor).nbytes for t in live.stored if t.tensor.is_meta), host)
 
 
 def _refuse_unsharded(live: LiveModel, allow_plain: Sequence[str]) -> None:

@@ -280,7 +280,7 @@ def _plan_ranks(prepared: Prepared, io: IOOptions, ranks: int, replicas: int) ->
     costs, first = [], None
     for rank in _ranks_to_plan(ranks):
         # None for the rank that this process plays: its boxes are also checked against what torch allocated.
-        plan = plan_load(live, prepared.catalog, prepared.rules, io=io, rank=rank or None)
+        plan = plan_load(live, prepared.catalog, prepared.rules, io=io, rank=rank or None).plan
         first = first or plan
         costs.append(_cost(rank, plan))
     assert first is not None

@@ -40,7 +40,7 @@ from ..ranks.ranks import Ranks
 from ..recipe.match import Rules, matches_any, same_names
 from ..recipe.transformers import HubRules, hub_rules, note_conversions
 from ..sharding.fsdp import ShardPolicy, shard
-from .load import FillOptions, fill
+from .load import Filling, FillOptions, fill
 from .report import LoadReport
 
 __all__ = ["Prepared", "build_meta", "load_pretrained", "load_wrapped", "prepare", "read_config"]
@@ -136,11 +136,15 @@ def load_wrapped(
     if request.trust_remote_code:
         given = request.config, request.auto_class
         known = in_turn(ranks, lambda: config_and_class(directory, *given, trust_remote_code=True))
-    with ranks.agree("build model"):
+    prepared: Prepared
+
+    def build() -> Filling:
+        nonlocal prepared
         prepared = prepare(request, asked, directory, known)
-        filling = replace(filling, allow_plain=wrap(prepared.model))
-        live = describe(prepared.model)
-    report = fill(live, prepared.catalog, prepared.rules, filling, ranks)
+        options = replace(filling, allow_plain=wrap(prepared.model))
+        return Filling(describe(prepared.model), prepared.catalog, prepared.rules, options)
+
+    report = fill(build, ranks).report
     with ranks.agree("finish model"):
         _finish(prepared.base, directory)
         note_conversions(prepared.base, prepared.conversions())

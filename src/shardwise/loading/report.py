@@ -18,9 +18,11 @@ class ReadCost:
     """The cost of carrying out a plan on this rank; for the fields see :class:`LoadReport`."""
 
     bytes_read: int
+    bytes_sent: int
     staging_peak_bytes: int
     page_cache: str
     pages: str
+    strategy: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,10 @@ class LoadReport:
     """Whether the kernel kept the pages of the files: "keep" or "release"; see ``IOOptions.page_cache``."""
     pages: str
     """The pages that memory allocated on the CPU was filled through, and why; see ``IOOptions.pages``."""
+    strategy: str
+    """Who read the source, and why: "own: …", "node: …" or "once: …"; see ``IOOptions.strategy``."""
+    bytes_sent: int
+    """Bytes of the source that this rank sent to other ranks, where one rank reads for all ("once")."""
     host: HostBudget | None
     """Limit and free memory of this rank's host before the load; None where the system does not say them."""
 
@@ -88,6 +94,8 @@ class LoadReport:
             digests_compared=digests_compared,
             page_cache=cost.page_cache,
             pages=cost.pages,
+            strategy=cost.strategy,
+            bytes_sent=cost.bytes_sent,
             host=host,
         )
 

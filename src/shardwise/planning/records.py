@@ -43,6 +43,14 @@ class IOOptions:
     """The pages of memory that a load allocates on the CPU. Huge pages (2 MiB, Linux) make filling it up to three times as
     fast; ``"auto"`` measures both during the load and uses what takes less CPU time."""
 
+    strategy: Literal["auto", "own", "node", "once"] = "auto"
+    """Who reads a source from storage. ``"own"``: each rank reads its own shards. ``"node"``: each range is read once per
+    host, and the ranks of the host share it in memory. ``"once"``: each range is read once, and each rank is sent its
+    shards through the process group's backend. ``"auto"``: ``"once"`` if some ranks do not see the files, or if they
+    lie on a network file system and several hosts need the same bytes; ``"node"`` if shards lie in runs of less than 16 KiB
+    (shards of dim 1), or on a network file system of which ranks of one host need the same bytes; else ``"own"``. The
+    report says which, and why."""
+
     def __post_init__(self) -> None:
         if self.staging_bytes < LEAST_STAGING_BYTES:
             raise ValueError(f"staging_bytes must be at least 1 MiB, got {self.staging_bytes}")
@@ -52,6 +60,8 @@ class IOOptions:
             raise ValueError(f"page_cache must be 'keep', 'release' or 'auto', got {self.page_cache!r}")
         if self.pages not in ("auto", "huge", "small"):
             raise ValueError(f"pages must be 'auto', 'huge' or 'small', got {self.pages!r}")
+        if self.strategy not in ("auto", "own", "node", "once"):
+            raise ValueError(f"strategy must be 'auto', 'own', 'node' or 'once', got {self.strategy!r}")
 
 
 @dataclass(frozen=True, slots=True)

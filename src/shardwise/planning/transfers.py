@@ -60,6 +60,11 @@ class Transfers(Sequence[Transfer]):
     def __iter__(self) -> Iterator[Transfer]:
         return map(self._make, self._kind.tolist(), self._name.tolist(), self._offset.tolist())
 
+    def counts(self) -> list[int]:
+        """The number of transfers of each kind."""
+        found: list[int] = np.bincount(self._kind, minlength=len(self.kinds)).tolist()
+        return found
+
     def _make(self, kind: int, name: int, offset_bytes: int) -> Transfer:
         like, (wanted, stored) = self.kinds[kind], self._names[name]
         return Transfer(

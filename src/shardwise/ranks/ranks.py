@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +21,7 @@ from shardwise.ranks.patience import LIMIT, Watch, watched
 from shardwise.ranks.protocol import Agreement, agreement_of
 from shardwise.ranks.verdicts import Request, cause_of, shorten, text_of
 
-__all__ = ["Claim", "Ranks"]
+__all__ = ["Claim", "Ranks", "different"]
 
 _DESCRIPTION_CHARS = 1_000
 T = TypeVar("T")
@@ -112,6 +112,8 @@ class Ranks:
         def decided(payloads: list[bytes]) -> bytes:
             try:
                 return pack(decide([cast(T, unpack(payload)) for payload in payloads]))
+            except RankError:  # it names ranks and causes
+                raise
             except Exception as error:
                 raise RankError(label, {0: cause_of(error)}) from error
 
@@ -239,5 +241,9 @@ def _describe(payload: bytes, describe: Callable[[], str] | None) -> str:
 
 
 def _raise_different(label: str, ranks: list[int], texts: list[bytes]) -> NoReturn:
-    words = [text.decode() for text in texts]
-    raise RankError(label, {r: f"differs from rank 0: has {words[r]}; rank 0 has {words[0]}" for r in ranks})
+    raise different(label, ranks, [text.decode() for text in texts])
+
+
+def different(label: str, ranks: Iterable[int], words: Sequence[str]) -> RankError:
+    """The error for ``ranks`` that have something else than rank 0; ``words`` say what each rank has."""
+    return RankError(label, {r: f"differs from rank 0: has {words[r]}; rank 0 has {words[0]}" for r in ranks})

@@ -73,15 +73,18 @@ class Destination:
 
 
 def execute(
-    transfers: Sequence[Transfer],
+    transfers: Iterable[Transfer],
     reader: Reader,
     destination: Destination,
     staging: Staging,
     memory: HostMemory | None = None,
+    *,
+    held: Callable[[Transfer], torch.Tensor | None] | None = None,
 ) -> None:
     """Carry out transfers on this rank. Memory: the destination, plus at most the staging limit for each device.
 
-    ``memory``: where the destination lies, if none of it is written yet.
+    ``memory``: where the destination lies, if none of it is written yet. ``held``: the elements of a transfer, with its
+    loops as dims, where the reader has them in memory already.
     """
     filling = nullcontext if memory is None else memory.filling
     with DeviceRings(staging.limit_bytes) as rings:
@@ -90,6 +93,9 @@ def execute(
             if copies_late(device):
                 for part in _parts(transfer, rings.slot_bytes):
                     rings.put(destination.strided(part), part.bytes_to_read, partial(_read, part, reader))
+            elif held is not None and (elements := held(transfer)) is not None:
+                with filling(transfer.bytes_to_read):
+                    destination.strided(transfer).copy_(elements)
             elif transfer.is_direct and device.type == "cpu":
                 with filling(transfer.bytes_to_read):
                     _read_direct(transfer, reader, destination.view(transfer.wanted))
@@ -100,7 +106,7 @@ def execute(
 
 
 def compare(
-    transfers: Sequence[Transfer], reader: Reader, destination: Destination, staging: Staging
+    transfers: Iterable[Transfer], reader: Reader, destination: Destination, staging: Staging
 ) -> None:
     """Check that stored copies equal the loaded tensors. Raises :class:`PlanError` naming both: the bytes are whole,
     but do not fit a model that ties the two."""

@@ -1,0 +1,41 @@
+"""Opens a source on every rank, also where only some ranks see its files."""
+
+from __future__ import annotations
+
+import os
+
+from ..catalog import Catalog
+from ..catalog.message import packed_catalog, unpacked_catalog
+from ..catalog.open import open_catalog
+from ..ranks.ranks import Ranks
+
+__all__ = ["open_for_all"]
+
+
+def open_for_all(source: str | os.PathLike[str] | Catalog, ranks: Ranks) -> Catalog:
+    """The catalog of a source. A rank on which the path does not exist gets it from the first rank that has the path.
+
+    Every rank must call it; one agreement if every rank has the path. Raises :class:`SourceError`, or :class:`RankError`.
+    """
+    opened: list[Catalog] = []
+
+    def look() -> bool:
+        if not isinstance(source, Catalog) and ranks.world_size > 1 and not os.path.lexists(source):
+            return False
+        opened.append(source if isinstance(source, Catalog) else open_catalog(source))
+        return True
+
+    seen = ranks.combine("open source", look, list)
+    if not any(seen):
+        with ranks.agree("open source"):
+            assert not isinstance(source, Catalog)
+            opened.append(open_catalog(source))  # says that there is none
+    elif not all(seen):
+        first = seen.index(True)
+        content = ranks.combine(
+            "send the catalog",
+            lambda: packed_catalog(opened[0]) if ranks.rank == first else b"",
+            lambda contents: contents[first],
+        )
+        opened.append(unpacked_catalog(content))
+    return opened[0]

@@ -1,0 +1,265 @@
+"""Who reads a source: each rank its own ranges, one rank per host, or one rank of all."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from ..catalog import Catalog
+from ..dtypes import itemsize
+from ..errors import RankError, SourceError
+from ..layout.live import LiveModel
+from ..planning import IOOptions, Plan, Transfer, build_plan
+from ..planning.buckets import Span, cut_into_buckets
+from ..planning.transfers import Transfers
+from ..ranks.hosts import device_of_group, host_key
+from ..ranks.ranks import Ranks, different
+from ..recipe.match import Matched
+from ..transfer.converted import Reader
+from ..transfer.shared import NodeReader, OnceReader, SharedReader, bucket_bytes
+
+__all__ = ["Choice", "Facts", "Planned", "choose", "facts_of", "shared_reader"]
+
+Strategy = Literal["own", "node", "once"]
+Asked = Literal["auto", "own", "node", "once"]
+
+#: Ranks need bytes twice, where together they read this many times what is stored.
+_TWICE = 1.25
+#: Reading a run of this many bytes takes longer in calls than in bytes.
+_SHORT_BYTES = 16 * 1024
+#: Pieces of a tensor where hosts need different parts of it: less is read that no rank of a host needs.
+_PIECE_BYTES = 256 * 1024
+#: File systems whose servers all ranks share (``proc(5)``, mountinfo).
+_NETWORK = (
+    "nfs",
+    "cifs",
+    "smb",
+    "lustre",
+    "ceph",
+    "gpfs",
+    "beegfs",
+    "glusterfs",
+    "9p",
+    "afs",
+    "fuse.",
+    "orangefs",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What one rank knows, for the choice that rank 0 makes for all."""
+
+    plan: str
+    """Fingerprint of what must be equal on all ranks."""
+    words: str
+    """The same in words."""
+    host: str
+    """Equal on ranks that can share memory."""
+    files: str | None
+    """Fingerprint of the names and sizes of the files; None if this rank does not see one of them."""
+    network: bool
+    read_bytes: int
+    """On a network file system: what this rank would read by itself."""
+    short_bytes: int
+    """What it would read in runs so short that the number of reads decides."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A strategy for all ranks."""
+
+    strategy: Strategy
+    reason: str
+    hosts: Sequence[str]
+    """The host of each rank."""
+    readers: Sequence[int]
+    """The ranks that see the files."""
+
+    def describe(self) -> str:
+        return f"{self.strategy}: {self.reason}"
+
+
+def facts_of(planned: Planned, fingerprint: str, words: str) -> Facts:
+    """The facts of this rank. Looks at the sizes of the files."""
+    catalog = planned.catalog
+    files: str | None = None
+    with suppress(OSError):
+        sizes = [(os.path.basename(f.path), os.stat(f.path).st_size) for f in catalog.files]
+        files = hashlib.blake2b(repr(sizes).encode(), digest_size=8).hexdigest()
+    network = bool(catalog.files) and on_network(catalog.files[0].path)
+    return Facts(
+        plan=fingerprint,
+        words=words,
+        host=hashlib.blake2b(host_key().encode(), digest_size=8).hexdigest(),
+        files=files,
+        network=network,
+        read_bytes=planned.plan.bytes_to_read if network else 0,
+        short_bytes=_in_short_runs(planned.plan.transfers),
+    )
+
+
+def choose(label: str, asked: Asked, source_bytes: int, told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A :class:`Choice` from the facts of all ranks. Raises :class:`RankError` for ranks that would load something else."""
+    facts = [Facts(**one) for one in told]
+    if unlike := [rank for rank, one in enumerate(facts) if one.plan != facts[0].plan]:
+        raise different(label, unlike, [one.words for one in facts])
+    readers = [rank for rank, one in enumerate(facts) if one.files is not None]
+    blind = len(facts) - len(readers)
+    if not readers:  # each of them says it when it opens a file
+        readers, blind = list(range(len(facts))), 0
+    if blind and asked in ("own", "node"):
+        cause = f"does not see the files of the source; strategy={asked!r} needs them on every rank, 'once' on one"
+        raise RankError(label, {rank: cause for rank, one in enumerate(facts) if one.files is None})
+    hosts = {one.host for one in facts}
+    times = sum(one.read_bytes for one in facts) / max(1, source_bytes)
+    short = sum(one.short_bytes for one in facts) >= source_bytes / 4 > 0
+    strategy, reason = _chosen(asked, facts, len(hosts), blind, times, short=short)
+    if strategy != "own":
+        first = facts[readers[0]].files
+        if others := [rank for rank in readers if facts[rank].files != first]:
+            cause = f"its files have other names or sizes than those of rank {readers[0]}"
+            raise RankError(label, dict.fromkeys(others, cause))
+    return asdict(Choice(strategy, reason, [one.host for one in facts], readers))
+
+
+def _chosen(
+    asked: Asked, facts: Sequence[Facts], hosts: int, blind: int, times: float, *, short: bool
+) -> tuple[Strategy, str]:
+    if len(facts) == 1:
+        return "own", "one rank"
+    if blind:
+        return "once", f"{blind} of {len(facts)} ranks do not see the files"
+    if asked != "auto":
+        return asked, "asked for"
+    if short and len(facts) > hosts:
+        return "node", "shards lie in short runs"
+    if not any(one.network for one in facts):
+        return "own", "the files are on local disks"
+    if times < _TWICE:
+        return "own", "ranks need different bytes"
+    read = f"on a network file system, of which ranks would read {times:.1f} times what it holds"
+    return ("node", f"{read}, on one host") if hosts == 1 else ("once", f"{read}, on {hosts} hosts")
+
+
+def _in_short_runs(transfers: Sequence[Transfer]) -> int:
+    """Bytes of strided transfers whose runs are short."""
+    like = transfers.kinds if isinstance(transfers, Transfers) else transfers
+    short = [
+        k
+        for k, t in enumerate(like)
+        if len(t.loops) > 1 and t.run_numel < t.numel and _run_bytes(t) < _SHORT_BYTES
+    ]
+    if not short:
+        return 0
+    counts = transfers.counts() if isinstance(transfers, Transfers) else [1] * len(like)
+    return sum(counts[k] * like[k].numel * itemsize(like[k].source_dtype) for k in short)
+
+
+def _run_bytes(transfer: Transfer) -> int:
+    return transfer.run_numel * itemsize(transfer.source_dtype)
+
+
+def on_network(path: str) -> bool:
+    """Whether a file lies on a network file system. False where the system does not say."""
+    try:
+        wanted = os.stat(path).st_dev
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return False
+    device = f"{os.major(wanted)}:{os.minor(wanted)}"
+    for line in lines:
+        fields, _, rest = line.partition(" - ")
+        if fields.split()[2] == device:
+            return rest.split()[0].startswith(_NETWORK)
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan, and what it was made from: enough to make it again for another rank, or for a source in buckets."""
+
+    plan: Plan
+    live: LiveModel
+    catalog: Catalog
+    matched: Matched
+    io: IOOptions
+
+    @property
+    def stored(self) -> Mapping[str, Any]:
+        """Stored tensors and results of host conversions, by name."""
+        results = {t.name: t for host in self.plan.conversions.values() for t in host.outputs.values()}
+        return {**self.catalog.tensors, **results}
+
+    def names(self, *, copies: bool) -> list[str]:
+        """The stored tensors that transfers take; with ``copies`` those that checks take."""
+        recipes = self.plan.recipes.values()
+        if copies:
+            return sorted({tile.source for r in recipes for copy in r.copies for tile in copy})
+        return sorted({tile.source for r in recipes for tile in r.tiles})
+
+    def spans(self, rank: int) -> Iterator[Span]:
+        """What a rank reads."""
+        for transfer in self._of(self.catalog, rank=rank, conversions=True).transfers:
+            yield _span(transfer)
+
+    def from_buckets(self, tensors: Mapping[str, Any]) -> Plan:
+        """This rank's plan with these stored tensors."""
+        merged = {**self.stored, **tensors}
+        return self._of(replace(self.catalog, tensors=merged), rank=None, conversions=False)
+
+    def _of(self, catalog: Catalog, *, rank: int | None, conversions: bool) -> Plan:
+        matched = self.matched if conversions else replace(self.matched, conversions={})
+        return build_plan(catalog, self.live.layout(rank=rank), matched, self.io)
+
+
+def _span(transfer: Transfer) -> Span:
+    nbytes = transfer.span_numel * itemsize(transfer.source_dtype)
+    return transfer.path, transfer.offset_bytes, transfer.offset_bytes + nbytes
+
+
+def shared_reader(
+    planned: Planned, choice: Choice, files: Reader, ranks: Ranks, device: torch.device, *, copies: bool
+) -> SharedReader | None:
+    """The transfers of a plan, or with ``copies`` its checks, from what ranks read for each other; None without any.
+
+    Every rank must call it.
+    """
+    names = planned.names(copies=copies)
+    if not names:
+        return None
+    nbytes = bucket_bytes(choice.strategy, planned.io.staging_bytes)
+    peers = [rank for rank, host in enumerate(choice.hosts) if host == choice.hosts[ranks.rank]]
+    apart = choice.strategy == "node" and len(peers) < ranks.world_size
+    wanted = _union(span for rank in peers for span in planned.spans(rank)) if apart else None
+    buckets = cut_into_buckets(
+        planned.stored, names, nbytes, piece_bytes=_PIECE_BYTES if apart else None, wanted=wanted
+    )
+    plan = planned.from_buckets(buckets.tensors)
+    transfers = plan.checks if copies else plan.transfers
+    if choice.strategy == "node":
+        return NodeReader(transfers, buckets, files, ranks, peers=peers, nbytes=nbytes)
+    on = device_of_group(device)
+    if on is None:
+        raise SourceError(
+            "the process group has no backend for a device of this process", path=planned.catalog.root
+        )
+    return OnceReader(transfers, buckets, files, ranks, readers=choice.readers, device=on, nbytes=nbytes)
+
+
+def _union(spans: Iterator[Span]) -> list[Span]:
+    """Sorted spans that are apart, with the same bytes."""
+    union: list[Span] = []
+    for path, start, stop in sorted(spans):
+        if union and union[-1][0] == path and start <= union[-1][2]:
+            union[-1] = path, union[-1][1], max(union[-1][2], stop)
+        else:
+            union.append((path, start, stop))
+    return union

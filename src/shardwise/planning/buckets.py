@@ -1,0 +1,188 @@
+"""Cuts a source into buckets, so that ranks can share what one of them reads.
+
+A bucket is a few ranges of bytes of the files. Seen through :attr:`Buckets.tensors`, each stored tensor consists of chunks that
+lie in buckets: an ordinary plan of any rank then says what the rank takes from which bucket. Pure; the same on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import product
+
+from ..catalog.records import Chunk, StoredTensor
+from ..dtypes import itemsize
+from ..layout.boxes import Box
+
+__all__ = ["Bucket", "Buckets", "Range", "Span", "cut_into_buckets"]
+
+#: Ranges begin in a bucket where they begin in the file, modulo this: elements keep their alignment.
+_ALIGNMENT = 64
+#: A bucket of which less than this part is free takes no part of a tensor that goes on in the next.
+_NEARLY_FULL = 8
+
+#: Bytes of a file at a path, from a first to one past the last.
+Span = tuple[str, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """``nbytes`` bytes at ``offset_bytes`` of a file, and their place in the bucket."""
+
+    path: str
+    offset_bytes: int
+    nbytes: int
+    at: int
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Ranges that one rank reads at a time; ``nbytes`` counts the gaps between them, too."""
+
+    nbytes: int = 0
+    ranges: list[Range] = field(default_factory=list)
+
+    @property
+    def bytes_to_read(self) -> int:
+        return sum(r.nbytes for r in self.ranges)
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """A source in buckets. A chunk of ``tensors`` has the :func:`name <path_of>` of its bucket for a path."""
+
+    tensors: Mapping[str, StoredTensor]
+    buckets: Sequence[Bucket]
+
+    @staticmethod
+    def path_of(index: int) -> str:
+        """Names in the order of the buckets, so that a plan, which goes by path, takes them in that order."""
+        return f"bucket {index:012d}"
+
+    @staticmethod
+    def index_of(path: str) -> int:
+        return int(path.removeprefix("bucket "))
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A part of a chunk: a box of the tensor whose elements lie one after the other."""
+
+    path: str
+    offset_bytes: int
+    nbytes: int
+    name: str
+    box: Box
+
+
+def cut_into_buckets(
+    stored: Mapping[str, StoredTensor],
+    names: Collection[str],
+    most_bytes: int,
+    *,
+    piece_bytes: int | None = None,
+    wanted: Sequence[Span] | None = None,
+) -> Buckets:
+    """The tensors called ``names`` in buckets of at most ``most_bytes``, in the order of the files.
+
+    ``wanted``: leave out pieces that touch none of these spans, which are sorted and apart. ``piece_bytes`` bounds a
+    piece; less bounds what is read beside ``wanted``, more makes fewer transfers. Default: a bucket.
+    """
+    limit = min(piece_bytes or most_bytes, most_bytes) - _ALIGNMENT
+    chunks = [
+        (chunk.path, chunk.offset_bytes, name, chunk) for name in names for chunk in stored[name].chunks
+    ]
+    chunks.sort(key=lambda c: c[:3])
+    found: dict[str, list[Chunk]] = {name: [] for name in names}
+    buckets: list[Bucket] = []
+    spans = _Spans(wanted)
+    for path, offset_bytes, name, chunk in chunks:
+        size = itemsize(stored[name].dtype)
+        room = partial(_room, buckets, limit, size)
+        for box, skipped, numel in _pieces(chunk.box, max(1, limit // size), room):
+            piece = _Piece(path, offset_bytes + skipped * size, numel * size, name, box)
+            if spans.touch(piece):
+                at = _put(buckets, piece, most_bytes)
+                found[name].append(Chunk(box, Buckets.path_of(len(buckets) - 1), at))
+    return Buckets(
+        {name: replace(stored[name], chunks=tuple(parts)) for name, parts in found.items()}, buckets
+    )
+
+
+def _room(buckets: Sequence[Bucket], limit: int, size: int) -> int:
+    """Elements that a piece may have to fill the last bucket, or the next one if that is nearly full."""
+    left = limit - buckets[-1].nbytes if buckets else 0
+    return (left if left >= limit // _NEARLY_FULL else limit) // size
+
+
+def _pieces(box: Box, most: int, room: Callable[[], int]) -> Iterator[tuple[Box, int, int]]:
+    """Cut a row-major box into boxes that are contiguous in it, in order.
+
+    Each has at most ``most`` elements, and at most ``room()`` if one row is that small. Yields it with the number of
+    elements before it, and with its own. Nothing for a box without elements.
+    """
+    sizes = box.sizes
+    if not box.numel:
+        return
+    dim = next((d for d in range(len(sizes)) if math.prod(sizes[d + 1 :]) <= most), len(sizes))
+    if dim == len(sizes):  # a scalar
+        yield box, 0, 1
+        return
+    row = math.prod(sizes[dim + 1 :])
+    before = 0
+    for lead in product(*(range(a, b) for a, b in zip(box.start[:dim], box.stop[:dim], strict=True))):
+        first = box.start[dim]
+        while first < box.stop[dim]:
+            last = min(first + max(1, min(room(), most) // row), box.stop[dim])
+            start = (*lead, first, *box.start[dim + 1 :])
+            stop = (*(i + 1 for i in lead), last, *box.stop[dim + 1 :])
+            yield Box(start, stop), before, (last - first) * row
+            before += (last - first) * row
+            first = last
+
+
+def _put(buckets: list[Bucket], piece: _Piece, most_bytes: int) -> int:
+    """Put a piece into the last bucket, or into a new one if that is full; returns its place there."""
+    if buckets:
+        bucket = buckets[-1]
+        last = bucket.ranges[-1]
+        if last.path == piece.path and last.offset_bytes <= piece.offset_bytes:
+            inside = piece.offset_bytes - last.offset_bytes
+            end = inside + piece.nbytes
+            if (
+                inside <= last.nbytes and last.at + end <= most_bytes
+            ):  # goes on where the last ends, or lies in it
+                bucket.ranges[-1] = replace(last, nbytes=max(last.nbytes, end))
+                bucket.nbytes = max(bucket.nbytes, last.at + end)
+                return last.at + inside
+        at = bucket.nbytes + (piece.offset_bytes - bucket.nbytes) % _ALIGNMENT
+        if at + piece.nbytes <= most_bytes:
+            bucket.ranges.append(Range(piece.path, piece.offset_bytes, piece.nbytes, at))
+            bucket.nbytes = at + piece.nbytes
+            return at
+    at = piece.offset_bytes % _ALIGNMENT
+    buckets.append(Bucket(at + piece.nbytes, [Range(piece.path, piece.offset_bytes, piece.nbytes, at)]))
+    return at
+
+
+class _Spans:
+    """Looks for pieces, which come in the order of the files, in sorted spans that are apart."""
+
+    def __init__(self, spans: Sequence[Span] | None) -> None:
+        self._spans = spans
+        self._next = 0
+
+    def touch(self, piece: _Piece) -> bool:
+        if self._spans is None:
+            return True
+        while self._next < len(self._spans):
+            path, _, stop = self._spans[self._next]
+            if (path, stop) > (piece.path, piece.offset_bytes):
+                break
+            self._next += 1
+        else:
+            return False
+        path, start, _ = self._spans[self._next]
+        return path == piece.path and start < piece.offset_bytes + piece.nbytes
