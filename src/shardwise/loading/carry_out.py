@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ..layout.live import LiveModel
@@ -33,26 +33,31 @@ def carry_out(
     local = live.local_tensors()
     page_cache = page_cache_for(io, (t.device for t in local.values()))
     destination = Destination(local)
+    staging = Staging(_beside(planned, 0), plan.staging_bytes)
     shared: list[SharedReader] = []
+
+    def share(*, copies: bool) -> Iterator[SharedReader]:
+        nonlocal staging
+        device = default_device(live.root)
+        found = shared_reader(planned, choice, reader, ranks, device, copies=copies)
+        if found is not None:
+            shared.append(found)
+            staging = Staging(_beside(planned, found.memory_bytes), plan.staging_bytes)
+            yield found
+            found.close()
+
     with FileReader(ranks.tick, page_cache=page_cache) as files:
         reader = ConvertingReader(files, plan.conversions, planned.catalog.tensors)
         if choice.strategy == "own":
-            staging = Staging(_beside(planned, 0), plan.staging_bytes)
             execute(plan.transfers, reader, destination, staging, memory)
-            compare(plan.checks, reader, destination, staging)
         else:
-            device = default_device(live.root)
-            staging = Staging(_beside(planned, 0))
-            for copies in (False, True):
-                found = shared_reader(planned, choice, reader, ranks, device, copies=copies)
-                if found is not None:
-                    shared.append(found)
-                    staging = Staging(_beside(planned, found.memory_bytes), plan.staging_bytes)
-                    if copies:
-                        compare(found, found, destination, staging)
-                    else:
-                        execute(found, found, destination, staging, memory, held=found.elements)
-                    found.close()
+            for one in share(copies=False):
+                execute(one, one, destination, staging, memory, held=one.elements)
+        if choice.strategy == "once":
+            for one in share(copies=True):
+                compare(one, one, destination, staging)
+        else:
+            compare(plan.checks, reader, destination, staging)
     return ReadCost(
         bytes_read=files.bytes_read,
         bytes_sent=sum(one.bytes_sent for one in shared if isinstance(one, OnceReader)),

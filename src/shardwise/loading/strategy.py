@@ -34,6 +34,8 @@ Asked = Literal["auto", "own", "node", "once"]
 _TWICE = 1.25
 #: Reading a run of this many bytes takes longer in calls than in bytes.
 _SHORT_BYTES = 16 * 1024
+#: Fewer bytes than these in short runs take milliseconds.
+_MANY_SHORT_BYTES = 16 * 1024**2
 #: Pieces of a tensor where hosts need different parts of it: less is read that no rank of a host needs.
 _PIECE_BYTES = 256 * 1024
 #: File systems whose servers all ranks share (``proc(5)``, mountinfo).
@@ -120,7 +122,7 @@ def choose(label: str, asked: Asked, source_bytes: int, told: Sequence[Mapping[s
         raise RankError(label, {rank: cause for rank, one in enumerate(facts) if one.files is None})
     hosts = {one.host for one in facts}
     times = sum(one.read_bytes for one in facts) / max(1, source_bytes)
-    short = sum(one.short_bytes for one in facts) >= source_bytes / 4 > 0
+    short = sum(one.short_bytes for one in facts) >= max(source_bytes / 4, _MANY_SHORT_BYTES)
     strategy, reason = _chosen(asked, facts, len(hosts), blind, times, short=short)
     if strategy != "own":
         first = facts[readers[0]].files
