@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ import shardwise as sw
 from benchmarks.loading.models import write_model
 from tests.device import _load_fns as loads
 from tests.device import _save_fns as saves
-from tests.gpu.devices import GIVES_PINNED_BACK, host_waits, peak_bytes
+from tests.gpu.devices import GIVES_PINNED_BACK, SIMULATED, host_waits, peak_bytes
 from tests.gpu.image import transformers_problem
 
 __all__ = ["AGAIN", "CHECKS", "Skipped"]
@@ -70,6 +70,38 @@ def load(root: str, device: torch.device) -> Facts:
         assert found["pinned"] <= 0 or not GIVES_PINNED_BACK, "pinned memory that a load does not give back"
         facts = {"ring_bytes": found["staging"], "bytes_read": found["bytes"]}
     return facts
+
+
+def strategies(root: str, device: torch.device) -> Facts:
+    """The same bits whoever reads: each rank, one for each host, or one for all, under a group of the device alone."""
+    directory = Path(root)
+    if dist.get_rank() == 0:
+        loads.source(directory)
+    dist.barrier()
+    shards = {}
+    known: tuple[Literal["own", "node", "once"], ...] = ("own", "node", "once")
+    if device.type == SIMULATED and not exchanges(device):
+        known = ("own", "node")
+    for strategy in known:
+        model = loads.sharded(loads.Mixed("meta"), device)
+        options = sw.IOOptions(staging_bytes=4 * MIB, strategy=strategy)
+        report = sw.load(model, directory, io=options)
+        assert report.strategy.startswith(strategy), report.strategy
+        assert report.staging_peak_bytes <= options.staging_bytes, (strategy, report.staging_peak_bytes)
+        shards[strategy] = {name: own_part(tensor) for name, tensor in model.state_dict().items()}
+    differing = [strategy for strategy, found in shards.items() if unequal(found, shards["own"])]
+    assert not differing
+    return {"tried": ", ".join(known)}
+
+
+def exchanges(device: torch.device) -> bool:
+    """Whether the group can exchange tensors between all ranks, as one reader for all needs it."""
+    try:
+        one = torch.zeros(dist.get_world_size(), device=device)
+        dist.all_to_all_single(torch.empty_like(one), one)
+    except RuntimeError:
+        return False
+    return True
 
 
 def waits(root: str, device: torch.device) -> Facts:
@@ -269,6 +301,7 @@ Check = Callable[[str, torch.device], Facts]
 #: By name, in one launch: every rank sees all devices.
 CHECKS: dict[str, Check] = {
     "load": load,
+    "strategies": strategies,
     "waits of the host": waits,
     "memory of the device": memory,
     "mixture of experts": moe,
