@@ -23,13 +23,15 @@ SCHEDULES ?= 100000
 MUTATIONS ?=
 # --short: tiny models, whatever the seconds.
 BENCH ?=
+# Options of `make gpu-check`: --only checks, --short, --device simgpu, ...
+GPU_CHECK ?=
 
 PYTEST := $(BIN)/python -m pytest --numprocesses $(LANES) --dist loadfile --no-loadscope-reorder
 
 # The smoke test, and every test of one process that is not long, not a random search and starts no processes.
 QUICK := -m "not ranks and not processes and not faults and not slow and not hypothesis" --durations 5
 
-.PHONY: help install demo quick test long lowest newest dist check docs bench faults fuzz schedules mutations sweep clean
+.PHONY: help install demo quick test long lowest newest dist check docs bench gpu-check faults fuzz schedules mutations sweep clean
 .DEFAULT_GOAL := help
 
 help:
@@ -45,6 +47,7 @@ help:
 	@echo "make newest   make quick with the newest versions there are, in .venv-newest"
 	@echo "make dist     sdist and wheel, and the wheel tried without any extra"
 	@echo "make bench    loads and saves beside their floors and other loaders (half an hour; BENCH=--short: a minute)"
+	@echo "make gpu-check  with a GPU: its tests and benchmark, into build/gpu-check (GPU_CHECK='--only checks': no benchmark)"
 	@echo "make faults   every fault of tests/faults at every place, and a table of what it led to (minutes)"
 	@echo "make fuzz     damaged and hostile files into every reader (FUZZ_SECONDS=600)"
 	@echo "make schedules  the ring of a load onto a device, under random schedules of its streams (SCHEDULES=100000, minutes)"
@@ -103,6 +106,9 @@ docs: install
 
 bench: install
 	$(BIN)/python -m benchmarks $(BENCH)
+
+gpu-check: install
+	PYTHONPATH=src $(BIN)/python -m benchmarks.gpu_check $(GPU_CHECK)
 
 faults: install
 	$(BIN)/python -m tests.faults.table

@@ -8,19 +8,27 @@ import socket
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["in_fresh_process", "on_fresh_ranks"]
+from tests.gpu.devices import enter
+
+__all__ = ["from_fresh_process", "in_fresh_process", "on_fresh_ranks"]
 
 
 def on_fresh_ranks(
-    world_size: int, work: Callable[..., Any], *args: Any, timeout_s: float = 600.0
+    world_size: int,
+    work: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 600.0,
+    device: str = "cpu",
+    visible: Literal["all", "own"] = "all",
 ) -> list[Any]:
-    """``work(rank, world_size, *args)`` on each rank of a new gloo group; what it returns, by rank.
+    """``work(rank, world_size, *args)`` on each rank of a new group; what it returns, by rank.
 
+    The group's backend is that of a type of ``device`` (gloo for the CPU); each rank has one, and sees ``visible`` ones.
     Raises SystemExit if a rank fails or all together take longer than ``timeout_s``; the other ranks are killed.
     """
     context = multiprocessing.get_context("fork")
@@ -29,7 +37,9 @@ def on_fresh_ranks(
         port = s.getsockname()[1]
     pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
     processes = [
-        context.Process(target=_rank, args=(work, rank, world_size, port, args, pipes[rank][1]))
+        context.Process(
+            target=_rank, args=(work, rank, world_size, port, args, pipes[rank][1], device, visible)
+        )
         for rank in range(world_size)
     ]
     for process in processes:
@@ -72,14 +82,36 @@ def in_fresh_process(work: Callable[..., None], *args: Any) -> None:
         raise SystemExit(f"{work} ended with {process.exitcode}")
 
 
+def from_fresh_process(work: Callable[..., Any], *args: Any) -> Any:
+    """What ``work(*args)`` gives in a process of its own: asking for a device would spoil this one for forks."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=lambda: sender.send(work(*args)))
+    process.start()
+    sender.close()
+    try:
+        return receiver.recv()
+    except EOFError:
+        raise SystemExit(f"{work.__name__} failed in a process of its own") from None
+    finally:
+        process.join()
+
+
 def _rank(
-    work: Callable[..., Any], rank: int, world_size: int, port: int, args: tuple[Any, ...], out: Connection
+    work: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    port: int,
+    args: tuple[Any, ...],
+    out: Connection,
+    device: str,
+    visible: Literal["all", "own"],
 ) -> None:
     torch.set_num_threads(1)
     # As torchrun sets them; transformers and Accelerate read them.
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    enter(device, rank, world_size, port, visible)
     result = work(rank, world_size, *args)
     dist.barrier()
     out.send(result)

@@ -8,17 +8,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from transformers import AutoConfig, AutoModelForCausalLM
 
-import shardwise as sw
-from benchmarks.loading.models import stored_parts
+from benchmarks.loading.models import model_on_meta, stored_parts
 
 __all__ = ["LAYOUTS", "Case", "Range", "local_ranges", "sharded_model"]
 
@@ -39,6 +36,8 @@ class Case:
     directory: str
     layout: str
     ranks: int
+    device: str = "cpu"
+    """Type of the device that each rank has."""
 
     @property
     def files(self) -> list[Path]:
@@ -51,23 +50,23 @@ class Case:
 
 
 def sharded_model(case: Case) -> Any:
-    """The transformers model on meta, sharded by torch's own functions. Every rank must call it."""
-    config = AutoConfig.from_pretrained(case.directory)
-    with sw.meta_init():
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    """The model on meta, sharded by torch's own functions. Every rank must call it."""
+    model = model_on_meta(case.directory)
     options: dict[str, Any] = {}
     if case.layout == "FSDP × TP":
-        mesh = init_device_mesh("cpu", (case.ranks // 2, 2), mesh_dim_names=("dp", "tp"))
+        mesh = init_device_mesh(case.device, (case.ranks // 2, 2), mesh_dim_names=("dp", "tp"))
         for layer in model.model.layers:
             parallelize_module(layer, mesh["tp"], _tensor_parallel(layer))
         options["mesh"] = mesh["dp"]
     elif case.layout == "HSDP":
-        options["mesh"] = init_device_mesh("cpu", (2, case.ranks // 2), mesh_dim_names=("replica", "shard"))
+        options["mesh"] = init_device_mesh(
+            case.device, (2, case.ranks // 2), mesh_dim_names=("replica", "shard")
+        )
     else:
-        options["mesh"] = init_device_mesh("cpu", (case.ranks,))
+        options["mesh"] = init_device_mesh(case.device, (case.ranks,))
     if case.layout == "dim 1":
         options["shard_placement_fn"] = _last_dim
-    for block in (*model.model.layers, model):
+    for block in (*model.get_submodule("model.layers"), model):
         fully_shard(block, **options)
     return model
 

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+from torch import nn
 
 import shardwise as sw
 
-__all__ = ["MODELS", "Part", "stored_parts", "write_model"]
+__all__ = ["MODELS", "Part", "model_on_meta", "stored_parts", "write_model"]
 
 
 @dataclass(frozen=True)
 class Kind:
     """How a model is built; ``short`` replaces values of ``full`` in the short form."""
 
-    config: Callable[..., PretrainedConfig]
+    config: str | None
+    """Class of transformers' config; None for :class:`Linear`."""
     full: dict[str, Any]
     short: dict[str, Any]
     files: int = 1
@@ -41,10 +41,10 @@ _TINY = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "
 
 MODELS = {
     # 0.94 B parameters, 1.75 GiB
-    "dense": Kind(Qwen3Config, _DENSE, _TINY),
+    "dense": Kind("Qwen3Config", _DENSE, _TINY),
     # 0.69 B parameters in 1,209 stored tensors: three for each of 64 experts in each of 6 layers
     "moe": Kind(
-        Qwen3MoeConfig,
+        "Qwen3MoeConfig",
         {
             **_DENSE,
             "moe_intermediate_size": 512,
@@ -57,13 +57,15 @@ MODELS = {
     ),
     # the head is the embedding: one stored tensor, two names; 0.4 B parameters
     "tied": Kind(
-        Qwen3Config,
+        "Qwen3Config",
         {**_DENSE, "num_hidden_layers": 16, "vocab_size": 131072, "tie_word_embeddings": True},
         _TINY,
     ),
+    # 0.84 B parameters, for machines without transformers
+    "linear": Kind(None, {"width": 4096, "layers": 50}, {"width": 256, "layers": 2}),
     # 3,006 tensors of 105 KiB on average, 308 MiB, in 20 files
     "small": Kind(
-        Qwen3Config,
+        "Qwen3Config",
         {
             **_DENSE,
             "hidden_size": 256,
@@ -83,11 +85,18 @@ def write_model(name: str, directory: str, *, short: bool) -> None:
     """Write config and safetensors files. Holds the whole model in memory."""
     kind, place = MODELS[name], Path(directory)
     place.mkdir(parents=True)
-    config = kind.config(**{**kind.full, **(kind.short if short else {}), "dtype": "bfloat16"})
-    with sw.meta_init():
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    config.architectures = [type(model).__name__]
-    config.save_pretrained(place)
+    sizes = {**kind.full, **(kind.short if short else {})}
+    if kind.config is None:
+        (place / "linear.json").write_text(json.dumps(sizes))
+        model = model_on_meta(directory)
+    else:
+        import transformers
+
+        config = getattr(transformers, kind.config)(**sizes, dtype="bfloat16")
+        config.save_pretrained(place)
+        model = model_on_meta(directory)
+        config.architectures = [type(model).__name__]
+        config.save_pretrained(place)
     generator = torch.Generator().manual_seed(0)
     tensors = {
         part.stored: _random(part.shape, generator)
@@ -95,6 +104,29 @@ def write_model(name: str, directory: str, *, short: bool) -> None:
         for part in stored_parts(parameter, tuple(tensor.shape))
     }
     _save(tensors, place, kind.files)
+
+
+def model_on_meta(directory: str) -> nn.Module:
+    """The model that :func:`write_model` wrote there, in bf16, without memory."""
+    linear = Path(directory) / "linear.json"
+    with sw.meta_init():
+        if linear.exists():
+            return Linear(**json.loads(linear.read_text()))
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.from_pretrained(directory)
+        found: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        return found
+
+
+class Linear(nn.Module):
+    """A stack of matrices, under names as transformers' models have them."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.model = nn.Module()
+        options: dict[str, Any] = {"bias": False, "dtype": torch.bfloat16}
+        self.model.layers = nn.ModuleList(nn.Linear(width, width, **options) for _ in range(layers))
 
 
 def _random(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

@@ -24,6 +24,7 @@ from benchmarks.loading.counters import (
     storage_bytes,
 )
 from benchmarks.peers import PEERS
+from tests.gpu.devices import peak_bytes, synchronize
 
 __all__ = ["inspected", "timed"]
 
@@ -40,6 +41,7 @@ def timed(rank: int, world_size: int, peer: str, case: Case) -> dict[str, Any]:
     started = time.perf_counter()  # one clock for all processes of a machine
     cpu_before = time.process_time()
     loaded = load()
+    synchronize(case.device)
     cpu_s = time.process_time() - cpu_before
     ended = time.perf_counter()
     after = _reads()
@@ -78,25 +80,34 @@ def _memory() -> dict[str, int]:
 
 
 def inspected(rank: int, world_size: int, peer: str, case: Case) -> dict[str, Any]:
-    """Peak of anonymous memory, bytes of collectives, and a hash of each shard. Too slow to be timed."""
+    """Peaks of anonymous and of device memory, bytes of collectives, a hash of each shard. Too slow to be timed."""
     warnings.simplefilter("ignore")  # the peers' own
     load = PEERS[peer].prepare(case)
     gc.collect()
     dist.barrier()
     before = anonymous_bytes()
     with sampled() as peak, CollectiveBytes() as collectives:
-        loaded = load()
+        loaded, device_peak = peak_bytes(_device(case), load)
+        synchronize(case.device)
     shards = _shards(loaded)
     return {
         "peak_bytes": peak.nbytes - before,
+        "device_peak_bytes": device_peak,
         "collective_bytes": collectives.nbytes,
         "shard_bytes": sum(shard.nbytes for shard in shards.values()),
         "hashes": {name: _hash(shard) for name, shard in shards.items()},
     }
 
 
-def _shards(loaded: nn.Module | dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """This rank's part of each parameter."""
+def _device(case: Case) -> torch.device:
+    index = None if case.device == "cpu" else torch.accelerator.current_device_index()
+    return torch.device(case.device, index)
+
+
+def _shards(loaded: Any) -> dict[str, torch.Tensor]:
+    """This rank's part of each parameter; of a model, or by name. Nothing of peers that hold no shards."""
+    if isinstance(loaded, list):
+        return {}
     tensors = dict(loaded.named_parameters()) if isinstance(loaded, nn.Module) else loaded
     return {
         name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()
@@ -104,5 +115,5 @@ def _shards(loaded: nn.Module | dict[str, torch.Tensor]) -> dict[str, torch.Tens
 
 
 def _hash(shard: torch.Tensor) -> str:
-    flat = shard.detach().contiguous().reshape(-1)
+    flat = shard.detach().cpu().contiguous().reshape(-1)
     return xxhash.xxh3_128_hexdigest(flat.view(torch.uint8).numpy()) if flat.numel() else "empty"

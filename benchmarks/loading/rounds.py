@@ -14,7 +14,7 @@ from benchmarks.fresh import in_fresh_process, on_fresh_ranks
 from benchmarks.loading.cases import Case
 from benchmarks.loading.models import write_model
 from benchmarks.loading.rank import inspected, timed
-from benchmarks.peers import FLOORS, PEERS
+from benchmarks.peers import FLOORS, ON_CPU, PEERS
 from tests.harness.page_cache import cached_bytes, drop
 
 __all__ = ["Cell", "Measured", "Result", "Rounds", "cells", "measure"]
@@ -31,13 +31,14 @@ class Cell:
 
     case: Case
     cold: bool = False
-    peers: tuple[str, ...] = tuple(PEERS)
+    peers: tuple[str, ...] = ON_CPU
     pinned: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
         ranks = f"{self.case.ranks} rank{'s' * (self.case.ranks > 1)}"
-        return f"{self.case.model}, {self.case.layout}, {ranks}, {'cold' if self.cold else 'warm'}"
+        where = "" if self.case.device == "cpu" else f", {self.case.device}"
+        return f"{self.case.model}, {self.case.layout}, {ranks}, {'cold' if self.cold else 'warm'}{where}"
 
 
 @dataclass
@@ -66,6 +67,12 @@ class Result:
         return max(rank["peak_bytes"] - rank["shard_bytes"] for rank in self.inspection)
 
     @property
+    def device_peak(self) -> int | None:
+        """Peak of memory on the device, in bytes, of the worst rank; None where nothing counts it."""
+        peaks = [rank["device_peak_bytes"] for rank in self.inspection]
+        return None if None in peaks else max(peaks, default=None)
+
+    @property
     def left_beside_shard(self) -> int:
         """The same after the load."""
         shards = [rank["shard_bytes"] for rank in self.inspection]
@@ -86,6 +93,7 @@ class Result:
             "anonymous_bytes_worst_rank": max(r["anonymous_bytes"] for run in self.runs for r in run),
             "anonymous_peak_bytes_worst_rank": max(r["peak_bytes"] for r in self.inspection),
             "anonymous_peak_beside_shard_bytes": self.peak_beside_shard,
+            "device_peak_bytes_worst_rank": self.device_peak,
             "collective_bytes": sum(r["collective_bytes"] for r in self.inspection),
             "different_from_ours": self.different,
         }
@@ -183,11 +191,13 @@ def _inspect(
         return
     if (case, peer) not in before:
         try:
-            before[case, peer] = on_fresh_ranks(case.ranks, inspected, peer, case)
+            before[case, peer] = on_fresh_ranks(case.ranks, inspected, peer, case, device=case.device)
         except SystemExit as error:
             result.failed = str(error)
             return
     result.inspection = before[case, peer]
+    if not getattr(PEERS[peer], "SHARDS", True):
+        return
     theirs, ours = (
         [rank["hashes"] for rank in before.get((case, one), result.inspection)] for one in (peer, "ours")
     )
@@ -211,7 +221,9 @@ def _rounds(cell: Cell, results: dict[str, Result], rounds: Rounds, share_s: flo
             started = time.monotonic()
             (_cool if cell.cold else _warm)(cell.case.files)
             try:
-                results[peer].runs.append(on_fresh_ranks(cell.case.ranks, timed, peer, cell.case))
+                results[peer].runs.append(
+                    on_fresh_ranks(cell.case.ranks, timed, peer, cell.case, device=cell.case.device)
+                )
             except SystemExit as error:
                 results[peer].failed = str(error)
                 del left[peer]

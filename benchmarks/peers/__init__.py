@@ -2,19 +2,21 @@
 
 ``NAME``           as tables show it.
 ``WHOLE``          True if the time includes building and sharding the model, because the peer does that itself.
+``SHARDS``         Only where it is False: the ranks hold no shards that could be compared with ours.
 ``supports(case)`` None, or the reason why this peer can't load the case.
 ``prepare(case)``  does what is outside the time and returns a function, which does the load inside the time. That one
                    returns the filled model, or by parameter the bytes of its shard. Every rank calls both.
 
-Peers use public functions of their packages alone.
+Peers use public functions of their packages alone. A peer whose package is not installed supports no case.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
-__all__ = ["FLOORS", "PEERS"]
+__all__ = ["FLOORS", "ON_CPU", "ON_DEVICES", "PEERS"]
 
 #: Ours first: the other peers are compared with them.
 _FILES = (
@@ -29,5 +31,23 @@ _FILES = (
     "safetensors_prefetch",
 )
 
-PEERS: dict[str, Any] = {name: import_module(f"benchmarks.peers.{name}") for name in _FILES}
+#: Beside these, loads onto devices.
+_FILES_ON_DEVICES = ("host_to_device", "load_file", "device_map")
+
+
+def _peer(name: str) -> Any:
+    try:
+        return import_module(f"benchmarks.peers.{name}")
+    except ImportError as error:
+        missing = isinstance(error, ModuleNotFoundError)
+        reason = f"{error.name} is not installed" if missing else str(error)
+        return SimpleNamespace(NAME=name.replace("_", " "), WHOLE=False, supports=lambda case: reason)
+
+
+PEERS: dict[str, Any] = {name: _peer(name) for name in (*_FILES, *_FILES_ON_DEVICES)}
+ON_CPU = _FILES
+ON_DEVICES = (
+    *("ours", "ours_whole", "plain_floor", *_FILES_ON_DEVICES),
+    *("dcp", "transformers_native", "torch_broadcast", "safetensors_prefetch"),
+)
 FLOORS = ("plain_floor", "huge_page_floor")

@@ -15,11 +15,13 @@ WHOLE = True
 
 
 def supports(case: Case) -> str | None:
+    if case.model == "linear":
+        return "it is no model of transformers"
     return None if case.layout == "dim 0" else "it shards by FSDP2 along dim 0"
 
 
 def prepare(case: Case) -> Callable[[], Any]:
-    mesh = init_device_mesh("cpu", (case.ranks,))
+    mesh = init_device_mesh(case.device, (case.ranks,))
 
     def load() -> Any:
         model, _ = sw.load_pretrained(case.directory, mesh)

@@ -16,6 +16,8 @@ WHOLE = False
 def supports(case: Case) -> str | None:
     if not hasattr(safetensors.safe_open, "prefetch"):
         return f"safetensors {safetensors.__version__} has none"
+    if case.device == "cuda":
+        return "never tried on a CUDA device, and not written"
     return "it fills memory of CUDA devices alone"
 
 

@@ -20,6 +20,8 @@ WHOLE = True
 
 
 def supports(case: Case) -> str | None:
+    if case.model == "linear":
+        return "it is no model of transformers"
     return None if case.layout == "dim 0" else "it chooses the cuts itself: FSDP2 along dim 0"
 
 

@@ -29,6 +29,8 @@ from shardwise.cli import contents, main
 from shardwise.cli.options import byte_count
 from shardwise.cli.render import size
 from shardwise.cli.tree import tree_of
+from shardwise.models.host_budget import host_budget
+from tests.harness.models import sparse_file
 from tests.loading.test_plan_promises import make_model
 
 SCRIPT = Path(sys.executable).with_name("shardwise")
@@ -293,6 +295,42 @@ def test_plan(model: Path) -> None:
     wide = run_json("plan", model, "--ranks", 100, "--dtype", "float32")
     assert [c["rank"] for c in wide["per_rank"]] == [0, 99]
     assert wide["model_bytes"] == 2 * document["model_bytes"]
+
+
+def test_plan_says_what_the_host_has(model: Path) -> None:
+    document = run_json("plan", model, "--ranks", 4)
+    host, needed = document["host"], [c["shard_bytes"] + c["staging_bytes"] for c in document["per_rank"]]
+    assert host["fits"]
+    assert host["budget"]["limit_bytes"] >= host["budget"]["free_bytes"] > 0
+    assert (host["ranks"], host["device"], host["needed_bytes"]) == (4, "cpu", sum(needed))
+    two = run_json("plan", model, "--ranks", 4, "--ranks-per-host", 2)["host"]
+    assert (two["ranks"], two["needed_bytes"]) == (2, sum(sorted(needed)[-2:]))
+    shown = run("plan", model, "--ranks", 4)
+    assert f"({host['budget']['limit_from']})" in shown.stdout
+    assert f"{size(host['needed_bytes'])} of it for 4 ranks on cpu" in shown.stdout
+    assert "warning" not in shown.stdout
+
+
+def test_plan_warns_of_a_load_that_does_not_fit_on_the_host(tmp_path: Path) -> None:
+    """A model of headers alone, twice as large as the host's memory."""
+    path = make_model(tmp_path / "large", num_hidden_layers=6)
+    config = json.loads((path / "config.json").read_text())
+    budget = host_budget()
+    assert budget is not None
+    wide, narrow = budget.limit_bytes // 8 // (2 * config["hidden_size"]), config["intermediate_size"]
+    (path / "config.json").write_text(json.dumps({**config, "intermediate_size": wide}))
+    (path / "model.safetensors.index.json").unlink()
+    stored = {}
+    for file in path.glob("*.safetensors"):
+        stored |= load_file(file)
+        file.unlink()
+    shapes = {name: [wide if n == narrow else n for n in t.shape] for name, t in stored.items()}
+    sparse_file(path / "model.safetensors", shapes)
+    result = run("plan", path, "--ranks", 2)
+    assert result.exit_code == 0
+    assert "warning: 2 ranks on cpu of this host need" in result.stdout
+    assert not run_json("plan", path, "--ranks", 2)["host"]["fits"]
+    assert run_json("plan", path, "--ranks", 8, "--ranks-per-host", 1)["host"]["fits"]
 
 
 def test_plan_prints_why_a_load_can_not_be_proved(tmp_path: Path) -> None:

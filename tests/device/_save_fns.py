@@ -33,17 +33,21 @@ class Wide(nn.Module):
         self.scale = nn.Parameter(torch.ones(7, 5, device=device).t())
 
 
-def state_on(device: torch.device, seed: int) -> sw.TrainState:
-    """A sharded model after a step of an optimizer that keeps its scalars on the device."""
-    torch.manual_seed(seed)
-    model = Wide(device)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+def sharded(model: Wide, device: torch.device) -> Wide:
+    """FSDP2 over all ranks; one weight is cut along dim 1, one stays whole."""
     fully_shard(
         model,
-        mesh=mesh,
+        mesh=init_device_mesh(device.type, (dist.get_world_size(),)),
         shard_placement_fn=lambda p: Shard(1) if p.shape == (33, 96) else Shard(0),
         ignored_params={model.scale},
     )
+    return model
+
+
+def state_on(device: torch.device, seed: int) -> sw.TrainState:
+    """A sharded model after a step of an optimizer that keeps its scalars on the device."""
+    torch.manual_seed(seed)
+    model = sharded(Wide(device), device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False, capturable=True)
     extra = {"means": [torch.full((3,), float(n), device=device) for n in range(20)]}
     state = sw.TrainState(model=model, optimizer=optimizer, extra=extra)

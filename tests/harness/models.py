@@ -6,6 +6,10 @@ Nothing here needs a network or more than a few hundred kilobytes.
 from __future__ import annotations
 
 import importlib.util
+import json
+import math
+import struct
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,7 @@ __all__ = [
     "fill_with_noise",
     "hub_model",
     "minilm_directory",
+    "sparse_file",
     "state_of",
     "write_hub_directory",
     "write_state",
@@ -126,6 +131,19 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
             seen.add(id(tensor))
             state[name] = tensor.detach().contiguous().clone()
     return state
+
+
+def sparse_file(path: Path, shapes: Mapping[str, Sequence[int]]) -> Path:
+    """A safetensors file of zeros in bf16 that takes no room on the disk, whatever its size."""
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + end)
+    return path
 
 
 def write_state(state: dict[str, torch.Tensor], directory: Path, name: str = "model.safetensors") -> Path:

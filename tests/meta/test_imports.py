@@ -48,7 +48,19 @@ MOST_LOOSE = 8
 
 #: Directories of tests that have another subject than one room.
 BESIDE_ROOMS = {
-    *("cases", "device", "docs", "examples", "faults", "fuzz", "harness", "meta", "mutations", "quick"),
+    *(
+        "cases",
+        "device",
+        "docs",
+        "examples",
+        "faults",
+        "fuzz",
+        "gpu",
+        "harness",
+        "meta",
+        "mutations",
+        "quick",
+    ),
     *("data", "wheel"),
 }
 

@@ -108,7 +108,7 @@ ODD = {
 #: Command -> its function, and options of the command that the function lacks, each with the reason.
 COMMANDS: dict[str, tuple[str | None, dict[str, str]]] = {
     "inspect": (None, {}),
-    "plan": ("plan", {}),
+    "plan": ("plan", {"ranks_per_host": "only the command looks at the host that it runs on"}),
     "verify": ("verify", {}),
     "diff": ("diff", {}),
     "export": ("export_hf", {}),

@@ -93,10 +93,19 @@ def test_options() -> None:
     assert page_cache_for(IOOptions(page_cache="release"), [cpu]) == "release"
 
 
-@pytest.mark.parametrize(("is_integrated", "expected"), [(1, True), (0, False), (None, False)])
-def test_what_a_gpu_says(monkeypatch: pytest.MonkeyPatch, is_integrated: int | None, expected: bool) -> None:
-    """As CUDA's properties do; a backend may have none."""
-    properties = SimpleNamespace() if is_integrated is None else SimpleNamespace(is_integrated=is_integrated)
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({"is_integrated": 1}, True),
+        ({"is_integrated": 0}, False),
+        ({"is_integrated_gpu": True}, True),
+        ({"is_integrated_gpu": False}, False),
+        ({}, False),
+    ],
+)
+def test_what_a_gpu_says(monkeypatch: pytest.MonkeyPatch, said: dict[str, int], expected: bool) -> None:
+    """As the properties of CUDA and of XPU do; a backend may have none."""
+    properties = SimpleNamespace(**said)
     asked = []
 
     def get_device_properties(device: torch.device) -> SimpleNamespace:

@@ -85,6 +85,13 @@ def _is_sound(contents: Inspection) -> bool:
 @click.option(
     "--dtype", type=click.Choice(("auto", *DTYPES)), default="auto", help="Default: as the config says."
 )
+@click.option(
+    "--ranks-per-host",
+    type=click.IntRange(1),
+    default=None,
+    metavar="M",
+    help="Ranks that share a host's memory. Default: one for each device here, or all.",
+)
 @as_load_pretrained
 @config
 @trust_remote_code
@@ -94,6 +101,7 @@ def plan(
     ranks: int,
     replicas: int,
     dtype: str,
+    ranks_per_host: int | None,
     auto_class: str | None,
     key_mapping: tuple[tuple[str, str], ...],
     allow_unused: tuple[str, ...],
@@ -105,7 +113,8 @@ def plan(
     """Show what loading a transformers model over N ranks will take, without loading it.
 
     Makes the plan that load_pretrained would run on each rank, and proves that it is complete. PATH is a directory, or
-    the id of a model on the hub, which is downloaded if the cache lacks it.
+    the id of a model on the hub, which is downloaded if the cache lacks it. Warns if the memory of this host, or of its
+    container, would not suffice for M ranks.
     """
     if ranks % replicas:
         raise click.BadParameter(
@@ -113,6 +122,7 @@ def plan(
         )
     from ..loading.plan import plan as plan_model
     from .render import console, show_plan
+    from .this_host import this_host
 
     report = plan_model(
         path,
@@ -126,10 +136,11 @@ def plan(
         adapter=new_adapter(adapter),
         **options,
     )
+    host = this_host(report, ranks_per_host)
     if as_json:
-        print_json(report.to_json())
+        print_json({**report.to_json(), "host": None if host is None else host.to_json()})
     else:
-        show_plan(console(), report)
+        show_plan(console(), report, host)
 
 
 @main.command()

@@ -20,6 +20,7 @@ from .tree import Node
 
 if TYPE_CHECKING:
     from ..loading.plan import PlanReport
+    from .this_host import ThisHost
 
 __all__ = [
     "console",
@@ -33,7 +34,7 @@ __all__ = [
 ]
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-_GREEN, _RED = "green", "bold red"
+_GREEN, _YELLOW, _RED = "green", "yellow", "bold red"
 
 
 def size(nbytes: int) -> str:
@@ -164,8 +165,8 @@ def _show_root(out: Console, root: RootContents) -> None:
 # plan
 
 
-def show_plan(out: Console, report: PlanReport) -> None:
-    """Print the result of ``plan``: the model, and what each rank holds and reads."""
+def show_plan(out: Console, report: PlanReport, host: ThisHost | None) -> None:
+    """Print the result of ``plan``: the model, what each rank holds and reads, and whether a load fits on this host."""
     largest = report.largest_group
     shape = f"{report.ranks}"
     if report.replicas > 1:
@@ -189,6 +190,12 @@ def show_plan(out: Console, report: PlanReport) -> None:
         facts["converted whole"] = _some([f"{c.name} ({c.reason})" for c in report.converted])
     if report.ignored_files:
         facts["ignored files"] = _some(report.ignored_files)
+    if host is not None:
+        budget = host.budget
+        facts["this host"] = (
+            f"{size(budget.free_bytes)} free of {size(budget.limit_bytes)} ({budget.limit_from})"
+        )
+        facts["a load here"] = f"{size(host.needed_bytes)} of it for {host.ranks} ranks on {host.device}"
     _facts(out, report.path, facts)
     table = _table(">rank", ">holds", ">reads", ">staging", ">copies")
     for cost in report.per_rank:
@@ -206,6 +213,13 @@ def show_plan(out: Console, report: PlanReport) -> None:
     if report.unused:
         left += " except those declared unused"
     out.print(Text(f"proved: every element that a rank holds is read exactly once, {left}", _GREEN))
+    if host is not None and not host.fits:
+        warning = (
+            f"warning: {host.ranks} ranks on {host.device} of this host need {size(host.needed_bytes)} of its memory while "
+            f"they load, and {size(host.budget.free_bytes)} are free; use more hosts (--ranks-per-host) or devices, or raise "
+            f"the limit"
+        )
+        out.print(Text(warning, _YELLOW), soft_wrap=True)
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -19,8 +19,9 @@ from ..adapters.names import wrapped
 from ..catalog import Catalog
 from ..errors import IntegrityError, PlanError, ShardError
 from ..gc_paused import gc_paused
-from ..internals.torch import version_of
+from ..internals.torch import local_tensor, version_of
 from ..layout.live import LiveModel, describe
+from ..models.host_budget import HostBudget, host_budget, refuse_too_large
 from ..models.memory import default_device, materialize
 from ..models.meta_init import forget_meta_buffers, meta_buffers
 from ..models.unquantized import refuse_source
@@ -177,6 +178,7 @@ def fill(prepare: Filling | Callable[[], Filling], ranks: Ranks) -> Filled:
     planned: Planned
     new: list[str] = []
     started = 0.0
+    host = host_budget()
 
     def told() -> dict[str, Any]:
         nonlocal given, planned, started
@@ -187,6 +189,7 @@ def fill(prepare: Filling | Callable[[], Filling], ranks: Ranks) -> Filled:
         new.extend(_parameters_of(planned.plan))
         if new:
             check_rules(given.live, new)
+        _refuse_too_large(given.live, given.options.device, host)
         return asdict(facts_of(planned, _fingerprint(planned.plan), _describe(planned.plan)))
 
     def chosen(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -216,6 +219,7 @@ def fill(prepare: Filling | Callable[[], Filling], ranks: Ranks) -> Filled:
         seconds_plan=read - started,
         seconds_read=time.perf_counter() - read,
         digests_compared=compared,
+        host=host,
     )
     return Filled(live, report)
 
@@ -260,6 +264,12 @@ def _refuse_unfillable(live: LiveModel, allow_plain: Sequence[str] | None) -> No
         raise ShardError(live.fsdp1_problem)
     if allow_plain is not None:
         _refuse_unsharded(live, allow_plain)
+
+
+def _refuse_too_large(live: LiveModel, device: torch.device | str | None, host: HostBudget | None) -> None:
+    """Raises :class:`PlanError` if the memory that meta tensors get on the CPU exceeds the host's limit."""
+    if torch.device(device or default_device(live.root)).type == "cpu":
+        refuse_too_large(sum(local_tensor(t.tensor).nbytes for t in live.stored if t.tensor.is_meta), host)
 
 
 def _refuse_unsharded(live: LiveModel, allow_plain: Sequence[str]) -> None:

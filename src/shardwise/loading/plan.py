@@ -128,6 +128,14 @@ class PlanReport:
         """Whether ``per_rank`` lists all ranks."""
         return len(self.per_rank) == self.ranks
 
+    def host_bytes(self, ranks: int, *, shards: bool) -> int:
+        """Host memory that ``ranks`` ranks of one host need at the peak of a load: staging, and ``shards`` on the CPU.
+
+        For the ranks that need most. What their processes take without a model comes on top.
+        """
+        needs = sorted((c.staging_bytes + shards * c.shard_bytes for c in self.per_rank), reverse=True)
+        return sum(needs[:ranks]) if self.is_every_rank else ranks * needs[0]
+
     @property
     def max_shard_bytes(self) -> int:
         """Shard bytes of the rank that holds most."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..models.host_budget import HostBudget
 from ..planning import Plan
 from ..recipe.host_convert import Converted
 from ..recipe.match import Declaration
@@ -60,6 +61,8 @@ class LoadReport:
     """Who read the source, and why: "own: …", "node: …" or "once: …"; see ``IOOptions.strategy``."""
     bytes_sent: int
     """Bytes of the source that this rank sent to other ranks, where one rank reads for all ("once")."""
+    host: HostBudget | None
+    """Limit and free memory of this rank's host before the load; None where the system does not say them."""
 
     @classmethod
     def of(
@@ -71,6 +74,7 @@ class LoadReport:
         seconds_plan: float,
         seconds_read: float,
         digests_compared: int,
+        host: HostBudget | None,
     ) -> LoadReport:
         """The report of a load that ran ``plan``. The fields say what the rest is."""
         return cls(
@@ -92,6 +96,7 @@ class LoadReport:
             pages=cost.pages,
             strategy=cost.strategy,
             bytes_sent=cost.bytes_sent,
+            host=host,
         )
 
     def to_json(self) -> dict[str, Any]:

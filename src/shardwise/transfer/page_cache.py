@@ -51,7 +51,8 @@ def shares_memory(device: torch.device) -> bool:
         properties = torch.get_device_module(device).get_device_properties(device)
     except (RuntimeError, AssertionError, AttributeError):  # no driver, or a backend that does not report it
         return False
-    return bool(getattr(properties, "is_integrated", False))
+    # CUDA and ROCm say it by the first name, XPU by the second.
+    return any(getattr(properties, name, False) for name in ("is_integrated", "is_integrated_gpu"))
 
 
 class Pages:

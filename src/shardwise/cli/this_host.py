@@ -1,0 +1,54 @@
+"""The host that ``shardwise plan`` runs on: its memory, and what a load would take of it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from ..loading.plan import PlanReport
+from ..models.host_budget import HostBudget, host_budget
+from ..transfer.page_cache import shares_memory
+
+__all__ = ["ThisHost", "this_host"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThisHost:
+    """The memory of this host, and the need of a load whose ranks run here."""
+
+    budget: HostBudget
+    ranks: int
+    """Ranks of the load that run on one host."""
+    device: str
+    """Type of the devices that a load here fills."""
+    needed_bytes: int
+    """Host memory of these ranks at the peak of the load, without what their processes take before it."""
+
+    @property
+    def fits(self) -> bool:
+        return self.needed_bytes <= self.budget.free_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {**asdict(self), "fits": self.fits}
+
+
+def this_host(report: PlanReport, ranks_per_host: int | None) -> ThisHost | None:
+    """The need of a planned load on this host; None where the system does not say how much memory there is.
+
+    ``ranks_per_host``: None for one rank for each device here, or for all ranks where there is none.
+    """
+    budget = host_budget()
+    if budget is None:
+        return None
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    here = report.ranks if accelerator is None else torch.accelerator.device_count()
+    ranks = min(report.ranks, ranks_per_host or here)
+    return ThisHost(
+        budget=budget,
+        ranks=ranks,
+        device="cpu" if accelerator is None else accelerator.type,
+        needed_bytes=report.host_bytes(ranks, shards=accelerator is None or shares_memory(accelerator)),
+    )

@@ -1,0 +1,5 @@
+"""The simulated device, which stands in for a GPU."""
+
+from tests.device.conftest import simgpu
+
+__all__ = ["simgpu"]
