@@ -122,7 +122,7 @@ def memory() -> dict[str, Any]:
     """Anonymous memory that an iteration adds, of a model of 64 matrices of 1 MiB."""
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(64)))
     fully_shard(model, mesh=make_mesh())
-    for _ in sw.iter_full(model, bucket_bytes=2**20):  # what is made once: threads, buffers of gloo
+    for _ in sw.iter_full(model, bucket_bytes=8 * 2**20):  # what is made once: threads, buffers of gloo
         pass
     digest = hashlib.sha256()
     with AnonymousPeak() as peak:
