@@ -147,6 +147,30 @@ def test_short_runs_are_read_once_per_host(tmp_path: Path) -> None:
     assert torch.equal(model.weight.full_tensor(), state["weight"])
 
 
+@on_ranks(2)
+def test_ranks_that_can_not_share_memory_read_for_themselves(tmp_path: Path) -> None:
+    """As where a hardened system hides the descriptors of other processes. Only a caller who asked hears an error."""
+    state = {"weight": torch.randn(4200, 2048).to(torch.bfloat16)}
+    if dist.get_rank() == 0:
+        models.write_state(state, tmp_path)
+    dist.barrier()
+    for chosen in ("auto", "node"):
+        with sw.meta_init():
+            model = nn.Linear(2048, 4200, bias=False, dtype=torch.bfloat16)
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)), shard_placement_fn=lambda p: Shard(1))
+        processes: list[int] = [0, 0]
+        dist.all_gather_object(processes, os.getpid())
+        with unseen(Path(f"/proc/{processes[0]}/fd"), dist.get_rank() == 1):
+            if chosen == "node":
+                with pytest.raises(sw.SourceError, match=r"rank 1: .*No such file or directory"):
+                    sw.load(model, tmp_path, io=options(chosen))
+                continue
+            report = sw.load(model, tmp_path, io=options(chosen))
+        assert report.strategy.startswith("own: ranks can't share memory (rank 1: ")
+        assert isinstance(model.weight, DTensor)
+        assert torch.equal(model.weight.full_tensor(), state["weight"])
+
+
 @on_ranks(3)
 def test_a_tie_whose_copies_differ_is_refused_by_every_strategy(tmp_path: Path) -> None:
     models.write_state({"a.weight": torch.ones(9, 4), "b.weight": torch.zeros(9, 4)}, tmp_path)

@@ -15,7 +15,7 @@ from ..transfer import FileReader
 from ..transfer.converted import ConvertingReader
 from ..transfer.copy import Destination, Staging, compare, execute
 from ..transfer.page_cache import page_cache_for
-from ..transfer.shared import OnceReader, SharedReader
+from ..transfer.shared import NotShared, OnceReader, SharedReader
 from .report import ReadCost
 from .strategy import Choice, Planned, shared_reader
 
@@ -48,11 +48,15 @@ def carry_out(
 
     with FileReader(ranks.tick, page_cache=page_cache) as files:
         reader = ConvertingReader(files, plan.conversions, planned.catalog.tensors)
+        try:
+            for one in share(copies=False) if choice.strategy != "own" else ():
+                execute(one, one, destination, staging, memory, held=one.elements)
+        except NotShared as error:
+            if choice.asked:
+                raise
+            choice = replace(choice, strategy="own", reason=f"ranks can't share memory ({error})")
         if choice.strategy == "own":
             execute(plan.transfers, reader, destination, staging, memory)
-        else:
-            for one in share(copies=False):
-                execute(one, one, destination, staging, memory, held=one.elements)
         if choice.strategy == "once":
             for one in share(copies=True):
                 compare(one, one, destination, staging)

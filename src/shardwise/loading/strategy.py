@@ -84,6 +84,8 @@ class Choice:
     """The host of each rank."""
     readers: Sequence[int]
     """The ranks that see the files."""
+    asked: bool
+    """Whether the caller named the strategy."""
 
     def describe(self) -> str:
         return f"{self.strategy}: {self.reason}"
@@ -129,7 +131,7 @@ def choose(label: str, asked: Asked, source_bytes: int, told: Sequence[Mapping[s
         if others := [rank for rank in readers if facts[rank].files != first]:
             cause = f"its files have other names or sizes than those of rank {readers[0]}"
             raise RankError(label, dict.fromkeys(others, cause))
-    return asdict(Choice(strategy, reason, [one.host for one in facts], readers))
+    return asdict(Choice(strategy, reason, [one.host for one in facts], readers, asked == strategy))
 
 
 def _chosen(

@@ -20,14 +20,14 @@ import torch
 import torch.distributed as dist
 
 from ..dtypes import itemsize, torch_dtype
-from ..errors import RankError
+from ..errors import RankError, SourceError
 from ..layout.wanted import contiguous_strides
 from ..planning.buckets import Buckets
 from ..planning.records import StridedLoop, Transfer
 from ..ranks.ranks import Ranks
 from .converted import Reader
 
-__all__ = ["AT_ONCE", "NodeReader", "OnceReader", "SharedReader", "bucket_bytes"]
+__all__ = ["AT_ONCE", "NodeReader", "NotShared", "OnceReader", "SharedReader", "bucket_bytes"]
 
 #: Buckets of one round of :class:`OnceReader`: so many ranks read at a time.
 AT_ONCE = 4
@@ -97,10 +97,15 @@ class SharedReader(ABC):
         return self._by_bucket.get(index, ())
 
 
+class NotShared(SourceError):
+    """Ranks of a host can't open each other's memory. Raised on every rank alike."""
+
+
 class NodeReader(SharedReader):
     """Ranks of one host read in turns into memory that all of them see: each range is read once per host.
 
-    Memory: two buckets per rank, which the ranks of the host share. Linux (``memfd_create(2)``).
+    Memory: two buckets per rank, which the ranks of the host share. Linux (``memfd_create(2)``). Raises
+    :class:`NotShared`.
     """
 
     def __init__(
@@ -132,8 +137,19 @@ class NodeReader(SharedReader):
         try:
             os.ftruncate(own, _SLOTS * self._nbytes)
             addresses = self._ranks.combine("share memory", lambda: [os.getpid(), own], list)
-            with self._ranks.agree("open shared memory"):
-                return [self._map(*addresses[peer]) for peer in peers]
+            slots: list[torch.Tensor] = []
+
+            def open_all() -> str:
+                try:
+                    slots.extend(self._map(*addresses[peer]) for peer in peers)
+                except OSError as error:
+                    return f"rank {self._ranks.rank}: {error}"
+                return ""
+
+            failures = self._ranks.combine("open shared memory", open_all, list)
+            if any(failures):
+                raise NotShared(next(filter(None, failures)))
+            return slots
         finally:
             os.close(own)
 
