@@ -223,6 +223,25 @@ def test_a_source_that_only_one_rank_sees_loads_on_all(tmp_path: Path) -> None:
         sw.load(model, tmp_path / "nowhere")
 
 
+@on_ranks(2)
+def test_a_model_whose_directory_only_one_rank_has(hub: Path, tmp_path: Path) -> None:
+    """Config and generation config travel, too; also of a checkpoint, and with a model's conversions."""
+    mesh = init_device_mesh("cpu", (2,))
+    step = tmp_path / "step"
+    model, _ = sw.load_pretrained(hub / "qwen3-moe", mesh)
+    sw.save(sw.TrainState(model=model), step)
+    for path in (hub / "qwen3-moe", step):
+        expected, _ = sw.load_pretrained(path, mesh)
+        with unseen(path, dist.get_rank() == 1):
+            found, report = sw.load_pretrained(path, mesh, io=options("auto"))
+            if dist.get_rank() == 1:
+                assert not os.path.lexists(path)
+        assert report.strategy == "once: 1 of 2 ranks do not see the files"
+        assert found.config.to_dict() == expected.config.to_dict()
+        assert found.generation_config.to_dict() == expected.generation_config.to_dict()
+        assert_same(found, expected)
+
+
 @contextmanager
 def unseen(path: Path, hidden: bool) -> Iterator[None]:
     """This rank's system calls find no file below ``path``."""

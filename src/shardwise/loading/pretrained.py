@@ -31,7 +31,7 @@ from ..limits import (
 from ..models.arguments import Arguments, FromPretrained, Pretrained
 from ..models.classes import config_and_class, home_of, in_turn, read_config
 from ..models.homes import remember_home
-from ..models.hub import find_model
+from ..models.hub import find_for_all
 from ..models.meta_init import NotLarger, at_most, meta_init
 from ..models.unquantized import refuse_config, refuse_source
 from ..names import named_tensors
@@ -42,6 +42,7 @@ from ..recipe.transformers import HubRules, hub_rules, note_conversions
 from ..sharding.fsdp import ShardPolicy, shard
 from .load import Filling, FillOptions, fill
 from .report import LoadReport
+from .source import open_for_all
 
 __all__ = ["Prepared", "build_meta", "load_pretrained", "load_wrapped", "prepare", "read_config"]
 
@@ -131,7 +132,9 @@ def load_wrapped(
     ranks = Ranks.current(timeout_s=filling.io.timeout_s)
     with ranks.agree("check arguments"):
         asked = request.understood()
-    directory = find_model(request.path, asked.hub, ranks, with_code=request.trust_remote_code)
+    found = find_for_all(request.path, asked.hub, ranks, with_code=request.trust_remote_code)
+    directory = found.directory
+    catalog = None if found.lent is None else open_for_all(found.lent, ranks, variant=asked.hub.variant)
     known = None
     if request.trust_remote_code:
         given = request.config, request.auto_class
@@ -140,7 +143,7 @@ def load_wrapped(
 
     def build() -> Filling:
         nonlocal prepared
-        prepared = prepare(request, asked, directory, known)
+        prepared = prepare(request, asked, directory, known, catalog)
         options = replace(filling, allow_plain=wrap(prepared.model))
         return Filling(describe(prepared.model), prepared.catalog, prepared.rules, options)
 
@@ -166,14 +169,18 @@ class Prepared:
 
 
 def prepare(
-    request: Pretrained, asked: Arguments, directory: str, known: tuple[Any, Any] | None = None
+    request: Pretrained,
+    asked: Arguments,
+    directory: str,
+    known: tuple[Any, Any] | None = None,
+    catalog: Catalog | None = None,
 ) -> Prepared:
     """The part of a load before sharding, which a plan and a load share. Rank-local.
 
     ``asked``: ``request.understood()``. ``directory``: the model's files. ``known``: config and class, if the model's own
-    code is imported already.
+    code is imported already. ``catalog``: its weights, where they lie elsewhere.
     """
-    catalog = open_catalog(directory, variant=asked.hub.variant)
+    catalog = catalog or open_catalog(directory, variant=asked.hub.variant)
     given = request.config, request.auto_class
     config, model_class = known or config_and_class(
         directory, *given, trust_remote_code=request.trust_remote_code
@@ -185,7 +192,7 @@ def prepare(
     base.config.name_or_path = base.name_or_path = os.fspath(request.path)
     hub = hub_rules(base, request.key_mapping)
     rules = with_callers(hub, catalog, request.allow_unused, request.allow_missing)
-    inverted = _conversions_of_checkpoint(base, hub, catalog) if catalog.has_module_names else None
+    inverted = _conversions_of_checkpoint(base, hub, catalog, directory) if catalog.has_module_names else None
     model = base
     if request.adapter is not None:
         model, adapters = attach(base, request.adapter)
@@ -305,9 +312,9 @@ def _keep_in_fp32(model: Any, dtype: torch.dtype) -> None:
             tensor.data = tensor.data.to(torch.float32)
 
 
-def _conversions_of_checkpoint(meta_model: Any, hub: HubRules, catalog: Catalog) -> list[Any]:
+def _conversions_of_checkpoint(meta_model: Any, hub: HubRules, catalog: Catalog, directory: str) -> list[Any]:
     """The conversions that a later ``save_pretrained`` must invert for a model from a checkpoint (module names)."""
-    known = read_manifest(catalog.root).hub_tensors if catalog.kind == "checkpoint" else {}
+    known = read_manifest(directory).hub_tensors if catalog.kind == "checkpoint" else {}
     recorded = known.get("model")
     if recorded is None:
         return default_conversions(meta_model)

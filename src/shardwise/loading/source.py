@@ -12,7 +12,9 @@ from ..ranks.ranks import Ranks
 __all__ = ["open_for_all"]
 
 
-def open_for_all(source: str | os.PathLike[str] | Catalog, ranks: Ranks) -> Catalog:
+def open_for_all(
+    source: str | os.PathLike[str] | Catalog, ranks: Ranks, *, variant: str | None = None
+) -> Catalog:
     """The catalog of a source. A rank on which the path does not exist gets it from the first rank that has the path.
 
     Every rank must call it; one agreement if every rank has the path. Raises :class:`SourceError`, or :class:`RankError`.
@@ -22,14 +24,14 @@ def open_for_all(source: str | os.PathLike[str] | Catalog, ranks: Ranks) -> Cata
     def look() -> bool:
         if not isinstance(source, Catalog) and ranks.world_size > 1 and not os.path.lexists(source):
             return False
-        opened.append(source if isinstance(source, Catalog) else open_catalog(source))
+        opened.append(source if isinstance(source, Catalog) else open_catalog(source, variant=variant))
         return True
 
     seen = ranks.combine("open source", look, list)
     if not any(seen):
         with ranks.agree("open source"):
             assert not isinstance(source, Catalog)
-            opened.append(open_catalog(source))  # says that there is none
+            opened.append(open_catalog(source, variant=variant))  # says that there is none
     elif not all(seen):
         first = seen.index(True)
         content = ranks.combine(

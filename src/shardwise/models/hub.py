@@ -22,8 +22,9 @@ from ..errors import SourceError
 from ..limits import inside, read_json
 from ..ranks.ranks import Ranks
 from .classes import same_directory
+from .lend import DOCUMENTS, lend_documents
 
-__all__ = ["HubOptions", "find_model", "is_hub_id", "needed_files"]
+__all__ = ["Found", "HubOptions", "find_for_all", "find_model", "is_hub_id", "needed_files"]
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -32,9 +33,9 @@ T = TypeVar("T")
 _HUB_ID = re.compile(r"\w[\w.-]{0,95}(/\w[\w.-]{0,95})?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NUMBERED = re.compile(r"(?P<stem>.*)-\d{5}-of-(?P<count>\d{5})(?P<end>\..*)")
-#: Config, tokenizer, processor and chat template files; small, as against weights.
-_DOCUMENTS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm", ".bpe")
 _TICK_S = 0.2
+#: A path that does not exist here, and that is no id of a hub.
+_ABSENT = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,16 +75,36 @@ def find_model(
     :class:`RankError` alike on every rank: no such model, no access, not in the cache while offline, a download that
     failed.
     """
+    return find_for_all(source, options, ranks, with_code=with_code).directory
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A model's directory on this rank."""
+
+    directory: str
+    lent: str | None = None
+    """The path that only some ranks have; the others have a copy of its documents in ``directory``."""
+
+
+def find_for_all(
+    source: str | os.PathLike[str], options: HubOptions, ranks: Ranks, *, with_code: bool = False
+) -> Found:
+    """:func:`find_model`; a rank on which a path does not exist gets the documents of one that has it."""
     path = os.fspath(source)
 
-    def look() -> str | None:
-        if os.path.lexists(path) or not is_hub_id(path):
+    def look() -> str | bool | None:
+        if os.path.lexists(path):
             return None
-        return _identity(_cache_dir(options))
+        return _identity(_cache_dir(options)) if is_hub_id(path) else _ABSENT
 
-    downloaders = ranks.combine("find the model", look, lambda caches: _downloaders(path, caches))
+    caches = ranks.combine("find the model", look, lambda caches: _downloaders(path, caches))
+    downloaders, lender = caches["downloaders"], caches["lender"]
     if not downloaders:
-        return inside(path, *filter(None, [options.subfolder.strip("/")]))
+        directory = inside(path, *filter(None, [options.subfolder.strip("/")]))
+        if lender is None:
+            return Found(directory)
+        return Found(lend_documents(directory, lender, ranks, with_code=with_code), lent=directory)
     folder = ""
 
     def fetch() -> str:
@@ -95,11 +116,13 @@ def find_model(
     commit = ranks.combine(f"get {path} from the hub", fetch, lambda found: _one_commit(path, found))
     with ranks.agree(f"find {path} in the cache"):
         folder = folder or _cached(path, commit, options)
-    return inside(folder, *filter(None, [options.subfolder.strip("/")]))
+    return Found(inside(folder, *filter(None, [options.subfolder.strip("/")])))
 
 
-def _downloaders(path: str, caches: list[str | None]) -> list[int]:
-    """The first rank of each cache; no rank if every rank has the path."""
+def _downloaders(path: str, caches: list[str | bool | None]) -> dict[str, Any]:
+    """The first rank of each cache, or no rank; and the first rank that has the path, if only some have it."""
+    if _ABSENT in caches:
+        return {"downloaders": [], "lender": caches.index(None) if None in caches else None}
     local = [rank for rank, cache in enumerate(caches) if cache is None]
     if local and len(local) < len(caches):
         raise SourceError(
@@ -107,7 +130,7 @@ def _downloaders(path: str, caches: list[str | None]) -> list[int]:
             "expected a path that every host has, or a hub id that is a path on none",
             path=path,
         )
-    return [] if local else sorted({caches.index(cache) for cache in caches})
+    return {"downloaders": [] if local else sorted({caches.index(c) for c in caches}), "lender": None}
 
 
 def _one_commit(path: str, commits: list[str]) -> str:
@@ -332,7 +355,7 @@ def needed_files(
     prefix = f"{subfolder.strip('/')}/" if subfolder.strip("/") else ""
     inner = {name.removeprefix(prefix): name for name in files if name.startswith(prefix)}
     here = sorted(name for name in inner if "/" not in name)
-    wanted = [n for n in here if n.endswith(_DOCUMENTS) and ".index." not in n]
+    wanted = [n for n in here if n.endswith(DOCUMENTS) and ".index." not in n]
     wanted += [n for n in inner if n.startswith("additional_chat_templates/")]
     if with_code:
         wanted += [n for n in inner if n.endswith(".py")]
