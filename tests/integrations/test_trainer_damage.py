@@ -18,6 +18,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_falls_back_to_the_newest_undamaged(ranks: RankPool, hub: Path, tmp_path: Path) -> None:
     found = ranks.run_ranks(2, fns.fall_back, str(hub), str(tmp_path), timeout_s=150)
     for rank in found:

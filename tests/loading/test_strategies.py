@@ -61,7 +61,7 @@ def totals(report: sw.LoadReport) -> tuple[int, int]:
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("hub")
-    for kind in ("qwen3", "gpt2", "qwen3-moe"):
+    for kind in ("gpt2", "qwen3-moe"):
         models.write_hub_directory(kind, root / kind, torch.float32)
     return root
 
@@ -72,17 +72,16 @@ def test_shards_are_those_that_each_rank_reads_itself(hub: Path) -> None:
     world = dist.get_world_size()
     flat = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
     replicated = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
-    for kind in ("qwen3", "gpt2", "qwen3-moe"):
-        for mesh, dtype in ((flat, "auto"), (replicated, "bfloat16")):
-            expected, report = sw.load_pretrained(hub / kind, mesh, dtype=dtype, io=options("own"))
-            assert report.strategy == "own: asked for"
-            for chosen in SHARED:
-                found, report = sw.load_pretrained(hub / kind, mesh, dtype=dtype, io=options(chosen))
-                assert report.strategy == f"{chosen}: asked for"
-                assert report.staging_peak_bytes <= 2 * MIB
-                assert_same(found, expected)
-                read, _ = totals(report)
-                assert read <= 1.02 * open_catalog(hub / kind).nbytes
+    for kind, mesh, dtype in (("gpt2", flat, "auto"), ("qwen3-moe", replicated, "bfloat16")):
+        expected, report = sw.load_pretrained(hub / kind, mesh, dtype=dtype, io=options("own"))
+        assert report.strategy == "own: asked for"
+        for chosen in SHARED:
+            found, report = sw.load_pretrained(hub / kind, mesh, dtype=dtype, io=options(chosen))
+            assert report.strategy == f"{chosen}: asked for"
+            assert report.staging_peak_bytes <= 2 * MIB
+            assert_same(found, expected)
+            read, _ = totals(report)
+            assert read <= 1.02 * open_catalog(hub / kind).nbytes
 
 
 @on_ranks(2, 3)
