@@ -81,9 +81,9 @@ class Choice:
     strategy: Strategy
     reason: str
     hosts: Sequence[str]
-    """The host of each rank."""
+    """For ``node``: the host of each rank."""
     readers: Sequence[int]
-    """The ranks that see the files."""
+    """For ``once``: the ranks that see the files."""
     asked: bool
     """Whether the caller named the strategy."""
 
@@ -131,7 +131,14 @@ def choose(label: str, asked: Asked, source_bytes: int, told: Sequence[Mapping[s
         if others := [rank for rank in readers if facts[rank].files != first]:
             cause = f"its files have other names or sizes than those of rank {readers[0]}"
             raise RankError(label, dict.fromkeys(others, cause))
-    return asdict(Choice(strategy, reason, [one.host for one in facts], readers, asked == strategy))
+    choice = Choice(
+        strategy,
+        reason,
+        hosts=[one.host for one in facts] if strategy == "node" else [],
+        readers=readers if strategy == "once" else [],
+        asked=asked == strategy,
+    )
+    return asdict(choice)
 
 
 def _chosen(
@@ -241,7 +248,7 @@ def shared_reader(
         return None
     nbytes = bucket_bytes(choice.strategy, planned.io.staging_bytes)
     peers = [rank for rank, host in enumerate(choice.hosts) if host == choice.hosts[ranks.rank]]
-    apart = choice.strategy == "node" and len(peers) < ranks.world_size
+    apart = choice.strategy == "node" and len(peers) < ranks.world_size  # hosts need different parts
     wanted = _union(span for rank in peers for span in planned.spans(rank)) if apart else None
     buckets = cut_into_buckets(
         planned.stored, names, nbytes, piece_bytes=_PIECE_BYTES if apart else None, wanted=wanted
