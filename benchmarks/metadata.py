@@ -50,7 +50,8 @@ from shardwise.format.slices import boxes_to_write, file_name, header_bytes, ran
 from shardwise.format.spread import file_count
 from shardwise.gc_paused import gc_paused
 from shardwise.layout.live import describe
-from shardwise.loading.load import _fingerprint, plan_load
+from shardwise.loading.load import _describe, _fingerprint, plan_load
+from shardwise.loading.strategy import facts_of
 from shardwise.models.host_memory import HostMemory
 from shardwise.planning import IOOptions, Plan
 from shardwise.ranks.ranks import Ranks
@@ -296,10 +297,10 @@ def plan_resume(
     manifest = read_manifest(path)
     catalog = catalog_of_checkpoint(path, manifest=manifest)
     described = describe(model)
-    plan = plan_load(described, catalog, Rules(), io=io)
-    _fingerprint(plan)
+    planned = plan_load(described, catalog, Rules(), io=io)
+    facts_of(planned, _fingerprint(planned.plan), _describe(planned.plan))
     states = stored_states(replace(part, live=described), stored_settings(path, manifest))
-    return plan, plan_states(states, tensors, described.geometries, io)
+    return planned.plan, plan_states(states, tensors, described.geometries, io)
 
 
 def stored_settings(path: str, manifest: Manifest) -> StoredCheckpoint:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -93,6 +92,8 @@ def waits_and_memory(sources: str, root: str, device: torch.device) -> dict[str,
         return model
 
     def experts() -> nn.Module:
+        import transformers  # the checks of a GPU run without it, too
+
         name, config = models.hub_model("mixtral")
         with sw.meta_init():
             model: nn.Module = getattr(transformers, name)._from_config(config)
