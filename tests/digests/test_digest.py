@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shardwise.digests import digest as module
@@ -25,7 +25,6 @@ from shardwise.digests.pending import partial_sums
 from shardwise.dtypes import ITEMSIZE, code_of, torch_dtype
 from shardwise.errors import FormatError
 from shardwise.layout.placements import Cut, Geometry, cut_boxes
-from tests.harness.tiers import examples
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -290,7 +289,7 @@ SIGNED = ["F8_E4M3", "F8_E5M2", "F16", "BF16", "F32", "F64", "C64"]
 
 @pytest.mark.parametrize("code", SIGNED)
 @given(seed=seeds, data=st.data())
-@examples(30)
+@settings(max_examples=30)
 def test_flipped_signs_count(code: str, seed: int, data: st.DataObject) -> None:
     shape = (6, 8)
     raw = as_rows(random_tensor(code, shape, seed))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import xxhash
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from torch.distributed.checkpoint._hf_utils import _get_dcp_custom_metadata
@@ -45,7 +45,6 @@ from shardwise.format.spread import SliceAt, Spread
 from shardwise.layout.boxes import Box, find_overlap
 from shardwise.layout.placements import Cut, Geometry, cut_boxes
 from shardwise.store.slice_file import write_slices
-from tests.harness.tiers import examples
 
 PLAIN = Geometry((4,), ("world",), (Cut("replicate"),), (0, 1, 2, 3))
 FSDP = Geometry((4,), ("dp",), (Cut("shard", 0),), (0, 1, 2, 3))
@@ -135,7 +134,7 @@ def test_each_owner_is_one_whole_replica(tensors: list[SliceTensor]) -> None:
 # --- files -----------------------------------------------------------------------------------------------
 
 
-@examples(200)
+@settings(max_examples=200)
 @given(slice_tensors)
 def test_files_of_all_ranks_hold_everything_once(tensors: list[SliceTensor]) -> None:
     tensors = assign_owners(tensors)
@@ -162,7 +161,7 @@ def test_files_of_all_ranks_hold_everything_once(tensors: list[SliceTensor]) -> 
             assert all(s.nbytes for s in slices), "an empty shard is left out"
 
 
-@examples(200)
+@settings(max_examples=200)
 @given(slice_tensors)
 def test_slices_are_found_where_they_are_written(tensors: list[SliceTensor]) -> None:
     """By one box or one rank at a time, as a run of another world size looks for them."""
@@ -205,7 +204,7 @@ def test_file_names_are_those_of_torch() -> None:
     assert file_name("model", 41, 1, 3) == _gen_file_name(2, 3, shard_index=42)
 
 
-@examples(50)
+@settings(max_examples=50)
 @given(slice_tensors)
 def test_headers_are_read_by_others(
     tmp_path_factory: pytest.TempPathFactory, tensors: list[SliceTensor]
@@ -325,7 +324,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("manifest")
 
 
-@examples(400)
+@settings(max_examples=400)
 @given(place=st.integers(0, 10_000), flip=st.integers(1, 255))
 def test_no_flipped_byte_goes_unseen(folder: Path, place: int, flip: int) -> None:
     good = manifest().to_text().encode()
@@ -495,7 +494,7 @@ def test_a_checkpoint_has_a_catalog(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-@examples(600)
+@settings(max_examples=600)
 @given(place=st.sampled_from(places(DOCUMENT)), value=junk)
 def test_a_forged_manifest_is_refused_and_nothing_else(
     folder: Path, place: tuple[Any, ...], value: Any

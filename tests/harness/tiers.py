@@ -12,7 +12,7 @@ from hypothesis import settings
 
 __all__ = ["examples", "long", "long_but", "share_of"]
 
-#: Random searches of ``make test`` try so many times fewer examples than those of ``make long``.
+#: Slow random searches of ``make test`` try so many times fewer examples than those of ``make long``.
 _FEWER = 5
 
 

@@ -11,7 +11,7 @@ from itertools import count, product
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -34,7 +34,6 @@ from shardwise.layout.placements import (
     local_shape,
 )
 from tests.harness.rank_boxes import every_rank_boxes
-from tests.harness.tiers import examples
 
 _runs = count()
 
@@ -137,7 +136,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(shape, Geometry(sizes, tuple(f"a{k}" for k in range(len(sizes))), cuts, ranks), really)
 
 
-@examples(300)
+@settings(max_examples=300)
 @given(cases())
 def test_boxes_are_what_torch_chunk_leaves(case: Case) -> None:
     full = numbered(case.shape)
@@ -150,7 +149,7 @@ def test_boxes_are_what_torch_chunk_leaves(case: Case) -> None:
         assert_same(gathered(full, cut_boxes(case.shape, case.geometry, coordinate)), held)
 
 
-@examples(300)
+@settings(max_examples=300)
 @given(cases())
 def test_each_replica_holds_the_tensor_exactly_once(case: Case) -> None:
     shape, geometry = case.shape, case.geometry
@@ -212,7 +211,7 @@ placements = st.one_of(
 )
 
 
-@examples(60)
+@settings(max_examples=60)
 @given(
     shape=st.tuples(st.integers(1, 21), st.integers(1, 9)),
     axes=st.lists(st.tuples(st.integers(1, 4), placements), min_size=1, max_size=3),

@@ -9,7 +9,7 @@ from dataclasses import FrozenInstanceError, replace
 from itertools import product
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.catalog import Catalog, Chunk, StoredTensor
@@ -24,7 +24,6 @@ from shardwise.planning.cover import cover_problems
 from shardwise.planning.records import StridedLoop
 from shardwise.recipe.match import Made, Matched, Recipe, Rules, as_stored, match, match_rules
 from shardwise.recipe.tiles import Loop, Tile, cut, identity, translate
-from tests.harness.tiers import examples
 from tests.harness.tiles import pairs
 
 Shape = tuple[int, ...]
@@ -411,7 +410,7 @@ def halves(tile: Tile, dim: int) -> list[Tile]:
     return [tile]
 
 
-@examples(500)
+@settings(max_examples=500)
 @given(partitions())
 def test_problems_are_found_exactly_where_there_are_some(case: tuple[Shape, list[Tile]]) -> None:
     shape, tiles = case
@@ -482,7 +481,7 @@ def test_costs_of_a_transfer(loops: list[StridedLoop], source: str, target: str)
             assert pairs[k : k + inner] == [(base[0] + i, base[1] + i) for i in range(inner)]
 
 
-@examples(150)
+@settings(max_examples=150)
 @given(
     shape=st.lists(st.integers(0, 9), max_size=3).map(tuple),
     axis=st.integers(1, 4),

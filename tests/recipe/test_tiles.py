@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.layout.boxes import Box, whole
@@ -25,7 +25,6 @@ from shardwise.recipe.tiles import (
     tiles_overlap,
     translate,
 )
-from tests.harness.tiers import examples
 from tests.harness.tiles import Index, pairs
 
 
@@ -257,7 +256,7 @@ def test_tiles_say_what_numpy_does(made: Made) -> None:
     assert set(found) == expected_pairs(made)
 
 
-@examples(300)
+@settings(max_examples=300)
 @given(made_tensors(), st.data())
 def test_cut_both_sides_then_translate(made: Made, data: st.DataObject) -> None:
     target_box = data.draw(boxes_in(made.array.shape))
@@ -373,7 +372,7 @@ def test_what_views_make_is_injective(made: Made) -> None:
         assert is_injective(tile, "target")
 
 
-@examples(300)
+@settings(max_examples=300)
 @given(any_tiles(), any_tiles(), sides)
 def test_tiles_overlap(a: Tile, b: Tile, side: Side) -> None:
     meets = bool(set(on(a, side)) & set(on(b, side)))
