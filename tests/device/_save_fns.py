@@ -117,6 +117,8 @@ def async_saves(root: str, device: torch.device, budget: int | None = None) -> d
             report, counts = spent(device, lambda number=number: checkpointer.save(state, number))
             for tensor in tensors_of(state).values():
                 tensor.detach().fill_(3)
+                # The device does so at once: the copies are late, and a kernel that nothing orders after them must show.
+                torch.accelerator.current_stream(device).synchronize()
             checkpointer.wait()
             path = f"{root}/step-{number:08d}"
             steps[str(number)] = {
