@@ -28,8 +28,13 @@ GPU_CHECK ?=
 
 PYTEST := $(BIN)/python -m pytest --numprocesses $(LANES) --dist loadfile --no-loadscope-reorder
 
-# The smoke test, and every test of one process that is not long, not a random search and starts no processes.
-QUICK := -m "not ranks and not processes and not faults and not slow and not hypothesis" --durations 5
+# The tests of the package's shape: make check runs them.
+SHAPE := tests/meta/test_imports.py tests/meta/test_exports.py
+
+# The smoke test, and every test of one process that is not long, not a random search and starts no processes. Without those
+# of make check, and those of the table of mutations.
+QUICK := -m "not ranks and not processes and not faults and not slow and not hypothesis" --durations 5 \
+  $(SHAPE:%=--ignore=%) --ignore=tests/meta/test_mutations.py
 
 .PHONY: help install demo quick test long lowest newest dist check docs bench gpu-check faults fuzz schedules mutations sweep clean
 .DEFAULT_GOAL := help
@@ -99,7 +104,7 @@ check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/meta/test_imports.py tests/meta/test_exports.py
+	$(BIN)/python -m pytest $(SHAPE)
 
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -348,6 +348,7 @@ def test_what_torch_saves_is_read(tmp_path: Path) -> None:
                 assert found[key] == value, key
 
 
+@pytest.mark.hypothesis  # a random search, by a seed
 def test_mutations_raise_nothing_else(saved: Path, tmp_path: Path) -> None:
     """Bytes exchanged, cut and doubled, in descriptions that torch wrote."""
     generator = random.Random(0)

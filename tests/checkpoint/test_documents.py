@@ -248,6 +248,7 @@ def mutated(value: Any, draw: random.Random) -> Any:
     return value
 
 
+@pytest.mark.hypothesis  # a random search, by a seed
 @pytest.mark.parametrize("stem", ["state", "rank/00000"])
 def test_mutated_documents_raise_our_errors_only(step: Path, stem: str) -> None:
     draw = random.Random(stem)
