@@ -213,17 +213,23 @@ def adapted(sources: str, root: str, device: torch.device) -> Any:
     )
 
 
-def trained(sources: str, root: str, device: torch.device) -> Any:
-    """Saved in both ways, restored, and exported while training goes on."""
-    mesh = mesh_on(device)
-    model, _ = sw.load_pretrained(f"{sources}/gpt2", mesh, attn_implementation="eager")
-    optimizer = adamw(model)
+def saved_in_both_ways(model: Any, optimizer: Any, root: str, device: torch.device) -> list[str]:
+    """Losses of steps before a sync and an async save, and of steps while the async save writes."""
     state = sw.TrainState(model=model, optimizer=optimizer)
     losses = steps(model, optimizer, device)
     sw.save(state, f"{root}/sync", step=2)
     with sw.Checkpointer(f"{root}/async", mode="async") as checkpoints:
         checkpoints.save(state, 2)
         losses += steps(model, optimizer, device)
+    return losses
+
+
+def trained(sources: str, root: str, device: torch.device) -> Any:
+    """Saved in both ways, restored, and exported while training goes on."""
+    mesh = mesh_on(device)
+    model, _ = sw.load_pretrained(f"{sources}/gpt2", mesh, attn_implementation="eager")
+    optimizer = adamw(model)
+    losses = saved_in_both_ways(model, optimizer, root, device)
     sw.export_hf(model, f"{root}/hub")
     again, _ = sw.load_pretrained(f"{sources}/gpt2", mesh, attn_implementation="eager")
     other = adamw(again)
@@ -261,12 +267,7 @@ def offloaded(sources: str, root: str, device: torch.device) -> Any:
     model = fresh()
     assert {p.device.type for p in model.parameters()} == {"cpu"}
     optimizer = adamw(model)
-    state = sw.TrainState(model=model, optimizer=optimizer)
-    losses = steps(model, optimizer, device)
-    sw.save(state, f"{root}/sync", step=2)
-    with sw.Checkpointer(f"{root}/async", mode="async") as checkpoints:
-        checkpoints.save(state, 2)
-        losses += steps(model, optimizer, device)
+    losses = saved_in_both_ways(model, optimizer, root, device)
     again = fresh()
     other = adamw(again)
     report = sw.restore(sw.TrainState(model=again, optimizer=other), f"{root}/async/step-00000002")

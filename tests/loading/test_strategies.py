@@ -387,11 +387,11 @@ def facts(**changed: Any) -> dict[str, Any]:
         ([facts(network=True), facts(network=True)], "own: ranks need different bytes"),
         (
             [facts(network=True, read_bytes=100)] * 2,
-            "node: on a network file system, of which ranks would read 2.0 times what it holds, on one host",
+            "node: ranks of one host would read the source 2.0 times from a network file system",
         ),
         (
             [facts(network=True, read_bytes=100, host=host) for host in "ab"],
-            "once: on a network file system, of which ranks would read 2.0 times what it holds, on 2 hosts",
+            "once: ranks of 2 hosts would read the source 2.0 times from a network file system",
         ),
         ([facts(short_bytes=9 * MIB)] * 2, "node: shards lie in short runs"),
         ([facts(short_bytes=9 * MIB, host=host) for host in "ab"], "own: the files are on local disks"),

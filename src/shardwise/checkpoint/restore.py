@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import xxhash
@@ -162,8 +163,10 @@ class Filled:
     def fill_models(self, names: Iterable[str]) -> None:
         """Fill models from their catalogs, and compare digests where they are recorded. Collective."""
         for name in list(names):
-            what = Filling(self.lives[name], self.catalogs[name], Rules(), FillOptions(io=self.io))
-            filled = fill(what, self.ranks)
+            options = FillOptions(io=self.io)
+            filled = fill(
+                partial(Filling, self.lives[name], self.catalogs[name], Rules(), options), self.ranks
+            )
             self.loads.append(filled.report)
             self.lives[name] = filled.live.refreshed()
 

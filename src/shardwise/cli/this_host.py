@@ -36,7 +36,7 @@ class ThisHost:
 
 
 def this_host(report: PlanReport, ranks_per_host: int | None) -> ThisHost | None:
-    """The need of a planned load on this host; None where the system does not say how much memory there is.
+    """The need of a planned load on this host; None if the system does not report its memory.
 
     ``ranks_per_host``: None for one rank for each device here, or for all ranks where there is none.
     """

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from ..layout.live import LiveModel
 from ..models.host_memory import HostMemory
@@ -15,7 +15,7 @@ from ..transfer import FileReader
 from ..transfer.converted import ConvertingReader
 from ..transfer.copy import Destination, Staging, compare, execute
 from ..transfer.page_cache import page_cache_for
-from ..transfer.shared import NotShared, OnceReader, SharedReader
+from ..transfer.shared import NotShared, SharedReader
 from .report import ReadCost
 from .strategy import Choice, Planned, shared_reader
 
@@ -33,47 +33,42 @@ def carry_out(
     local = live.local_tensors()
     page_cache = page_cache_for(io, (t.device for t in local.values()))
     destination = Destination(local)
-    staging = Staging(_beside(planned, 0), plan.staging_bytes)
-    shared: list[SharedReader] = []
-
-    def share(*, copies: bool) -> Iterator[SharedReader]:
-        nonlocal staging
-        device = default_device(live.root)
-        found = shared_reader(planned, choice, reader, ranks, device, copies=copies)
-        if found is not None:
-            shared.append(found)
-            staging = Staging(_beside(planned, found.memory_bytes), plan.staging_bytes)
-            yield found
-            found.close()
-
+    fills: SharedReader | None = None
+    checks: SharedReader | None = None
     with FileReader(ranks.tick, page_cache=page_cache) as files:
         reader = ConvertingReader(files, plan.conversions, planned.catalog.tensors)
-        try:
-            for one in share(copies=False) if choice.strategy != "own" else ():
-                execute(one, one, destination, staging, memory, held=one.elements)
-        except NotShared as error:
-            if choice.asked:
-                raise
-            choice = replace(choice, strategy="own", reason=f"ranks can't share memory ({error})")
+        share = partial(shared_reader, planned, choice, reader, ranks, default_device(live.root))
+        if choice.strategy != "own":
+            try:
+                fills = share(copies=False)
+            except NotShared as error:
+                if choice.asked:
+                    raise
+                choice = replace(choice, strategy="own", reason=f"ranks can't share memory ({error})")
+        staging = Staging(_beside(planned, _held_by(fills)), plan.staging_bytes)
         if choice.strategy == "own":
             execute(plan.transfers, reader, destination, staging, memory)
-        if choice.strategy == "once":
-            for one in share(copies=True):
-                compare(one, one, destination, staging)
-        else:
+        elif fills is not None:
+            execute(fills, fills, destination, staging, memory, held=fills.elements)
+            fills.close()
+        if choice.strategy != "once":
             compare(plan.checks, reader, destination, staging)
+        elif (checks := share(copies=True)) is not None:
+            compare(checks, checks, destination, staging)
+            checks.close()
+    shared = [one for one in (fills, checks) if one is not None]
     return ReadCost(
         bytes_read=files.bytes_read,
-        bytes_sent=sum(one.bytes_sent for one in shared if isinstance(one, OnceReader)),
-        staging_peak_bytes=staging.peak_bytes + reader.peak_bytes + _most(shared),
+        bytes_sent=sum(one.bytes_sent for one in shared),
+        staging_peak_bytes=staging.peak_bytes + reader.peak_bytes + max(map(_held_by, shared), default=0),
         page_cache=page_cache,
         pages=memory.describe(),
         strategy=choice.describe(),
     )
 
 
-def _most(shared: Sequence[SharedReader]) -> int:
-    return max((one.memory_bytes for one in shared), default=0)
+def _held_by(shared: SharedReader | None) -> int:
+    return 0 if shared is None else shared.memory_bytes
 
 
 def _beside(planned: Planned, held_bytes: int) -> IOOptions:

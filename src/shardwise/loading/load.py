@@ -168,7 +168,7 @@ class Filled:
     report: LoadReport
 
 
-def fill(prepare: Filling | Callable[[], Filling], ranks: Ranks) -> Filled:
+def fill(prepare: Callable[[], Filling], ranks: Ranks) -> Filled:
     """The pipeline behind :func:`load` and ``load_pretrained``: plan, prove, read, place, verify.
 
     ``prepare`` is rank-local; ranks hear of its failure as of one in planning.
@@ -182,7 +182,7 @@ def fill(prepare: Filling | Callable[[], Filling], ranks: Ranks) -> Filled:
 
     def told() -> dict[str, Any]:
         nonlocal given, planned, started
-        given = prepare if isinstance(prepare, Filling) else prepare()
+        given = prepare()
         started = time.perf_counter()
         _refuse_unfillable(given.live, given.options.allow_plain)
         planned = plan_load(given.live, given.catalog, given.rules, io=given.options.io)

@@ -62,7 +62,7 @@ class LoadReport:
     bytes_sent: int
     """Bytes of the source that this rank sent to other ranks, where one rank reads for all ("once")."""
     host: HostBudget | None
-    """Limit and free memory of this rank's host before the load; None where the system does not say them."""
+    """Limit and free memory of this rank's host before the load; None if the system does not report them."""
 
     @classmethod
     def of(

@@ -31,7 +31,7 @@ def open_for_all(
     if not any(seen):
         with ranks.agree("open source"):
             assert not isinstance(source, Catalog)
-            opened.append(open_catalog(source, variant=variant))  # says that there is none
+            opened.append(open_catalog(source, variant=variant))  # raises: the path exists on no rank
     elif not all(seen):
         first = seen.index(True)
         content = ranks.combine(

@@ -12,12 +12,13 @@ from typing import Any, Literal
 
 import torch
 
-from ..catalog import Catalog
+from ..catalog import Catalog, StoredTensor
 from ..dtypes import itemsize
 from ..errors import RankError, SourceError
 from ..layout.live import LiveModel
 from ..planning import IOOptions, Plan, Transfer, build_plan
 from ..planning.buckets import Span, cut_into_buckets
+from ..planning.build import with_results
 from ..planning.transfers import Transfers
 from ..ranks.hosts import device_of_group, host_key
 from ..ranks.ranks import Ranks, different
@@ -30,13 +31,13 @@ __all__ = ["Choice", "Facts", "Planned", "choose", "facts_of", "shared_reader"]
 Strategy = Literal["own", "node", "once"]
 Asked = Literal["auto", "own", "node", "once"]
 
-#: Ranks need bytes twice, where together they read this many times what is stored.
+#: Ranks count as needing the same bytes if together they read the source this many times.
 _TWICE = 1.25
-#: Reading a run of this many bytes takes longer in calls than in bytes.
+#: In runs shorter than this, the calls take longer than the bytes.
 _SHORT_BYTES = 16 * 1024
-#: Fewer bytes than these in short runs take milliseconds.
+#: Reading fewer bytes than this in short runs takes milliseconds.
 _MANY_SHORT_BYTES = 16 * 1024**2
-#: Pieces of a tensor where hosts need different parts of it: less is read that no rank of a host needs.
+#: The largest piece where hosts need different parts: small, so that a host reads little that none of its ranks needs.
 _PIECE_BYTES = 256 * 1024
 #: File systems whose servers all ranks share (``proc(5)``, mountinfo).
 _NETWORK = (
@@ -111,13 +112,13 @@ def facts_of(planned: Planned, fingerprint: str, words: str) -> Facts:
 
 
 def choose(label: str, asked: Asked, source_bytes: int, told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A :class:`Choice` from the facts of all ranks. Raises :class:`RankError` for ranks that would load something else."""
+    """A :class:`Choice` from the facts of all ranks. Raises :class:`RankError` if ranks planned different loads."""
     facts = [Facts(**one) for one in told]
     if unlike := [rank for rank, one in enumerate(facts) if one.plan != facts[0].plan]:
         raise different(label, unlike, [one.words for one in facts])
     readers = [rank for rank, one in enumerate(facts) if one.files is not None]
     blind = len(facts) - len(readers)
-    if not readers:  # each of them says it when it opens a file
+    if not readers:  # each rank raises when it opens a file
         readers, blind = list(range(len(facts))), 0
     if blind and asked in ("own", "node"):
         cause = f"does not see the files of the source; strategy={asked!r} needs them on every rank, 'once' on one"
@@ -156,8 +157,9 @@ def _chosen(
         return "own", "the files are on local disks"
     if times < _TWICE:
         return "own", "ranks need different bytes"
-    read = f"on a network file system, of which ranks would read {times:.1f} times what it holds"
-    return ("node", f"{read}, on one host") if hosts == 1 else ("once", f"{read}, on {hosts} hosts")
+    where = "one host" if hosts == 1 else f"{hosts} hosts"
+    reason = f"ranks of {where} would read the source {times:.1f} times from a network file system"
+    return "once" if hosts > 1 else "node", reason
 
 
 def _in_short_runs(transfers: Sequence[Transfer]) -> int:
@@ -204,10 +206,9 @@ class Planned:
     io: IOOptions
 
     @property
-    def stored(self) -> Mapping[str, Any]:
+    def stored(self) -> Mapping[str, StoredTensor]:
         """Stored tensors and results of host conversions, by name."""
-        results = {t.name: t for host in self.plan.conversions.values() for t in host.outputs.values()}
-        return {**self.catalog.tensors, **results}
+        return with_results(self.catalog, self.matched).tensors
 
     def names(self, *, copies: bool) -> list[str]:
         """The stored tensors that transfers take; with ``copies`` those that checks take."""
@@ -218,17 +219,15 @@ class Planned:
 
     def spans(self, rank: int) -> Iterator[Span]:
         """What a rank reads."""
-        for transfer in self._of(self.catalog, rank=rank, conversions=True).transfers:
+        for transfer in build_plan(
+            self.catalog, self.live.layout(rank=rank), self.matched, self.io
+        ).transfers:
             yield _span(transfer)
 
-    def from_buckets(self, tensors: Mapping[str, Any]) -> Plan:
-        """This rank's plan with these stored tensors."""
-        merged = {**self.stored, **tensors}
-        return self._of(replace(self.catalog, tensors=merged), rank=None, conversions=False)
-
-    def _of(self, catalog: Catalog, *, rank: int | None, conversions: bool) -> Plan:
-        matched = self.matched if conversions else replace(self.matched, conversions={})
-        return build_plan(catalog, self.live.layout(rank=rank), matched, self.io)
+    def from_buckets(self, tensors: Mapping[str, StoredTensor]) -> Plan:
+        """This rank's plan with these stored tensors. Results of host conversions lie in buckets, too."""
+        catalog = replace(self.catalog, tensors={**self.stored, **tensors})
+        return build_plan(catalog, self.live.layout(), replace(self.matched, conversions={}), self.io)
 
 
 def _span(transfer: Transfer) -> Span:

@@ -33,7 +33,7 @@ class HostBudget:
 
 
 def host_budget(root: Path = Path("/")) -> HostBudget | None:
-    """The budget of this process; None where the system does not say it (not Linux). Rank-local, takes a fraction of 1 ms.
+    """The budget of this process; None if the system does not report it (not Linux). Rank-local, takes a fraction of 1 ms.
 
     ``root``: the directory that holds ``proc`` and ``sys``.
     """

@@ -13,7 +13,7 @@ from .cuts import merge_loops, transfers_of
 from .records import LEAST_STAGING_BYTES, IOOptions, Plan, Transfer
 from .transfers import Collector
 
-__all__ = ["build_plan", "merge_loops", "transfers_of"]
+__all__ = ["build_plan", "merge_loops", "transfers_of", "with_results"]
 
 
 def build_plan(catalog: Catalog, layout: Layout, matched: Matched, io: IOOptions) -> Plan:
@@ -22,7 +22,7 @@ def build_plan(catalog: Catalog, layout: Layout, matched: Matched, io: IOOptions
     Raises :class:`PlanError` with every problem at once (missing, unused, mis-shaped, un-castable,
     duplicated, not covered) before anything is read; the text is the same on every rank.
     """
-    catalog, source_bytes = _with_results(catalog, matched), catalog.nbytes
+    catalog, source_bytes = with_results(catalog, matched), catalog.nbytes
     matched.problems += _oversized(matched, io)
     prove_cover(catalog, layout, matched)
     reads, copies = Collector(catalog.tensors), Collector(catalog.tensors)
@@ -49,7 +49,7 @@ def build_plan(catalog: Catalog, layout: Layout, matched: Matched, io: IOOptions
     )
 
 
-def _with_results(catalog: Catalog, matched: Matched) -> Catalog:
+def with_results(catalog: Catalog, matched: Matched) -> Catalog:
     """The catalog, plus the results of host conversions as if they were stored."""
     if not matched.conversions:
         return catalog

@@ -25,8 +25,10 @@ def host_key() -> str:
 
 
 def device_of_group(preferred: torch.device) -> torch.device | None:
-    """``preferred`` if the default process group has collectives there, else this process's device of a type for which it
-    has; None if this process has no such device."""
+    """A device of this process on which the default process group has collectives; ``preferred`` if that is one.
+
+    None if this process has no such device.
+    """
     kinds = [part.partition(":")[0] for part in str(dist.get_backend_config()).split(",")]
     if preferred.type in kinds:
         return preferred

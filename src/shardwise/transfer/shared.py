@@ -1,8 +1,8 @@
 """Reads that ranks share: a bucket of the source is read by one rank, and the others take their parts from it.
 
 Rounds go through the buckets in order. In each round some ranks read a bucket each, all ranks agree that every bucket is
-there, and then each rank gives its transfers from these buckets: :func:`.copy.execute` takes them, and reads their bytes
-from here. So a rank that fails stops all of them between two rounds, and no rank waits in a collective for it.
+there, and then each rank hands :func:`.copy.execute` its transfers from these buckets, and their bytes. So a rank that fails
+stops all ranks between two rounds, and no rank waits for it in a collective.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from ..planning.records import StridedLoop, Transfer
 from ..ranks.ranks import Ranks
 from .converted import Reader
 
-__all__ = ["AT_ONCE", "NodeReader", "NotShared", "OnceReader", "SharedReader", "bucket_bytes"]
+__all__ = ["NodeReader", "NotShared", "OnceReader", "SharedReader", "bucket_bytes"]
 
 #: Buckets of one round of :class:`OnceReader`: so many ranks read at a time.
-AT_ONCE = 4
+_AT_ONCE = 4
 #: Slots of each rank in :class:`NodeReader`: the ranks copy from one while their owner fills the other.
 _SLOTS = 2
 _PAUSE_S, _LONGEST_PAUSE_S = 5e-5, 5e-3
@@ -47,6 +47,8 @@ class SharedReader(ABC):
 
     memory_bytes = 0
     """Host memory of this rank for buckets."""
+    bytes_sent = 0
+    """Bytes of payload that this rank sent to other ranks."""
 
     def __init__(
         self, transfers: Sequence[Transfer], buckets: Buckets, files: Reader, ranks: Ranks, rounds: int
@@ -189,13 +191,15 @@ class OnceReader(SharedReader):
         nbytes: int,
     ) -> None:
         """``readers``: the ranks that see the files. ``device``: one that the process group has collectives for."""
-        self._at_once = min(AT_ONCE, len(readers))
+        self._at_once = min(_AT_ONCE, len(readers))
         super().__init__(transfers, buckets, files, ranks, -(-len(buckets.buckets) // self._at_once))
         self._readers, self._device = readers, device
         self.memory_bytes = (3 + self._at_once) * nbytes
         self._bucket = torch.empty(nbytes if ranks.rank in readers else 0, dtype=torch.uint8)
-        self.bytes_sent = 0
-        """Bytes of payload that this rank sent to other ranks."""
+
+    def close(self) -> None:
+        super().close()
+        self._bucket = torch.empty(0, dtype=torch.uint8)
 
     def _round(self, number: int) -> Iterator[Transfer]:
         first = number * self._at_once
@@ -211,8 +215,9 @@ class OnceReader(SharedReader):
         for owner, transfers in asked.items():
             at = 0
             for transfer in transfers:
-                yield _packed(transfer, str(owner), at)
-                at += _packed_bytes(transfer)
+                packed = _packed(transfer, str(owner), at)
+                yield packed
+                at += packed.bytes_to_read
 
     def _exchange(self, requests: dict[int, list[int]]) -> dict[int, torch.Tensor]:
         """Ask each owner for parts of its bucket; returns what each one sent."""
@@ -238,11 +243,7 @@ class OnceReader(SharedReader):
             self._finish(dist.all_to_all_single(found, out.to(self._device), mine, sizes, async_op=True))
             self.bytes_sent += sum(sizes) - sizes[self._ranks.rank]
             taken = found.cpu() if sum(mine) else taken
-        return (
-            {rank: part for rank, part in enumerate(taken.split(to_take)) if rank in requests}
-            if len(taken)
-            else {}
-        )
+        return {rank: part for rank, part in enumerate(taken.split(to_take)) if rank in requests}
 
     def _bucket_bytes(self) -> int:
         return max((bucket.nbytes for bucket in self._buckets), default=0)
@@ -332,10 +333,6 @@ def _most(numbers: list[int]) -> int:
 
 def _nbytes_of(parts: Sequence[_Part]) -> int:
     return sum(part.nbytes for part in parts)
-
-
-def _packed_bytes(transfer: Transfer) -> int:
-    return transfer.numel * itemsize(transfer.source_dtype)
 
 
 def _packed(transfer: Transfer, path: str, at: int) -> Transfer:
