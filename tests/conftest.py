@@ -8,6 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,7 @@ gc.disable()
 from hypothesis import settings
 
 from tests.harness.pool import RankPool
+from tests.harness.process import start_fork_servers, use_fork_servers
 from tests.harness.tiers import share_of
 
 # Small machines share their cores with the ranks: how long one example takes says nothing.
@@ -33,6 +35,26 @@ settings.register_profile(
     "shardwise", settings.default, deadline=None, print_blob=True, max_examples=share_of(100)
 )
 settings.load_profile("shardwise")
+
+_FORK_SERVERS = pytest.StashKey[list[str]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Lanes share the fork servers, which their controller starts; without lanes they start with the first rank."""
+    if (lane := getattr(config, "workerinput", None)) is not None:
+        use_fork_servers(lane["fork_servers"])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    """In the controller, before it starts the lanes."""
+    config.stash[_FORK_SERVERS] = start_fork_servers()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """In the controller, for each lane."""
+    node.workerinput["fork_servers"] = node.config.stash[_FORK_SERVERS]
 
 
 @pytest.fixture(scope="session")

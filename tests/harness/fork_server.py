@@ -2,7 +2,7 @@
 
 A rank of a pool or a launch is a copy of such a server, in a session of its own, with its own environment. Two servers
 with different hash seeds take turns, so that neighbouring ranks disagree about the order of sets, as ranks of a launcher
-do. A test needs new interpreters if it depends on an import, or on a variable that a library reads when it is imported;
+do. The lanes of a test run share them. A test needs new interpreters if it depends on an import, or on a variable that a library reads when it is imported;
 ``spawn(…, fresh=True)`` of :mod:`tests.harness.process` starts one.
 """
 
@@ -16,6 +16,7 @@ import json
 import os
 import random
 import select
+import shutil
 import signal
 import socket
 import struct
@@ -23,11 +24,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy
 
-__all__ = ["FD", "ForkServer", "Forked"]
+__all__ = ["FD", "ForkClient", "ForkServer", "Forked"]
 
 #: Before the first fork: what takes seconds. Nothing of shardwise's integrations: ranks import them, as scripts do.
 _PRELOADED = (
@@ -43,13 +45,14 @@ _PRELOADED = (
 )
 _NUMBER = struct.Struct("<i")
 _MOST_BYTES = 128 * 1024  # of a request: the environment is most of it
+_SOCKET, _OUTPUT = "socket", "output"  # in the directory of a server
 FD = "FD"  # in argv: the number that the descriptor has in the new process
 
 
 class Forked:
     """One forked process, as far as :class:`subprocess.Popen` says it: pid, poll, wait, send_signal, returncode."""
 
-    def __init__(self, status: int, server: ForkServer) -> None:
+    def __init__(self, status: int, server: ForkClient) -> None:
         self._status = status
         self._server = server
         self._pid: int | None = None
@@ -96,24 +99,51 @@ class Forked:
 
 
 class ForkServer:
-    """One server process and the socket to it. It ends, and its children after it, when this process does."""
+    """One server process. It ends, and its children after it, when the process that made this does.
+
+    Every process that knows :attr:`directory` may ask it for children, through a :class:`ForkClient`.
+    """
 
     def __init__(self, env: Mapping[str, str], cwd: Path) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the server
-        with theirs:
+        self.directory = Path(tempfile.mkdtemp(prefix="fork-server-"))
+        alive, self._alive = os.pipe()
+        with (
+            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
+            (self.directory / _OUTPUT).open("wb") as output,
+        ):
+            listener.bind(str(self.directory / _SOCKET))
+            listener.listen()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.harness.fork_server", str(theirs.fileno())],
+                [sys.executable, "-m", "tests.harness.fork_server", str(listener.fileno()), str(alive)],
                 cwd=cwd,
                 # A thread of pyarrow's would be missing in the copies; datasets, of which the Trainer is one user, imports it.
                 env=dict(env) | {"JE_ARROW_MALLOC_CONF": "background_thread:false"},
                 stdin=subprocess.DEVNULL,
-                stdout=self._output,
+                stdout=output,
                 stderr=subprocess.STDOUT,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(listener.fileno(), alive),
                 start_new_session=True,
             )
+        os.close(alive)
         atexit.register(self.close)
+
+    def close(self) -> None:
+        """End the server; its children see that and end, too."""
+        os.close(self._alive)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(5.0)
+        self._process.kill()
+        self._process.wait()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+class ForkClient:
+    """A connection to the :class:`ForkServer` of a directory. What it has forked ends when the connection does."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.connect(str(directory / _SOCKET))
 
     def spawn(
         self, module: str, argv: Iterable[str], *, log: Path, env: Mapping[str, str], fds: Iterable[int] = ()
@@ -131,63 +161,76 @@ class ForkServer:
 
     def output(self) -> str:
         """The server's own output: warnings of imports, and why it ended."""
-        self._output.seek(0)
-        return self._output.read().decode(errors="replace")
-
-    def close(self) -> None:
-        """End the server; its children see that and end, too."""
-        self._socket.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(5.0)
-        self._process.kill()
-        self._process.wait()
-        self._output.close()
+        return (self._directory / _OUTPUT).read_text(errors="replace")
 
 
-def _serve(control: socket.socket) -> tuple[dict[str, object], list[int]] | None:
+@dataclass(frozen=True, slots=True)
+class _Child:
+    client: socket.socket
+    status: int
+    """The pipe that takes its number and its return code."""
+
+
+def _serve(listener: socket.socket, alive: int) -> tuple[dict[str, object], list[int]] | None:
     """Fork a child for each request and report how it ended. Returns in the server (None) and in each child."""
     woken, wake = os.pipe()
     for end in (woken, wake):
         os.set_blocking(end, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake)
-    running: dict[int, int] = {}
+    clients: list[socket.socket] = []
+    running: dict[int, _Child] = {}
     while True:
-        ready, _, _ = select.select([control, woken], [], [])
+        ready, _, _ = select.select([alive, listener, woken, *clients], [], [])
+        if alive in ready:
+            return None
         if woken in ready:
             os.read(woken, 1024)
             _report_ends(running)
-        if control not in ready:
-            continue
-        data, fds, *_ = socket.recv_fds(control, _MOST_BYTES, 8)
-        if not data:
-            return None
-        status, *fds = fds
-        if pid := os.fork():
-            os.write(status, _NUMBER.pack(pid))
-            running[pid] = status
-            for fd in fds:
+        if listener in ready:
+            clients.append(listener.accept()[0])
+        for client in [c for c in clients if c in ready]:
+            data, fds, *_ = socket.recv_fds(client, _MOST_BYTES, 8)
+            if not data:
+                clients.remove(client)
+                client.close()
+                _kill(pid for pid, child in running.items() if child.client is client)
+                continue
+            status, *fds = fds
+            if pid := os.fork():
+                with contextlib.suppress(BrokenPipeError):
+                    os.write(status, _NUMBER.pack(pid))
+                running[pid] = _Child(client, status)
+                for fd in fds:
+                    os.close(fd)
+                continue
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for fd in (status, woken, wake, alive, *(child.status for child in running.values())):
                 os.close(fd)
-            continue
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for fd in (status, woken, wake, *running.values()):
-            os.close(fd)
-        control.close()
-        return json.loads(data), fds
+            for each in (listener, *clients):
+                each.close()
+            return json.loads(data), fds
 
 
-def _report_ends(running: dict[int, int]) -> None:
+def _kill(leaders: Iterable[int]) -> None:
+    """Kill these children, which are not reaped yet, and what they have started."""
+    for pid in leaders:
+        for kill in (os.kill, os.killpg):  # it may not lead a group yet
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                kill(pid, signal.SIGKILL)
+
+
+def _report_ends(running: dict[int, _Child]) -> None:
     """Report the children that have ended, and kill what they have started and left behind."""
     while running:
         ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is None:
             return
         pid = ended.si_pid
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)  # while its number can't be another's: it is not reaped yet
+        _kill([pid])
         _, status = os.waitpid(pid, 0)
-        pipe = running.pop(pid)
+        pipe = running.pop(pid).status
         with contextlib.suppress(BrokenPipeError):
             os.write(pipe, _NUMBER.pack(os.waitstatus_to_exitcode(status)))
         os.close(pipe)
@@ -214,9 +257,10 @@ def _become(request: dict[str, object], fds: list[int]) -> None:
     importlib.import_module(str(request["module"])).main(*argv)
 
 
-def main(fd: str) -> None:
-    control = socket.socket(fileno=int(fd))
-    control.set_inheritable(False)
+def main(listening: str, alive: str) -> None:
+    listener = socket.socket(fileno=int(listening))
+    listener.set_inheritable(False)
+    os.set_inheritable(int(alive), False)
     gc.disable()
     for module in _PRELOADED:
         importlib.import_module(module)
@@ -228,10 +272,10 @@ def main(fd: str) -> None:
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
         raise RuntimeError(f"{threads} threads after the imports: a fork would copy only one of them")
-    made = _serve(control)
+    made = _serve(listener, int(alive))
     if made is not None:
         _become(*made)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

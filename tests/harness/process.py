@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.harness.fork_server import FD, Forked, ForkServer
+from tests.harness.fork_server import FD, ForkClient, Forked, ForkServer
 
 __all__ = [
     "ROOT",
@@ -30,7 +30,9 @@ __all__ = [
     "kill_all",
     "resolve",
     "spawn",
+    "start_fork_servers",
     "target_of",
+    "use_fork_servers",
     "warnings_as_in_pytest",
     "worker_env",
 ]
@@ -81,8 +83,19 @@ def worker_env(**extra: str) -> dict[str, str]:
 
 Process = subprocess.Popen[bytes] | Forked
 
-_servers: list[ForkServer] = []
+_clients: list[ForkClient] = []
 _turn = itertools.count()
+
+
+def start_fork_servers() -> list[str]:
+    """Start the two fork servers, which end with this process. Returns their directories."""
+    servers = [ForkServer(worker_env(PYTHONHASHSEED=seed), ROOT) for seed in ("1", "2")]
+    return [str(server.directory) for server in servers]
+
+
+def use_fork_servers(directories: Iterable[str]) -> None:
+    """Have this process's workers forked by these servers from now on."""
+    _clients[:] = [ForkClient(Path(directory)) for directory in directories]
 
 
 def spawn(
@@ -112,9 +125,9 @@ def spawn(
                 pass_fds=fds,
                 start_new_session=True,
             )
-    if not _servers:
-        _servers.extend(ForkServer(worker_env(PYTHONHASHSEED=seed), ROOT) for seed in ("1", "2"))
-    return _servers[next(_turn) % 2].spawn(module, argv, log=log, env=env, fds=fds)
+    if not _clients:
+        use_fork_servers(start_fork_servers())
+    return _clients[next(_turn) % 2].spawn(module, argv, log=log, env=env, fds=fds)
 
 
 def install_stack_dump() -> None:
