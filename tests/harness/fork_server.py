@@ -37,8 +37,13 @@ _PRELOADED = (
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3.modeling_qwen3",
     "transformers.trainer",
     "peft",
+    # Modules of tests import them, and the pool's ranks read their filters of warnings with pytest.
+    "hypothesis",
+    "pytest",
     "shardwise.api",
     "tests.harness.worker",
     "tests.harness.worker_once",

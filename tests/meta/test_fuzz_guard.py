@@ -13,6 +13,7 @@ from shardwise.errors import FormatError
 from tests.fuzz.guard import Guard, canary
 
 _OUTSIDE = Path(__file__)
+_MOST_BYTES = 50_000_000
 
 
 def _raise(error: Exception) -> None:
@@ -28,7 +29,7 @@ def _hidden_memory_error() -> None:
 
 def _use_memory() -> None:
     """Pages that the process did not have: a large ``bytes`` may lie in memory that the fork's parent had freed."""
-    fresh = mmap.mmap(-1, 300_000_000, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    fresh = mmap.mmap(-1, 2 * _MOST_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for start in range(0, len(fresh), mmap.PAGESIZE):
         fresh[start] = 1
 
@@ -65,7 +66,7 @@ def _in_a_fork(work: Callable[[str], object], root: Path, cpu_s: float = 10.0) -
     child = os.fork()
     if child == 0:
         try:
-            guard = Guard(str(root), cpu_s=cpu_s, memory_bytes=200_000_000)
+            guard = Guard(str(root), cpu_s=cpu_s, memory_bytes=_MOST_BYTES)
             os.write(writer, (guard.run(lambda: work(str(root))) or "no finding").encode())
         finally:
             os._exit(0)

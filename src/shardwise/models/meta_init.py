@@ -130,8 +130,18 @@ class NotLarger(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+#: Most operations of a construction beside views and copies to meta, none of which makes a tensor with memory.
+_IN_PLACE = frozenset((torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default, *_NothingDrawn._FILLS))
+
+
+def _is_meta(device: torch.device | str | None) -> bool:
+    return device is not None and torch.device(device).type == "meta"
+
+
 def _bytes_made(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
     """Bytes of the largest result of an operation; 0 if meta can't tell."""
+    if func.is_view or func in _IN_PLACE or _is_meta(kwargs.get("device")):
+        return 0
     on_meta = {**kwargs, "device": torch.device("meta")} if kwargs.get("device") is not None else kwargs
     try:
         args, on_meta = tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, on_meta))

@@ -44,6 +44,7 @@ _PART_BYTES = 4 * 1024**2  # TCPStore refuses values above 8 MiB and drops the c
 _INLINE_BYTES = 64 * 1024  # payloads up to here travel inside the status or verdict
 _STATUSES_PER_GET = 256
 _FIRST_PAUSE_S = 0.001
+_LONGEST_PAUSE_S = 0.05
 _LINGER_S = 2.0  # how long rank 0 waits for ranks that have arrived but not yet read the verdict
 _SAME_FAILURE_GRACE_S = 2.0  # how long rank 0 waits for the other ranks to fail alike
 _FAILED = 1 << 32  # n/arrived counts arrivals in its low half, failures among them in its high half
@@ -350,10 +351,14 @@ class Agreement:
         return b"".join(parts)
 
     def _pauses(self) -> Iterator[float]:
+        """The pauses between polls: a rank that has waited long polls less often, and notices at most 5 % later."""
+        begin = time.monotonic()
         pause_s = _FIRST_PAUSE_S
         while True:
             yield pause_s
-            pause_s = min(1.5 * pause_s, self._longest_pause_s)
+            waited_s = time.monotonic() - begin
+            longest_s = max(self._longest_pause_s, min(0.05 * waited_s, _LONGEST_PAUSE_S))
+            pause_s = min(1.5 * pause_s, longest_s)
 
     def _raise_unreachable(
         self, request: Request, status: Status, own: BaseException | None, store_error: RuntimeError
