@@ -26,7 +26,7 @@ __all__ = ["RankPool"]
 KEPT = 4
 MAX_WORLD_SIZE = 16
 #: Tests make meshes; each leaves threads, which poll, and sockets until its group is destroyed.
-CALLS_PER_GROUP = 8
+CALLS_PER_GROUP = 24
 #: How long the others may go on once a rank has failed: they often wait for it in a collective.
 GRACE_S = 10.0
 #: For leaving or joining a group, and on top of it for each worker that is still importing torch.

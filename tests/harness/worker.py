@@ -45,6 +45,7 @@ class Worker:
         _clear_sharding_prop_cache()
         self._hosted = None
         gc.collect()  # meshes lie in cycles, and a group's threads run until it is gone
+        gc.freeze()
 
     def host(self) -> int:
         """Serve a fresh store from this rank; its port."""
