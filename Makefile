@@ -28,7 +28,7 @@ GPU_CHECK ?=
 
 PYTEST := $(BIN)/python -m pytest --numprocesses $(LANES) --dist loadfile --no-loadscope-reorder
 
-# The tests of the package's shape: make check runs them.
+# The tests of the package's shape: make check runs them, and make quick and make test don't.
 SHAPE := tests/meta/test_imports.py tests/meta/test_exports.py
 
 # The smoke test, and every test of one process that is not long, not a random search and starts no processes. Without those
@@ -43,7 +43,7 @@ help:
 	@echo "make install  create $(VENV) with exact versions"
 	@echo "make demo     the whole way on this machine, into demo-out/"
 	@echo "make quick    tests of one process, and each entry point once on two ranks (a minute)"
-	@echo "make test     all tests but the long ones"
+	@echo "make test     all tests but the long ones and those of make check"
 	@echo "make long     the long ones: the demo, conversions of 46 architectures, scripts as users start them, every example of"
 	@echo "              random searches (minutes)"
 	@echo "make check    lint, format, types, and the tests of the package's shape"
@@ -78,7 +78,7 @@ demo: install
 	$(BIN)/python -m shardwise demo --out demo-out
 
 test: install
-	$(PYTEST) -m "not slow" --durations 20
+	$(PYTEST) -m "not slow" --durations 20 $(SHAPE:%=--ignore=%)
 
 long: install
 	EVERY_EXAMPLE=1 $(PYTEST) -m "slow or hypothesis" --durations 20
