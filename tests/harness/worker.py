@@ -99,7 +99,8 @@ def main(fd: str) -> None:
     install_stack_dump()
     exit_with_parent()
     torch.set_num_threads(1)
-    gc.set_threshold(20_000)  # from the default of 700 on, collections take a twentieth of the time of the tests
+    # From the default of 700 on, collections take a twentieth of the time of the tests.
+    gc.set_threshold(20_000)
     channel = Channel(socket.socket(fileno=int(fd)))
     channel.sock.set_inheritable(False)
     worker = Worker()
