@@ -35,7 +35,7 @@ def carry_out(
     destination = Destination(local)
     fills: SharedReader | None = None
     checks: SharedReader | None = None
-    with FileReader(ranks.tick, page_cache=page_cache) as files:
+    with FileReader(ranks.tick, page_cache=page_cache, reads=io.reads) as files:
         reader = ConvertingReader(files, plan.conversions, planned.catalog.tensors)
         share = partial(shared_reader, planned, choice, reader, ranks, default_device(live.root))
         if choice.strategy != "own":
@@ -63,6 +63,7 @@ def carry_out(
         staging_peak_bytes=staging.peak_bytes + reader.peak_bytes + max(map(_held_by, shared), default=0),
         page_cache=page_cache,
         pages=memory.describe(),
+        reads=files.describe_reads(),
         strategy=choice.describe(),
     )
 

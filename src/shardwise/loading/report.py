@@ -22,6 +22,7 @@ class ReadCost:
     staging_peak_bytes: int
     page_cache: str
     pages: str
+    reads: str
     strategy: str
 
 
@@ -57,6 +58,8 @@ class LoadReport:
     """Whether the kernel kept the pages of the files: "keep" or "release"; see ``IOOptions.page_cache``."""
     pages: str
     """The pages that memory allocated on the CPU was filled through, and why; see ``IOOptions.pages``."""
+    reads: str
+    """How this rank read files, and why: "plain: …" or "ahead …: …"; see ``IOOptions.reads``."""
     strategy: str
     """Who read the source, and why: "own: …", "node: …" or "once: …"; see ``IOOptions.strategy``."""
     bytes_sent: int
@@ -94,6 +97,7 @@ class LoadReport:
             digests_compared=digests_compared,
             page_cache=cost.page_cache,
             pages=cost.pages,
+            reads=cost.reads,
             strategy=cost.strategy,
             bytes_sent=cost.bytes_sent,
             host=host,

@@ -12,7 +12,10 @@ from ..layout.wanted import Wanted
 from ..recipe.host_convert import HostConversion
 from ..recipe.match import Declaration, Recipe
 
-__all__ = ["LEAST_STAGING_BYTES", "MIN_RUN_BYTES", "IOOptions", "Plan", "StridedLoop", "Transfer"]
+__all__ = ["LEAST_STAGING_BYTES", "MIN_RUN_BYTES", "IOOptions", "Plan", "Reads", "StridedLoop", "Transfer"]
+
+#: Values of ``IOOptions.reads``.
+Reads = Literal["auto", "ahead", "plain"]
 
 #: Runs shorter than this are read together with the bytes between them, and picked out in staging.
 MIN_RUN_BYTES = 512
@@ -43,6 +46,11 @@ class IOOptions:
     """The pages of memory that a load allocates on the CPU. Huge pages (2 MiB, Linux) make filling it up to three times as
     fast; ``"auto"`` measures both during the load and uses what takes less CPU time."""
 
+    reads: Reads = "auto"
+    """How files are read. ``"plain"``: one range after the other. ``"ahead"``: while one range is read, the kernel is asked for
+    the next ones, at most 32 MiB ahead (Linux). ``"auto"``: plain as long as the bytes are in the page cache, and ahead
+    from the first that are not. The report of a load says which, and why."""
+
     strategy: Literal["auto", "own", "node", "once"] = "auto"
     """Who reads a source from storage. ``"own"``: each rank reads its own shards. ``"node"``: each range is read once per
     host, and the ranks of the host share it in memory. ``"once"``: each range is read once, and each rank is sent its
@@ -60,6 +68,8 @@ class IOOptions:
             raise ValueError(f"page_cache must be 'keep', 'release' or 'auto', got {self.page_cache!r}")
         if self.pages not in ("auto", "huge", "small"):
             raise ValueError(f"pages must be 'auto', 'huge' or 'small', got {self.pages!r}")
+        if self.reads not in ("auto", "ahead", "plain"):
+            raise ValueError(f"reads must be 'auto', 'ahead' or 'plain', got {self.reads!r}")
         if self.strategy not in ("auto", "own", "node", "once"):
             raise ValueError(f"strategy must be 'auto', 'own', 'node' or 'once', got {self.strategy!r}")
 

@@ -123,7 +123,7 @@ def convert(
         software={**run.software, CONVERTED: run.kind},
         hub_tensors={n: m.hub_tensors for n, m in run.models.items() if m.hub_tensors is not None},
     )
-    with FileReader(ranks.tick, page_cache=page_cache_for(io, ())) as files:
+    with FileReader(ranks.tick, page_cache=page_cache_for(io, ()), reads=io.reads) as files:
         stream = _Stream(run, files, Staging(io))
         contents = InParts(stream.tensor_of, _PIECE_BYTES)
         written = publish_collected(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 
 from ..catalog.records import StoredTensor
-from ..dtypes import torch_dtype
+from ..dtypes import itemsize, torch_dtype
 from ..errors import SourceError
+from ..planning.buckets import Span
 from ..recipe.host_convert import HostConversion
 from .files import FileReader
 
@@ -21,6 +23,9 @@ class Reader(Protocol):
 
     def read_into(self, path: str, offset_bytes: int, view: memoryview) -> None:
         """Fill ``view`` with the bytes of ``path`` at ``offset_bytes``."""
+
+    def expecting(self, spans: Iterable[Span]) -> AbstractContextManager[None]:
+        """The reads in this block are of these spans, in this order."""
 
 
 class ConvertingReader:
@@ -44,6 +49,10 @@ class ConvertingReader:
         self._last: HostConversion | None = None
         self._results: dict[str, memoryview] = {}
 
+    def expecting(self, spans: Iterable[Span]) -> AbstractContextManager[None]:
+        """As :meth:`FileReader.expecting`. What conversions read is known to them alone."""
+        return self._files.expecting(span for span in spans if span[0] not in self._conversions)
+
     def read_into(self, path: str, offset_bytes: int, view: memoryview) -> None:
         """As :meth:`FileReader.read_into`. Raises :class:`SourceError` if a conversion fails or its results differ
         from the plan."""
@@ -59,7 +68,8 @@ class ConvertingReader:
         view[:] = self._results[path][offset_bytes : offset_bytes + view.nbytes]
 
     def _convert(self, host: HostConversion) -> dict[str, memoryview]:
-        sources = {name: self._read(self._stored[name]) for name in host.sources}
+        with self._files.expecting(_spans(self._stored[name] for name in host.sources)):
+            sources = {name: self._read(self._stored[name]) for name in host.sources}
         try:
             made = dict(host.run(sources))
         except Exception as error:  # a caller's operation may raise anything
@@ -84,3 +94,13 @@ class ConvertingReader:
             if not is_whole:
                 tensor[chunk.box.slices] = part
         return tensor
+
+
+def _spans(tensors: Iterable[StoredTensor]) -> Iterator[Span]:
+    for tensor in tensors:
+        for chunk in tensor.chunks:
+            yield (
+                chunk.path,
+                chunk.offset_bytes,
+                chunk.offset_bytes + chunk.box.numel * itemsize(tensor.dtype),
+            )

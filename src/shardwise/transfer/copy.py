@@ -16,12 +16,14 @@ from ..devices import copies_late
 from ..dtypes import itemsize, torch_dtype
 from ..errors import CheckpointError, PlanError
 from ..models.host_memory import HostMemory
+from ..planning.buckets import Span
 from ..planning.records import IOOptions, StridedLoop, Transfer
 from ..ranks.patience import PIECE_BYTES, patiently, write_behind
+from .ahead import GAP_BYTES
 from .converted import Reader
 from .to_device import DeviceRings
 
-__all__ = ["Destination", "FileFiller", "Staging", "compare", "execute", "write_back"]
+__all__ = ["Destination", "FileFiller", "Staging", "compare", "execute", "spans_of", "write_back"]
 
 
 class Staging:
@@ -83,11 +85,11 @@ def execute(
 ) -> None:
     """Carry out transfers on this rank. Memory: the destination, plus at most the staging limit for each device.
 
-    ``memory``: where the destination lies, if none of it is written yet. ``held``: the elements of a transfer, with its
+    ``transfers`` may be gone through twice: the second time to say what is read next. ``memory``: where the destination lies, if none of it is written yet. ``held``: the elements of a transfer, with its
     loops as dims, where the reader has them in memory already.
     """
     filling = nullcontext if memory is None else memory.filling
-    with DeviceRings(staging.limit_bytes) as rings:
+    with DeviceRings(staging.limit_bytes) as rings, reader.expecting(spans_of(transfers)):
         for transfer in transfers:
             device = destination.tensor(transfer.wanted).device
             if copies_late(device):
@@ -110,7 +112,7 @@ def compare(
 ) -> None:
     """Check that stored copies equal the loaded tensors. Raises :class:`PlanError` naming both: the bytes are whole,
     but do not fit a model that ties the two."""
-    with DeviceRings(staging.limit_bytes) as rings:
+    with DeviceRings(staging.limit_bytes) as rings, reader.expecting(spans_of(transfers)):
         for transfer in transfers:
             if copies_late(destination.tensor(transfer.wanted).device):
                 for part in _parts(transfer, rings.slot_bytes):
@@ -157,6 +159,21 @@ def _offsets(loops: Sequence[StridedLoop]) -> Iterator[tuple[int, int]]:
         source = sum(i * loop.source_stride for i, loop in zip(index, loops, strict=True))
         target = sum(i * loop.target_stride for i, loop in zip(index, loops, strict=True))
         yield source, target
+
+
+def spans_of(transfers: Iterable[Transfer]) -> Iterator[Span]:
+    """What transfers read from files, in the order of their reads. Runs that are near to each other count as one."""
+    for transfer in transfers:
+        size, loops = itemsize(transfer.source_dtype), list(transfer.loops)
+        nbytes = size
+        if transfer.reads_whole_span:
+            nbytes, loops = transfer.span_numel * size, []
+        while loops and loops[-1].source_stride * size <= nbytes + GAP_BYTES:
+            loop = loops.pop()
+            nbytes += (loop.size - 1) * loop.source_stride * size
+        for source, _ in _offsets(loops):
+            start = transfer.offset_bytes + source * size
+            yield transfer.path, start, start + nbytes
 
 
 def _parts(transfer: Transfer, limit_bytes: int) -> Iterator[Transfer]:

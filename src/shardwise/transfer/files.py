@@ -4,33 +4,51 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from types import TracebackType
 
 from ..errors import IntegrityError, SourceError
+from ..planning.buckets import Span
+from ..planning.records import Reads
 from ..ranks.patience import patiently
+from .ahead import LookAhead
 from .page_cache import Chosen, Pages
 
 __all__ = ["FileReader"]
 
 # Linux returns at most 0x7ffff000 bytes per call; smaller pieces show progress.
 _PIECE_BYTES = 64 * 1024**2
+# Between two pieces the next ranges are asked for.
+_PIECE_FROM_STORAGE_BYTES = 4 * 1024**2
 # A step of a large run has thousands of files; a process may often open only 1,024.
 _MOST_OPEN = 64
+# Linux: advice, and reads that fail instead of waiting for storage.
+_CAN_ASK = hasattr(os, "posix_fadvise") and hasattr(os, "RWF_NOWAIT")
 
 
 class FileReader:
     """Reads byte ranges into given memory, and keeps recently opened files open. Not thread-safe; rank-local.
 
     ``bytes_read`` counts requested bytes. Calls ``on_progress(n)`` after each piece. With ``page_cache="release"`` it
-    gives the kernel's pages back after reading.
+    gives the kernel's pages back after reading. ``reads`` is as :attr:`IOOptions.reads`, for the ranges in a block of
+    :meth:`expecting`; others are plain reads.
     """
 
     def __init__(
-        self, on_progress: Callable[[int], None] | None = None, *, page_cache: Chosen = "keep"
+        self,
+        on_progress: Callable[[int], None] | None = None,
+        *,
+        page_cache: Chosen = "keep",
+        reads: Reads = "plain",
     ) -> None:
         self.bytes_read = 0
         self.page_cache = page_cache
+        self._reads = reads if _CAN_ASK else "plain"
+        self._reason = "asked for" if _CAN_ASK or reads == "plain" else "this system can't be asked"
+        self._from_storage = self._reads == "ahead"
+        self._ahead: LookAhead | None = None
+        self._ahead_bytes = 0
         self._pages = Pages() if page_cache == "release" else None
         self._fds: dict[str, int] = {}
         self._held: dict[str, int] = {}
@@ -61,17 +79,40 @@ class FileReader:
             if len(self._held) < most and path not in self._held:
                 self._held[path] = self._open_new(path)
 
+    @contextmanager
+    def expecting(self, spans: Iterable[Span]) -> Iterator[None]:
+        """The reads in this block are of these spans, in this order. May be nested.
+
+        From the first byte on that is not in the page cache, the kernel is asked for the next spans while one is read.
+        ``spans`` is not looked at before that.
+        """
+        before = self._ahead
+        self._ahead = None if self._reads == "plain" else LookAhead(spans, self._ask)
+        try:
+            yield
+        finally:
+            self._ahead = before
+
+    def describe_reads(self) -> str:
+        """How the bytes were read, and why."""
+        if self._reads == "plain":
+            return f"plain: {self._reason}"
+        if self._reads == "ahead":
+            return "ahead: asked for"
+        if not self._from_storage:
+            return "plain: all bytes were in the page cache" if self.bytes_read else "plain: nothing was read"
+        return (
+            f"ahead for {self._ahead_bytes / self.bytes_read:.0%} of {self.bytes_read} bytes: {self._reason}"
+        )
+
     def read_into(self, path: str, offset_bytes: int, view: memoryview) -> None:
         """Fill ``view`` with the bytes at ``offset_bytes``. Raises :class:`SourceError`, or :class:`IntegrityError` if
         the file is too short."""
-        fd = self._held.get(path, self._fds.get(path))
-        if fd is None:
-            fd = self._open(path)
         done, length = 0, view.nbytes
         while done < length:
-            piece = view[done : done + _PIECE_BYTES]
+            at = offset_bytes + done
             try:
-                count = patiently(os.preadv, fd, [piece], offset_bytes + done)
+                fd, count = self._read(path, at, view[done : done + _PIECE_BYTES])
             except OSError as error:
                 raise SourceError(
                     f"reading {length} bytes at {offset_bytes} failed: {error.strerror}", path=path
@@ -82,11 +123,43 @@ class FileReader:
                     path=path,
                 )
             if self._pages is not None:
-                self._pages.read(fd, offset_bytes + done, offset_bytes + done + count)
+                self._pages.read(fd, at, at + count)
             done += count
             self.bytes_read += count
             if self._on_progress is not None:
                 self._on_progress(count)
+
+    def _read(self, path: str, at: int, piece: memoryview) -> tuple[int, int]:
+        """Read a piece or its beginning. Returns the file that it was read from, and the number of bytes."""
+        if self._ahead is None:
+            fd = self._fd(path)
+            return fd, patiently(os.preadv, fd, [piece], at)
+        if not self._from_storage:
+            fd = self._fd(path)
+            try:
+                count = patiently(os.preadv, fd, [piece], at, os.RWF_NOWAIT)
+            except BlockingIOError:
+                self._reason = "the rest was in the page cache"
+            except OSError:  # not supported here, or a failure that comes again below
+                self._reason = "the file system does not say what is in the page cache"
+            else:
+                if count:
+                    return fd, count
+                return fd, patiently(os.preadv, fd, [piece], at)
+            self._from_storage = True
+        self._ahead.reading(path, at)
+        fd = self._fd(path)  # not before: asking opens files, and so may close this one
+        count = patiently(os.preadv, fd, [piece[:_PIECE_FROM_STORAGE_BYTES]], at)
+        self._ahead_bytes += count
+        return fd, count
+
+    def _ask(self, path: str, start: int, stop: int) -> None:
+        with suppress(OSError, IntegrityError, SourceError):  # the read says what is wrong
+            patiently(os.posix_fadvise, self._fd(path), start, stop - start, os.POSIX_FADV_WILLNEED)
+
+    def _fd(self, path: str) -> int:
+        fd = self._held.get(path, self._fds.get(path))
+        return self._open(path) if fd is None else fd
 
     def _open(self, path: str) -> int:
         fd = self._open_new(path)
@@ -99,6 +172,9 @@ class FileReader:
         fd = _open(path)
         if self._pages is not None:
             self._pages.open(fd)
+        if self._reads != "plain":  # or the kernel would read ahead what is not wanted
+            with suppress(OSError):
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         return fd
 
     def _close(self, fd: int) -> None:

@@ -12,7 +12,8 @@ import mmap
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby, islice
 
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from ..dtypes import itemsize, torch_dtype
 from ..errors import RankError, SourceError
 from ..layout.wanted import contiguous_strides
-from ..planning.buckets import Buckets
+from ..planning.buckets import Buckets, Span
 from ..planning.records import StridedLoop, Transfer
 from ..ranks.ranks import Ranks
 from .converted import Reader
@@ -63,8 +64,13 @@ class SharedReader(ABC):
 
     def __iter__(self) -> Iterator[Transfer]:
         """The transfers, each while its bytes are here."""
-        for number in range(self._rounds):
-            yield from self._round(number)
+        with self._files.expecting(self._spans()):
+            for number in range(self._rounds):
+                yield from self._round(number)
+
+    def expecting(self, spans: Iterable[Span]) -> AbstractContextManager[None]:
+        """Nothing: a rank's own buckets are read ahead, whatever is taken from them."""
+        return nullcontext()
 
     def read_into(self, path: str, offset_bytes: int, view: memoryview) -> None:
         """Fill ``view`` with bytes of the round."""
@@ -87,6 +93,15 @@ class SharedReader(ABC):
     @abstractmethod
     def _round(self, number: int) -> Iterator[Transfer]:
         """The transfers of one round."""
+
+    @abstractmethod
+    def _own(self) -> Iterable[int]:
+        """The buckets that this rank reads, in order."""
+
+    def _spans(self) -> Iterator[Span]:
+        for index in self._own():
+            for part in self._buckets[index].ranges:
+                yield part.path, part.offset_bytes, part.offset_bytes + part.nbytes
 
     def _fill(self, index: int, memory: torch.Tensor) -> None:
         """Read a bucket, if there is one of this index."""
@@ -162,6 +177,9 @@ class NodeReader(SharedReader):
         finally:
             os.close(fd)
 
+    def _own(self) -> Iterable[int]:
+        return range(self._index, len(self._buckets), self._count)
+
     def _round(self, number: int) -> Iterator[Transfer]:
         start = number % _SLOTS * self._nbytes
         with self._ranks.agree("read"):
@@ -200,6 +218,10 @@ class OnceReader(SharedReader):
     def close(self) -> None:
         super().close()
         self._bucket = torch.empty(0, dtype=torch.uint8)
+
+    def _own(self) -> Iterable[int]:
+        count = len(self._readers)
+        return [k for k in range(len(self._buckets)) if self._readers[k % count] == self._ranks.rank]
 
     def _round(self, number: int) -> Iterator[Transfer]:
         first = number * self._at_once
