@@ -22,12 +22,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch.distributed as dist
+import transformers
 
 import shardwise as sw
 from benchmarks.fresh import in_fresh_process, on_fresh_ranks
 from benchmarks.loading.cases import Case, sharded_model
 from benchmarks.loading.counters import storage_bytes
 from benchmarks.loading.models import MODELS, write_model
+from benchmarks.loading.rank import fetch_memory
 from tests.harness.page_cache import cached_bytes, drop
 
 KINDS = ("plain", "auto", "ahead")
@@ -36,7 +38,7 @@ KINDS = ("plain", "auto", "ahead")
 def worker(rank: int, world_size: int, kind: Any, case: Case) -> dict[str, Any]:
     """One rank of one load; ``kind`` is the option."""
     model = sharded_model(case)
-    dist.barrier()
+    fetch_memory(2 * case.nbytes // world_size)  # the shards, and the pages of the files
     before, started, cpu = storage_bytes(), time.perf_counter(), time.process_time()
     report = sw.load(model, case.directory, io=sw.IOOptions(reads=kind))
     found = {"seconds": time.perf_counter() - started, "cpu_s": time.process_time() - cpu}
@@ -57,6 +59,7 @@ def main() -> None:
     parser.add_argument("--directory", help="on the disk to be measured; not in memory")
     parser.add_argument("--short", action="store_true", help="a tiny model")
     args = parser.parse_args()
+    _ = transformers.Qwen3ForCausalLM, transformers.Qwen3MoeForCausalLM  # imported here, so that no run does
     root = tempfile.mkdtemp(prefix="shardwise-bench-", dir=args.directory)
     case = Case(args.model, f"{root}/{args.model}", args.layout, 1)
     try:
@@ -75,7 +78,9 @@ def measure(case: Case, rounds: int, *, warm: bool) -> None:
             if not warm:
                 drop(*case.files)
                 if cached_bytes(*case.files):
-                    raise SystemExit(f"{case.directory}: its pages can't be dropped; give --directory on a disk")
+                    raise SystemExit(
+                        f"{case.directory}: its pages can't be dropped; give --directory on a disk"
+                    )
             found = on_fresh_ranks(case.ranks, worker, kind, case)
             if number:  # the first warms up all but the files
                 runs[kind].append(found)

@@ -26,7 +26,7 @@ from benchmarks.loading.counters import (
 from benchmarks.peers import PEERS
 from tests.gpu.devices import peak_bytes, synchronize
 
-__all__ = ["inspected", "timed"]
+__all__ = ["fetch_memory", "inspected", "timed"]
 
 
 def timed(rank: int, world_size: int, peer: str, case: Case) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def timed(rank: int, world_size: int, peer: str, case: Case) -> dict[str, Any]:
     gc.collect()
     dist.barrier()
     before = {**_memory(), **_reads()}
-    _fetch_memory(case.nbytes // world_size)
+    fetch_memory(case.nbytes // world_size)
     dist.barrier()
     started = time.perf_counter()  # one clock for all processes of a machine
     cpu_before = time.process_time()
@@ -57,7 +57,7 @@ def timed(rank: int, world_size: int, peer: str, case: Case) -> dict[str, Any]:
     }
 
 
-def _fetch_memory(nbytes: int) -> None:
+def fetch_memory(nbytes: int) -> None:
     """Let the kernel have this much memory free at hand, for every peer alike.
 
     A virtual machine gives memory that is free for two seconds back to its host, and whoever touches it first then waits

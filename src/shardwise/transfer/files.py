@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
@@ -12,7 +13,7 @@ from ..errors import IntegrityError, SourceError
 from ..planning.buckets import Span
 from ..planning.records import Reads
 from ..ranks.patience import patiently
-from .ahead import LookAhead
+from .ahead import LookAhead, Quicker
 from .page_cache import Chosen, Pages
 
 __all__ = ["FileReader"]
@@ -48,7 +49,7 @@ class FileReader:
         self._reason = "asked for" if _CAN_ASK or reads == "plain" else "this system can't be asked"
         self._from_storage = self._reads == "ahead"
         self._ahead: LookAhead | None = None
-        self._ahead_bytes = 0
+        self._quicker = Quicker()
         self._pages = Pages() if page_cache == "release" else None
         self._fds: dict[str, int] = {}
         self._held: dict[str, int] = {}
@@ -101,9 +102,7 @@ class FileReader:
             return "ahead: asked for"
         if not self._from_storage:
             return "plain: all bytes were in the page cache" if self.bytes_read else "plain: nothing was read"
-        return (
-            f"ahead for {self._ahead_bytes / self.bytes_read:.0%} of {self.bytes_read} bytes: {self._reason}"
-        )
+        return f"{self._quicker.kind}: {self._reason}{self._quicker.describe()}"
 
     def read_into(self, path: str, offset_bytes: int, view: memoryview) -> None:
         """Fill ``view`` with the bytes at ``offset_bytes``. Raises :class:`SourceError`, or :class:`IntegrityError` if
@@ -139,7 +138,7 @@ class FileReader:
             try:
                 count = patiently(os.preadv, fd, [piece], at, os.RWF_NOWAIT)
             except BlockingIOError:
-                self._reason = "the rest was in the page cache"
+                self._reason = f"from byte {self.bytes_read} of the load on, not all were in the page cache"
             except OSError:  # not supported here, or a failure that comes again below
                 self._reason = "the file system does not say what is in the page cache"
             else:
@@ -147,10 +146,13 @@ class FileReader:
                     return fd, count
                 return fd, patiently(os.preadv, fd, [piece], at)
             self._from_storage = True
-        self._ahead.reading(path, at)
+        started = time.perf_counter()
+        if self._reads == "ahead" or self._quicker.kind == "ahead":
+            self._ahead.reading(path, at)
         fd = self._fd(path)  # not before: asking opens files, and so may close this one
         count = patiently(os.preadv, fd, [piece[:_PIECE_FROM_STORAGE_BYTES]], at)
-        self._ahead_bytes += count
+        if self._reads == "auto":
+            self._quicker.took(count, time.perf_counter() - started)
         return fd, count
 
     def _ask(self, path: str, start: int, stop: int) -> None:
@@ -172,9 +174,6 @@ class FileReader:
         fd = _open(path)
         if self._pages is not None:
             self._pages.open(fd)
-        if self._reads != "plain":  # or the kernel would read ahead what is not wanted
-            with suppress(OSError):
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         return fd
 
     def _close(self, fd: int) -> None:
