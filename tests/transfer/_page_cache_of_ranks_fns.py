@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 import shardwise as sw
-from tests.harness.page_cache import cached_bytes, drop
+from tests.harness.page_cache import cached_bytes, drop, storage_bytes
 
 MIB = 1024**2
 LAYERS, WIDTH = 24, 1024  # 4 MiB a layer
@@ -53,6 +53,23 @@ def _measured(directory: str, work: Any) -> tuple[Any, int]:
     left = cached_bytes(*files)
     dist.barrier()
     return result, left
+
+
+def cold_reads(directory: str) -> dict[str, list[Any]]:
+    """By ``IOOptions.reads``: bytes that a cold load of rows fetched from storage on this rank, and the report's words."""
+    found: dict[str, list[Any]] = {}
+    for reads in ("plain", "auto", "ahead"):
+        model = _model("rows")
+
+        def load(model: nn.Module = model, reads: Any = reads) -> tuple[int, str]:
+            before = storage_bytes()
+            report = sw.load(model, directory, io=sw.IOOptions(reads=reads))
+            return storage_bytes() - before, report.reads
+
+        found[reads] = list(_measured(directory, load)[0])
+        values = {int(n.split(".")[0]): p.to_local().unique().tolist() for n, p in model.named_parameters()}  # type: ignore[attr-defined]
+        assert values == {k: [float(k)] for k in range(LAYERS)}
+    return found
 
 
 def loads(directory: str, scratch: str) -> dict[str, Any]:

@@ -33,3 +33,19 @@ def test_pages_are_given_back(ranks: RankPool, tmp_path: Path) -> None:
         for what in ("restore", "convert", "export"):
             assert found[f"{what}, keep"] >= 90 * MIB, (what, found)
             assert found[f"{what}, release"] <= 4 * MIB, (what, found)
+
+
+@pytest.mark.slow
+def test_ranks_fetch_the_model_once(ranks: RankPool, tmp_path: Path) -> None:
+    """Of files that are not cached, two ranks together fetch no more than there is, whoever asks for it."""
+    if not drops_pages(tmp_path):
+        pytest.skip("files in the temporary directory can't leave the page cache")
+    nbytes = fns.write_model(str(tmp_path))
+    found = ranks.run_ranks(2, fns.cold_reads, str(tmp_path))
+    for reads in ("plain", "auto", "ahead"):
+        fetched = sum(rank[reads][0] for rank in found)
+        assert 0.98 * nbytes <= fetched <= 1.02 * nbytes, (reads, found)
+    for rank in found:
+        assert rank["plain"][1] == "plain: asked for"
+        assert rank["ahead"][1] == "ahead: asked for"
+        assert "not all were in the page cache" in rank["auto"][1]

@@ -48,8 +48,8 @@ class IOOptions:
 
     reads: Reads = "auto"
     """How files are read. ``"plain"``: one range after the other. ``"ahead"``: while one range is read, the kernel is asked for
-    the next ones, at most 32 MiB ahead (Linux). ``"auto"``: plain as long as the bytes are in the page cache, and ahead
-    from the first that are not. The report of a load says which, and why."""
+    the next ones, at most 32 MiB ahead (Linux). ``"auto"``: plain as long as the bytes are in the page cache; from the first
+    that are not, both are timed, and the quicker goes on. The report of a load says which, and why."""
 
     strategy: Literal["auto", "own", "node", "once"] = "auto"
     """Who reads a source from storage. ``"own"``: each rank reads its own shards. ``"node"``: each range is read once per
