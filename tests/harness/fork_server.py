@@ -149,6 +149,7 @@ class ForkClient:
         self._directory = directory
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.connect(str(directory / _SOCKET))
+        atexit.register(self._socket.close)
 
     def spawn(
         self, module: str, argv: Iterable[str], *, log: Path, env: Mapping[str, str], fds: Iterable[int] = ()

@@ -946,6 +946,20 @@ MUTATIONS = (
         "on a device a second copy of a tie may differ in all but one byte",
     ),
     Mutation(
+        "transfer/ahead.py",
+        "while self._nbytes < AHEAD_BYTES:",
+        "while True:",
+        ("tests/transfer/test_ahead.py::test_it_stays_within_its_limit",),
+        "a cold load asks for all of its bytes at once",
+    ),
+    Mutation(
+        "transfer/ahead.py",
+        "if self._cost[self._other] < self._cost[self.kind]:",
+        "if self._cost[self._other] > self._cost[self.kind]:",
+        ("tests/transfer/test_ahead.py::test_the_quicker_way_goes_on",),
+        "cold loads go on with the slower way to read",
+    ),
+    Mutation(
         "models/host_memory.py",
         "        self._next += whole\n",
         "        self._next += whole - mmap.PAGESIZE\n",

@@ -85,8 +85,9 @@ def execute(
 ) -> None:
     """Carry out transfers on this rank. Memory: the destination, plus at most the staging limit for each device.
 
-    ``transfers`` may be gone through twice: the second time to say what is read next. ``memory``: where the destination lies, if none of it is written yet. ``held``: the elements of a transfer, with its
-    loops as dims, where the reader has them in memory already.
+    ``transfers`` are gone through twice, in step: once to say what is read next. ``memory``: where the destination lies, if
+    none of it is written yet. ``held``: the elements of a transfer, with its loops as dims, where the reader has them in
+    memory already.
     """
     filling = nullcontext if memory is None else memory.filling
     with DeviceRings(staging.limit_bytes) as rings, reader.expecting(spans_of(transfers)):
