@@ -30,7 +30,7 @@ SCRIPTS = {
     "metadata.py": (["--repeats", "1"], ["--params", "200", "--ranks", "16", "--repeats", "1"]),
     "planning.py": (["--repeats", "2"], ["--layers", "2", "--repeats", "1"]),
     "page_cache.py": (["--pairs", "3"], ["--short", "--pairs", "1"]),
-    "cold_reads.py": (["--rounds", "3"], ["--short", "--ranks", "2", "--rounds", "1"]),
+    "cold_reads.py": (["--ranks", "1", "4", "--rounds", "2"], ["--short", "--ranks", "2", "--rounds", "1"]),
     "digest.py": ([], ["--repeats", "1"]),
 }
 #: In the short form their bounds on seconds say nothing, so that 1 is no failure.
