@@ -2,8 +2,8 @@
 
 A rank of a pool or a launch is a copy of such a server, in a session of its own, with its own environment. Two servers
 with different hash seeds take turns, so that neighbouring ranks disagree about the order of sets, as ranks of a launcher
-do. The lanes of a test run share them. A test needs new interpreters if it depends on an import, or on a variable that a library reads when it is imported;
-``spawn(…, fresh=True)`` of :mod:`tests.harness.process` starts one.
+do. The lanes of a test run share them. A test needs new interpreters if it depends on an import, or on a variable that a
+library reads when it is imported; ``spawn(…, fresh=True)`` of :mod:`tests.harness.process` starts one.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ FD = "FD"  # in argv: the number that the descriptor has in the new process
 class Forked:
     """One forked process, as far as :class:`subprocess.Popen` says it: pid, poll, wait, send_signal, returncode."""
 
-    def __init__(self, status: int, server: ForkClient) -> None:
+    def __init__(self, status: int, client: ForkClient) -> None:
         self._status = status
-        self._server = server
+        self._client = client
         self._pid: int | None = None
         self.returncode: int | None = None
 
@@ -70,7 +70,7 @@ class Forked:
             self._pid = self._read()
             if self._pid is None:
                 raise RuntimeError(
-                    f"the fork server ended before it made the process:\n{self._server.output()}"
+                    f"the fork server ended before it made the process:\n{self._client.output()}"
                 )
         return self._pid
 

@@ -7,7 +7,7 @@ import mmap
 import os
 from pathlib import Path
 
-__all__ = ["cached_bytes", "drop", "drops_pages", "storage_bytes"]
+__all__ = ["cached_bytes", "drop", "drops_pages"]
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -53,9 +53,3 @@ def drops_pages(directory: Path) -> bool:
     left = cached_bytes(probe)
     probe.unlink()
     return left == 0
-
-
-def storage_bytes() -> int:
-    """Bytes that this process has had fetched from storage: read, read ahead or asked for."""
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("read_bytes:")).split()[1])

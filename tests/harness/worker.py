@@ -45,7 +45,7 @@ class Worker:
         _clear_sharding_prop_cache()
         self._hosted = None
         gc.collect()  # meshes lie in cycles, and a group's threads run until it is gone
-        gc.freeze()
+        gc.freeze()  # later collections look only at newer objects
 
     def host(self) -> int:
         """Serve a fresh store from this rank; its port."""
@@ -99,7 +99,7 @@ def main(fd: str) -> None:
     install_stack_dump()
     exit_with_parent()
     torch.set_num_threads(1)
-    # From the default of 700 on, collections take a twentieth of the time of the tests.
+    # At the default of 700, collections took a few per cent of the CPU time of the tests.
     gc.set_threshold(20_000)
     channel = Channel(socket.socket(fileno=int(fd)))
     channel.sock.set_inheritable(False)

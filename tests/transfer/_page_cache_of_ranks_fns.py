@@ -14,7 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 import shardwise as sw
-from tests.harness.page_cache import cached_bytes, drop, storage_bytes
+from benchmarks.loading.counters import storage_bytes
+from tests.harness.page_cache import cached_bytes, drop
 
 MIB = 1024**2
 LAYERS, WIDTH = 24, 1024  # 4 MiB a layer

@@ -1,4 +1,4 @@
-"""Look-ahead: what the kernel is asked for, in which order and how far ahead; and that the bytes are the same."""
+"""Look-ahead asks the kernel for the right ranges, in order and not too far ahead; the bytes are the same."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.loading.counters import storage_bytes
 from shardwise import IOOptions
 from shardwise.errors import IntegrityError, SourceError
 from shardwise.planning.buckets import Span
@@ -21,7 +22,7 @@ from shardwise.planning.records import StridedLoop, Transfer
 from shardwise.transfer import FileReader, ahead
 from shardwise.transfer.ahead import AHEAD_BYTES, GAP_BYTES, STEP_BYTES, LookAhead, Quicker, steps
 from shardwise.transfer.copy import spans_of
-from tests.harness.page_cache import cached_bytes, drop, drops_pages, storage_bytes
+from tests.harness.page_cache import cached_bytes, drop, drops_pages
 
 MIB = 1024**2
 
@@ -88,7 +89,7 @@ def test_it_stays_within_its_limit() -> None:
         assert min(at + AHEAD_BYTES - STEP_BYTES, 1024 * MIB) <= asked_to <= at + AHEAD_BYTES + STEP_BYTES
 
 
-def test_a_read_that_nobody_expected_asks_for_nothing() -> None:
+def test_an_unexpected_read_asks_for_nothing() -> None:
     asked: list[Span] = []
     look = LookAhead([("x", 0, MIB)], lambda *span: asked.append(span))
     look.reading("y", 0)

@@ -130,7 +130,7 @@ class NotLarger(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-#: Most operations of a construction beside views and copies to meta, none of which makes a tensor with memory.
+#: Operations that only write into a tensor. With views and copies to meta, they are most of a construction.
 _IN_PLACE = frozenset((torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default, *_NothingDrawn._FILLS))
 
 

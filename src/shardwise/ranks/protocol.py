@@ -351,7 +351,7 @@ class Agreement:
         return b"".join(parts)
 
     def _pauses(self) -> Iterator[float]:
-        """The pauses between polls: a rank that has waited long polls less often, and notices at most 5 % later."""
+        """The pauses between polls: up to 5 ms at first, later a twentieth of the time waited, at most 50 ms."""
         begin = time.monotonic()
         pause_s = _FIRST_PAUSE_S
         while True:

@@ -1,8 +1,8 @@
-"""Asks the kernel for the bytes that a load reads next, where that is faster than the kernel's own readahead.
+"""Asks the kernel for the bytes that a load reads next, if that is faster than the kernel's own readahead.
 
-The kernel reads ahead within a file, as far as the device's setting says (128 KiB by default), and does not know a plan. A load
-knows its plan: while it copies one range, the next ranges are on their way into the page cache. But what is asked for comes
-in small pages, and the kernel's own readahead may take large ones, which cost it less. So the seconds of the reads decide.
+The kernel reads ahead within a file, up to the device's setting (128 KiB by default), and does not know the plan. A load knows
+its plan: while it copies one range, the kernel fetches the next ones. But the kernel puts bytes that it is asked for into small
+pages. Its own readahead may use large ones, which cost less. So the load times both.
 
 Source: ``posix_fadvise(2)``; ``force_page_cache_ra`` and ``page_cache_ra_order`` in mm/readahead.c of Linux.
 """
@@ -17,22 +17,22 @@ from ..planning.buckets import Span
 
 __all__ = ["AHEAD_BYTES", "GAP_BYTES", "STEP_BYTES", "LookAhead", "Quicker", "steps"]
 
-#: Bytes that are asked for and not yet read, at most: of the page cache, not of this process.
+#: At most so many bytes are asked for and not yet read. They lie in the page cache, not in this process.
 AHEAD_BYTES = 32 * 1024**2
 #: Bytes asked for at a time. The kernel ignores what one call asks for beyond the larger of its own readahead (128 KiB by
 #: default) and the device's largest request.
 STEP_BYTES = 128 * 1024
-#: A gap that is read as well: a request of its own for the next range costs as much.
+#: A shorter gap is asked for as well: a second request would cost as much.
 GAP_BYTES = 16 * 1024
-#: Bytes that are read in one way, and then timed, before the choice is made anew. Those before the timed ones are still
-#: served by what the other way has fetched.
+#: After a change of the way, the first bytes are not timed, because the other way has fetched them. The next are timed, and then
+#: the choice is made anew.
 _SETTLE_BYTES, _WINDOW_BYTES = AHEAD_BYTES, 16 * 1024**2
 
 Kind = Literal["plain", "ahead"]
 
 
 class Quicker:
-    """Chooses how bytes are read from storage: what took less time for each byte. Rank-local.
+    """Chooses the way to read bytes from storage that takes less time for each byte. Rank-local.
 
     Both ways are tried in turn; then the quicker goes on, until it takes longer than the other last took.
     """
@@ -69,7 +69,7 @@ class Quicker:
 
 
 class LookAhead:
-    """Stays at most ``AHEAD_BYTES`` ahead of a reader that reads ``spans`` in this order. Rank-local.
+    """Asks for ``spans`` in this order, at most ``AHEAD_BYTES`` ahead of their reader. Rank-local.
 
     ``ask(path, start, stop)`` is called for a piece of a file that will be read soon.
     """
@@ -81,7 +81,7 @@ class LookAhead:
         self._nbytes = 0
 
     def reading(self, path: str, at: int) -> None:
-        """Call before the byte ``at`` of a file is read. What lies before it in the order of the spans was read."""
+        """The reader calls this before it reads byte ``at`` of a file; it has read all earlier spans."""
         while self._asked and not _holds(self._asked[0], path, at):
             self._forget()
         if not self._asked:  # the first call, or what is read was not asked for

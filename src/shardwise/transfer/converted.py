@@ -50,7 +50,7 @@ class ConvertingReader:
         self._results: dict[str, memoryview] = {}
 
     def expecting(self, spans: Iterable[Span]) -> AbstractContextManager[None]:
-        """As :meth:`FileReader.expecting`. What conversions read is known to them alone."""
+        """As :meth:`FileReader.expecting`. Conversions announce their own sources."""
         return self._files.expecting(span for span in spans if span[0] not in self._conversions)
 
     def read_into(self, path: str, offset_bytes: int, view: memoryview) -> None:

@@ -163,7 +163,7 @@ def _offsets(loops: Sequence[StridedLoop]) -> Iterator[tuple[int, int]]:
 
 
 def spans_of(transfers: Iterable[Transfer]) -> Iterator[Span]:
-    """What transfers read from files, in the order of their reads. Runs that are near to each other count as one."""
+    """The ranges that transfers read from files, in the order of the reads. Runs with short gaps count as one."""
     for transfer in transfers:
         size, loops = itemsize(transfer.source_dtype), list(transfer.loops)
         nbytes = size

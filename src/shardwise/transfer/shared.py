@@ -69,7 +69,7 @@ class SharedReader(ABC):
                 yield from self._round(number)
 
     def expecting(self, spans: Iterable[Span]) -> AbstractContextManager[None]:
-        """Nothing: a rank's own buckets are read ahead, whatever is taken from them."""
+        """Does nothing: the reader looks ahead in its own buckets, whatever a rank takes from them."""
         return nullcontext()
 
     def read_into(self, path: str, offset_bytes: int, view: memoryview) -> None:
