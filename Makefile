@@ -29,12 +29,12 @@ GPU_CHECK ?=
 PYTEST := $(BIN)/python -m pytest --numprocesses $(LANES) --dist loadfile --no-loadscope-reorder
 
 # The tests of the package's shape: make check runs them, and make quick and make test don't.
-SHAPE := tests/meta/test_imports.py tests/meta/test_exports.py
+SHAPE := $(addprefix tests/meta/test_,imports.py exports.py internals.py mutations.py)
 
 # The smoke test, and every test of one process that is not long, not a random search and starts no processes. Without those
-# of make check, and those of the table of mutations.
+# of make check.
 QUICK := -m "not ranks and not processes and not faults and not slow and not hypothesis" --durations 5 \
-  $(SHAPE:%=--ignore=%) --ignore=tests/meta/test_mutations.py
+  $(SHAPE:%=--ignore=%)
 
 .PHONY: help install demo quick test long lowest newest dist check docs bench gpu-check faults fuzz schedules mutations sweep clean
 .DEFAULT_GOAL := help
@@ -84,7 +84,7 @@ long: install
 	EVERY_EXAMPLE=1 $(PYTEST) -m "slow or hypothesis" --durations 20
 
 quick: install
-	$(PYTEST) $(QUICK)
+	FORK_SERVERS=1 $(PYTEST) $(QUICK)
 
 # The same, with the lowest versions that pyproject.toml declares, and with the newest there are.
 lowest:

@@ -69,8 +69,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark every test that asks for ranks, so that ``-m "not ranks"`` leaves those of one process.
 
     Files that start processes come first: those often wait, and ranks of the other lane can use the cores. Then files
-    with ranks: they take longest, and lanes that end with short files end together.
+    with ranks, which take longest; then the others, large ones first: lanes that end with short files end together.
     """
+    sizes = {path: path.stat().st_size for path in {item.path for item in items}}
+    items.sort(key=lambda item: -sizes[item.path])
     for item in items:
         if "ranks" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.ranks)

@@ -35,7 +35,6 @@ RECIPES = {
     long_but(
         RECIPES,
         "sgd, scaler, in a cycle",
-        "elastic",
     ),
 )
 def test_a_restored_copy_matches_the_run_that_went_on(ranks: RankPool, tmp_path: Path, name: str) -> None:

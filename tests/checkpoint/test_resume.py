@@ -26,7 +26,7 @@ def test_transformers_model_goes_on_bitwise(ranks: RankPool, tmp_path: Path, gpt
     assert found[0]["loss"] != found[1]["loss"], "ranks train on their own data"
 
 
-@pytest.mark.parametrize("optimizer", long_but(fns.OPTIMIZERS, "adamw", "sgd", "eight bits", "master"))
+@pytest.mark.parametrize("optimizer", long_but(fns.OPTIMIZERS, "adamw", "eight bits"))
 def test_every_kind_of_optimizer_goes_on_bitwise(ranks: RankPool, tmp_path: Path, optimizer: str) -> None:
     ranks.run_ranks(2, fns.resumed_equals_uninterrupted, str(tmp_path), optimizer)
 

@@ -35,7 +35,7 @@ def what_is_missing() -> str | None:
 
 
 def built() -> Path:
-    """The shared library; about a minute of one core if it is not there yet. Other processes wait for it."""
+    """The shared library; about half a minute of one core if it is not there yet. Other processes wait for it."""
     library = _CACHE / f"{_key()}.so"
     if library.is_file():
         return library

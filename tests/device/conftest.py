@@ -1,4 +1,4 @@
-"""The simulated device, compiled once and kept; a session's first test waits about a minute for it."""
+"""The simulated device, compiled once and kept; a session's first test waits about half a minute for it."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@
 // * Collectives: the c10d backend "simccl" is for this device alone and refuses CPU tensors, as NCCL does.
 //
 // SIMGPU_DEVICES says how many devices this process sees.
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/InferSize.h>

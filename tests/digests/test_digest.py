@@ -125,15 +125,24 @@ def test_agrees_with_the_reference(code: str, shape: tuple[int, ...], seed: int,
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("code", CODES)
-@pytest.mark.parametrize(
-    "shape", [(), (1,), (5,), (13,), (4, 9), (9, 2), (3, 1, 7), (2, 2, 2, 2, 2), (2, 14, 3)]
-)
-def test_agrees_with_the_reference_across_blocks(code: str, shape: tuple[int, ...]) -> None:
-    tensor = random_tensor(code, shape)
-    start = tuple(4090 + dim for dim in range(len(shape)))
-    expected = reference_sum(raw_bytes(tensor), code, shape, start)
-    assert partial_sum(tensor, start) == expected
-    assert device_sum(tensor, start) == expected
+def test_agrees_with_the_reference_across_blocks(code: str) -> None:
+    shapes: list[tuple[int, ...]] = [
+        (),
+        (1,),
+        (5,),
+        (13,),
+        (4, 9),
+        (9, 2),
+        (3, 1, 7),
+        (2, 2, 2, 2, 2),
+        (2, 14, 3),
+    ]
+    for shape in shapes:
+        tensor = random_tensor(code, shape)
+        start = tuple(4090 + dim for dim in range(len(shape)))
+        expected = reference_sum(raw_bytes(tensor), code, shape, start)
+        assert partial_sum(tensor, start) == expected, shape
+        assert device_sum(tensor, start) == expected, shape
 
 
 def device_sum(tensor: torch.Tensor, start: Sequence[int]) -> int:
@@ -397,15 +406,14 @@ def views(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("code", CODES)
-@pytest.mark.parametrize("name", list(views(torch.empty(6, 8, 10))))
 @pytest.mark.parametrize("blocks", ["usual", "small"])
-def test_strides_do_not_matter(code: str, name: str, blocks: str, request: pytest.FixtureRequest) -> None:
+def test_strides_do_not_matter(code: str, blocks: str, request: pytest.FixtureRequest) -> None:
     if blocks == "small":
         request.getfixturevalue("small_blocks")
-    view = views(random_tensor(code, (6, 8, 10)))[name]
-    start = tuple(range(5, 5 + view.ndim))
-    expected = reference_sum(raw_bytes(view), code, view.shape, start)
-    assert partial_sum(view, start) == partial_sum(view.contiguous(), start) == expected
+    for name, view in views(random_tensor(code, (6, 8, 10))).items():
+        start = tuple(range(5, 5 + view.ndim))
+        expected = reference_sum(raw_bytes(view), code, view.shape, start)
+        assert partial_sum(view, start) == partial_sum(view.contiguous(), start) == expected, name
 
 
 def test_lazily_conjugated_or_negated_tensors_count_by_value() -> None:

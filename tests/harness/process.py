@@ -88,8 +88,9 @@ _turn = itertools.count()
 
 
 def start_fork_servers() -> list[str]:
-    """Start the two fork servers, which end with this process. Returns their directories."""
-    servers = [ForkServer(worker_env(PYTHONHASHSEED=seed), ROOT) for seed in ("1", "2")]
+    """Start the two fork servers, which end with this process, or ``FORK_SERVERS`` of them. Returns their directories."""
+    seeds = ("1", "2")[: int(os.environ.get("FORK_SERVERS", 2))]
+    servers = [ForkServer(worker_env(PYTHONHASHSEED=seed), ROOT) for seed in seeds]
     return [str(server.directory) for server in servers]
 
 
@@ -127,7 +128,7 @@ def spawn(
             )
     if not _clients:
         use_fork_servers(start_fork_servers())
-    return _clients[next(_turn) % 2].spawn(module, argv, log=log, env=env, fds=fds)
+    return _clients[next(_turn) % len(_clients)].spawn(module, argv, log=log, env=env, fds=fds)
 
 
 def install_stack_dump() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-__all__ = ["examples", "long", "long_but", "share_of"]
+__all__ = ["examples", "long", "long_but", "long_rows", "share_of"]
 
 #: Slow random searches of ``make test`` try so many times fewer examples than those of ``make long``.
 _FEWER = 5
@@ -19,6 +19,11 @@ _FEWER = 5
 def long(*values: Any) -> list[Any]:
     """``values`` as parameters of tests that are slow."""
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+def long_rows(*rows: tuple[Any, ...]) -> list[Any]:
+    """``rows`` as parameters of tests with several arguments, all of them slow."""
+    return [pytest.param(*row, marks=pytest.mark.slow) for row in rows]
 
 
 def long_but(values: Iterable[Any], *kept: Any) -> list[Any]:

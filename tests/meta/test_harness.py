@@ -104,6 +104,7 @@ def _return_a_lambda() -> object:
 
 
 def _sleep_after_ready() -> int:
+    dist.barrier()  # rank 0 may host the store, and rank 1 needs it until it has joined
     print("ready", file=sys.stderr)
     if dist.get_rank() == 1:
         time.sleep(1000)

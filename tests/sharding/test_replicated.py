@@ -39,11 +39,13 @@ NET = {f"blocks.{i}.scale" for i in (0, 1)} | {"blocks.0.shared", "temperature",
         pytest.param(
             "dinov3", (3,), "one batch", {"embeddings.register_tokens": "float32"}, marks=pytest.mark.slow
         ),
-        ("net", (3,), "every batch", dict.fromkeys(NET, "float32")),
-        ("net", (2, 2), "no all-reduce", dict.fromkeys(NET, "float32")),
+        pytest.param("net", (3,), "every batch", dict.fromkeys(NET, "float32"), marks=pytest.mark.slow),
+        pytest.param("net", (2, 2), "no all-reduce", dict.fromkeys(NET, "float32"), marks=pytest.mark.slow),
         ("bf16 net", (2, 2), "no sync", dict.fromkeys(NET, "bfloat16") | {"gain": "float32"}),
         ("run again", (2,), "every batch", dict.fromkeys(NET, "float32")),
-        ("run again, reentrant", (2,), "no sync", dict.fromkeys(NET, "float32")),
+        pytest.param(
+            "run again, reentrant", (2,), "no sync", dict.fromkeys(NET, "float32"), marks=pytest.mark.slow
+        ),
         ("dtypes", (2,), "every batch", {f"blocks.{i}.mix.wide": "float64" for i in (0, 1)}),
     ],
 )
