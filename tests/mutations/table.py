@@ -960,6 +960,20 @@ MUTATIONS = (
         "cold loads go on with the slower way to read",
     ),
     Mutation(
+        "transfer/threads.py",
+        "            if count < part.nbytes:\n                break\n",
+        "",
+        ("tests/transfer/test_threads.py::test_a_part_that_is_short_ends_the_count",),
+        "a read in several threads counts bytes behind a gap",
+    ),
+    Mutation(
+        "transfer/threads.py",
+        "            wait(others)\n",
+        "            pass\n",
+        ("tests/transfer/test_threads.py::test_no_thread_writes_after_a_failure",),
+        "a thread still writes into a tensor after its read has failed",
+    ),
+    Mutation(
         "models/host_memory.py",
         "        self._next += whole\n",
         "        self._next += whole - mmap.PAGESIZE\n",

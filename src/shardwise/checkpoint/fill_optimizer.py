@@ -135,7 +135,9 @@ class OptimizerFill:
         """
         local = {n: local_tensor(t) for n, t in by_name(self.tensors).items()} | dict(self.stored.whole)
         page_cache = page_cache_for(self.io, (t.device for t in local.values()))
-        with FileReader(tick, page_cache=page_cache, reads=self.io.reads) as reader:
+        with FileReader(
+            tick, page_cache=page_cache, reads=self.io.reads, threads=self.io.read_threads
+        ) as reader:
             staging = Staging(self.io, self.plan.staging_bytes)
             execute(self.plan.transfers, reader, Destination(local), staging, self.memory)
         return reader.bytes_read

@@ -59,7 +59,9 @@ class StoredJob:
         self._room = Staging(io)
         self._manifest: Manifest | None = None
         self._model = "model"
-        self._files = FileReader(on_progress, page_cache=page_cache_for(io, ()), reads=io.reads)
+        self._files = FileReader(
+            on_progress, page_cache=page_cache_for(io, ()), reads=io.reads, threads=io.read_threads
+        )
         try:
             self._catalog = self._open(model)
             self._files.hold(f.path for f in self._catalog.files)

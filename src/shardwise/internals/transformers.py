@@ -268,12 +268,13 @@ class HubGroup:
 
 
 def hub_groups(
-    stored: Iterable[str], conversions: Sequence[Any], meta_model: Any
+    stored: Iterable[str], conversions: Sequence[Any], meta_model: Any, wanted: dict[str, torch.Tensor]
 ) -> tuple[list[tuple[str, str]], list[HubGroup]]:
     """Sort stored names into those that are only renamed and those that a converter takes, as ``from_pretrained``.
 
     A function of the whole list of names: some renames only start once another key was seen, in natural
-    order. Returns (module name, stored name) for the first kind, names that the model does not have included.
+    order. ``wanted``: the model's state dict. Returns (module name, stored name) for the first kind, names that the model
+    does not have included.
 
     transformers 5.20-5.23: follows ``core_model_loading.convert_and_load_state_dict_in_model``.
     """
@@ -287,7 +288,6 @@ def hub_groups(
     renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
     converters = [c for c in conversions if isinstance(c, WeightConverter)]
     by_pattern = {p: c for c in converters for p in c.source_patterns}
-    wanted = meta_model.state_dict()
     prefix = meta_model.base_model_prefix
     names = set(stored)
     plain: list[tuple[str, str]] = []

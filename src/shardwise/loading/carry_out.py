@@ -35,9 +35,11 @@ def carry_out(
     destination = Destination(local)
     fills: SharedReader | None = None
     checks: SharedReader | None = None
-    with FileReader(ranks.tick, page_cache=page_cache, reads=io.reads) as files:
+    with FileReader(ranks.tick, page_cache=page_cache, reads=io.reads, threads=io.read_threads) as files:
         reader = ConvertingReader(files, plan.conversions, planned.catalog.tensors)
-        share = partial(shared_reader, planned, choice, reader, ranks, default_device(live.root))
+        share = partial(
+            shared_reader, planned, choice, reader, ranks, default_device(t.tensor for t in live.parameters)
+        )
         if choice.strategy != "own":
             try:
                 fills = share(copies=False)

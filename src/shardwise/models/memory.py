@@ -78,9 +78,9 @@ def give_addresses(parameters: Iterable[nn.Parameter]) -> None:
             local.data_ptr = functools.partial(int, id(parameter))  # type: ignore[method-assign]
 
 
-def default_device(model: nn.Module) -> torch.device:
-    """The default device for meta tensors: the device of the model's mesh, otherwise the CPU."""
-    for parameter in model.parameters():
+def default_device(parameters: Iterable[torch.Tensor]) -> torch.device:
+    """The default device for meta tensors: that of the mesh of a model's parameters, otherwise the CPU."""
+    for parameter in parameters:
         if isinstance(parameter, DTensor):
             kind = parameter.device_mesh.device_type
             if kind != "cpu":

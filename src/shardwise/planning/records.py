@@ -51,6 +51,10 @@ class IOOptions:
     the next ones, at most 32 MiB ahead (Linux). ``"auto"``: plain as long as the bytes are in the page cache; from the first
     that are not, both are timed, and the quicker goes on. The report of a load says which, and why."""
 
+    read_threads: int | None = None
+    """Threads of this rank that share each read of 2 MiB and more. None: the cores that the host has for each of its ranks, at
+    most 4."""
+
     strategy: Literal["auto", "own", "node", "once"] = "auto"
     """Who reads a source from storage. ``"own"``: each rank reads its own shards. ``"node"``: each range is read once per
     host, and the ranks of the host share it in memory. ``"once"``: each range is read once, and each rank is sent its
@@ -70,6 +74,8 @@ class IOOptions:
             raise ValueError(f"pages must be 'auto', 'huge' or 'small', got {self.pages!r}")
         if self.reads not in ("auto", "ahead", "plain"):
             raise ValueError(f"reads must be 'auto', 'ahead' or 'plain', got {self.reads!r}")
+        if self.read_threads is not None and self.read_threads < 1:
+            raise ValueError(f"read_threads must be at least 1, got {self.read_threads}")
         if self.strategy not in ("auto", "own", "node", "once"):
             raise ValueError(f"strategy must be 'auto', 'own', 'node' or 'once', got {self.strategy!r}")
 

@@ -95,9 +95,9 @@ def hub_rules(meta_model: Any, key_mapping: Mapping[str, str] | None = None) -> 
         unexpected.add(r"rotary_emb\.inv_freq")
     if any(name.endswith("position_ids") for name in buffers):
         unexpected.add(r"(^|\.)position_ids$")
-    persistent = set(meta_model.state_dict())
+    persistent = meta_model.state_dict()
     return HubRules(
-        resolve=_resolver(meta_model, conversions),
+        resolve=_resolver(meta_model, persistent, conversions),
         conversions=conversions,
         unexpected=tuple(sorted(unexpected)),
         missing=tuple(sorted(missing)),
@@ -105,16 +105,16 @@ def hub_rules(meta_model: Any, key_mapping: Mapping[str, str] | None = None) -> 
     )
 
 
-def _resolver(meta_model: Any, conversions: list[Any]) -> Resolve:
+def _resolver(meta_model: Any, wanted: dict[str, torch.Tensor], conversions: list[Any]) -> Resolve:
     """A resolve that runs the class's renames and conversions once, on symbols, over all stored tensors."""
 
     def resolve(stored: Mapping[str, StoredTensor]) -> list[Made]:
-        plain, groups = hub_groups(stored, conversions, meta_model)
+        plain, groups = hub_groups(stored, conversions, meta_model, wanted)
         made = [_made(target, _symbol(stored[name]), (name,)) for target, name in plain]
         problems = []
         for group in groups:
             try:
-                made += _convert(group, stored, meta_model)
+                made += _convert(group, stored, wanted)
             except Exception as error:  # an operation may raise anything
                 names = group.sources
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -131,21 +131,22 @@ def _resolver(meta_model: Any, conversions: list[Any]) -> Resolve:
     return resolve
 
 
-def _convert(group: HubGroup, stored: Mapping[str, StoredTensor], meta_model: Any) -> list[Made]:
+def _convert(
+    group: HubGroup, stored: Mapping[str, StoredTensor], wanted: Mapping[str, torch.Tensor]
+) -> list[Made]:
     """The results of a converter: by tiles if its operations have a map, otherwise by running it whole."""
     try:
         values = group.run({name: _symbol(stored[name]) for name in group.sources})
     except Exception as error:
         if not is_untraceable(error):
             raise
-        return _convert_whole(group, stored, meta_model, str(error))
+        return _convert_whole(group, stored, wanted, str(error))
     return [_made(target, value, group.sources) for target, value in values.items()]
 
 
 def _convert_whole(
-    group: HubGroup, stored: Mapping[str, StoredTensor], meta_model: Any, reason: str
+    group: HubGroup, stored: Mapping[str, StoredTensor], wanted: Mapping[str, torch.Tensor], reason: str
 ) -> list[Made]:
-    wanted = meta_model.state_dict()
     dtype = wanted[group.target].dtype
 
     def run(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -123,7 +123,9 @@ def convert(
         software={**run.software, CONVERTED: run.kind},
         hub_tensors={n: m.hub_tensors for n, m in run.models.items() if m.hub_tensors is not None},
     )
-    with FileReader(ranks.tick, page_cache=page_cache_for(io, ()), reads=io.reads) as files:
+    with FileReader(
+        ranks.tick, page_cache=page_cache_for(io, ()), reads=io.reads, threads=io.read_threads
+    ) as files:
         stream = _Stream(run, files, Staging(io))
         contents = InParts(stream.tensor_of, _PIECE_BYTES)
         written = publish_collected(

@@ -15,6 +15,7 @@ from ..planning.records import Reads
 from ..ranks.patience import patiently
 from .ahead import LookAhead, Quicker
 from .page_cache import Chosen, Pages
+from .threads import Threads, threads_of_this_rank
 
 __all__ = ["FileReader"]
 
@@ -33,7 +34,7 @@ class FileReader:
 
     ``bytes_read`` counts requested bytes. Calls ``on_progress(n)`` after each piece. With ``page_cache="release"`` it
     gives the kernel's pages back after reading. ``reads`` is as :attr:`IOOptions.reads`, for the ranges in a block of
-    :meth:`expecting`; others are plain reads.
+    :meth:`expecting`; others are plain reads. ``threads`` share each large read; None: as :func:`threads_of_this_rank`.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class FileReader:
         *,
         page_cache: Chosen = "keep",
         reads: Reads = "plain",
+        threads: int | None = 1,
     ) -> None:
         self.bytes_read = 0
         self.page_cache = page_cache
@@ -51,6 +53,7 @@ class FileReader:
         self._ahead: LookAhead | None = None
         self._quicker = Quicker()
         self._pages = Pages() if page_cache == "release" else None
+        self._threads = Threads(threads_of_this_rank() if threads is None else threads)
         self._fds: dict[str, int] = {}
         self._held: dict[str, int] = {}
         self._on_progress = on_progress
@@ -64,7 +67,8 @@ class FileReader:
         self.close()
 
     def close(self) -> None:
-        """Close every file."""
+        """Close every file, and end the threads."""
+        self._threads.close()
         for opened in (self._fds, self._held):
             while opened:
                 self._close(opened.popitem()[1])
@@ -95,7 +99,10 @@ class FileReader:
             self._ahead = before
 
     def describe_reads(self) -> str:
-        """How the bytes were read, and why."""
+        """How the bytes were read, and why; and the number of threads, if several shared a read."""
+        return self._way() + (f"; by {self._threads.count} threads" if self._threads.shared_bytes else "")
+
+    def _way(self) -> str:
         if self._reads == "plain":
             return f"plain: {self._reason}"
         if self._reads == "ahead":
@@ -130,13 +137,14 @@ class FileReader:
 
     def _read(self, path: str, at: int, piece: memoryview) -> tuple[int, int]:
         """Read a piece or its beginning. Returns the file that it was read from, and the number of bytes."""
+        preadv = self._threads.preadv
         if self._ahead is None:
             fd = self._fd(path)
-            return fd, patiently(os.preadv, fd, [piece], at)
+            return fd, patiently(preadv, fd, piece, at)
         if not self._from_storage:
             fd = self._fd(path)
             try:
-                count = patiently(os.preadv, fd, [piece], at, os.RWF_NOWAIT)
+                count = patiently(preadv, fd, piece, at, os.RWF_NOWAIT)
             except BlockingIOError:
                 self._reason = f"from byte {self.bytes_read} of the load on, not all were in the page cache"
             except OSError:  # not supported here, or a failure that comes again below
@@ -144,13 +152,13 @@ class FileReader:
             else:
                 if count:
                     return fd, count
-                return fd, patiently(os.preadv, fd, [piece], at)
+                return fd, patiently(preadv, fd, piece, at)
             self._from_storage = True
         started = time.perf_counter()
         if self._reads == "ahead" or self._quicker.kind == "ahead":
             self._ahead.reading(path, at)
         fd = self._fd(path)  # not before: asking opens files, and so may close this one
-        count = patiently(os.preadv, fd, [piece[:_PIECE_FROM_STORAGE_BYTES]], at)
+        count = patiently(preadv, fd, piece[:_PIECE_FROM_STORAGE_BYTES], at)
         if self._reads == "auto":
             self._quicker.took(count, time.perf_counter() - started)
         return fd, count
