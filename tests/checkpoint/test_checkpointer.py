@@ -8,8 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from torch.distributed import checkpoint as dcp
 
+import shardwise as sw
 from tests.checkpoint import _checkpointer_fns as fns
+from tests.harness.logged import warnings_logged
+from tests.harness.on_ranks import on_ranks
 from tests.harness.pool import RankPool
 from tests.harness.tiers import long
 
@@ -62,6 +67,22 @@ def test_dcp_directories_are_named(ranks: RankPool, tmp_path: Path, name: str) -
         assert f"sw.restore(state, {str(tmp_path / name)!r})" in text
         assert "shardwise convert" in text
         assert "set aside" not in text
+
+
+@on_ranks(2)
+def test_dcp_directories_of_other_names_are_pointed_to(tmp_path: Path) -> None:
+    """They may be there for another purpose: a run that begins is no error."""
+    state = fns.state_at(7)
+    for number in (9, 10):
+        dcp.save(state.models["model"].state_dict(), checkpoint_id=tmp_path / f"checkpoint-{number}")
+    with warnings_logged() as lines:
+        assert sw.Checkpointer(tmp_path).resume(state) is None
+    if dist.get_rank() != 0:
+        assert lines == []
+        return
+    (line,) = lines
+    assert "holds DCP directories: checkpoint-9, checkpoint-10." in line
+    assert f"sw.restore(state, {str(tmp_path / 'checkpoint-10')!r})" in line
 
 
 def test_never_published_is_none(ranks: RankPool, tmp_path: Path) -> None:

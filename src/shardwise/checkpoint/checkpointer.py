@@ -328,6 +328,15 @@ class Checkpointer:
                     f"{self.root}: steps were published, but {which} ({found}). Move the directory away "
                     f"to start anew, or rename a step that was set aside"
                 )
+            if others := publish.dcp_directories(self.root):
+                path = os.path.join(self.root, others[-1])
+                _log.warning(
+                    "%s: no step of shardwise to resume from; it holds DCP directories: %s. "
+                    "To begin with the state of one, call sw.restore(state, %r) where resume() returned None",
+                    self.root,
+                    ", ".join(others[-3:]),
+                    path,
+                )
 
         ranks.on_first("find a checkpoint", check)
 

@@ -38,7 +38,7 @@ from .shared_fs import first_view
 from .stored_checkpoint import StoredCheckpoint, read_checkpoint
 from .watch import Watched, changed_anywhere
 
-__all__ = ["Filled", "ResumeReport", "restore_into"]
+__all__ = ["Filled", "ResumeReport", "Saved", "restore_into"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +88,9 @@ class ResumeReport:
     @classmethod
     def of(
         cls,
+        saved: Saved,
         filled: Filled,
         *,
-        path: str,
-        step: int,
-        run_id: str,
-        saved_world_size: int,
-        saved_mesh: str,
-        digest: str,
         differences: tuple[str, ...],
         documents: tuple[str, ...],
         skipped: tuple[str, ...],
@@ -106,14 +101,14 @@ class ResumeReport:
         """The report of a restore that has just ended; ``filled`` has the counts. The fields say what the rest is."""
         lives, first = filled.lives.values(), filled.loads[: len(filled.lives)]
         return cls(
-            path=path,
-            step=step,
-            run_id=run_id,
-            saved_world_size=saved_world_size,
+            path=saved.path,
+            step=saved.step,
+            run_id=saved.run_id,
+            saved_world_size=saved.world_size,
             world_size=filled.ranks.world_size,
-            saved_mesh=saved_mesh,
+            saved_mesh=saved.mesh,
             mesh=mesh_text(g for live in lives for g in live.geometries.values()),
-            digest=digest,
+            digest=saved.digest,
             exact=not (differences or skipped or caveats),
             differences=differences,
             tensors=sum(load.tensors for load in first),
@@ -137,6 +132,18 @@ class ResumeReport:
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values."""
         return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What a checkpoint says of the run that saved it; the fields are those of :class:`ResumeReport`."""
+
+    path: str
+    step: int
+    world_size: int
+    run_id: str = ""
+    mesh: str = "not recorded"
+    digest: str = ""
 
 
 @dataclass(slots=True)
@@ -212,14 +219,17 @@ def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> R
         found = [*_differences(state, stored, filled), *ruined, *own.differences]
         found += [*stored.places.differences, *generators.plan.differences]
         generators.restore(stored.documents.get(generators.name))
-    return ResumeReport.of(
-        filled,
+    saved = Saved(
         path=path,
         step=manifest.step,
         run_id=manifest.run_id,
-        saved_world_size=manifest.world_size,
-        saved_mesh=mesh_text(manifest.geometries),
+        world_size=manifest.world_size,
+        mesh=mesh_text(manifest.geometries),
         digest=_digest_of_all(state, stored.manifest),
+    )
+    return ResumeReport.of(
+        saved,
+        filled,
         differences=tuple(found),
         documents=taken + own.restored,
         skipped=skipped,

@@ -17,7 +17,7 @@ import torch
 from ..checkpoint.documents import check_documents
 from ..checkpoint.fill_optimizer import RestoredOptimizer, StoredStates, TrainedBy, plan_fill, trained_by
 from ..checkpoint.receivers import Receiver
-from ..checkpoint.restore import Filled, ResumeReport, restore_into
+from ..checkpoint.restore import Filled, ResumeReport, Saved, restore_into
 from ..dtypes import torch_dtype
 from ..errors import StateError
 from ..format.states import StateKey, by_name
@@ -89,13 +89,8 @@ def _restore_third_party(state: TrainState, path: str, ranks: Ranks, io: IOOptio
             receiver.restore(documents[receiver.name])
         rng = derive_rng(seed=torch.initial_seed() % 2**63, step=step, rank=ranks.rank)
     return ResumeReport.of(
+        Saved(path=path, step=step, world_size=world_size),
         filled,
-        path=path,
-        step=step,
-        run_id="",
-        saved_world_size=world_size,
-        saved_mesh="not recorded",
-        digest="",
         differences=("not written by shardwise: neither digests nor versions are recorded",),
         documents=tuple(documents),
         skipped=(

@@ -24,6 +24,7 @@ from .write import fsync_directory, make_directories, write_file
 
 __all__ = [
     "commit",
+    "dcp_directories",
     "delete_all",
     "describe_dcp_steps",
     "discard",
@@ -31,8 +32,8 @@ __all__ = [
     "published_steps",
     "set_aside",
     "step_name",
-    "temporary_beside",
     "sweep_leftovers",
+    "temporary_beside",
     "was_ever_published",
     "write_hint",
 ]
@@ -64,8 +65,7 @@ def describe_dcp_steps(root: str, damaged: Iterable[int] = ()) -> str | None:
 
     None if there are none, or if one of the steps ``damaged`` is shardwise's.
     """
-    names = sorted((n for n in _names_in(root) if n.startswith("step-")), key=lambda n: (len(n), n))
-    names = [n for n in names if os.path.isfile(os.path.join(root, n, METADATA_NAME))]
+    names = [name for name in dcp_directories(root) if name.startswith("step-")]
     if not names or any(step_name(s) not in names for s in damaged):
         return None
     return (
@@ -73,6 +73,12 @@ def describe_dcp_steps(root: str, damaged: Iterable[int] = ()) -> str | None:
         f"Restore one with sw.restore(state, {os.path.join(root, names[-1])!r}), or write it as a step into another "
         f"directory with 'shardwise convert'"
     )
+
+
+def dcp_directories(root: str) -> list[str]:
+    """Names of the directories in ``root`` that DCP wrote; of names with numbers the largest last."""
+    names = [n for n in _names_in(root) if os.path.isfile(os.path.join(root, n, METADATA_NAME))]
+    return sorted(names, key=lambda n: (len(n), n))
 
 
 def _names_in(root: str) -> list[str]:
