@@ -4,7 +4,8 @@
     OMP_NUM_THREADS=1 python benchmarks/planning.py --against OTHER/src      # seconds beside another version's, in turns
 
 A walk names the tensors of a whole module tree, the model's own or that of a second instance on meta; geometries are how all
-tensors of a model are spread; a round is one agreement of all ranks. Seconds are CPU seconds of one process that is the
+tensors of a model are spread; a round is one agreement of all ranks; bytes are all that two ranks send each other and their
+store, payload included. Seconds are CPU seconds of one process that is the
 only rank of a group: minima of the repeats, in a process and in fresh processes that take turns.
 """
 
@@ -78,9 +79,10 @@ def counted(rank: int, world_size: int, root: str) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
 
     def count(name: str, call: Callable[[], Any]) -> Any:
+        before = sent_bytes()
         with looks() as seen:
             result = call()
-        found[name] = seen.as_json()
+        found[name] = seen.as_json() | {"bytes": sent_bytes() - before}
         return result
 
     mesh = init_device_mesh("cpu", (world_size,)) if dist.is_initialized() else None
@@ -99,6 +101,14 @@ def counted(rank: int, world_size: int, root: str) -> dict[str, dict[str, Any]]:
     return found
 
 
+def sent_bytes() -> int:
+    """Bytes that went through the host's loopback so far, once all ranks are here; 0 without ranks."""
+    if not dist.is_initialized():
+        return 0
+    dist.barrier()
+    return int(Path("/sys/class/net/lo/statistics/tx_bytes").read_text())
+
+
 def counts(root: Path) -> dict[str, dict[str, Any]]:
     """By entry point: walks, geometries and rounds in one process, and on two ranks."""
     from benchmarks.fresh import on_fresh_ranks
@@ -114,11 +124,12 @@ def counts(root: Path) -> dict[str, dict[str, Any]]:
 
 
 def print_counts(found: dict[str, dict[str, Any]]) -> None:
-    print(f"{'one process, 2 ranks':20} {'walks':>9} {'geometries':>12} {'rounds':>8}")
+    print(f"{'one process, 2 ranks':20} {'walks':>9} {'geometries':>12} {'rounds':>8} {'KB sent':>8}")
     for name, on in found.items():
         one, two = on["one process"], on["2 ranks"] or {}
         cells = [f"{one[k]}, {two.get(k, '-')}" for k in ("walks", "geometries")]
-        print(f"{name:20} {cells[0]:>9} {cells[1]:>12} {two.get('rounds', '-'):>8}")
+        sent = f"{two['bytes'] / 1000:.0f}" if "bytes" in two else "-"
+        print(f"{name:20} {cells[0]:>9} {cells[1]:>12} {two.get('rounds', '-'):>8} {sent:>8}")
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """The public names come when the first of them is used: the command line and its help need no torch."""
+    """Imports all public names when one of them is first used: the command line and its help need no torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from . import api

@@ -1,4 +1,4 @@
-"""The public names that need torch, and where each of them is. :mod:`shardwise` takes them from here on first use."""
+"""The public names that need torch, and the modules that define them. :mod:`shardwise` imports this module when one of them is first used."""
 
 from .checkpoint.checkpointer import Checkpointer as Checkpointer
 from .checkpoint.checkpointer import save as save

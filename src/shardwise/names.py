@@ -56,7 +56,7 @@ def without_wrappers(path: str) -> str:
 def patterns_of(option: str, given: Collection[str]) -> tuple[str, ...]:
     """The ``fnmatch`` patterns that a caller gave for ``option``. Rank-local.
 
-    Raises :class:`TypeError` for anything else than a collection of strings. A string is one, too: of its letters.
+    Raises :class:`TypeError` for a single string, and for anything that is not a collection of strings.
     """
     if isinstance(given, str):
         raise TypeError(

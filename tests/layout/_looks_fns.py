@@ -61,9 +61,9 @@ def every_entry_point(hub: str, root: str) -> Counts:
     count("iter_full", lambda: list(sw.iter_full(first)))
     count("export_hf", lambda: sw.export_hf(first, place / "export"))
     count("clone", lambda: sw.clone(first))
-    saving, resuming = sw.Checkpointer(place / "run"), sw.Checkpointer(place / "run")
-    count("Checkpointer.save", lambda: saving.save(state, 1))
-    count("Checkpointer.resume", lambda: resuming.resume(other))
+    with sw.Checkpointer(place / "run") as checkpoints:
+        count("Checkpointer.save", lambda: checkpoints.save(state, 1))
+        count("Checkpointer.resume", lambda: checkpoints.resume(other))
     count("convert", lambda: sw.convert(place / "step", place / "converted"))
     assert sw.digest(first) == sw.digest(second)
     return found

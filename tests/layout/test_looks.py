@@ -28,11 +28,15 @@ ROUNDS = {
     "initialize": 0,
     "iter_full": 2,
     "export_hf": 6,
+    "clone": 1,
+    "Checkpointer.save": 8,
+    "Checkpointer.resume": 20,
+    "convert": 5,
 }
-#: Calls that look at more than one state of a model: before and after it was sharded.
-MORE_WALKS = {"load_pretrained": 2}
-#: Calls that ask for no geometries: initial values are drawn tensor by tensor.
-NO_GEOMETRIES = {"initialize"}
+#: Calls that look at more than one state of a model, alone and on two ranks: before and after it was sharded, and a second model.
+WALKS = {"load_pretrained": (1, 2), "clone": (3, 4), "convert": (0, 0)}
+#: Calls with a second model; initial values are drawn tensor by tensor; a conversion takes what is stored.
+GEOMETRIES = {"clone": 2, "initialize": 0, "convert": 0}
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +48,9 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def _check(found: dict[str, dict[str, Any]], world_size: int) -> None:
     assert found.keys() == ROUNDS.keys()
-    walks = {name: MORE_WALKS.get(name, 1) if world_size > 1 else 1 for name in found}
+    walks = {name: WALKS.get(name, (1, 1))[world_size > 1] for name in found}
     assert {name: seen["walks"] for name, seen in found.items()} == walks
-    geometries = {name: int(name not in NO_GEOMETRIES) for name in found}
+    geometries = {name: GEOMETRIES.get(name, 1) for name in found}
     assert {name: seen["geometries"] for name, seen in found.items()} == geometries
     rounds = ROUNDS if world_size > 1 else dict.fromkeys(ROUNDS, 0)
     assert {name: seen["rounds"] for name, seen in found.items()} == rounds

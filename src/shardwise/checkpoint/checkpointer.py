@@ -105,9 +105,8 @@ class Checkpointer:
         self._lock: DirectoryLock | None = None
         self._closed = False
         self._lineage: Lineage | None = None
-        # The channel of the background thread's agreements; unique per Checkpointer, because two may write at a time.
         try:
-            self._channel = self._ranks().on_first("lock checkpoint directory", self._take_lock)
+            self._channel = self._ranks().on_first("lock checkpoint directory", self._lock_and_name_channel)
         except BaseException:  # also if another rank failed or is missing: the caller gets no object to close
             if self._lock is not None:
                 self._lock.release()
@@ -124,7 +123,11 @@ class Checkpointer:
                 raise
             _log.warning("the async save failed, too: %s", error)  # the body's own error comes first
 
-    def _take_lock(self) -> str:
+    def _lock_and_name_channel(self) -> str:
+        """Lock the directory. Returns the channel of the background thread's agreements. For rank 0.
+
+        Each Checkpointer has a channel of its own, because two may write at a time.
+        """
         self._lock = DirectoryLock(self.root)
         publish.sweep_leftovers(self.root)
         return f"async-{next(_NUMBERS)}-"
@@ -341,7 +344,7 @@ class Checkpointer:
         ranks.on_first("find a checkpoint", check)
 
     def _write_hint(self, step: int) -> None:
-        """Write the hint. A failure is not the save's: the step is published, and nothing reads the hint."""
+        """Write the hint. A failure is logged and does not fail the save: the step is published already."""
         try:
             publish.write_hint(self.root, step)
         except CheckpointError as error:

@@ -135,7 +135,7 @@ class InParts:
 
 
 class StagedPieces:
-    """What goes through a :class:`StagingBuffer`: pieces, and behind them the digest sums that devices make meanwhile."""
+    """The content of a :class:`StagingBuffer`: pieces, followed by the digest sums that devices compute."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self._pieces = pieces

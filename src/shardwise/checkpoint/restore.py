@@ -34,7 +34,7 @@ from .fill_optimizer import RestoredOptimizer, trained_by
 from .optimizer import restore_optimizer, same_place
 from .own import OwnState
 from .receivers import Generators, receivers_of
-from .shared_fs import first_view
+from .shared_fs import manifest_seen_by_first
 from .stored_checkpoint import StoredCheckpoint, read_checkpoint
 from .watch import Watched, changed_anywhere
 
@@ -182,7 +182,7 @@ class Filled:
 def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> ResumeReport:
     """The pipeline of ``restore`` and ``Checkpointer.resume``. Collective."""
     started = time.perf_counter()
-    seen = first_view(path, ranks)
+    seen = manifest_seen_by_first(path, ranks)
     with ranks.agree("read manifest"):
         lives = _describe_models(state)
         manifest = seen.manifest()

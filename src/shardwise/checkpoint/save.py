@@ -30,7 +30,7 @@ from .collect import Collected, Lineage, collect
 from .document_files import checked_text, write_documents
 from .pieces import Contents, LiveContents, Piece, boxes_on, pieces_of, replicas_of_others
 from .save_manifest import file_records, manifest_of, outline_of
-from .shared_fs import await_folders
+from .shared_fs import wait_for_folders
 from .snapshot import Live, ModelPart, OptimizerPart
 
 __all__ = ["SaveReport", "publish_collected", "write_checkpoint"]
@@ -127,7 +127,7 @@ def publish_collected(
                     f"(if it contains the time, rank 0 must make it and send it to all ranks)"
                 )
             texts = _checked_texts(collected, ranks, final)
-            await_folders(temporary, _folders(collected), ranks)
+            wait_for_folders(temporary, _folders(collected), ranks)
             files, sums = _write_rank(temporary, collected, texts, ranks, contents)
         gathered = ranks.gather("file records", file_records(files, sums))
 

@@ -14,15 +14,15 @@ from ..format.manifest import MANIFEST_NAME, Manifest, read_manifest
 from ..limits import read_small
 from ..ranks.ranks import Ranks
 
-__all__ = ["FirstView", "await_folders", "first_view"]
+__all__ = ["SeenByFirst", "wait_for_folders", "manifest_seen_by_first"]
 
 #: Network file systems cache a directory for at most this long (NFS: acdirmax).
 _MOST_PATIENCE_S = 60.0
 _PAUSE_S = 0.05
 
 
-class FirstView:
-    """Rank 0's view of a checkpoint. Made by :func:`first_view` on every rank."""
+class SeenByFirst:
+    """Rank 0's view of a checkpoint. Made by :func:`manifest_seen_by_first` on every rank."""
 
     def __init__(self, path: str, ranks: Ranks, view: list[Any] | None, manifest: Manifest | None) -> None:
         self._path = path
@@ -54,7 +54,7 @@ class FirstView:
             return False
 
 
-def first_view(path: str, ranks: Ranks) -> FirstView:
+def manifest_seen_by_first(path: str, ranks: Ranks) -> SeenByFirst:
     """Rank 0 reads a checkpoint and tells the other ranks its view. Collective."""
     manifest: Manifest | None = None
 
@@ -68,10 +68,10 @@ def first_view(path: str, ranks: Ranks) -> FirstView:
             return None
 
     view = None if ranks.world_size == 1 else ranks.on_first("look at manifest", look)
-    return FirstView(path, ranks, view, manifest)
+    return SeenByFirst(path, ranks, view, manifest)
 
 
-def await_folders(path: str, folders: Sequence[str], ranks: Ranks) -> None:
+def wait_for_folders(path: str, folders: Sequence[str], ranks: Ranks) -> None:
     """Wait until this rank sees a directory that rank 0 has just made, with its folders. Rank-local.
 
     Raises :class:`CheckpointError` after a minute or the time limit.

@@ -29,7 +29,6 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from ..catalog import Catalog
 from ..checkpoint.checkpointer import save
 from ..checkpoint.restore import ResumeReport
 from ..checkpoint.save import SaveReport
@@ -117,7 +116,7 @@ def load_pretrained(
 def load(
     accelerator: Accelerator,
     model: nn.Module,
-    source: str | os.PathLike[str] | Catalog,
+    source: str | os.PathLike[str],
     *,
     names: Names | None = None,
     key_mapping: Mapping[str, str] | None = None,

@@ -55,7 +55,7 @@ Names = Mapping[str, str] | Callable[[str], str]
 
 def load(
     model: nn.Module,
-    source: str | os.PathLike[str] | Catalog,
+    source: str | os.PathLike[str],
     *,
     names: Names | None = None,
     key_mapping: Mapping[str, str] | None = None,
@@ -76,7 +76,7 @@ def load(
 
     Args:
         model: any module; meta tensors get memory on ``device`` first.
-        source: a safetensors file or directory, a shardwise checkpoint, or a catalog.
+        source: a safetensors file or directory, or a shardwise checkpoint.
         names: stored name → module name, as a mapping (names not in it stay unchanged) or a function. Default: the
             transformers renames of the model's class, or none for other modules; for a model wrapped by PEFT, the
             base's. Not beside ``key_mapping``.

@@ -58,7 +58,7 @@ _NETWORK = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What one rank knows, for the choice that rank 0 makes for all."""
+    """Facts that one rank sends to rank 0, which chooses the strategy for all ranks."""
 
     plan: str
     """Fingerprint of what must be equal on all ranks."""

@@ -193,7 +193,7 @@ def make_room(live: LiveModel, shapes: Mapping[str, tuple[int, ...]]) -> bool:
 
     A module may give a buffer the shape of the loaded tensor. Its ``load_state_dict`` gets zeros of the stored shapes,
     which are filled later. What it does not take stays as it is, and the plan names it. Returns whether it was called:
-    the model may be another one then.
+    it may have replaced tensors of the model.
     """
     other = [
         t

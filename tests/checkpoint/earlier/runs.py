@@ -1,6 +1,6 @@
 """Tiny runs of several kinds, their training, and what a restore must give back of each.
 
-``write.py`` runs this with an earlier shardwise, ``tests/dist/test_earlier_checkpoints.py`` with the present one. So it uses
+``write.py`` runs this with an earlier shardwise, ``tests/checkpoint/test_earlier_checkpoints.py`` with the present one. So it uses
 only public names that both have, and describes state without shardwise's help.
 """
 
