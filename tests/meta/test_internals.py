@@ -25,7 +25,7 @@ OUTSIDE = [name for name in FILES if not name.startswith("internals/")]
 ALLOWED: dict[str, dict[str, str]] = {
     "names.py": dict.fromkeys(
         ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"),
-        "the one walk over a model's modules, which comes before internals in the order of imports; torch 2.12-2.13. "
+        "the one walk over a model's modules, which comes before internals in the order of imports; torch 2.12-2.14. "
         "torch's own iterators leave out what stands at a second place, and do not say what is persistent",
     ),
     "limits.py": {
@@ -34,7 +34,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     },
     "recipe/trace.py": dict.fromkeys(
         ("_to_copy", "_unsafe_view", "_reshape_alias"),
-        "names of ATen operators, as torch hands them to __torch_dispatch__; torch 2.12-2.13",
+        "names of ATen operators, as torch hands them to __torch_dispatch__; torch 2.12-2.14",
     ),
     "integrations/_trainer_saving.py": {
         "_train_batch_size": "of the class that it derives from: what auto_find_batch_size left of the batch size; "
@@ -63,7 +63,8 @@ OVERRIDDEN: dict[str, str] = {
 }
 
 #: Private methods and tables of hooks by which an object changes what torch saves and loads of it: state/ asks whether
-#: there are any (docs/state.md). Torch 2.12-2.13; under another name, ``exact`` would be said of a state that lost something.
+#: there are any (docs/state.md). Torch 2.12-2.14; under another name, ``exact`` would be said of a state that lost
+#: something.
 LOOKED_AT: dict[str, tuple[Any, tuple[str, ...]]] = {
     "state/beyond_model.py": (
         nn.Module,
@@ -209,15 +210,55 @@ def test_what_state_looks_at_is_there() -> None:
         assert [name for name in names if not hasattr(made, name)] == [], file
 
 
+#: A sentence, or a part of one after a colon or semicolon, that says what is so where a function is missing.
+WITHOUT = re.compile(r"(?:^|[.;:] )(?:without|otherwise|or else)\b", re.IGNORECASE)
+
+
+def unexplained(tree: ast.Module) -> list[str]:
+    """Public functions and classes at the top of a file whose docstrings do not say what is so without them."""
+    return [
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        and not node.name.startswith("_")
+        and WITHOUT.search(" ".join((ast.get_docstring(node) or "").split())) is None
+    ]
+
+
+def names_versions(tree: ast.Module) -> bool:
+    """Whether a file's docstring does."""
+    return re.search(r"\b\d+\.\d+", ast.get_docstring(tree) or "") is not None
+
+
 @pytest.mark.parametrize("file", [name for name in FILES if name.startswith("internals/")])
-def test_internals_say_versions_and_what_for(file: str) -> None:
-    text = ast.get_docstring(tree_of(file)) or ""
-    assert file == "internals/__init__.py" or re.search(r"\b\d+\.\d+", text), (
-        "versions that it was tried with"
+def test_internals_say_versions_and_what_breaks_without_them(file: str) -> None:
+    assert names_versions(tree_of(file)), f"{file}: say the versions that it was tried with"
+    assert unexplained(tree_of(file)) == [], f"{file}: say what breaks without these"
+
+
+def test_rules_find_what_is_unexplained() -> None:
+    """Also a docstring that only has the word in it."""
+    tree = ast.parse(
+        '''"""Of torch 2."""
+def bare(): pass
+def short():
+    """What it does, without haste."""
+async def waits():
+    """What it does."""
+class Kind:
+    """What it is."""
+    def method(self): pass
+def _helper(): pass
+def good():
+    """What it does. Without
+    it, all is lost."""
+class Good:
+    """What it is; otherwise all is lost."""
+'''
     )
-    for node in tree_of(file).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
-            assert ast.get_docstring(node), node.name
+    assert unexplained(tree) == ["bare", "short", "waits", "Kind"]
+    assert not names_versions(tree)
+    assert names_versions(ast.parse('"""torch 2.12-2.14."""'))
 
 
 def test_rules_find_what_they_forbid() -> None:

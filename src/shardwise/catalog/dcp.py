@@ -1,6 +1,6 @@
 """Catalog of a torch.distributed.checkpoint directory (``.metadata`` and ``*.distcp``), headers only.
 
-torch's FileSystemWriter writes the format (torch 2.3-2.13, metadata version 1.0.0). ``.metadata`` is a pickle of
+torch's FileSystemWriter writes the format (torch 2.3-2.14, metadata version 1.0.0). ``.metadata`` is a pickle of
 dataclasses that lists the chunks of each tensor and, for each chunk, a byte range of a file. Each range is a zip file
 of ``torch.save`` for one tensor, with its elements uncompressed. Neither pickle can reach anything of torch or
 Python: plain records stand for the few classes of the format, and any other name is refused.

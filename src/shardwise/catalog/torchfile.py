@@ -1,6 +1,6 @@
 """Locates the tensors in files of ``torch.save``, without unpickling anything but plain records.
 
-The format is torch's zip container (torch 1.6-2.13): ``data.pkl`` describes tensors, each ``data/<key>`` holds the
+The format is torch's zip container (torch 1.6-2.14): ``data.pkl`` describes tensors, each ``data/<key>`` holds the
 elements of one storage, uncompressed. :mod:`.pickles` reads the pickle with plain records for its names and refuses
 any other name.
 """

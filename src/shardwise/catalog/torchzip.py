@@ -1,6 +1,6 @@
 """Lists the members of ``torch.save``'s zip container and locates their bytes. Supports nothing else of zip.
 
-torch (1.6-2.13) stores members uncompressed and writes zip64 records and no comment. The last 22 bytes therefore
+torch (1.6-2.14) stores members uncompressed and writes zip64 records and no comment. The last 22 bytes therefore
 locate the directory. Format: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, 4.3.
 """
 

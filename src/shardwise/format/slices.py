@@ -165,7 +165,7 @@ def header_bytes(slices: Sequence[Slice]) -> bytes:
     """Length prefix and header of a slice file, padded to start the payload at a multiple of 8.
 
     Carries ``DCP_SHARDING_INFO`` with ``saved_offsets`` per tensor, as torch's HuggingFaceStorageReader
-    expects (torch 2.9-2.13, ``distributed/checkpoint/_hf_utils.py``).
+    expects (torch 2.9-2.14, ``distributed/checkpoint/_hf_utils.py``).
     """
     offsets = {s.tensor.name: {"saved_offsets": list(s.held.box.start)} for s in slices}
     document: dict[str, object] = {

@@ -1,6 +1,6 @@
-"""What shardwise uses of an ``Accelerator`` that Accelerate keeps private. accelerate 1.10-1.15; only read, never written.
+"""What shardwise uses of an ``Accelerator`` that Accelerate keeps private. accelerate 1.10-1.15.
 
-Importing this does not import Accelerate.
+It is only read, never written. Importing this does not import Accelerate.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ __all__ = ["Prepared", "has_state_hooks", "prepared"]
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What an accelerator prepared, and what was registered with it, in the order of its calls; the live lists."""
+    """What an accelerator prepared, and what was registered with it, in the order of its calls; the live lists.
+
+    Without it, the integration would read Accelerate's private lists by itself.
+    """
 
     models: Sequence[Any]
     optimizers: Sequence[Any]

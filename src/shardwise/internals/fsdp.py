@@ -1,4 +1,4 @@
-"""What shardwise uses of FSDP2's own objects: the parameter groups that ``fully_shard`` keeps. torch 2.12-2.13."""
+"""What shardwise uses of FSDP2's own objects: the parameter groups that ``fully_shard`` keeps. torch 2.12-2.14."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["FsdpGroup", "fsdp_groups", "fsdp_parameter_ids", "fsdp_unreduced_ids
 class FsdpGroup:
     """One parameter group of FSDP2: its settings, and what it runs last in every backward.
 
-    torch 2.12-2.13: ``FSDPParamGroup``. Without it, parameters that FSDP2 can't shard would train apart on each rank.
+    torch 2.12-2.14: ``FSDPParamGroup``. Without it, parameters that FSDP2 can't shard would train apart on each rank.
     """
 
     group: Any
@@ -45,9 +45,9 @@ class FsdpGroup:
     def finalize_with(self, finalizer: Callable[[], None]) -> None:
         """Run ``finalizer`` instead of the group's ``finalize_backward``, which it has to call itself.
 
-        An attribute of this one object is assigned; FSDP2's class and module stay as they are. FSDP2 has no public place
-        after the last reduction of a backward: a hook on a parameter is lost when the parameter is swapped, and hangs
-        where one rank's loss did not use it; one on a module runs before the gradients of its inputs are there.
+        An attribute of this one object is assigned; FSDP2's class and module stay as they are. FSDP2 has no public
+        place after the last reduction of a backward: a hook on a parameter is lost when the parameter is swapped, and
+        hangs where one rank's loss did not use it; one on a module runs before the gradients of its inputs are there.
         """
         self.group.finalize_backward = finalizer
 
@@ -55,7 +55,8 @@ class FsdpGroup:
 def fsdp_groups(module: object) -> list[FsdpGroup]:
     """The parameter groups of one module that ``fully_shard`` was called on; none of any other module.
 
-    torch 2.12 keeps one in the module's state, 2.13 a list.
+    torch 2.12-2.14: 2.12 keeps one in the module's state, 2.13 a list. Without it, parameters that FSDP2
+    can't shard would train apart on each rank, and a save would not see gradients that wait for their reduction.
     """
     if not isinstance(module, FSDPModule):
         return []
@@ -70,7 +71,7 @@ def fsdp_groups(module: object) -> list[FsdpGroup]:
 def fsdp_parameter_ids(modules: Iterable[FSDPModule]) -> set[int]:
     """ids of the parameters that ``fully_shard`` manages in ``modules`` (their ``_StridedShard`` means: TP cut first).
 
-    torch 2.12-2.13 keep them in the parameter groups. Without it, uneven shards of FSDP2 over TP would be read and
+    torch 2.12-2.14 keep them in the parameter groups. Without it, uneven shards of FSDP2 over TP would be read and
     written at wrong rows.
     """
     return {id(p.sharded_param) for group in _all_groups(modules) for p in group.fsdp_params}
@@ -79,7 +80,7 @@ def fsdp_parameter_ids(modules: Iterable[FSDPModule]) -> set[int]:
 def fsdp_unreduced_ids(modules: Iterable[FSDPModule]) -> set[int]:
     """ids of the parameters in ``modules`` of which ``fully_shard`` keeps a gradient that it has not reduced yet.
 
-    torch 2.12-2.13: the gradient of the whole parameter, or its sum in the reduce dtype, after a backward without
+    torch 2.12-2.14: the gradient of the whole parameter, or its sum in the reduce dtype, after a backward without
     gradient sync; of HSDP without all-reduce, one partial sum a group. Without it, a save in the middle of such an
     accumulation would lose them, silently.
     """

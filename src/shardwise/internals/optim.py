@@ -1,4 +1,4 @@
-"""What shardwise uses of torch's optimizers, schedulers and scalers that torch keeps private. torch 2.12-2.13."""
+"""What shardwise uses of torch's optimizers, schedulers and scalers that torch keeps private. torch 2.12-2.14."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["inner_by_torch", "keeps_flat_history", "scale_function", "scaler_sta
 def keeps_flat_history(optimizer: Optimizer) -> bool:
     """Whether an optimizer is LBFGS, or made like it: its state is one flat tensor over all parameters.
 
-    torch 2.12-2.13: copies of it that don't derive from it are told by ``_numel_cache``, which it has after its first
+    torch 2.12-2.14: copies of it that don't derive from it are told by ``_numel_cache``, which it has after its first
     step. Without it, history would be stored under the name of the first parameter.
     """
     is_named_so = isinstance(optimizer, torch.optim.LBFGS) or type(optimizer).__name__ == "LBFGS"
@@ -24,7 +24,7 @@ def keeps_flat_history(optimizer: Optimizer) -> bool:
 def scaler_stages(scaler: Any) -> set[str]:
     """How far the optimizers of a ``torch.amp.GradScaler`` are in a step: ``READY``, ``UNSCALED``, ``STEPPED``.
 
-    torch 2.12-2.13: empty after ``update``. Without it, a save between ``unscale_`` and ``step`` would resume with
+    torch 2.12-2.14: empty after ``update``. Without it, a save between ``unscale_`` and ``step`` would resume with
     gradients that are scaled down twice.
     """
     states = getattr(scaler, "_per_optimizer_states", {}).values()
@@ -34,7 +34,7 @@ def scaler_stages(scaler: Any) -> set[str]:
 def inner_by_torch(scheduler: Any) -> Sequence[Any]:
     """The schedulers in a ``SequentialLR`` or ``ChainedScheduler``; none of any other one.
 
-    torch 2.12-2.13. Without it, a state for another number of them would be taken, and fail in a later step.
+    torch 2.12-2.14. Without it, a state for another number of them would be taken, and fail in a later step.
     """
     found: Sequence[Any] = getattr(scheduler, "_schedulers", ())
     return found
@@ -43,6 +43,6 @@ def inner_by_torch(scheduler: Any) -> Sequence[Any]:
 def scale_function(scheduler: Any) -> Any | None:
     """The function that was given to a ``CyclicLR`` as ``scale_fn``, which its state is without; else None.
 
-    torch 2.12-2.13. Without it, both reports would be silent about a function that the program has to give again.
+    torch 2.12-2.14. Without it, both reports would be silent about a function that the program has to give again.
     """
     return getattr(scheduler, "_scale_fn_custom", None)

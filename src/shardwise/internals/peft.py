@@ -1,4 +1,4 @@
-"""Code that depends on PEFT's internals, read at 0.21 and tried with 0.18-0.20; goes once PEFT has public names.
+"""What shardwise uses of PEFT that PEFT keeps private, or moves between releases. peft 0.20-0.21.
 
 Importing this module does not import PEFT, nor does asking whether a model has adapters: with such a model PEFT is
 imported already.
@@ -41,25 +41,37 @@ def _class(module: str, name: str) -> Any:
 
 
 def peft_model(model: nn.Module) -> Any | None:
-    """The ``PeftModel`` inside wrappers around the root; None for any other module."""
+    """The ``PeftModel`` inside wrappers around the root; None for any other module.
+
+    Without it, callers would import PEFT for models that have no adapters, too.
+    """
     model = unwrap(model)
     return model if isinstance(model, _class("peft.peft_model", "PeftModel")) else None
 
 
 def base_of(model: nn.Module) -> nn.Module:
-    """The base model inside a ``PeftModel``; otherwise the module itself (unwrapped)."""
+    """The base model inside a ``PeftModel``; of any other module, the module itself (unwrapped).
+
+    Without it, a ``PeftModel`` would count as no transformers model, and its base's hub names would not be found.
+    """
     found = peft_model(model)
     inner: nn.Module = unwrap(model) if found is None else unwrap(found.get_base_model())
     return inner
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether a module is PEFT's layer or wrapper around one of the base's."""
+    """Whether a module is PEFT's layer or wrapper around one of the base's.
+
+    Without it, the parts of a layer with several adapters would count as repeated blocks, and be FSDP2 groups.
+    """
     return _is_tuner(module) or _is_wrapper(module)
 
 
 def adapted_modules(model: nn.Module) -> dict[int, nn.Module]:
-    """The base's modules that PEFT put a layer around, by id, with the outermost such layer."""
+    """The base's modules that PEFT put a layer around, by id, with the outermost such layer.
+
+    Without it, FSDP2 would gather experts only after PEFT's layer around them has read their parameters.
+    """
     found: dict[int, nn.Module] = {}
     for module in model.modules():  # parents first
         inner = module._modules.get("base_layer") if _is_tuner(module) else None
@@ -78,14 +90,20 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether PEFT changed a model: it is a ``PeftModel``, or adapters were injected into it."""
+    """Whether PEFT changed a model: it is a ``PeftModel``, or adapters were injected into it.
+
+    Without it, an export under hub names would take a model with adapters, which has no such names.
+    """
     if "peft" not in sys.modules:
         return False
     return peft_model(model) is not None or any(map(is_adapted, model.modules()))
 
 
 def adapter_configs(model: nn.Module) -> dict[str, Any]:
-    """PEFT's config of each adapter of a model, by the adapter's name."""
+    """PEFT's config of each adapter of a model, by the adapter's name.
+
+    Without it, a checkpoint would lack the adapters' configs, and new adapters would have no rule of initial values.
+    """
     return dict(getattr(unwrap(model), "peft_config", None) or {})
 
 
@@ -95,7 +113,10 @@ def adapter_configs(model: nn.Module) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class BaseSlot:
-    """The path of a module in the base model, without PEFT's parts."""
+    """The path of a module in the base model, with PEFT's parts left out.
+
+    Without it, a module of the base and a trained copy of it could not be told apart: both have one path.
+    """
 
     base: str | None
     """Path in the base model; None for modules outside it or of an adapter."""
@@ -104,10 +125,11 @@ class BaseSlot:
 
 
 def places(model: nn.Module) -> dict[str, BaseSlot]:
-    """Every module of a model by canonical path, with that path without PEFT's parts.
+    """Every module of a model by canonical path, with that path as it is when PEFT's parts are left out.
 
     ``base_layer`` inside an adapted layer, ``original_module`` and ``modules_to_save.<adapter>`` inside a wrapper
     are the layer or wrapper itself, as in ``peft.utils.save_and_load._peft_key_to_original_key`` (0.21).
+    Without it, the base's parameters would not be found under the base's names, to load them or to initialise them.
     """
     root = base_of(model)
     return {
@@ -150,7 +172,8 @@ def select_adapter(
 ) -> dict[str, Any]:
     """The entries of a state dict that PEFT stores for an adapter, under its names in the file.
 
-    ``state`` may hold symbols: for the supported methods PEFT only selects and renames.
+    ``state`` may hold symbols: for the supported methods PEFT only selects and renames. Without it, the caller
+    would have to know for each method of PEFT what it stores.
     """
     from peft import get_peft_model_state_dict
 
@@ -163,7 +186,8 @@ def select_adapter(
 def convert_adapter(meta_base: Any, adapter: str, config: Any, stored: dict[str, Any]) -> dict[str, Any]:
     """PEFT's conversion of an adapter's stored tensors (symbols), if the base's class has changed since training.
 
-    ``meta_base`` is an unsharded instance of the base's class. PEFT 0.20-0.21; older releases don't convert names.
+    ``meta_base`` is an unsharded instance of the base's class. peft 0.20-0.21; older releases don't convert names.
+    Without it, such an adapter's file would name tensors that the model does not have.
     """
     try:
         from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
@@ -186,9 +210,10 @@ def convert_adapter(meta_base: Any, adapter: str, config: Any, stored: dict[str,
 
 
 def embeddings_to_save(model: Any, adapter: str) -> bool | Literal["auto"]:
-    """The value for ``save_embedding_layers="auto"`` if PEFT would ask the hub for it; otherwise "auto".
+    """The value for ``save_embedding_layers="auto"`` if PEFT would ask the hub for it; else "auto".
 
     PEFT compares the vocabulary with the base's config. If the config is not on this machine, it counts as unchanged.
+    Without it, an export would ask the hub for that config.
     """
     from peft.utils.other import EMBEDDING_LAYER_NAMES
 
@@ -202,7 +227,10 @@ def embeddings_to_save(model: Any, adapter: str) -> bool | Literal["auto"]:
 
 
 def stored_config(model: Any, adapter: str) -> dict[str, Any]:
-    """The content of ``adapter_config.json`` as ``PeftModel.save_pretrained`` writes it."""
+    """The content of ``adapter_config.json`` as ``PeftModel.save_pretrained`` writes it.
+
+    Without it, that file would lack the base's directory, or name the class that ``fully_shard`` made of the base's.
+    """
     config = copy.deepcopy(model.peft_config[adapter])
     base = base_of(model)
     if config.base_model_name_or_path is None:
@@ -220,7 +248,10 @@ def stored_config(model: Any, adapter: str) -> dict[str, Any]:
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The layers that LoRA adapts, with their canonical paths."""
+    """The layers that LoRA adapts, with their canonical paths.
+
+    Without it, new adapters would have no rule of initial values, and DoRA's magnitudes would not be found.
+    """
     kind = _class("peft.tuners.lora.layer", "LoraLayer")
     for path, module in model.named_modules():
         if isinstance(module, kind):

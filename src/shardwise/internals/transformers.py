@@ -1,4 +1,4 @@
-"""What shardwise uses of transformers that transformers keeps private, or moves between releases. transformers 5.20-5.23.
+"""What shardwise uses of transformers that is private, or moves between releases. transformers 5.20-5.23.
 
 Importing this does not import transformers, and asking whether a module is a transformers model doesn't either.
 """
@@ -44,7 +44,10 @@ __all__ = [
 
 
 def is_transformers_model(module: nn.Module) -> bool:
-    """Whether a module is a transformers model; never imports transformers itself."""
+    """Whether a module is a transformers model; never imports transformers itself.
+
+    Without it, callers would import transformers for models of other kinds, too.
+    """
     modeling = sys.modules.get("transformers.modeling_utils")
     return modeling is not None and isinstance(module, modeling.PreTrainedModel)
 
@@ -54,15 +57,18 @@ def is_transformers_model(module: nn.Module) -> bool:
 
 
 def can_be_built(kind: Any) -> bool:
-    """Whether something is a model class or an Auto class of transformers: what a model is built by from a config."""
+    """Whether something is a model class or an Auto class of transformers: what a model is built by from a config.
+
+    Without it, ``--auto-class`` would take any name of a module, and the command would fail later, in another way.
+    """
     return hasattr(kind, "from_config") or hasattr(kind, "_from_config")
 
 
 def build_from_config(kind: Any, config: Any, dtype: torch.dtype) -> Any:
     """A model of a class (no Auto class) from a config alone, in a dtype, as ``from_pretrained`` builds it.
 
-    transformers 5.20-5.23: ``PreTrainedModel._from_config``. The public constructor takes no dtype: parts that a class
-    keeps in fp32 would get another one.
+    transformers 5.20-5.23: ``PreTrainedModel._from_config``. The public constructor takes no dtype. Without it, parts
+    that a class keeps in fp32 would get another one.
     """
     return kind._from_config(config, dtype=dtype)
 
@@ -153,8 +159,9 @@ def ignored_on_save(module: nn.Module) -> set[str]:
 def tp_by_plan(model: Any, mesh: Any) -> None:
     """Tensor parallelism as ``from_pretrained(distributed_config=DistributedConfig(tp_size=…))`` applies it, on meta.
 
-    transformers 5.21-5.23: ``distributed.tensor_parallel.apply_tensor_parallelism``, which does not find tied parameters
-    under their second names; here they are cut too, and tied again afterwards.
+    transformers 5.21-5.23: ``distributed.tensor_parallel.apply_tensor_parallelism``, which does not find tied
+    parameters under their second names; here they are cut too, and tied again afterwards. Without it, the user of
+    Accelerate's ``tp_size`` would have to call ``parallelize_module`` before the load.
     """
     from transformers import DistributedConfig
     from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
@@ -185,7 +192,8 @@ def transformers_conversions(meta_model: Any, key_mapping: Mapping[str, str] | N
     """The renames and converters that ``from_pretrained`` would apply, in its order.
 
     ``meta_model`` must be an unsharded instance of the original class: on a wrapped one the mapping comes
-    back empty. transformers 5.20-5.23: ``conversion_mapping.get_model_conversion_mapping``.
+    back empty. transformers 5.20-5.23: ``conversion_mapping.get_model_conversion_mapping``. Without it, tensors that
+    the hub stores under other names, or in other parts, would be missing in a load.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -199,7 +207,7 @@ def default_conversions(meta_model: Any) -> list[Any]:
     """What ``save_pretrained`` inverts of a model that was not loaded from the hub's files.
 
     transformers 5.20-5.23: as in ``core_model_loading.revert_weight_conversion``, which finds nothing on a model
-    whose class FSDP2 swapped.
+    whose class FSDP2 swapped. Without it, ``save_pretrained`` of such a model would write the model's own names.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
@@ -211,14 +219,18 @@ def default_conversions(meta_model: Any) -> list[Any]:
 def set_conversions(model: Any, conversions: list[Any]) -> None:
     """Leave on a live model what ``save_pretrained`` inverts to give the hub's names back, as ``from_pretrained`` does.
 
-    transformers 5.20-5.23: ``_weight_conversions``. Without, it takes all that the class has, or nothing where FSDP2
-    swapped the class.
+    transformers 5.20-5.23: ``_weight_conversions``. Without it, ``save_pretrained`` takes all that the class has,
+    or nothing where FSDP2 swapped the class.
     """
     model._weight_conversions = conversions
 
 
 def copy_conversions(of: Any, to: Any) -> None:
-    """:func:`set_conversions` on a second model, if it was done to the first."""
+    """:func:`set_conversions` on a second model, if it was done to the first.
+
+    transformers 5.20-5.23: ``_weight_conversions``. Without it, ``save_pretrained`` of the second could write other
+    names than that of the first.
+    """
     if hasattr(of, "_weight_conversions"):
         to._weight_conversions = copy.copy(of._weight_conversions)
 
@@ -227,7 +239,8 @@ def copy_conversions(of: Any, to: Any) -> None:
 class HubGroup:
     """Stored tensors that one converter takes together: a layer's experts, the parts of a fused weight.
 
-    The smallest set that the conversion can be run on.
+    The smallest set that the conversion can be run on. transformers 5.20-5.23: ``core_model_loading.WeightConverter``.
+    Without it, no plan could say which stored tensors a converted one needs.
     """
 
     target: str
@@ -273,10 +286,11 @@ def hub_groups(
     """Sort stored names into those that are only renamed and those that a converter takes, as ``from_pretrained``.
 
     A function of the whole list of names: some renames only start once another key was seen, in natural
-    order. ``wanted``: the model's state dict. Returns (module name, stored name) for the first kind, names that the model
-    does not have included.
+    order. ``wanted``: the model's state dict. Returns (module name, stored name) for the first kind, names that the
+    model does not have included.
 
-    transformers 5.20-5.23: follows ``core_model_loading.convert_and_load_state_dict_in_model``.
+    transformers 5.20-5.23: follows ``core_model_loading.convert_and_load_state_dict_in_model``. Without it, no plan
+    could say which stored tensors become which of the model's: transformers sorts them only while it loads all.
     """
     from transformers.core_model_loading import (
         WeightConverter,
@@ -309,7 +323,8 @@ def hub_groups(
 def revert_to_hub(meta_model: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Module tensors (or symbols of them) under hub names, as ``save_pretrained`` reverts them.
 
-    transformers 5.20-5.23: ``core_model_loading.revert_weight_conversion``.
+    transformers 5.20-5.23: ``core_model_loading.revert_weight_conversion``. Without it, a model that was never loaded
+    could not be written under hub names.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -318,12 +333,20 @@ def revert_to_hub(meta_model: Any, tensors: Mapping[str, Any]) -> dict[str, Any]
 
 
 def tie_map(model: Any) -> dict[str, str]:
-    """Names that a transformers model ties, target to source; empty for other modules."""
+    """Names that a transformers model ties, target to source; empty for other modules.
+
+    transformers 5.20-5.23: ``all_tied_weights_keys``. Without it, a tied parameter could be initialised by the
+    rule of its second name instead of its first.
+    """
     return dict(getattr(model, "all_tied_weights_keys", None) or {})
 
 
 def modules_cache() -> str:
-    """The directory into which transformers copies the Python files of models. 5.20-5.23."""
+    """The directory into which transformers copies the Python files of models.
+
+    transformers 5.20-5.23: ``utils.hub.HF_MODULES_CACHE``. Without it, ranks that share the directory would copy the
+    same files into it at once.
+    """
     from transformers.utils.hub import HF_MODULES_CACHE
 
     return str(HF_MODULES_CACHE)
@@ -333,7 +356,8 @@ def remote_class(reference: str, directory: str, auto_class: str) -> Any:
     """The model class that a directory's own code defines, as ``from_pretrained(trust_remote_code=True)`` takes it.
 
     Runs that code. ``reference`` is ``[repository--]module.Class``; another repository's is taken from the local
-    cache of the hub only. transformers 5.20-5.23: as in ``_BaseAutoModelClass.from_config``.
+    cache of the hub only. transformers 5.20-5.23: as in ``_BaseAutoModelClass.from_config``. Without it, a model whose
+    code lies beside its weights could not be built.
     """
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
     from transformers.models.auto.auto_factory import add_generation_mixin_to_remote_model

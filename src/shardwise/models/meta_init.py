@@ -101,7 +101,7 @@ def forget_meta_buffers(model: nn.Module, names: Iterable[str] | None = None) ->
 class _NothingDrawn(TorchDispatchMode):
     """Skips operations that would only fill meta tensors with random numbers.
 
-    For meta torch has these two operations only in Python (torch 2.11-2.13); they take two thirds of a 32B model's
+    For meta torch has these two operations only in Python (torch 2.12-2.14); they take two thirds of a 32B model's
     construction.
     """
 

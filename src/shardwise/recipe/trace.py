@@ -51,7 +51,7 @@ def stored_tensor(name: str, shape: Sequence[int], dtype: torch.dtype) -> Traced
 
 def is_untraceable(error: Exception) -> bool:
     """Whether an operation failed on symbols because it has no map, and not because of its shapes."""
-    # torch 2.11-2.13 raises this itself for numpy() and tolist().
+    # torch 2.12-2.14 raises this itself for numpy() and tolist().
     return isinstance(error, Untraceable) or "not supported for tensor subclasses" in str(error)
 
 
