@@ -59,7 +59,7 @@ class ShardwiseError(Exception):
 
     def _section(self) -> str:
         """The heading of docs/errors.md that tells of this error; a subclass of a user has that of its base."""
-        return next(kind.__name__ for kind in type(self).__mro__ if kind.__module__ == __name__)
+        return next(cls.__name__ for cls in type(self).__mro__ if cls.__module__ == __name__)
 
 
 class SourceError(ShardwiseError):

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 
 from shardwise import Checkpointer, TrainState, load_pretrained, save
 from shardwise.catalog.records import StoredTensor
-from shardwise.cli import contents, main
+from shardwise.cli import inspection, main
 from shardwise.cli.options import byte_count
 from shardwise.cli.render import size
 from shardwise.cli.tree import tree_of
@@ -711,7 +711,7 @@ def test_every_end_is_a_paragraph(
     def fail(path: str) -> None:
         raise error
 
-    monkeypatch.setattr(contents, "contents_of", fail)
+    monkeypatch.setattr(inspection, "contents_of", fail)
     check_paragraph(run("inspect", "x"), text, status=(status,))
     assert text in run_json("inspect", "x", status=status)["error"]["message"]
 
@@ -720,7 +720,7 @@ def test_tracebacks_only_with_debug(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(path: str) -> None:
         raise RuntimeError("surprise")
 
-    monkeypatch.setattr(contents, "contents_of", fail)
+    monkeypatch.setattr(inspection, "contents_of", fail)
     for args in (("--debug", "inspect", "x"), ("inspect", "x", "--debug")):
         result = run(*args)
         assert result.exit_code == 1

@@ -18,6 +18,7 @@ import shardwise as sw
 from shardwise.demo.prepare import default_model
 from shardwise.errors import CheckpointError, FormatError, IntegrityError, SourceError
 from shardwise.export.files import lay_out
+from shardwise.layout.spec import TensorSpec
 from shardwise.store.publish import discard, published_steps
 from shardwise.transfer.copy import FileFiller
 from tests.export import _export_fns as fns
@@ -117,7 +118,10 @@ def test_failed_export_leaves_nothing(ranks: RankPool, tmp_path: Path, failing_r
 
 
 def test_no_file_has_more_bytes_than_asked() -> None:
-    hub = {name: ("F32", (size,)) for name, size in (("a", 10), ("b", 10), ("c", 5), ("d", 100), ("e", 5))}
+    hub = {
+        name: TensorSpec("F32", (size,))
+        for name, size in (("a", 10), ("b", 10), ("c", 5), ("d", 100), ("e", 5))
+    }
     found = lay_out(hub, None, 100)
     payloads = {file: size - len(found.headers[file]) for file, size in found.sizes.items()}
     assert list(payloads.values()) == [100, 400, 20], "a tensor that is larger is alone"

@@ -1098,7 +1098,7 @@ MUTATIONS = (
     # ------------------------------------------------------------------------------------- export
     Mutation(
         "export/files.py",
-        "        if groups[-1] and used + nbytes > limit:",
+        "        if groups[-1] and used + spec.nbytes > limit:",
         "        if groups[-1] and used > limit:",
         ("tests/export/test_export.py::test_no_file_has_more_bytes_than_asked",),
         "files are larger than asked",

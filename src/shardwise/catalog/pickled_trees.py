@@ -65,13 +65,13 @@ class _Frame:
         for k in range(self._at, len(parts)):
             part = parts[k]
             self.visits += 1
-            kind = type(part)
-            if kind in _CONTAINERS:
+            cls = type(part)
+            if cls in _CONTAINERS:
                 known = done.get(id(part))
                 if known is not None:
                     self.visits += known[0]
                     self.depth = max(self.depth, 1 + known[1])
-                elif kind is tuple and _CONTAINERS.isdisjoint(map(type, part)):  # a shape
+                elif cls is tuple and _CONTAINERS.isdisjoint(map(type, part)):  # a shape
                     self.visits += len(part)
                     self.depth = max(self.depth, 2)
                 else:
@@ -89,10 +89,10 @@ class _Frame:
 
 def _parts(node: Any) -> Sequence[Any]:
     """The values that a container holds. The state of a record belongs to the record."""
-    kind = type(node)
-    if kind is tuple or kind is list:
+    cls = type(node)
+    if cls is tuple or cls is list:
         return node  # type: ignore[no-any-return]
-    if kind is Record:
+    if cls is Record:
         state = node.state
         return (*node.args, *(_parts(state) if type(state) in (dict, tuple) else (state,)))
     return [*(key for key in node if type(key) is Record), *node.values()]

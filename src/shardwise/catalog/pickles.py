@@ -83,10 +83,10 @@ _MAX_KEY = 2**61 - 1
 
 def check_key(key: Any) -> Any:
     """``key`` if a dict or set may have it: it hashes in one step, and a file can't choose the hash."""
-    kind = type(key)
-    if kind is str or kind is Record or (kind in (int, bool) and -_MAX_KEY < key < _MAX_KEY):
+    cls = type(key)
+    if cls is str or cls is Record or (cls in (int, bool) and -_MAX_KEY < key < _MAX_KEY):
         return key
-    raise FormatError(f"a {kind.__name__} is the key of a dict; only text and small whole numbers can be")
+    raise FormatError(f"a {cls.__name__} is the key of a dict; only text and small whole numbers can be")
 
 
 class _Machine:
@@ -232,10 +232,10 @@ class _Machine:
         for key, value in zip(values[::2], values[1::2], strict=True):
             found[check_key(key)] = value
 
-    def _top(self, kind: type) -> Any:
+    def _top(self, cls: type) -> Any:
         found = self._stack[-1]
-        if type(found) is not kind:
-            raise TypeError(f"expected a {kind.__name__}, got a {type(found).__name__}")
+        if type(found) is not cls:
+            raise TypeError(f"expected a {cls.__name__}, got a {type(found).__name__}")
         return found
 
     # -- names and calls

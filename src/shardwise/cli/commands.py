@@ -29,7 +29,7 @@ from .options import (
 from .program import FINE, WRONG_DATA, Program, print_json, rank_of_launcher
 
 if TYPE_CHECKING:
-    from .contents import Inspection
+    from .inspection import Inspection
 
 __all__ = ["main"]
 
@@ -53,7 +53,7 @@ def inspect(path: str, as_json: bool) -> int:
     Reads headers and manifests only. Status 1 if they show that a published step is damaged. PATH may be the id of a
     model on the hub if the cache holds it; inspect downloads nothing.
     """
-    from .contents import contents_of, to_json
+    from .inspection import contents_of, to_json
     from .render import console, show_contents
 
     contents = contents_of(path)
@@ -65,7 +65,7 @@ def inspect(path: str, as_json: bool) -> int:
 
 
 def _is_sound(contents: Inspection) -> bool:
-    from .contents import CheckpointContents, RootContents
+    from .inspection import CheckpointContents, RootContents
 
     if isinstance(contents, RootContents):
         return bool(contents.steps) and all(step.ok for step in contents.steps)
@@ -151,7 +151,7 @@ def plan(
 @common
 def verify(path: str, threads: int | None, as_json: bool) -> int:
     """Check every byte of a checkpoint, or of every step of a directory of checkpoints."""
-    from .contents import is_root
+    from .inspection import is_root
     from .render import console, show_verify
 
     if not is_root(path):

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from .contents import CheckpointContents, Inspection, RootContents
+from .inspection import CheckpointContents, Inspection, RootContents
 from .terminal import console
 from .tree import Node
 

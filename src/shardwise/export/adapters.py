@@ -11,12 +11,12 @@ from typing import Any
 from ..adapters.files import CONFIG_NAME, WEIGHTS_NAME
 from ..adapters.names import adapter_tensors
 from ..catalog import Chunk, StoredTensor
-from ..dtypes import code_of
 from ..internals.peft import embeddings_to_save, peft_model, stored_config
 from ..layout.boxes import whole
 from ..layout.live import LiveModel
+from ..layout.spec import TensorSpec
 from ..recipe.tiles import Tile, identity
-from .files import HubFiles, header_of, kinds_in
+from .files import HubFiles, header_of, specs_in
 from .tensors import HubTensors
 
 __all__ = ["adapter_assets", "chosen_adapters", "lay_out_adapters"]
@@ -48,18 +48,18 @@ def lay_out_adapters(
     with PEFT's ``save_embedding_layers="auto"``.
     """
     peft = peft_model(live.root)
-    hub: dict[str, tuple[str, tuple[int, ...]]] = {}
+    hub: dict[str, TensorSpec] = {}
     tiles: dict[str, list[Tile]] = {}
     tensors, headers, sizes = {}, {}, {}
     for adapter in adapters:
         named = adapter_tensors(live, adapter, embeddings=embeddings_to_save(peft, adapter))
         held = {stored: t for stored, (_, t) in named.items()}
-        own = {n: (code_of(t.tensor.dtype), tuple(t.tensor.shape)) for n, t in held.items()}
-        kinds = kinds_in(own, dtype)
+        own = {n: TensorSpec.of(t.tensor) for n, t in held.items()}
+        specs = specs_in(own, dtype)
         file = os.path.join(_folder(adapter), WEIGHTS_NAME)
-        header, offsets, end = header_of(kinds)
+        header, offsets, end = header_of(specs)
         headers[file], sizes[file] = header, len(header) + end
-        for stored, (code, shape) in kinds.items():
+        for stored, (code, shape) in specs.items():
             key = f"{adapter}:{stored}"
             hub[key] = own[stored]
             chunk = Chunk(whole(shape), file, len(header) + offsets[stored])

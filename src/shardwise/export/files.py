@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from ..dtypes import itemsize
 from ..errors import CheckpointError, SourceError
 from ..format.header import read_header
 from ..layout.boxes import whole
+from ..layout.spec import TensorSpec
 from ..limits import inside
 from ..ranks.patience import patiently, remove_tree
 from ..ranks.ranks import Ranks
@@ -44,34 +44,34 @@ class HubFiles:
 _FLOATS = ("F16", "BF16", "F32", "F64")
 
 
-def kinds_in(
-    tensors: Mapping[str, tuple[str, tuple[int, ...]]], dtype: str | None
-) -> dict[str, tuple[str, tuple[int, ...]]]:
+def specs_in(tensors: Mapping[str, TensorSpec], dtype: str | None) -> dict[str, TensorSpec]:
     """Dtypes and shapes with floating-point tensors in ``dtype``; None: as they are."""
-    return {n: (dtype if dtype and code in _FLOATS else code, shape) for n, (code, shape) in tensors.items()}
+    return {
+        n: TensorSpec(dtype, spec.shape) if dtype and spec.dtype in _FLOATS else spec
+        for n, spec in tensors.items()
+    }
 
 
-def lay_out(hub: Mapping[str, tuple[str, tuple[int, ...]]], dtype: str | None, limit: int) -> HubFiles:
+def lay_out(hub: Mapping[str, TensorSpec], dtype: str | None, limit: int) -> HubFiles:
     """Which tensor goes into which file at which offset. Files are filled in the tensors' order."""
-    kinds = kinds_in(hub, dtype)
+    specs = specs_in(hub, dtype)
     groups: list[list[str]] = [[]]
     used = 0
-    for name, (code, shape) in kinds.items():
-        nbytes = math.prod(shape) * itemsize(code)
-        if groups[-1] and used + nbytes > limit:
+    for name, spec in specs.items():
+        if groups[-1] and used + spec.nbytes > limit:
             groups.append([])
             used = 0
         groups[-1].append(name)
-        used += nbytes
+        used += spec.nbytes
     stored, headers, sizes, weight_map = {}, {}, {}, {}
     for k, group in enumerate(groups):
         file = (
             "model.safetensors" if len(groups) == 1 else f"model-{k + 1:05d}-of-{len(groups):05d}.safetensors"
         )
-        header, offsets, end = header_of({n: kinds[n] for n in group})
+        header, offsets, end = header_of({n: specs[n] for n in group})
         headers[file], sizes[file] = header, len(header) + end
         for name in group:
-            code, shape = kinds[name]
+            code, shape = specs[name]
             chunk = Chunk(whole(shape), file, len(header) + offsets[name])
             stored[name] = StoredTensor(name, code, shape, (chunk,))
             weight_map[name] = file
@@ -83,16 +83,16 @@ def lay_out(hub: Mapping[str, tuple[str, tuple[int, ...]]], dtype: str | None, l
     return HubFiles(stored, headers, sizes, index)
 
 
-def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, int], int]:
+def header_of(tensors: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, int], int]:
     """A safetensors header with ``format: pt``; largest items first, which aligns all tensors."""
     document: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offsets, end = {}, 0
-    for name in sorted(tensors, key=lambda n: (-itemsize(tensors[n][0]), n)):
-        code, shape = tensors[name]
-        nbytes = math.prod(shape) * itemsize(code)
+    for name in sorted(tensors, key=lambda n: (-itemsize(tensors[n].dtype), n)):
+        spec = tensors[name]
         offsets[name] = end
-        document[name] = {"dtype": code, "shape": list(shape), "data_offsets": [end, end + nbytes]}
-        end += nbytes
+        stop = end + spec.nbytes
+        document[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [end, stop]}
+        end = stop
     text = json.dumps(document, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, offsets, end

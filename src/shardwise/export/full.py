@@ -19,16 +19,16 @@ from torch.distributed.tensor import DTensor
 
 from ..adapters.names import adapter_tensors
 from ..catalog import Chunk, StoredTensor
-from ..dtypes import code_of, itemsize, torch_dtype
+from ..dtypes import itemsize, torch_dtype
 from ..errors import CheckpointError, StateError
 from ..format.slices import SliceTensor, assign_owners, owner_ranks
 from ..internals.peft import has_adapters, peft_model
 from ..layout.boxes import whole
 from ..layout.live import LiveModel, describe
 from ..layout.model import wanted_of
+from ..layout.spec import TensorSpec
 from ..layout.wanted import Wanted
 from ..models.memory import default_device
-from ..names import NamedTensor
 from ..planning.build import transfers_of
 from ..ranks.hosts import device_of_group
 from ..ranks.ranks import Ranks
@@ -110,7 +110,7 @@ def _contents(live: LiveModel, naming: str) -> HubTensors:
             )
         return LiveJob(live).contents()
     if naming == "module":
-        return as_named({t.name: _kind(t) for t in live.stored})
+        return as_named({t.name: TensorSpec.of(t.tensor) for t in live.stored})
     if naming == "adapter":
         return _adapter_contents(live)
     raise ValueError(f"naming must be 'hub', 'module' or 'adapter', got {naming!r}")
@@ -121,15 +121,11 @@ def _adapter_contents(live: LiveModel) -> HubTensors:
     if peft is None:
         raise TypeError(f"naming='adapter': {type(live.root).__name__} is not a PeftModel")
     held = {stored: t for stored, (_, t) in adapter_tensors(live, peft.active_adapter).items()}
-    hub = {stored: _kind(t) for stored, t in held.items()}
+    hub = {stored: TensorSpec.of(t.tensor) for stored, t in held.items()}
     tiles: dict[str, tuple[Tile, ...]] = {}
     for stored, t in held.items():
         tiles[t.name] = tiles.get(t.name, ()) + as_named({stored: hub[stored]}).tiles[stored]
     return HubTensors(hub, tiles)
-
-
-def _kind(tensor: NamedTensor) -> tuple[str, tuple[int, ...]]:
-    return code_of(tensor.tensor.dtype), tuple(tensor.tensor.shape)
 
 
 def _plan(live: LiveModel, contents: HubTensors, dtype: str | None, rank: int) -> list[_Full]:
@@ -138,7 +134,9 @@ def _plan(live: LiveModel, contents: HubTensors, dtype: str | None, rank: int) -
     unfilled = [name for name, t in named.items() if t.tensor.is_meta]
     if unfilled:
         raise StateError(f"{len(unfilled)} tensors are on meta, e.g. {unfilled[0]!r}; load the model first")
-    owned = assign_owners([SliceTensor(n, *_kind(t), live.geometries[n]) for n, t in named.items()])
+    owned = assign_owners(
+        [SliceTensor(n, *TensorSpec.of(t.tensor), live.geometries[n]) for n, t in named.items()]
+    )
     brought: dict[str, list[tuple[Wanted, Tile]]] = {}
     for t in owned:
         if rank in owner_ranks(t.geometry, t.owner):

@@ -26,6 +26,7 @@ from ..internals.peft import has_adapters, peft_model
 from ..internals.transformers import ignored_on_save
 from ..layout.live import LiveModel, describe
 from ..layout.model import wanted_of
+from ..layout.spec import TensorSpec
 from ..models.assets import asset_files
 from ..models.classes import import_code, in_turn
 from ..planning import IOOptions
@@ -186,8 +187,8 @@ class LiveJob:
         ignored = ignored_on_save(live.unwrapped)
         self._named = {t.name: t for t in live.stored if t.name not in ignored}
 
-    def _kinds(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        return {n: (code_of(t.tensor.dtype), tuple(t.tensor.shape)) for n, t in self._named.items()}
+    def _specs(self) -> dict[str, TensorSpec]:
+        return {n: TensorSpec.of(t.tensor) for n, t in self._named.items()}
 
     def lay_out(self, dtype: str | None, max_shard_bytes: int) -> tuple[HubTensors, HubFiles]:
         """What each tensor of the model becomes, and where in which file it lies."""
@@ -205,16 +206,16 @@ class LiveJob:
             )
         origin = recall(self._live.root)
         if origin is not None:
-            return inverted(self._kinds(), origin.recipes, origin.shapes)
+            return inverted(self._specs(), origin.recipes, origin.shapes)
         if is_transformers_model(self._live.unwrapped):
-            return reverted(meta_instance(self._live.unwrapped), self._kinds())
-        return as_named(self._kinds())
+            return reverted(meta_instance(self._live.unwrapped), self._specs())
+        return as_named(self._specs())
 
     def write(
         self, contents: HubTensors, output: HubFiles, filler: FileFiller, staging: Staging, ranks: Ranks
     ) -> list[int]:
         geometries = self._live.geometries
-        owned = assign_owners([SliceTensor(n, c, s, geometries[n]) for n, (c, s) in self._kinds().items()])
+        owned = assign_owners([SliceTensor(n, *spec, geometries[n]) for n, spec in self._specs().items()])
         destination = Destination(self._live.local_tensors())
         on_devices = []
         for t in owned:

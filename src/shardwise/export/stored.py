@@ -15,6 +15,7 @@ from ..dtypes import itemsize
 from ..errors import CheckpointError, IntegrityError, SourceError
 from ..format.manifest import MANIFEST_NAME, Manifest, read_manifest
 from ..layout.boxes import Box
+from ..layout.spec import TensorSpec
 from ..limits import inside
 from ..loading.pretrained import build_meta
 from ..models.assets import ADAPTERS_NAME, read_assets
@@ -25,7 +26,7 @@ from ..ranks.ranks import Ranks
 from ..recipe.match import Recipe
 from ..recipe.tiles import Tile
 from ..recipe.transformers import hub_rules
-from ..runs.contents import ModelContents, as_config_says, as_stored, has_module_names
+from ..runs.stored_run import StoredModel, as_config_says, as_stored, has_module_names
 from ..transfer import FileReader
 from ..transfer.box import read_recipe, wanted_box
 from ..transfer.copy import Destination, FileFiller, Staging, write_back
@@ -69,7 +70,7 @@ class StoredJob:
         except SourceError as error:
             self._files.close()
             raise self._unless_deleted(error) from error
-        self._stored: ModelContents = as_stored(self._catalog)
+        self._stored: StoredModel = as_stored(self._catalog)
 
     def _open(self, model: str | None) -> Catalog:
         if not os.path.isfile(os.path.join(self._path, MANIFEST_NAME)):
@@ -117,7 +118,7 @@ class StoredJob:
 
     def contents(self) -> HubTensors:
         """Hub tensors and tiles. Builds the model on meta where its class knows the hub's names."""
-        kinds = self._stored.kinds
+        specs = self._stored.specs
         folder = directory("model", self._model)
         if self._manifest is not None and f"{folder}/{ADAPTERS_NAME}" in self._manifest.files:
             raise CheckpointError(
@@ -125,18 +126,18 @@ class StoredJob:
                 f"live model with export_hf; the base is what it was loaded from"
             )
         if "config.json" not in self._documents:
-            return as_named(kinds)
+            return as_named(specs)
         if self._manifest is None and not has_module_names(self._catalog):
-            return as_named(kinds)
+            return as_named(specs)
         model = build_meta(self.home, self._catalog, trust_remote_code=self._trust_remote_code)
         if self._manifest is None:
             self._stored = as_config_says(self._catalog, model, self._io)
-            return reverted(model, self._stored.kinds)
+            return reverted(model, self._stored.specs)
         shapes = self._manifest.hub_tensors.get(self._model)
         if shapes is None:
-            return reverted(model, kinds)
+            return reverted(model, specs)
         # Run the class's conversions once more over the tensors that the model was loaded from.
-        stored = {n: StoredTensor(n, _any_dtype(kinds), s, ()) for n, s in shapes.items()}
+        stored = {n: StoredTensor(n, _any_dtype(specs), s, ()) for n, s in shapes.items()}
         entries = self._manifest.models[self._model]
         by_name = {alias: n for n, t in entries.items() for alias in (n, *t.aliases)}
         recipes = {
@@ -146,7 +147,7 @@ class StoredJob:
             for made in reversed(hub_rules(model).resolve(stored))
             if made.target in by_name
         }
-        return inverted(kinds, recipes, shapes)
+        return inverted(specs, recipes, shapes)
 
     def write(
         self, contents: HubTensors, output: HubFiles, filler: FileFiller, staging: Staging, ranks: Ranks
@@ -154,7 +155,7 @@ class StoredJob:
         """Write this rank's pieces. Returns its share of the digest sum of each tensor with a recorded digest."""
         sums = dict.fromkeys(self._recorded(), 0)
         try:
-            for name, box in _share_of(self._stored.kinds, staging.limit_bytes // 2, ranks):
+            for name, box in _share_of(self._stored.specs, staging.limit_bytes // 2, ranks):
                 tiles = contents.tiles.get(name, ())
                 total = self._write_piece(name, box, tiles, output, filler, staging)
                 if name in sums:
@@ -192,7 +193,7 @@ class StoredJob:
         staging: Staging,
     ) -> int:
         """Write one piece. Returns its digest sum as read."""
-        dtype, shape = self._stored.kinds[name]
+        dtype, shape = self._stored.specs[name]
         wanted = wanted_box(name, dtype, shape, box)
         stored = self._stored.catalog.tensors
         piece = read_recipe(wanted, self._stored.recipes[name], stored, self._files, staging, self._room)
@@ -206,18 +207,16 @@ class StoredJob:
         return self._documents
 
 
-def _any_dtype(kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
-    return next((code for code, _ in kinds.values()), "F32")
+def _any_dtype(specs: Mapping[str, TensorSpec]) -> str:
+    return next((spec.dtype for spec in specs.values()), "F32")
 
 
-def _share_of(
-    kinds: Mapping[str, tuple[str, tuple[int, ...]]], limit_bytes: int, ranks: Ranks
-) -> Sequence[tuple[str, Box]]:
+def _share_of(specs: Mapping[str, TensorSpec], limit_bytes: int, ranks: Ranks) -> Sequence[tuple[str, Box]]:
     """The pieces of all tensors that one rank copies: a contiguous share of the bytes."""
     found = []
-    total = max(1, sum(math.prod(shape) * itemsize(dtype) for dtype, shape in kinds.values()))
+    total = max(1, sum(spec.nbytes for spec in specs.values()))
     done = 0
-    for name, (dtype, shape) in kinds.items():
+    for name, (dtype, shape) in specs.items():
         size = itemsize(dtype)
         for start, sizes, _ in runs_of((0,) * len(shape), shape, limit_bytes // size):
             if done * ranks.world_size // total == ranks.rank:

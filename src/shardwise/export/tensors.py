@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import FormatError
+from ..layout.spec import TensorSpec
 from ..recipe.match import Recipe
 from ..recipe.tiles import Tile, identity, invert
 from ..recipe.transformers import reverse_tiles
@@ -23,43 +24,43 @@ class HubTensors:
     A tile's source is a hub tensor, its target a module tensor: an export runs the load's tiles in reverse.
     """
 
-    hub: dict[str, tuple[str, tuple[int, ...]]]
+    hub: dict[str, TensorSpec]
     tiles: dict[str, tuple[Tile, ...]]
 
 
-def as_named(kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> HubTensors:
+def as_named(specs: Mapping[str, TensorSpec]) -> HubTensors:
     """Module tensors under their own names."""
-    return HubTensors(dict(kinds), {n: (identity(n, shape),) for n, (_, shape) in kinds.items()})
+    return HubTensors(dict(specs), {n: (identity(n, spec.shape),) for n, spec in specs.items()})
 
 
-def reverted(meta_model: Any, kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> HubTensors:
+def reverted(meta_model: Any, specs: Mapping[str, TensorSpec]) -> HubTensors:
     """Module tensors with the hub names and shapes from the library's own reverse transforms."""
-    hub, tiles = {}, {n: [] for n in kinds}  # type: ignore[var-annotated]
-    for made in reverse_tiles(meta_model, kinds):
-        hub[made.target] = (made.dtype, made.shape)
+    hub, tiles = {}, {n: [] for n in specs}  # type: ignore[var-annotated]
+    for made in reverse_tiles(meta_model, specs):
+        hub[made.target] = TensorSpec(made.dtype, made.shape)
         for tile in made.tiles:
             tiles[tile.source].append(invert(tile, made.target))
     return _checked(HubTensors(hub, {n: tuple(found) for n, found in tiles.items()}))
 
 
 def inverted(
-    kinds: Mapping[str, tuple[str, tuple[int, ...]]],
+    specs: Mapping[str, TensorSpec],
     recipes: Mapping[str, Recipe],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> HubTensors:
     """Module tensors as the tensors that they were loaded from; initialised tensors keep their own names."""
-    hub: dict[str, tuple[str, tuple[int, ...]]] = {}
+    hub: dict[str, TensorSpec] = {}
     tiles = {}
-    for name, (code, shape) in kinds.items():
+    for name, (code, shape) in specs.items():
         recipe = recipes.get(name)
         tiles[name] = recipe.tiles if recipe is not None else (identity(name, shape),)
         for source in recipe.empty if recipe is not None else ():
-            hub[source] = (code, tuple(shapes[source]))
+            hub[source] = TensorSpec(code, tuple(shapes[source]))
         for tile in tiles[name]:
-            known = hub.setdefault(tile.source, (code, tuple(shapes.get(tile.source, shape))))
-            if known[0] != code:
+            known = hub.setdefault(tile.source, TensorSpec(code, tuple(shapes.get(tile.source, shape))))
+            if known.dtype != code:
                 raise FormatError(
-                    f"{tile.source!r} would be written from tensors of dtypes {known[0]} and {code}"
+                    f"{tile.source!r} would be written from tensors of dtypes {known.dtype} and {code}"
                 )
     return _checked(HubTensors(hub, tiles))
 
@@ -70,7 +71,7 @@ def _checked(contents: HubTensors) -> HubTensors:
     for found in contents.tiles.values():
         for tile in found:
             held[tile.source] += tile.numel
-    wrong = [n for n, (_, shape) in contents.hub.items() if held[n] != math.prod(shape)]
+    wrong = [n for n, spec in contents.hub.items() if held[n] != math.prod(spec.shape)]
     if wrong:
         raise FormatError(
             f"{len(wrong)} tensors can't be given back whole, because the model holds only parts of them: "

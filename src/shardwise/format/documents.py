@@ -13,9 +13,9 @@ from ..errors import FormatError, VersionError
 from ..limits import brief, parse_json
 from .manifest import Manifest
 
-__all__ = ["Document", "Kind", "document_named", "document_of", "parse_documents", "refuse_unknown"]
+__all__ = ["Document", "DocumentKind", "document_named", "document_of", "parse_documents", "refuse_unknown"]
 
-Kind = Literal[
+DocumentKind = Literal[
     "step",
     "rng",
     "classes",
@@ -30,9 +30,17 @@ Kind = Literal[
     "own",
     "not_stored",
 ]
-_OF_A_RUN: tuple[Kind, ...] = ("step", "rng", "classes", "scheduler", "scaler", "dataloader", "not_stored")
-_OF_AN_OPTIMIZER: tuple[Kind, ...] = ("opaque", "own")
-_OF_A_MODEL: tuple[Kind, ...] = ("buffers", "modules", "own")
+_OF_A_RUN: tuple[DocumentKind, ...] = (
+    "step",
+    "rng",
+    "classes",
+    "scheduler",
+    "scaler",
+    "dataloader",
+    "not_stored",
+)
+_OF_AN_OPTIMIZER: tuple[DocumentKind, ...] = ("opaque", "own")
+_OF_A_MODEL: tuple[DocumentKind, ...] = ("buffers", "modules", "own")
 _EXTRA = "extra."
 
 
@@ -40,7 +48,7 @@ _EXTRA = "extra."
 class Document:
     """A document's kind and owner (a model, optimizer or extra), parsed from its name. An empty owner means the run itself."""
 
-    kind: Kind
+    kind: DocumentKind
     owner: str = ""
 
 

@@ -78,5 +78,5 @@ def adopt(plugin: Any, model: nn.Module) -> None:
     names = plugin.transformer_cls_names_to_wrap
     if names is None:
         names = plugin.transformer_cls_names_to_wrap = list(blocks_not_to_split(model))
-    classes = {kind for kind in map(original_class, modules) if kind.__name__ in names}
+    classes = {cls for cls in map(original_class, modules) if cls.__name__ in names}
     plugin.auto_wrap_policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=classes)

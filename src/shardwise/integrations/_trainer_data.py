@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 _END = object()
 #: Samplers of Trainer, Accelerate and TRL that draw only before their first batch, if at all.
 _KNOWN_SAMPLERS = {
-    *(kind.__qualname__ for kind in SAFE_SAMPLERS),
+    *(cls.__qualname__ for cls in SAFE_SAMPLERS),
     *("BatchRebalanceSampler", "BatchSamplerShard", "LengthGroupedSampler", "RepeatSampler"),
     "SeedableRandomSampler",
 }

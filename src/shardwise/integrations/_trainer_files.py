@@ -43,9 +43,9 @@ _CONFIGS = ("config.json", "generation_config.json", "adapter_config.json")
 MAX_FILES_BYTES = 2 * 1024**3
 
 
-def overrides(kind: type, base: type, name: str) -> bool:
+def overrides(cls: type, base: type, name: str) -> bool:
     """Whether a class after the mixin ``base`` in the method resolution order overrides a method of ``base``'s base."""
-    order = kind.__mro__
+    order = cls.__mro__
     behind = order[order.index(base) + 1 :]
     return next(k for k in behind if name in vars(k)) is not next(
         k for k in base.__mro__[1:] if name in vars(k)

@@ -17,7 +17,7 @@ from ..internals.torch import local_tensor, spec_key
 from ..names import NamedTensor
 from .boxes import LocalBox
 from .placements import Geometry, check_local_shape, cut_boxes, geometry_of, local_shape
-from .wanted import Kind, Layout, Wanted, contiguous_strides
+from .wanted import Layout, TensorKind, Wanted, contiguous_strides
 
 __all__ = [
     "fsdp1_problem",
@@ -172,7 +172,7 @@ def _wanted(
     geometry: Geometry,
     place_of: _LocalPlaceOf,
     aliases: tuple[str, ...] = (),
-    kind: Kind = "state",
+    kind: TensorKind = "state",
 ) -> Wanted:
     place = place_of(name, tensor, local_tensor(tensor), geometry)
     dtype = code_of(tensor.dtype)

@@ -10,9 +10,9 @@ from typing import Literal
 from ..dtypes import itemsize
 from .boxes import LocalBox, whole
 
-__all__ = ["Kind", "Layout", "Wanted", "contiguous_strides", "whole_tensor"]
+__all__ = ["Layout", "TensorKind", "Wanted", "contiguous_strides", "whole_tensor"]
 
-Kind = Literal["parameter", "buffer", "state"]
+TensorKind = Literal["parameter", "buffer", "state"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Wanted:
     local_shape: tuple[int, ...]
     local_strides: tuple[int, ...]
     aliases: tuple[str, ...] = ()
-    kind: Kind = "parameter"
+    kind: TensorKind = "parameter"
 
     @property
     def nbytes(self) -> int:

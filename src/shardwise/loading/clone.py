@@ -70,16 +70,16 @@ def _built_again(live: LiveModel) -> Any:
             f"{type(inner).__name__} is not a transformers model, so shardwise can't build a second one. Give build=, a "
             f"function that builds it in shardwise.meta_init() and shards it as the first"
         )
-    kind: Any = live.kind
+    model_class: Any = live.kind
     try:
         with meta_init():
-            second: Any = build_from_config(kind, copy.deepcopy(inner.config), inner.dtype)
+            second: Any = build_from_config(model_class, copy.deepcopy(inner.config), inner.dtype)
     except MemoryError:
         raise
     except Exception as error:  # the class may need more than a config
         raise StateError(
-            f"a second {kind.__name__} can't be built, because {kind.__name__}(config) fails ({type(error).__name__}: "
-            f"{error}); give build="
+            f"a second {model_class.__name__} can't be built, because {model_class.__name__}(config) fails "
+            f"({type(error).__name__}: {error}); give build="
         ) from error
     given = {t.name: t.tensor for t in live.tensors}
     for t in named_tensors(second):

@@ -334,23 +334,23 @@ def _generation_config(model: Any, directory: str) -> Any:
     from transformers import GenerationConfig
 
     # Diffusion models have their own class.
-    kind = getattr(model, "generation_config_class", GenerationConfig)
+    cls = getattr(model, "generation_config_class", GenerationConfig)
     for folder in (directory, os.path.join(directory, "model")):
         file = os.path.join(folder, "generation_config.json")
         if os.path.isfile(file):
-            return _read_generation_config(kind, folder, file)
+            return _read_generation_config(cls, folder, file)
     try:
-        return kind.from_model_config(model.config)
+        return cls.from_model_config(model.config)
     except NotImplementedError:
-        return kind()
+        return cls()
 
 
-def _read_generation_config(kind: Any, folder: str, file: str) -> Any:
+def _read_generation_config(cls: Any, folder: str, file: str) -> Any:
     document = read_shallow_json(file, "generation config")
     try:
         if not isinstance(document, dict):
             raise TypeError("not a JSON object")
-        return kind.from_pretrained(folder, local_files_only=True)
+        return cls.from_pretrained(folder, local_files_only=True)
     except MemoryError:
         raise
     except Exception as error:  # the class raises errors of many types for wrong fields

@@ -101,12 +101,12 @@ def _code_of(model: Any, config: Any) -> dict[str, bytes]:
     ``save_pretrained`` does the same, but looks at the class that ``fully_shard`` made and so copies the wrong file.
     """
     found: dict[str, bytes] = {}
-    for kind in (original_class(model), type(model.config)):
-        auto_class = auto_class_of(kind)
-        file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    for cls in (original_class(model), type(model.config)):
+        auto_class = auto_class_of(cls)
+        file = getattr(sys.modules.get(cls.__module__), "__file__", None)
         if auto_class is None or file is None:
             continue
-        reference = f"{os.path.basename(file).removesuffix('.py')}.{kind.__name__}"
+        reference = f"{os.path.basename(file).removesuffix('.py')}.{cls.__name__}"
         config.auto_map = {**(getattr(config, "auto_map", None) or {}), auto_class: reference}
         found |= _with_imports(file)
     return found

@@ -31,6 +31,7 @@ from ..internals.transformers import (
     transformers_conversions,
     without_initialization,
 )
+from ..layout.spec import TensorSpec
 from ..names import canonical_name, unwrap
 from .match import Made, Resolve
 from .tiles import identity
@@ -183,19 +184,19 @@ def meta_instance(model: Any) -> Any:
     from ..models.meta_init import meta_init
 
     model = unwrap(model)
-    kind: Any = original_class(model)
+    model_class: Any = original_class(model)
     try:
         # Only names, shapes and classes are looked at: no values. Not on torch's meta device altogether, because
         # people's classes take numbers out of tensors (.item()) while they are built.
         with meta_init(), without_initialization():
-            return build_from_config(kind, copy.deepcopy(model.config), model.dtype)
+            return build_from_config(model_class, copy.deepcopy(model.config), model.dtype)
     except MemoryError:
         raise
     except Exception as error:  # the class may need more than a config
         raise UnsupportedConversionError(
-            f"the hub names of the tensors of {kind.__name__} are not known, because {kind.__name__}(config) "
-            f"fails ({type(error).__name__}: {error}); to load, give names= (stored name → module name; {{}} if "
-            f"they are the same)"
+            f"the hub names of the tensors of {model_class.__name__} are not known, because "
+            f"{model_class.__name__}(config) fails ({type(error).__name__}: {error}); to load, give names= "
+            f"(stored name → module name; {{}} if they are the same)"
         ) from error
 
 
@@ -228,12 +229,12 @@ def note_conversions(model: nn.Module, conversions: list[Any]) -> None:
     set_conversions(base_of(model), conversions)
 
 
-def reverse_tiles(meta_model: Any, module: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[Made]:
+def reverse_tiles(meta_model: Any, specs: Mapping[str, TensorSpec]) -> list[Made]:
     """Hub tensors of a model that was never loaded, by the library's reverse transforms.
 
-    ``module`` gives dtype and shape by module name. The tiles' sources are module tensors.
+    ``specs`` are by module name. The tiles' sources are module tensors.
     """
-    symbols = {name: stored_tensor(name, shape, torch_dtype(code)) for name, (code, shape) in module.items()}
+    symbols = {name: stored_tensor(name, shape, torch_dtype(code)) for name, (code, shape) in specs.items()}
     try:
         reverted = revert_to_hub(meta_model, symbols)
     except Exception as error:  # Untraceable, or any error of an operation without a reverse

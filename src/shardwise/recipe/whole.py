@@ -6,17 +6,17 @@ compared with the plan before any of them is placed.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..catalog.records import Chunk, StoredTensor
-from ..dtypes import code_of, itemsize, torch_dtype
+from ..dtypes import code_of, torch_dtype
 from ..errors import UnsupportedConversionError
 from ..internals.torch import TorchDispatchMode, storage_key
 from ..layout.boxes import whole
+from ..layout.spec import TensorSpec
 from .host_convert import HostConversion
 
 __all__ = ["host_conversion"]
@@ -66,8 +66,9 @@ def _virtual(group: str, target: str, code: str, shape: tuple[int, ...]) -> Stor
     return StoredTensor(name, code, shape, (Chunk(whole(shape), name, 0),))
 
 
-def _nbytes(kind: tuple[torch.dtype, tuple[int, ...]]) -> int:
-    return math.prod(kind[1]) * itemsize(code_of(kind[0]))
+def _nbytes(made: tuple[torch.dtype, tuple[int, ...]]) -> int:
+    dtype, shape = made
+    return TensorSpec(code_of(dtype), shape).nbytes
 
 
 def _looks_at_values(error: Exception) -> bool:

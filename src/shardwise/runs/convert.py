@@ -40,7 +40,7 @@ from ..transfer.box import read_recipe, wanted_box
 from ..transfer.converted import ConvertingReader
 from ..transfer.copy import Staging
 from ..transfer.page_cache import page_cache_for
-from .contents import ModelContents, OptimizerContents, RunContents, contents_of_run
+from .stored_run import StoredModel, StoredOptimizerState, StoredRun, describe_run
 
 __all__ = ["ConvertReport", "convert"]
 
@@ -108,7 +108,7 @@ def convert(
     with ranks.agree("plan the conversion") as claim:
         named = STEP_NAME.fullmatch(os.path.basename(final))
         step = int(named[1]) if named else 0
-        run = contents_of_run(source, home, step=step, trust_remote_code=trust_remote_code, io=io)
+        run = describe_run(source, home, step=step, trust_remote_code=trust_remote_code, io=io)
         snapshot = _snapshot(run, ranks.world_size)
         claim.alike(layout_hash(snapshot))
     run_id = run.run_id or ranks.on_first("run id", lambda: secrets.token_hex(8))
@@ -136,7 +136,7 @@ def convert(
         source=os.fspath(source),
         source_kind=run.kind,
         step=run.step,
-        tensors=sum(len(m.kinds) for m in run.models.values()),
+        tensors=sum(len(m.specs) for m in run.models.values()),
         optimizer_tensors=sum(
             len(s) for o in run.optimizers.values() for by in (o.spread, o.scalars) for s in by.values()
         ),
@@ -148,7 +148,7 @@ def convert(
     )
 
 
-def _assets(run: RunContents) -> dict[str, bytes]:
+def _assets(run: StoredRun) -> dict[str, bytes]:
     return {
         f"{directory('model', name)}/{file}": content
         for name, model in run.models.items()
@@ -156,7 +156,7 @@ def _assets(run: RunContents) -> dict[str, bytes]:
     }
 
 
-def _compare_digests(run: RunContents, made: Manifest) -> None:
+def _compare_digests(run: StoredRun, made: Manifest) -> None:
     """Compare with the digests that the source recorded, before anything is published."""
     wrong = [
         f"{name}" if len(run.models) == 1 else f"{model} {name}"
@@ -176,7 +176,7 @@ def _compare_digests(run: RunContents, made: Manifest) -> None:
 # Writing
 
 
-def _snapshot(run: RunContents, world_size: int) -> Snapshot:
+def _snapshot(run: StoredRun, world_size: int) -> Snapshot:
     """The state to write; each tensor is on meta, and says itself what it is made of."""
     spread = _Spread(world_size)
     models = tuple(_model_part(name, m, spread) for name, m in run.models.items())
@@ -208,9 +208,9 @@ def _meta(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.empty(shape, dtype=torch_dtype(dtype), device="meta")
 
 
-def _model_part(name: str, model: ModelContents, spread: _Spread) -> ModelPart:
+def _model_part(name: str, model: StoredModel, spread: _Spread) -> ModelPart:
     named, live = [], []
-    for tensor, (dtype, shape) in model.kinds.items():
+    for tensor, (dtype, shape) in model.specs.items():
         stand_in = _meta(dtype, shape)
         made_of = MadeOf(model.recipes[tensor], model.catalog.tensors)
         aliases, geometry = model.aliases.get(tensor, ()), spread.of(shape)
@@ -232,7 +232,7 @@ def _model_part(name: str, model: ModelContents, spread: _Spread) -> ModelPart:
 
 
 def _optimizer_part(
-    name: str, optimizer: OptimizerContents, model: ModelPart, world_size: int
+    name: str, optimizer: StoredOptimizerState, model: ModelPart, world_size: int
 ) -> OptimizerPart:
     geometries = {v.stored.name: v.stored.geometry for v in model.live}
     drained, live = Drained(), []
@@ -266,7 +266,7 @@ def _optimizer_part(
 class _Stream:
     """Reads each piece when the writer asks for it."""
 
-    def __init__(self, run: RunContents, files: FileReader, staging: Staging) -> None:
+    def __init__(self, run: StoredRun, files: FileReader, staging: Staging) -> None:
         conversions: dict[str, HostConversion] = {}
         stored: dict[str, StoredTensor] = {}
         for model in run.models.values():

@@ -88,18 +88,18 @@ class PlainValues:
 
     def of(self, value: Any) -> Any:
         """The plain value. Raises :class:`FormatError` for anything else."""
-        kind = type(value)
-        if kind is dict:
+        cls = type(value)
+        if cls is dict:
             return {k: self.of(v) for k, v in value.items()}
-        if kind in (list, tuple):
-            return kind(map(self.of, value))
-        if value is None or kind in _PLAIN:
+        if cls in (list, tuple):
+            return cls(map(self.of, value))
+        if value is None or cls in _PLAIN:
             return value
-        if kind is Dtype and value.code is not None:
+        if cls is Dtype and value.code is not None:
             return torch_dtype(value.code)
-        if kind is StoredTensor:
+        if cls is StoredTensor:
             return self._within(value.nbytes, value)
-        if kind is Saved and value.code is not None:
+        if cls is Saved and value.code is not None:
             return self._within(math.prod(value.sizes) * itemsize(value.code), value)
         raise FormatError(
             f"holds more than plain values, and only these are read: {brief(value)}", path=self._path

@@ -68,10 +68,10 @@ def has_own_loading(model: nn.Module) -> bool:
 def _differs_from_torch(model: nn.Module, methods: tuple[str, ...], hooks: tuple[str, ...]) -> bool:
     plain: set[type] = set()
     for module in model.modules():
-        kind = type(module)
-        if kind not in plain and any(getattr(kind, n) is not getattr(nn.Module, n) for n in methods):
+        cls = type(module)
+        if cls not in plain and any(getattr(cls, n) is not getattr(nn.Module, n) for n in methods):
             return True
-        plain.add(kind)
+        plain.add(cls)
         own = module.__dict__
         if any(n in own for n in methods) or any(
             not _is_wrappers(hook) for n in hooks if own[n] for hook in own[n].values()

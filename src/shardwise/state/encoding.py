@@ -50,12 +50,12 @@ class Encoder:
         self._met: list[torch.Tensor] = []  # keeps these tensors alive, so their ids stay unique
 
     def encode(self, value: Any, where: str) -> Any:
-        kind = type(value)
-        if kind in _LEAVES:
-            return _LEAVES[kind](value)
-        if kind in _CONTAINERS:
+        cls = type(value)
+        if cls in _LEAVES:
+            return _LEAVES[cls](value)
+        if cls in _CONTAINERS:
             with self._inside(value, where):
-                return _CONTAINERS[kind](self, value, where)
+                return _CONTAINERS[cls](self, value, where)
         for base, encode_instance in _INSTANCES:
             if isinstance(value, base):
                 return encode_instance(self, value, where)

@@ -189,13 +189,13 @@ def _check_phases(live: Mapping[str, Any], state: Mapping[str, Any], name: str) 
 
 def check_scaler(target: torch.amp.GradScaler, state: Mapping[str, Any], name: str) -> None:
     """Raise :class:`FormatError` for a state that no GradScaler saves, :class:`StateError` for a disabled one's."""
-    kind = type(target)
-    if kind.load_state_dict is not torch.amp.GradScaler.load_state_dict:
+    cls = type(target)
+    if cls.load_state_dict is not torch.amp.GradScaler.load_state_dict:
         return
     if not state:
         if target.is_enabled():
             raise StateError(
-                f"{name}: the checkpoint holds the state of a disabled {kind.__qualname__}, which load_state_dict does "
+                f"{name}: the checkpoint holds the state of a disabled {cls.__qualname__}, which load_state_dict does "
                 f"not take; disable it, or leave it out of the state"
             )
         return

@@ -90,12 +90,12 @@ class TrainState:
         return _checked(named, "optimizer", Optimizer)
 
 
-def _checked(given: Mapping[str, Any], what: str, kind: type) -> dict[str, Any]:
+def _checked(given: Mapping[str, Any], what: str, cls: type) -> dict[str, Any]:
     """The given objects by name, checked: names become folders of the checkpoint."""
     for name, one in given.items():
-        if not isinstance(one, kind):
+        if not isinstance(one, cls):
             raise StateError(
-                f"{what}: expected a {kind.__module__}.{kind.__name__}, or several by name, got a "
+                f"{what}: expected a {cls.__module__}.{cls.__name__}, or several by name, got a "
                 f"{type(one).__name__} ({name!r})"
             )
     bad = [name for name in given if not is_word(name)]

@@ -22,6 +22,7 @@ from ..checkpoint.verify import model_of
 from ..errors import FormatError, ShardwiseError, StateError
 from ..format.manifest import MANIFEST_NAME, Manifest, read_manifest
 from ..format.states import StateKey
+from ..layout.spec import TensorSpec
 from ..layout.wanted import Layout, whole_tensor
 from ..limits import MAX_COUNT, inside
 from ..loading.pretrained import build_meta
@@ -39,22 +40,22 @@ from .pickled_values import plain_tensor
 from .third_party import StoredOptimizer, ThirdPartyRun, find_run
 
 __all__ = [
-    "ModelContents",
-    "OptimizerContents",
-    "RunContents",
+    "StoredModel",
+    "StoredOptimizerState",
+    "StoredRun",
     "as_config_says",
     "as_stored",
-    "contents_of_run",
+    "describe_run",
     "has_module_names",
 ]
 
 
 @dataclass(frozen=True, slots=True)
-class ModelContents:
+class StoredModel:
     """A model's tensors under module names, and how each is made of stored ones."""
 
     catalog: Catalog
-    kinds: Mapping[str, tuple[str, tuple[int, ...]]]
+    specs: Mapping[str, TensorSpec]
     """Stored dtype and shape of each tensor."""
     recipes: Mapping[str, Recipe]
     conversions: Mapping[str, HostConversion] = field(default_factory=dict)
@@ -73,7 +74,7 @@ class ModelContents:
 
 
 @dataclass(frozen=True, slots=True)
-class OptimizerContents:
+class StoredOptimizerState:
     """An optimizer's tensors: spread like their parameter, or of one element."""
 
     model: str
@@ -83,12 +84,12 @@ class OptimizerContents:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunContents:
+class StoredRun:
     """A run: its models and optimizers by name, and its documents in the form of our checkpoints."""
 
     kind: str
-    models: Mapping[str, ModelContents]
-    optimizers: Mapping[str, OptimizerContents]
+    models: Mapping[str, StoredModel]
+    optimizers: Mapping[str, StoredOptimizerState]
     documents: Mapping[str, Encoded]
     step: int
     run_id: str | None
@@ -99,9 +100,9 @@ class RunContents:
     """Stored state that a conversion skips."""
 
 
-def contents_of_run(
+def describe_run(
     path: str | os.PathLike[str], config: str | None, *, step: int, trust_remote_code: bool, io: IOOptions
-) -> RunContents:
+) -> StoredRun:
     """Describe the run (or the model alone) at ``path``. Rank-local; reads headers and small values, no payload.
 
     ``config`` is a directory with the model's config.json, and ``step`` the step, of a source without one. Raises :class:`SourceError`,
@@ -127,11 +128,11 @@ def contents_of_run(
 # Models
 
 
-def as_stored(catalog: Catalog) -> ModelContents:
+def as_stored(catalog: Catalog) -> StoredModel:
     """Every stored tensor under its own name."""
-    kinds = {n: (t.dtype, t.shape) for n, t in catalog.tensors.items()}
+    specs = {n: TensorSpec(t.dtype, t.shape) for n, t in catalog.tensors.items()}
     recipes = {n: Recipe(n, (identity(n, t.shape),)) for n, t in catalog.tensors.items()}
-    return ModelContents(catalog, kinds, recipes)
+    return StoredModel(catalog, specs, recipes)
 
 
 def has_module_names(catalog: Catalog) -> bool:
@@ -139,7 +140,7 @@ def has_module_names(catalog: Catalog) -> bool:
     return catalog.has_module_names or "DCP_VERSION" in catalog.metadata
 
 
-def as_config_says(catalog: Catalog, model: Any, io: IOOptions) -> ModelContents:
+def as_config_says(catalog: Catalog, model: Any, io: IOOptions) -> StoredModel:
     """The tensors of a transformers model on meta, proved complete, in their stored dtypes."""
     hub = hub_rules(model)
     named = [t for t in named_tensors(model) if t.persistent]
@@ -169,9 +170,9 @@ def as_config_says(catalog: Catalog, model: Any, io: IOOptions) -> ModelContents
     sources = {s for r in plan.recipes.values() for s in (*(t.source for t in r.tiles), *r.empty)}
     shapes = {} if origin.is_plain else {s: catalog.tensors[s].shape for s in sources if s in catalog.tensors}
     aliases = {t.name: t.aliases for t in named if t.aliases}
-    return ModelContents(
+    return StoredModel(
         catalog=replace(catalog, tensors={**catalog.tensors, **results}),
-        kinds={w.name: (w.dtype, w.shape) for w in wanted},
+        specs={w.name: TensorSpec(w.dtype, w.shape) for w in wanted},
         recipes=plan.recipes,
         conversions=plan.conversions,
         buffers=frozenset(t.name for t in named if t.kind == "buffer"),
@@ -187,13 +188,13 @@ def as_config_says(catalog: Catalog, model: Any, io: IOOptions) -> ModelContents
 # A run that another library stored
 
 
-def _of_third_party(run: ThirdPartyRun, models: Mapping[str, ModelContents], otherwise: int) -> RunContents:
+def _of_third_party(run: ThirdPartyRun, models: Mapping[str, StoredModel], otherwise: int) -> StoredRun:
     named = run.step
     step = otherwise if named is None else named
     if not 0 <= step <= MAX_COUNT:
         raise FormatError(f"its step is {step}, expected a number from 0 to {MAX_COUNT}", path=run.path)
     documents: dict[str, Any] = {"step": step}
-    optimizers: dict[str, OptimizerContents] = {}
+    optimizers: dict[str, StoredOptimizerState] = {}
     skipped = [f"{n}: not used by the model's class" for m in models.values() for n in m.unused]
     if named is None:
         skipped.append(
@@ -220,7 +221,7 @@ def _of_third_party(run: ThirdPartyRun, models: Mapping[str, ModelContents], oth
             continue
         documents[name] = found
     kind = next(iter(models.values())).catalog.kind
-    return RunContents(
+    return StoredRun(
         kind=kind,
         models=models,
         optimizers=optimizers,
@@ -239,47 +240,48 @@ def _is_in_a_file(root: str, name: str) -> bool:
 
 
 def _optimizer(
-    stored: StoredOptimizer, models: Mapping[str, ModelContents], path: str
-) -> tuple[OptimizerContents, dict[str, Any]]:
+    stored: StoredOptimizer, models: Mapping[str, StoredModel], path: str
+) -> tuple[StoredOptimizerState, dict[str, Any]]:
     """An optimizer's contents, and its document."""
     owners = {key.parameter for key in stored.keys.values()}
     name, model = next(
         (
             (n, m)
             for n, m in models.items()
-            if owners <= {*m.kinds, *(a for al in m.aliases.values() for a in al)}
+            if owners <= {*m.specs, *(a for al in m.aliases.values() for a in al)}
         ),
         (None, None),
     )
     if name is None or model is None:
         first = next(iter(models.values()))
-        strange = sorted(owners - first.kinds.keys())
+        strange = sorted(owners - first.specs.keys())
         raise StateError(f"{path}: holds optimizer state of {', '.join(strange[:5])}, which the model lacks")
     spread: dict[str, dict[str, StoredTensor]] = {}
     scalars: dict[str, dict[str, torch.Tensor]] = {}
     for short, (parameter, key) in stored.keys.items():
         t, owner = stored.catalog.tensors[short], model.name_of(parameter)
-        if t.shape == model.kinds[owner][1] and t.shape:
+        if t.shape == model.specs[owner].shape and t.shape:
             spread.setdefault(owner, {})[key] = t
         elif t.shape == ():
             scalars.setdefault(owner, {})[key] = plain_tensor(t)
         else:
             raise StateError(
-                f"{path}: optimizer state {short} has shape {list(t.shape)}, its parameter {list(model.kinds[owner][1])}; "
-                f"how ranks held it is not stored: restore it in a run (shardwise.restore) and save there"
+                f"{path}: optimizer state {short} has shape {list(t.shape)}, its parameter "
+                f"{list(model.specs[owner].shape)}; how ranks held it is not stored: "
+                f"restore it in a run (shardwise.restore) and save there"
             )
     groups = [{**g, "names": [model.name_of(n) for n in g["names"]]} for g in stored.groups_as_stored()]
     values = {model.name_of(n): dict(v) for n, v in stored.values.items()}
     # No other library stores the optimizer's class: a restore compares the settings.
     document = {"class": None, "model": name, "groups": groups, "values": values}
-    return OptimizerContents(name, stored.catalog, spread, scalars), document
+    return StoredOptimizerState(name, stored.catalog, spread, scalars), document
 
 
 # ----------------------------------------------------------------------------------------------------
 # A checkpoint of ours, for another number of files
 
 
-def _of_checkpoint(root: str) -> RunContents:
+def _of_checkpoint(root: str) -> StoredRun:
     manifest = read_manifest(root)
     for name, entry in manifest.files.items():
         check_size(inside(root, name), entry.nbytes)
@@ -295,7 +297,7 @@ def _of_checkpoint(root: str) -> RunContents:
             hub_tensors=manifest.hub_tensors.get(name),
             assets=read_assets(folder),
         )
-    return RunContents(
+    return StoredRun(
         kind="checkpoint",
         models=models,
         optimizers={name: _stored_optimizer(root, manifest, name) for name in manifest.packed},
@@ -312,7 +314,7 @@ def _of_checkpoint(root: str) -> RunContents:
     )
 
 
-def _further_files(manifest: Manifest, models: Mapping[str, ModelContents]) -> list[str]:
+def _further_files(manifest: Manifest, models: Mapping[str, StoredModel]) -> list[str]:
     """Files that are neither slices, documents nor assets: ``TrainState.files``, which a conversion drops."""
     known = {f"{directory('model', name)}/{file}" for name, m in models.items() for file in m.assets}
     known |= {"state.json", "state.safetensors"}
@@ -327,7 +329,7 @@ def _further_files(manifest: Manifest, models: Mapping[str, ModelContents]) -> l
     return sorted(n for n in manifest.files if not is_known(n))
 
 
-def _stored_optimizer(root: str, manifest: Manifest, name: str) -> OptimizerContents:
+def _stored_optimizer(root: str, manifest: Manifest, name: str) -> StoredOptimizerState:
     model = model_of(manifest, name)
     catalog = catalog_of_optimizer(root, manifest, name, model)
     packed = {key: plain_tensor(catalog.tensors[packed_name(key)]) for key in manifest.packed[name]}
@@ -339,7 +341,7 @@ def _stored_optimizer(root: str, manifest: Manifest, name: str) -> OptimizerCont
                 spread.setdefault(owner, {})[key] = catalog.tensors[StateKey(owner, key).name]
             else:
                 scalars.setdefault(owner, {})[key] = packed[state.packed][state.index]
-    return OptimizerContents(model, catalog, spread, scalars)
+    return StoredOptimizerState(model, catalog, spread, scalars)
 
 
 def _documents(root: str, manifest: Manifest) -> dict[str, Encoded]:

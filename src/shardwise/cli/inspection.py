@@ -17,6 +17,7 @@ from ..dtypes import itemsize
 from ..errors import ShardwiseError, SourceError
 from ..format.manifest import MANIFEST_NAME, Manifest, read_manifest
 from ..layout.placements import Geometry
+from ..layout.spec import TensorSpec
 from ..limits import inside
 from ..store.publish import published_steps, was_ever_published
 from .tree import Node, tree_of
@@ -243,7 +244,7 @@ def _optimizer_states(manifest: Manifest) -> Iterable[OptimizerState]:
             for optimizer, states in t.states.items():
                 for name, state in states.items():
                     shape = t.shape if state.packed is None else ()
-                    one = StoredTensor(name, state.dtype, shape, ()).nbytes
+                    one = TensorSpec(state.dtype, shape).nbytes
                     found.setdefault((optimizer, name), []).append((state.dtype, one))
     for (optimizer, name), held in sorted(found.items()):
         yield OptimizerState(
