@@ -56,10 +56,11 @@ def _measured(directory: str, work: Any) -> tuple[Any, int]:
     return result, left
 
 
-def cold_reads(directory: str) -> dict[str, list[Any]]:
-    """By ``IOOptions.reads``: bytes that a cold load of rows fetched from storage on this rank, and the report's words."""
-    found: dict[str, list[Any]] = {}
-    for reads in ("plain", "auto", "ahead"):
+def cold_reads(directory: str) -> dict[str, list[tuple[int, str]]]:
+    """By ``IOOptions.reads``, for each of three cold loads of rows: bytes that this rank fetched from storage, and the report's
+    words."""
+    found: dict[str, list[tuple[int, str]]] = {"plain": [], "auto": [], "ahead": []}
+    for reads in [*found] * 3:
         model = _model("rows")
 
         def load(model: nn.Module = model, reads: Any = reads) -> tuple[int, str]:
@@ -67,7 +68,7 @@ def cold_reads(directory: str) -> dict[str, list[Any]]:
             report = sw.load(model, directory, io=sw.IOOptions(reads=reads))
             return storage_bytes() - before, report.reads
 
-        found[reads] = list(_measured(directory, load)[0])
+        found[reads].append(_measured(directory, load)[0])
         values = {int(n.split(".")[0]): p.to_local().unique().tolist() for n, p in model.named_parameters()}  # type: ignore[attr-defined]
         assert values == {k: [float(k)] for k in range(LAYERS)}
     return found

@@ -37,15 +37,20 @@ def test_pages_are_given_back(ranks: RankPool, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ranks_fetch_the_model_once(ranks: RankPool, tmp_path: Path) -> None:
-    """Of files that are not cached, two ranks together fetch no more than there is, whoever asks for it."""
+    """Of files that are not cached, two ranks together fetch no more than there is, whoever asks for it.
+
+    The least of three loads: the system's counter also has pages of the processes' own code that the system had dropped.
+    """
     if not drops_pages(tmp_path):
         pytest.skip("files in the temporary directory can't leave the page cache")
     nbytes = fns.write_model(str(tmp_path))
     found = ranks.run_ranks(2, fns.cold_reads, str(tmp_path))
     for reads in ("plain", "auto", "ahead"):
-        fetched = sum(rank[reads][0] for rank in found)
+        fetched = min(
+            sum(nbytes for nbytes, _ in load) for load in zip(*(rank[reads] for rank in found), strict=True)
+        )
         assert 0.98 * nbytes <= fetched <= 1.02 * nbytes, (reads, found)
     for rank in found:
-        assert rank["plain"][1] == "plain: asked for"
-        assert rank["ahead"][1] == "ahead: asked for"
-        assert "not all were in the page cache" in rank["auto"][1]
+        assert {words for _, words in rank["plain"]} == {"plain: asked for"}
+        assert {words for _, words in rank["ahead"]} == {"ahead: asked for"}
+        assert all("not all were in the page cache" in words for _, words in rank["auto"])
