@@ -210,6 +210,7 @@ def test_a_rule_that_can_not_be_repeated_beside_one_that_can() -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_peft_is_imported_only_where_it_is_used() -> None:
     code = "import sys, shardwise, shardwise.adapters.files; assert 'peft' not in sys.modules, 'imported'"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)

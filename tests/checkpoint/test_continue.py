@@ -60,6 +60,7 @@ def test_a_restored_copy_matches_the_run_that_went_on(ranks: RankPool, tmp_path:
             assert sorted(epoch) == list(range(34)), "a sample was repeated or skipped"
 
 
+@pytest.mark.slow
 def test_samples_and_gradients_go_on_at_other_world_sizes(ranks: RankPool, tmp_path: Path) -> None:
     """Twelve batches of twelve, three a step, saved in cycles and epochs: 2 → 3 → 1 → 4 ranks, against one run."""
     (whole,) = ranks.run_ranks(1, fns.stage, str(tmp_path / "whole"), 12, 0)

@@ -754,6 +754,7 @@ def test_version() -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_module_and_script_do_the_same(model: Path) -> None:
     status, out, err = finish(start("inspect", model, "--json"))
     assert (status, err) == (0, "")

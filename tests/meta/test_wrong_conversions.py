@@ -29,6 +29,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 @pytest.mark.parametrize("world_size", [3, *long(2)])
+@pytest.mark.slow
 def test_a_wrong_conversion_shows(
     ranks: RankPool, checkpoint: tuple[str, str], tmp_path: Path, world_size: int
 ) -> None:
@@ -46,6 +47,7 @@ def test_a_wrong_conversion_shows(
             assert said["export"] == [], (error, said)
 
 
+@pytest.mark.slow
 def test_a_wrong_export_shows(ranks: RankPool, checkpoint: tuple[str, str], tmp_path: Path) -> None:
     """Of a checkpoint, whose conversions are run again; of a live model, whose record says how it was loaded."""
     model_type, directory = checkpoint
