@@ -1,4 +1,4 @@
-"""The public names that need torch, and the modules that define them. :mod:`shardwise` imports this module when one of them is first used."""
+"""The public names that need torch, and the modules that define them. :mod:`shardwise` imports it on first use of a name."""
 
 from .checkpoint.checkpointer import Checkpointer as Checkpointer
 from .checkpoint.checkpointer import save as save

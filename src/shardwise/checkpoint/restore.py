@@ -136,7 +136,7 @@ class ResumeReport:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What a checkpoint says of the run that saved it; the fields are those of :class:`ResumeReport`."""
+    """The run that saved a checkpoint, as the checkpoint records it. :class:`ResumeReport` has the same facts."""
 
     path: str
     step: int

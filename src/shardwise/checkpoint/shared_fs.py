@@ -14,7 +14,7 @@ from ..format.manifest import MANIFEST_NAME, Manifest, read_manifest
 from ..limits import read_small
 from ..ranks.ranks import Ranks
 
-__all__ = ["SeenByFirst", "wait_for_folders", "manifest_seen_by_first"]
+__all__ = ["SeenByFirst", "manifest_seen_by_first", "wait_for_folders"]
 
 #: Network file systems cache a directory for at most this long (NFS: acdirmax).
 _MOST_PATIENCE_S = 60.0

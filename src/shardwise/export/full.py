@@ -221,7 +221,7 @@ def _device(live: LiveModel) -> torch.device:
     """Where full tensors are given: the device of the model's mesh, or of a model without one itself."""
     tensors = [t.tensor for t in live.tensors]
     if any(isinstance(t, DTensor) for t in tensors) or not tensors:
-        return default_device(t.tensor for t in live.parameters)
+        return default_device(live.parameters)
     return tensors[0].device
 
 

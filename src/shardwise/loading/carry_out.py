@@ -37,9 +37,7 @@ def carry_out(
     checks: SharedReader | None = None
     with FileReader(ranks.tick, page_cache=page_cache, reads=io.reads, threads=io.read_threads) as files:
         reader = ConvertingReader(files, plan.conversions, planned.catalog.tensors)
-        share = partial(
-            shared_reader, planned, choice, reader, ranks, default_device(t.tensor for t in live.parameters)
-        )
+        share = partial(shared_reader, planned, choice, reader, ranks, default_device(live.parameters))
         if choice.strategy != "own":
             try:
                 fills = share(copies=False)

@@ -199,9 +199,7 @@ def fill(prepare: Callable[[], Filling], ranks: Ranks) -> Filled:
     plan, live, catalog, options = planned.plan, given.live, given.catalog, given.options
     read = time.perf_counter()
     with ranks.agree("read"):
-        memory = materialize(
-            live.root, options.device or default_device(t.tensor for t in live.parameters), options.io.pages
-        )
+        memory = materialize(live.root, options.device or default_device(live.parameters), options.io.pages)
         live = live.refreshed()
         cost = carry_out(planned, choice, live, ranks, memory)
     if new:
@@ -270,7 +268,7 @@ def _refuse_unfillable(live: LiveModel, allow_plain: Sequence[str] | None) -> No
 
 def _refuse_too_large(live: LiveModel, device: torch.device | str | None, host: HostBudget | None) -> None:
     """Raises :class:`PlanError` if the memory that meta tensors get on the CPU exceeds the host's limit."""
-    if torch.device(device or default_device(t.tensor for t in live.parameters)).type == "cpu":
+    if torch.device(device or default_device(live.parameters)).type == "cpu":
         refuse_too_large(sum(local_tensor(t.tensor).nbytes for t in live.stored if t.tensor.is_meta), host)
 
 

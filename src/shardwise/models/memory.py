@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..internals.torch import allocate_dtensors, local_tensor, parameter_like, swappable_rnns
-from ..names import own_tensors
+from ..names import NamedTensor, own_tensors
 from .host_memory import HostMemory, Pages
 
 __all__ = ["default_device", "give_addresses", "materialize"]
@@ -78,11 +78,11 @@ def give_addresses(parameters: Iterable[nn.Parameter]) -> None:
             local.data_ptr = functools.partial(int, id(parameter))  # type: ignore[method-assign]
 
 
-def default_device(parameters: Iterable[torch.Tensor]) -> torch.device:
+def default_device(parameters: Iterable[NamedTensor]) -> torch.device:
     """The default device for meta tensors: that of the mesh of a model's parameters, otherwise the CPU."""
     for parameter in parameters:
-        if isinstance(parameter, DTensor):
-            kind = parameter.device_mesh.device_type
+        if isinstance(parameter.tensor, DTensor):
+            kind = parameter.tensor.device_mesh.device_type
             if kind != "cpu":
                 return torch.device(kind, torch.get_device_module(kind).current_device())
     return torch.device("cpu")

@@ -99,7 +99,7 @@ class FileReader:
             self._ahead = before
 
     def describe_reads(self) -> str:
-        """How the bytes were read, and why; and the number of threads, if several shared a read."""
+        """The way of the reads, with the reason, and the number of threads if several shared a read."""
         return self._way() + (f"; by {self._threads.count} threads" if self._threads.shared_bytes else "")
 
     def _way(self) -> str:

@@ -1,4 +1,4 @@
-"""Threads that share a large read. One thread copies from the page cache about as fast as one core can; hosts have more."""
+"""Threads that share a large read. One thread keeps one core busy when it copies from the page cache; hosts have more cores."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import pairwise
 
 __all__ = ["LEAST_BYTES", "MOST_THREADS", "Threads", "threads_of_this_rank"]
 
-#: More threads of one rank wait for each other in the kernel, or for storage.
+#: With more threads, those of one rank would wait for each other in the kernel, or for storage.
 MOST_THREADS = 4
 #: A smaller part of a read costs less than handing it to a thread.
 LEAST_BYTES = 1024**2
