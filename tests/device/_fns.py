@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import resource
 import signal
 import traceback
 import warnings
@@ -116,6 +117,7 @@ def _status_of_a_peek(tensor: torch.Tensor) -> int:
         warnings.simplefilter("ignore")  # of a fork beside threads: this child only looks and ends
         child = os.fork()
     if child == 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         signal.signal(signal.SIGSEGV, signal.SIG_DFL)
         ctypes.string_at(address, 4)
         os._exit(0)

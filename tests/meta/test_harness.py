@@ -19,7 +19,8 @@ from tests.harness.launch import Launch
 from tests.harness.on_ranks import on_ranks
 from tests.harness.pool import RankPool
 
-pytestmark = pytest.mark.processes
+#: What the tests stand on, not what users do: with the long ones.
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 
 def _sum_of_ranks(offset: int) -> tuple[int, int, float]:
