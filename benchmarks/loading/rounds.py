@@ -210,8 +210,10 @@ def _inspect(
 def _rounds(cell: Cell, results: dict[str, Result], rounds: Rounds, share_s: float) -> None:
     """Run the peers in turn: each round begins with another one, and every second goes backwards."""
     left = {peer: share_s for peer, result in results.items() if result.inspection}
-    for turn in range(rounds.most if left else 0):
+    for turn in range(rounds.most):
         peers = list(left)
+        if not peers:
+            return
         order = peers[turn % len(peers) :] + peers[: turn % len(peers)]
         for peer in order[:: -1 if turn % 2 else 1]:
             each_s = (share_s - left[peer]) / max(turn, 1)

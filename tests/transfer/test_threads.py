@@ -16,6 +16,7 @@ from shardwise import IOOptions
 from shardwise.errors import IntegrityError, SourceError
 from shardwise.transfer import FileReader
 from shardwise.transfer.threads import LEAST_BYTES, MOST_THREADS, Threads, threads_of_this_rank
+from tests.harness.on_ranks import on_ranks
 from tests.harness.page_cache import drop
 
 MIB = 1024**2
@@ -146,7 +147,6 @@ def test_threads_end_with_the_reader(file: Path) -> None:
         ({"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "64"}, 96, 96, MOST_THREADS),
         ({"LOCAL_WORLD_SIZE": "8"}, 24, 24, 3),
         ({"LOCAL_WORLD_SIZE": "8"}, 96, 2, 2),  # bound to two cores
-        ({"WORLD_SIZE": "64"}, 96, 96, 1),  # perhaps all on this host
         ({"LOCAL_WORLD_SIZE": "4"}, 2, 2, 1),
         ({"LOCAL_WORLD_SIZE": "0"}, 2, 2, 2),
         ({"LOCAL_WORLD_SIZE": "many"}, 2, 2, 2),
@@ -155,13 +155,21 @@ def test_threads_end_with_the_reader(file: Path) -> None:
 def test_as_many_as_there_are_cores_for_a_rank(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], cores: int, bound: int, expected: int
 ) -> None:
-    for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(bound))
     assert threads_of_this_rank() == expected
+
+
+@on_ranks(2)
+def test_without_a_launcher_all_ranks_may_be_on_this_host() -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.delenv("LOCAL_WORLD_SIZE")
+        patched.setattr(os, "cpu_count", lambda: 6)
+        patched.setattr(os, "sched_getaffinity", lambda _: range(6))
+        assert threads_of_this_rank() == 3
 
 
 def test_options() -> None:

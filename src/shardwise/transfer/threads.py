@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import pairwise
 
+import torch.distributed as dist
+
 __all__ = ["LEAST_BYTES", "MOST_THREADS", "Threads", "threads_of_this_rank"]
 
 #: With more threads, those of one rank would wait for each other in the kernel, or for storage.
@@ -18,11 +20,11 @@ LEAST_BYTES = 1024**2
 def threads_of_this_rank() -> int:
     """The cores that the host has for each of its ranks, at least 1 and at most ``MOST_THREADS``. Rank-local.
 
-    The ranks of a host are ``LOCAL_WORLD_SIZE``, which launchers set, otherwise ``WORLD_SIZE``, otherwise 1. A process that is
-    bound to some cores uses no others.
+    The ranks of a host are ``LOCAL_WORLD_SIZE``, which launchers set; without it, all ranks of the process group. A process that
+    is bound to some cores uses no others.
     """
-    local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or "1"
-    ranks = int(local) if local.isascii() and local.isdigit() else 1
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    ranks = int(local) if local.isascii() and local.isdigit() else _world_size()
     cores = os.cpu_count() or 1
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
     return max(1, min(MOST_THREADS, bound, cores // max(1, ranks)))
@@ -72,6 +74,10 @@ class Threads:
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def _cuts(nbytes: int, parts: int) -> Sequence[int]:
