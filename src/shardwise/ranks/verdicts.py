@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 
 from shardwise.errors import RankError
 
@@ -86,8 +86,13 @@ def status_of(round_: int, request: Request, own: BaseException | None) -> Statu
 
 
 def pack(header: Status | Verdict, inline: bytes = b"") -> bytes:
-    """The value of a status or verdict in the store: a line of JSON, then a small payload."""
-    return json.dumps(asdict(header)).encode() + b"\n" + inline
+    """The value of a status or verdict in the store: a line of JSON, then a small payload.
+
+    Optional fields that are empty, as their defaults are, are left out: every rank sends and gets this in each round.
+    """
+    required = {f.name for f in fields(header) if f.default is MISSING and f.default_factory is MISSING}
+    told = {name: value for name, value in asdict(header).items() if value or name in required}
+    return json.dumps(told, separators=(",", ":")).encode() + b"\n" + inline
 
 
 def unpacked_status(value: bytes) -> tuple[Status, bytes]:
