@@ -1,4 +1,4 @@
-"""What the kernel keeps of files in its page cache: measured, dropped, held. Linux."""
+"""The page cache of files: measured, dropped, held. Linux."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def drop(*files: Path) -> None:
 
 @contextmanager
 def held(file: Path, nbytes: int) -> Iterator[None]:
-    """Within the block, the first ``nbytes`` of a file are in the page cache, and no others are fetched for it (mlock). A busy
-    system may drop what is only read. A process without privileges may hold 8 MiB on most systems."""
+    """Keep the first ``nbytes`` of a file, and no others, in the page cache (mlock): the kernel may drop pages that no process
+    locks. Most systems let a process without privileges lock 8 MiB."""
     fd = os.open(file, os.O_RDONLY)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
     os.pread(fd, nbytes, 0)

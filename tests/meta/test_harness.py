@@ -19,7 +19,7 @@ from tests.harness.launch import Launch
 from tests.harness.on_ranks import on_ranks
 from tests.harness.pool import RankPool
 
-#: What the tests stand on, not what users do: with the long ones.
+#: These tests hold the harness, not the package: `make long` runs them.
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 

@@ -88,7 +88,7 @@ def status_of(round_: int, request: Request, own: BaseException | None) -> Statu
 def pack(header: Status | Verdict, inline: bytes = b"") -> bytes:
     """The value of a status or verdict in the store: a line of JSON, then a small payload.
 
-    Optional fields that are empty, as their defaults are, are left out: every rank sends and gets this in each round.
+    Leaves out optional fields that are empty, as their defaults are: every rank sends and gets such a line in each round.
     """
     required = {f.name for f in fields(header) if f.default is MISSING and f.default_factory is MISSING}
     told = {name: value for name, value in asdict(header).items() if value or name in required}

@@ -99,7 +99,7 @@ class FileReader:
             self._ahead = before
 
     def describe_reads(self) -> str:
-        """The way of the reads, with the reason, and the number of threads if several shared a read."""
+        """How this reader reads, why, and by how many threads if several shared a read."""
         return self._way() + (f"; by {self._threads.count} threads" if self._threads.shared_bytes else "")
 
     def _way(self) -> str:
