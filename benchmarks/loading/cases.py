@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from benchmarks.loading.models import model_on_meta, stored_parts
 
-__all__ = ["LAYOUTS", "Case", "Range", "local_ranges", "sharded_model"]
+__all__ = ["LAYOUTS", "Case", "Range", "local_ranges", "sharded_model", "unsharded_before_ranks"]
 
 #: By name: what the ranks hold.
 LAYOUTS = {
@@ -49,9 +50,26 @@ class Case:
         return sum(span.nbytes for span in _stored(self).values())
 
 
+#: By directory: the model on meta, unsharded, for the first rank function of a process that asks for it.
+_built: dict[str, nn.Module] = {}
+
+
+def unsharded_before_ranks(case: Case) -> None:
+    """Build the model on meta here, in the parent of the ranks, so that each of them need not: they are forks."""
+    if case.directory not in _built:
+        _built.clear()
+        _built[case.directory] = model_on_meta(case.directory)
+        gc.collect()
+        gc.freeze()  # else a collection in a rank would copy the pages of all these objects
+
+
+def _model_on_meta(case: Case) -> Any:
+    return _built.pop(case.directory, None) or model_on_meta(case.directory)
+
+
 def sharded_model(case: Case) -> Any:
     """The model on meta, sharded by torch's own functions. Every rank must call it."""
-    model = model_on_meta(case.directory)
+    model = _model_on_meta(case)
     options: dict[str, Any] = {}
     if case.layout == "FSDP × TP":
         mesh = init_device_mesh(case.device, (case.ranks // 2, 2), mesh_dim_names=("dp", "tp"))
@@ -98,7 +116,7 @@ def local_ranges(case: Case) -> dict[str, list[Range]]:
     """Where this rank's bytes of each parameter lie, in the order of the local tensor. For the layout ``dim 0``."""
     stored, rank = _stored(case), dist.get_rank()
     found: dict[str, list[Range]] = {}
-    for name, parameter in sharded_model(case).named_parameters():
+    for name, parameter in _model_on_meta(case).named_parameters():
         parts = stored_parts(name, tuple(parameter.shape))
         rows = parameter.shape[0]
         each = -(-rows // case.ranks)
@@ -110,8 +128,8 @@ def local_ranges(case: Case) -> dict[str, list[Range]]:
         else:
             spans = [stored[part.stored] for part in parts if start <= (part.row or 0) < stop]
         found[name] = _joined(spans)
-        local = parameter.to_local()
-        assert sum(span.nbytes for span in spans) == local.nbytes, f"{name}: not this rank's rows"
+        nbytes = parameter.nbytes // rows * (stop - start)
+        assert sum(span.nbytes for span in spans) == nbytes, f"{name}: not this rank's rows"
     return found
 
 

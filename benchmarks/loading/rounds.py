@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.fresh import in_fresh_process, on_fresh_ranks
-from benchmarks.loading.cases import Case
+from benchmarks.loading.cases import Case, unsharded_before_ranks
 from benchmarks.loading.models import write_model
 from benchmarks.loading.rank import inspected, timed
 from benchmarks.peers import FLOORS, ON_CPU, PEERS
@@ -167,6 +167,7 @@ def measure(cells: Sequence[Cell], rounds: Rounds, *, short: bool) -> list[Measu
     for cell in cells:
         if not Path(cell.case.directory).exists():
             in_fresh_process(_write, cell.case, short)
+        unsharded_before_ranks(cell.case)
         results = {peer: Result(PEERS[peer].supports(cell.case)) for peer in cell.peers}
         for peer, result in results.items():
             _inspect(cell.case, peer, result, inspections)
