@@ -1,7 +1,7 @@
 """Loads beside their floors and beside other loaders: seconds, CPU, bytes, memory, on models and layouts of all kinds.
 
     make bench                                                     # among the other benchmarks
-    OMP_NUM_THREADS=1 python benchmarks/load.py --minutes 15 --json load.json --table docs/benchmarks.md --png load.png
+    OMP_NUM_THREADS=1 python benchmarks/load.py --minutes 12 --json load.json --table docs/benchmarks.md --png load.png
     OMP_NUM_THREADS=1 python benchmarks/load.py --short             # tiny models: that everything runs, not how fast
     OMP_NUM_THREADS=1 python benchmarks/load.py --only "dense, dim 0, 4 ranks, warm"
 
@@ -81,7 +81,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=15, help="of which slow peers get what is left")
+    parser.add_argument("--minutes", type=float, default=12, help="of which slow peers get what is left")
     parser.add_argument("--rounds", type=int, help="at most; 9, and 2 in the short form")
     parser.add_argument("--short", action="store_true", help="tiny models, no contracts on seconds")
     parser.add_argument("--only", default="", help="cells with this text in their title")

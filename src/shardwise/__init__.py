@@ -72,6 +72,7 @@ __all__ = [
     "restore",
     "save",
     "shard",
+    "storage_options",
     "verify",
 ]
 

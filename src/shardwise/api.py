@@ -29,3 +29,4 @@ from .sharding.fsdp import shard as shard
 from .state.data import ResumableLoader as ResumableLoader
 from .state.sampler import ElasticSampler as ElasticSampler
 from .state.train_state import TrainState as TrainState
+from .storage.options import storage_options as storage_options

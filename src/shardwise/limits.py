@@ -16,6 +16,7 @@ from reprlib import Repr
 from typing import Any, TypeGuard
 
 from .errors import FormatError, SourceError
+from .storage import is_url, read_whole
 
 #: Dims of a tensor: torch's own limit. It also keeps products of sizes small enough to multiply and print.
 MAX_DIMS = 64
@@ -110,7 +111,10 @@ def read_shallow_json(path: str, what: str = "config") -> Any:
 
 
 def read_small(path: str, what: str = "file", max_bytes: int = MAX_JSON_BYTES) -> bytes:
-    """The bytes of a regular file of at most ``max_bytes``. Raises as :func:`read_json`; never blocks on a pipe."""
+    """The bytes of a regular file or of an object of at most ``max_bytes``. Raises as :func:`read_json`; never blocks on a
+    pipe."""
+    if is_url(path):
+        return read_whole(path, max_bytes, what)
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:

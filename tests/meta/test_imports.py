@@ -19,6 +19,7 @@ SOURCE = Path(__file__).resolve().parents[2] / "src" / "shardwise"
 ORDER = (
     *(
         "errors",
+        "storage",
         "limits",
         "gc_paused",
         "devices",

@@ -21,6 +21,7 @@ from ..gc_paused import gc_paused
 from ..layout.boxes import Box
 from ..layout.placements import Cut, Geometry
 from ..limits import MAX_COUNT, brief, inside
+from ..storage import is_url, stat_of
 from .records import Catalog, Chunks, SharedChunk, StoredFile, StoredTensor
 
 __all__ = [
@@ -126,6 +127,12 @@ def check_size(path: str, nbytes: int) -> None:
 
     Raises :class:`IntegrityError` (lost, another size, not a regular file), :class:`SourceError`.
     """
+    if is_url(path):
+        found = stat_of(path)
+        problem = None if found is None else size_differs(found.nbytes, nbytes)
+        if found is None or problem:
+            raise IntegrityError(problem or "lost: no such object", path=path)
+        return
     try:
         status = os.stat(path)
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -141,9 +148,12 @@ def size_problem(status: os.stat_result, nbytes: int) -> str | None:
     """Why a path that can be looked at is not a file of the size in the manifest; None if it is one."""
     if not stat.S_ISREG(status.st_mode):
         return "is not a regular file"
-    if status.st_size != nbytes:
-        return f"{status.st_size} bytes, expected {nbytes}: truncated or overwritten"
-    return None
+    return size_differs(status.st_size, nbytes)
+
+
+def size_differs(found: int, expected: int) -> str | None:
+    """Why a file of that size is not the one of the manifest; None if it may be."""
+    return None if found == expected else f"{found} bytes, expected {expected}: truncated or overwritten"
 
 
 @gc_paused()

@@ -6,6 +6,7 @@ import os
 
 from ..errors import SourceError
 from ..format.steps import describe_steps
+from ..storage import is_file, is_url, looking_once, place_of
 from .checkpoint import catalog_of_checkpoint
 from .dcp import METADATA_NAME, catalog_of_dcp
 from .records import Catalog
@@ -27,16 +28,23 @@ def open_catalog(
     """Catalog of the source at ``path``: a shardwise checkpoint, a DCP checkpoint, safetensors, or a
     file of ``torch.save``. Reads headers only.
 
+    A path may be a URL of an object store (``s3://bucket/prefix``).
+
     The files decide: a directory with ``manifest.json`` is a checkpoint, one with ``.metadata`` is torch's (DCP), one
     with ``pytorch_model_fsdp_0`` or ``pytorch_model_fsdp.bin`` and no safetensors is Accelerate's. ``model`` names
     one of several in a checkpoint; ``variant`` takes ``model.VARIANT.safetensors``. Raises :class:`SourceError`.
     """
-    root = os.fspath(path)
-    if "://" in root:
-        raise SourceError("URLs are not supported yet; copy the files to a local path", path=root)
+    with looking_once():
+        return _open(os.fspath(path), model, variant)
+
+
+def _open(root: str, model: str | None, variant: str | None) -> Catalog:
+    if is_url(root):
+        root = place_of(root).url
+        _refuse_unread(root)
     if variant is not None:
         return catalog_of_safetensors(root, variant)
-    if os.path.isfile(os.path.join(root, "manifest.json")):
+    if is_file(os.path.join(root, "manifest.json")):
         return catalog_of_checkpoint(root, model)
     if model is not None:
         what = (
@@ -46,7 +54,7 @@ def open_catalog(
         raise SourceError(what, path=root)
     if is_torch_file(root):
         return catalog_of_torch_file(root)
-    if os.path.isfile(os.path.join(root, METADATA_NAME)):
+    if is_file(os.path.join(root, METADATA_NAME)):
         found = catalog_of_dcp(root)
         # transformers puts the optimizer's DCP files into the caller's directory, maybe beside the model's safetensors.
         return found if found.tensors or not has_safetensors(root) else catalog_of_safetensors(root)
@@ -55,12 +63,22 @@ def open_catalog(
     return _without_safetensors(root)
 
 
+def _refuse_unread(url: str) -> None:
+    """Refuse what is read from local directories alone."""
+    torch_files = (".bin", ".pt", ".pth", f"/{METADATA_NAME}")
+    if url.endswith(torch_files) or is_file(f"{url}/{METADATA_NAME}"):
+        what = (
+            "files of torch.save and of torch's distributed checkpoint are read from local directories alone"
+        )
+        raise SourceError(f"{what}; copy it to one", path=url)
+
+
 def _without_safetensors(root: str) -> Catalog:
     if has_torch_files(root):
         return catalog_of_torch_files(root)
     folder, file = (os.path.join(root, f"{FULL_STATE_STEM}{end}") for end in ("_0", ".bin"))
-    if os.path.isfile(os.path.join(folder, METADATA_NAME)):
+    if is_file(os.path.join(folder, METADATA_NAME)):
         return catalog_of_dcp(folder)
-    if os.path.isfile(file):
+    if is_file(file):
         return catalog_of_torch_file(file)
     return catalog_of_safetensors(root)  # raises the error

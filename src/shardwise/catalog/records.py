@@ -105,10 +105,12 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file of a source: its path and size in bytes."""
+    """A file of a source, or an object of a store: its path and size in bytes."""
 
     path: str
     nbytes: int
+    version: str | None = None
+    """As :attr:`.Stat.version`, when the catalog was made: a load reads no other."""
 
 
 @dataclass(frozen=True, slots=True)

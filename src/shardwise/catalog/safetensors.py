@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 
 from ..errors import FormatError, SourceError
-from ..format.header import Entry, Header, read_header
+from ..format.header import Entry, Header, read_headers
 from ..format.steps import describe_steps
 from ..layout.boxes import Box, whole
+from ..storage import exists, is_directory, is_file, names_in
 from .index import read_weight_map
 from .records import Catalog, Chunk, StoredFile, StoredTensor, assemble
 
@@ -37,34 +38,34 @@ def catalog_of_safetensors(path: str | os.PathLike[str], variant: str | None = N
     Rank-local; reads a few KiB per file.
     """
     root = os.fspath(path)
-    if os.path.isfile(root):
+    if is_file(root):
         names, weight_map, root = [os.path.basename(root)], None, os.path.dirname(root) or "."
-    elif os.path.isdir(root):
+    elif is_directory(root):
         names, weight_map = _files_of(root, variant)
-    elif os.path.exists(root):
+    elif exists(root):
         raise FormatError("can't be read: not a regular file", path=root)
     else:
         raise SourceError("no such file or directory", path=root)
     ignored = tuple(sorted(n for n in _listed(root) if n.endswith(".safetensors") and n not in names))
-    headers = {name: read_header(os.path.join(root, name)) for name in names}
+    headers = dict(zip(names, read_headers([os.path.join(root, name) for name in names]), strict=True))
     if weight_map is not None:
         _check_index(root, weight_map, headers, with_variant(INDEX_NAME, variant))
-    files = tuple(StoredFile(os.path.join(root, n), h.file_bytes) for n, h in headers.items())
+    files = tuple(StoredFile(os.path.join(root, n), h.file_bytes, h.version) for n, h in headers.items())
     metadata = {k: v for h in headers.values() for k, v in h.metadata.items() if k != "DCP_SHARDING_INFO"}
     return Catalog("safetensors", root, _tensors(root, headers), files, ignored, metadata)
 
 
 def has_safetensors(root: str) -> bool:
     """Whether a directory holds a safetensors file."""
-    return os.path.isdir(root) and any(name.endswith(".safetensors") for name in _listed(root))
+    return is_directory(root) and any(name.endswith(".safetensors") for name in _listed(root))
 
 
 def _files_of(root: str, variant: str | None) -> tuple[list[str], dict[str, str] | None]:
     index, single = os.path.join(root, with_variant(INDEX_NAME, variant)), with_variant(SINGLE_NAME, variant)
-    if os.path.exists(index):
+    if exists(index):
         weight_map = read_weight_map(index)
         return sorted(set(weight_map.values())), weight_map
-    if os.path.exists(os.path.join(root, single)):
+    if exists(os.path.join(root, single)):
         return [single], None
     if variant is not None:
         raise SourceError(f"holds no {single} and no index of variant {variant!r}", path=root)
@@ -74,7 +75,7 @@ def _files_of(root: str, variant: str | None) -> tuple[list[str], dict[str, str]
         if steps := describe_steps(root):
             raise SourceError(steps, path=root)
         hint = ""
-        if os.path.exists(os.path.join(root, "manifest.json")):
+        if exists(os.path.join(root, "manifest.json")):
             hint = "; it is a shardwise checkpoint whose slices lie in model/"
         elif any(n.endswith((".bin", ".pt", ".pth")) for n in listed):
             hint = "; it has files of torch.save under unknown names: give the path of the one to load"
@@ -84,7 +85,7 @@ def _files_of(root: str, variant: str | None) -> tuple[list[str], dict[str, str]
 
 def _listed(root: str) -> list[str]:
     try:
-        return os.listdir(root)
+        return names_in(root)
     except OSError as error:
         raise SourceError(f"can't be read: {error.strerror or error}", path=root) from error
 

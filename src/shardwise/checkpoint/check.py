@@ -11,7 +11,8 @@ from ..catalog.checkpoint import check_size
 from ..errors import IntegrityError, SourceError
 from ..format.manifest import BLOCK_BYTES, MANIFEST_NAME, Manifest, read_manifest
 from ..limits import inside
-from ..transfer import FileReader
+from ..storage import is_file, is_url, join, looking_once
+from ..transfer import SourceReader
 
 __all__ = ["check_files", "quick_check", "read_head"]
 
@@ -24,7 +25,7 @@ def quick_check(path: str, step: int, on_progress: Callable[[], object] = lambda
     :class:`IntegrityError` (also for another step).
     """
     manifest = check_files(path, step, on_progress)
-    with FileReader() as reader:
+    with SourceReader() as reader:
         for name, entry in manifest.files.items():
             total = xxhash.xxh3_64()
             for piece in read_head(reader, inside(path, name), entry.header_bytes):
@@ -36,7 +37,7 @@ def quick_check(path: str, step: int, on_progress: Callable[[], object] = lambda
     return manifest
 
 
-def read_head(reader: FileReader, file: str, nbytes: int) -> Iterator[memoryview]:
+def read_head(reader: SourceReader, file: str, nbytes: int) -> Iterator[memoryview]:
     """The first bytes of a file, in pieces of at most 16 MiB that share one buffer."""
     view = memoryview(bytearray(min(nbytes, BLOCK_BYTES)))
     for done in range(0, nbytes, BLOCK_BYTES):
@@ -50,8 +51,16 @@ def check_files(path: str, step: int, on_progress: Callable[[], object] = lambda
 
     Reads the manifest and stats each file once. Rank-local; raises as :func:`quick_check` does.
     """
+    with looking_once():
+        return _check_files(path, step, on_progress)
+
+
+def _check_files(path: str, step: int, on_progress: Callable[[], object]) -> Manifest:
     try:
-        os.stat(os.path.join(path, MANIFEST_NAME))
+        if not is_url(path):
+            os.stat(os.path.join(path, MANIFEST_NAME))
+        elif not is_file(join(path, MANIFEST_NAME)):
+            raise FileNotFoundError(path)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise IntegrityError("lost: no manifest.json", path=path) from error
     except OSError as error:  # an unreachable server is not damage

@@ -26,7 +26,7 @@ from ..recipe.match import Rules, match_rules, renamed
 from ..state.gradients import GRADIENT
 from ..state.optimizer import fill_groups, parameter_names, place_scalars, place_states, place_values
 from ..state.train_state import document_of
-from ..transfer import FileReader
+from ..transfer import SourceReader
 from ..transfer.copy import Destination, Staging, execute
 from ..transfer.page_cache import page_cache_for
 from .snapshot import trained_model
@@ -135,9 +135,7 @@ class OptimizerFill:
         """
         local = {n: local_tensor(t) for n, t in by_name(self.tensors).items()} | dict(self.stored.whole)
         page_cache = page_cache_for(self.io, (t.device for t in local.values()))
-        with FileReader(
-            tick, page_cache=page_cache, reads=self.io.reads, threads=self.io.read_threads
-        ) as reader:
+        with SourceReader(tick, files=self.stored.catalog.files, io=self.io, page_cache=page_cache) as reader:
             staging = Staging(self.io, self.plan.staging_bytes)
             execute(self.plan.transfers, reader, Destination(local), staging, self.memory)
         return reader.bytes_read

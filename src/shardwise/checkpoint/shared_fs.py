@@ -13,6 +13,7 @@ from ..errors import CheckpointError, ShardwiseError, SourceError
 from ..format.manifest import MANIFEST_NAME, Manifest, read_manifest
 from ..limits import read_small
 from ..ranks.ranks import Ranks
+from ..storage import names_in
 
 __all__ = ["SeenByFirst", "manifest_seen_by_first", "wait_for_folders"]
 
@@ -93,7 +94,7 @@ def _unseen(path: str, names: Collection[str]) -> set[str]:
     seen = set()
     for folder in {os.path.dirname(name) for name in names}:
         try:
-            seen |= {os.path.join(folder, name) for name in os.listdir(os.path.join(path, folder))}
+            seen |= {os.path.join(folder, name) for name in names_in(os.path.join(path, folder))}
         except (FileNotFoundError, NotADirectoryError):
             continue
     return set(names) - seen

@@ -21,6 +21,7 @@ from ..catalog.checkpoint import (
     model_tensors,
     optimizer_digests,
     optimizer_tensors,
+    size_differs,
     size_problem,
 )
 from ..digests.digest import finish, partial_sum_bytes
@@ -30,7 +31,8 @@ from ..format.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry, Manifest, r
 from ..format.slices import Slice, SliceTensor, file_name, header_bytes, rank_files
 from ..format.steps import misnamed
 from ..limits import inside
-from ..transfer.files import FileReader
+from ..storage import Stat, absolute, files_below, is_url
+from ..transfer import SourceReader
 from .check import read_head
 
 __all__ = ["Progress", "VerifyReport", "boxes_of_run", "model_of", "runs_of", "verify"]
@@ -76,7 +78,7 @@ def verify(
     readable manifest; every other problem is a line in ``problems``.
     """
     started = time.perf_counter()
-    root = os.fspath(path)
+    root = absolute(path) if is_url(os.fspath(path)) else os.fspath(path)
     if threads is not None and threads < 1:
         raise ValueError(f"threads must be at least 1, got {threads}")
     manifest = read_manifest(root)
@@ -100,21 +102,21 @@ def _cores() -> int:
 
 def _file_set_problems(root: str, manifest: Manifest) -> tuple[list[str], set[str]]:
     """Problems of the set of files and their sizes, and the names of files that can't be read."""
-    found, bad = set(), set()
-    for folder, _, names in os.walk(root):
-        found |= {os.path.relpath(os.path.join(folder, n), root).replace(os.sep, "/") for n in names}
+    found, bad = files_below(root), set()
     problems = [
-        f"{n}: not listed in the manifest" for n in sorted(found - set(manifest.files) - {MANIFEST_NAME})
+        f"{n}: not listed in the manifest" for n in sorted(set(found) - set(manifest.files) - {MANIFEST_NAME})
     ]
     for name, entry in manifest.files.items():
-        wrong = _wrong_file(inside(root, name), entry.nbytes) if name in found else "lost"
+        wrong = _wrong_file(inside(root, name), entry.nbytes, found[name]) if name in found else "lost"
         if wrong is not None:
             problems.append(f"{name}: {wrong}")
             bad.add(name)
     return problems, bad
 
 
-def _wrong_file(path: str, nbytes: int) -> str | None:
+def _wrong_file(path: str, nbytes: int, seen: Stat | None) -> str | None:
+    if seen is not None:
+        return size_differs(seen.nbytes, nbytes)
     try:
         return size_problem(os.stat(path), nbytes)
     except OSError as error:  # a link to nothing, or to itself
@@ -259,7 +261,7 @@ class _Verification:
     def _work(self) -> None:
         """Take tasks until there are none."""
         buffer = bytearray()
-        with FileReader(self._count) as reader:
+        with SourceReader(self._count) as reader:
             while not self._stopped:
                 with self._lock:
                     task = next(self._tasks, None)
@@ -282,7 +284,7 @@ class _Verification:
                         self._sums[file.part][name] += total
 
     def _check(
-        self, file: _File, block: int, reader: FileReader, view: memoryview
+        self, file: _File, block: int, reader: SourceReader, view: memoryview
     ) -> tuple[list[str], list[tuple[str, int]]]:
         """Problems of the header (block -1) or a block of payload, and its share of the sums of tensors."""
         path = inside(self._root, file.name)

@@ -19,6 +19,7 @@ from ..format.manifest import MANIFEST_NAME, Manifest, read_manifest
 from ..layout.placements import Geometry
 from ..layout.spec import TensorSpec
 from ..limits import inside
+from ..storage import absolute, is_file, is_url, looking_once, stat_of
 from ..store.publish import published_steps, was_ever_published
 from .tree import Node, tree_of
 
@@ -127,10 +128,14 @@ def contents_of(path: str) -> Inspection:
     """Describe ``path``, or the model with this id in the hub's cache. Raises :class:`SourceError` if it can't be read
     or has no known form.
     """
-    path = _local(path)
+    with looking_once():
+        return _contents_of(_local(path))
+
+
+def _contents_of(path: str) -> Inspection:
     if is_root(path):
         return _root(path)
-    if os.path.isfile(os.path.join(path, MANIFEST_NAME)):
+    if is_file(os.path.join(path, MANIFEST_NAME)):
         return _checkpoint(path)
     catalog = open_catalog(path)
     return _source(catalog, path, len(catalog.files), sum(f.nbytes for f in catalog.files))
@@ -138,6 +143,8 @@ def contents_of(path: str) -> Inspection:
 
 def _local(path: str) -> str:
     """The path itself, or the snapshot in the hub's cache if it can only be an id."""
+    if is_url(path):
+        return absolute(path)
     if os.path.lexists(path):
         return path
     from ..models.hub import HubOptions, find_model
@@ -258,13 +265,11 @@ def _optimizer_states(manifest: Manifest) -> Iterable[OptimizerState]:
 
 def _wrong_files(path: str, manifest: Manifest) -> Iterable[str]:
     for name, entry in manifest.files.items():
-        try:
-            size = os.stat(inside(path, name)).st_size
-        except OSError as error:
-            yield f"{name}: lost ({error.strerror})"
-            continue
-        if size != entry.nbytes:
-            yield f"{name}: {size} bytes, expected {entry.nbytes}: truncated or overwritten"
+        found = stat_of(inside(path, name))
+        if found is None:
+            yield f"{name}: lost"
+        elif found.nbytes != entry.nbytes:
+            yield f"{name}: {found.nbytes} bytes, expected {entry.nbytes}: truncated or overwritten"
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -27,7 +27,8 @@ from ..recipe.match import Recipe
 from ..recipe.tiles import Tile
 from ..recipe.transformers import hub_rules
 from ..runs.stored_run import StoredModel, as_config_says, as_stored, has_module_names
-from ..transfer import FileReader
+from ..storage import is_file
+from ..transfer import SourceReader
 from ..transfer.box import read_recipe, wanted_box
 from ..transfer.copy import Destination, FileFiller, Staging, write_back
 from ..transfer.page_cache import page_cache_for
@@ -60,9 +61,7 @@ class StoredJob:
         self._room = Staging(io)
         self._manifest: Manifest | None = None
         self._model = "model"
-        self._files = FileReader(
-            on_progress, page_cache=page_cache_for(io, ()), reads=io.reads, threads=io.read_threads
-        )
+        self._files = SourceReader(on_progress, io=io, page_cache=page_cache_for(io, ()))
         try:
             self._catalog = self._open(model)
             self._files.hold(f.path for f in self._catalog.files)
@@ -73,7 +72,7 @@ class StoredJob:
         self._stored: StoredModel = as_stored(self._catalog)
 
     def _open(self, model: str | None) -> Catalog:
-        if not os.path.isfile(os.path.join(self._path, MANIFEST_NAME)):
+        if not is_file(os.path.join(self._path, MANIFEST_NAME)):
             return open_catalog(self._path, model)
         self._manifest = read_manifest(self._path)
         self._model = model_named(self._manifest, model, self._path)

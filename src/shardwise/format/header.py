@@ -11,13 +11,21 @@ import os
 import stat
 import struct
 from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ..dtypes import itemsize
 from ..errors import FormatError, SourceError
 from ..limits import MAX_HEADER_BYTES, brief, check_name, is_count, numel_of, parse_json
+from ..storage import Stat, is_url, read_range, stat_of
 
-__all__ = ["MAX_HEADER_BYTES", "Entry", "Header", "check_regular", "read_header"]
+__all__ = ["MAX_HEADER_BYTES", "Entry", "Header", "check_regular", "read_header", "read_headers"]
+
+#: Of an object of a store, so many first bytes are asked for: a 128th of it, within these bounds. Most headers are shorter.
+_GUESS_PART, _LEAST_GUESS_BYTES, _MOST_GUESS_BYTES = 128, 16 * 1024, 512 * 1024
+#: Headers of objects that are asked for at a time.
+_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,22 +49,54 @@ class Header:
     metadata: dict[str, str]
     payload_start: int
     file_bytes: int
+    version: str | None = None
+    """As :attr:`.Stat.version`."""
 
 
 def read_header(path: str) -> Header:
-    """Read and check the header of a safetensors file; payload is not touched.
+    """Read and check the header of a safetensors file, local or in a store; payload is not touched.
 
     Raises :class:`SourceError` if the file can't be read, :class:`FormatError` if the header lies:
     longer than the file, not JSON, repeated names, shapes and byte ranges that do not agree, ranges
     that overlap, leave holes or reach outside the file.
     """
+    if is_url(path):
+        return _header_of(path, stat_of(path))
     try:
         check_regular(path)
         with open(path, "rb") as file:
             file_bytes = os.fstat(file.fileno()).st_size
-            raw = _raw_header(file.read(8), file, file_bytes, path)
+            raw = _raw_header(file.read(8), file.read, file_bytes, path)
     except OSError as error:
         raise SourceError(f"can't be read: {error.strerror or error}", path=path) from error
+    return _checked(raw, file_bytes, path)
+
+
+def read_headers(paths: Sequence[str]) -> list[Header]:
+    """:func:`read_header` of each path. Objects of a store are asked for several at a time."""
+    if not any(map(is_url, paths)):
+        return [read_header(path) for path in paths]
+    stats = [stat_of(path) for path in paths]
+    with ThreadPoolExecutor(_AT_ONCE, "shardwise-headers") as pool:
+        return list(pool.map(_header_of, paths, stats))
+
+
+def _header_of(url: str, stat: Stat | None) -> Header:
+    """The header of an object: one request if its first bytes hold all of the header, else two."""
+    if stat is None:
+        raise SourceError("can't be read: no such object", path=url)
+    size = stat.nbytes
+    guess = min(size, max(_LEAST_GUESS_BYTES, min(_MOST_GUESS_BYTES, size // _GUESS_PART)))
+    first = read_range(url, 0, guess, version=stat.version)
+
+    def rest(length: int) -> bytes:
+        held = first[8 : 8 + length]
+        return held + read_range(url, 8 + len(held), 8 + length, version=stat.version)
+
+    return _checked(_raw_header(first[:8], rest, size, url), size, url, stat.version)
+
+
+def _checked(raw: bytes, file_bytes: int, path: str, version: str | None = None) -> Header:
     start = 8 + len(raw)
     document = _parse(raw, path)
     metadata = document.pop("__metadata__", {})
@@ -65,7 +105,7 @@ def read_header(path: str) -> Header:
     offsets = _saved_offsets(metadata, path)
     entries = {name: _entry(name, value, start, offsets, path) for name, value in document.items()}
     _check_ranges(entries, start, file_bytes, path)
-    return Header(entries, metadata, start, file_bytes)
+    return Header(entries, metadata, start, file_bytes, version)
 
 
 def check_regular(path: str) -> None:
@@ -80,7 +120,7 @@ def check_regular(path: str) -> None:
         raise FormatError("can't be read: not a regular file", path=path)
 
 
-def _raw_header(prefix: bytes, file: object, file_bytes: int, path: str) -> bytes:
+def _raw_header(prefix: bytes, read: Callable[[int], bytes], file_bytes: int, path: str) -> bytes:
     if len(prefix) < 8:
         raise FormatError(f"truncated: {file_bytes} bytes, a safetensors file has at least 8", path=path)
     (length,) = struct.unpack("<Q", prefix)
@@ -90,8 +130,7 @@ def _raw_header(prefix: bytes, file: object, file_bytes: int, path: str) -> byte
         raise FormatError(
             f"header claims {length} bytes, but the file has {file_bytes}: truncated", path=path
         )
-    raw: bytes = file.read(length)  # type: ignore[attr-defined]
-    return raw
+    return read(length)
 
 
 def _parse(raw: bytes, path: str) -> dict[str, object]:

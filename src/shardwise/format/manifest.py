@@ -32,6 +32,7 @@ from ..limits import (
     parse_json,
     read_small,
 )
+from ..storage import exists, is_directory
 from .manifest_records import (
     BLOCK_BYTES,
     FORMAT,
@@ -110,9 +111,9 @@ def parse_manifest(raw: bytes, path: str) -> Manifest:
 
 
 def _no_manifest(root: str) -> str:
-    if os.path.isdir(root):
+    if is_directory(root):
         return describe_steps(root) or "not a checkpoint: no manifest.json"
-    if os.path.exists(root):
+    if exists(root):
         return "is a file, not a directory; give the directory of a checkpoint"
     return "no such directory"
 

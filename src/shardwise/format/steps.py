@@ -8,8 +8,9 @@ import re
 from collections.abc import Container
 from typing import Any
 
-from ..errors import StateError
+from ..errors import SourceError, StateError
 from ..limits import MAX_COUNT, brief
+from ..storage import names_in
 
 __all__ = ["STEP_NAME", "checked_step", "misnamed", "describe_steps"]
 
@@ -45,8 +46,8 @@ def misnamed(root: str, step: int, files: Container[str]) -> str | None:
 def describe_steps(root: str) -> str | None:
     """The text of an error if ``root`` holds steps, with the path to give instead; otherwise None."""
     try:
-        names = os.listdir(root)
-    except OSError:
+        names = names_in(root)
+    except (OSError, SourceError):
         return None
     steps = {int(m[1]): name for name in names if (m := STEP_NAME.fullmatch(name))}
     if not steps:

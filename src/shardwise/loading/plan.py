@@ -18,7 +18,7 @@ from ..internals.torch import fake_store
 from ..layout.live import LiveModel, describe
 from ..layout.model import local_tensor
 from ..models.arguments import FromPretrained, Pretrained
-from ..models.hub import find_model
+from ..models.hub import find_for_all
 from ..planning import IOOptions, Plan
 from ..ranks.ranks import Ranks
 from ..recipe.host_convert import Converted
@@ -27,6 +27,7 @@ from ..sharding.fsdp import shard
 from ..sharding.groups import Group, ShardPolicy, describe_groups, largest_group
 from .load import plan_load
 from .pretrained import Prepared, prepare
+from .source import open_for_all
 
 __all__ = ["EVERY_RANK_UP_TO", "MAX_RANKS", "PlanReport", "RankCost", "plan"]
 
@@ -208,8 +209,9 @@ def plan(
     policy, io = policy or ShardPolicy(), io or IOOptions()
     asked = request.understood()
     _floating_dtype(asked.dtype)
-    directory = find_model(path, asked.hub, Ranks(), with_code=trust_remote_code)
-    prepared = prepare(request, asked, directory)
+    found = find_for_all(path, asked.hub, Ranks(), with_code=trust_remote_code)
+    catalog = None if found.lent is None else open_for_all(found.lent, Ranks(), variant=asked.hub.variant)
+    prepared = prepare(request, asked, found.directory, catalog=catalog)
     model_class = type(prepared.base).__name__  # before FSDP2 swaps it
     groups = describe_groups(prepared.model, policy)
     with _fake_ranks(ranks):

@@ -18,6 +18,7 @@ class ReadCost:
     """The cost of carrying out a plan on this rank; for the fields see :class:`LoadReport`."""
 
     bytes_read: int
+    requests: int
     bytes_sent: int
     staging_peak_bytes: int
     page_cache: str
@@ -39,6 +40,9 @@ class LoadReport:
     """Bytes of this rank's shards."""
     bytes_read: int
     """Bytes that this rank requested from storage."""
+    requests: int
+    """Requests for payload that this rank made to object stores; 0 for local files. Rank 0 makes a few more, to look at the
+    source and for the headers."""
     staging_peak_bytes: int
     """Host memory used besides the destination."""
     seconds_plan: float
@@ -86,6 +90,7 @@ class LoadReport:
             model_bytes=sum(w.nbytes for w in plan.wanted),
             local_bytes=plan.local_nbytes,
             bytes_read=cost.bytes_read,
+            requests=cost.requests,
             staging_peak_bytes=cost.staging_peak_bytes,
             seconds_plan=seconds_plan,
             seconds_read=seconds_read,

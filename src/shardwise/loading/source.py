@@ -8,6 +8,7 @@ from ..catalog import Catalog
 from ..catalog.message import packed_catalog, unpacked_catalog
 from ..catalog.open import open_catalog
 from ..ranks.ranks import Ranks
+from ..storage import is_url
 
 __all__ = ["open_for_all"]
 
@@ -15,14 +16,15 @@ __all__ = ["open_for_all"]
 def open_for_all(
     source: str | os.PathLike[str] | Catalog, ranks: Ranks, *, variant: str | None = None
 ) -> Catalog:
-    """The catalog of a source. A rank on which the path does not exist gets it from the first rank that has the path.
+    """The catalog of a source. A rank on which the path does not exist gets it from the first rank that has the path; a
+    URL is opened by rank 0 alone.
 
     Every rank must call it; one agreement if every rank has the path. Raises :class:`SourceError`, or :class:`RankError`.
     """
     opened: list[Catalog] = []
 
     def look() -> bool:
-        if not isinstance(source, Catalog) and ranks.world_size > 1 and not os.path.lexists(source):
+        if not isinstance(source, Catalog) and ranks.world_size > 1 and not _is_here(source, ranks):
             return False
         opened.append(source if isinstance(source, Catalog) else open_catalog(source, variant=variant))
         return True
@@ -41,3 +43,8 @@ def open_for_all(
         )
         opened.append(unpacked_catalog(content))
     return opened[0]
+
+
+def _is_here(source: str | os.PathLike[str], ranks: Ranks) -> bool:
+    """Whether this rank opens a source."""
+    return ranks.rank == 0 if is_url(os.fspath(source)) else os.path.lexists(source)

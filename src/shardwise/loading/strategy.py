@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 from ..catalog import Catalog, StoredTensor
+from ..catalog.records import StoredFile
 from ..dtypes import itemsize
 from ..errors import RankError, SourceError
 from ..layout.live import LiveModel
@@ -23,6 +24,7 @@ from ..planning.transfers import Transfers
 from ..ranks.hosts import device_of_group, host_key
 from ..ranks.ranks import Ranks, different
 from ..recipe.match import Matched
+from ..storage import is_url
 from ..transfer.converted import Reader
 from ..transfer.shared import NodeReader, OnceReader, SharedReader, bucket_bytes
 
@@ -69,6 +71,8 @@ class Facts:
     files: str | None
     """Fingerprint of the names and sizes of the files; None if this rank does not see one of them."""
     network: bool
+    in_store: bool
+    """Files are objects of a store."""
     read_bytes: int
     """On a network file system: what this rank would read by itself."""
     short_bytes: int
@@ -97,15 +101,17 @@ def facts_of(planned: Planned, fingerprint: str, words: str) -> Facts:
     catalog = planned.catalog
     files: str | None = None
     with suppress(OSError):
-        sizes = [(os.path.basename(f.path), os.stat(f.path).st_size) for f in catalog.files]
+        sizes = [(os.path.basename(f.path), _size_of(f), f.version) for f in catalog.files]
         files = hashlib.blake2b(repr(sizes).encode(), digest_size=8).hexdigest()
-    network = bool(catalog.files) and on_network(catalog.files[0].path)
+    in_store = any(is_url(f.path) for f in catalog.files)
+    network = not in_store and bool(catalog.files) and on_network(catalog.files[0].path)
     return Facts(
         plan=fingerprint,
         words=words,
         host=hashlib.blake2b(host_key().encode(), digest_size=8).hexdigest(),
         files=files,
         network=network,
+        in_store=in_store,
         read_bytes=planned.plan.bytes_to_read if network else 0,
         short_bytes=_in_short_runs(planned.plan.transfers),
     )
@@ -151,6 +157,10 @@ def _chosen(
         return "once", f"{blind} of {len(facts)} ranks do not see the files"
     if asked != "auto":
         return asked, "asked for"
+    if any(one.in_store for one in facts):
+        return (
+            "node" if hosts == 1 else "once"
+        ), "a request to a store costs as much as the bytes of many shards"
     if short and len(facts) > hosts:
         return "node", "shards lie in short runs"
     if not any(one.network for one in facts):
@@ -160,6 +170,10 @@ def _chosen(
     where = "one host" if hosts == 1 else f"{hosts} hosts"
     reason = f"ranks of {where} would read the source {times:.1f} times from a network file system"
     return "once" if hosts > 1 else "node", reason
+
+
+def _size_of(file: StoredFile) -> int:
+    return file.nbytes if is_url(file.path) else os.stat(file.path).st_size
 
 
 def _in_short_runs(transfers: Sequence[Transfer]) -> int:

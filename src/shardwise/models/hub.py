@@ -21,6 +21,7 @@ from ..catalog.torchfile import TORCH_INDEX_NAME, TORCH_SINGLE_NAME
 from ..errors import SourceError
 from ..limits import inside, read_json
 from ..ranks.ranks import Ranks
+from ..storage import is_url, place_of
 from .classes import same_directory
 from .lend import DOCUMENTS, lend_documents
 
@@ -84,7 +85,7 @@ class Found:
 
     directory: str
     lent: str | None = None
-    """The path that only some ranks have; the others have a copy of its documents in ``directory``."""
+    """The path that only some ranks have, or a URL; ``directory`` is then a copy of its documents on the other ranks."""
 
 
 def find_for_all(
@@ -92,6 +93,9 @@ def find_for_all(
 ) -> Found:
     """:func:`find_model`; a rank on which a path does not exist gets the documents of one that has it."""
     path = os.fspath(source)
+    if is_url(path):
+        url = inside(place_of(path).url, *filter(None, [options.subfolder.strip("/")]))
+        return Found(lend_documents(url, 0, ranks, with_code=with_code), lent=url)
 
     def look() -> str | bool | None:
         if os.path.lexists(path):

@@ -35,7 +35,7 @@ from ..recipe.host_convert import HostConversion
 from ..recipe.match import Recipe
 from ..recipe.tiles import identity
 from ..state.optimizer import Drained
-from ..transfer import FileReader
+from ..transfer import SourceReader
 from ..transfer.box import read_recipe, wanted_box
 from ..transfer.converted import ConvertingReader
 from ..transfer.copy import Staging
@@ -123,9 +123,7 @@ def convert(
         software={**run.software, CONVERTED: run.kind},
         hub_tensors={n: m.hub_tensors for n, m in run.models.items() if m.hub_tensors is not None},
     )
-    with FileReader(
-        ranks.tick, page_cache=page_cache_for(io, ()), reads=io.reads, threads=io.read_threads
-    ) as files:
+    with SourceReader(ranks.tick, io=io, page_cache=page_cache_for(io, ())) as files:
         stream = _Stream(run, files, Staging(io))
         contents = InParts(stream.tensor_of, _PIECE_BYTES)
         written = publish_collected(
@@ -266,7 +264,7 @@ def _optimizer_part(
 class _Stream:
     """Reads each piece when the writer asks for it."""
 
-    def __init__(self, run: StoredRun, files: FileReader, staging: Staging) -> None:
+    def __init__(self, run: StoredRun, files: SourceReader, staging: Staging) -> None:
         conversions: dict[str, HostConversion] = {}
         stored: dict[str, StoredTensor] = {}
         for model in run.models.values():

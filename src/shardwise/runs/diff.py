@@ -18,7 +18,8 @@ from ..format.manifest import read_manifest
 from ..layout.boxes import Box
 from ..planning import IOOptions
 from ..recipe.tiles import identity
-from ..transfer import FileReader
+from ..storage import is_file
+from ..transfer import SourceReader
 from ..transfer.box import read_box, wanted_box
 from ..transfer.copy import Staging
 
@@ -85,7 +86,7 @@ def diff(
     both = [n for n in a if n in b]
     total = sum(a[n][0].nbytes for n in both)
     changed, equal, by_digest, done = [], 0, 0, 0
-    with FileReader() as reader:
+    with SourceReader() as reader:
         for name in both:
             (x, x_digest), (y, y_digest) = a[name], b[name]
             same_kind = (x.dtype, x.shape) == (y.dtype, y.shape)
@@ -115,7 +116,7 @@ TensorsByName = Mapping[str, tuple[StoredTensor, int | None]]
 
 
 def _is_checkpoint(path: str | os.PathLike[str]) -> bool:
-    return os.path.isfile(os.path.join(os.fspath(path), "manifest.json"))
+    return is_file(os.path.join(os.fspath(path), "manifest.json"))
 
 
 def _contents(path: str | os.PathLike[str]) -> TensorsByName:
@@ -145,7 +146,7 @@ def _models_only(contents: TensorsByName) -> TensorsByName:
     return {n.removeprefix("model:"): v for n, v in contents.items() if n.startswith("model:")}
 
 
-def _compare(name: str, x: StoredTensor, y: StoredTensor, reader: FileReader) -> Change | None:
+def _compare(name: str, x: StoredTensor, y: StoredTensor, reader: SourceReader) -> Change | None:
     """The change, or None if both are equal bit for bit."""
     if x.shape != y.shape:
         return Change(name, f"shape: {list(x.shape)} and {list(y.shape)}", 0, float("nan"), float("nan"))
@@ -183,7 +184,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_INTEGERS[tensor.element_size()])
 
 
-def _read(tensor: StoredTensor, start: tuple[int, ...], sizes: tuple[int, ...], reader: FileReader) -> Any:
+def _read(tensor: StoredTensor, start: tuple[int, ...], sizes: tuple[int, ...], reader: SourceReader) -> Any:
     box = Box(start, tuple(a + n for a, n in zip(start, sizes, strict=True)))
     wanted = wanted_box("piece", tensor.dtype, tensor.shape, box)
     here = identity(tensor.name, tensor.shape)

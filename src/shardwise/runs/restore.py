@@ -30,6 +30,7 @@ from ..state.forms import attribute_of_class, check_state, refuse_other_kind
 from ..state.gradients import clear_gradients
 from ..state.optimizer import check_groups
 from ..state.train_state import TrainState
+from ..storage import absolute
 from .third_party import StoredOptimizer, ThirdPartyRun, find_run, is_third_party
 
 __all__ = ["restore"]
@@ -42,13 +43,13 @@ def restore(state: TrainState, path: str | os.PathLike[str], *, io: IOOptions | 
     transformers and torch's own examples: without digests, and without RNG and data position, which they do not store
     in a readable form.
 
-    Works under any mesh and world size. The directory may have any name; the report's ``step`` is the manifest's.
+    ``path`` may be a URL of an object store. Works under any mesh and world size. The directory may have any name; the report's ``step`` is the manifest's.
     Every rank of the default process group must call it. RNG is restored last. Memory: staging only, besides the state
     itself. Raises :class:`SourceError`, :class:`IntegrityError`, :class:`PlanError`, :class:`StateError` or
     :class:`RankError`, alike on every living rank; the state is then undefined until a restore succeeds.
     """
     io = io or IOOptions()
-    root, ranks = os.path.abspath(path), Ranks.current(timeout_s=io.timeout_s)
+    root, ranks = absolute(path), Ranks.current(timeout_s=io.timeout_s)
     if ranks.on_first("look at checkpoint", lambda: is_third_party(root)):
         return _restore_third_party(state, root, ranks, io)
     return restore_into(state, root, ranks, io)

@@ -25,6 +25,7 @@ from ..errors import FormatError, SourceError, StateError
 from ..format.states import StateKey
 from ..format.steps import describe_steps
 from ..limits import brief, read_json
+from ..storage import is_url
 from .pickled_values import Objects, PlainValues, count_of_steps, nested, plain_tensor, plain_values, step_in
 
 __all__ = ["StoredOptimizer", "ThirdPartyRun", "find_run", "is_third_party"]
@@ -115,7 +116,7 @@ def _as_text(options: Mapping[str, Any]) -> str:
 
 def is_third_party(path: str) -> bool:
     """Whether a directory holds a third-party training run: DCP, FSDP's full state, or slices."""
-    if not os.path.isdir(path) or _has(path, "manifest.json"):
+    if is_url(path) or not os.path.isdir(path) or _has(path, "manifest.json"):
         return False
     if _sources(path, FULL_STATE_STEM) or _sources(path, _OPTIMIZER_STEM):
         return True

@@ -1,5 +1,6 @@
 """Carries a plan out: from files to tensors and back, counting every byte."""
 
 from .files import FileReader
+from .readers import SourceReader
 
-__all__ = ["FileReader"]
+__all__ = ["FileReader", "SourceReader"]

@@ -13,7 +13,6 @@ from ..dtypes import itemsize, torch_dtype
 from ..errors import SourceError
 from ..planning.buckets import Span
 from ..recipe.host_convert import HostConversion
-from .files import FileReader
 
 __all__ = ["ConvertingReader", "Reader"]
 
@@ -38,7 +37,7 @@ class ConvertingReader:
 
     def __init__(
         self,
-        files: FileReader,
+        files: Reader,
         conversions: Mapping[str, HostConversion],
         stored: Mapping[str, StoredTensor],
     ) -> None:

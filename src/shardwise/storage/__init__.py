@@ -1,0 +1,50 @@
+"""Where the bytes of a source lie: local directories, and object stores by URL.
+
+Everything above this room gives a path. A path with ``://`` in it is a URL, and its bytes come from the store that it names;
+any other path is a local one, and goes to the operating system.
+"""
+
+from .look import (
+    absolute,
+    exists,
+    files_below,
+    files_in,
+    folders_in,
+    is_directory,
+    is_file,
+    looking_once,
+    names_in,
+    read_range,
+    read_whole,
+    stat_of,
+)
+from .options import storage_options
+from .records import Listing, Moved, Stat, Store
+from .stores import fetch, store_of
+from .urls import Place, is_url, join, place_of
+
+__all__ = [
+    "Listing",
+    "Moved",
+    "Place",
+    "Stat",
+    "Store",
+    "absolute",
+    "exists",
+    "fetch",
+    "files_below",
+    "files_in",
+    "folders_in",
+    "is_directory",
+    "is_file",
+    "is_url",
+    "join",
+    "looking_once",
+    "names_in",
+    "place_of",
+    "read_range",
+    "read_whole",
+    "stat_of",
+    "storage_options",
+    "store_of",
+]

@@ -1,0 +1,80 @@
+"""Any other URL, by fsspec: for reading."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..errors import SourceError
+from .records import Cut, Listing, Stat
+
+__all__ = ["FsspecStore"]
+
+
+class FsspecStore:
+    """As :class:`.Store`."""
+
+    def __init__(self, root: str, options: Mapping[str, Any]) -> None:
+        self._root = root
+        try:
+            import fsspec
+
+            self._files = fsspec.filesystem(root.partition("://")[0], **options)
+        except ImportError as error:
+            raise SourceError(
+                f"a package for this kind of URL is not installed: {error}", path=root
+            ) from None
+        except ValueError as error:
+            raise SourceError(
+                f"no store has URLs of this kind: {error}; expected s3, gs, az, https, or one of fsspec's",
+                path=root,
+            ) from None
+
+    def list(self, folder: str) -> Listing:
+        try:
+            found = self._ask("listing it", folder, lambda url: self._files.ls(url, detail=True))
+        except (FileNotFoundError, NotADirectoryError):
+            return Listing()
+        own = self._files._strip_protocol(self._url(folder)).strip("/")
+        names = [(str(one["name"]).strip("/").rpartition("/")[2], one) for one in found]
+        inside = [(name, one) for name, one in names if str(one["name"]).strip("/") != own]
+        return Listing(
+            {name: _stat(one) for name, one in inside if one["type"] == "file"},
+            frozenset(name for name, one in inside if one["type"] == "directory"),
+        )
+
+    def stat(self, key: str) -> Stat | None:
+        try:
+            found = self._ask("looking at it", key, self._files.info)
+        except FileNotFoundError:
+            return None
+        return _stat(found) if found["type"] == "file" else None
+
+    def read(self, key: str, start: int, stop: int) -> tuple[Stat | None, Iterator[bytes]]:
+        stat = self.stat(key)
+        if stat is None:
+            raise FileNotFoundError(self._url(key))
+        content = self._ask("reading it", key, lambda url: self._files.cat_file(url, start=start, end=stop))
+        return stat, iter([content])
+
+    def _url(self, key: str) -> str:
+        return f"{self._root}/{key}" if key else self._root
+
+    def _ask(self, what: str, key: str, call: Any) -> Any:
+        try:
+            return call(self._url(key))
+        except (FileNotFoundError, NotADirectoryError):
+            raise
+        except (ConnectionError, TimeoutError) as error:
+            raise Cut(str(error)) from error
+        except Exception as error:  # each file system has errors of its own
+            raise SourceError(
+                f"{what} failed: {type(error).__name__}: {str(error)[:300]}", path=self._url(key)
+            ) from None
+
+
+def _stat(info: Mapping[str, Any]) -> Stat:
+    for name in ("etag", "ETag", "sha256", "lastModified", "LastModified", "mtime", "created"):
+        if info.get(name):
+            return Stat(int(info["size"] or 0), str(info[name]).strip('"'))
+    return Stat(int(info["size"] or 0))

@@ -1,0 +1,182 @@
+"""S3 and compatible stores, Google Cloud Storage, Azure, and HTTP, by obstore (Rust's ``object_store``)."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from ..errors import SourceError
+from .records import Cut, Listing, Stat
+
+__all__ = ["ObstoreStore", "is_known"]
+
+_SCHEMES = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "http", "https")
+#: Bytes that come from a body at a time.
+_CHUNK_BYTES = 1024**2
+#: Of requests that got no reply, or 429 or 5xx. obstore's own default would go on for 3 minutes.
+_RETRY = {
+    "max_retries": 8,
+    "backoff": {
+        "base": 2,
+        "init_backoff": timedelta(milliseconds=100),
+        "max_backoff": timedelta(seconds=5),
+    },
+    "retry_timeout": timedelta(seconds=60),
+}
+_CLIENT = {"connect_timeout": timedelta(seconds=5), "timeout": timedelta(seconds=60)}
+
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>([^<]{1,100})</Code>")
+_QUERY = re.compile(r"\?[^\s\"'<>]*")
+_METADATA_SERVERS = ("169.254.169.254", "169.254.170.2", "metadata.google.internal")
+
+
+def is_known(root: str) -> bool:
+    """Whether obstore has a store for URLs of this root."""
+    return root.partition("://")[0] in _SCHEMES
+
+
+class ObstoreStore:
+    """As :class:`.Store`."""
+
+    def __init__(self, root: str, options: Mapping[str, Any]) -> None:
+        self._root = root
+        self._pid = os.getpid()
+        try:
+            import obstore
+            from obstore.exceptions import BaseError
+            from obstore.store import from_url
+        except ImportError as error:
+            raise SourceError(
+                f"reading {root.partition('://')[0]} URLs needs obstore: pip install 'shardwise[store]'",
+                path=root,
+            ) from error
+        self._obstore = obstore
+        given = {**_defaults(root, options), **options}
+        given["retry_config"] = {**_RETRY, **(given.get("retry_config") or {})}
+        given["client_options"] = {**_CLIENT, **(given.get("client_options") or {})}
+        try:
+            self._store = from_url(root, **given)
+        except (BaseError, ValueError, TypeError) as error:
+            raise SourceError(f"can't be opened as a store: {_text(error)}", path=root) from None
+
+    def list(self, folder: str) -> Listing:
+        found = self._ask(
+            "listing it", folder, lambda s: self._obstore.list_with_delimiter(s, folder or None)
+        )
+        start = len(folder) + 1 if folder else 0
+        files = {
+            str(one["path"])[start:]: _stat(one) for one in found["objects"] if len(str(one["path"])) > start
+        }
+        folders = frozenset(str(path)[start:] for path in found["common_prefixes"])
+        return Listing(files, folders - {""})
+
+    def stat(self, key: str) -> Stat | None:
+        try:
+            return _stat(self._ask("looking at it", key, lambda s: self._obstore.head(s, key)))
+        except FileNotFoundError:
+            return None
+
+    def read(self, key: str, start: int, stop: int) -> tuple[Stat | None, Iterator[bytes]]:
+        got = self._ask(
+            "reading it", key, lambda s: self._obstore.get(s, key, options={"range": (start, stop)})
+        )
+        return _stat(got.meta), self._chunks(got, key)
+
+    def _chunks(self, got: Any, key: str) -> Iterator[bytes]:
+        from obstore.exceptions import BaseError
+
+        try:
+            yield from got.stream(min_chunk_size=_CHUNK_BYTES)
+        except (BaseError, OSError) as error:
+            raise Cut(_text(error)) from None
+
+    def _ask(self, what: str, key: str, call: Any) -> Any:
+        """Make a call. Raises ``FileNotFoundError`` if there is no such object, else :class:`SourceError`."""
+        from obstore.exceptions import BaseError
+
+        url = f"{self._root}/{key}" if key else self._root
+        if os.getpid() != self._pid:  # the threads that carry out its requests are in the parent alone
+            raise SourceError(
+                "this process was forked from one that has used object stores, and can't use them; start it by "
+                "spawn or forkserver",
+                path=url,
+            )
+        try:
+            return call(self._store)
+        except FileNotFoundError as error:
+            if "NoSuchBucket" in str(error):
+                raise SourceError(f"{what} failed: no such bucket", path=url) from None
+            raise FileNotFoundError(url) from None
+        except (BaseError, OSError) as error:
+            raise SourceError(f"{what} failed: {_explained(error)}", path=url) from None
+
+
+def _stat(meta: Any) -> Stat:
+    changed = meta.get("last_modified")
+    tag = (meta.get("e_tag") or "").removeprefix("W/").strip('"')
+    version = tag or meta.get("version") or (changed.isoformat(timespec="seconds") if changed else None)
+    return Stat(int(meta["size"]), version)
+
+
+def _defaults(root: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that the caller need not give."""
+    scheme = root.partition("://")[0]
+    found: dict[str, Any] = {}
+    endpoint = options.get("endpoint") or options.get("aws_endpoint") or os.environ.get("AWS_ENDPOINT_URL")
+    if scheme == "http" or (scheme.startswith("s3") and str(endpoint).startswith("http://")):
+        found["client_options"] = {"allow_http": True}
+    if scheme.startswith("s3") and _wants_profile(options):
+        try:
+            from obstore.auth.boto3 import Boto3CredentialProvider
+
+            found["credential_provider"] = Boto3CredentialProvider()
+        except Exception as error:  # boto3 raises errors of its own for a profile that it does not know
+            if "AWS_PROFILE" in os.environ:
+                reason = "needs boto3: pip install boto3" if isinstance(error, ImportError) else _text(error)
+                raise SourceError(f"the profile that AWS_PROFILE names: {reason}", path=root) from None
+    return found
+
+
+def _wants_profile(options: Mapping[str, Any]) -> bool:
+    """Whether credentials may stand in files of the AWS tools, which obstore does not read by itself."""
+    given = {name.removeprefix("aws_") for name in options}
+    if (
+        given & {"access_key_id", "credential_provider", "skip_signature"}
+        or "AWS_ACCESS_KEY_ID" in os.environ
+    ):
+        return False
+    folder = Path.home() / ".aws"
+    return "AWS_PROFILE" in os.environ or (folder / "credentials").exists() or (folder / "config").exists()
+
+
+def _explained(error: BaseException) -> str:
+    text = str(error)
+    status, code = _STATUS.search(text), _CODE.search(text)
+    said = f" ({code[1]})" if code else ""
+    if any(server in text for server in _METADATA_SERVERS):
+        return (
+            "no credentials were found: set those of the store in the environment, or "
+            "shardwise.storage_options(url, skip_signature=True) for a public one"
+        )
+    if "non-partial response" in text:
+        return "the store does not serve byte ranges as HTTP says (status 206); copy the files to a local directory"
+    if code and code[1] == "NoSuchBucket":
+        return "no such bucket"
+    if status and status[1] == "401":
+        return f"the store refused the credentials: 401{said}"
+    if status and status[1] == "403":
+        return f"the store refused it: 403{said}; see the credentials and their rights"
+    if status and status[1] == "404":
+        return f"not there: 404{said}"
+    return _text(error)
+
+
+def _text(error: BaseException) -> str:
+    """The first lines of an error, without queries of URLs: they may hold a token or a signature."""
+    first = str(error).partition("Debug source")[0]
+    return _QUERY.sub("?…", " ".join(first.split()))[:500]

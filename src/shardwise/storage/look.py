@@ -1,0 +1,155 @@
+"""Looks at paths, local or URLs: what is there, and its first bytes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from ..errors import FormatError, SourceError
+from .records import Listing, Stat
+from .stores import fetch, store_of
+from .urls import is_url, join, place_of
+
+__all__ = [
+    "absolute",
+    "exists",
+    "files_below",
+    "files_in",
+    "folders_in",
+    "is_directory",
+    "is_file",
+    "looking_once",
+    "names_in",
+    "read_range",
+    "read_whole",
+    "stat_of",
+]
+
+_seen: ContextVar[dict[str, Listing] | None] = ContextVar("seen", default=None)
+
+
+@contextmanager
+def looking_once() -> Iterator[None]:
+    """In this block, each folder of a store is listed at most once: looks at its objects cost no further request."""
+    if _seen.get() is not None:
+        yield
+        return
+    token = _seen.set({})
+    try:
+        yield
+    finally:
+        _seen.reset(token)
+
+
+def is_file(path: str) -> bool:
+    """As ``os.path.isfile``, of URLs too. Raises :class:`SourceError` if a store can't be asked."""
+    return stat_of(path) is not None if is_url(path) else os.path.isfile(path)
+
+
+def is_directory(path: str) -> bool:
+    """As ``os.path.isdir``; a URL is a directory if there is an object below it."""
+    if not is_url(path):
+        return os.path.isdir(path)
+    listing = _listing(path)
+    return bool(listing and (listing.files or listing.folders))
+
+
+def exists(path: str) -> bool:
+    """As ``os.path.exists``, of URLs too."""
+    return is_file(path) or is_directory(path) if is_url(path) else os.path.exists(path)
+
+
+def names_in(path: str) -> list[str]:
+    """As ``os.listdir``, of URLs too: names of objects and of prefixes. Raises ``OSError`` or :class:`SourceError`."""
+    if not is_url(path):
+        return os.listdir(path)
+    return [*{**dict.fromkeys(files_in(path)), **dict.fromkeys(folders_in(path))}]
+
+
+def files_in(url: str) -> Mapping[str, Stat]:
+    """The objects directly below a URL, by name. Raises :class:`SourceError`."""
+    return _listed(url).files
+
+
+def folders_in(url: str) -> frozenset[str]:
+    """The prefixes directly below a URL. Raises :class:`SourceError`."""
+    return _listed(url).folders
+
+
+def _listed(url: str) -> Listing:
+    listing = _listing(url)
+    if listing is None:
+        raise SourceError("the store does not list its objects; give the URL of one file", path=url)
+    return listing
+
+
+def stat_of(path: str) -> Stat | None:
+    """Size and version of a file or an object; None if there is none, or if it can't be looked at by this process."""
+    if not is_url(path):
+        try:
+            return Stat(os.stat(path).st_size)
+        except OSError:
+            return None
+    place = place_of(path)
+    if not place.key:
+        return None
+    folder, _, name = place.key.rpartition("/")
+    above = join(place.root, folder) if folder else place.root
+    if _seen.get() is not None and (listing := _listing(above)) is not None:
+        return listing.files.get(name)
+    return store_of(place.root).stat(place.key)
+
+
+def _listing(url: str) -> Listing | None:
+    """What lies below a URL; None if the store does not let this process list it."""
+    place, seen = place_of(url), _seen.get()
+    if seen is not None and place.url in seen:
+        return seen[place.url]
+    if place.scheme in ("http", "https"):
+        return None
+    found = store_of(place.root).list(place.key)
+    if seen is not None:
+        seen[place.url] = found
+    return found
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """As ``os.path.abspath``; a URL without a slash at its end."""
+    path = os.fspath(path)
+    return place_of(path).url if is_url(path) else os.path.abspath(path)
+
+
+def files_below(path: str) -> dict[str, Stat | None]:
+    """Every file below a directory or URL, by relative name with slashes. None for local files, which were not looked at.
+
+    Raises :class:`SourceError` if a store can't be asked.
+    """
+    if not is_url(path):
+        return {
+            os.path.relpath(os.path.join(folder, name), path).replace(os.sep, "/"): None
+            for folder, _, names in os.walk(path)
+            for name in names
+        }
+    found: dict[str, Stat | None] = dict(files_in(path))
+    for folder in folders_in(path):
+        found |= {f"{folder}/{name}": stat for name, stat in files_below(join(path, folder)).items()}
+    return found
+
+
+def read_range(url: str, start: int, stop: int, *, version: str | None = None) -> bytes:
+    """Bytes of an object. Raises as :func:`fetch`."""
+    content = bytearray(stop - start)
+    fetch(url, start, memoryview(content), version=version)
+    return bytes(content)
+
+
+def read_whole(url: str, most_bytes: int, what: str = "object") -> bytes:
+    """A small object. Raises :class:`SourceError` if there is none, :class:`FormatError` if it has more bytes."""
+    stat = stat_of(url)
+    if stat is None:
+        raise SourceError("can't be read: no such object", path=url) from FileNotFoundError(url)
+    if stat.nbytes > most_bytes:
+        raise FormatError(f"{what} has {stat.nbytes} bytes, the limit is {most_bytes}", path=url)
+    return read_range(url, 0, stat.nbytes, version=stat.version)

@@ -1,0 +1,37 @@
+"""Options of object stores, by URL, for all that this process reads and writes there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .urls import is_url, place_of
+
+__all__ = ["options_of", "storage_options"]
+
+_BY_ROOT: dict[str, dict[str, Any]] = {}
+
+
+def storage_options(url: str, **options: Any) -> None:
+    """Set the options of a store: for every URL of the same bucket, in this process, from now on.
+
+    Every rank must call it that uses the URL. Without a call, a store takes what its own tools take from the environment:
+    ``AWS_ACCESS_KEY_ID``, ``AWS_PROFILE`` (with boto3 installed), ``AWS_ENDPOINT_URL``, ``AWS_REGION``,
+    ``GOOGLE_APPLICATION_CREDENTIALS``, ``AZURE_STORAGE_ACCOUNT_NAME``, … A second call for the same bucket replaces the first.
+
+    ``options`` are those of obstore's stores, under its names: ``endpoint``, ``region``, ``access_key_id``,
+    ``secret_access_key``, ``skip_signature`` (anonymous), ``credential_provider``, ``retry_config``, ``client_options``
+    (``timeout``, ``connect_timeout``, ``proxy_url``, …); of other URLs, those of their fsspec file system. Nothing is stored or
+    logged, and no report or error repeats them.
+
+    Raises :class:`ValueError` for a path that is no URL, :class:`SourceError` for a URL that is not one of an object.
+
+    Source: https://developmentseed.github.io/obstore/latest/api/store/
+    """
+    if not is_url(url):
+        raise ValueError(f"storage_options takes a URL like s3://bucket, got {url!r}")
+    _BY_ROOT[place_of(url).root] = dict(options)
+
+
+def options_of(root: str) -> dict[str, Any]:
+    """The options that were set for a root."""
+    return dict(_BY_ROOT.get(root, {}))

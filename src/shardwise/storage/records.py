@@ -1,0 +1,50 @@
+"""What a store says of its objects, and the verbs that it must have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ..errors import IntegrityError
+
+__all__ = ["Cut", "Listing", "Moved", "Stat", "Store"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stat:
+    """A file or an object."""
+
+    nbytes: int
+    version: str | None = None
+    """What changes when an object is replaced: its ETag, or the time of its last change. None for local files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The names directly below a prefix."""
+
+    files: Mapping[str, Stat] = field(default_factory=dict)
+    folders: frozenset[str] = frozenset()
+
+
+class Moved(IntegrityError):
+    """An object was replaced after it was first looked at."""
+
+
+class Cut(Exception):
+    """A body ended, or its connection did, before all bytes came: the rest may be asked for."""
+
+
+class Store(Protocol):
+    """The objects of one bucket, by key. Thread-safe. Every method raises :class:`SourceError` where the store refuses."""
+
+    def list(self, folder: str) -> Listing:
+        """The names directly below ``folder`` ('' for the root); empty if there are none."""
+
+    def stat(self, key: str) -> Stat | None:
+        """An object; None if there is none of that name."""
+
+    def read(self, key: str, start: int, stop: int) -> tuple[Stat | None, Iterator[bytes]]:
+        """Bytes ``start`` to ``stop`` of an object, as they come, and the object as this reply describes it (None: the
+        store does not say). Raises ``FileNotFoundError``; the iterator raises :class:`Cut`."""

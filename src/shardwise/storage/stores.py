@@ -1,0 +1,99 @@
+"""The store that a URL names, and reads from it that go on where a connection was cut."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable
+from threading import Lock
+
+from ..errors import IntegrityError, SourceError
+from .by_fsspec import FsspecStore
+from .by_obstore import ObstoreStore, is_known
+from .options import options_of
+from .records import Cut, Moved, Stat, Store
+from .urls import place_of
+
+__all__ = ["fetch", "store_of"]
+
+#: So often a read that was cut is asked for again, from the byte where it was cut. obstore has tried several times before.
+_RETRIES = 3
+_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+
+_lock = Lock()
+_stores: dict[tuple[str, str], Store] = {}
+
+
+def store_of(root: str) -> Store:
+    """The store of a URL's :attr:`.Place.root`, with the options of the last :func:`storage_options`.
+
+    Raises :class:`SourceError`: the package for this scheme is not installed, an option is unknown.
+    """
+    options = options_of(root)
+    key = root, repr(sorted(options.items(), key=lambda item: item[0]))
+    with _lock:
+        if key not in _stores:
+            kind = ObstoreStore if is_known(root) else FsspecStore
+            _stores[key] = kind(root, options)
+        return _stores[key]
+
+
+def fetch(
+    url: str,
+    start: int,
+    view: memoryview,
+    *,
+    version: str | None = None,
+    on_progress: Callable[[int], None] | None = None,
+) -> Stat | None:
+    """Fill ``view`` with the bytes from ``start`` on of the object at ``url``; returns the object as the store described it.
+
+    ``version``: of the object when it was first looked at. A connection that was cut is made again, and goes on where it was.
+    Raises :class:`Moved` if the object has another version, :class:`IntegrityError` if it is gone or too short,
+    :class:`SourceError`.
+    """
+    place = place_of(url)
+    store = store_of(place.root)
+    done, cuts, pause_s = 0, 0, _PAUSE_S
+    found: Stat | None = None
+    while done < view.nbytes:
+        try:
+            found, chunks = store.read(place.key, start + done, start + view.nbytes)
+            _check(found, version, start + view.nbytes, url)
+            version = version or (found.version if found else None)
+            for chunk in chunks:
+                part = memoryview(chunk).cast("B")
+                if part.nbytes > view.nbytes - done:
+                    raise IntegrityError("the store sent more bytes than were asked for", path=url)
+                view[done : done + part.nbytes] = part
+                done += part.nbytes
+                if on_progress is not None:
+                    on_progress(part.nbytes)
+            if done < view.nbytes:
+                raise Cut("the body ended early")
+        except FileNotFoundError as error:
+            raise IntegrityError("lost: no such object", path=url) from error
+        except Cut as error:
+            cuts += 1
+            if cuts > _RETRIES:
+                raise SourceError(
+                    f"reading {view.nbytes} bytes at {start} failed {cuts} times, the last time after {done} bytes: {error}",
+                    path=url,
+                ) from None
+            time.sleep(pause_s * random.Random(os.urandom(8)).uniform(0.5, 1.0))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    return found
+
+
+def _check(found: Stat | None, version: str | None, stop: int, url: str) -> None:
+    """Refuse bytes of another object than the one that was first looked at."""
+    if found is None:
+        return
+    if version is not None and found.version is not None and found.version != version:
+        raise Moved(
+            "was replaced while it was read: its bytes would be mixed with those of the object before; read it again",
+            path=url,
+        )
+    if found.nbytes < stop:
+        raise IntegrityError(f"has {found.nbytes} bytes, but {stop} were expected: truncated", path=url)

@@ -1,0 +1,210 @@
+"""Reads from object stores: several requests at a time, in the order in which a load needs the bytes.
+
+A request to a store takes milliseconds before its first byte comes, so that one after the other they would mostly wait. A load
+says what it reads next (:meth:`ObjectReader.expecting`); threads fetch that, in parts, into memory of a fixed size, and the load
+copies it from there.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYet
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Event
+from types import TracebackType
+
+from ..catalog.records import StoredFile
+from ..planning.buckets import Span
+from ..storage import fetch
+
+__all__ = ["GAP_BYTES", "IN_FLIGHT_BYTES", "PART_BYTES", "REQUESTS", "ObjectReader", "parts_of"]
+
+#: The most bytes of one request. Stores serve one stream at about 100 MB/s.
+PART_BYTES = 8 * 1024**2
+#: Requests at a time, and the bytes that they may hold.
+REQUESTS, IN_FLIGHT_BYTES = 16, 48 * 1024**2
+#: Bytes that nobody needs are fetched with those around them if there are no more: a second request would cost as much.
+GAP_BYTES = 64 * 1024
+#: A smaller part gets memory of its own, a larger one a buffer that is used again.
+_SMALL_BYTES = 256 * 1024
+_LOOK_S = 0.2
+
+
+@dataclass(slots=True)
+class _Part:
+    span: Span
+    buffer: memoryview
+    coming: Future[None]
+
+
+class ObjectReader:
+    """Reads byte ranges of objects into given memory, as :class:`.FileReader` those of files. Not thread-safe; rank-local.
+
+    ``files``: the objects, with the versions that are read; another one raises :class:`.Moved`. Of an object that is not among
+    them, the version that is read first. ``bytes_read`` counts the bytes
+    that were asked for, ``requests`` the requests. Memory: ``IN_FLIGHT_BYTES``.
+    """
+
+    def __init__(self, files: Iterable[StoredFile], on_progress: Callable[[int], None] | None = None) -> None:
+        self.bytes_read = 0
+        self.requests = 0
+        self.page_cache = "keep"
+        self._versions: dict[str, str | None] = {file.path: file.version for file in files}
+        self._on_progress = on_progress
+        self._pool: ThreadPoolExecutor | None = None
+        self._waiting: Iterator[Span] = iter(())
+        self._parts: deque[_Part] = deque()
+        self._nbytes = 0
+        self._free: list[memoryview] = []
+        self._stopped = Event()
+
+    def __enter__(self) -> ObjectReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the threads, when the requests that are under way have ended."""
+        self._stopped.set()
+        self._forget_all()
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+            self._pool = None
+        self._free.clear()
+
+    def hold(self, paths: Iterable[str]) -> None:
+        """Does nothing: an object that was deleted or replaced is an error of the read."""
+
+    @contextmanager
+    def expecting(self, spans: Iterable[Span]) -> Iterator[None]:
+        """The reads in this block are of these spans, in this order. May be nested."""
+        before, parts = self._waiting, self._parts
+        self._waiting, self._parts = parts_of(spans), deque()
+        try:
+            yield
+        finally:
+            self._forget_all()
+            self._waiting, self._parts = before, parts
+
+    def describe_reads(self) -> str:
+        """How this reader reads, and how many requests it made."""
+        return f"{self.requests} requests of at most {PART_BYTES >> 20} MiB, at most {REQUESTS} at a time"
+
+    def read_into(self, path: str, offset_bytes: int, view: memoryview) -> None:
+        """Fill ``view`` with the bytes at ``offset_bytes``. Raises :class:`SourceError`; :class:`IntegrityError` if the
+        object is too short, gone, or another one."""
+        done = 0
+        while done < view.nbytes:
+            at = offset_bytes + done
+            part = self._part_with(path, at)
+            if part is None:
+                stop = min(at + PART_BYTES, offset_bytes + view.nbytes)
+                self.requests += 1
+                self.bytes_read += stop - at
+                direct = self._submit((path, at, stop), view[done : done + stop - at])
+                self._wait(direct)
+            else:
+                self._wait(part.coming)
+                _, start, end = part.span
+                stop = min(end, offset_bytes + view.nbytes)
+                view[done : done + stop - at] = part.buffer[at - start : stop - start]
+                if stop == end:
+                    self._forget(self._parts.popleft())
+            if self._on_progress is not None:
+                self._on_progress(stop - at)
+            done += stop - at
+
+    def _part_with(self, path: str, at: int) -> _Part | None:
+        """The part that holds a byte, as the first of those that are fetched; None if it was not announced."""
+        self._fetch_more()
+        for k, part in enumerate(self._parts):
+            if _holds(part.span, path, at):
+                for _ in range(k):
+                    self._forget(self._parts.popleft())
+                self._fetch_more()
+                return part
+        return None
+
+    def _fetch_more(self) -> None:
+        """Ask for announced parts, as many as may be under way."""
+        while len(self._parts) < REQUESTS and (
+            not self._parts or self._nbytes + PART_BYTES <= IN_FLIGHT_BYTES
+        ):
+            span = next(self._waiting, None)
+            if span is None:
+                return
+            nbytes = span[2] - span[1]
+            self._nbytes += nbytes
+            self.requests += 1
+            self.bytes_read += nbytes
+            buffer = self._buffer(nbytes)
+            self._parts.append(_Part(span, buffer, self._submit(span, buffer[:nbytes])))
+
+    def _submit(self, span: Span, view: memoryview) -> Future[None]:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(REQUESTS, "shardwise-objects")
+        return self._pool.submit(self._fetch, span, view)
+
+    def _fetch(self, span: Span, view: memoryview) -> None:
+        path, start, _ = span
+        if not self._stopped.is_set():
+            found = fetch(path, start, view, version=self._versions.get(path))
+            if found is not None and self._versions.get(path) is None:
+                self._versions[path] = found.version  # no later read takes bytes of another one
+
+    def _wait(self, coming: Future[None]) -> None:
+        """Wait for a request. A store that sends nothing is no progress: its own timeouts end the request."""
+        while True:
+            try:
+                return coming.result(_LOOK_S)
+            except NotYet:
+                if coming.done():
+                    raise
+                if self._on_progress is not None:
+                    self._on_progress(0)
+
+    def _buffer(self, nbytes: int) -> memoryview:
+        if nbytes < _SMALL_BYTES:
+            return memoryview(bytearray(nbytes))
+        return self._free.pop() if self._free else memoryview(mmap.mmap(-1, PART_BYTES))
+
+    def _forget(self, part: _Part) -> None:
+        """Use a part's memory again, once nothing writes there."""
+        self._nbytes -= part.span[2] - part.span[1]
+        if part.buffer.nbytes == PART_BYTES and (part.coming.done() or part.coming.cancel()):
+            self._free.append(part.buffer)
+
+    def _forget_all(self) -> None:
+        while self._parts:
+            self._forget(self._parts.popleft())
+
+
+def parts_of(spans: Iterable[Span]) -> Iterator[Span]:
+    """The requests that fetch spans, in their order: each of at most ``PART_BYTES``, short gaps included.
+
+    Spans that follow each other are cut where the parts are full, wherever a span begins.
+    """
+    path, start, stop = "", 0, 0
+    for file, first, last in spans:
+        if file == path and start <= first <= stop + GAP_BYTES:
+            stop = max(stop, last)
+        else:
+            if stop > start:
+                yield path, start, stop
+            path, start, stop = file, first, last
+        while stop - start >= PART_BYTES:
+            yield path, start, start + PART_BYTES
+            start += PART_BYTES
+    if stop > start:
+        yield path, start, stop
+
+
+def _holds(span: Span, path: str, at: int) -> bool:
+    return span[0] == path and span[1] <= at < span[2]

@@ -1,0 +1,251 @@
+"""An S3 server that nobody here wrote (moto's, in memory), in a process of its own; and a proxy in front of it that counts and spoils.
+
+The proxy speaks plain HTTP. What it does to a request is decided by a function that tests give it.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+__all__ = ["BUCKET", "Asked", "Do", "Proxy", "S3Server", "s3_server"]
+
+BUCKET = "bucket"
+_START_S = 60.0
+#: moto checks no signature, but refuses those without one a second write of an object.
+_SIGNED = (
+    "AWS4-HMAC-SHA256 Credential=AKID/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
+)
+_PIECE = 64 * 1024
+#: Headers that belong to one connection.
+_HOP = {"connection", "keep-alive", "transfer-encoding", "te", "upgrade"}
+
+
+class S3Server:
+    """``python -m moto.server``, with an empty bucket called ``bucket``. ``port`` is its own, without the proxy."""
+
+    def __init__(self, log: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self._log = log.open("wb")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)],
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "MOTO_S3_DEFAULT_MAX_KEYS": "1000"},
+        )
+        deadline = time.monotonic() + _START_S
+        while True:
+            try:
+                self.call("PUT", f"/{BUCKET}")
+                return
+            except OSError as error:
+                if time.monotonic() > deadline or self._process.poll() is not None:
+                    self.close()
+                    raise RuntimeError(f"moto's server did not start:\n{log.read_text()}") from error
+                time.sleep(0.05)
+
+    def close(self) -> None:
+        """End the server."""
+        self._process.kill()
+        self._process.wait()
+        self._log.close()
+
+    def call(self, method: str, path: str, body: bytes | None = None) -> bytes:
+        """A request that must succeed."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        try:
+            connection.request(method, path, body=body, headers={"Authorization": _SIGNED})
+            reply = connection.getresponse()
+            content = reply.read()
+            assert reply.status < 300, (method, path, reply.status, content[:300])
+            return content
+        finally:
+            connection.close()
+
+    def put(self, key: str, content: bytes) -> None:
+        self.call("PUT", f"/{BUCKET}/{key}", content)
+
+    def put_directory(self, folder: Path, prefix: str) -> None:
+        """Every file below a directory, under its relative name."""
+        for file in sorted(folder.rglob("*")):
+            if file.is_file():
+                self.put(f"{prefix}/{file.relative_to(folder).as_posix()}", file.read_bytes())
+
+
+@contextmanager
+def s3_server(folder: Path) -> Iterator[S3Server]:
+    """A server that ends with the block; ``folder`` gets its log."""
+    server = S3Server(folder / "moto.log")
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request that came to the proxy."""
+
+    number: int
+    method: str
+    path: str
+    first: int | None = None
+    """First byte of the range that it asks for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Do:
+    """What becomes of a request. By default it is carried out."""
+
+    wait_s: float = 0.0
+    status: int | None = None
+    """Reply with this instead of asking the server."""
+    cut_after: int | None = None
+    """Close the connection after so many bytes of the body."""
+    lose_reply: bool = False
+    """Carry it out, then close the connection."""
+    before: Callable[[], None] | None = None
+    """Is called first."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """What went through the proxy."""
+
+    requests: dict[str, int] = field(default_factory=dict)
+    """By method."""
+    bytes_out: int = 0
+    """Bytes of bodies that were sent to clients."""
+
+
+class Proxy:
+    """A context manager: forwards to a server what ``decide`` lets pass, and counts it. ``endpoint`` is for clients."""
+
+    def __init__(self, port: int, decide: Callable[[Asked], Do | None] = lambda asked: None) -> None:
+        self.decide = decide
+        self.counts = Counts()
+        self.log: list[Asked] = []
+        self._lock = threading.Lock()
+        proxy = self
+
+        class Handler(_Handler):
+            proxy_of = proxy
+            upstream = port
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def reset(self, decide: Callable[[Asked], Do | None] = lambda asked: None) -> None:
+        """Forget what was counted, and decide anew."""
+        with self._lock:
+            self.counts, self.log, self.decide = Counts(), [], decide
+
+    def note(self, method: str, path: str, first: int | None) -> Asked:
+        with self._lock:
+            asked = Asked(len(self.log), method, path, first)
+            self.log.append(asked)
+            self.counts.requests[method] = self.counts.requests.get(method, 0) + 1
+            return asked
+
+    def sent(self, nbytes: int) -> None:
+        with self._lock:
+            self.counts.bytes_out += nbytes
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    proxy_of: Proxy
+    upstream: int
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""
+
+    def _do(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        ranged = (self.headers.get("Range") or "").removeprefix("bytes=").partition("-")[0]
+        asked = self.proxy_of.note(self.command, self.path, int(ranged) if ranged.isdigit() else None)
+        do = self.proxy_of.decide(asked) or Do()
+        if do.before is not None:
+            do.before()
+        time.sleep(do.wait_s)
+        if do.status is not None:
+            self._reply(do.status)
+            return
+        connection = http.client.HTTPConnection("127.0.0.1", self.upstream, timeout=60)
+        try:
+            connection.request(self.command, self.path, body=body or None, headers=dict(self.headers))
+            self._pass_on(connection.getresponse(), do)
+        finally:
+            connection.close()
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _do
+
+    def _reply(self, status: int) -> None:
+        code = {401: "ExpiredToken", 403: "AccessDenied", 503: "SlowDown"}.get(status, "InternalError")
+        text = f"<Error><Code>{code}</Code><Message>by the proxy</Message></Error>".encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/xml")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(text)
+
+    def _pass_on(self, reply: http.client.HTTPResponse, do: Do) -> None:
+        if do.lose_reply:
+            reply.read()
+            self._hang_up()
+            return
+        self.send_response(reply.status)
+        for name, value in reply.getheaders():
+            if name.lower() not in {*_HOP, "date", "server", "content-length"}:
+                self.send_header(name, value)
+        length = reply.getheader("Content-Length")
+        if length is None:  # chunked: its length is known once it is here
+            content = reply.read()
+            self.send_header("Content-Length", str(len(content)))
+            pieces = iter([content])
+        else:
+            self.send_header("Content-Length", length)
+            pieces = iter(lambda: reply.read(_PIECE), b"")
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        left = do.cut_after
+        for piece in pieces:
+            some = piece if left is None else piece[:left]
+            self.proxy_of.sent(len(some))
+            self.wfile.write(some)
+            if left is not None and (left := left - len(some)) <= 0:
+                self._hang_up()
+                return
+
+    def _hang_up(self) -> None:
+        self.close_connection = True
+        self.wfile.flush()
+        self.connection.shutdown(socket.SHUT_RDWR)

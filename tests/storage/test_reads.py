@@ -1,0 +1,265 @@
+"""Reads from a real S3 server, through a proxy that delays, refuses, cuts and replaces."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+
+import pytest
+
+import shardwise as sw
+from shardwise.catalog.records import StoredFile
+from shardwise.errors import FormatError, IntegrityError, SourceError
+from shardwise.limits import read_small
+from shardwise.storage import (
+    Moved,
+    Stat,
+    exists,
+    fetch,
+    is_directory,
+    is_file,
+    looking_once,
+    names_in,
+    stat_of,
+    stores,
+)
+from shardwise.transfer.objects import IN_FLIGHT_BYTES, PART_BYTES, ObjectReader, parts_of
+from tests.harness.object_store import BUCKET, Do, Proxy, S3Server
+
+ROOT = f"s3://{BUCKET}"
+SECRET = "wJalrXUtnFEMISECRET"
+
+
+@pytest.fixture(scope="module")
+def content(server: S3Server) -> bytes:
+    found = os.urandom(3 * PART_BYTES + 12345)
+    server.put("big", found)
+    return found
+
+
+@pytest.fixture
+def proxy(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    monkeypatch.setattr(stores, "_PAUSE_S", 0.001)
+    with Proxy(server.port) as found:
+        sw.storage_options(
+            ROOT,
+            endpoint=found.endpoint,
+            region="us-east-1",
+            access_key_id="AKIDEXAMPLE",
+            secret_access_key=SECRET,
+        )
+        yield found
+
+
+def read(url: str, start: int, nbytes: int, version: str | None = None) -> bytes:
+    view = bytearray(nbytes)
+    fetch(url, start, memoryview(view), version=version)
+    return bytes(view)
+
+
+def test_looks(server: S3Server, proxy: Proxy) -> None:
+    """Names with spaces, unicode and percent signs; an object and a prefix of one name; a marker of a directory."""
+    for name in ("look/a", "look/a/b", "look/x%20y", "look/with%20space", "look/%C3%BC", "look/marker/"):
+        server.put(name, b"12345")
+    with looking_once():
+        assert sorted(names_in(f"{ROOT}/look")) == sorted(["a", "marker", "x y", "with space", "ü"])
+        assert is_file(f"{ROOT}/look/a")
+        assert is_directory(f"{ROOT}/look/a")
+        assert stat_of(f"{ROOT}/look/ü") == stat_of(f"{ROOT}/look/with space")
+        assert not exists(f"{ROOT}/look/nothing")
+    assert [asked.method for asked in proxy.log] == ["GET"] * 3  # each folder is listed once
+    assert is_file(f"{ROOT}/look/a")  # outside of the block, by HEAD
+    assert proxy.log[-1].method == "HEAD"
+    assert not is_file(ROOT)
+    assert read_small(f"{ROOT}/look/a") == b"12345"
+    with pytest.raises(FormatError, match="the limit is 4"):
+        read_small(f"{ROOT}/look/a", "it", 4)
+
+
+def test_a_percent_sign_is_a_percent_sign(server: S3Server, proxy: Proxy) -> None:
+    server.put("percent/50%2525", b"1")  # the key is 50%25
+    assert names_in(f"{ROOT}/percent") == ["50%25"]
+    assert is_file(f"{ROOT}/percent/50%25")
+    assert not is_file(f"{ROOT}/percent/50%")
+
+
+def test_a_range(proxy: Proxy, content: bytes) -> None:
+    assert read(f"{ROOT}/big", 1000, 5000) == content[1000:6000]
+    assert proxy.counts.bytes_out == 5000
+    assert proxy.counts.requests == {"GET": 1}
+
+
+@pytest.mark.parametrize("status", [500, 503, 429])
+def test_a_store_that_is_busy_is_asked_again(proxy: Proxy, content: bytes, status: int) -> None:
+    proxy.reset(lambda asked: Do(status=status) if asked.number < 2 else None)
+    assert read(f"{ROOT}/big", 7, 5000) == content[7:5007]
+    assert proxy.counts.requests == {"GET": 3}
+
+
+def test_a_body_that_was_cut_goes_on_where_it_was(proxy: Proxy, content: bytes) -> None:
+    proxy.reset(lambda asked: Do(cut_after=100_000) if asked.number < 5 else None)
+    assert read(f"{ROOT}/big", 7, 3_000_000) == content[7:3_000_007]
+    assert proxy.counts.bytes_out <= 3_000_000 + 6 * 100_000  # what was sent twice is little
+
+
+def test_a_body_that_is_always_cut_is_an_error(proxy: Proxy, content: bytes) -> None:
+    proxy.reset(lambda asked: Do(cut_after=10))
+    with pytest.raises(SourceError, match="failed 4 times"):
+        read(f"{ROOT}/big", 0, 1_000_000)
+    assert len(proxy.log) < 200
+
+
+@pytest.mark.parametrize(("status", "said"), [(403, "403 .AccessDenied."), (401, "401"), (404, "lost")])
+def test_a_refusal_is_final(proxy: Proxy, content: bytes, status: int, said: str) -> None:
+    proxy.reset(lambda asked: Do(status=status))
+    with pytest.raises(SourceError, match=said) as caught:
+        read(f"{ROOT}/big", 0, 10)
+    assert len(proxy.log) == 1
+    assert SECRET not in "".join([str(caught.value), repr(caught.value), *caught.value.__notes__])
+    assert caught.value.__cause__ is None or SECRET not in repr(caught.value.__cause__)
+
+
+def test_another_version_is_not_read(server: S3Server, proxy: Proxy) -> None:
+    server.put("moved", b"a" * 1000)
+    stat = stat_of(f"{ROOT}/moved")
+    assert stat is not None
+    assert stat.version
+    server.put("moved", b"b" * 1000)
+    with pytest.raises(Moved, match="was replaced"):
+        read(f"{ROOT}/moved", 0, 10, stat.version)
+    assert read(f"{ROOT}/moved", 0, 10) == b"b" * 10
+
+
+def test_an_object_replaced_between_two_pieces_of_a_body(server: S3Server, proxy: Proxy) -> None:
+    """The first request is cut, and the object replaced before the second: no mixture."""
+    server.put("mixed", b"a" * 500_000)
+    replaced = iter([lambda: None, lambda: server.put("mixed", b"b" * 500_000)])
+    proxy.reset(
+        lambda asked: Do(before=next(replaced, None), cut_after=100_000 if asked.number == 0 else None)
+    )
+    with pytest.raises(Moved):
+        read(f"{ROOT}/mixed", 0, 400_000)
+
+
+def test_too_short_and_gone(server: S3Server, proxy: Proxy) -> None:
+    server.put("short", b"a" * 100)
+    with pytest.raises(IntegrityError, match="has 100 bytes, but 200 were expected"):
+        read(f"{ROOT}/short", 50, 150)
+    with pytest.raises(IntegrityError, match="lost"):
+        read(f"{ROOT}/none", 0, 10)
+    sw.storage_options("s3://nobucket", endpoint=proxy.endpoint, skip_signature=True)
+    with pytest.raises(SourceError, match="no such bucket"):
+        read("s3://nobucket/x", 0, 10)
+
+
+def test_a_store_that_is_not_there() -> None:
+    quick = {"max_retries": 1}
+    sw.storage_options("s3://far", endpoint="http://127.0.0.1:9", skip_signature=True, retry_config=quick)
+    with pytest.raises(SourceError, match="s3://far/x: reading it failed"):
+        read("s3://far/x", 0, 10)
+    sw.storage_options("s3://nowhere", endpoint="http://no.invalid", skip_signature=True, retry_config=quick)
+    with pytest.raises(SourceError, match="s3://nowhere/x"):
+        read("s3://nowhere/x", 0, 10)
+
+
+def test_options_that_no_store_has() -> None:
+    sw.storage_options("s3://strange", no_such_option=SECRET)
+    with pytest.raises(SourceError, match="s3://strange") as caught:
+        read("s3://strange/x", 0, 1)
+    assert SECRET not in str(caught.value)
+    with pytest.raises(ValueError, match="takes a URL"):
+        sw.storage_options("/local/path", region="x")
+
+
+def test_a_forked_process_says_so(proxy: Proxy, content: bytes) -> None:
+    """The threads of the Rust library are in the parent alone: a read in the child would wait for ever."""
+    assert read(f"{ROOT}/big", 0, 1) == content[:1]
+    out, into = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            read(f"{ROOT}/big", 0, 1)
+        except SourceError as error:
+            os.write(into, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(into)
+    assert b"forked" in os.read(out, 10_000)
+    os.waitpid(child, 0)
+    os.close(out)
+
+
+def test_other_urls_go_to_fsspec() -> None:
+    import fsspec
+
+    files = fsspec.filesystem("memory")
+    files.pipe("/box/a/file", b"0123456789")
+    assert names_in("memory://box/a") == ["file"]
+    assert stat_of("memory://box/a/file") is not None
+    assert read("memory://box/a/file", 2, 5) == b"23456"
+    assert is_directory("memory://box")
+    assert not exists("memory://box/b")
+    with pytest.raises(SourceError, match="no store has URLs of this kind"):
+        read("nosuchscheme://x/y", 0, 1)
+
+
+def test_the_reader_asks_ahead_and_holds_little(proxy: Proxy, content: bytes) -> None:
+    """Short reads in order cost one request per part, and never more than its memory."""
+    url = f"{ROOT}/big"
+    proxy.reset(lambda asked: Do(wait_s=0.02))
+    spans = [
+        (url, start, min(start + 1_000_000, len(content))) for start in range(0, len(content), 1_000_000)
+    ]
+    with ObjectReader([StoredFile(url, len(content))]) as reader, reader.expecting(spans):
+        for path, start, stop in spans:
+            view = bytearray(stop - start)
+            reader.read_into(path, start, memoryview(view))
+            assert view == content[start:stop]
+        assert reader.requests == -(-len(content) // PART_BYTES)
+        assert reader.bytes_read == len(content) == proxy.counts.bytes_out
+    assert proxy.counts.requests == {"GET": reader.requests}
+
+
+def test_reads_that_were_not_announced(proxy: Proxy, content: bytes) -> None:
+    url = f"{ROOT}/big"
+    with ObjectReader([StoredFile(url, len(content))]) as reader:
+        for expected in ([], [(url, 0, 5_000_000)], [(url, 20_000_000, 20_000_010)]):
+            with reader.expecting(expected):
+                for start, nbytes in (
+                    (9_000_000, 100),
+                    (0, 2_000_000),
+                    (20_000_000, 10),
+                    (1_000_000, 9_000_000),
+                ):
+                    view = bytearray(nbytes)
+                    reader.read_into(url, start, memoryview(view))
+                    assert view == content[start : start + nbytes]
+
+
+def test_a_failed_read_ahead_is_raised_where_its_bytes_are_needed(proxy: Proxy, content: bytes) -> None:
+    url = f"{ROOT}/big"
+    proxy.reset(lambda asked: Do(status=403) if asked.first and asked.first >= PART_BYTES else None)
+    with ObjectReader([StoredFile(url, len(content))]) as reader, reader.expecting([(url, 0, len(content))]):
+        view = bytearray(PART_BYTES)
+        reader.read_into(url, 0, memoryview(view))
+        assert view == content[:PART_BYTES]
+        with pytest.raises(SourceError, match="403"):
+            reader.read_into(url, PART_BYTES, memoryview(view))
+
+
+def test_parts() -> None:
+    far = 10 * PART_BYTES
+    assert list(parts_of([("a", 0, 10), ("a", 20, 30), ("a", far, far + 1), ("b", far + 1, far + 2)])) == [
+        ("a", 0, 30),
+        ("a", far, far + 1),
+        ("b", far + 1, far + 2),
+    ]
+    whole = list(parts_of([("a", 5, 5 + 2 * PART_BYTES + 1)]))
+    assert [stop - start for _, start, stop in whole] == [PART_BYTES, PART_BYTES, 1]
+    assert list(itertools.islice(parts_of([]), 1)) == []
+    assert IN_FLIGHT_BYTES >= 4 * PART_BYTES
+
+
+def test_stat_says_nothing_of_a_local_version(tmp_path: object) -> None:
+    assert stat_of(__file__) == Stat(os.path.getsize(__file__))
