@@ -21,6 +21,8 @@ from .models.meta_init import meta_init as meta_init
 from .planning.records import IOOptions as IOOptions
 from .runs.convert import ConvertReport as ConvertReport
 from .runs.convert import convert as convert
+from .runs.copy import CopyReport as CopyReport
+from .runs.copy import copy as copy
 from .runs.diff import DiffReport as DiffReport
 from .runs.diff import diff as diff
 from .runs.restore import restore as restore

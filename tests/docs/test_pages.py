@@ -106,6 +106,8 @@ def check_arguments(call: ast.Call, block: Block) -> None:
         return
     parameters = inspect.signature(function).parameters
     known = set(parameters)
+    if function is sw.storage_options:
+        return  # those of a store, which its own package checks
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         known |= OPTIONS | set(inspect.signature(sw.load_pretrained).parameters)
     given = {keyword.arg for keyword in call.keywords if keyword.arg}

@@ -6,6 +6,7 @@ The proxy speaks plain HTTP. What it does to a request is decided by a function 
 from __future__ import annotations
 
 import http.client
+import json
 import os
 import socket
 import subprocess
@@ -14,15 +15,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-__all__ = ["BUCKET", "Asked", "Do", "Proxy", "S3Server", "s3_server"]
+__all__ = ["BUCKET", "COUNTS", "Asked", "Do", "Proxy", "S3Server", "s3_server"]
 
 BUCKET = "bucket"
+#: A path of the proxy itself, which tells what went through it.
+COUNTS = "/-/counts"
 _START_S = 60.0
 #: moto checks no signature, but refuses those without one a second write of an object.
 _SIGNED = (
@@ -187,6 +190,9 @@ class _Handler(BaseHTTPRequestHandler):
         """Say nothing."""
 
     def _do(self) -> None:
+        if self.path == COUNTS:
+            self._answer(json.dumps(asdict(self.proxy_of.counts)).encode())
+            return
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         ranged = (self.headers.get("Range") or "").removeprefix("bytes=").partition("-")[0]
         asked = self.proxy_of.note(self.command, self.path, int(ranged) if ranged.isdigit() else None)
@@ -215,6 +221,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(text)
+
+    def _answer(self, content: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
 
     def _pass_on(self, reply: http.client.HTTPResponse, do: Do) -> None:
         if do.lose_reply:

@@ -32,6 +32,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "Checkpointer": sw.Checkpointer,
     "clone": sw.clone,
     "convert": sw.convert,
+    "copy": sw.copy,
     "diff": sw.diff,
     "digest": sw.digest,
     "export_hf": sw.export_hf,
@@ -119,6 +120,7 @@ COMMANDS: dict[str, tuple[str | None, dict[str, str]]] = {
             "model": "of --to hf: an option of sw.export_hf",
         },
     ),
+    "copy": ("copy", {}),
     "explain": (None, {}),
     "demo": (None, {"out": "a folder to play in", "ranks": "as in plan"}),
 }
@@ -141,6 +143,7 @@ def options_of(call: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 def test_every_call_is_looked_at() -> None:
     """Classes that hold options without being calls of this kind are named here."""
     others = {"ElasticSampler", "IOOptions", "ResumableLoader", "ShardPolicy", "TrainState", "meta_init"}
+    others |= {"storage_options"}  # those of obstore and fsspec, under their names
     public = {
         name
         for name in sw.__all__

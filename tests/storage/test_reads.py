@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections.abc import Iterator
 
+import fsspec
 import pytest
 
 import shardwise as sw
@@ -15,6 +17,7 @@ from shardwise.limits import read_small
 from shardwise.storage import (
     Moved,
     Stat,
+    by_obstore,
     exists,
     fetch,
     is_directory,
@@ -24,6 +27,7 @@ from shardwise.storage import (
     stat_of,
     stores,
 )
+from shardwise.storage.records import Cut
 from shardwise.transfer.objects import IN_FLIGHT_BYTES, PART_BYTES, ObjectReader, parts_of
 from tests.harness.object_store import BUCKET, Do, Proxy, S3Server
 
@@ -142,6 +146,93 @@ def test_an_object_replaced_between_two_pieces_of_a_body(server: S3Server, proxy
         read(f"{ROOT}/mixed", 0, 400_000)
 
 
+class Scripted:
+    """A store whose replies a test gives: (version, pieces); a piece that is an error is raised."""
+
+    def __init__(self, *replies: tuple[str, list[bytes | Cut]], nbytes: int = 10) -> None:
+        self.replies = iter(replies)
+        self.nbytes = nbytes
+        self.asked: list[tuple[int, int]] = []
+
+    def read(self, key: str, start: int, stop: int) -> tuple[Stat, Iterator[bytes]]:
+        self.asked.append((start, stop))
+        version, pieces = next(self.replies)
+        return Stat(self.nbytes, version), self._pieces(pieces)
+
+    def _pieces(self, pieces: list[bytes | Cut]) -> Iterator[bytes]:
+        for piece in pieces:
+            if isinstance(piece, Cut):
+                raise piece
+            yield piece
+
+
+def script(monkeypatch: pytest.MonkeyPatch, *replies: tuple[str, list[bytes | Cut]]) -> Scripted:
+    found = Scripted(*replies)
+    monkeypatch.setattr(stores, "store_of", lambda root: found)
+    monkeypatch.setattr(stores, "_PAUSE_S", 0.0)
+    return found
+
+
+def test_a_store_that_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = script(monkeypatch, ("v", [b"01", Cut("gone")]), ("v", [b"234"]), ("v", [b"56789"]))
+    assert read("s3://b/x", 0, 10) == b"0123456789"
+    assert found.asked == [(0, 10), (2, 10), (5, 10)]
+
+
+def test_a_store_that_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    script(monkeypatch, *[("v", [])] * 20)
+    with pytest.raises(
+        SourceError, match="failed 4 times, the last time after 0 bytes: the body ended early"
+    ):
+        read("s3://b/x", 0, 10)
+
+
+def test_versions_are_those_of_the_first_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    script(monkeypatch, ("v", [b"01", Cut("gone")]), ("w", [b"23456789"]))
+    with pytest.raises(Moved):
+        read("s3://b/x", 0, 10)
+
+
+def test_a_store_that_sends_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    script(monkeypatch, ("v", [b"012"]))
+    with pytest.raises(IntegrityError, match="more bytes than were asked for"):
+        read("s3://b/x", 0, 2)
+
+
+def test_queries_are_not_repeated() -> None:
+    error = by_obstore._text(
+        ValueError(f"GET https://h/c/k?sv=1&sig={SECRET} failed\n\nDebug source: {SECRET}")
+    )
+    assert error == "GET https://h/c/k?… failed"
+
+
+def test_a_reader_takes_one_version(server: S3Server, proxy: Proxy) -> None:
+    """Of an object of which no catalog says the version, too."""
+    server.put("unknown", b"a" * 1000)
+    view = memoryview(bytearray(10))
+    with ObjectReader([]) as reader:
+        reader.read_into(f"{ROOT}/unknown", 0, view)
+        server.put("unknown", b"b" * 1000)
+        with pytest.raises(Moved):
+            reader.read_into(f"{ROOT}/unknown", 10, view)
+
+
+def test_memory_is_not_used_again_while_it_is_written(proxy: Proxy, content: bytes) -> None:
+    """A read skips parts that are still on their way; their bytes do not come into those of later parts."""
+    url = f"{ROOT}/big"
+    proxy.reset(lambda asked: Do(wait_s=0.3) if not asked.first else None)
+    spans = [(url, 0, PART_BYTES), (url, 2 * PART_BYTES, 3 * PART_BYTES)]
+    with ObjectReader([StoredFile(url, len(content))]) as reader, reader.expecting(spans):
+        view = bytearray(1000)
+        reader.read_into(url, 2 * PART_BYTES, memoryview(view))  # the first part is not waited for
+        with reader.expecting([(url, PART_BYTES, 2 * PART_BYTES)]):
+            later = bytearray(PART_BYTES)
+            reader.read_into(url, PART_BYTES, memoryview(later)[:1])
+            time.sleep(0.5)
+            reader.read_into(url, PART_BYTES, memoryview(later))
+            assert later == content[PART_BYTES : 2 * PART_BYTES]
+
+
 def test_too_short_and_gone(server: S3Server, proxy: Proxy) -> None:
     server.put("short", b"a" * 100)
     with pytest.raises(IntegrityError, match="has 100 bytes, but 200 were expected"):
@@ -191,10 +282,7 @@ def test_a_forked_process_says_so(proxy: Proxy, content: bytes) -> None:
 
 
 def test_other_urls_go_to_fsspec() -> None:
-    import fsspec
-
-    files = fsspec.filesystem("memory")
-    files.pipe("/box/a/file", b"0123456789")
+    fsspec.filesystem("memory").pipe("/box/a/file", b"0123456789")
     assert names_in("memory://box/a") == ["file"]
     assert stat_of("memory://box/a/file") is not None
     assert read("memory://box/a/file", 2, 5) == b"23456"

@@ -13,6 +13,7 @@ from ..errors import CheckpointError, NoCheckpointError, ShardwiseError, is_dama
 from ..planning import IOOptions
 from ..ranks.ranks import Ranks
 from ..state.train_state import TrainState
+from ..storage import local_path
 from ..store import publish
 from ..store.lock import DirectoryLock, check_held
 from .async_save import AsyncSave, reserve_for
@@ -41,7 +42,7 @@ def save(
     io = io or IOOptions()
     ranks = Ranks.current(timeout_s=io.timeout_s)
     run_id = ranks.on_first("run id", _new_run_id)
-    return write_checkpoint(state, os.path.abspath(path), step, Lineage(run_id, None), ranks)
+    return write_checkpoint(state, local_path(path), step, Lineage(run_id, None), ranks)
 
 
 def _new_run_id() -> str:
@@ -94,7 +95,7 @@ class Checkpointer:
         ):
             if given not in allowed:
                 raise ValueError(f"{option} must be one of {allowed}, got {given!r}")
-        self.root = os.path.abspath(root)
+        self.root = local_path(root)
         self._keep_last = keep_last
         self._keep_every = keep_every
         self._io = io or IOOptions()

@@ -223,6 +223,27 @@ def _verify_one(path: str, threads: int | None, as_json: bool) -> Any:
 @main.command()
 @source_path
 @click.argument("out", type=click.Path(path_type=str))
+@common
+def copy(path: str, out: str, as_json: bool) -> None:
+    """Copy the checkpoint or model directory PATH to OUT, and prove that it is the same there.
+
+    Either may be a URL of an object store (s3://bucket/prefix). A local OUT must not exist. A copy that was stopped goes on where it
+    stopped, if it is started again.
+    """
+    from ..runs.copy import copy as copied
+    from .render import console, progress, show_copy
+
+    with progress(os.path.basename(path.rstrip("/")), enabled=not as_json) as on_progress:
+        report = copied(path, out, on_progress=on_progress)
+    if as_json:
+        print_json(report.to_json())
+    else:
+        show_copy(console(), report)
+
+
+@main.command()
+@source_path
+@click.argument("out", type=click.Path(path_type=str))
 @click.option("--dtype", type=click.Choice(DTYPES), default=None, help="Default: as stored.")
 @click.option(
     "--max-shard-bytes",

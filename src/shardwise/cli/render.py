@@ -274,6 +274,16 @@ def show_export(out: Console, report: Any) -> None:
     _facts(out, str(report.path), facts)
 
 
+def show_copy(out: Console, report: Any) -> None:
+    """Print the result of ``copy`` (a ``CopyReport``)."""
+    facts = {
+        "from": report.source,
+        "files": f"{report.files}, {size(report.nbytes)}, each read back and compared",
+        "sent": f"{report.files_sent} files, {size(report.bytes_sent)} in {report.seconds:.1f} s",
+    }
+    _facts(out, report.path, facts)
+
+
 def show_convert(out: Console, report: Any) -> None:
     """Print the result of ``convert`` (a ``ConvertReport``)."""
     facts = {

@@ -35,6 +35,7 @@ from ..ranks.patience import remove_tree
 from ..ranks.ranks import Ranks
 from ..recipe.origin import recall
 from ..recipe.transformers import is_transformers_model, meta_instance
+from ..storage import local_path
 from ..transfer.copy import Destination, FileFiller, Staging, write_back
 from .adapters import adapter_assets, chosen_adapters, lay_out_adapters
 from .files import HubFiles, lay_out, prepare_files, publish_files
@@ -109,7 +110,7 @@ def export_hf(
     started = time.perf_counter()
     io = io or IOOptions()
     ranks = Ranks.current(timeout_s=io.timeout_s)
-    final = os.path.abspath(out)
+    final = local_path(out)
     with ranks.agree("open source"):
         if max_shard_bytes < 1:
             raise ValueError(f"max_shard_bytes must be positive, got {max_shard_bytes}")

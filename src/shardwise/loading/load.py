@@ -76,7 +76,7 @@ def load(
 
     Args:
         model: any module; meta tensors get memory on ``device`` first.
-        source: a safetensors file or directory, or a shardwise checkpoint.
+        source: a safetensors file or directory, or a shardwise checkpoint; local, or the URL of one in an object store.
         names: stored name → module name, as a mapping (names not in it stay unchanged) or a function. Default: the
             transformers renames of the model's class, or none for other modules; for a model wrapped by PEFT, the
             base's. Not beside ``key_mapping``.

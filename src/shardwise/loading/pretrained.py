@@ -74,7 +74,8 @@ def load_pretrained(
 
     Args:
         path: local directory with ``config.json`` and safetensors files, else the id of a model on the Hugging Face
-            hub, read from the local cache. Missing files are downloaded once per host (see ``options``).
+            hub, read from the local cache. Missing files are downloaded once per host (see ``options``). Or the URL of a
+            directory in an object store.
         mesh: 1-D (FSDP) or 2-D (HSDP: replicate, shard). None: not sharded, the whole model on each rank.
         policy: how to wrap; see :class:`ShardPolicy`.
         dtype: ``"auto"`` (the config's, else the stored one), a dtype or its name.

@@ -60,8 +60,8 @@ class IOOptions:
     host, and the ranks of the host share it in memory. ``"once"``: each range is read once, and each rank is sent its
     shards through the process group's backend. ``"auto"``: ``"once"`` if some ranks do not see the files, or if they
     lie on a network file system and several hosts need the same bytes; ``"node"`` if shards lie in runs of less than 16 KiB
-    (shards of dim 1), or on a network file system of which ranks of one host need the same bytes; else ``"own"``. The
-    report says which, and why."""
+    (shards of dim 1), or on a network file system of which ranks of one host need the same bytes; else ``"own"``. Of object stores
+    ``"node"`` on one host, ``"once"`` on several. The report says which, and why."""
 
     def __post_init__(self) -> None:
         if self.staging_bytes < LEAST_STAGING_BYTES:

@@ -35,6 +35,7 @@ from ..recipe.host_convert import HostConversion
 from ..recipe.match import Recipe
 from ..recipe.tiles import identity
 from ..state.optimizer import Drained
+from ..storage import local_path
 from ..transfer import SourceReader
 from ..transfer.box import read_recipe, wanted_box
 from ..transfer.converted import ConvertingReader
@@ -101,7 +102,7 @@ def convert(
     started = time.perf_counter()
     io = io or IOOptions()
     ranks = Ranks.current(timeout_s=io.timeout_s)
-    final = os.path.abspath(out)
+    final = local_path(out)
     home = None if config is None else os.fspath(config)
     if trust_remote_code:
         in_turn(ranks, lambda: import_code(home or source))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ..errors import SourceError
+from ..errors import CheckpointError, SourceError
 from .records import Cut, Listing, Stat
 
 __all__ = ["FsspecStore"]
@@ -17,9 +17,11 @@ class FsspecStore:
     def __init__(self, root: str, options: Mapping[str, Any]) -> None:
         self._root = root
         try:
-            import fsspec
+            from fsspec.core import url_to_fs
 
-            self._files = fsspec.filesystem(root.partition("://")[0], **options)
+            self._files, _ = url_to_fs(root, **options)
+            opened: Any = url_to_fs
+            self._path_of: Callable[[str], str] = lambda url: str(opened(url, **options)[1]).strip("/")
         except ImportError as error:
             raise SourceError(
                 f"a package for this kind of URL is not installed: {error}", path=root
@@ -35,7 +37,7 @@ class FsspecStore:
             found = self._ask("listing it", folder, lambda url: self._files.ls(url, detail=True))
         except (FileNotFoundError, NotADirectoryError):
             return Listing()
-        own = self._files._strip_protocol(self._url(folder)).strip("/")
+        own = self._path_of(self._url(folder))
         names = [(str(one["name"]).strip("/").rpartition("/")[2], one) for one in found]
         inside = [(name, one) for name, one in names if str(one["name"]).strip("/") != own]
         return Listing(
@@ -56,6 +58,11 @@ class FsspecStore:
             raise FileNotFoundError(self._url(key))
         content = self._ask("reading it", key, lambda url: self._files.cat_file(url, start=start, end=stop))
         return stat, iter([content])
+
+    def write(self, key: str, pieces: Iterator[memoryview], nbytes: int) -> None:
+        raise CheckpointError(
+            f"{self._url(key)}: URLs of this kind are only read; expected s3, gs, az, or a local path"
+        )
 
     def _url(self, key: str) -> str:
         return f"{self._root}/{key}" if key else self._root

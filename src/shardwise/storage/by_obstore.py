@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ..errors import SourceError
+from ..errors import CheckpointError, SourceError
 from .records import Cut, Listing, Stat
 
 __all__ = ["ObstoreStore", "is_known"]
@@ -17,6 +17,8 @@ __all__ = ["ObstoreStore", "is_known"]
 _SCHEMES = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "http", "https")
 #: Bytes that come from a body at a time.
 _CHUNK_BYTES = 1024**2
+#: An object of more bytes is written in parts of so many, a few at a time. S3 takes at most 10,000.
+_PART_BYTES, _PARTS_AT_ONCE, _MOST_PARTS = 8 * 1024**2, 3, 9_000
 #: Of requests that got no reply, or 429 or 5xx. obstore's own default would go on for 3 minutes.
 _RETRY = {
     "max_retries": 8,
@@ -86,6 +88,30 @@ class ObstoreStore:
             "reading it", key, lambda s: self._obstore.get(s, key, options={"range": (start, stop)})
         )
         return _stat(got.meta), self._chunks(got, key)
+
+    def write(self, key: str, pieces: Iterator[memoryview], nbytes: int) -> None:
+        failures: list[BaseException] = []
+
+        def given() -> Iterator[memoryview]:
+            """The pieces. obstore wraps what an iterator raises: the caller gets it as it was."""
+            try:
+                yield from pieces
+            except BaseException as error:
+                failures.append(error)
+                raise
+
+        part = max(_PART_BYTES, -(-nbytes // _MOST_PARTS))
+        try:
+            if nbytes <= part:
+                self._obstore.put(self._store, key, b"".join(given()), use_multipart=False)
+            else:
+                self._obstore.put(self._store, key, given(), chunk_size=part, max_concurrency=_PARTS_AT_ONCE)
+        except BaseException as error:
+            if failures:
+                raise failures[0] from None
+            if not isinstance(error, Exception):
+                raise
+            raise CheckpointError(f"{self._root}/{key}: writing it failed: {_explained(error)}") from None
 
     def _chunks(self, got: Any, key: str) -> Iterator[bytes]:
         from obstore.exceptions import BaseError

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from ..errors import FormatError, SourceError
+from ..errors import CheckpointError, FormatError, SourceError
 from .records import Listing, Stat
 from .stores import fetch, store_of
 from .urls import is_url, join, place_of
@@ -20,6 +20,7 @@ __all__ = [
     "folders_in",
     "is_directory",
     "is_file",
+    "local_path",
     "looking_once",
     "names_in",
     "read_range",
@@ -119,6 +120,16 @@ def absolute(path: str | os.PathLike[str]) -> str:
     """As ``os.path.abspath``; a URL without a slash at its end."""
     path = os.fspath(path)
     return place_of(path).url if is_url(path) else os.path.abspath(path)
+
+
+def local_path(path: str | os.PathLike[str]) -> str:
+    """As ``os.path.abspath``, for what is written. Raises :class:`CheckpointError` for a URL."""
+    path = os.fspath(path)
+    if is_url(path):
+        raise CheckpointError(
+            f"{place_of(path).url}: only local directories are written to; write to one, and copy it with `shardwise copy`"
+        )
+    return os.path.abspath(path)
 
 
 def files_below(path: str) -> dict[str, Stat | None]:

@@ -48,3 +48,9 @@ class Store(Protocol):
     def read(self, key: str, start: int, stop: int) -> tuple[Stat | None, Iterator[bytes]]:
         """Bytes ``start`` to ``stop`` of an object, as they come, and the object as this reply describes it (None: the
         store does not say). Raises ``FileNotFoundError``; the iterator raises :class:`Cut`."""
+
+    def write(self, key: str, pieces: Iterator[memoryview], nbytes: int) -> None:
+        """Write an object of ``nbytes`` bytes; it appears whole, or not at all. Holds a few pieces.
+
+        Raises :class:`CheckpointError`, and what ``pieces`` raises.
+        """

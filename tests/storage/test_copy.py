@@ -1,0 +1,244 @@
+"""Copies between directories and a store: the same bytes, damage found, stopped ones go on, nothing half done looks whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.errors import CheckpointError, IntegrityError, SourceError
+from shardwise.storage import files_below
+from tests.harness.object_store import BUCKET, Asked, Do, Proxy, S3Server
+
+ROOT = f"s3://{BUCKET}/copies"
+
+
+def use(endpoint: str) -> None:
+    sw.storage_options(
+        f"s3://{BUCKET}",
+        endpoint=endpoint,
+        region="us-east-1",
+        access_key_id="AKID",
+        secret_access_key="secret",
+    )
+
+
+@pytest.fixture
+def proxy(server: S3Server) -> Iterator[Proxy]:
+    with Proxy(server.port) as found:
+        use(found.endpoint)
+        yield found
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with files of several pieces, and of several blocks."""
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("run") / "step-00000003"
+    model = nn.Sequential(nn.Linear(1000, 5000), nn.Linear(3, 3))
+    sw.save(sw.TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters())), path, step=3)
+    return path
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_there_and_back(step: Path, proxy: Proxy, tmp_path: Path) -> None:
+    url = f"{ROOT}/back/{step.name}"
+    seen: list[tuple[int, int]] = []
+    report = sw.copy(step, url, on_progress=lambda done, total: seen.append((done, total)))
+    assert report.files == report.files_sent == len(contents(step))
+    assert report.nbytes == report.bytes_sent == sum(map(len, contents(step).values()))
+    assert seen[-1] == (2 * report.nbytes, 2 * report.nbytes)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert sw.verify(url).ok
+    again = sw.copy(url, tmp_path / "new" / step.name)
+    assert contents(tmp_path / "new" / step.name) == contents(step)
+    assert again.nbytes == report.nbytes
+    assert [p.name for p in (tmp_path / "new").iterdir()] == [step.name]
+    assert sw.copy(step, url).files_sent == 0  # all is there
+
+
+def test_the_manifest_is_written_last(step: Path, proxy: Proxy) -> None:
+    sw.copy(step, f"{ROOT}/last")
+    written = [a.path for a in proxy.log if a.method in ("PUT", "POST")]
+    assert "manifest.json" in written[-1]
+
+
+def test_what_says_that_it_is_whole_comes_last(proxy: Proxy, tmp_path: Path) -> None:
+    for name in ("manifest.json.txt", "a.json", "config.json", "model.safetensors.index.json", "z"):
+        (tmp_path / name).write_bytes(name.encode())
+    sw.copy(tmp_path, f"{ROOT}/order")
+    written = [a.path.rpartition("/")[2] for a in proxy.log if a.method == "PUT"]
+    assert written[-2:] == ["config.json", "model.safetensors.index.json"]
+
+
+def test_a_directory_of_a_model(proxy: Proxy, tmp_path: Path) -> None:
+    """Names as they stand, folders, empty files."""
+    folder = tmp_path / "hub"
+    (folder / "deep er").mkdir(parents=True)
+    for name in ("config.json", "deep er/ü 50%.txt", "empty"):
+        (folder / name).write_bytes(b"" if name == "empty" else name.encode())
+    sw.copy(folder, f"{ROOT}/hub")
+    sw.copy(f"{ROOT}/hub", tmp_path / "back")
+    assert contents(tmp_path / "back") == contents(folder)
+    sw.copy(folder, tmp_path / "beside")
+    assert contents(tmp_path / "beside") == contents(folder)
+
+
+def test_damage_is_not_copied(step: Path, proxy: Proxy, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(step, damaged)
+    name = next(n for n in sorted(contents(step)) if n.startswith("model/"))
+    with (damaged / name).open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([contents(step)[name][-1] ^ 1]))
+    with pytest.raises(IntegrityError, match="damaged, and not copied"):
+        sw.copy(damaged, f"{ROOT}/damaged")
+    assert "manifest.json" not in files_below(f"{ROOT}/damaged")
+    with pytest.raises(IntegrityError, match=name):
+        sw.copy(damaged, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_in_the_way(step: Path, proxy: Proxy, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    with pytest.raises(CheckpointError, match="exists already"):
+        sw.copy(step, tmp_path / "there")
+    with pytest.raises(SourceError, match="no such directory"):
+        sw.copy(tmp_path / "none", f"{ROOT}/none")
+    with pytest.raises(SourceError, match="no such directory"):
+        sw.copy(f"{ROOT}/none", tmp_path / "out")
+    with pytest.raises(CheckpointError, match="only read"):
+        sw.copy(step, "memory://box/step")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SourceError, match="holds no file"):
+        sw.copy(tmp_path / "empty", f"{ROOT}/empty")
+
+
+def test_saves_are_refused_before_anything_is_written(step: Path, tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    before = sorted(os.listdir())
+    for write in (
+        lambda: sw.save(sw.TrainState(model=model), f"{ROOT}/x"),
+        lambda: sw.Checkpointer(f"{ROOT}/x"),
+        lambda: sw.export_hf(step, f"{ROOT}/x"),
+        lambda: sw.convert(step, f"{ROOT}/x"),
+    ):
+        with pytest.raises(CheckpointError, match="copy it with `shardwise copy`"):
+            write()
+    assert sorted(os.listdir()) == before
+
+
+def busy(asked: Asked) -> Do | None:
+    return Do(status=503) if asked.number % 5 == 1 else None
+
+
+def lost_replies(asked: Asked) -> Do | None:
+    return Do(lose_reply=True) if asked.method in ("PUT", "POST") and asked.number % 3 == 0 else None
+
+
+def cut_reads(asked: Asked) -> Do | None:
+    return Do(cut_after=1_000_000) if asked.method == "GET" and asked.number % 4 == 0 else None
+
+
+@pytest.mark.parametrize("decide", [busy, lost_replies, cut_reads])
+def test_faults_that_pass(step: Path, proxy: Proxy, decide: object, tmp_path: Path) -> None:
+    proxy.reset(decide)  # type: ignore[arg-type]
+    url = f"{ROOT}/{getattr(decide, '__name__', '')}"
+    sw.copy(step, url)
+    assert sw.verify(url).ok
+    sw.copy(url, tmp_path / "back")
+    assert contents(tmp_path / "back") == contents(step)
+
+
+def test_a_write_that_is_refused(step: Path, proxy: Proxy) -> None:
+    proxy.reset(lambda asked: Do(status=403) if asked.method in ("PUT", "POST") else None)
+    with pytest.raises(CheckpointError, match=r"403 .AccessDenied."):
+        sw.copy(step, f"{ROOT}/refused")
+    proxy.reset()
+    assert not files_below(f"{ROOT}/refused")
+
+
+def test_another_program_that_writes_there(step: Path, proxy: Proxy, server: S3Server) -> None:
+    """What is read back differs from what was sent."""
+    name = next(n for n in sorted(contents(step)) if n.startswith("rank/") and n.endswith(".json"))
+
+    def overwrite(asked: Asked) -> Do | None:
+        if asked.method == "GET" and asked.path.split("?")[0].endswith(name):
+            return Do(before=lambda: server.put(f"copies/both/{name}", b"x" * len(contents(step)[name])))
+        return None
+
+    proxy.reset(overwrite)
+    with pytest.raises((CheckpointError, IntegrityError)):
+        sw.copy(step, f"{ROOT}/both")
+    proxy.reset()
+    assert "manifest.json" not in files_below(f"{ROOT}/both")
+    assert sw.copy(step, f"{ROOT}/both").files_sent  # and the next one mends it
+    assert sw.verify(f"{ROOT}/both").ok
+
+
+_CHILD = """
+import sys, shardwise as sw
+sw.storage_options("s3://{bucket}", endpoint="{endpoint}", region="us-east-1", access_key_id="A", secret_access_key="s")
+sw.copy("{source}", "{target}")
+"""
+
+
+def begun(proxy: Proxy, target: str, step: Path) -> bool:
+    """Whether at least one file is there."""
+    if target.startswith("s3://"):
+        return len(proxy.log) >= 14
+    found = contents(Path(f"{target}.copying"))
+    return any(contents(step)[name] == content for name, content in found.items())
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_killed_copy_goes_on(step: Path, proxy: Proxy, tmp_path: Path, there: bool) -> None:
+    url = f"{ROOT}/killed"
+    if not there:
+        sw.copy(step, url)
+    source, target = (str(step), f"{ROOT}/killed-{there}") if there else (url, str(tmp_path / "back"))
+    proxy.reset(lambda asked: Do(wait_s=0.15))
+    code = _CHILD.format(bucket=BUCKET, endpoint=proxy.endpoint, source=source, target=target)
+    child = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        deadline = time.monotonic() + 60
+        while not begun(proxy, target, step) and time.monotonic() < deadline and child.poll() is None:
+            time.sleep(0.01)
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+    proxy.reset()
+    if there:
+        assert "manifest.json" not in files_below(target)
+    else:
+        assert not Path(target).exists()
+    report = sw.copy(source, target)
+    assert report.files_sent < report.files
+    assert sw.verify(target).ok
+    if not there:
+        assert contents(Path(target)) == contents(step)
+
+
+def test_the_command(step: Path, tmp_path: Path) -> None:
+    target = tmp_path / "copied"
+    command = [sys.executable, "-m", "shardwise", "copy", str(step), str(target)]
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["files"] == len(contents(step))
+    assert contents(target) == contents(step)
+    again = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert again.returncode == 1
+    assert "exists already" in again.stderr
