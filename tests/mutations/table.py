@@ -645,6 +645,42 @@ MUTATIONS = (
         ("tests/storage/test_reads.py::test_looks",),
         "each look at an object lists its folder",
     ),
+    # ------------------------------------------------------------------------------------- saves into a store
+    Mutation(
+        "store/in_store.py",
+        "    if not patiently(store.create, place.key, own):",
+        "    patiently(store.create, place.key, own)\n    if False:",
+        ("tests/storage/test_saves.py::test_another_save_has_claimed_it",),
+        "a save does not look at another one's claim",
+    ),
+    Mutation(
+        "store/in_store.py",
+        "    if not keeps_conditions:",
+        "    if False:",
+        ("tests/storage/test_saves.py::test_a_store_without_conditional_writes",),
+        "a store without conditional writes is taken",
+    ),
+    Mutation(
+        "store/in_store.py",
+        '    wrong = [f"{n}: not ours" for n in found if n not in manifest.files]',
+        "    wrong: list[str] = []",
+        ("tests/storage/test_saves.py::test_what_another_program_puts_there_is_found",),
+        "objects of another program are published",
+    ),
+    Mutation(
+        "storage/by_obstore.py",
+        '            self._obstore.put(self._store, key, content, mode="create")',
+        "            self._obstore.put(self._store, key, content)",
+        ("tests/storage/test_saves.py::test_another_save_has_claimed_it",),
+        "a conditional write has no condition",
+    ),
+    Mutation(
+        "checkpoint/save.py",
+        "(discard_in_store if is_url(temporary) else remove_tree)(temporary)",
+        "remove_tree(temporary)",
+        ("tests/storage/test_saves.py::test_a_write_that_fails_on_one_rank",),
+        "a failed save leaves its objects and its claim",
+    ),
     # ------------------------------------------------------------------------------------- copies
     Mutation(
         "runs/copy.py",

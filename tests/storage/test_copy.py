@@ -20,6 +20,7 @@ import shardwise as sw
 from shardwise.errors import CheckpointError, IntegrityError, SourceError
 from shardwise.storage import files_below
 from tests.harness.object_store import BUCKET, Asked, Do, Proxy, S3Server
+from tests.harness.tiers import long_but
 
 ROOT = f"s3://{BUCKET}/copies"
 
@@ -129,10 +130,8 @@ def test_what_is_in_the_way(step: Path, proxy: Proxy, tmp_path: Path) -> None:
 
 
 def test_saves_are_refused_before_anything_is_written(step: Path, tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
     before = sorted(os.listdir())
     for write in (
-        lambda: sw.save(sw.TrainState(model=model), f"{ROOT}/x"),
         lambda: sw.Checkpointer(f"{ROOT}/x"),
         lambda: sw.export_hf(step, f"{ROOT}/x"),
         lambda: sw.convert(step, f"{ROOT}/x"),
@@ -154,7 +153,7 @@ def cut_reads(asked: Asked) -> Do | None:
     return Do(cut_after=1_000_000) if asked.method == "GET" and asked.number % 4 == 0 else None
 
 
-@pytest.mark.parametrize("decide", [busy, lost_replies, cut_reads])
+@pytest.mark.parametrize("decide", long_but((busy, lost_replies, cut_reads), lost_replies))
 def test_faults_that_pass(step: Path, proxy: Proxy, decide: object, tmp_path: Path) -> None:
     proxy.reset(decide)  # type: ignore[arg-type]
     url = f"{ROOT}/{getattr(decide, '__name__', '')}"
@@ -205,7 +204,7 @@ def begun(proxy: Proxy, target: str, step: Path) -> bool:
     return any(contents(step)[name] == content for name, content in found.items())
 
 
-@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize("there", long_but((True, False), False))
 def test_a_killed_copy_goes_on(step: Path, proxy: Proxy, tmp_path: Path, there: bool) -> None:
     url = f"{ROOT}/killed"
     if not there:

@@ -19,6 +19,7 @@ from shardwise.errors import ShardwiseError
 from tests.harness import models
 from tests.harness.object_store import BUCKET, Asked, Do, Proxy, S3Server
 from tests.harness.pool import RankPool
+from tests.harness.tiers import long_but, long_rows
 
 ROOT = f"s3://{BUCKET}/loads"
 KINDS = ("gpt2", "qwen3-moe", "qwen3-tied")
@@ -101,7 +102,7 @@ def load_one(endpoint: str, kind: str, strategy: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "strategy"), [(2, "auto"), (3, "own"), (3, "once"), (4, "node"), (4, "auto")]
+    ("world_size", "strategy"), [(2, "auto"), (3, "once"), *long_rows((3, "own"), (4, "node"), (4, "auto"))]
 )
 def test_shards_have_the_bits_of_a_local_load(
     hub: Path, proxy: Proxy, ranks: RankPool, world_size: int, strategy: str
@@ -170,7 +171,7 @@ def test_what_passes_is_not_noticed(hub: Path, proxy: Proxy, ranks: RankPool, de
     assert [one["same"] for one in found] == [True, True]
 
 
-@pytest.mark.parametrize("strategy", ["own", "node", "once"])
+@pytest.mark.parametrize("strategy", long_but(("own", "node", "once"), "node"))
 def test_an_error_of_one_rank_is_raised_on_all(
     hub: Path, proxy: Proxy, ranks: RankPool, strategy: str
 ) -> None:

@@ -13,7 +13,7 @@ from ..errors import CheckpointError, NoCheckpointError, ShardwiseError, is_dama
 from ..planning import IOOptions
 from ..ranks.ranks import Ranks
 from ..state.train_state import TrainState
-from ..storage import local_path
+from ..storage import absolute, local_path
 from ..store import publish
 from ..store.lock import DirectoryLock, check_held
 from .async_save import AsyncSave, reserve_for
@@ -32,17 +32,18 @@ _NUMBERS = itertools.count()
 def save(
     state: TrainState, path: str | os.PathLike[str], *, step: int = 0, io: IOOptions | None = None
 ) -> SaveReport:
-    """Write ``state`` as one checkpoint directory at ``path``: all of it or nothing.
+    """Write ``state`` as one checkpoint directory at ``path``: all of it or nothing. ``path`` may be a URL of an object store with
+    conditional writes.
 
     Every rank writes its own shards; replicas are written once. Every rank of the default process group must call it.
     Memory besides the live tensors on CPU: ≤ 32 MiB, plus the tensors in documents (at most 64 MiB for the own state of
     each model or optimizer). Raises :class:`StateError` before anything is written, :class:`CheckpointError` if
-    ``path`` exists, :class:`RankError` on every rank.
+    ``path`` exists, :class:`LockedError` if another save writes to the URL (or was killed there), :class:`RankError` on every rank.
     """
     io = io or IOOptions()
     ranks = Ranks.current(timeout_s=io.timeout_s)
     run_id = ranks.on_first("run id", _new_run_id)
-    return write_checkpoint(state, local_path(path), step, Lineage(run_id, None), ranks)
+    return write_checkpoint(state, absolute(path), step, Lineage(run_id, None), ranks)
 
 
 def _new_run_id() -> str:

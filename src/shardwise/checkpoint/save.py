@@ -22,6 +22,8 @@ from ..ranks.patience import remove_tree
 from ..ranks.ranks import Ranks
 from ..state.train_state import TrainState
 from ..state.typed_json import Encoded
+from ..storage import is_url
+from ..store.in_store import claim, commit_in_store, discard_in_store
 from ..store.publish import commit, make_temporary
 from ..store.slice_file import write_slices
 from ..store.write import make_directories, write_file
@@ -127,7 +129,8 @@ def publish_collected(
                     f"(if it contains the time, rank 0 must make it and send it to all ranks)"
                 )
             texts = _checked_texts(collected, ranks, final)
-            wait_for_folders(temporary, _folders(collected), ranks)
+            if not is_url(temporary):
+                wait_for_folders(temporary, _folders(collected), ranks)
             files, sums = _write_rank(temporary, collected, texts, ranks, contents)
         gathered = ranks.gather("file records", file_records(files, sums))
 
@@ -138,28 +141,34 @@ def publish_collected(
                 shown = show_at_top(temporary, manifest.files)
                 manifest = replace(manifest, files=dict(sorted(shown.items())))
             prove(manifest)
-            commit(temporary, final, manifest)
+            if is_url(final):
+                commit_in_store(final, manifest)
+            else:
+                commit(temporary, final, manifest)
 
         ranks.on_first("publish checkpoint", publish)
     except BaseException:
         if ranks.rank == 0:
             with ranks.patience():
-                remove_tree(temporary)
+                (discard_in_store if is_url(temporary) else remove_tree)(temporary)
         raise
     return sum(f.nbytes for f in files.values())
 
 
 def _make_temporary(final: str, collected: Collected, ranks: Ranks) -> tuple[str, str]:
-    """Rank 0's ``final``, and the directory that it made beside it."""
+    """Rank 0's ``final``, and the directory that it made beside it; in a store, ``final`` itself, which it claimed."""
 
     def make() -> list[str]:
-        if os.path.lexists(final):
+        if not is_url(final) and os.path.lexists(final):
             raise CheckpointError(f"{final}: is there already; a published checkpoint is never written again")
         if misnamed(final, collected.step, collected.assets):
             raise CheckpointError(
                 f"{final}: is the name of another step, but this is step {collected.step}: a reader would call it damaged; "
                 f"give it the name of its step"
             )
+        if is_url(final):
+            claim(final)
+            return [final, final]
         return [final, make_temporary(final, _folders(collected))]
 
     first_final, temporary = ranks.on_first("make temporary directory", make)
@@ -198,7 +207,8 @@ def _write_rank(
     if ranks.rank == 0:
         for name, content in collected.assets.items():
             file = inside(root, name)
-            make_directories(os.path.dirname(file))
+            if not is_url(file):
+                make_directories(os.path.dirname(file))
             files[name] = write_file(file, content)
     return files, sums.finish()
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ..errors import CheckpointError, SourceError
-from .records import Cut, Listing, Stat
+from .records import Cut, Listing, ObjectFile, Stat
 
 __all__ = ["FsspecStore"]
 
@@ -60,7 +60,19 @@ class FsspecStore:
         return stat, iter([content])
 
     def write(self, key: str, pieces: Iterator[memoryview], nbytes: int) -> None:
-        raise CheckpointError(
+        raise self._only_read(key)
+
+    def writer(self, key: str, nbytes: int) -> ObjectFile:
+        raise self._only_read(key)
+
+    def create(self, key: str, content: bytes) -> bool:
+        raise self._only_read(key)
+
+    def delete(self, key: str) -> None:
+        raise self._only_read(key)
+
+    def _only_read(self, key: str) -> CheckpointError:
+        return CheckpointError(
             f"{self._url(key)}: URLs of this kind are only read; expected s3, gs, az, or a local path"
         )
 

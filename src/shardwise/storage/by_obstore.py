@@ -113,6 +113,45 @@ class ObstoreStore:
                 raise
             raise CheckpointError(f"{self._root}/{key}: writing it failed: {_explained(error)}") from None
 
+    def writer(self, key: str, nbytes: int) -> _Writer:
+        part = max(_PART_BYTES, -(-nbytes // _MOST_PARTS))
+        file = self._obstore.open_writer(self._store, key, buffer_size=part, max_concurrency=_PARTS_AT_ONCE)
+        return _Writer(file, f"{self._root}/{key}")
+
+    def create(self, key: str, content: bytes) -> bool:
+        from obstore.exceptions import AlreadyExistsError, BaseError
+
+        try:
+            self._obstore.put(self._store, key, content, mode="create")
+            return True
+        except AlreadyExistsError:
+            return self._content_of(key) == content
+        except (BaseError, OSError) as error:
+            failure = CheckpointError(f"{self._root}/{key}: writing it failed: {_explained(error)}")
+        # The write may have been carried out, and its reply lost.
+        try:
+            if self._content_of(key) == content:
+                return True
+        except SourceError:
+            raise failure from None
+        raise failure
+
+    def _content_of(self, key: str) -> bytes | None:
+        try:
+            return bytes(self._ask("reading it", key, lambda s: self._obstore.get(s, key)).bytes())
+        except FileNotFoundError:
+            return None
+
+    def delete(self, key: str) -> None:
+        from obstore.exceptions import BaseError
+
+        try:
+            self._obstore.delete(self._store, key)
+        except FileNotFoundError:
+            return
+        except (BaseError, OSError) as error:
+            raise CheckpointError(f"{self._root}/{key}: deleting it failed: {_explained(error)}") from None
+
     def _chunks(self, got: Any, key: str) -> Iterator[bytes]:
         from obstore.exceptions import BaseError
 
@@ -140,6 +179,27 @@ class ObstoreStore:
             raise FileNotFoundError(url) from None
         except (BaseError, OSError) as error:
             raise SourceError(f"{what} failed: {_explained(error)}", path=url) from None
+
+
+class _Writer:
+    """As :class:`.ObjectFile`."""
+
+    def __init__(self, file: Any, url: str) -> None:
+        self._file, self._url = file, url
+
+    def write(self, data: memoryview) -> None:
+        self._do(lambda: self._file.write(data))
+
+    def close(self) -> None:
+        self._do(self._file.close)
+
+    def _do(self, call: Any) -> None:
+        from obstore.exceptions import BaseError
+
+        try:
+            call()
+        except (BaseError, OSError) as error:
+            raise CheckpointError(f"{self._url}: writing it failed: {_explained(error)}") from None
 
 
 def _stat(meta: Any) -> Stat:

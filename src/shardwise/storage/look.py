@@ -127,7 +127,7 @@ def local_path(path: str | os.PathLike[str]) -> str:
     path = os.fspath(path)
     if is_url(path):
         raise CheckpointError(
-            f"{place_of(path).url}: only local directories are written to; write to one, and copy it with `shardwise copy`"
+            f"{place_of(path).url}: this writes to local directories only; write to one, and copy it with `shardwise copy`"
         )
     return os.path.abspath(path)
 

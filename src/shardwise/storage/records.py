@@ -8,7 +8,7 @@ from typing import Protocol
 
 from ..errors import IntegrityError
 
-__all__ = ["Cut", "Listing", "Moved", "Stat", "Store"]
+__all__ = ["Cut", "Listing", "Moved", "ObjectFile", "Stat", "Store"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,16 @@ class Cut(Exception):
     """A body ended, or its connection did, before all bytes came: the rest may be asked for."""
 
 
+class ObjectFile(Protocol):
+    """An object that is being written. Every method raises :class:`CheckpointError`."""
+
+    def write(self, data: memoryview) -> None:
+        """Append bytes; they may be changed after the return."""
+
+    def close(self) -> None:
+        """Let the object appear, whole."""
+
+
 class Store(Protocol):
     """The objects of one bucket, by key. Thread-safe. Every method raises :class:`SourceError` where the store refuses."""
 
@@ -54,3 +64,15 @@ class Store(Protocol):
 
         Raises :class:`CheckpointError`, and what ``pieces`` raises.
         """
+
+    def writer(self, key: str, nbytes: int) -> ObjectFile:
+        """Write an object from front to back, of about ``nbytes`` bytes. One that is not closed never appears."""
+
+    def create(self, key: str, content: bytes) -> bool:
+        """Write a small object if there is none; whether it has this content then. Raises :class:`CheckpointError`.
+
+        ``content`` is unlike that of any other writer: so a reply that was lost is found out by reading back.
+        """
+
+    def delete(self, key: str) -> None:
+        """Delete an object, if there is one. Raises :class:`CheckpointError`."""

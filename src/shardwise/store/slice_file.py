@@ -9,7 +9,9 @@ import xxhash
 
 from ..format.manifest import BLOCK_BYTES, FileEntry
 from ..format.slices import Slice, header_bytes
+from ..storage import is_url
 from .direct import DirectWriter
+from .in_store import ObjectWriter
 from .write import FileWriter
 
 __all__ = ["tensor_bytes", "write_slices"]
@@ -25,15 +27,20 @@ def write_slices(
     piece_of: Callable[[Slice], torch.Tensor | Iterator[torch.Tensor]],
     on_progress: Callable[[int], object] | None = None,
 ) -> FileEntry:
-    """Write one slice file in safetensors format and sync it. Returns its manifest entry.
+    """Write one slice file, or object of a store, in safetensors format, and sync it. Returns its manifest entry.
 
     ``piece_of`` gives the tensor on the CPU (any strides) that holds exactly a slice's box, or its parts one after
     another. Memory: 16 MiB for a large file, and 16 MiB for tensors that are not contiguous.
     """
     header = header_bytes(slices)
     blocks = _Blocks()
-    is_large = sum(one.nbytes for one in slices) >= LARGE_BYTES
-    with (DirectWriter if is_large else FileWriter)(path, on_progress) as file:
+    nbytes = sum(one.nbytes for one in slices)
+    writer: FileWriter | ObjectWriter
+    if is_url(path):
+        writer = ObjectWriter(path, on_progress, expected_bytes=len(header) + nbytes)
+    else:
+        writer = (DirectWriter if nbytes >= LARGE_BYTES else FileWriter)(path, on_progress)
+    with writer as file:
         file.write(header)
         for one in slices:
             found = piece_of(one)

@@ -13,6 +13,8 @@ from ..errors import CheckpointError
 from ..format.manifest import BLOCK_BYTES, FileEntry
 from ..limits import MAX_HEADER_BYTES
 from ..ranks.patience import PIECE_BYTES, patiently, write_behind
+from ..storage import is_url
+from .in_store import ObjectWriter
 
 __all__ = ["FileWriter", "fsync_directory", "make_directories", "write_file"]
 
@@ -86,8 +88,8 @@ class FileWriter:
 
 
 def write_file(path: str, content: bytes) -> FileEntry:
-    """Write and sync a small file whole. Returns its manifest entry: the first 100 MB, then blocks of the rest."""
-    with FileWriter(path) as file:
+    """Write and sync a small file or object whole. Returns its manifest entry: the first 100 MB, then blocks of the rest."""
+    with ObjectWriter(path) if is_url(path) else FileWriter(path) as file:
         file.write(content)
     head, view = min(len(content), MAX_HEADER_BYTES), memoryview(content)
     blocks = range(head, len(content), BLOCK_BYTES)

@@ -1,0 +1,154 @@
+"""Publishes a checkpoint in an object store, where nothing can be renamed: the manifest, written once and last, is the commit.
+
+A save first claims its prefix by an object beside it, ``<prefix>.claim``, which the store makes only if there is none: so two saves never
+write to one prefix. Then all ranks write their files under the final names. Rank 0 compares sizes, and writes the manifest, again only if there
+is none. A reader sees no checkpoint before that. A save that was killed leaves its claim, which says when it began.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from ..errors import CheckpointError, LockedError, SourceError
+from ..format.manifest import MANIFEST_NAME, Manifest, parse_manifest
+from ..ranks.patience import patiently
+from ..storage import files_below, is_directory, join, place_of, read_whole, stat_of, store_of
+
+__all__ = ["ObjectWriter", "claim", "commit_in_store", "discard_in_store"]
+
+_log = logging.getLogger(__name__)
+_CLAIM = ".claim"
+_MOST_CLAIM_BYTES = 4096
+#: A piece of this size goes to the store's client at a time.
+_PIECE_BYTES = 4 * 1024**2
+
+
+class ObjectWriter:
+    """Writes an object from front to back, as :class:`.FileWriter` a file; it appears when the block is left without an error.
+
+    ``nbytes`` will be written, about: large objects need large parts. Memory: four parts of 8 MiB. Raises :class:`CheckpointError`.
+    """
+
+    def __init__(
+        self, path: str, on_progress: Callable[[int], object] | None = None, *, expected_bytes: int = 0
+    ) -> None:
+        self.nbytes = 0
+        self._on_progress = on_progress
+        place = place_of(path)
+        self._file = store_of(place.root).writer(place.key, expected_bytes)
+
+    def __enter__(self) -> ObjectWriter:
+        return self
+
+    def write(self, data: memoryview | bytes) -> None:
+        """Append bytes."""
+        view = memoryview(data)
+        for start in range(0, view.nbytes, _PIECE_BYTES):
+            piece = view[start : start + _PIECE_BYTES]
+            patiently(self._file.write, piece)
+            self.nbytes += piece.nbytes
+            if self._on_progress is not None:
+                self._on_progress(piece.nbytes)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            patiently(self._file.close)
+
+
+def claim(url: str) -> None:
+    """Take a prefix for one save. For rank 0.
+
+    Raises :class:`CheckpointError` if something is there already, or if the store does not keep conditions of writes;
+    :class:`LockedError` if another save has claimed it, or was killed.
+    """
+    if is_directory(url):
+        raise CheckpointError(f"{url}: is there already; a published checkpoint is never written again")
+    place = place_of(url + _CLAIM)
+    store = store_of(place.root)
+    began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    own = json.dumps({"nonce": secrets.token_hex(8), "began": began}).encode()
+    if not patiently(store.create, place.key, own):
+        raise LockedError(
+            f"{url}: another save has claimed it ({_claimed(place.url)}), or was killed; if none is under way, delete {place.url} "
+            f"and what lies below {url}, or save to another URL"
+        )
+    try:
+        # A store that does not know the condition takes every write.
+        keeps_conditions = not patiently(store.create, place.key, own + b" ")
+    except BaseException:
+        _release(url)
+        raise
+    if not keeps_conditions:
+        _release(url)
+        raise CheckpointError(
+            f"{url}: the store has no conditional writes, without which two saves could mix; save to a local directory, and upload it "
+            f"with `shardwise copy`"
+        )
+
+
+def _claimed(url: str) -> str:
+    with contextlib.suppress(SourceError, ValueError, TypeError, KeyError):
+        return f"since {json.loads(read_whole(url, _MOST_CLAIM_BYTES))['began']}"
+    return "it can't be read"
+
+
+def commit_in_store(url: str, manifest: Manifest) -> None:
+    """Publish: after every rank wrote its files. For rank 0.
+
+    Raises :class:`CheckpointError` if the objects are not exactly the manifest's, if :func:`.read_manifest` would refuse its text, or if
+    there is a manifest already.
+    """
+    found = {name: stat.nbytes for name, stat in patiently(files_below, url).items() if stat is not None}
+    for name in manifest.files.keys() - found.keys():  # listings may be late
+        if (stat := patiently(stat_of, join(url, name))) is not None:
+            found[name] = stat.nbytes
+    wrong = [f"{n}: not ours" for n in found if n not in manifest.files]
+    wrong += [f"{n}: lost" for n in manifest.files if n not in found]
+    wrong += [
+        f"{n}: {found[n]} bytes, expected {entry.nbytes}"
+        for n, entry in manifest.files.items()
+        if found.get(n, entry.nbytes) != entry.nbytes
+    ]
+    if wrong:
+        raise CheckpointError(f"{url}: objects differ from what the ranks wrote: {'; '.join(wrong[:10])}")
+    text = manifest.to_text().encode()
+    try:
+        parse_manifest(text, url)
+    except SourceError as error:
+        raise CheckpointError(f"nothing is published, because no reader would take it: {error}") from error
+    place = place_of(join(url, MANIFEST_NAME))
+    if not patiently(store_of(place.root).create, place.key, text):
+        raise CheckpointError(f"{url}: was published by another program, and can't be written again")
+    _release(url)
+
+
+def discard_in_store(url: str) -> None:
+    """Delete what a failed save has written, the manifest first, and its claim last. For rank 0, which claimed it.
+
+    Logs what can't be deleted: it never counts as a checkpoint, and the claim that stays tells the next save.
+    """
+    try:
+        names = sorted(files_below(url), key=lambda name: name != MANIFEST_NAME)
+        for name in names:
+            place = place_of(join(url, name))
+            patiently(store_of(place.root).delete, place.key)
+    except (SourceError, CheckpointError) as error:
+        _log.warning("a save failed, and what it wrote to %s can't be deleted: %s", url, error)
+        return
+    _release(url)
+
+
+def _release(url: str) -> None:
+    place = place_of(url + _CLAIM)
+    try:
+        patiently(store_of(place.root).delete, place.key)
+    except CheckpointError as error:
+        _log.warning("%s can't be deleted: %s", place.url, error)

@@ -1,0 +1,287 @@
+"""Saves into a store: all of it or nothing, whatever request fails, whoever else writes there, whenever the process is killed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardwise as sw
+from shardwise.errors import CheckpointError, LockedError, ShardwiseError
+from shardwise.storage import exists, files_below, is_file
+from tests.harness import models
+from tests.harness.object_store import BUCKET, Asked, Do, Proxy, S3Server
+from tests.harness.pool import RankPool
+from tests.harness.tiers import long_but
+
+ROOT = f"s3://{BUCKET}/saves"
+
+
+def use(endpoint: str) -> None:
+    sw.storage_options(
+        f"s3://{BUCKET}",
+        endpoint=endpoint,
+        region="us-east-1",
+        access_key_id="AKID",
+        secret_access_key="secret",
+        retry_config={"max_retries": 2},
+    )
+
+
+@pytest.fixture
+def proxy(server: S3Server) -> Iterator[Proxy]:
+    with Proxy(server.port) as found:
+        use(found.endpoint)
+        yield found
+
+
+def small_state(seed: int = 0) -> sw.TrainState:
+    """A model and AdamW after a step."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 7)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return sw.TrainState(model=model, optimizer=optimizer)
+
+
+def digest_of(url: str) -> str:
+    """Of a checkpoint that is proved first."""
+    report = sw.verify(url)
+    assert report.ok, report.problems
+    return sw.restore(small_state(9), url).digest
+
+
+# ----------------------------------------------------------------------------------------------------
+# On ranks
+
+
+def trained(hub: str, seed: int) -> sw.TrainState:
+    model, _ = sw.load_pretrained(f"{hub}/qwen3", init_device_mesh("cpu", (dist.get_world_size(),)))
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    tokens = torch.randint(0, 101, (2, 8), generator=torch.Generator().manual_seed(seed))
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return sw.TrainState(model=model, optimizer=optimizer)
+
+
+def save_both(hub: str, endpoint: str, url: str, path: str) -> int:
+    use(endpoint)
+    state = trained(hub, 1)
+    report = sw.save(state, url, step=4)
+    assert report.path == url.rstrip("/")
+    assert report.bytes_written == sw.save(state, path, step=4).bytes_written
+    return report.bytes_written
+
+
+def resume_both(hub: str, endpoint: str, url: str, path: str) -> tuple[str, str]:
+    use(endpoint)
+    return sw.restore(trained(hub, 2), url).digest, sw.restore(trained(hub, 3), path).digest
+
+
+def save_one(hub: str, endpoint: str, url: str) -> str:
+    use(endpoint)
+    try:
+        sw.save(trained(hub, 1), url, io=sw.IOOptions(timeout_s=60))
+    except ShardwiseError as error:
+        return f"{type(error).__name__}: {error}"
+    return "saved"
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("hub")
+    models.write_hub_directory("qwen3", root / "qwen3", torch.float32)
+    return root
+
+
+def test_ranks_save_and_other_ranks_resume(hub: Path, proxy: Proxy, ranks: RankPool, tmp_path: Path) -> None:
+    """The same files as in a directory, and the same state on another number of ranks."""
+    url, path = f"{ROOT}/run/step-00000004", tmp_path / "step-00000004"
+    given = {"hub": str(hub), "endpoint": proxy.endpoint, "url": f"{url}/", "path": str(path)}
+    assert all(ranks.run_ranks(2, save_both, **given))
+    local = {p.relative_to(path).as_posix(): p.stat().st_size for p in path.rglob("*") if p.is_file()}
+    there = {name: stat.nbytes for name, stat in files_below(url).items() if stat}
+    assert there.keys() == local.keys()
+    assert {n: there[n] for n in there if n.startswith("model/")} == {
+        n: local[n] for n in there if n.startswith("model/")
+    }
+    assert sw.verify(url).ok
+    assert not exists(f"{url}.claim")
+    for world_size in (1, 3):
+        found = ranks.run_ranks(world_size, resume_both, **given)
+        assert len({digest for pair in found for digest in pair}) == 1
+
+
+@pytest.mark.parametrize("failing", long_but(("rank/00001.json", "manifest.json", "model/"), "manifest.json"))
+def test_a_write_that_fails_on_one_rank(hub: Path, proxy: Proxy, ranks: RankPool, failing: str) -> None:
+    url = f"{ROOT}/failing/{failing.strip('/').replace('/', '-')}"
+    proxy.reset(
+        lambda asked: Do(status=403) if asked.method in ("PUT", "POST") and failing in asked.path else None
+    )
+    found = ranks.run_ranks(2, save_one, hub=str(hub), endpoint=proxy.endpoint, url=url)
+    assert len(set(found)) == 1
+    assert "403" in found[0]
+    assert not exists(url)
+    assert not exists(f"{url}.claim")
+
+
+# ----------------------------------------------------------------------------------------------------
+# One process
+
+
+def test_what_is_there_already(proxy: Proxy) -> None:
+    url = f"{ROOT}/twice"
+    sw.save(small_state(), url)
+    expected = digest_of(url)
+    with pytest.raises(CheckpointError, match="is there already"):
+        sw.save(small_state(1), url)
+    assert digest_of(url) == expected
+
+
+def test_another_save_has_claimed_it(proxy: Proxy, server: S3Server) -> None:
+    server.put("saves/claimed.claim", b'{"nonce": "1", "began": "2026-01-02 03:04:05 UTC"}')
+    with pytest.raises(LockedError, match="since 2026-01-02 03:04:05 UTC") as caught:
+        sw.save(small_state(), f"{ROOT}/claimed")
+    assert f"delete {ROOT}/claimed.claim" in str(caught.value)
+    assert not exists(f"{ROOT}/claimed")
+
+
+def test_a_store_without_conditional_writes(proxy: Proxy) -> None:
+    proxy.reset(lambda asked: Do(without=("if-none-match",)))
+    with pytest.raises(CheckpointError, match=r"no conditional writes.*shardwise copy"):
+        sw.save(small_state(), f"{ROOT}/plain")
+    assert not exists(f"{ROOT}/plain")
+    assert not is_file(f"{ROOT}/plain.claim")
+
+
+def test_what_another_program_puts_there_is_found(proxy: Proxy, server: S3Server) -> None:
+    """Before the manifest: nothing is published, and what is not ours stays out of it."""
+
+    def strange(asked: Asked) -> Do | None:
+        if asked.method == "PUT" and asked.path.endswith("state.json"):
+            return Do(before=lambda: server.put("saves/strange/model/other", b"1"))
+        return None
+
+    proxy.reset(strange)
+    with pytest.raises(CheckpointError, match="model/other: not ours"):
+        sw.save(small_state(), f"{ROOT}/strange")
+    assert not is_file(f"{ROOT}/strange/manifest.json")
+
+
+def requests_of_a_save(proxy: Proxy) -> int:
+    proxy.reset()
+    sw.save(small_state(), f"{ROOT}/counted-{os.urandom(4).hex()}")
+    return len(proxy.log)
+
+
+FAULTS: dict[str, Callable[[], Do]] = {
+    "busy": lambda: Do(status=503),
+    "refused": lambda: Do(status=403),
+    "lost reply": lambda: Do(lose_reply=True),
+    "cut": lambda: Do(cut_after=1),
+}
+
+
+@pytest.mark.parametrize("kind", long_but(FAULTS, "lost reply"))
+def test_one_fault_at_every_request(proxy: Proxy, kind: str) -> None:
+    """Either the save succeeds and the checkpoint is whole, or it raises and nothing is there."""
+    numbers = range(requests_of_a_save(proxy))
+    expected = digest_of_save(proxy)
+    outcomes: Counter[str] = Counter()
+    for number in numbers:
+        url = f"{ROOT}/faults/{kind.replace(' ', '-')}-{number}"
+        proxy.reset(lambda asked, n=number: FAULTS[kind]() if asked.number == n else None)  # type: ignore[misc]
+        try:
+            sw.save(small_state(), url)
+        except ShardwiseError:
+            outcomes["raised"] += 1
+            proxy.reset()
+            assert not is_file(f"{url}/manifest.json"), number
+        else:
+            outcomes["saved"] += 1
+            proxy.reset()
+            assert digest_of(url) == expected, number
+    # But for looks and for what only tidies up, a request that is refused is an error; what passes is none.
+    least = {"busy": ("saved", 0), "lost reply": ("saved", 2), "refused": ("raised", 2), "cut": ("saved", 2)}
+    outcome, others = least[kind]
+    assert outcomes[outcome] >= len(numbers) - others, outcomes
+
+
+def digest_of_save(proxy: Proxy) -> str:
+    proxy.reset()
+    sw.save(small_state(), f"{ROOT}/expected-{(name := os.urandom(4).hex())}")
+    return digest_of(f"{ROOT}/expected-{name}")
+
+
+@pytest.mark.slow
+def test_races_of_two_savers(proxy: Proxy) -> None:
+    """One wins; the other gets an error; what is there is the winner's, whole."""
+    expected = {}
+    for seed in (1, 2):
+        sw.save(small_state(seed), f"{ROOT}/racer-{seed}")
+        expected[seed] = digest_of(f"{ROOT}/racer-{seed}")
+    for turn in range(10):
+        url, start, results = f"{ROOT}/race-{turn}", threading.Barrier(2), dict[int, Any]()
+
+        def run(
+            seed: int, url: str, start: threading.Barrier, results: dict[int, Any], state: sw.TrainState
+        ) -> None:
+            start.wait()
+            try:
+                results[seed] = sw.save(state, url)
+            except CheckpointError as error:
+                results[seed] = error
+
+        threads = [
+            threading.Thread(target=run, args=(seed, url, start, results, small_state(seed)))
+            for seed in (1, 2)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        won = [seed for seed, result in results.items() if isinstance(result, sw.SaveReport)]
+        assert len(won) == 1, results
+        assert digest_of(url) == expected[won[0]]
+
+
+def _child(endpoint: str, url: str) -> None:
+    use(endpoint)
+    sw.save(small_state(), url)
+
+
+@pytest.mark.parametrize("at", long_but((2, 5, 8, 11), 8))
+def test_killed_at_a_request(proxy: Proxy, at: int) -> None:
+    """Nothing is published, and the next save to that place says what to do."""
+    url = f"{ROOT}/killed-{at}"
+    context = multiprocessing.get_context("spawn")
+    child = context.Process(target=_child, args=(proxy.endpoint, url))
+    proxy.reset(
+        lambda asked: (
+            Do(before=lambda: os.kill(child.pid or 0, signal.SIGKILL)) if asked.number == at else None
+        )
+    )
+    child.start()
+    child.join(60)
+    assert child.exitcode == -signal.SIGKILL
+    proxy.reset()
+    assert not is_file(f"{url}/manifest.json")
+    with pytest.raises(CheckpointError):
+        sw.save(small_state(), url)
+    sw.save(small_state(), f"{url}-again")
+    assert sw.verify(f"{url}-again").ok
