@@ -1018,7 +1018,7 @@ MUTATIONS = (
     ),
     Mutation(
         "checkpoint/save.py",
-        "            prove(manifest)\n            commit(temporary, final, manifest)",
+        "            prove(manifest)\n            if is_url(final):\n                commit_in_store(final, manifest)\n            else:\n                commit(temporary, final, manifest)",
         "            commit(temporary, final, manifest)\n            prove(manifest)",
         (
             "tests/format/test_hostile_manifest.py::test_a_conversion_of_damaged_tensors_publishes_nothing_even_for_a_moment",

@@ -111,9 +111,10 @@ def test_a_body_that_is_always_cut_is_an_error(proxy: Proxy, content: bytes) -> 
     sw.storage_options(
         ROOT,
         endpoint=proxy.endpoint,
-        skip_signature=True,
-        retry_config={"max_retries": 1},
         region="us-east-1",
+        access_key_id="AKID",
+        secret_access_key=SECRET,
+        retry_config={"max_retries": 1},
     )
     proxy.reset(lambda asked: Do(cut_after=10))
     with pytest.raises(SourceError, match="failed 4 times"):
