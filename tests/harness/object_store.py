@@ -21,14 +21,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-__all__ = ["BUCKET", "COUNTS", "Asked", "Do", "Proxy", "S3Server", "s3_server"]
+__all__ = ["BUCKET", "COUNTS", "SIGNED", "Asked", "Do", "Proxy", "S3Server", "s3_server"]
 
 BUCKET = "bucket"
 #: A path of the proxy itself, which tells what went through it.
 COUNTS = "/-/counts"
 _START_S = 60.0
 #: moto checks no signature, but refuses those without one a second write of an object.
-_SIGNED = (
+SIGNED = (
     "AWS4-HMAC-SHA256 Credential=AKID/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
 )
 _PIECE = 64 * 1024
@@ -71,7 +71,7 @@ class S3Server:
         """A request that must succeed."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
         try:
-            connection.request(method, path, body=body, headers={"Authorization": _SIGNED})
+            connection.request(method, path, body=body, headers={"Authorization": SIGNED})
             reply = connection.getresponse()
             content = reply.read()
             assert reply.status < 300, (method, path, reply.status, content[:300])
@@ -121,6 +121,10 @@ class Do:
     """Close the connection after so many bytes of the body."""
     lose_reply: bool = False
     """Carry it out, then close the connection."""
+    piece_s: float = 0.0
+    """Wait before each 64 KiB of the body."""
+    header: tuple[str, str] | None = None
+    """That the server gets beside the client's."""
     before: Callable[[], None] | None = None
     """Is called first."""
     without: tuple[str, ...] = ()
@@ -216,6 +220,7 @@ class _Handler(BaseHTTPRequestHandler):
         connection = http.client.HTTPConnection("127.0.0.1", self.upstream, timeout=60)
         try:
             headers = {k: v for k, v in self.headers.items() if k.lower() not in do.without}
+            headers |= {} if do.header is None else {do.header[0]: do.header[1]}
             connection.request(self.command, self.path, body=body, headers=headers)
             self._pass_on(connection.getresponse(), do)
         finally:
@@ -261,6 +266,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         left = do.cut_after
         for piece in pieces:
+            time.sleep(do.piece_s)
             some = piece if left is None else piece[:left]
             self.proxy_of.sent(len(some))
             self.wfile.write(some)

@@ -16,7 +16,7 @@ import shardwise as sw
 from shardwise.cli.inspection import CheckpointContents, contents_of
 from shardwise.errors import IntegrityError, SourceError
 from tests.harness import models
-from tests.harness.object_store import BUCKET, Proxy, S3Server
+from tests.harness.object_store import BUCKET, Do, Proxy, S3Server
 from tests.harness.pool import RankPool
 
 ROOT = f"s3://{BUCKET}/checkpoints"
@@ -111,6 +111,43 @@ def test_exported_and_compared(hub: Path, step: Path, proxy: Proxy, tmp_path: Pa
     for file in (tmp_path / "here").iterdir():
         assert (tmp_path / "there" / file.name).read_bytes() == file.read_bytes(), file.name
     assert sw.diff(url, hub / "qwen3").changed
+
+
+def test_a_model_is_exported_with_its_config(
+    hub: Path, proxy: Proxy, server: S3Server, tmp_path: Path
+) -> None:
+    server.put_directory(hub / "qwen3", "checkpoints/qwen3")
+    sw.export_hf(f"{ROOT}/qwen3", tmp_path / "there", dtype="bfloat16")
+    sw.export_hf(hub / "qwen3", tmp_path / "here", dtype="bfloat16")
+    here, there = ({p.name: p.read_bytes() for p in (tmp_path / n).iterdir()} for n in ("here", "there"))
+    assert here == there
+    assert "config.json" in there
+
+
+def test_an_object_that_is_replaced_after_its_header_was_read(
+    hub: Path, proxy: Proxy, server: S3Server, tmp_path: Path
+) -> None:
+    """By an export and by a comparison, too."""
+    weights = next((hub / "qwen3").glob("*.safetensors"))
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    for work in (
+        lambda url: sw.export_hf(url, tmp_path / "out", dtype="bfloat16"),
+        lambda url: sw.diff(url, hub / "qwen3"),
+    ):
+        server.put_directory(hub / "qwen3", "checkpoints/moving")
+        asked: list[Any] = []
+
+        def replace(one: Any, asked: list[Any] = asked) -> Do | None:
+            if one.method == "GET" and one.path.endswith(weights.name):
+                asked.append(one)
+                if len(asked) == 2:
+                    return Do(before=lambda: server.put(f"checkpoints/moving/{weights.name}", bytes(content)))
+            return None
+
+        proxy.reset(replace)
+        with pytest.raises(SourceError, match="was replaced"):
+            work(f"{ROOT}/moving")
 
 
 def test_damage_is_found(step: Path, proxy: Proxy, server: S3Server) -> None:

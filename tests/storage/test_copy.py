@@ -114,6 +114,86 @@ def test_damage_is_not_copied(step: Path, proxy: Proxy, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_a_place_that_holds_something_else(
+    step: Path, proxy: Proxy, server: S3Server, tmp_path: Path
+) -> None:
+    """Nothing there is overwritten: not another checkpoint, and not a model of which some files would stay."""
+    other = tmp_path / "step-00000009"
+    sw.save(sw.TrainState(model=nn.Linear(2, 2)), other, step=9)
+    sw.copy(other, f"{ROOT}/taken")
+    with pytest.raises(CheckpointError, match=r"holds something else: manifest\.json"):
+        sw.copy(step, f"{ROOT}/taken")
+    assert sw.verify(f"{ROOT}/taken").ok
+    server.put("copies/model/model.safetensors.index.json", b"{}")
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "config.json").write_bytes(b"{}")
+    with pytest.raises(CheckpointError, match=r"index\.json"):
+        sw.copy(tmp_path / "hub", f"{ROOT}/model")
+
+
+def test_within_itself(step: Path, proxy: Proxy) -> None:
+    for source, out in ((step, step / "x"), (step, step.parent), (f"{ROOT}/n", f"{ROOT}/n/x")):
+        with pytest.raises(CheckpointError, match="lies in the source"):
+            sw.copy(source, out)
+
+
+def test_what_is_no_file(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "a").write_bytes(b"1")
+    (folder / "link").symlink_to(folder / "a")
+    sw.copy(folder, tmp_path / "one")
+    assert contents(tmp_path / "one") == {"a": b"1", "link": b"1"}
+    assert not (tmp_path / "one" / "link").is_symlink()
+    (folder / "elsewhere").symlink_to(tmp_path / "one")
+    with pytest.raises(SourceError, match="link to a directory"):
+        sw.copy(folder, tmp_path / "two")
+    (folder / "elsewhere").unlink()
+    os.mkfifo(folder / "pipe")
+    with pytest.raises(SourceError, match="not a regular file"):
+        sw.copy(folder, tmp_path / "two")
+
+
+def test_leftovers_of_another_copy(step: Path, tmp_path: Path) -> None:
+    """Files, links and folders in the unfinished directory do not come into the copy."""
+    unfinished = tmp_path / "out.copying"
+    (unfinished / "old" / "deep").mkdir(parents=True)
+    (unfinished / "old" / "file").write_bytes(b"1")
+    name = next(n for n in contents(step) if "/" not in n)
+    (unfinished / name).symlink_to(step / name)
+    (unfinished / "folder").symlink_to(step)
+    sw.copy(step, tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(step)
+    assert not [p for p in (tmp_path / "out").rglob("*") if p.is_symlink()]
+    assert not (tmp_path / "out" / "old").exists()
+    assert step.exists()
+
+
+def test_a_source_that_changes(proxy: Proxy, server: S3Server, tmp_path: Path) -> None:
+    """No copy is a mixture: of a file that is written to, of an object that is replaced."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "large").write_bytes(b"a" * 20_000_000)
+
+    def rewrite(done: int, total: int) -> None:
+        if done and not written:
+            written.append(1)
+            (folder / "large").write_bytes(b"b" * 20_000_000)
+
+    written: list[int] = []
+    with pytest.raises(IntegrityError, match="was changed while it was copied"):
+        sw.copy(folder, tmp_path / "out", on_progress=rewrite)
+    server.put("copies/changing/large", b"a" * 40_000_000)
+
+    def replace(asked: Asked) -> Do | None:
+        late = asked.first and asked.first >= 30_000_000
+        return Do(before=lambda: server.put("copies/changing/large", b"b" * 40_000_000)) if late else None
+
+    proxy.reset(replace)
+    with pytest.raises(IntegrityError, match="was replaced"):
+        sw.copy(f"{ROOT}/changing", tmp_path / "other")
+
+
 def test_what_is_in_the_way(step: Path, proxy: Proxy, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     with pytest.raises(CheckpointError, match="exists already"):

@@ -11,6 +11,7 @@ import fsspec
 import pytest
 
 import shardwise as sw
+from shardwise.catalog.open import open_catalog
 from shardwise.catalog.records import StoredFile
 from shardwise.errors import FormatError, IntegrityError, SourceError
 from shardwise.limits import read_small
@@ -29,10 +30,12 @@ from shardwise.storage import (
 )
 from shardwise.storage.records import Cut
 from shardwise.transfer.objects import IN_FLIGHT_BYTES, PART_BYTES, ObjectReader, parts_of
-from tests.harness.object_store import BUCKET, Do, Proxy, S3Server
+from tests.harness.object_store import BUCKET, SIGNED, Do, Proxy, S3Server
 
 ROOT = f"s3://{BUCKET}"
 SECRET = "wJalrXUtnFEMISECRET"
+#: A safetensors file without tensors.
+EMPTY = (8).to_bytes(8, "little") + b"{}      "
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +69,7 @@ def test_looks(server: S3Server, proxy: Proxy) -> None:
     """Names with spaces, unicode and percent signs; an object and a prefix of one name; a marker of a directory."""
     for name in ("look/a", "look/a/b", "look/x%20y", "look/with%20space", "look/%C3%BC", "look/marker/"):
         server.put(name, b"12345")
-    with looking_once():
+    with looking_once(f"{ROOT}/look"):
         assert sorted(names_in(f"{ROOT}/look")) == sorted(["a", "marker", "x y", "with space", "ü"])
         assert is_file(f"{ROOT}/look/a")
         assert is_directory(f"{ROOT}/look/a")
@@ -287,6 +290,95 @@ def test_a_forked_process_says_so(proxy: Proxy, content: bytes) -> None:
     assert b"forked" in os.read(out, 10_000)
     os.waitpid(child, 0)
     os.close(out)
+
+
+def test_a_forked_process_with_another_bucket_says_so(proxy: Proxy, content: bytes) -> None:
+    assert read(f"{ROOT}/big", 0, 1) == content[:1]
+    out, into = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            sw.storage_options("s3://other", endpoint=proxy.endpoint, skip_signature=True)
+            read("s3://other/x", 0, 1)
+        except SourceError as error:
+            os.write(into, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(into)
+    assert b"forked" in os.read(out, 10_000)
+    os.waitpid(child, 0)
+    os.close(out)
+
+
+def test_parts_of_two_versions_are_an_error(server: S3Server, proxy: Proxy) -> None:
+    """Requests that are under way at a time, of an object whose version nobody knew."""
+    server.put("parts", b"a" * (3 * PART_BYTES))
+    url = f"{ROOT}/parts"
+    put = lambda: server.put("parts", b"b" * (3 * PART_BYTES))  # noqa: E731
+    proxy.reset(lambda asked: Do(wait_s=0.3, before=put) if asked.first == 2 * PART_BYTES else None)
+    view = memoryview(bytearray(PART_BYTES))
+    known = [StoredFile(url, 3 * PART_BYTES)]
+    with ObjectReader(known) as reader, reader.expecting([(url, 0, 3 * PART_BYTES)]):
+        reader.read_into(url, 0, view)
+        reader.read_into(url, PART_BYTES, view)
+        with pytest.raises(Moved):
+            reader.read_into(url, 2 * PART_BYTES, view)
+
+
+def test_an_object_that_became_short(server: S3Server, proxy: Proxy) -> None:
+    server.put("became", b"a" * 10)
+    with pytest.raises(IntegrityError, match="fewer than 51 bytes"):
+        read(f"{ROOT}/became", 50, 10)
+
+
+def test_closing_ends_requests(proxy: Proxy, content: bytes) -> None:
+    """Those that are of no use any more are not waited for to their end."""
+    url = f"{ROOT}/big"
+    proxy.reset(lambda asked: Do(piece_s=0.05) if asked.first else None)
+    started = time.monotonic()
+    with ObjectReader([StoredFile(url, len(content))]) as reader, reader.expecting([(url, 0, len(content))]):
+        reader.read_into(url, 0, memoryview(bytearray(10)))
+    assert time.monotonic() - started < 5  # a part would take 6 s
+
+
+def test_rights_on_a_prefix_alone(server: S3Server, proxy: Proxy) -> None:
+    """No folder above the source is listed."""
+    server.put("priv/a/model.safetensors", EMPTY)
+    proxy.reset(
+        lambda asked: (
+            Do(status=403) if "prefix=" in asked.path and "prefix=priv%2Fa" not in asked.path else None
+        )
+    )
+    assert open_catalog(f"{ROOT}/priv/a").files[0].version
+    proxy.reset(lambda asked: Do(status=403) if "prefix=" in asked.path else None)
+    assert open_catalog(f"{ROOT}/priv/a/model.safetensors").files[0].version
+
+
+def test_client_options_are_added(proxy: Proxy, content: bytes) -> None:
+    given = {"region": "us-east-1", "access_key_id": "AKID", "secret_access_key": SECRET}
+    for name in ("endpoint", "endpoint_url", "AWS_ENDPOINT_URL"):
+        sw.storage_options(ROOT, **{name: proxy.endpoint}, **given, client_options={"timeout": "30s"})
+        assert read(f"{ROOT}/big", 0, 1) == content[:1]
+
+
+def test_a_file_over_http(server: S3Server, proxy: Proxy) -> None:
+    """A store that lists nothing."""
+    server.put("http/model.safetensors", EMPTY)
+    proxy.reset(lambda asked: Do(header=("Authorization", SIGNED)))
+    catalog = open_catalog(f"{proxy.endpoint}/{BUCKET}/http/model.safetensors")
+    assert [file.nbytes for file in catalog.files] == [len(EMPTY)]
+
+
+def test_errors_of_file_systems_are_scrubbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = fsspec.filesystem("memory")
+
+    def fail(*args: object, **options: object) -> bytes:
+        raise RuntimeError(f"GET https://h/x?token={SECRET}&sig={SECRET} said no")
+
+    monkeypatch.setattr(type(files), "cat_file", fail)
+    with pytest.raises(SourceError, match="said no") as caught:
+        read("memory://box/a/file", 0, 5)
+    assert SECRET not in str(caught.value)
 
 
 def test_other_urls_go_to_fsspec() -> None:

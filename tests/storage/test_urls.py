@@ -22,6 +22,9 @@ from shardwise.storage import is_url, place_of
         ),
         ("https://host:8080/models/m", "https://host:8080", "models/m"),
         ("memory://x/y", "memory://x", "y"),
+        ("s3://b/why?", "s3://b", "why?"),
+        ("s3://b/no\u00a0break", "s3://b", "no\u00a0break"),
+        ("file:///tmp/x", "file://", "tmp/x"),
     ],
 )
 def test_parts(url: str, root: str, key: str) -> None:
@@ -44,11 +47,16 @@ def test_paths_stay_paths(path: str) -> None:
         ("s3://b/../x", "'..'"),
         ("s3://b/a/./x", "'.'"),
         ("s3://b/a//x", "empty"),
-        ("s3://b/a\n/x", "can't be printed"),
-        ("s3://b/a\0", "can't be printed"),
-        ("https://h/m?X-Amz-Signature=secret", "may hold a credential"),
-        ("https://h/m#secret", "may hold a credential"),
-        ("s3://key:secret@b/x", "password"),
+        ("s3://b/a\n/x", "control character"),
+        ("s3://b/a\0", "control character"),
+        ("https://h/m?X-Amz-Signature=secret", "may be a credential"),
+        ("https://h/m#secret", "may be a credential"),
+        ("https://secret@h/m", "may be a credential"),
+        ("s3://key:secret@b/x", "may be a credential"),
+        ("s3://key:abc/secret@b/x", "may be a credential"),
+        ("s3://b/x?sig=secret", "may be a credential"),
+        ("abfss://c@a.dfs.core.windows.net/x?sv=1&sig=secret", "may be a credential"),
+        ("hf://user:secret@x/y", "may be a credential"),
     ],
 )
 def test_refused(url: str, said: str) -> None:

@@ -21,7 +21,7 @@ from ..gc_paused import gc_paused
 from ..layout.boxes import Box
 from ..layout.placements import Cut, Geometry
 from ..limits import MAX_COUNT, brief, inside
-from ..storage import is_url, stat_of
+from ..storage import files_in, is_url, stat_of
 from .records import Catalog, Chunks, SharedChunk, StoredFile, StoredTensor
 
 __all__ = [
@@ -174,6 +174,7 @@ def catalog_of_slices(
     count = max(spread.held.values(), default=0)
     files: dict[tuple[int, int], tuple[str, int]] = {}
     stored_files = []
+    versions = _versions_in(inside(root, folder)) if is_url(root) else {}
     for rank, held in spread.held.items():
         for k in range(held):
             relative = f"{folder}/{file_name(kind, rank, k, count)}"
@@ -181,7 +182,7 @@ def catalog_of_slices(
             if entry is None:
                 raise FormatError(f"manifest does not list {relative}, which its tensors need", path=root)
             path = inside(root, relative)
-            stored_files.append(StoredFile(path, entry.nbytes))
+            stored_files.append(StoredFile(path, entry.nbytes, versions.get(os.path.basename(relative))))
             files[rank, k] = path, entry.header_bytes
     held_bytes = sum(f.nbytes for f in stored_files)
     if nbytes > held_bytes:
@@ -196,6 +197,11 @@ def catalog_of_slices(
         cut = cuts[k]
         stored[t.name] = StoredTensor(t.name, t.dtype, t.shape, Chunks(cut, position) if cut else ())
     return Catalog("checkpoint", root, stored, tuple(stored_files))
+
+
+def _versions_in(url: str) -> dict[str, str | None]:
+    """The versions of the objects in a folder of a store, by name."""
+    return {name: stat.version for name, stat in files_in(url).items()}
 
 
 def catalog_of_checkpoint(

@@ -34,7 +34,7 @@ def open_catalog(
     with ``pytorch_model_fsdp_0`` or ``pytorch_model_fsdp.bin`` and no safetensors is Accelerate's. ``model`` names
     one of several in a checkpoint; ``variant`` takes ``model.VARIANT.safetensors``. Raises :class:`SourceError`.
     """
-    with looking_once():
+    with looking_once(os.fspath(path)):
         return _open(os.fspath(path), model, variant)
 
 
@@ -42,6 +42,8 @@ def _open(root: str, model: str | None, variant: str | None) -> Catalog:
     if is_url(root):
         root = place_of(root).url
         _refuse_unread(root)
+        if model is None and is_file(root):  # asks for no folder: who may read an object may not list it
+            return catalog_of_safetensors(root)
     if variant is not None:
         return catalog_of_safetensors(root, variant)
     if is_file(os.path.join(root, "manifest.json")):
@@ -54,7 +56,7 @@ def _open(root: str, model: str | None, variant: str | None) -> Catalog:
         raise SourceError(what, path=root)
     if is_torch_file(root):
         return catalog_of_torch_file(root)
-    if is_file(os.path.join(root, METADATA_NAME)):
+    if not is_url(root) and is_file(os.path.join(root, METADATA_NAME)):
         found = catalog_of_dcp(root)
         # transformers puts the optimizer's DCP files into the caller's directory, maybe beside the model's safetensors.
         return found if found.tensors or not has_safetensors(root) else catalog_of_safetensors(root)
@@ -65,8 +67,8 @@ def _open(root: str, model: str | None, variant: str | None) -> Catalog:
 
 def _refuse_unread(url: str) -> None:
     """Refuse what is read from local directories alone."""
-    torch_files = (".bin", ".pt", ".pth", f"/{METADATA_NAME}")
-    if url.endswith(torch_files) or is_file(f"{url}/{METADATA_NAME}"):
+    is_torch = url.endswith((".bin", ".pt", ".pth", f"/{METADATA_NAME}")) and is_file(url)
+    if is_torch or (is_file(f"{url}/{METADATA_NAME}") and not has_safetensors(url)):
         what = (
             "files of torch.save and of torch's distributed checkpoint are read from local directories alone"
         )

@@ -8,7 +8,7 @@ from ..errors import FormatError, SourceError
 from ..format.header import Entry, Header, read_headers
 from ..format.steps import describe_steps
 from ..layout.boxes import Box, whole
-from ..storage import exists, is_directory, is_file, names_in
+from ..storage import exists, is_directory, is_file, is_url, names_in
 from .index import read_weight_map
 from .records import Catalog, Chunk, StoredFile, StoredTensor, assemble
 
@@ -38,7 +38,9 @@ def catalog_of_safetensors(path: str | os.PathLike[str], variant: str | None = N
     Rank-local; reads a few KiB per file.
     """
     root = os.fspath(path)
+    beside = True
     if is_file(root):
+        beside = not is_url(root)  # who may read an object may not list its folder
         names, weight_map, root = [os.path.basename(root)], None, os.path.dirname(root) or "."
     elif is_directory(root):
         names, weight_map = _files_of(root, variant)
@@ -46,7 +48,8 @@ def catalog_of_safetensors(path: str | os.PathLike[str], variant: str | None = N
         raise FormatError("can't be read: not a regular file", path=root)
     else:
         raise SourceError("no such file or directory", path=root)
-    ignored = tuple(sorted(n for n in _listed(root) if n.endswith(".safetensors") and n not in names))
+    listed = _listed(root) if beside else []
+    ignored = tuple(sorted(n for n in listed if n.endswith(".safetensors") and n not in names))
     headers = dict(zip(names, read_headers([os.path.join(root, name) for name in names]), strict=True))
     if weight_map is not None:
         _check_index(root, weight_map, headers, with_variant(INDEX_NAME, variant))

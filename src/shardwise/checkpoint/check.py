@@ -51,7 +51,7 @@ def check_files(path: str, step: int, on_progress: Callable[[], object] = lambda
 
     Reads the manifest and stats each file once. Rank-local; raises as :func:`quick_check` does.
     """
-    with looking_once():
+    with looking_once(path):
         return _check_files(path, step, on_progress)
 
 

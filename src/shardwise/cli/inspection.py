@@ -19,7 +19,7 @@ from ..format.manifest import MANIFEST_NAME, Manifest, read_manifest
 from ..layout.placements import Geometry
 from ..layout.spec import TensorSpec
 from ..limits import inside
-from ..storage import absolute, is_file, is_url, looking_once, stat_of
+from ..storage import Stat, absolute, is_file, is_url, looking_once, stat_of
 from ..store.publish import published_steps, was_ever_published
 from .tree import Node, tree_of
 
@@ -128,8 +128,9 @@ def contents_of(path: str) -> Inspection:
     """Describe ``path``, or the model with this id in the hub's cache. Raises :class:`SourceError` if it can't be read
     or has no known form.
     """
-    with looking_once():
-        return _contents_of(_local(path))
+    path = _local(path)
+    with looking_once(path):
+        return _contents_of(path)
 
 
 def _contents_of(path: str) -> Inspection:
@@ -265,7 +266,12 @@ def _optimizer_states(manifest: Manifest) -> Iterable[OptimizerState]:
 
 def _wrong_files(path: str, manifest: Manifest) -> Iterable[str]:
     for name, entry in manifest.files.items():
-        found = stat_of(inside(path, name))
+        file = inside(path, name)
+        try:
+            found = stat_of(file) if is_url(file) else Stat(os.stat(file).st_size)
+        except OSError as error:
+            yield f"{name}: lost ({error.strerror})"
+            continue
         if found is None:
             yield f"{name}: lost"
         elif found.nbytes != entry.nbytes:

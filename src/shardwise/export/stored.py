@@ -19,6 +19,7 @@ from ..layout.spec import TensorSpec
 from ..limits import inside
 from ..loading.pretrained import build_meta
 from ..models.assets import ADAPTERS_NAME, read_assets
+from ..models.lend import documents_of
 from ..models.unquantized import refuse_source
 from ..planning import IOOptions
 from ..planning.build import transfers_of
@@ -27,7 +28,7 @@ from ..recipe.match import Recipe
 from ..recipe.tiles import Tile
 from ..recipe.transformers import hub_rules
 from ..runs.stored_run import StoredModel, as_config_says, as_stored, has_module_names
-from ..storage import is_file
+from ..storage import is_directory, is_file, is_url, looking_once
 from ..transfer import SourceReader
 from ..transfer.box import read_recipe, wanted_box
 from ..transfer.copy import Destination, FileFiller, Staging, write_back
@@ -61,10 +62,17 @@ class StoredJob:
         self._room = Staging(io)
         self._manifest: Manifest | None = None
         self._model = "model"
-        self._files = SourceReader(on_progress, io=io, page_cache=page_cache_for(io, ()))
         try:
-            self._catalog = self._open(model)
+            with looking_once(self._path):
+                self._catalog = self._open(model)
+        except SourceError as error:
+            raise self._unless_deleted(error) from error
+        cache = page_cache_for(io, ())
+        self._files = SourceReader(on_progress, files=self._catalog.files, io=io, page_cache=cache)
+        try:
             self._files.hold(f.path for f in self._catalog.files)
+            if is_url(self.home):
+                self._config = documents_of(self.home, with_code=trust_remote_code)
             self._documents = read_assets(self.home) if os.path.isdir(self.home) else {}
         except SourceError as error:
             self._files.close()
@@ -92,11 +100,13 @@ class StoredJob:
             return self._config
         if self._manifest is not None:
             return inside(self._path, directory("model", self._model))
-        return self._path if os.path.isdir(self._path) else os.path.dirname(self._path)
+        return self._path if is_directory(self._path) else os.path.dirname(self._path)
 
     def _unless_deleted(self, error: SourceError) -> Exception:
         """The error to raise when reading fails: a clearer one if the whole checkpoint was deleted."""
-        if self._manifest is None or os.path.exists(os.path.join(self._path, MANIFEST_NAME)):
+        if self._manifest is None or is_url(self._path):
+            return error
+        if os.path.exists(os.path.join(self._path, MANIFEST_NAME)):
             return error
         return CheckpointError(
             f"{self._path}: was deleted while it was read; a running Checkpointer deletes old steps. Take a newer step, or "

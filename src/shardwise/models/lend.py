@@ -6,6 +6,7 @@ import atexit
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from ..limits import inside
 from ..ranks.ranks import Ranks
 from ..storage import Stat, files_in, folders_in, is_url, join, looking_once, read_range
 
-__all__ = ["DOCUMENTS", "lend_documents"]
+__all__ = ["DOCUMENTS", "documents_of", "lend_documents"]
 
 #: Config, tokenizer, processor and chat template files; small, as against weights.
 DOCUMENTS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm", ".bpe")
@@ -40,13 +41,22 @@ def lend_documents(directory: str, lender: int, ranks: Ranks, *, with_code: bool
     with ranks.agree("write the model's documents"):
         if os.path.lexists(directory):
             return directory
-        copy = tempfile.mkdtemp(prefix="shardwise-")
-        atexit.register(shutil.rmtree, copy, ignore_errors=True)
-        for name, content in documents.items():
-            file = Path(inside(copy, name))
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(content)
-        return copy
+        return _written(documents)
+
+
+def documents_of(url: str, *, with_code: bool) -> str:
+    """A temporary directory with the documents at a URL, until the process ends. Rank-local. Raises :class:`SourceError`."""
+    return _written(_in_store(url, (*DOCUMENTS, ".py") if with_code else DOCUMENTS))
+
+
+def _written(documents: Mapping[str, bytes]) -> str:
+    copy = tempfile.mkdtemp(prefix="shardwise-")
+    atexit.register(shutil.rmtree, copy, ignore_errors=True)
+    for name, content in documents.items():
+        file = Path(inside(copy, name))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+    return copy
 
 
 def _documents(directory: Path, ends: tuple[str, ...]) -> dict[str, bytes]:
@@ -59,7 +69,7 @@ def _documents(directory: Path, ends: tuple[str, ...]) -> dict[str, bytes]:
 
 def _in_store(url: str, ends: tuple[str, ...]) -> dict[str, bytes]:
     """The same of a URL, without indexes of weights: who reads the weights reads these."""
-    with looking_once():
+    with looking_once(url):
         found = dict(_documents_below(url, "", ends))
         for folder in sorted(folders_in(url)):
             found |= _documents_below(join(url, folder), f"{folder}/", ends)

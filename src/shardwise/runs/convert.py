@@ -21,7 +21,7 @@ from ..checkpoint.pieces import InParts, Piece, live_piece
 from ..checkpoint.save import publish_collected
 from ..checkpoint.snapshot import Live, MadeOf, ModelPart, OptimizerPart, Snapshot, layout_hash
 from ..dtypes import code_of, torch_dtype
-from ..errors import IntegrityError
+from ..errors import IntegrityError, SourceError
 from ..format.manifest import CONVERTED, Manifest
 from ..format.slices import SliceTensor, assign_owners
 from ..format.states import StateKey
@@ -35,7 +35,7 @@ from ..recipe.host_convert import HostConversion
 from ..recipe.match import Recipe
 from ..recipe.tiles import identity
 from ..state.optimizer import Drained
-from ..storage import local_path
+from ..storage import is_url, local_path
 from ..transfer import SourceReader
 from ..transfer.box import read_recipe, wanted_box
 from ..transfer.converted import ConvertingReader
@@ -103,6 +103,10 @@ def convert(
     io = io or IOOptions()
     ranks = Ranks.current(timeout_s=io.timeout_s)
     final = local_path(out)
+    if is_url(os.fspath(source)):
+        raise SourceError(
+            "is converted from a local directory; get one with `shardwise copy`", path=os.fspath(source)
+        )
     home = None if config is None else os.fspath(config)
     if trust_remote_code:
         in_turn(ranks, lambda: import_code(home or source))

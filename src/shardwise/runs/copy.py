@@ -7,9 +7,10 @@ none. It goes on where it stopped, because a file that is there already is compa
 from __future__ import annotations
 
 import os
+import stat as stat_mode
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -20,15 +21,17 @@ import xxhash
 from ..catalog.records import StoredFile
 from ..checkpoint.verify import Progress
 from ..errors import CheckpointError, IntegrityError, SourceError
-from ..format.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry, Manifest, read_manifest
-from ..limits import inside
+from ..format.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry, parse_manifest
+from ..limits import inside, read_small
 from ..storage import (
+    Stat,
     absolute,
     exists,
     files_below,
     is_directory,
     is_file,
     is_url,
+    looking_once,
     place_of,
     stat_of,
     store_of,
@@ -74,120 +77,196 @@ def copy(
     Of a checkpoint, exactly the files of its manifest are copied, and each is compared with the manifest's checksums while it is
     read. Every file is read back from ``out`` and compared. A local ``out``, which must not exist, appears whole, by a rename; in a
     store the manifest (else the index and the config) is written last. A copy that was stopped goes on: what is there already is
-    compared, and only sent if it differs. Two copies to one place at a time are an error of the caller, which the comparison finds
-    if they differ.
+    compared, and only sent if it differs; a place in a store that holds anything else is refused. Two copies to one place at a time are
+    an error of the caller, which the comparison finds if they differ. Links to files are followed.
 
     ``on_progress(done, total)`` counts bytes, each once when it is sent and once when it is compared. Call it in one process.
     Memory: 48 MiB for each of 4 files that are read from a store at a time, else 8 MiB; and as much for writing to a store.
 
-    Raises :class:`SourceError` for a source that can't be read, :class:`IntegrityError` if it is damaged,
-    :class:`CheckpointError` if ``out`` exists, can't be written, or differs from the source in the end.
+    Raises :class:`SourceError` for a source that can't be read, :class:`IntegrityError` if it is damaged or changes meanwhile,
+    :class:`CheckpointError` if ``out`` exists (in a store: with other files), can't be written, or differs from the source in the end.
     """
     started = time.perf_counter()
     origin, final = absolute(source), absolute(out)
-    manifest = read_manifest(origin) if is_file(os.path.join(origin, MANIFEST_NAME)) else None
-    sizes = _files_of(origin, manifest)
-    place = final if is_url(final) else final + _UNFINISHED
+    if f"{final}/".startswith(f"{origin}/") or f"{origin}/".startswith(f"{final}/"):
+        raise CheckpointError(f"{final}: lies in the source, or the source in it: {origin}")
     if not is_url(final) and os.path.lexists(final):
         raise CheckpointError(f"{final}: exists already; give a path that does not")
-    work = _Copy(origin, place, sizes, manifest, on_progress)
-    last = [name for name in _LAST if name in sizes]
+    with looking_once(origin):
+        files = _files_of(origin)
+    if is_url(final):
+        for name in files:
+            place_of(inside(final, name))  # raises for names that no store has
+    work = _Copy(origin, final if is_url(final) else final + _UNFINISHED, files, on_progress)
+    last = [name for name in _LAST if name in files]
+    work.check_target(last)
     with ThreadPoolExecutor(_AT_ONCE, "shardwise-copy") as pool:
-        try:
-            list(pool.map(work.one, [name for name in sizes if name not in last]))
-        except BaseException:
-            work.stop()
-            raise
+        list(pool.map(work.one, [name for name in files if name not in last]))
     for name in last:
         work.one(name)
     if not is_url(final):
-        _appear(place, final, set(sizes))
+        _appear(final + _UNFINISHED, final, set(files))
     return CopyReport(
         final,
         origin,
-        len(sizes),
-        sum(sizes.values()),
+        len(files),
+        sum(file.nbytes for file in files.values()),
         work.files_sent,
         work.bytes_sent,
         time.perf_counter() - started,
     )
 
 
-def _files_of(origin: str, manifest: Manifest | None) -> dict[str, int]:
-    """Sizes of what is copied, by relative name. Raises :class:`SourceError`."""
-    if manifest is not None:
-        stat = stat_of(os.path.join(origin, MANIFEST_NAME))
-        assert stat is not None
-        return {**{n: entry.nbytes for n, entry in manifest.files.items()}, MANIFEST_NAME: stat.nbytes}
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A file that is copied."""
+
+    nbytes: int
+    version: str | None = None
+    entry: FileEntry | None = None
+    """Its checksums in a manifest."""
+    content: bytes | None = None
+    """Of a manifest, whose content was checked: no other one is copied."""
+
+
+def _files_of(origin: str) -> dict[str, _File]:
+    """What is copied, by relative name. Raises :class:`SourceError`."""
+    path = os.path.join(origin, MANIFEST_NAME)
+    if is_file(path):
+        content = read_small(path, "manifest")
+        entries = parse_manifest(content, path).files
+        seen = files_below(origin) if is_url(origin) else {}
+        found = {
+            name: _File(entry.nbytes, _version(seen.get(name)), entry) for name, entry in entries.items()
+        }
+        return {**found, MANIFEST_NAME: _File(len(content), content=content)}
     if not is_directory(origin):
         what = "is a file; give its directory" if exists(origin) else "no such directory"
         raise SourceError(what, path=origin)
     found = {}
-    for name, seen in files_below(origin).items():
-        stat = seen or stat_of(inside(origin, name))
-        if stat is None:
-            raise SourceError("was deleted, or is a link to nothing", path=inside(origin, name))
-        found[name] = stat.nbytes
+    try:
+        below = files_below(origin)
+        if not is_url(origin):
+            _refuse_links_to_directories(origin)
+    except OSError as error:
+        raise SourceError(f"can't be read: {error.strerror}", path=str(error.filename)) from error
+    for name, stat in below.items():
+        found[name] = _File(_nbytes_of(inside(origin, name)) if stat is None else stat.nbytes, _version(stat))
     if not found:
         raise SourceError("holds no file", path=origin)
     return found
+
+
+def _version(stat: Stat | None) -> str | None:
+    return None if stat is None else stat.version
+
+
+def _refuse_links_to_directories(origin: str) -> None:
+    for folder, folders, _ in os.walk(origin):
+        for name in folders:
+            if os.path.islink(path := os.path.join(folder, name)):
+                raise SourceError(
+                    "is a link to a directory, which is not copied; replace it by the directory", path=path
+                )
+
+
+def _nbytes_of(path: str) -> int:
+    """Size of a regular local file. Raises :class:`SourceError`."""
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise SourceError(f"can't be read: {error.strerror}", path=path) from error
+    if not stat_mode.S_ISREG(status.st_mode):
+        raise SourceError("can't be copied: not a regular file", path=path)
+    return status.st_size
 
 
 class _Copy:
     """One copy: files, one by one, in several threads."""
 
     def __init__(
-        self,
-        origin: str,
-        place: str,
-        sizes: Mapping[str, int],
-        manifest: Manifest | None,
-        on_progress: Progress | None,
+        self, origin: str, place: str, files: Mapping[str, _File], on_progress: Progress | None
     ) -> None:
         self.files_sent = self.bytes_sent = 0
-        self._origin, self._place, self._sizes = origin, place, sizes
-        self._entries = {} if manifest is None else manifest.files
+        self._origin, self._place, self._files = origin, place, files
         self._there = files_below(place) if is_directory(place) else {}
         self._lock = threading.Lock()
         self._stopped = False
-        self._done, self._total = 0, 2 * sum(sizes.values())
+        self._done, self._total = 0, 2 * sum(file.nbytes for file in files.values())
         self._on_progress = on_progress
 
-    def stop(self) -> None:
-        """Let no thread begin another piece."""
-        self._stopped = True
+    def check_target(self, last: Sequence[str]) -> None:
+        """Refuse a prefix of a store that holds something else than a part of this copy. Raises :class:`CheckpointError`."""
+        if not is_url(self._place):
+            return
+        others = [name for name in self._there if name not in self._files]
+        others += [name for name in last if name in self._there and not self._is_there(name)]
+        self._done = 0
+        if others:
+            more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+            raise CheckpointError(
+                f"{self._place}: holds something else: {', '.join(sorted(others)[:3])}{more}; give another URL, or delete it"
+            )
 
     def one(self, name: str) -> None:
         """Copy a file, unless it is there; then compare both."""
-        nbytes = self._sizes[name]
-        source, target = inside(self._origin, name), inside(self._place, name)
-        if self._nbytes_there(name) == nbytes:
-            expected = self._digest(source, nbytes, self._entries.get(name))
-            if self._digest(target, nbytes) == expected:
-                return
-            self._count(-2 * nbytes)
-        expected = self._send(source, target, nbytes, self._entries.get(name))
+        try:
+            self._one(name)
+        except BaseException:
+            self._stopped = True
+            raise
+
+    def _one(self, name: str) -> None:
+        if self._is_there(name):
+            return
+        target, nbytes = inside(self._place, name), self._files[name].nbytes
+        expected = self._send(name, target)
         with self._lock:
             self.files_sent += 1
             self.bytes_sent += nbytes
-        if self._digest(target, nbytes) != expected:
+        found = self._digest(target, nbytes) if self._size_there(name, anew=True) == nbytes else None
+        if found != expected:
             raise CheckpointError(
                 f"{target}: was written, and then read back with other content; does another program write there?"
             )
 
-    def _nbytes_there(self, name: str) -> int | None:
-        if name not in self._there:
-            return None
-        stat = self._there[name] or stat_of(inside(self._place, name))
-        return None if stat is None else stat.nbytes
+    def _is_there(self, name: str) -> bool:
+        """Whether the target has this file with the content of the source's."""
+        nbytes = self._files[name].nbytes
+        if self._size_there(name) != nbytes:
+            return False
+        digest, before = xxhash.xxh3_128(), self._done
+        for piece in self._pieces(name):
+            digest.update(piece)
+        if self._digest(inside(self._place, name), nbytes) == digest.hexdigest():
+            return True
+        self._count(before - self._done)
+        return False
 
-    def _send(self, source: str, target: str, nbytes: int, entry: FileEntry | None) -> str:
+    def _size_there(self, name: str, *, anew: bool = False) -> int | None:
+        """The size of a file of the target; None if there is none, or if it is no regular file."""
+        path = inside(self._place, name)
+        if is_url(path):
+            stat = stat_of(path) if anew else self._there.get(name)
+            return None if stat is None else stat.nbytes
+        try:
+            status = os.lstat(path)
+        except OSError:
+            return None
+        return status.st_size if stat_mode.S_ISREG(status.st_mode) else None
+
+    def _send(self, name: str, target: str) -> str:
         """Write a file at the target; returns the digest of what was read."""
         digest = xxhash.xxh3_128()
-        pieces = self._pieces(source, nbytes, entry, digest)
+
+        def pieces() -> Iterator[memoryview]:
+            for piece in self._pieces(name):
+                digest.update(piece)
+                yield piece
+
         if is_url(target):
             where = place_of(target)
-            store_of(where.root).write(where.key, pieces, nbytes)
+            store_of(where.root).write(where.key, pieces(), self._files[name].nbytes)
             return digest.hexdigest()
         try:
             make_directories(os.path.dirname(target))
@@ -196,43 +275,56 @@ class _Copy:
         except OSError as error:
             raise CheckpointError(f"{target}: can't be written: {error.strerror}") from error
         with FileWriter(target) as file:
-            for piece in pieces:
+            for piece in pieces():
                 file.write(piece)
         return digest.hexdigest()
 
-    def _digest(self, path: str, nbytes: int, entry: FileEntry | None = None) -> str:
+    def _digest(self, path: str, nbytes: int) -> str:
         digest = xxhash.xxh3_128()
-        for _ in self._pieces(path, nbytes, entry, digest):
-            pass
+        for piece in self._read(path, _File(nbytes)):
+            digest.update(piece)
         return digest.hexdigest()
 
-    def _pieces(
-        self, path: str, nbytes: int, entry: FileEntry | None, digest: xxhash.xxh3_128
-    ) -> Iterator[memoryview]:
-        """A file's bytes, which ``digest`` takes and which are compared with the manifest's ``entry``.
-
-        Each piece has memory of its own: a store may still send it while the next one is read.
-        """
-        check = None if entry is None else _Checksums(entry, path)
-        with SourceReader(files=[StoredFile(path, nbytes)]) as reader, reader.expecting([(path, 0, nbytes)]):
-            for start in range(0, nbytes, _PIECE_BYTES):
-                if self._stopped:
-                    raise CheckpointError("the copy was stopped by the error of another file")
-                piece = memoryview(bytearray(min(_PIECE_BYTES, nbytes - start)))
-                reader.read_into(path, start, piece)
-                digest.update(piece)
-                if check is not None:
-                    check.take(piece)
-                yield piece
-                self._count(piece.nbytes)
+    def _pieces(self, name: str) -> Iterator[memoryview]:
+        """A file of the source, which is compared with its checksums, if the manifest has any."""
+        file, path = self._files[name], inside(self._origin, name)
+        if file.content is not None:
+            yield memoryview(file.content)
+            self._count(file.nbytes)
+            return
+        check = None if file.entry is None else _Checksums(file.entry, path)
+        before = None if is_url(path) else _identity(path)
+        for piece in self._read(path, file):
+            if check is not None:
+                check.take(piece)
+            yield piece
         if check is not None:
             check.end()
+        if before is not None and _identity(path) != before:
+            raise IntegrityError("was changed while it was copied; copy it again", path=path)
+
+    def _read(self, path: str, file: _File) -> Iterator[memoryview]:
+        """A file's bytes. Each piece has memory of its own: a store may still send it while the next one is read."""
+        stored = StoredFile(path, file.nbytes, file.version)
+        with SourceReader(files=[stored]) as reader, reader.expecting([(path, 0, file.nbytes)]):
+            for start in range(0, file.nbytes, _PIECE_BYTES):
+                if self._stopped:
+                    raise CheckpointError("the copy was stopped by the error of another file")
+                piece = memoryview(bytearray(min(_PIECE_BYTES, file.nbytes - start)))
+                reader.read_into(path, start, piece)
+                yield piece
+                self._count(piece.nbytes)
 
     def _count(self, nbytes: int) -> None:
         with self._lock:
             self._done += nbytes
             if self._on_progress is not None:
                 self._on_progress(max(0, min(self._done, self._total)), self._total)
+
+
+def _identity(path: str) -> tuple[int, int]:
+    status = os.stat(path)
+    return status.st_size, status.st_mtime_ns
 
 
 class _Checksums:
@@ -274,13 +366,16 @@ class _Checksums:
 
 def _appear(place: str, final: str, names: set[str]) -> None:
     """Give a whole local copy its name. Raises :class:`CheckpointError`."""
-    for name in files_below(place):
-        if name not in names:  # of an earlier copy of something else
-            os.unlink(inside(place, name))
-    folders = sorted({os.path.dirname(name) for name in names} | {""}, key=len, reverse=True)
-    for folder in folders:
-        fsync_directory(os.path.join(place, folder) if folder else place)
     try:
+        for folder, folders, files in os.walk(place, topdown=False):
+            for name in (*files, *folders):  # what an earlier copy of something else left
+                path = os.path.join(folder, name)
+                if os.path.islink(path) or (name in files and os.path.relpath(path, place) not in names):
+                    os.unlink(path)
+            if not os.listdir(folder) and folder != place:
+                os.rmdir(folder)
+            else:
+                fsync_directory(folder)
         os.rename(place, final)
     except OSError as error:
         raise CheckpointError(f"{final}: can't be given its name: {error.strerror}") from error

@@ -12,13 +12,14 @@ import torch
 from ..catalog import Catalog, StoredTensor
 from ..catalog.checkpoint import catalog_of_checkpoint, catalog_of_optimizer
 from ..catalog.open import open_catalog
+from ..catalog.records import StoredFile
 from ..checkpoint.verify import Progress, model_of, runs_of
 from ..dtypes import itemsize
 from ..format.manifest import read_manifest
 from ..layout.boxes import Box
 from ..planning import IOOptions
 from ..recipe.tiles import identity
-from ..storage import is_file
+from ..storage import absolute, is_file, is_url
 from ..transfer import SourceReader
 from ..transfer.box import read_box, wanted_box
 from ..transfer.copy import Staging
@@ -80,13 +81,14 @@ def diff(
     equal are not read. ``on_progress(done, total)`` counts bytes. Raises :class:`SourceError` for a source that can't be
     read; its subclasses say which kind.
     """
-    a, b = _contents(first), _contents(second)
+    files: list[StoredFile] = []
+    a, b = _contents(first, files), _contents(second, files)
     if not (_is_checkpoint(first) and _is_checkpoint(second)):
         a, b = _models_only(a), _models_only(b)
     both = [n for n in a if n in b]
     total = sum(a[n][0].nbytes for n in both)
     changed, equal, by_digest, done = [], 0, 0, 0
-    with SourceReader() as reader:
+    with SourceReader(files=files) as reader:
         for name in both:
             (x, x_digest), (y, y_digest) = a[name], b[name]
             same_kind = (x.dtype, x.shape) == (y.dtype, y.shape)
@@ -119,18 +121,22 @@ def _is_checkpoint(path: str | os.PathLike[str]) -> bool:
     return is_file(os.path.join(os.fspath(path), "manifest.json"))
 
 
-def _contents(path: str | os.PathLike[str]) -> TensorsByName:
-    """Every tensor by name, with its recorded digest; in a checkpoint by ``part:name``."""
-    root = os.fspath(path)
+def _contents(path: str | os.PathLike[str], files: list[StoredFile]) -> TensorsByName:
+    """Every tensor by name, with its recorded digest; in a checkpoint by ``part:name``. Adds their files to ``files``."""
+    root = absolute(path) if is_url(os.fspath(path)) else os.fspath(path)
     if not _is_checkpoint(root):
-        return _of(open_catalog(root))
+        catalog = open_catalog(root)
+        files += catalog.files
+        return _of(catalog)
     manifest = read_manifest(root)
     found: dict[str, tuple[StoredTensor, int | None]] = {}
     for model in manifest.models:
         catalog = catalog_of_checkpoint(root, model)
+        files += catalog.files
         found |= {f"{model}:{n}": v for n, v in _of(catalog).items()}
     for optimizer in manifest.packed:
         catalog = catalog_of_optimizer(root, manifest, optimizer, model_of(manifest, optimizer))
+        files += catalog.files
         found |= {f"{optimizer}:{n}": v for n, v in _of(catalog).items()}
     return found
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..errors import CheckpointError, SourceError
 from .records import Cut, Listing, ObjectFile, Stat
+from .urls import without_queries
 
 __all__ = ["FsspecStore"]
 
@@ -31,6 +32,8 @@ class FsspecStore:
                 f"no store has URLs of this kind: {error}; expected s3, gs, az, https, or one of fsspec's",
                 path=root,
             ) from None
+        except Exception as error:  # each file system has errors of its own, whose texts may repeat options
+            raise SourceError(f"can't be opened as a store: {type(error).__name__}", path=root) from None
 
     def list(self, folder: str) -> Listing:
         try:
@@ -53,10 +56,11 @@ class FsspecStore:
         return _stat(found) if found["type"] == "file" else None
 
     def read(self, key: str, start: int, stop: int) -> tuple[Stat | None, Iterator[bytes]]:
-        stat = self.stat(key)
+        content = self._ask("reading it", key, lambda url: self._files.cat_file(url, start=start, end=stop))
+        self._files.invalidate_cache()
+        stat = self.stat(key)  # after it: an object that was replaced before or meanwhile has another version
         if stat is None:
             raise FileNotFoundError(self._url(key))
-        content = self._ask("reading it", key, lambda url: self._files.cat_file(url, start=start, end=stop))
         return stat, iter([content])
 
     def write(self, key: str, pieces: Iterator[memoryview], nbytes: int) -> None:
@@ -85,15 +89,16 @@ class FsspecStore:
         except (FileNotFoundError, NotADirectoryError):
             raise
         except (ConnectionError, TimeoutError) as error:
-            raise Cut(str(error)) from error
+            raise Cut(without_queries(str(error))) from error
         except Exception as error:  # each file system has errors of its own
             raise SourceError(
-                f"{what} failed: {type(error).__name__}: {str(error)[:300]}", path=self._url(key)
+                f"{what} failed: {type(error).__name__}: {without_queries(str(error))[:300]}",
+                path=self._url(key),
             ) from None
 
 
 def _stat(info: Mapping[str, Any]) -> Stat:
-    for name in ("etag", "ETag", "sha256", "lastModified", "LastModified", "mtime", "created"):
+    for name in ("etag", "ETag", "sha256", "blob_id", "lastModified", "LastModified", "mtime", "created"):
         if info.get(name):
             return Stat(int(info["size"] or 0), str(info[name]).strip('"'))
     return Stat(int(info["size"] or 0))

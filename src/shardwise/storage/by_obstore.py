@@ -9,8 +9,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError, SourceError
+from ..errors import CheckpointError, IntegrityError, SourceError
 from .records import Cut, Listing, Stat
+from .urls import without_queries
 
 __all__ = ["ObstoreStore", "is_known"]
 
@@ -33,7 +34,6 @@ _CLIENT = {"connect_timeout": timedelta(seconds=5), "timeout": timedelta(seconds
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([^<]{1,100})</Code>")
-_QUERY = re.compile(r"\?[^\s\"'<>]*")
 _METADATA_SERVERS = ("169.254.169.254", "169.254.170.2", "metadata.google.internal")
 
 
@@ -47,22 +47,26 @@ class ObstoreStore:
 
     def __init__(self, root: str, options: Mapping[str, Any]) -> None:
         self._root = root
-        self._pid = os.getpid()
+        _check_process(root)
         try:
             import obstore
             from obstore.exceptions import BaseError
-            from obstore.store import from_url
+            from obstore.store import HTTPStore, from_url
         except ImportError as error:
             raise SourceError(
                 f"reading {root.partition('://')[0]} URLs needs obstore: pip install 'shardwise[store]'",
                 path=root,
             ) from error
         self._obstore = obstore
-        given = {**_defaults(root, options), **options}
+        given = {**_credentials(root, options), **options}
         given["retry_config"] = {**_RETRY, **(given.get("retry_config") or {})}
-        given["client_options"] = {**_CLIENT, **(given.get("client_options") or {})}
+        plain = {"allow_http": True} if _is_plain(root, options) else {}
+        given["client_options"] = {**_CLIENT, **plain, **(given.get("client_options") or {})}
+        is_http = root.startswith(
+            ("http://", "https://")
+        )  # else obstore takes hosts of clouds for their stores
         try:
-            self._store = from_url(root, **given)
+            self._store = HTTPStore.from_url(root, **given) if is_http else from_url(root, **given)
         except (BaseError, ValueError, TypeError) as error:
             raise SourceError(f"can't be opened as a store: {_text(error)}", path=root) from None
 
@@ -84,13 +88,20 @@ class ObstoreStore:
             return None
 
     def read(self, key: str, start: int, stop: int) -> tuple[Stat | None, Iterator[bytes]]:
-        got = self._ask(
-            "reading it", key, lambda s: self._obstore.get(s, key, options={"range": (start, stop)})
-        )
+        def get(store: Any) -> Any:
+            return self._obstore.get(store, key, options={"range": (start, stop)})
+
+        try:
+            got = self._ask("reading it", key, get)
+        except _NotThatLong:
+            raise IntegrityError(
+                f"has fewer than {start + 1} bytes: truncated, or replaced", path=f"{self._root}/{key}"
+            ) from None
         return _stat(got.meta), self._chunks(got, key)
 
     def write(self, key: str, pieces: Iterator[memoryview], nbytes: int) -> None:
         failures: list[BaseException] = []
+        _check_process(f"{self._root}/{key}")
 
         def given() -> Iterator[memoryview]:
             """The pieces. obstore wraps what an iterator raises: the caller gets it as it was."""
@@ -114,6 +125,7 @@ class ObstoreStore:
             raise CheckpointError(f"{self._root}/{key}: writing it failed: {_explained(error)}") from None
 
     def writer(self, key: str, nbytes: int) -> _Writer:
+        _check_process(f"{self._root}/{key}")
         part = max(_PART_BYTES, -(-nbytes // _MOST_PARTS))
         file = self._obstore.open_writer(self._store, key, buffer_size=part, max_concurrency=_PARTS_AT_ONCE)
         return _Writer(file, f"{self._root}/{key}")
@@ -121,6 +133,7 @@ class ObstoreStore:
     def create(self, key: str, content: bytes) -> bool:
         from obstore.exceptions import AlreadyExistsError, BaseError
 
+        _check_process(f"{self._root}/{key}")
         try:
             self._obstore.put(self._store, key, content, mode="create")
             return True
@@ -145,6 +158,7 @@ class ObstoreStore:
     def delete(self, key: str) -> None:
         from obstore.exceptions import BaseError
 
+        _check_process(f"{self._root}/{key}")
         try:
             self._obstore.delete(self._store, key)
         except FileNotFoundError:
@@ -165,12 +179,7 @@ class ObstoreStore:
         from obstore.exceptions import BaseError
 
         url = f"{self._root}/{key}" if key else self._root
-        if os.getpid() != self._pid:  # the threads that carry out its requests are in the parent alone
-            raise SourceError(
-                "this process was forked from one that has used object stores, and can't use them; start it by "
-                "spawn or forkserver",
-                path=url,
-            )
+        _check_process(url)
         try:
             return call(self._store)
         except FileNotFoundError as error:
@@ -178,7 +187,13 @@ class ObstoreStore:
                 raise SourceError(f"{what} failed: no such bucket", path=url) from None
             raise FileNotFoundError(url) from None
         except (BaseError, OSError) as error:
+            if (status := _STATUS.search(str(error))) and status[1] == "416":
+                raise _NotThatLong from None
             raise SourceError(f"{what} failed: {_explained(error)}", path=url) from None
+
+
+class _NotThatLong(Exception):
+    """A range begins after the end of an object."""
 
 
 class _Writer:
@@ -209,35 +224,47 @@ def _stat(meta: Any) -> Stat:
     return Stat(int(meta["size"]), version)
 
 
-def _defaults(root: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that the caller need not give."""
-    scheme = root.partition("://")[0]
-    found: dict[str, Any] = {}
-    endpoint = options.get("endpoint") or options.get("aws_endpoint") or os.environ.get("AWS_ENDPOINT_URL")
-    if scheme == "http" or (scheme.startswith("s3") and str(endpoint).startswith("http://")):
-        found["client_options"] = {"allow_http": True}
-    if scheme.startswith("s3") and _wants_profile(options):
-        try:
-            from obstore.auth.boto3 import Boto3CredentialProvider
-
-            found["credential_provider"] = Boto3CredentialProvider()
-        except Exception as error:  # boto3 raises errors of its own for a profile that it does not know
-            if "AWS_PROFILE" in os.environ:
-                reason = "needs boto3: pip install boto3" if isinstance(error, ImportError) else _text(error)
-                raise SourceError(f"the profile that AWS_PROFILE names: {reason}", path=root) from None
-    return found
+_process: int | None = None
 
 
-def _wants_profile(options: Mapping[str, Any]) -> bool:
-    """Whether credentials may stand in files of the AWS tools, which obstore does not read by itself."""
-    given = {name.removeprefix("aws_") for name in options}
-    if (
-        given & {"access_key_id", "credential_provider", "skip_signature"}
-        or "AWS_ACCESS_KEY_ID" in os.environ
-    ):
-        return False
+def _check_process(url: str) -> None:
+    """Refuse a fork of a process that has used obstore: the threads that carry out requests are in the parent alone."""
+    global _process
+    if _process is None:
+        _process = os.getpid()
+    if os.getpid() != _process:
+        raise SourceError(
+            "this process was forked from one that has used object stores, and can't use them; start it by spawn or forkserver",
+            path=url,
+        )
+
+
+def _is_plain(root: str, options: Mapping[str, Any]) -> bool:
+    """Whether a store is asked without TLS, because its URL or its endpoint says so."""
+    given = [value for name, value in options.items() if "endpoint" in name.lower()]
+    if not given and root.startswith("s3"):
+        given = [value for name, value in os.environ.items() if name.startswith("AWS_ENDPOINT")]
+    return root.startswith("http://") or any(str(value).startswith("http://") for value in given)
+
+
+def _credentials(root: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Credentials out of files of the AWS tools, which obstore does not read by itself, if nothing else gives any."""
+    given = {name.lower().removeprefix("aws_") for name in options}
+    known = given & {"access_key_id", "credential_provider", "skip_signature"}
+    if not root.startswith("s3") or known or "AWS_ACCESS_KEY_ID" in os.environ:
+        return {}
     folder = Path.home() / ".aws"
-    return "AWS_PROFILE" in os.environ or (folder / "credentials").exists() or (folder / "config").exists()
+    if not ("AWS_PROFILE" in os.environ or (folder / "credentials").exists() or (folder / "config").exists()):
+        return {}
+    try:
+        from obstore.auth.boto3 import Boto3CredentialProvider
+
+        return {"credential_provider": Boto3CredentialProvider()}
+    except Exception as error:  # boto3 raises errors of its own for a profile that it does not know
+        if "AWS_PROFILE" not in os.environ:
+            return {}
+        reason = "needs boto3: pip install boto3" if isinstance(error, ImportError) else _text(error)
+        raise SourceError(f"the profile that AWS_PROFILE names: {reason}", path=root) from None
 
 
 def _explained(error: BaseException) -> str:
@@ -265,4 +292,4 @@ def _explained(error: BaseException) -> str:
 def _text(error: BaseException) -> str:
     """The first lines of an error, without queries of URLs: they may hold a token or a signature."""
     first = str(error).partition("Debug source")[0]
-    return _QUERY.sub("?…", " ".join(first.split()))[:500]
+    return without_queries(" ".join(first.split()))[:500]

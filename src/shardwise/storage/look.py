@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 
 from ..errors import CheckpointError, FormatError, SourceError
 from .records import Listing, Stat
@@ -28,16 +29,32 @@ __all__ = [
     "stat_of",
 ]
 
-_seen: ContextVar[dict[str, Listing] | None] = ContextVar("seen", default=None)
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    base: str
+    listings: dict[str, Listing] = field(default_factory=dict)
+    refused: set[str] = field(default_factory=set)
+    """Folders that this process may not list."""
+
+    def lists(self, url: str) -> bool:
+        """Whether a folder lies at or below the base: this process may have no right to list others."""
+        return url == self.base or url.startswith(f"{self.base}/")
+
+
+_seen: ContextVar[_Seen | None] = ContextVar("seen", default=None)
 
 
 @contextmanager
-def looking_once() -> Iterator[None]:
-    """In this block, each folder of a store is listed at most once: looks at its objects cost no further request."""
-    if _seen.get() is not None:
+def looking_once(path: str) -> Iterator[None]:
+    """In this block, each folder at or below a URL is listed at most once: looks at its objects cost no further request.
+
+    Does nothing for a local path, and within another such block.
+    """
+    if _seen.get() is not None or not is_url(path):
         yield
         return
-    token = _seen.set({})
+    token = _seen.set(_Seen(place_of(path).url))
     try:
         yield
     finally:
@@ -98,21 +115,28 @@ def stat_of(path: str) -> Stat | None:
         return None
     folder, _, name = place.key.rpartition("/")
     above = join(place.root, folder) if folder else place.root
-    if _seen.get() is not None and (listing := _listing(above)) is not None:
-        return listing.files.get(name)
+    seen = _seen.get()
+    if seen is not None and seen.lists(above) and above not in seen.refused:
+        try:
+            listing = _listing(above)
+        except SourceError:  # who may read an object may not list its folder
+            listing = None
+            seen.refused.add(above)
+        if listing is not None:
+            return listing.files.get(name)
     return store_of(place.root).stat(place.key)
 
 
 def _listing(url: str) -> Listing | None:
     """What lies below a URL; None if the store does not let this process list it."""
     place, seen = place_of(url), _seen.get()
-    if seen is not None and place.url in seen:
-        return seen[place.url]
+    if seen is not None and place.url in seen.listings:
+        return seen.listings[place.url]
     if place.scheme in ("http", "https"):
         return None
     found = store_of(place.root).list(place.key)
     if seen is not None:
-        seen[place.url] = found
+        seen.listings[place.url] = found
     return found
 
 
@@ -135,18 +159,22 @@ def local_path(path: str | os.PathLike[str]) -> str:
 def files_below(path: str) -> dict[str, Stat | None]:
     """Every file below a directory or URL, by relative name with slashes. None for local files, which were not looked at.
 
-    Raises :class:`SourceError` if a store can't be asked.
+    Raises ``OSError``, or :class:`SourceError` if a store can't be asked.
     """
     if not is_url(path):
         return {
             os.path.relpath(os.path.join(folder, name), path).replace(os.sep, "/"): None
-            for folder, _, names in os.walk(path)
+            for folder, _, names in os.walk(path, onerror=_raise)
             for name in names
         }
     found: dict[str, Stat | None] = dict(files_in(path))
     for folder in folders_in(path):
         found |= {f"{folder}/{name}": stat for name, stat in files_below(join(path, folder)).items()}
     return found
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def read_range(url: str, start: int, stop: int, *, version: str | None = None) -> bytes:

@@ -20,6 +20,8 @@ __all__ = ["fetch", "store_of"]
 #: So often a read that was cut is asked for again, from the byte where it was cut. obstore has tried several times before.
 _RETRIES = 3
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+#: After so many bytes, it may be cut as often again.
+_PROGRESS_BYTES = 64 * 1024
 
 _lock = Lock()
 _stores: dict[tuple[str, str], Store] = {}
@@ -55,7 +57,7 @@ def fetch(
     """
     place = place_of(url)
     store = store_of(place.root)
-    done, cuts, pause_s = 0, 0, _PAUSE_S
+    done, cut_at, cuts, pause_s = 0, 0, 0, _PAUSE_S
     found: Stat | None = None
     while done < view.nbytes:
         try:
@@ -75,7 +77,9 @@ def fetch(
         except FileNotFoundError as error:
             raise IntegrityError("lost: no such object", path=url) from error
         except Cut as error:
-            cuts += 1
+            if done - cut_at >= _PROGRESS_BYTES:
+                cuts, pause_s = 0, _PAUSE_S
+            cut_at, cuts = done, cuts + 1
             if cuts > _RETRIES:
                 raise SourceError(
                     f"reading {view.nbytes} bytes at {start} failed {cuts} times, the last time after {done} bytes: {error}",

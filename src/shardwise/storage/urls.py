@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from dataclasses import dataclass
 
 from ..errors import SourceError
 
-__all__ = ["Place", "is_url", "join", "place_of"]
+__all__ = ["Place", "is_url", "join", "place_of", "without_queries"]
+
+_QUERY = re.compile(r"\?[^\s\"'<>]*=[^\s\"'<>]*")
 
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<authority>[^/]*)(?P<path>.*)", re.DOTALL)
+
+
+_BY_OBSTORE = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "http", "https")
+#: Parameters of signed URLs.
+_SIGNED = re.compile(r"[?&](sig|se|sv|token|X-Amz-\w+|X-Goog-\w+|AWSAccessKeyId|Signature)=", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,37 +45,52 @@ def is_url(path: str) -> bool:
 
 def join(url: str, name: str) -> str:
     """The URL of a name below ``url``."""
-    return f"{url.rstrip('/')}/{name}"
+    return f"{url}{name}" if url.endswith("/") and not url.endswith("://") else f"{url}/{name}"
+
+
+def without_queries(text: str) -> str:
+    """A text without the queries of URLs in it, which may hold a token or a signature."""
+    return _QUERY.sub("?…", text)
 
 
 def place_of(url: str) -> Place:
     """The parts of a URL. Names are taken as they stand: ``%20`` is three characters, not a space.
 
-    Raises :class:`SourceError` for a URL that is not one of an object: without a bucket, with a password, a query or a
-    fragment, or with a part that is empty, ``.`` or ``..``. Its text does not repeat a password.
+    Raises :class:`SourceError` for a URL that is not one of an object: without a bucket, with a user, a password or a query, or with
+    a part that is empty, ``.`` or ``..``. Its text does not repeat what may be a credential.
     """
     found = _URL.fullmatch(url)
     assert found is not None, "not a URL"
     scheme, authority, path = found["scheme"].lower(), found["authority"], found["path"]
-    user, at, _ = authority.rpartition("@")
-    if at and ":" in user:
+    if _may_hold_credentials(scheme, authority, path):
         raise SourceError(
-            f"a {scheme} URL with a password in it; give credentials by the store's environment variables or "
-            f"shardwise.storage_options"
+            f"a {scheme} URL with a user, a password or a query in it, which may be a credential; give a URL without, and credentials by "
+            f"the store's environment variables or shardwise.storage_options"
         )
     if not authority and scheme not in ("memory", "file", "local"):
         raise SourceError(f"names no bucket; expected {scheme}://bucket/prefix", path=url)
-    if scheme in ("http", "https") and re.search("[?#]", path):
-        bare = re.split("[?#]", url)[0]
-        raise SourceError(
-            "has a query or a fragment, which may hold a credential; give it without", path=bare
-        )
     key = path.strip("/")
     parts = key.split("/") if key else []
-    if {"", ".", ".."} & set(parts) or any(not c.isprintable() for c in key):
+    if {"", ".", ".."} & set(parts) or any(unicodedata.category(c) in ("Cc", "Cs") for c in key):
         raise SourceError(
-            "has a part that is empty, '.' or '..', or a character that can't be printed; expected names as they "
+            "has a part that is empty, '.' or '..', or a control character; expected names as they "
             "stand in the store",
             path=repr(url)[1:-1],
         )
     return Place(f"{scheme}://{authority}", key)
+
+
+def _may_hold_credentials(scheme: str, authority: str, path: str) -> bool:
+    if scheme in _BY_OBSTORE:
+        user, at, host = authority.rpartition("@")
+        if at and (":" in user or not scheme.startswith("abfs")):  # abfss://container@account…
+            return True
+        if ":" in host and not (
+            scheme in ("http", "https") and re.fullmatch(r"[^:]*:\d+|\[.*\](:\d+)?", host)
+        ):
+            return True
+        if scheme not in ("s3", "s3a", "gs") and re.search("[?#]", path):
+            return True
+    elif ":" in authority.rpartition("@")[0]:
+        return True
+    return _SIGNED.search(path) is not None

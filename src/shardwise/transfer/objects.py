@@ -14,12 +14,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import contextmanager
 from dataclasses import dataclass
-from threading import Event
+from threading import Event, Lock
 from types import TracebackType
 
 from ..catalog.records import StoredFile
+from ..errors import SourceError
 from ..planning.buckets import Span
-from ..storage import fetch
+from ..storage import Moved, fetch
 
 __all__ = ["GAP_BYTES", "IN_FLIGHT_BYTES", "PART_BYTES", "REQUESTS", "ObjectReader", "parts_of"]
 
@@ -61,6 +62,7 @@ class ObjectReader:
         self._nbytes = 0
         self._free: list[memoryview] = []
         self._stopped = Event()
+        self._lock = Lock()
 
     def __enter__(self) -> ObjectReader:
         return self
@@ -141,10 +143,10 @@ class ObjectReader:
             if span is None:
                 return
             nbytes = span[2] - span[1]
-            self._nbytes += nbytes
             self.requests += 1
             self.bytes_read += nbytes
             buffer = self._buffer(nbytes)
+            self._nbytes += buffer.nbytes
             self._parts.append(_Part(span, buffer, self._submit(span, buffer[:nbytes])))
 
     def _submit(self, span: Span, view: memoryview) -> Future[None]:
@@ -155,9 +157,22 @@ class ObjectReader:
     def _fetch(self, span: Span, view: memoryview) -> None:
         path, start, _ = span
         if not self._stopped.is_set():
-            found = fetch(path, start, view, version=self._versions.get(path))
-            if found is not None and self._versions.get(path) is None:
-                self._versions[path] = found.version  # no later read takes bytes of another one
+            found = fetch(path, start, view, version=self._versions.get(path), on_progress=self._go_on)
+            if found is not None and found.version is not None:
+                self._one_version(path, found.version)
+
+    def _go_on(self, nbytes: int) -> None:
+        """Called while bytes come: ends requests that are of no use any more."""
+        if self._stopped.is_set():
+            raise SourceError("the reader was closed")
+
+    def _one_version(self, path: str, version: str) -> None:
+        """Several requests may be the first of an object: all must have been answered with one version."""
+        with self._lock:
+            known = self._versions.get(path)
+            self._versions[path] = known or version
+        if known is not None and known != version:
+            raise Moved("was replaced while it was read: parts of two objects came; read it again", path=path)
 
     def _wait(self, coming: Future[None]) -> None:
         """Wait for a request. A store that sends nothing is no progress: its own timeouts end the request."""
@@ -166,7 +181,7 @@ class ObjectReader:
                 return coming.result(_LOOK_S)
             except NotYet:
                 if coming.done():
-                    raise
+                    return coming.result()
                 if self._on_progress is not None:
                     self._on_progress(0)
 
@@ -177,7 +192,7 @@ class ObjectReader:
 
     def _forget(self, part: _Part) -> None:
         """Use a part's memory again, once nothing writes there."""
-        self._nbytes -= part.span[2] - part.span[1]
+        self._nbytes -= part.buffer.nbytes
         if part.buffer.nbytes == PART_BYTES and (part.coming.done() or part.coming.cancel()):
             self._free.append(part.buffer)
 

@@ -70,7 +70,7 @@ class SourceReader:
     @contextmanager
     def expecting(self, spans: Iterable[Span]) -> Iterator[None]:
         """The reads in this block are of these spans, in this order. May be nested."""
-        if self._known and not any(is_url(file.path) for file in self._known):
+        if not any(is_url(file.path) for file in self._known):
             with self._files.expecting(spans):
                 yield
             return
