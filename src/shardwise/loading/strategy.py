@@ -71,12 +71,12 @@ class Facts:
     files: str | None
     """Fingerprint of the names and sizes of the files; None if this rank does not see one of them."""
     network: bool
-    in_store: bool
-    """Files are objects of a store."""
     read_bytes: int
     """On a network file system: what this rank would read by itself."""
     short_bytes: int
     """What it would read in runs so short that the number of reads decides."""
+    in_store: bool = False
+    """Files are objects of a store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +264,12 @@ def shared_reader(
     apart = choice.strategy == "node" and len(peers) < ranks.world_size  # hosts need different parts
     wanted = _union(span for rank in peers for span in planned.spans(rank)) if apart else None
     buckets = cut_into_buckets(
-        planned.stored, names, nbytes, piece_bytes=_PIECE_BYTES if apart else None, wanted=wanted
+        planned.stored,
+        names,
+        nbytes,
+        piece_bytes=_PIECE_BYTES if apart else None,
+        wanted=wanted,
+        of_one_file=any(is_url(file.path) for file in planned.catalog.files),
     )
     plan = planned.from_buckets(buckets.tensors)
     transfers = plan.checks if copies else plan.transfers

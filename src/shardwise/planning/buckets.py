@@ -84,11 +84,13 @@ def cut_into_buckets(
     *,
     piece_bytes: int | None = None,
     wanted: Sequence[Span] | None = None,
+    of_one_file: bool = False,
 ) -> Buckets:
     """The tensors called ``names`` in buckets of at most ``most_bytes``, in the order of the files.
 
     ``wanted``: leave out pieces that touch none of these spans, which are sorted and apart. ``piece_bytes`` bounds a
-    piece; less bounds what is read beside ``wanted``, more makes fewer transfers. Default: a bucket.
+    piece; less bounds what is read beside ``wanted``, more makes fewer transfers. Default: a bucket. ``of_one_file``: no bucket has
+    parts of two files, each of which would be another request to a store.
     """
     limit = min(piece_bytes or most_bytes, most_bytes) - _ALIGNMENT
     chunks = [
@@ -100,20 +102,29 @@ def cut_into_buckets(
     spans = _Spans(wanted)
     for path, offset_bytes, name, chunk in chunks:
         size = itemsize(stored[name].dtype)
-        room = partial(_room, buckets, limit, size)
+        last = partial(_last, buckets, path if of_one_file else None)
+        room = partial(_room, last, limit, size)
         for box, skipped, numel in _pieces(chunk.box, max(1, limit // size), room):
             piece = _Piece(path, offset_bytes + skipped * size, numel * size, name, box)
             if spans.touch(piece):
-                at = _put(buckets, piece, most_bytes)
+                at = _put(buckets, last(), piece, most_bytes)
                 found[name].append(Chunk(box, Buckets.path_of(len(buckets) - 1), at))
     return Buckets(
         {name: replace(stored[name], chunks=tuple(parts)) for name, parts in found.items()}, buckets
     )
 
 
-def _room(buckets: Sequence[Bucket], limit: int, size: int) -> int:
+def _last(buckets: Sequence[Bucket], path: str | None) -> Bucket | None:
+    """The bucket that the next piece may go into, if it has room; with ``path`` only one of this file."""
+    if not buckets or (path is not None and buckets[-1].ranges[-1].path != path):
+        return None
+    return buckets[-1]
+
+
+def _room(last: Callable[[], Bucket | None], limit: int, size: int) -> int:
     """Elements that a piece may have to fill the last bucket, or the next one if that is nearly full."""
-    left = limit - buckets[-1].nbytes if buckets else 0
+    bucket = last()
+    left = 0 if bucket is None else limit - bucket.nbytes
     return (left if left >= limit // _NEARLY_FULL else limit) // size
 
 
@@ -143,10 +154,9 @@ def _pieces(box: Box, most: int, room: Callable[[], int]) -> Iterator[tuple[Box,
             first = last
 
 
-def _put(buckets: list[Bucket], piece: _Piece, most_bytes: int) -> int:
-    """Put a piece into the last bucket, or into a new one if that is full; returns its place there."""
-    if buckets:
-        bucket = buckets[-1]
+def _put(buckets: list[Bucket], bucket: Bucket | None, piece: _Piece, most_bytes: int) -> int:
+    """Put a piece into ``bucket``, the last one, or into a new one if that is full or None; returns its place there."""
+    if bucket is not None:
         last = bucket.ranges[-1]
         if last.path == piece.path and last.offset_bytes <= piece.offset_bytes:
             inside = piece.offset_bytes - last.offset_bytes

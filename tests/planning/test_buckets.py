@@ -1,0 +1,46 @@
+"""A source in buckets: every byte once, and for stores no bucket of two files."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from shardwise.catalog.records import Chunk, StoredTensor
+from shardwise.layout.boxes import whole
+from shardwise.planning.buckets import cut_into_buckets
+
+MOST = 1000
+
+
+def stored() -> dict[str, StoredTensor]:
+    """Twelve tensors of 96 to 1,500 bytes, in three files."""
+    found, offsets = {}, {"a": 0, "b": 0, "c": 0}
+    for k in range(12):
+        path, shape = "abc"[k % 3], (3 + k, 16 if k % 4 else 50)
+        found[f"t{k:02}"] = StoredTensor(
+            f"t{k:02}", "BF16", shape, (Chunk(whole(shape), path, offsets[path]),)
+        )
+        offsets[path] += shape[0] * shape[1] * 2
+    return found
+
+
+@pytest.mark.parametrize("of_one_file", [False, True])
+def test_every_byte_once(of_one_file: bool) -> None:
+    tensors = stored()
+    cut = cut_into_buckets(tensors, list(tensors), MOST, of_one_file=of_one_file)
+    read = sorted((r.path, r.offset_bytes, r.offset_bytes + r.nbytes) for b in cut.buckets for r in b.ranges)
+    assert all(one[0] != other[0] or one[2] <= other[1] for one, other in itertools.pairwise(read))
+    assert sum(b.bytes_to_read for b in cut.buckets) == sum(t.nbytes for t in tensors.values())
+    assert all(bucket.nbytes <= MOST for bucket in cut.buckets)
+    for name, tensor in cut.tensors.items():
+        assert sum(c.box.numel for c in tensor.chunks) == whole(tensors[name].shape).numel
+    mixed = [bucket for bucket in cut.buckets if len({r.path for r in bucket.ranges}) > 1]
+    assert bool(mixed) is not of_one_file
+
+
+def test_a_bucket_of_one_file_is_one_range() -> None:
+    """One request to a store."""
+    tensors = stored()
+    cut = cut_into_buckets(tensors, list(tensors), MOST, of_one_file=True)
+    assert {len(bucket.ranges) for bucket in cut.buckets} == {1}
