@@ -76,6 +76,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "ranks" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.ranks)
+        if "server" in getattr(item, "fixturenames", ()):  # of tests/storage
+            item.add_marker(pytest.mark.processes)
     for marker in ("ranks", "processes"):
         marked = {item.path for item in items if item.get_closest_marker(marker)}
         items.sort(key=lambda item, marked=marked: item.path not in marked)

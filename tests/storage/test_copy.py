@@ -312,6 +312,7 @@ def test_a_killed_copy_goes_on(step: Path, proxy: Proxy, tmp_path: Path, there: 
         assert contents(Path(target)) == contents(step)
 
 
+@pytest.mark.processes
 def test_the_command(step: Path, tmp_path: Path) -> None:
     target = tmp_path / "copied"
     command = [sys.executable, "-m", "shardwise", "copy", str(step), str(target)]
