@@ -147,7 +147,7 @@ def _files_of(origin: str) -> dict[str, _File]:
     try:
         below = files_below(origin)
         if not is_url(origin):
-            _refuse_links_to_directories(origin)
+            _refuse_what_is_left_out(origin)
     except OSError as error:
         raise SourceError(f"can't be read: {error.strerror}", path=str(error.filename)) from error
     for name, stat in below.items():
@@ -161,8 +161,13 @@ def _version(stat: Stat | None) -> str | None:
     return None if stat is None else stat.version
 
 
-def _refuse_links_to_directories(origin: str) -> None:
-    for folder, folders, _ in os.walk(origin):
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _refuse_what_is_left_out(origin: str) -> None:
+    """Raises ``OSError`` for a folder that can't be read, :class:`SourceError` for a link to one."""
+    for folder, folders, _ in os.walk(origin, onerror=_raise):
         for name in folders:
             if os.path.islink(path := os.path.join(folder, name)):
                 raise SourceError(

@@ -159,22 +159,18 @@ def local_path(path: str | os.PathLike[str]) -> str:
 def files_below(path: str) -> dict[str, Stat | None]:
     """Every file below a directory or URL, by relative name with slashes. None for local files, which were not looked at.
 
-    Raises ``OSError``, or :class:`SourceError` if a store can't be asked.
+    Local folders that can't be read are left out. Raises :class:`SourceError` if a store can't be asked.
     """
     if not is_url(path):
         return {
             os.path.relpath(os.path.join(folder, name), path).replace(os.sep, "/"): None
-            for folder, _, names in os.walk(path, onerror=_raise)
+            for folder, _, names in os.walk(path)
             for name in names
         }
     found: dict[str, Stat | None] = dict(files_in(path))
     for folder in folders_in(path):
         found |= {f"{folder}/{name}": stat for name, stat in files_below(join(path, folder)).items()}
     return found
-
-
-def _raise(error: OSError) -> None:
-    raise error
 
 
 def read_range(url: str, start: int, stop: int, *, version: str | None = None) -> bytes:
