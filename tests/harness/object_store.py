@@ -1,4 +1,4 @@
-"""An S3 server that nobody here wrote (moto's, in memory), in a process of its own; and a proxy in front of it that counts and spoils.
+"""moto's S3 server, in memory, in a process of its own; and a proxy in front of it that counts requests and spoils replies.
 
 The proxy speaks plain HTTP. What it does to a request is decided by a function that tests give it.
 """
@@ -21,9 +21,24 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-__all__ = ["BUCKET", "COUNTS", "SIGNED", "Asked", "Do", "Proxy", "S3Server", "s3_server"]
+import shardwise as sw
+
+__all__ = [
+    "BUCKET",
+    "COUNTS",
+    "SECRET",
+    "SIGNED",
+    "Asked",
+    "Do",
+    "Proxy",
+    "S3Server",
+    "s3_server",
+    "use_store",
+]
 
 BUCKET = "bucket"
+#: The secret key of clients, which no error may repeat.
+SECRET = "wJalrXUtnFEMISECRET"
 #: A path of the proxy itself, which tells what went through it.
 COUNTS = "/-/counts"
 _START_S = 60.0
@@ -87,6 +102,18 @@ class S3Server:
         for file in sorted(folder.rglob("*")):
             if file.is_file():
                 self.put(f"{prefix}/{file.relative_to(folder).as_posix()}", file.read_bytes())
+
+
+def use_store(endpoint: str, **options: Any) -> None:
+    """Let this process use the bucket at a server or a proxy, with these options beside the usual ones."""
+    sw.storage_options(
+        f"s3://{BUCKET}",
+        endpoint=endpoint,
+        region="us-east-1",
+        access_key_id="AKID",
+        secret_access_key=SECRET,
+        **options,
+    )
 
 
 @contextmanager

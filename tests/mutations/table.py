@@ -661,7 +661,7 @@ MUTATIONS = (
         "a store without conditional writes is taken",
     ),
     Mutation(
-        "store/in_store.py",
+        "store/complete.py",
         '    wrong = [f"{n}: not ours" for n in found if n not in manifest.files]',
         "    wrong: list[str] = []",
         ("tests/storage/test_saves.py::test_what_another_program_puts_there_is_found",),
@@ -918,8 +918,8 @@ MUTATIONS = (
         "the name of a new step is not synced",
     ),
     Mutation(
-        "store/publish.py",
-        '    wrong += [f"{n}: lost" for n in expected if n not in found]\n',
+        "store/complete.py",
+        '    wrong += [f"{n}: lost" for n in manifest.files if n not in found]\n',
         "",
         ("tests/store/test_publish.py",),
         "a step is published without a file",

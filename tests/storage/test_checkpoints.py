@@ -3,46 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from shardwise.cli.inspection import CheckpointContents, contents_of
 from shardwise.errors import IntegrityError, SourceError
 from tests.harness import models
-from tests.harness.object_store import BUCKET, Do, Proxy, S3Server
+from tests.harness.object_store import BUCKET, Do, Proxy, S3Server, use_store
 from tests.harness.pool import RankPool
+from tests.storage._states import trained
 
 ROOT = f"s3://{BUCKET}/checkpoints"
-
-
-def use(endpoint: str) -> None:
-    sw.storage_options(
-        f"s3://{BUCKET}",
-        endpoint=endpoint,
-        region="us-east-1",
-        access_key_id="AKID",
-        secret_access_key="secret",
-    )
-
-
-def trained(hub: str, seed: int) -> sw.TrainState:
-    """A model and AdamW after one step, sharded over all ranks."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model, _ = sw.load_pretrained(f"{hub}/qwen3", mesh)
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    tokens = torch.randint(0, 101, (2, 8), generator=torch.Generator().manual_seed(seed))
-    model(input_ids=tokens, labels=tokens).loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return sw.TrainState(model=model, optimizer=optimizer)
 
 
 def save_there(hub: str, path: str) -> None:
@@ -50,7 +25,7 @@ def save_there(hub: str, path: str) -> None:
 
 
 def resume(hub: str, endpoint: str, url: str, path: str) -> dict[str, Any]:
-    use(endpoint)
+    use_store(endpoint)
     state, other = trained(hub, 2), trained(hub, 3)
     report = sw.restore(state, url)
     expected = sw.restore(other, path)
@@ -70,13 +45,6 @@ def step(server: S3Server, hub: Path, ranks: RankPool) -> Path:
     ranks.run_ranks(2, save_there, hub=str(hub), path=str(path))
     server.put_directory(path, f"checkpoints/{path.name}")
     return path
-
-
-@pytest.fixture
-def proxy(server: S3Server) -> Iterator[Proxy]:
-    with Proxy(server.port) as found:
-        use(found.endpoint)
-        yield found
 
 
 def test_resumed_on_another_number_of_ranks(hub: Path, step: Path, proxy: Proxy, ranks: RankPool) -> None:

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,23 +22,6 @@ from tests.harness.object_store import BUCKET, Asked, Do, Proxy, S3Server
 from tests.harness.tiers import long_but
 
 ROOT = f"s3://{BUCKET}/copies"
-
-
-def use(endpoint: str) -> None:
-    sw.storage_options(
-        f"s3://{BUCKET}",
-        endpoint=endpoint,
-        region="us-east-1",
-        access_key_id="AKID",
-        secret_access_key="secret",
-    )
-
-
-@pytest.fixture
-def proxy(server: S3Server) -> Iterator[Proxy]:
-    with Proxy(server.port) as found:
-        use(found.endpoint)
-        yield found
 
 
 @pytest.fixture(scope="module")

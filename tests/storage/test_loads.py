@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +17,12 @@ from torch.distributed.tensor import DTensor
 import shardwise as sw
 from shardwise.errors import ShardwiseError
 from tests.harness import models
-from tests.harness.object_store import BUCKET, Asked, Do, Proxy, S3Server
+from tests.harness.object_store import BUCKET, Asked, Do, Proxy, S3Server, use_store
 from tests.harness.pool import RankPool
 from tests.harness.tiers import long_but, long_rows
 
 ROOT = f"s3://{BUCKET}/loads"
 KINDS = ("gpt2", "qwen3-moe", "qwen3-tied")
-
-
-def use(endpoint: str) -> None:
-    sw.storage_options(
-        f"s3://{BUCKET}",
-        endpoint=endpoint,
-        region="us-east-1",
-        access_key_id="AKIDEXAMPLE",
-        secret_access_key="secret",
-    )
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +32,6 @@ def hub(server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
         models.write_hub_directory(kind, root / kind, torch.float32)
         server.put_directory(root / kind, f"loads/{kind}")
     return root
-
-
-@pytest.fixture
-def proxy(server: S3Server) -> Iterator[Proxy]:
-    with Proxy(server.port) as found:
-        yield found
 
 
 def locals_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -71,7 +55,7 @@ def mesh_of(world_size: int) -> Any:
 
 
 def load_both(endpoint: str, hub: str, kind: str, strategy: Any) -> dict[str, Any]:
-    use(endpoint)
+    use_store(endpoint)
     io = sw.IOOptions(strategy=strategy, staging_bytes=1024**2)
     mesh = mesh_of(dist.get_world_size())
     expected, _ = sw.load_pretrained(f"{hub}/{kind}", mesh, io=sw.IOOptions(strategy="own"))
@@ -88,7 +72,7 @@ def load_both(endpoint: str, hub: str, kind: str, strategy: Any) -> dict[str, An
 
 
 def load_one(endpoint: str, kind: str, strategy: Any) -> str:
-    use(endpoint)
+    use_store(endpoint)
     try:
         sw.load_pretrained(
             f"{ROOT}/{kind}", mesh_of(dist.get_world_size()), io=sw.IOOptions(strategy=strategy, timeout_s=60)
@@ -128,7 +112,7 @@ def test_shards_have_the_bits_of_a_local_load(
 def test_a_plan_and_a_file_and_a_checkpoint(
     hub: Path, proxy: Proxy, server: S3Server, tmp_path: Path
 ) -> None:
-    use(proxy.endpoint)
+    use_store(proxy.endpoint)
     there, here = sw.plan(f"{ROOT}/gpt2", ranks=3).to_json(), sw.plan(hub / "gpt2", ranks=3).to_json()
     assert there.pop("path") == f"{ROOT}/gpt2"
     assert here.pop("path") == str(hub / "gpt2")

@@ -13,30 +13,22 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from shardwise.errors import CheckpointError, LockedError, ShardwiseError
 from shardwise.storage import exists, files_below, is_file
 from tests.harness import models
-from tests.harness.object_store import BUCKET, Asked, Do, Proxy, S3Server
+from tests.harness.object_store import BUCKET, Asked, Do, Proxy, S3Server, use_store
 from tests.harness.pool import RankPool
 from tests.harness.tiers import long_but
+from tests.storage._states import trained
 
 ROOT = f"s3://{BUCKET}/saves"
 
 
 def use(endpoint: str) -> None:
-    sw.storage_options(
-        f"s3://{BUCKET}",
-        endpoint=endpoint,
-        region="us-east-1",
-        access_key_id="AKID",
-        secret_access_key="secret",
-        retry_config={"max_retries": 2},
-    )
+    use_store(endpoint, retry_config={"max_retries": 2})
 
 
 @pytest.fixture
@@ -66,17 +58,6 @@ def digest_of(url: str) -> str:
 
 # ----------------------------------------------------------------------------------------------------
 # On ranks
-
-
-def trained(hub: str, seed: int) -> sw.TrainState:
-    model, _ = sw.load_pretrained(f"{hub}/qwen3", init_device_mesh("cpu", (dist.get_world_size(),)))
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    tokens = torch.randint(0, 101, (2, 8), generator=torch.Generator().manual_seed(seed))
-    model(input_ids=tokens, labels=tokens).loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return sw.TrainState(model=model, optimizer=optimizer)
 
 
 def save_both(hub: str, endpoint: str, url: str, path: str) -> int:

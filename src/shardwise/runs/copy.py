@@ -76,8 +76,8 @@ def copy(
 
     Of a checkpoint, exactly the files of its manifest are copied, and each is compared with the manifest's checksums while it is
     read. Every file is read back from ``out`` and compared. A local ``out``, which must not exist, appears whole, by a rename; in a
-    store the manifest (else the index and the config) is written last. A copy that was stopped goes on: what is there already is
-    compared, and only sent if it differs; a place in a store that holds anything else is refused. Two copies to one place at a time are
+    store the manifest (else the index and the config) is written last. A copy that was stopped goes on: files that are there are
+    compared, and sent if they differ; a place in a store that holds anything else is refused. Two copies to one place at a time are
     an error of the caller, which the comparison finds if they differ. Links to files are followed.
 
     ``on_progress(done, total)`` counts bytes, each once when it is sent and once when it is compared. Call it in one process.
@@ -130,7 +130,7 @@ class _File:
 
 
 def _files_of(origin: str) -> dict[str, _File]:
-    """What is copied, by relative name. Raises :class:`SourceError`."""
+    """The files of a source, by relative name. Raises :class:`SourceError`."""
     path = os.path.join(origin, MANIFEST_NAME)
     if is_file(path):
         content = read_small(path, "manifest")

@@ -1,4 +1,4 @@
-"""Looks at paths, local or URLs: what is there, and its first bytes."""
+"""Looks at paths, local or URLs: files, folders, sizes, bytes of small files."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def absolute(path: str | os.PathLike[str]) -> str:
 
 
 def local_path(path: str | os.PathLike[str]) -> str:
-    """As ``os.path.abspath``, for what is written. Raises :class:`CheckpointError` for a URL."""
+    """As ``os.path.abspath``, for a place to write to. Raises :class:`CheckpointError` for a URL."""
     path = os.fspath(path)
     if is_url(path):
         raise CheckpointError(

@@ -16,9 +16,10 @@ from collections.abc import Callable
 from types import TracebackType
 
 from ..errors import CheckpointError, LockedError, SourceError
-from ..format.manifest import MANIFEST_NAME, Manifest, parse_manifest
+from ..format.manifest import MANIFEST_NAME, Manifest
 from ..ranks.patience import patiently
 from ..storage import files_below, is_directory, join, place_of, read_whole, stat_of, store_of
+from .complete import check_written, readable_text
 
 __all__ = ["ObjectWriter", "claim", "commit_in_store", "discard_in_store"]
 
@@ -110,20 +111,8 @@ def commit_in_store(url: str, manifest: Manifest) -> None:
     for name in manifest.files.keys() - found.keys():  # listings may be late
         if (stat := patiently(stat_of, join(url, name))) is not None:
             found[name] = stat.nbytes
-    wrong = [f"{n}: not ours" for n in found if n not in manifest.files]
-    wrong += [f"{n}: lost" for n in manifest.files if n not in found]
-    wrong += [
-        f"{n}: {found[n]} bytes, expected {entry.nbytes}"
-        for n, entry in manifest.files.items()
-        if found.get(n, entry.nbytes) != entry.nbytes
-    ]
-    if wrong:
-        raise CheckpointError(f"{url}: objects differ from what the ranks wrote: {'; '.join(wrong[:10])}")
-    text = manifest.to_text().encode()
-    try:
-        parse_manifest(text, url)
-    except SourceError as error:
-        raise CheckpointError(f"nothing is published, because no reader would take it: {error}") from error
+    check_written(url, found, manifest)
+    text = readable_text(manifest, url)
     place = place_of(join(url, MANIFEST_NAME))
     if not patiently(store_of(place.root).create, place.key, text):
         raise CheckpointError(f"{url}: was published by another program, and can't be written again")

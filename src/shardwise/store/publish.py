@@ -11,14 +11,15 @@ import contextlib
 import logging
 import os
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from ..catalog.dcp import METADATA_NAME
-from ..errors import CheckpointError, SourceError
-from ..format.manifest import MANIFEST_NAME, FileEntry, Manifest, parse_manifest
+from ..errors import CheckpointError
+from ..format.manifest import MANIFEST_NAME, Manifest
 from ..format.steps import STEP_NAME, checked_step
 from ..limits import inside
 from ..ranks.patience import patiently, remove_tree
+from .complete import check_written, readable_text
 from .lock import check_held
 from .write import fsync_directory, make_directories, write_file
 
@@ -120,24 +121,9 @@ def commit(temporary: str, final: str, manifest: Manifest) -> None:
     would refuse its text, or if ``final`` exists already (a published directory is never written again);
     :class:`LockedError` if this process held the lock of the directory above and has lost it.
     """
-    found = _files_in(temporary)
-    expected: Mapping[str, FileEntry] = manifest.files
-    wrong = [f"{n}: not ours" for n in found if n not in expected]
-    wrong += [f"{n}: lost" for n in expected if n not in found]
-    wrong += [
-        f"{n}: {found[n]} bytes, expected {e.nbytes}"
-        for n, e in expected.items()
-        if found.get(n, e.nbytes) != e.nbytes
-    ]
-    if wrong:
-        raise CheckpointError(f"{temporary}: files differ from what the ranks wrote: {'; '.join(wrong[:10])}")
-    text = manifest.to_text().encode()
-    try:
-        parse_manifest(text, final)
-    except SourceError as error:
-        raise CheckpointError(f"nothing is published, because no reader would take it: {error}") from error
-    write_file(os.path.join(temporary, MANIFEST_NAME), text)
-    for folder in sorted({os.path.dirname(n) for n in expected} | {""}, reverse=True):
+    check_written(temporary, _files_in(temporary), manifest)
+    write_file(os.path.join(temporary, MANIFEST_NAME), readable_text(manifest, final))
+    for folder in sorted({os.path.dirname(n) for n in manifest.files} | {""}, reverse=True):
         fsync_directory(os.path.join(temporary, folder))
     if os.path.lexists(final):
         raise CheckpointError(f"{final}: is published already and can't be written again")

@@ -15,7 +15,7 @@ from typing import Literal
 
 from ..planning.buckets import Span
 
-__all__ = ["AHEAD_BYTES", "GAP_BYTES", "STEP_BYTES", "LookAhead", "Quicker", "steps"]
+__all__ = ["AHEAD_BYTES", "GAP_BYTES", "STEP_BYTES", "LookAhead", "Quicker", "holds", "steps"]
 
 #: At most so many bytes are asked for and not yet read. They lie in the page cache, not in this process.
 AHEAD_BYTES = 32 * 1024**2
@@ -82,10 +82,10 @@ class LookAhead:
 
     def reading(self, path: str, at: int) -> None:
         """The reader calls this before it reads byte ``at`` of a file; it has read all earlier spans."""
-        while self._asked and not _holds(self._asked[0], path, at):
+        while self._asked and not holds(self._asked[0], path, at):
             self._forget()
         if not self._asked:  # the first call, or what is read was not asked for
-            found = next((step for step in self._steps if _holds(step, path, at)), None)
+            found = next((step for step in self._steps if holds(step, path, at)), None)
             if found is None:
                 return
             self._take(found)
@@ -105,22 +105,23 @@ class LookAhead:
         self._nbytes -= stop - start
 
 
-def steps(spans: Iterable[Span]) -> Iterator[Span]:
-    """Spans in the same order, in pieces of at most ``STEP_BYTES``. Spans with short gaps between them become one."""
+def steps(spans: Iterable[Span], step_bytes: int = STEP_BYTES, gap_bytes: int = GAP_BYTES) -> Iterator[Span]:
+    """Spans in the same order, in pieces of at most ``step_bytes``. Spans with gaps of at most ``gap_bytes`` become one."""
     path, start, stop = "", 0, 0
     for file, first, last in spans:
-        if file == path and start <= first <= stop + GAP_BYTES:
+        if file == path and start <= first <= stop + gap_bytes:
             stop = max(stop, last)
         else:
             if stop > start:
                 yield path, start, stop
             path, start, stop = file, first, last
-        while stop - start >= STEP_BYTES:
-            yield path, start, start + STEP_BYTES
-            start += STEP_BYTES
+        while stop - start >= step_bytes:
+            yield path, start, start + step_bytes
+            start += step_bytes
     if stop > start:
         yield path, start, stop
 
 
-def _holds(step: Span, path: str, at: int) -> bool:
+def holds(step: Span, path: str, at: int) -> bool:
+    """Whether a span has a byte of a file."""
     return step[0] == path and step[1] <= at < step[2]

@@ -1,8 +1,8 @@
 """Reads from object stores: several requests at a time, in the order in which a load needs the bytes.
 
-A request to a store takes milliseconds before its first byte comes, so that one after the other they would mostly wait. A load
-says what it reads next (:meth:`ObjectReader.expecting`); threads fetch that, in parts, into memory of a fixed size, and the load
-copies it from there.
+A store takes milliseconds before it sends the first byte of a reply: a reader that makes one request after the other mostly waits.
+A load announces its next ranges (:meth:`ObjectReader.expecting`); threads fetch them, in parts, into memory of a fixed size, and the
+load copies them from there.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from ..catalog.records import StoredFile
 from ..errors import SourceError
 from ..planning.buckets import Span
 from ..storage import Moved, fetch
+from .ahead import holds, steps
 
-__all__ = ["GAP_BYTES", "IN_FLIGHT_BYTES", "PART_BYTES", "REQUESTS", "ObjectReader", "parts_of"]
+__all__ = ["GAP_BYTES", "IN_FLIGHT_BYTES", "PART_BYTES", "REQUESTS", "ObjectReader"]
 
 #: The most bytes of one request. Stores serve one stream at about 100 MB/s.
 PART_BYTES = 8 * 1024**2
 #: Requests at a time, and the bytes that they may hold.
 REQUESTS, IN_FLIGHT_BYTES = 16, 48 * 1024**2
-#: Bytes that nobody needs are fetched with those around them if there are no more: a second request would cost as much.
+#: A request also fetches a gap of at most so many bytes between two ranges: a second request would cost as much.
 GAP_BYTES = 64 * 1024
 #: A smaller part gets memory of its own, a larger one a buffer that is used again.
 _SMALL_BYTES = 256 * 1024
@@ -53,7 +54,6 @@ class ObjectReader:
     def __init__(self, files: Iterable[StoredFile], on_progress: Callable[[int], None] | None = None) -> None:
         self.bytes_read = 0
         self.requests = 0
-        self.page_cache = "keep"
         self._versions: dict[str, str | None] = {file.path: file.version for file in files}
         self._on_progress = on_progress
         self._pool: ThreadPoolExecutor | None = None
@@ -81,14 +81,11 @@ class ObjectReader:
             self._pool = None
         self._free.clear()
 
-    def hold(self, paths: Iterable[str]) -> None:
-        """Does nothing: an object that was deleted or replaced is an error of the read."""
-
     @contextmanager
     def expecting(self, spans: Iterable[Span]) -> Iterator[None]:
         """The reads in this block are of these spans, in this order. May be nested."""
         before, parts = self._waiting, self._parts
-        self._waiting, self._parts = parts_of(spans), deque()
+        self._waiting, self._parts = steps(spans, PART_BYTES, GAP_BYTES), deque()
         try:
             yield
         finally:
@@ -127,7 +124,7 @@ class ObjectReader:
         """The part that holds a byte, as the first of those that are fetched; None if it was not announced."""
         self._fetch_more()
         for k, part in enumerate(self._parts):
-            if _holds(part.span, path, at):
+            if holds(part.span, path, at):
                 for _ in range(k):
                     self._forget(self._parts.popleft())
                 self._fetch_more()
@@ -199,27 +196,3 @@ class ObjectReader:
     def _forget_all(self) -> None:
         while self._parts:
             self._forget(self._parts.popleft())
-
-
-def parts_of(spans: Iterable[Span]) -> Iterator[Span]:
-    """The requests that fetch spans, in their order: each of at most ``PART_BYTES``, short gaps included.
-
-    Spans that follow each other are cut where the parts are full, wherever a span begins.
-    """
-    path, start, stop = "", 0, 0
-    for file, first, last in spans:
-        if file == path and start <= first <= stop + GAP_BYTES:
-            stop = max(stop, last)
-        else:
-            if stop > start:
-                yield path, start, stop
-            path, start, stop = file, first, last
-        while stop - start >= PART_BYTES:
-            yield path, start, start + PART_BYTES
-            start += PART_BYTES
-    if stop > start:
-        yield path, start, stop
-
-
-def _holds(span: Span, path: str, at: int) -> bool:
-    return span[0] == path and span[1] <= at < span[2]
