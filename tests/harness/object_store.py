@@ -156,6 +156,8 @@ class Do:
     """Is called first."""
     without: tuple[str, ...] = ()
     """Headers that the server does not get: it knows nothing of conditional writes, say."""
+    change: Callable[[bytes], bytes] | None = None
+    """The body that the client gets, of the server's."""
 
 
 @dataclass(slots=True)
@@ -281,8 +283,8 @@ class _Handler(BaseHTTPRequestHandler):
             if name.lower() not in {*_HOP, "date", "server", "content-length"}:
                 self.send_header(name, value)
         length = reply.getheader("Content-Length")
-        if length is None:  # chunked: its length is known once it is here
-            content = reply.read()
+        if length is None or do.change is not None:  # chunked: its length is known once it is here
+            content = reply.read() if do.change is None else do.change(reply.read())
             self.send_header("Content-Length", str(len(content)))
             pieces = iter([content])
         else:

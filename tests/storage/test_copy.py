@@ -194,7 +194,6 @@ def test_what_is_in_the_way(step: Path, proxy: Proxy, tmp_path: Path) -> None:
 def test_saves_are_refused_before_anything_is_written(step: Path, tmp_path: Path) -> None:
     before = sorted(os.listdir())
     for write in (
-        lambda: sw.Checkpointer(f"{ROOT}/x"),
         lambda: sw.export_hf(step, f"{ROOT}/x"),
         lambda: sw.convert(step, f"{ROOT}/x"),
     ):

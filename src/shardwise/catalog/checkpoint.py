@@ -21,7 +21,7 @@ from ..gc_paused import gc_paused
 from ..layout.boxes import Box
 from ..layout.placements import Cut, Geometry
 from ..limits import MAX_COUNT, brief, inside
-from ..storage import files_in, is_url, stat_of
+from ..storage import files_in, is_url, stat_of_expected
 from .records import Catalog, Chunks, SharedChunk, StoredFile, StoredTensor
 
 __all__ = [
@@ -128,7 +128,7 @@ def check_size(path: str, nbytes: int) -> None:
     Raises :class:`IntegrityError` (lost, another size, not a regular file), :class:`SourceError`.
     """
     if is_url(path):
-        found = stat_of(path)
+        found = stat_of_expected(path)
         problem = None if found is None else size_differs(found.nbytes, nbytes)
         if found is None or problem:
             raise IntegrityError(problem or "lost: no such object", path=path)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 from ..errors import CheckpointError, StateError
 from ..ranks.ranks import Ranks
+from ..store.target import Target
 from .collect import Collected
 from .pieces import StagedContents, StagedPieces, live_piece, pieces_of
 from .save import SaveReport, publish_collected
@@ -52,7 +53,7 @@ class AsyncSave:
     def __init__(
         self,
         collected: Collected,
-        final: str,
+        target: Target,
         buffer: StagingBuffer,
         ranks: Ranks,
         after: Callable[[], None],
@@ -67,7 +68,7 @@ class AsyncSave:
             raise CheckpointError(
                 f"can't allocate host memory for copies of the documents ({error})"
             ) from error
-        self._final = final
+        self._target = target
         self._buffer = buffer
         self._ranks = ranks
         self._after = after
@@ -110,7 +111,7 @@ class AsyncSave:
     def _report_of(self, bytes_written: int, *, is_published: bool) -> SaveReport:
         return SaveReport.of(
             self._collected,
-            path=self._final,
+            path=self._target.final,
             bytes_written=bytes_written,
             started=self._started,
             staging_bytes=self._buffer.nbytes,
@@ -138,7 +139,7 @@ class AsyncSave:
             if threading.current_thread() is self._thread:
                 _lower_priority()
             contents = StagedContents(self._staging, self._buffer)
-            written = publish_collected(self._collected, self._final, self._ranks, contents)
+            written = publish_collected(self._collected, self._target, self._ranks, contents)
             self._report = self._report_of(written, is_published=True)
             self._after()
         except BaseException as error:

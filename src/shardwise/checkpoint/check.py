@@ -11,7 +11,7 @@ from ..catalog.checkpoint import check_size
 from ..errors import IntegrityError, SourceError
 from ..format.manifest import BLOCK_BYTES, MANIFEST_NAME, Manifest, read_manifest
 from ..limits import inside
-from ..storage import is_file, is_url, join, looking_once
+from ..storage import is_url, join, looking_once, stat_of_expected
 from ..transfer import SourceReader
 
 __all__ = ["check_files", "quick_check", "read_head"]
@@ -59,7 +59,7 @@ def _check_files(path: str, step: int, on_progress: Callable[[], object]) -> Man
     try:
         if not is_url(path):
             os.stat(os.path.join(path, MANIFEST_NAME))
-        elif not is_file(join(path, MANIFEST_NAME)):
+        elif stat_of_expected(join(path, MANIFEST_NAME)) is None:
             raise FileNotFoundError(path)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise IntegrityError("lost: no manifest.json", path=path) from error

@@ -7,15 +7,17 @@ import logging
 import os
 import secrets
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
-from ..errors import CheckpointError, NoCheckpointError, ShardwiseError, is_damage
+from ..errors import CheckpointError, NoCheckpointError, ShardwiseError, SourceError, is_damage
+from ..format.steps import checked_step
 from ..planning import IOOptions
 from ..ranks.ranks import Ranks
 from ..state.train_state import TrainState
-from ..storage import absolute, local_path
-from ..store import publish
-from ..store.lock import DirectoryLock, check_held
+from ..storage import absolute, is_url, join
+from ..store.line import line_of
+from ..store.publish import dcp_directories
+from ..store.target import Target, target_of
 from .async_save import AsyncSave, reserve_for
 from .check import check_files, quick_check
 from .collect import Lineage, collect
@@ -43,7 +45,7 @@ def save(
     io = io or IOOptions()
     ranks = Ranks.current(timeout_s=io.timeout_s)
     run_id = ranks.on_first("run id", _new_run_id)
-    return write_checkpoint(state, absolute(path), step, Lineage(run_id, None), ranks)
+    return write_checkpoint(state, target_of(absolute(path)), step, Lineage(run_id, None), ranks)
 
 
 def _new_run_id() -> str:
@@ -54,7 +56,9 @@ class Checkpointer:
     """Checkpoints of one run in one directory: saving, retention, resuming from the newest valid step.
 
     Args:
-        root: directory of the steps; made if needed. One run at a time holds it (advisory lock).
+        root: directory of the steps; made if needed. One run at a time holds it (advisory lock). Or a URL of an object store with
+            conditional writes: there the run that saved or resumed last holds it, and the run before gets
+            :class:`LockedError` at its next save.
         keep_last: number of newest valid steps to keep; None keeps all. A step is valid here if its manifest is intact
             and every file has its size. Payload is not read: only a resume or ``verify`` finds corrupted bytes. A
             damaged step does not count, and is deleted when enough newer ones are valid.
@@ -96,7 +100,8 @@ class Checkpointer:
         ):
             if given not in allowed:
                 raise ValueError(f"{option} must be one of {allowed}, got {given!r}")
-        self.root = local_path(root)
+        self.root = absolute(root)
+        self._line = line_of(self.root)
         self._keep_last = keep_last
         self._keep_every = keep_every
         self._io = io or IOOptions()
@@ -104,14 +109,12 @@ class Checkpointer:
         self._max_staging_bytes = max_staging_bytes
         self._refuses_when_busy = when_busy == "refuse"
         self._pending: AsyncSave | None = None
-        self._lock: DirectoryLock | None = None
         self._closed = False
         self._lineage: Lineage | None = None
         try:
-            self._channel = self._ranks().on_first("lock checkpoint directory", self._lock_and_name_channel)
+            self._channel = self._ranks().on_first("lock checkpoint directory", self._open)
         except BaseException:  # also if another rank failed or is missing: the caller gets no object to close
-            if self._lock is not None:
-                self._lock.release()
+            self._line.close()
             raise
 
     def __enter__(self) -> Checkpointer:
@@ -125,13 +128,12 @@ class Checkpointer:
                 raise
             _log.warning("the async save failed, too: %s", error)  # the body's own error comes first
 
-    def _lock_and_name_channel(self) -> str:
+    def _open(self) -> str:
         """Lock the directory. Returns the channel of the background thread's agreements. For rank 0.
 
         Each Checkpointer has a channel of its own, because two may write at a time.
         """
-        self._lock = DirectoryLock(self.root)
-        publish.sweep_leftovers(self.root)
+        self._line.open()
         return f"async-{next(_NUMBERS)}-"
 
     def close(self) -> None:
@@ -146,10 +148,8 @@ class Checkpointer:
         finally:
             if self._pending is None:  # else Ctrl-C: the save still runs, so no other run may write here yet
                 self._closed = True
-                if self._lock is not None:
-                    with self._ranks().patience():
-                        self._lock.release()
-                    self._lock = None
+                with self._ranks().patience():
+                    self._line.close()
 
     @property
     def staging_bytes(self) -> int:
@@ -203,24 +203,24 @@ class Checkpointer:
         (then it is whole). Refused: a step that is not newer than all published ones, and a first save into a
         directory with steps of a run that this one did not resume.
         """
-        final = os.path.join(self.root, publish.step_name(step))
-        ranks = self._ranks()
+        step, ranks = checked_step(step), self._ranks()
         if self._refuses_when_busy:
             self._refuse_if_busy(ranks)
         self.wait()
-        ranks.on_first("check checkpoint directory", lambda: self._check_line(step))
+        name = ranks.on_first("check checkpoint directory", lambda: self._name_of_next(step))
+        target = self._line.target(name)
         if self._lineage is None:
             run_id = ranks.on_first("run id", _new_run_id)
             self._lineage = Lineage(run_id, None)
         if self._buffer is not None:
-            return self._save_async(state, final, step, self._lineage, self._buffer)
-        report = write_checkpoint(state, final, step, self._lineage, ranks)
+            return self._save_async(state, target, step, self._lineage, self._buffer)
+        report = write_checkpoint(state, target, step, self._lineage, ranks)
         self._lineage = Lineage(self._lineage.run_id, step)
         self._retain(step, ranks)
         return report
 
     def _save_async(
-        self, state: TrainState, final: str, step: int, lineage: Lineage, buffer: StagingBuffer
+        self, state: TrainState, target: Target, step: int, lineage: Lineage, buffer: StagingBuffer
     ) -> SaveReport:
         ranks = self._ranks()
         collected = collect(state, step, lineage, ranks)
@@ -228,7 +228,7 @@ class Checkpointer:
         ranks_of_thread = Ranks.current(timeout_s=self._io.timeout_s, channel=self._channel)
         with ranks.agree("copy documents"):  # if one rank has no memory for them, no rank saves
             pending = AsyncSave(
-                collected, final, buffer, ranks_of_thread, lambda: self._retain(step, ranks_of_thread)
+                collected, target, buffer, ranks_of_thread, lambda: self._retain(step, ranks_of_thread)
             )
         self._pending = pending
         return pending.copy()
@@ -242,7 +242,7 @@ class Checkpointer:
     def _retain(self, step: int, ranks: Ranks) -> None:
         with ranks.agree("retention"):
             if ranks.rank == 0:
-                self._write_hint(step)
+                self._line.tidy(step)
                 self._prune(step, ranks.tick)
 
     def resume(self, state: TrainState, step: int | None = None) -> ResumeReport | None:
@@ -262,7 +262,7 @@ class Checkpointer:
         damaged: dict[int, str] = {}
         for candidate, path in self._candidates(ranks, step):
             try:
-                with ranks.agree(f"check {publish.step_name(candidate)}"):
+                with ranks.agree(f"check step {candidate}"):
                     if ranks.rank == 0:
                         quick_check(path, candidate, ranks.tick)
                 report = restore_into(state, path, ranks, self._io)
@@ -283,20 +283,21 @@ class Checkpointer:
         if self._closed:
             raise CheckpointError(f"{self.root}: this Checkpointer is closed; make a new one")
 
-    def _check_line(self, step: int) -> None:
-        """Refuse to mix runs: all published steps must be this run's own. For rank 0."""
+    def _name_of_next(self, step: int) -> str:
+        """The name of the directory for the next save. Refuses to mix runs: all published steps must be this run's own. For rank 0."""
         self._check_open()
-        check_held(self.root)
-        steps = publish.published_steps(self.root)
+        steps = self._line.held_steps()
         if steps and self._lineage is None:
             raise CheckpointError(
                 f"{self.root}: holds steps {sorted(steps)[-3:]} that this run did not resume from; call resume() first, "
                 f"or give this run another directory"
             )
+        name = self._line.fresh_name(step)
         if steps and step <= max(steps):
             raise CheckpointError(
                 f"{self.root}: step {step} is not newer than the published step {max(steps)}"
             )
+        return name
 
     def _ranks(self) -> Ranks:
         return Ranks.current(timeout_s=self._io.timeout_s)
@@ -304,36 +305,35 @@ class Checkpointer:
     def _candidates(self, ranks: Ranks, step: int | None) -> list[tuple[int, str]]:
         """The steps to try, newest first, as rank 0 sees them."""
 
-        def scan() -> list[int]:
-            steps = publish.published_steps(self.root)
+        def scan() -> list[list[Any]]:
+            steps = self._line.steps()
             if step is not None and step not in steps:
                 raise CheckpointError(f"{self.root}: no step {step}; there are {sorted(steps)}")
-            return [s for s in steps if step in (None, s)]
+            return [[s, name] for s, name in steps.items() if step in (None, s)]
 
         found = ranks.on_first("scan checkpoint directory", scan)
-        return [(s, os.path.join(self.root, publish.step_name(s))) for s in found]
+        return [(s, join(self.root, name)) for s, name in found]
 
     def _set_aside(self, ranks: Ranks, resumed: int, damaged: dict[int, str]) -> tuple[int, ...]:
         def move() -> list[int]:
-            newer = {s: path for s, path in publish.published_steps(self.root).items() if s > resumed}
-            for s, path in newer.items():
-                publish.set_aside(path, "damaged" if s in damaged else "superseded")
-            return list(newer)
+            newer = [s for s in self._line.steps() if s > resumed]
+            self._line.take(resumed, dict.fromkeys(damaged, "damaged"))
+            return newer
 
         return tuple(s for s in ranks.on_first("set newer steps aside", move) if s not in damaged)
 
     def _raise_if_lost(self, ranks: Ranks, step: int | None, damaged: dict[int, str]) -> None:
         def check() -> None:
-            if dcp := publish.describe_dcp_steps(self.root, damaged):
-                raise NoCheckpointError(dcp)
-            if damaged or publish.was_ever_published(self.root):
+            if strange := self._line.strangers(damaged):
+                raise NoCheckpointError(strange)
+            if damaged or self._line.was_ever_published():
                 found = "; ".join(f"step {s}: {why}" for s, why in damaged.items()) or "all were set aside"
                 which = "none is valid" if step is None else f"step {step} is not valid"
                 raise NoCheckpointError(
                     f"{self.root}: steps were published, but {which} ({found}). Move the directory away "
                     f"to start anew, or rename a step that was set aside"
                 )
-            if others := publish.dcp_directories(self.root):
+            if others := [] if is_url(self.root) else dcp_directories(self.root):
                 path = os.path.join(self.root, others[-1])
                 _log.warning(
                     "%s: no step of shardwise to resume from; it holds DCP directories: %s. "
@@ -345,13 +345,6 @@ class Checkpointer:
 
         ranks.on_first("find a checkpoint", check)
 
-    def _write_hint(self, step: int) -> None:
-        """Write the hint. A failure is logged and does not fail the save: the step is published already."""
-        try:
-            publish.write_hint(self.root, step)
-        except CheckpointError as error:
-            _log.warning("%s", error)
-
     def _prune(self, newest: int, on_progress: Callable[[], object]) -> None:
         """Delete steps older than the ``keep_last`` newest valid ones. For rank 0.
 
@@ -360,17 +353,17 @@ class Checkpointer:
         if self._keep_last is None:
             return
         try:
-            steps = {s: path for s, path in publish.published_steps(self.root).items() if s <= newest}
-        except CheckpointError as error:
+            steps = {s: name for s, name in self._line.steps().items() if s <= newest}
+        except (CheckpointError, SourceError) as error:
             _log.warning("no step is deleted: %s", error)
             return
         valid, excess = 0, []
-        for step, path in steps.items() if len(steps) > self._keep_last else ():
+        for step, name in steps.items() if len(steps) > self._keep_last else ():
             if valid < self._keep_last:
-                valid += _is_whole(path, step, on_progress)
+                valid += _is_whole(join(self.root, name), step, on_progress)
             elif self._keep_every is None or step % self._keep_every:
-                excess.append(path)
-        publish.delete_all(excess)
+                excess.append(step)
+        self._line.remove(excess)
 
 
 def _is_whole(path: str, step: int, on_progress: Callable[[], object]) -> bool:

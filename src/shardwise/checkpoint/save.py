@@ -18,14 +18,12 @@ from ..format.slices import Slice, file_name, rank_files
 from ..format.spread import file_count
 from ..format.steps import misnamed
 from ..limits import inside
-from ..ranks.patience import remove_tree
 from ..ranks.ranks import Ranks
 from ..state.train_state import TrainState
 from ..state.typed_json import Encoded
 from ..storage import is_url
-from ..store.in_store import claim, commit_in_store, discard_in_store
-from ..store.publish import commit, make_temporary
 from ..store.slice_file import write_slices
+from ..store.target import Target
 from ..store.write import make_directories, write_file
 from .at_top import show_at_top
 from .collect import Collected, Lineage, collect
@@ -88,19 +86,19 @@ class SaveReport:
 
 
 def write_checkpoint(
-    state: TrainState, final: str, step: int, lineage: Lineage, ranks: Ranks, *, at_top: bool = False
+    state: TrainState, target: Target, step: int, lineage: Lineage, ranks: Ranks, *, at_top: bool = False
 ) -> SaveReport:
-    """Publish ``state`` as the directory ``final``. Collective; on failure nothing is published on any rank.
+    """Publish ``state`` at ``target``. Collective; on failure nothing is published on any rank.
 
-    ``at_top``: link the files of ``model/`` at the top, too (:mod:`.at_top`).
+    ``at_top``: link the files of ``model/`` at the top, too (:mod:`.at_top`); for a local target.
     """
     started = time.perf_counter()
     collected = collect(state, step, lineage, ranks)
     contents = LiveContents(pieces_of(collected, ranks.rank))
-    written = publish_collected(collected, final, ranks, contents, at_top=at_top)
+    written = publish_collected(collected, target, ranks, contents, at_top=at_top)
     return SaveReport.of(
         collected,
-        path=final,
+        path=target.final,
         bytes_written=written,
         started=started,
         staging_bytes=contents.staging_bytes,
@@ -109,7 +107,7 @@ def write_checkpoint(
 
 def publish_collected(
     collected: Collected,
-    final: str,
+    target: Target,
     ranks: Ranks,
     contents: Contents,
     prove: Callable[[Manifest], None] = lambda manifest: None,
@@ -120,8 +118,9 @@ def publish_collected(
 
     Calls ``prove`` on rank 0 before the commit, with the digests of the written tensors.
     """
-    first_final, temporary = _make_temporary(final, collected, ranks)
+    final = target.final
     try:
+        first_final, place = ranks.on_first("make temporary directory", lambda: _begin(target, collected))
         with ranks.agree("write checkpoint"):
             if first_final != final:
                 raise CheckpointError(
@@ -129,50 +128,37 @@ def publish_collected(
                     f"(if it contains the time, rank 0 must make it and send it to all ranks)"
                 )
             texts = _checked_texts(collected, ranks, final)
-            if not is_url(temporary):
-                wait_for_folders(temporary, _folders(collected), ranks)
-            files, sums = _write_rank(temporary, collected, texts, ranks, contents)
+            if not is_url(place):
+                wait_for_folders(place, _folders(collected), ranks)
+            files, sums = _write_rank(place, collected, texts, ranks, contents)
         gathered = ranks.gather("file records", file_records(files, sums))
 
         def publish() -> None:
             assert gathered is not None
             manifest = manifest_of(collected, ranks, gathered)
             if at_top:
-                shown = show_at_top(temporary, manifest.files)
+                shown = show_at_top(place, manifest.files)
                 manifest = replace(manifest, files=dict(sorted(shown.items())))
             prove(manifest)
-            if is_url(final):
-                commit_in_store(final, manifest)
-            else:
-                commit(temporary, final, manifest)
+            target.commit(manifest)
 
         ranks.on_first("publish checkpoint", publish)
     except BaseException:
         if ranks.rank == 0:
             with ranks.patience():
-                (discard_in_store if is_url(temporary) else remove_tree)(temporary)
+                target.discard()
         raise
     return sum(f.nbytes for f in files.values())
 
 
-def _make_temporary(final: str, collected: Collected, ranks: Ranks) -> tuple[str, str]:
-    """Rank 0's ``final``, and the directory that it made beside it; in a store, ``final`` itself, which it claimed."""
-
-    def make() -> list[str]:
-        if not is_url(final) and os.path.lexists(final):
-            raise CheckpointError(f"{final}: is there already; a published checkpoint is never written again")
-        if misnamed(final, collected.step, collected.assets):
-            raise CheckpointError(
-                f"{final}: is the name of another step, but this is step {collected.step}: a reader would call it damaged; "
-                f"give it the name of its step"
-            )
-        if is_url(final):
-            claim(final)
-            return [final, final]
-        return [final, make_temporary(final, _folders(collected))]
-
-    first_final, temporary = ranks.on_first("make temporary directory", make)
-    return first_final, temporary
+def _begin(target: Target, collected: Collected) -> list[str]:
+    """Rank 0's path of the checkpoint, and the one that every rank writes below."""
+    if misnamed(target.final, collected.step, collected.assets):
+        raise CheckpointError(
+            f"{target.final}: is the name of another step, but this is step {collected.step}: a reader would call it damaged; "
+            f"give it the name of its step"
+        )
+    return [target.final, target.begin(_folders(collected))]
 
 
 def _folders(collected: Collected) -> list[str]:

@@ -13,7 +13,7 @@ from ..errors import CheckpointError, ShardwiseError, SourceError
 from ..format.manifest import MANIFEST_NAME, Manifest, read_manifest
 from ..limits import read_small
 from ..ranks.ranks import Ranks
-from ..storage import names_in
+from ..storage import is_url, names_in
 
 __all__ = ["SeenByFirst", "manifest_seen_by_first", "wait_for_folders"]
 
@@ -90,7 +90,12 @@ def _checksum(path: str) -> str:
 
 
 def _unseen(path: str, names: Collection[str]) -> set[str]:
-    """The files that are not listed. Lists each folder once instead of asking for every file of every rank."""
+    """The files that are not listed. Lists each folder once instead of asking for every file of every rank.
+
+    None below a URL: objects are read by name, and a listing may be late.
+    """
+    if is_url(path):
+        return set()
     seen = set()
     for folder in {os.path.dirname(name) for name in names}:
         try:

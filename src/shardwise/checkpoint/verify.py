@@ -102,7 +102,7 @@ def _cores() -> int:
 
 def _file_set_problems(root: str, manifest: Manifest) -> tuple[list[str], set[str]]:
     """Problems of the set of files and their sizes, and the names of files that can't be read."""
-    found, bad = files_below(root), set()
+    found, bad = files_below(root, manifest.files), set()
     problems = [
         f"{n}: not listed in the manifest" for n in sorted(set(found) - set(manifest.files) - {MANIFEST_NAME})
     ]

@@ -19,7 +19,7 @@ from ..format.manifest import MANIFEST_NAME, Manifest, read_manifest
 from ..layout.placements import Geometry
 from ..layout.spec import TensorSpec
 from ..limits import inside
-from ..storage import Stat, absolute, is_file, is_url, looking_once, stat_of
+from ..storage import Stat, absolute, is_file, is_url, looking_once, stat_of_expected
 from ..store.publish import published_steps, was_ever_published
 from .tree import Node, tree_of
 
@@ -268,7 +268,7 @@ def _wrong_files(path: str, manifest: Manifest) -> Iterable[str]:
     for name, entry in manifest.files.items():
         file = inside(path, name)
         try:
-            found = stat_of(file) if is_url(file) else Stat(os.stat(file).st_size)
+            found = stat_of_expected(file) if is_url(file) else Stat(os.stat(file).st_size)
         except OSError as error:
             yield f"{name}: lost ({error.strerror})"
             continue

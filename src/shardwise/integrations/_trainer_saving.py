@@ -20,6 +20,7 @@ from ..ranks.patience import patiently, remove_tree
 from ..ranks.ranks import Ranks
 from ..state.loader_parts import own_states
 from ..state.train_state import TrainState
+from ..store.target import target_of
 from ._trainer_data import DataPlace
 from ._trainer_files import (
     ADAPTER,
@@ -83,7 +84,7 @@ class Saving(Trainer):
         run = self._run
         ranks.on_first("set newer checkpoints aside", lambda: set_newer_aside(run_dir, run))
         lineage = Lineage(ranks.on_first("run id", lambda: secrets.token_hex(8)), None)
-        write_checkpoint(state, final, self.state.global_step, lineage, ranks, at_top=True)
+        write_checkpoint(state, target_of(final), self.state.global_step, lineage, ranks, at_top=True)
         self._run.published.add(final)
         limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
         ranks.on_first("rotate checkpoints", lambda: rotate(run_dir, limit, best))

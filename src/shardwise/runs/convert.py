@@ -36,6 +36,7 @@ from ..recipe.match import Recipe
 from ..recipe.tiles import identity
 from ..state.optimizer import Drained
 from ..storage import is_url, local_path
+from ..store.target import target_of
 from ..transfer import SourceReader
 from ..transfer.box import read_recipe, wanted_box
 from ..transfer.converted import ConvertingReader
@@ -132,7 +133,7 @@ def convert(
         stream = _Stream(run, files, Staging(io))
         contents = InParts(stream.tensor_of, _PIECE_BYTES)
         written = publish_collected(
-            collected, final, ranks, contents, lambda made: _compare_digests(run, made)
+            collected, target_of(final), ranks, contents, lambda made: _compare_digests(run, made)
         )
     return ConvertReport(
         path=final,

@@ -18,13 +18,15 @@ from .look import (
     read_range,
     read_whole,
     stat_of,
+    stat_of_expected,
 )
 from .options import storage_options
-from .records import Listing, Moved, Stat, Store
+from .records import Held, Listing, Moved, Stat, Store
 from .stores import fetch, store_of
 from .urls import Place, is_url, join, place_of
 
 __all__ = [
+    "Held",
     "Listing",
     "Moved",
     "Place",
@@ -47,6 +49,7 @@ __all__ = [
     "read_range",
     "read_whole",
     "stat_of",
+    "stat_of_expected",
     "storage_options",
     "store_of",
 ]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ..errors import CheckpointError, SourceError
-from .records import Cut, Listing, ObjectFile, Stat
+from .records import Cut, Held, Listing, ObjectFile, Stat
 from .urls import without_queries
 
 __all__ = ["FsspecStore"]
@@ -72,12 +72,18 @@ class FsspecStore:
     def create(self, key: str, content: bytes) -> bool:
         raise self._only_read(key)
 
+    def get(self, key: str, most_bytes: int) -> Held | None:
+        raise self._only_read(key)
+
+    def replace(self, key: str, content: bytes, held: Held) -> bool:
+        raise self._only_read(key)
+
     def delete(self, key: str) -> None:
         raise self._only_read(key)
 
     def _only_read(self, key: str) -> CheckpointError:
         return CheckpointError(
-            f"{self._url(key)}: URLs of this kind are only read; expected s3, gs, az, or a local path"
+            f"{self._url(key)}: URLs of this kind are only read; a checkpoint needs one of s3, gs, az, or a local path"
         )
 
     def _url(self, key: str) -> str:

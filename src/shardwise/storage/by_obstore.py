@@ -9,8 +9,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError, IntegrityError, SourceError
-from .records import Cut, Listing, Stat
+from ..errors import CheckpointError, FormatError, IntegrityError, SourceError
+from .records import Cut, Held, Listing, Stat
 from .urls import without_queries
 
 __all__ = ["ObstoreStore", "is_known"]
@@ -20,6 +20,8 @@ _SCHEMES = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "http", "h
 _CHUNK_BYTES = 1024**2
 #: An object of more bytes is written in parts of so many, a few at a time. S3 takes at most 10,000.
 _PART_BYTES, _PARTS_AT_ONCE, _MOST_PARTS = 8 * 1024**2, 3, 9_000
+#: An object that is written under a condition, and read back whole.
+_MOST_SMALL_BYTES = 256 * 1024**2
 #: Of requests that got no reply, or 429 or 5xx. obstore's own default would go on for 3 minutes.
 _RETRY = {
     "max_retries": 8,
@@ -122,7 +124,7 @@ class ObstoreStore:
                 raise failures[0] from None
             if not isinstance(error, Exception):
                 raise
-            raise CheckpointError(f"{self._root}/{key}: writing it failed: {_explained(error)}") from None
+            raise _write_failed(f"{self._root}/{key}", error) from None
 
     def writer(self, key: str, nbytes: int) -> _Writer:
         _check_process(f"{self._root}/{key}")
@@ -131,29 +133,46 @@ class ObstoreStore:
         return _Writer(file, f"{self._root}/{key}")
 
     def create(self, key: str, content: bytes) -> bool:
-        from obstore.exceptions import AlreadyExistsError, BaseError
+        return self._put_if(key, content, "create")
+
+    def replace(self, key: str, content: bytes, held: Held) -> bool:
+        return self._put_if(key, content, held.version)
+
+    def _put_if(self, key: str, content: bytes, condition: Any) -> bool:
+        """Write a small object under a condition, in obstore's form; whether it has this content then."""
+        from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
         _check_process(f"{self._root}/{key}")
         try:
-            self._obstore.put(self._store, key, content, mode="create")
+            self._obstore.put(self._store, key, content, mode=condition)
             return True
-        except AlreadyExistsError:
-            return self._content_of(key) == content
+        except (AlreadyExistsError, PreconditionError) as error:
+            failure, is_refused = _write_failed(f"{self._root}/{key}", error), True
         except (BaseError, OSError) as error:
-            failure = CheckpointError(f"{self._root}/{key}: writing it failed: {_explained(error)}")
+            failure, is_refused = _write_failed(f"{self._root}/{key}", error), False
         # The write may have been carried out, and its reply lost.
         try:
-            if self._content_of(key) == content:
-                return True
+            found = self.get(key, _MOST_SMALL_BYTES)
         except SourceError:
             raise failure from None
+        if found is not None and found.content == content:
+            return True
+        if is_refused or (found is None and condition != "create"):
+            return False
         raise failure
 
-    def _content_of(self, key: str) -> bytes | None:
+    def get(self, key: str, most_bytes: int) -> Held | None:
         try:
-            return bytes(self._ask("reading it", key, lambda s: self._obstore.get(s, key)).bytes())
+            found = self._ask("reading it", key, lambda s: self._obstore.get(s, key))
+            if found.meta["size"] > most_bytes:
+                raise FormatError(
+                    f"has {found.meta['size']} bytes, the limit is {most_bytes}", path=f"{self._root}/{key}"
+                )
+            content = self._ask("reading it", key, lambda s: bytes(found.bytes()))
         except FileNotFoundError:
             return None
+        version = {name: found.meta[name] for name in ("e_tag", "version") if found.meta.get(name)}
+        return Held(content, version)
 
     def delete(self, key: str) -> None:
         from obstore.exceptions import BaseError
@@ -214,14 +233,18 @@ class _Writer:
         try:
             call()
         except (BaseError, OSError) as error:
-            raise CheckpointError(f"{self._url}: writing it failed: {_explained(error)}") from None
+            raise _write_failed(self._url, error) from None
+
+
+def _write_failed(url: str, error: BaseException) -> CheckpointError:
+    return CheckpointError(f"{url}: writing it failed: {_explained(error)}")
 
 
 def _stat(meta: Any) -> Stat:
     changed = meta.get("last_modified")
     tag = (meta.get("e_tag") or "").removeprefix("W/").strip('"')
     version = tag or meta.get("version") or (changed.isoformat(timespec="seconds") if changed else None)
-    return Stat(int(meta["size"]), version)
+    return Stat(int(meta["size"]), version, changed.timestamp() if changed else None)
 
 
 _process: int | None = None

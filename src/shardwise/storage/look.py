@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -27,6 +27,7 @@ __all__ = [
     "read_range",
     "read_whole",
     "stat_of",
+    "stat_of_expected",
 ]
 
 
@@ -127,6 +128,15 @@ def stat_of(path: str) -> Stat | None:
     return store_of(place.root).stat(place.key)
 
 
+def stat_of_expected(path: str) -> Stat | None:
+    """As :func:`stat_of`, for a file that should be there: one that is missing in a listing, which may be late, is asked for by name."""
+    found = stat_of(path)
+    if found is None and _seen.get() is not None and is_url(path):
+        place = place_of(path)
+        found = store_of(place.root).stat(place.key)
+    return found
+
+
 def _listing(url: str) -> Listing | None:
     """What lies below a URL; None if the store does not let this process list it."""
     place, seen = place_of(url), _seen.get()
@@ -156,10 +166,10 @@ def local_path(path: str | os.PathLike[str]) -> str:
     return os.path.abspath(path)
 
 
-def files_below(path: str) -> dict[str, Stat | None]:
+def files_below(path: str, expected: Iterable[str] = ()) -> dict[str, Stat | None]:
     """Every file below a directory or URL, by relative name with slashes. None for local files, which were not looked at.
 
-    Local folders that can't be read are left out. Raises :class:`SourceError` if a store can't be asked.
+    Of a store, names that are ``expected`` and missing in its listing, which may be late, are asked for one by one. Local folders that can't be read are left out. Raises :class:`SourceError` if a store can't be asked.
     """
     if not is_url(path):
         return {
@@ -170,6 +180,9 @@ def files_below(path: str) -> dict[str, Stat | None]:
     found: dict[str, Stat | None] = dict(files_in(path))
     for folder in folders_in(path):
         found |= {f"{folder}/{name}": stat for name, stat in files_below(join(path, folder)).items()}
+    for name in set(expected) - found.keys():
+        if (stat := stat_of_expected(join(path, name))) is not None:
+            found[name] = stat
     return found
 
 
@@ -182,7 +195,7 @@ def read_range(url: str, start: int, stop: int, *, version: str | None = None) -
 
 def read_whole(url: str, most_bytes: int, what: str = "object") -> bytes:
     """A small object. Raises :class:`SourceError` if there is none, :class:`FormatError` if it has more bytes."""
-    stat = stat_of(url)
+    stat = stat_of_expected(url)
     if stat is None:
         raise SourceError("can't be read: no such object", path=url) from FileNotFoundError(url)
     if stat.nbytes > most_bytes:

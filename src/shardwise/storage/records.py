@@ -8,7 +8,7 @@ from typing import Protocol
 
 from ..errors import IntegrityError
 
-__all__ = ["Cut", "Listing", "Moved", "ObjectFile", "Stat", "Store"]
+__all__ = ["Cut", "Held", "Listing", "Moved", "ObjectFile", "Stat", "Store"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +18,17 @@ class Stat:
     nbytes: int
     version: str | None = None
     """What changes when an object is replaced: its ETag, or the time of its last change. None for local files."""
+    changed_s: float | None = None
+    """When it was last written, by the store's clock, in seconds since 1970. None where the store does not say, and for local files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A small object, whole, as :meth:`Store.get` found it."""
+
+    content: bytes
+    version: Mapping[str, str]
+    """What :meth:`Store.replace` compares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +83,15 @@ class Store(Protocol):
         """Write a small object if there is none; whether it has this content then. Raises :class:`CheckpointError`.
 
         ``content`` is unlike that of any other writer: so a reply that was lost is found out by reading back.
+        """
+
+    def get(self, key: str, most_bytes: int) -> Held | None:
+        """A small object; None if there is none. Raises :class:`FormatError` if it has more than ``most_bytes`` bytes."""
+
+    def replace(self, key: str, content: bytes, held: Held) -> bool:
+        """Replace an object if it is still the one that ``held`` is; whether it has this content then. Raises :class:`CheckpointError`.
+
+        ``content`` is unlike that of any other writer, as for :meth:`create`.
         """
 
     def delete(self, key: str) -> None:

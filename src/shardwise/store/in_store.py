@@ -18,14 +18,29 @@ from types import TracebackType
 from ..errors import CheckpointError, LockedError, SourceError
 from ..format.manifest import MANIFEST_NAME, Manifest
 from ..ranks.patience import patiently
-from ..storage import files_below, is_directory, join, place_of, read_whole, stat_of, store_of
+from ..storage import files_below, is_directory, join, place_of, read_whole, store_of
 from .complete import check_written, readable_text
 
-__all__ = ["ObjectWriter", "claim", "commit_in_store", "discard_in_store"]
+__all__ = [
+    "PROBE",
+    "ObjectWriter",
+    "claim",
+    "commit_in_store",
+    "delete_below",
+    "discard_in_store",
+    "refuse_without_conditions",
+    "release",
+]
 
 _log = logging.getLogger(__name__)
 _CLAIM = ".claim"
 _MOST_CLAIM_BYTES = 4096
+#: Name of an object that is made and deleted at once, to see what the store does with conditions.
+PROBE = ".probe-"
+_NO_CONDITIONS = (
+    "the store has no conditional writes, without which two saves could mix; save to a local directory, and upload it with "
+    "`shardwise copy`"
+)
 #: A piece of this size goes to the store's client at a time.
 _PIECE_BYTES = 4 * 1024**2
 
@@ -85,14 +100,11 @@ def claim(url: str) -> None:
         # A store that does not know the condition takes every write.
         keeps_conditions = not patiently(store.create, place.key, own + b" ")
     except BaseException:
-        _release(url)
+        release(url)
         raise
     if not keeps_conditions:
-        _release(url)
-        raise CheckpointError(
-            f"{url}: the store has no conditional writes, without which two saves could mix; save to a local directory, and upload it "
-            f"with `shardwise copy`"
-        )
+        release(url)
+        raise CheckpointError(f"{url}: {_NO_CONDITIONS}")
 
 
 def _claimed(url: str) -> str:
@@ -107,37 +119,56 @@ def commit_in_store(url: str, manifest: Manifest) -> None:
     Raises :class:`CheckpointError` if the objects are not exactly the manifest's, if :func:`.read_manifest` would refuse its text, or if
     there is a manifest already.
     """
-    found = {name: stat.nbytes for name, stat in patiently(files_below, url).items() if stat is not None}
-    for name in manifest.files.keys() - found.keys():  # listings may be late
-        if (stat := patiently(stat_of, join(url, name))) is not None:
-            found[name] = stat.nbytes
-    check_written(url, found, manifest)
+    below = patiently(files_below, url, manifest.files)
+    check_written(url, {name: stat.nbytes for name, stat in below.items() if stat is not None}, manifest)
     text = readable_text(manifest, url)
     place = place_of(join(url, MANIFEST_NAME))
     if not patiently(store_of(place.root).create, place.key, text):
         raise CheckpointError(f"{url}: was published by another program, and can't be written again")
-    _release(url)
 
 
-def discard_in_store(url: str) -> None:
-    """Delete what a failed save has written, the manifest first, and its claim last. For rank 0, which claimed it.
+def delete_below(url: str) -> None:
+    """Delete all objects below ``url``, the manifest first: what is half deleted is no checkpoint.
 
-    Logs what can't be deleted: it never counts as a checkpoint, and the claim that stays tells the next save.
+    Raises :class:`SourceError`, :class:`CheckpointError`.
     """
+    names = sorted(patiently(files_below, url), key=lambda name: name != MANIFEST_NAME)
+    for name in names:
+        place = place_of(join(url, name))
+        patiently(store_of(place.root).delete, place.key)
+
+
+def discard_in_store(url: str) -> bool:
+    """As :func:`delete_below`, for what a failed save has written. Returns whether all is deleted; if not, logs why."""
     try:
-        names = sorted(files_below(url), key=lambda name: name != MANIFEST_NAME)
-        for name in names:
-            place = place_of(join(url, name))
-            patiently(store_of(place.root).delete, place.key)
+        delete_below(url)
     except (SourceError, CheckpointError) as error:
         _log.warning("a save failed, and what it wrote to %s can't be deleted: %s", url, error)
-        return
-    _release(url)
+        return False
+    return True
 
 
-def _release(url: str) -> None:
+def release(url: str) -> None:
+    """Give up the claim of :func:`claim`. A failure is logged: the next save to that place will say what to delete."""
     place = place_of(url + _CLAIM)
     try:
         patiently(store_of(place.root).delete, place.key)
     except CheckpointError as error:
         _log.warning("%s can't be deleted: %s", place.url, error)
+
+
+def refuse_without_conditions(url: str) -> None:
+    """Raise :class:`CheckpointError` if the store does not keep conditions of writes. Writes and deletes one small object below ``url``."""
+    place = place_of(join(url, f"{PROBE}{secrets.token_hex(8)}"))
+    store = store_of(place.root)
+    first, second = (secrets.token_hex(8).encode() for _ in range(2))
+    try:
+        keeps = patiently(store.create, place.key, first) and not patiently(store.create, place.key, second)
+        held = patiently(store.get, place.key, _MOST_CLAIM_BYTES)
+        keeps = keeps and held is not None and patiently(store.replace, place.key, second, held)
+        keeps = keeps and held is not None and not patiently(store.replace, place.key, first, held)
+    finally:
+        with contextlib.suppress(CheckpointError):
+            patiently(store.delete, place.key)
+    if not keeps:
+        raise CheckpointError(f"{url}: {_NO_CONDITIONS}")

@@ -1,0 +1,243 @@
+"""The line of a run in an object store, by ``head.json``: a step belongs to the run once a compare-and-swap has put it there.
+
+Payload lies in directories whose names no other save has, so that two saves never mix. Each has a manifest, which is written last
+and only if there is none; then the head is replaced, only if it is still the one that this run wrote. So of two runs one is refused,
+with :class:`LockedError`: the one whose head was replaced by the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Mapping
+
+from ..errors import CheckpointError, LockedError, SourceError
+from ..format.head import HEAD_NAME, MOST_HEAD_BYTES, Aside, Fate, Head, parse_head, stored_name, stored_step
+from ..format.manifest import Manifest
+from ..format.steps import checked_step
+from ..ranks.patience import patiently
+from ..storage import Held, files_below, files_in, folders_in, join, place_of, stat_of, store_of
+from .in_store import PROBE, commit_in_store, delete_below, discard_in_store, refuse_without_conditions
+from .target import Target
+
+__all__ = ["HeadLine"]
+
+_log = logging.getLogger(__name__)
+#: Objects that no head names are leftovers of a killed save, if the youngest of them is older than this, by the store's clock.
+LEFT_AFTER_S = 24 * 3600.0
+
+
+class HeadLine:
+    """Steps below a URL. Implements :class:`.Line`."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self._place = place_of(join(root, HEAD_NAME))
+        self._store = store_of(self._place.root)
+        self._base: str | None = None
+        """Nonce of the head that this run wrote, or found when it began."""
+        self._in_doubt: set[str] = set()
+        """Nonces of heads whose write got no reply: they may have been written."""
+        self._is_proved = False
+        self._is_swept = False
+
+    def open(self) -> None:
+        self._read()
+
+    def close(self) -> None:
+        """Nothing is held: the next run takes the line by its first write."""
+
+    def steps(self) -> dict[int, str]:
+        head, _ = self._own()
+        return dict(sorted(head.steps.items(), reverse=True)) if head else {}
+
+    def held_steps(self) -> dict[int, str]:
+        self._prove()
+        if self._own()[0] is None:
+            if strange := self.strangers():
+                raise CheckpointError(strange)
+            self._swap(
+                None, None, Head().followed_by({}, ())
+            )  # so that a head that is missing later was deleted
+        return self.steps()
+
+    def fresh_name(self, step: int) -> str:
+        return stored_name(checked_step(step))
+
+    def target(self, name: str) -> Target:
+        return _HeadTarget(self, name)
+
+    def add(self, step: int, name: str) -> None:
+        self._change(lambda head: head.followed_by({**head.steps, step: name}, head.aside))
+
+    def take(self, resumed: int, aside: Mapping[int, Fate]) -> None:
+        self._prove()
+
+        def taken(head: Head) -> Head:
+            newer = [Aside(n, aside.get(s, "superseded")) for s, n in head.steps.items() if s > resumed]
+            older = {s: n for s, n in head.steps.items() if s <= resumed}
+            return head.followed_by(older, (*head.aside, *newer))
+
+        self._change(taken)
+
+    def remove(self, steps: Iterable[int]) -> None:
+        gone = set(steps)
+        names: list[str] = []
+
+        def fewer(head: Head) -> Head:
+            names[:] = [n for s, n in head.steps.items() if s in gone]
+            return head.followed_by({s: n for s, n in head.steps.items() if s not in gone}, head.aside)
+
+        if not gone:
+            return
+        try:
+            self._change(fewer)
+        except (CheckpointError, SourceError) as error:
+            _log.warning("no step is deleted: %s", error)
+            return
+        for name in names:
+            self._delete(name)
+
+    def tidy(self, newest: int) -> None:
+        if self._is_swept:
+            return
+        self._is_swept = True
+        try:
+            self._sweep()
+        except (CheckpointError, SourceError) as error:
+            _log.warning("%s: leftovers of killed saves can't be looked for: %s", self.root, error)
+
+    def was_ever_published(self) -> bool:
+        head, _ = self._read()
+        return head is not None and bool(head.steps or head.aside)
+
+    def strangers(self, damaged: Iterable[int] = ()) -> str | None:
+        if self._read()[0] is not None:
+            return None
+        names = sorted(name for name in patiently(folders_in, self.root) if name.startswith("step-"))
+        if not names:
+            return None
+        return (
+            f"{self.root}: holds {', '.join(names[-3:])}, but no {HEAD_NAME} that names the steps of a run: it was deleted, or they "
+            f"were copied here. Restore one with sw.restore(state, {join(self.root, names[-1])!r}), and save to another URL"
+        )
+
+    # ------------------------------------------------------------------------------------------------
+    # The head
+
+    def _read(self) -> tuple[Head | None, Held | None]:
+        held = patiently(self._store.get, self._place.key, MOST_HEAD_BYTES)
+        return (None, None) if held is None else (parse_head(held.content, self._place.url), held)
+
+    def _own(self) -> tuple[Head | None, Held | None]:
+        """The head, if it is still this run's. The first call takes it as it is. Raises :class:`LockedError`."""
+        head, held = self._read()
+        nonce = None if head is None else head.nonce
+        if nonce is not None and nonce in self._in_doubt:
+            self._base = nonce
+        if self._base is None:
+            self._base = nonce
+        if nonce != self._base:
+            who = f"it was written by {head.writer}" if head is not None else "it is gone"
+            raise LockedError(
+                f"{self._place.url}: another run has taken these steps ({who}); nothing is published. Stop the other run if there is "
+                f"one, and start again"
+            )
+        return head, held
+
+    def _change(self, change_of: Callable[[Head], Head]) -> None:
+        """Replace this run's head by a changed one. Raises :class:`LockedError` if it is no longer this run's."""
+        for _ in range(1 + len(self._in_doubt)):  # a write without a reply may come late, once
+            head, held = self._own()
+            try:
+                return self._swap(head, held, change_of(head or Head()))
+            except LockedError:
+                if not self._in_doubt:
+                    raise
+        raise self._lost()
+
+    def _swap(self, head: Head | None, held: Held | None, new: Head) -> None:
+        content = new.to_bytes()
+        if len(content) > MOST_HEAD_BYTES:
+            raise CheckpointError(
+                f"{self._place.url}: would name {len(new.names)} steps, more than a reader takes; give keep_last"
+            )
+        self._in_doubt.add(new.nonce)
+        if held is None:
+            is_ours = patiently(self._store.create, self._place.key, content)
+        else:
+            is_ours = patiently(self._store.replace, self._place.key, content, held)
+        self._in_doubt.discard(new.nonce)
+        if not is_ours:
+            raise self._lost()
+        self._base = new.nonce
+
+    def _lost(self) -> LockedError:
+        return LockedError(
+            f"{self._place.url}: another run has taken these steps meanwhile; nothing is published. Stop the other run if there is "
+            f"one, and start again"
+        )
+
+    def names(self, name: str) -> bool:
+        """Whether the head, whoever wrote it, names this directory."""
+        head, _ = self._read()
+        return head is not None and name in head.names
+
+    def _prove(self) -> None:
+        if not self._is_proved:
+            refuse_without_conditions(self.root)
+            self._is_proved = True
+
+    # ------------------------------------------------------------------------------------------------
+    # Leftovers
+
+    def _sweep(self) -> None:
+        head, _ = self._own()
+        stat = patiently(stat_of, self._place.url)
+        now_s = stat.changed_s if stat is not None else None
+        if head is None or now_s is None:
+            return
+        for name in sorted(patiently(folders_in, self.root)):
+            if stored_step(name) is None or name in head.names:
+                continue
+            found = patiently(files_below, join(self.root, name)).values()
+            times = [one.changed_s for one in found if one is not None]
+            if times and all(at is not None and now_s - at > LEFT_AFTER_S for at in times):
+                self._delete(name)
+        for name, one in patiently(files_in, self.root).items():
+            if name.startswith(PROBE) and one.changed_s is not None and now_s - one.changed_s > LEFT_AFTER_S:
+                with contextlib.suppress(CheckpointError):
+                    patiently(self._store.delete, place_of(join(self.root, name)).key)
+
+    def _delete(self, name: str) -> None:
+        url = join(self.root, name)
+        try:
+            delete_below(url)
+        except (CheckpointError, SourceError) as error:
+            _log.warning("can't delete %s: %s", url, error)
+
+
+class _HeadTarget:
+    """A step to be: a directory with a name of its own, the manifest, then the head. Implements :class:`.Target`."""
+
+    def __init__(self, line: HeadLine, name: str) -> None:
+        self.final = join(line.root, name)
+        self._line, self._name = line, name
+        self._may_be_published = False
+
+    def begin(self, folders: Iterable[str]) -> str:
+        return self.final
+
+    def commit(self, manifest: Manifest) -> None:
+        commit_in_store(self.final, manifest)
+        self._may_be_published = True
+        try:
+            self._line.add(manifest.step, self._name)
+        except LockedError:
+            with contextlib.suppress(CheckpointError, SourceError):
+                self._may_be_published = self._line.names(self._name)
+            raise
+
+    def discard(self) -> None:
+        if not self._may_be_published:
+            discard_in_store(self.final)

@@ -1,0 +1,127 @@
+"""The line of a run: its published steps in one place, which one process at a time may change."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+from ..errors import CheckpointError
+from ..format.head import Fate
+from ..storage import is_url
+from . import publish
+from .head_line import HeadLine
+from .lock import DirectoryLock, check_held
+from .target import DirectoryTarget, Target
+
+__all__ = ["DirectoryLine", "Line", "line_of"]
+
+_log = logging.getLogger(__name__)
+
+
+class Line(Protocol):
+    """Every rank makes one. Rank 0 alone calls its methods, but for :meth:`target`. They raise :class:`CheckpointError`, or
+    :class:`SourceError` where a store can't be asked."""
+
+    @property
+    def root(self) -> str:
+        """The directory or URL of the steps."""
+
+    def open(self) -> None:
+        """Look at the place; a directory is locked. Raises :class:`LockedError` if another run holds it."""
+
+    def close(self) -> None:
+        """Release what :meth:`open` took."""
+
+    def steps(self) -> dict[int, str]:
+        """The published steps and the names of their directories, newest first."""
+
+    def held_steps(self) -> dict[int, str]:
+        """As :meth:`steps`, before a save. Raises :class:`LockedError` if another run has taken the line."""
+
+    def fresh_name(self, step: int) -> str:
+        """The name of the directory for a save of ``step``. Raises :class:`StateError` if it is not a step."""
+
+    def target(self, name: str) -> Target:
+        """Where a save publishes; its commit makes the step one of the line."""
+
+    def add(self, step: int, name: str) -> None:
+        """Make a checkpoint that was copied under :meth:`fresh_name` one of the line. Raises :class:`LockedError`."""
+
+    def take(self, resumed: int, aside: Mapping[int, Fate]) -> None:
+        """Go on from a step: set the newer ones aside, with the reason for each. They stay, but no resume or retention counts them.
+
+        Raises :class:`LockedError` if another run has changed the line since :meth:`steps`.
+        """
+
+    def remove(self, steps: Iterable[int]) -> None:
+        """Delete steps, so that a half-deleted one never counts. Logs a warning for one that can't be deleted, and goes on."""
+
+    def tidy(self, newest: int) -> None:
+        """After a save: write hints for people, delete leftovers of killed saves. Logs what fails."""
+
+    def was_ever_published(self) -> bool:
+        """Whether there is any step, including those set aside."""
+
+    def strangers(self, damaged: Iterable[int] = ()) -> str | None:
+        """The text of an error if the place holds steps that are not of a line: another program's, or copies. None if it does not."""
+
+
+def line_of(root: str) -> Line:
+    """The line in a directory, or below a URL."""
+    return HeadLine(root) if is_url(root) else DirectoryLine(root)
+
+
+class DirectoryLine:
+    """Steps in a local directory: see :mod:`.publish` and :mod:`.lock`."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self._lock: DirectoryLock | None = None
+
+    def open(self) -> None:
+        self._lock = DirectoryLock(self.root)
+        publish.sweep_leftovers(self.root)
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def steps(self) -> dict[int, str]:
+        return {step: os.path.basename(path) for step, path in publish.published_steps(self.root).items()}
+
+    def held_steps(self) -> dict[int, str]:
+        check_held(self.root)
+        return self.steps()
+
+    def fresh_name(self, step: int) -> str:
+        return publish.step_name(step)
+
+    def target(self, name: str) -> Target:
+        return DirectoryTarget(os.path.join(self.root, name))
+
+    def add(self, step: int, name: str) -> None:
+        check_held(self.root)
+
+    def take(self, resumed: int, aside: Mapping[int, Fate]) -> None:
+        for step, name in self.steps().items():
+            if step > resumed:
+                publish.set_aside(os.path.join(self.root, name), aside.get(step, "superseded"))
+
+    def remove(self, steps: Iterable[int]) -> None:
+        names = self.steps()
+        publish.delete_all(os.path.join(self.root, names[step]) for step in steps if step in names)
+
+    def tidy(self, newest: int) -> None:
+        try:
+            publish.write_hint(self.root, newest)
+        except CheckpointError as error:  # the step is published already
+            _log.warning("%s", error)
+
+    def was_ever_published(self) -> bool:
+        return publish.was_ever_published(self.root)
+
+    def strangers(self, damaged: Iterable[int] = ()) -> str | None:
+        return publish.describe_dcp_steps(self.root, damaged)

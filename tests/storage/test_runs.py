@@ -1,0 +1,388 @@
+"""A run's steps in a store: saved, kept, resumed on other ranks, set aside; one run at a time; nothing that is not committed."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.errors import CheckpointError, LockedError, NoCheckpointError, ShardwiseError
+from shardwise.format.head import parse_head
+from shardwise.storage import files_below, folders_in, is_file, names_in, read_whole
+from shardwise.store import head_line
+from tests.harness import models
+from tests.harness.object_store import BUCKET, Asked, Do, Proxy, S3Server
+from tests.harness.pool import RankPool
+from tests.storage._states import trained
+from tests.storage.test_saves import small_state, use
+
+ROOT = f"s3://{BUCKET}/runs"
+
+
+@pytest.fixture
+def proxy(server: S3Server) -> Iterator[Proxy]:
+    with Proxy(server.port) as found:
+        use(found.endpoint)
+        yield found
+
+
+@pytest.fixture
+def root() -> str:
+    return f"{ROOT}/{os.urandom(6).hex()}"
+
+
+def head_of(root: str) -> Any:
+    return parse_head(read_whole(f"{root}/head.json", 10**6), root)
+
+
+def saved(root: str, *steps: int, **options: Any) -> sw.Checkpointer:
+    """An open run with these steps; the state of step N has the seed N."""
+    checkpoints = sw.Checkpointer(root, **options)
+    for step in steps:
+        checkpoints.save(small_state(step), step)
+    checkpoints.wait()
+    return checkpoints
+
+
+def resumed(root: str) -> tuple[int, str] | None:
+    state = small_state(99)
+    with sw.Checkpointer(root) as checkpoints:
+        report = checkpoints.resume(state)
+    return None if report is None else (report.step, report.digest)
+
+
+def digest_of_seed(tmp_path: Path, seed: int) -> str:
+    path = tmp_path / f"expected-{os.urandom(4).hex()}"
+    sw.save(small_state(seed), path)
+    return sw.restore(small_state(9), path).digest
+
+
+# ----------------------------------------------------------------------------------------------------
+# On ranks
+
+
+def run_both(hub: str, endpoint: str, roots: list[str], mode: Any) -> list[str]:
+    """The same steps in a store and in a directory."""
+    use(endpoint)
+    digests = []
+    for root in roots:
+        state = trained(hub, 1)
+        with sw.Checkpointer(root, keep_last=2, keep_every=3, mode=mode) as checkpoints:
+            assert checkpoints.resume(state) is None
+            for step in (1, 3, 4, 5):
+                checkpoints.save(state, step)
+            checkpoints.wait()
+            with torch.no_grad():
+                for parameter in state.models["model"].parameters():
+                    parameter.zero_()
+            report = checkpoints.resume(state)
+            assert report is not None
+            assert (report.step, report.exact, report.damaged) == (5, True, {})
+        digests.append(report.digest)
+    return digests
+
+
+def resume_both(hub: str, endpoint: str, roots: list[str]) -> list[tuple[int, str]]:
+    use(endpoint)
+    found = []
+    for root in roots:
+        with sw.Checkpointer(root) as checkpoints:
+            report = checkpoints.resume(trained(hub, 2))
+            assert report is not None
+            found.append((report.step, report.digest))
+    return found
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("hub")
+    models.write_hub_directory("qwen3", root / "qwen3", torch.float32)
+    return root
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_as_in_a_directory(
+    hub: Path, proxy: Proxy, ranks: RankPool, tmp_path: Path, root: str, mode: str
+) -> None:
+    """The same steps are kept, with the same state, on the same and on another number of ranks."""
+    given = {"hub": str(hub), "endpoint": proxy.endpoint, "roots": [root, str(tmp_path / "run")]}
+    found = ranks.run_ranks(2, run_both, mode=mode, **given)
+    assert len({digest for one in found for digest in one}) == 1
+    head = head_of(root)
+    assert sorted(head.steps) == [3, 4, 5]
+    assert head.aside == ()
+    assert set(names_in(root)) == {"head.json", *head.steps.values()}
+    local = tmp_path / "run" / "step-00000005"
+    names = {p.relative_to(local).as_posix() for p in local.rglob("*") if p.is_file()}
+    assert files_below(f"{root}/{head.steps[5]}").keys() == names
+    assert sw.verify(f"{root}/{head.steps[5]}").ok
+    for world_size in (1, 3):
+        pairs = [pair for one in ranks.run_ranks(world_size, resume_both, **given) for pair in one]
+        assert len(set(pairs)) == 1
+        assert pairs[0][0] == 5
+
+
+# ----------------------------------------------------------------------------------------------------
+# The line of a run
+
+
+def test_steps_that_a_resume_supersedes_or_finds_damaged(
+    proxy: Proxy, server: S3Server, root: str, tmp_path: Path
+) -> None:
+    saved(root, 1, 2, 3, 4).close()
+    newest = head_of(root).steps[4]
+    name = next(n for n in files_below(f"{root}/{newest}") if n.startswith("model/"))
+    content = bytearray(read_whole(f"{root}/{newest}/{name}", 10**6))
+    content[-1] ^= 1
+    server.put(f"{root.removeprefix(f's3://{BUCKET}/')}/{newest}/{name}", bytes(content))
+    with sw.Checkpointer(root) as checkpoints:
+        report = checkpoints.resume(small_state(99), step=2)
+        assert report is not None
+        assert (report.step, report.superseded) == (2, (4, 3))
+        checkpoints.save(small_state(5), 3)
+    head = head_of(root)
+    assert sorted(head.steps) == [1, 2, 3]
+    assert [one.why for one in head.aside] == ["superseded", "superseded"]
+    assert resumed(root) == (3, digest_of_seed(tmp_path, 5))
+
+
+def test_damage_falls_back(proxy: Proxy, server: S3Server, root: str, tmp_path: Path) -> None:
+    saved(root, 1, 2).close()
+    head = head_of(root)
+    server.call("DELETE", f"/{root.removeprefix('s3://')}/{head.steps[2]}/manifest.json")
+    with sw.Checkpointer(root) as checkpoints:
+        report = checkpoints.resume(small_state(99))
+        assert report is not None
+        assert (report.step, report.digest) == (1, digest_of_seed(tmp_path, 1))
+        assert list(report.damaged) == [2]
+    assert [(one.name, one.why) for one in head_of(root).aside] == [(head.steps[2], "damaged")]
+
+
+def test_the_run_that_resumed_last_holds_the_line(proxy: Proxy, root: str, tmp_path: Path) -> None:
+    """The run before is refused at its next save, and leaves nothing behind."""
+    first = saved(root, 1, 2)
+    second = sw.Checkpointer(root)
+    assert second.resume(small_state(99)) is not None
+    with pytest.raises(LockedError, match=r"another run has taken these steps.*written by process \d+ on"):
+        first.save(small_state(3), 3)
+    second.save(small_state(4), 3)
+    with pytest.raises(LockedError):
+        first.resume(small_state(99))
+    head = head_of(root)
+    assert set(folders_in(root)) == set(head.steps.values())
+    assert resumed(root) == (3, digest_of_seed(tmp_path, 4))
+
+
+def test_a_run_that_is_taken_over_while_it_saves(proxy: Proxy, root: str, tmp_path: Path) -> None:
+    """It has written its payload and its manifest, and is refused at the head: its payload is deleted."""
+    first = saved(root, 1)
+    other = sw.Checkpointer(root)
+
+    def take_over() -> None:
+        proxy.reset()
+        assert other.resume(small_state(99)) is not None
+
+    seen: list[str] = []
+
+    def decide(asked: Asked) -> Do | None:
+        if asked.method == "PUT" and asked.path.endswith("manifest.json"):
+            seen.append(asked.path)
+            return Do(before=take_over)
+        return None
+
+    proxy.reset(decide)
+    with pytest.raises(LockedError):
+        first.save(small_state(2), 2)
+    assert seen
+    assert set(folders_in(root)) == set(head_of(root).steps.values())
+    assert resumed(root) == (1, digest_of_seed(tmp_path, 1))
+
+
+def test_a_second_run_that_did_not_resume(proxy: Proxy, root: str) -> None:
+    saved(root, 1)
+    with pytest.raises(CheckpointError, match=r"holds steps \[1\] that this run did not resume from"):
+        saved(root, 2)
+
+
+def test_a_reply_to_the_head_that_is_lost(proxy: Proxy, root: str, tmp_path: Path) -> None:
+    checkpoints = saved(root, 1)
+    proxy.reset(
+        lambda asked: (
+            Do(lose_reply=True) if asked.method == "PUT" and asked.path.endswith("head.json") else None
+        )
+    )
+    checkpoints.save(small_state(2), 2)
+    proxy.reset()
+    checkpoints.save(small_state(3), 3)
+    assert sorted(head_of(root).steps) == [1, 2, 3]
+    assert resumed(root) == (3, digest_of_seed(tmp_path, 3))
+
+
+def test_a_head_whose_write_is_in_doubt(proxy: Proxy, root: str, tmp_path: Path) -> None:
+    """The write is carried out, and then the store is away: the save raises, and the next one finds out what happened."""
+    checkpoints = saved(root, 1)
+    away = threading.Event()
+
+    def decide(asked: Asked) -> Do | None:
+        if away.is_set():
+            return Do(status=503)
+        if asked.method == "PUT" and asked.path.endswith("head.json"):
+            away.set()
+            return Do(lose_reply=True)
+        return None
+
+    proxy.reset(decide)
+    with pytest.raises(CheckpointError, match=r"head\.json: writing it failed"):
+        checkpoints.save(small_state(2), 2)
+    proxy.reset()
+    with pytest.raises(CheckpointError, match="step 2 is not newer than the published step 2"):
+        checkpoints.save(small_state(2), 2)
+    checkpoints.save(small_state(3), 3)
+    assert sorted(head_of(root).steps) == [1, 2, 3]
+    for step in (2, 3):
+        found = sw.restore(small_state(99), f"{root}/{head_of(root).steps[step]}")
+        assert found.digest == digest_of_seed(tmp_path, step)
+
+
+# ----------------------------------------------------------------------------------------------------
+# What is no step
+
+
+def test_a_late_listing(proxy: Proxy, root: str, tmp_path: Path) -> None:
+    """Objects that a listing does not show yet are no damage: head and manifest name them."""
+    saved(root, 1, 2).close()
+    empty = b'<?xml version="1.0"?><ListBucketResult><Name>bucket</Name><IsTruncated>false</IsTruncated></ListBucketResult>'
+    late: list[str] = []
+
+    def decide(asked: Asked) -> Do | None:
+        if asked.method == "GET" and "list-type" in asked.path:
+            late.append(asked.path)
+            return Do(change=lambda body: empty)
+        return None
+
+    proxy.reset(decide)
+    with sw.Checkpointer(root, keep_last=2) as checkpoints:
+        report = checkpoints.resume(small_state(99))
+        assert report is not None
+        assert (report.step, report.digest, report.damaged) == (2, digest_of_seed(tmp_path, 2), {})
+        checkpoints.save(small_state(3), 3)
+    assert late
+    assert sorted(head_of(root).steps) == [2, 3]
+    assert sw.verify(f"{root}/{head_of(root).steps[3]}").ok
+    proxy.reset()
+    assert resumed(root) == (3, digest_of_seed(tmp_path, 3))
+
+
+def test_leftovers_are_swept_by_age(
+    proxy: Proxy, server: S3Server, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = root.removeprefix(f"s3://{BUCKET}/")
+    server.put(f"{prefix}/step-00000007.0123456789abcdef/model/a", b"1")
+    server.put(f"{prefix}/step-00000007.0123456789abcdef/manifest.json", b"1")
+    server.put(f"{prefix}/.probe-0123456789abcdef", b"1")
+    server.put(f"{prefix}/step-00000007.mine/model/a", b"1")
+    server.put(f"{prefix}/notes/step-00000007.0123456789abcdef", b"1")
+    with pytest.raises(CheckpointError, match=r"no head\.json"):
+        saved(root, 1)
+    server.put(f"{prefix}/head.json", parse_head_text())
+    with sw.Checkpointer(root) as checkpoints:
+        checkpoints.save(small_state(1), 1)
+    assert is_file(f"{root}/step-00000007.0123456789abcdef/manifest.json")
+    monkeypatch.setattr(head_line, "LEFT_AFTER_S", -1.0)
+    with sw.Checkpointer(root) as checkpoints:
+        assert checkpoints.resume(small_state(99)) is not None
+        checkpoints.save(small_state(2), 2)
+    assert set(names_in(root)) == {
+        *head_of(root).steps.values(),
+        "head.json",
+        "step-00000007.mine",
+        "notes",
+    }
+    assert resumed(root) is not None
+
+
+def parse_head_text() -> bytes:
+    from shardwise.format.head import Head
+
+    return Head().to_bytes()
+
+
+def test_a_place_without_a_head(proxy: Proxy, server: S3Server, root: str) -> None:
+    """Nothing there: a new run. Steps without a head: it was deleted, or they were copied there."""
+    assert resumed(root) is None
+    saved(root, 1, 2).close()
+    name = head_of(root).steps[2]
+    server.call("DELETE", f"/{root.removeprefix('s3://')}/head.json")
+    with pytest.raises(NoCheckpointError, match=rf"no head\.json.*sw\.restore\(state, '{root}/{name}'\)"):
+        resumed(root)
+    with pytest.raises(CheckpointError, match=r"no head\.json"):
+        saved(root, 3)
+    assert sw.restore(small_state(99), f"{root}/{name}").step == 2
+
+
+def test_a_head_that_is_deleted_while_a_run_saves(proxy: Proxy, server: S3Server, root: str) -> None:
+    checkpoints = saved(root, 1)
+    server.call("DELETE", f"/{root.removeprefix('s3://')}/head.json")
+    with pytest.raises(LockedError, match="it is gone"):
+        checkpoints.save(small_state(2), 2)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda d: b"{",
+        lambda d: json.dumps({**d, "steps": {"1": "step-00000002.0123456789abcdef"}}).encode(),
+        lambda d: json.dumps({**d, "steps": {"1": "../other"}}).encode(),
+        lambda d: json.dumps({**d, "steps": ["1"]}).encode(),
+        lambda d: json.dumps({**d, "nonce": 3}).encode(),
+        lambda d: json.dumps({**d, "version": 2}).encode(),
+        lambda d: json.dumps({k: v for k, v in d.items() if k != "aside"}).encode(),
+    ],
+)
+def test_a_damaged_head(proxy: Proxy, server: S3Server, root: str, damage: Any) -> None:
+    """It is named, and nothing is taken, deleted or written over."""
+    saved(root, 1).close()
+    before = json.loads(read_whole(f"{root}/head.json", 10**6))
+    server.put(f"{root.removeprefix(f's3://{BUCKET}/')}/head.json", damage(before))
+    for work in (lambda: resumed(root), lambda: saved(root, 2)):
+        with pytest.raises(ShardwiseError, match=r"head\.json"):
+            work()
+    assert is_file(f"{root}/{before['steps']['1']}/manifest.json")
+
+
+def test_a_store_without_conditional_writes(proxy: Proxy, root: str) -> None:
+    for lost in ("if-none-match", "if-match"):
+        proxy.reset(lambda asked, lost=lost: Do(without=(lost,)))  # type: ignore[misc]
+        with pytest.raises(CheckpointError, match=r"no conditional writes.*shardwise copy"):
+            saved(root, 1)
+        assert names_in(root) == []
+
+
+def test_two_runs_begin_at_once(proxy: Proxy, root: str, tmp_path: Path) -> None:
+    """One begins; the other is refused."""
+    start, results = threading.Barrier(2), dict[int, Any]()
+
+    def run(seed: int, checkpoints: sw.Checkpointer, state: sw.TrainState) -> None:
+        start.wait()
+        try:
+            results[seed] = checkpoints.save(state, 1)
+        except CheckpointError as error:
+            results[seed] = error
+
+    threads = [
+        threading.Thread(target=run, args=(seed, sw.Checkpointer(root), small_state(seed))) for seed in (1, 2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (won,) = [seed for seed, result in results.items() if isinstance(result, sw.SaveReport)]
+    assert resumed(root) == (1, digest_of_seed(tmp_path, won))
+    assert set(names_in(root)) == {"head.json", *head_of(root).steps.values()}
