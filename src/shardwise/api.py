@@ -21,8 +21,6 @@ from .models.meta_init import meta_init as meta_init
 from .planning.records import IOOptions as IOOptions
 from .runs.convert import ConvertReport as ConvertReport
 from .runs.convert import convert as convert
-from .runs.copy import CopyReport as CopyReport
-from .runs.copy import copy as copy
 from .runs.diff import DiffReport as DiffReport
 from .runs.diff import diff as diff
 from .runs.restore import restore as restore
@@ -32,3 +30,5 @@ from .state.data import ResumableLoader as ResumableLoader
 from .state.sampler import ElasticSampler as ElasticSampler
 from .state.train_state import TrainState as TrainState
 from .storage.options import storage_options as storage_options
+from .store.copy import CopyReport as CopyReport
+from .store.copy import copy as copy

@@ -6,22 +6,21 @@ import itertools
 import logging
 import os
 import secrets
-from collections.abc import Callable
-from typing import Any, Literal
+from functools import partial
+from typing import Literal
 
-from ..errors import CheckpointError, NoCheckpointError, ShardwiseError, SourceError, is_damage
+from ..errors import CheckpointError, ShardwiseError, is_damage
 from ..format.steps import checked_step
 from ..planning import IOOptions
 from ..ranks.ranks import Ranks
 from ..state.train_state import TrainState
-from ..storage import absolute, is_url, join
-from ..store.line import line_of
-from ..store.publish import dcp_directories
+from ..storage import absolute
 from ..store.target import Target, target_of
 from .async_save import AsyncSave, reserve_for
-from .check import check_files, quick_check
+from .check import quick_check
 from .collect import Lineage, collect
 from .restore import ResumeReport, restore_into
+from .run_steps import Candidate, Retention, RunSteps
 from .save import SaveReport, write_checkpoint
 from .stage import StagingBuffer
 
@@ -63,6 +62,10 @@ class Checkpointer:
             and every file has its size. Payload is not read: only a resume or ``verify`` finds corrupted bytes. A
             damaged step does not count, and is deleted when enough newer ones are valid.
         keep_every: keep steps divisible by this for good.
+        mirror: a second directory or URL. A thread of rank 0 copies each published step there and compares the copy with the
+            manifest, the newest step first; ``keep_last`` and ``keep_every`` hold there, too. A resume takes a step from the mirror if
+            the first place has lost it, or if it is damaged there. A failure to copy is logged, and tried again after the next save.
+            Memory of rank 0 while it copies: as :func:`copy`.
         mode: ``"sync"``: ``save`` returns when the step is published. ``"async"``: when the state is copied (on a
             device: when its copies are enqueued before all later work of the current stream); a background thread
             hashes, writes and publishes.
@@ -84,6 +87,7 @@ class Checkpointer:
         *,
         keep_last: int | None = None,
         keep_every: int | None = None,
+        mirror: str | os.PathLike[str] | None = None,
         mode: Literal["sync", "async"] = "sync",
         max_staging_bytes: int | None = None,
         when_busy: Literal["wait", "refuse"] = "wait",
@@ -101,9 +105,9 @@ class Checkpointer:
             if given not in allowed:
                 raise ValueError(f"{option} must be one of {allowed}, got {given!r}")
         self.root = absolute(root)
-        self._line = line_of(self.root)
-        self._keep_last = keep_last
-        self._keep_every = keep_every
+        self._steps = RunSteps(
+            self.root, None if mirror is None else absolute(mirror), Retention(keep_last, keep_every)
+        )
         self._io = io or IOOptions()
         self._buffer = StagingBuffer() if mode == "async" else None
         self._max_staging_bytes = max_staging_bytes
@@ -114,7 +118,7 @@ class Checkpointer:
         try:
             self._channel = self._ranks().on_first("lock checkpoint directory", self._open)
         except BaseException:  # also if another rank failed or is missing: the caller gets no object to close
-            self._line.close()
+            self._steps.close()
             raise
 
     def __enter__(self) -> Checkpointer:
@@ -133,11 +137,11 @@ class Checkpointer:
 
         Each Checkpointer has a channel of its own, because two may write at a time.
         """
-        self._line.open()
+        self._steps.open()
         return f"async-{next(_NUMBERS)}-"
 
     def close(self) -> None:
-        """Wait for a pending async save and release the directory; later saves and resumes are refused.
+        """Wait for a pending async save and for the mirror, and release the directory; later saves and resumes are refused.
 
         Every rank must call it, before ``destroy_process_group``. Raises the pending save's error alike on every rank
         (:class:`CheckpointError` if the process group is gone); the directory is released then, too. After Ctrl-C a save may
@@ -149,7 +153,7 @@ class Checkpointer:
             if self._pending is None:  # else Ctrl-C: the save still runs, so no other run may write here yet
                 self._closed = True
                 with self._ranks().patience():
-                    self._line.close()
+                    self._steps.close()
 
     @property
     def staging_bytes(self) -> int:
@@ -158,6 +162,11 @@ class Checkpointer:
         Of pinned memory what torch really took for it.
         """
         return self._buffer.nbytes if self._buffer is not None else 0
+
+    @property
+    def mirrored(self) -> int | None:
+        """The newest step that rank 0 has copied to the mirror and proved there; None on other ranks and before the first."""
+        return self._steps.mirror.newest if self._steps.mirror is not None else None
 
     @property
     def is_saving(self) -> bool:
@@ -208,7 +217,7 @@ class Checkpointer:
             self._refuse_if_busy(ranks)
         self.wait()
         name = ranks.on_first("check checkpoint directory", lambda: self._name_of_next(step))
-        target = self._line.target(name)
+        target = self._steps.target(name)
         if self._lineage is None:
             run_id = ranks.on_first("run id", _new_run_id)
             self._lineage = Lineage(run_id, None)
@@ -242,8 +251,7 @@ class Checkpointer:
     def _retain(self, step: int, ranks: Ranks) -> None:
         with ranks.agree("retention"):
             if ranks.rank == 0:
-                self._line.tidy(step)
-                self._prune(step, ranks.tick)
+                self._steps.after_save(step, ranks.tick)
 
     def resume(self, state: TrainState, step: int | None = None) -> ResumeReport | None:
         """Restore the newest valid step (or exactly ``step``); None only if nothing was ever published here.
@@ -259,24 +267,27 @@ class Checkpointer:
         ranks = self._ranks()
         self._check_open()
         self.wait()
-        damaged: dict[int, str] = {}
-        for candidate, path in self._candidates(ranks, step):
+        damaged: dict[int, dict[int, str]] = {}
+        for one in self._candidates(ranks, step):
             try:
-                with ranks.agree(f"check step {candidate}"):
+                with ranks.agree(f"check step {one.step}"):
                     if ranks.rank == 0:
-                        quick_check(path, candidate, ranks.tick)
-                report = restore_into(state, path, ranks, self._io)
+                        quick_check(one.path, one.step, ranks.tick)
+                report = restore_into(state, one.path, ranks, self._io)
             except ShardwiseError as error:
                 if not is_damage(error):
                     raise
-                damaged[candidate] = str(error)
+                damaged.setdefault(one.place, {})[one.step] = str(error)
                 if ranks.rank == 0:
-                    _log.warning("skipping damaged %s: %s", path, error)
+                    _log.warning("skipping damaged %s: %s", one.path, error)
                 continue
-            self._lineage = Lineage(report.run_id, candidate)
-            superseded = self._set_aside(ranks, candidate, damaged)
-            return report.with_history(damaged, superseded)
-        self._raise_if_lost(ranks, step, damaged)
+            self._lineage = Lineage(report.run_id, one.step)
+            newer = ranks.on_first(
+                "set newer steps aside", partial(self._steps.go_on_from, one.step, damaged)
+            )
+            bad = {s: why for place in sorted(damaged, reverse=True) for s, why in damaged[place].items()}
+            return report.with_history(bad, tuple(s for s in newer if s not in bad))
+        ranks.on_first("find a checkpoint", lambda: self._steps.raise_if_lost(step, damaged))
         return None
 
     def _check_open(self) -> None:
@@ -284,93 +295,13 @@ class Checkpointer:
             raise CheckpointError(f"{self.root}: this Checkpointer is closed; make a new one")
 
     def _name_of_next(self, step: int) -> str:
-        """The name of the directory for the next save. Refuses to mix runs: all published steps must be this run's own. For rank 0."""
         self._check_open()
-        steps = self._line.held_steps()
-        if steps and self._lineage is None:
-            raise CheckpointError(
-                f"{self.root}: holds steps {sorted(steps)[-3:]} that this run did not resume from; call resume() first, "
-                f"or give this run another directory"
-            )
-        name = self._line.fresh_name(step)
-        if steps and step <= max(steps):
-            raise CheckpointError(
-                f"{self.root}: step {step} is not newer than the published step {max(steps)}"
-            )
-        return name
+        return self._steps.name_of_next(step, has_begun=self._lineage is not None)
 
     def _ranks(self) -> Ranks:
         return Ranks.current(timeout_s=self._io.timeout_s)
 
-    def _candidates(self, ranks: Ranks, step: int | None) -> list[tuple[int, str]]:
+    def _candidates(self, ranks: Ranks, step: int | None) -> list[Candidate]:
         """The steps to try, newest first, as rank 0 sees them."""
-
-        def scan() -> list[list[Any]]:
-            steps = self._line.steps()
-            if step is not None and step not in steps:
-                raise CheckpointError(f"{self.root}: no step {step}; there are {sorted(steps)}")
-            return [[s, name] for s, name in steps.items() if step in (None, s)]
-
-        found = ranks.on_first("scan checkpoint directory", scan)
-        return [(s, join(self.root, name)) for s, name in found]
-
-    def _set_aside(self, ranks: Ranks, resumed: int, damaged: dict[int, str]) -> tuple[int, ...]:
-        def move() -> list[int]:
-            newer = [s for s in self._line.steps() if s > resumed]
-            self._line.take(resumed, dict.fromkeys(damaged, "damaged"))
-            return newer
-
-        return tuple(s for s in ranks.on_first("set newer steps aside", move) if s not in damaged)
-
-    def _raise_if_lost(self, ranks: Ranks, step: int | None, damaged: dict[int, str]) -> None:
-        def check() -> None:
-            if strange := self._line.strangers(damaged):
-                raise NoCheckpointError(strange)
-            if damaged or self._line.was_ever_published():
-                found = "; ".join(f"step {s}: {why}" for s, why in damaged.items()) or "all were set aside"
-                which = "none is valid" if step is None else f"step {step} is not valid"
-                raise NoCheckpointError(
-                    f"{self.root}: steps were published, but {which} ({found}). Move the directory away "
-                    f"to start anew, or rename a step that was set aside"
-                )
-            if others := [] if is_url(self.root) else dcp_directories(self.root):
-                path = os.path.join(self.root, others[-1])
-                _log.warning(
-                    "%s: no step of shardwise to resume from; it holds DCP directories: %s. "
-                    "To begin with the state of one, call sw.restore(state, %r) where resume() returned None",
-                    self.root,
-                    ", ".join(others[-3:]),
-                    path,
-                )
-
-        ranks.on_first("find a checkpoint", check)
-
-    def _prune(self, newest: int, on_progress: Callable[[], object]) -> None:
-        """Delete steps older than the ``keep_last`` newest valid ones. For rank 0.
-
-        Never makes the save fail: the step is published, and an extra old step does no harm.
-        """
-        if self._keep_last is None:
-            return
-        try:
-            steps = {s: name for s, name in self._line.steps().items() if s <= newest}
-        except (CheckpointError, SourceError) as error:
-            _log.warning("no step is deleted: %s", error)
-            return
-        valid, excess = 0, []
-        for step, name in steps.items() if len(steps) > self._keep_last else ():
-            if valid < self._keep_last:
-                valid += _is_whole(join(self.root, name), step, on_progress)
-            elif self._keep_every is None or step % self._keep_every:
-                excess.append(step)
-        self._line.remove(excess)
-
-
-def _is_whole(path: str, step: int, on_progress: Callable[[], object]) -> bool:
-    """Whether retention may count a step. A step that can't be read does not count: then fewer are deleted."""
-    try:
-        check_files(path, step, on_progress)
-    except ShardwiseError as error:
-        _log.warning("retention does not count %s: %s", path, error)
-        return False
-    return True
+        found = ranks.on_first("scan checkpoint directory", lambda: self._steps.candidates(step))
+        return [Candidate(s, place, self._steps.path_of(place, name)) for s, place, name in found]

@@ -230,7 +230,7 @@ def copy(path: str, out: str, as_json: bool) -> None:
     Either may be a URL of an object store (s3://bucket/prefix). A local OUT must not exist. A copy that was stopped goes on where it
     stopped, if it is started again.
     """
-    from ..runs.copy import copy as copied
+    from ..store.copy import copy as copied
     from .render import console, progress, show_copy
 
     with progress(os.path.basename(path.rstrip("/")), enabled=not as_json) as on_progress:

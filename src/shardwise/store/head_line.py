@@ -74,9 +74,9 @@ class HeadLine:
         self._prove()
 
         def taken(head: Head) -> Head:
-            newer = [Aside(n, aside.get(s, "superseded")) for s, n in head.steps.items() if s > resumed]
-            older = {s: n for s, n in head.steps.items() if s <= resumed}
-            return head.followed_by(older, (*head.aside, *newer))
+            kept = {s: n for s, n in head.steps.items() if s <= resumed and s not in aside}
+            gone = [Aside(n, aside.get(s, "superseded")) for s, n in head.steps.items() if s not in kept]
+            return head.followed_by(kept, (*head.aside, *gone))
 
         self._change(taken)
 

@@ -50,7 +50,8 @@ class Line(Protocol):
         """Make a checkpoint that was copied under :meth:`fresh_name` one of the line. Raises :class:`LockedError`."""
 
     def take(self, resumed: int, aside: Mapping[int, Fate]) -> None:
-        """Go on from a step: set the newer ones aside, with the reason for each. They stay, but no resume or retention counts them.
+        """Go on from a step: set the newer ones aside, as superseded, and those of ``aside``. They stay, but no resume or retention
+        counts them.
 
         Raises :class:`LockedError` if another run has changed the line since :meth:`steps`.
         """
@@ -107,7 +108,7 @@ class DirectoryLine:
 
     def take(self, resumed: int, aside: Mapping[int, Fate]) -> None:
         for step, name in self.steps().items():
-            if step > resumed:
+            if step > resumed or step in aside:
                 publish.set_aside(os.path.join(self.root, name), aside.get(step, "superseded"))
 
     def remove(self, steps: Iterable[int]) -> None:

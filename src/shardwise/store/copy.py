@@ -10,7 +10,7 @@ import os
 import stat as stat_mode
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -19,7 +19,6 @@ from typing import Any
 import xxhash
 
 from ..catalog.records import StoredFile
-from ..checkpoint.verify import Progress
 from ..errors import CheckpointError, IntegrityError, SourceError
 from ..format.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry, parse_manifest
 from ..limits import inside, read_small
@@ -36,8 +35,8 @@ from ..storage import (
     stat_of,
     store_of,
 )
-from ..store.write import FileWriter, fsync_directory, make_directories
 from ..transfer import SourceReader
+from .write import FileWriter, fsync_directory, make_directories
 
 __all__ = ["CopyReport", "copy"]
 
@@ -48,6 +47,8 @@ _AT_ONCE = 4
 #: Written last, in this order: a reader that finds one of them finds all that it names.
 _LAST = ("config.json", "model.safetensors.index.json", MANIFEST_NAME)
 _UNFINISHED = ".copying"
+
+Progress = Callable[[int, int], object]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,205 @@
+"""The steps of a run, in its directory or store and in a mirror of it: which are kept, which a resume tries, in which order.
+
+All of this is rank 0's work, but for the paths.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import CheckpointError, NoCheckpointError, ShardwiseError, SourceError
+from ..format.manifest import read_manifest
+from ..storage import is_url, join
+from ..store.line import Line, line_of
+from ..store.mirror import Mirror
+from ..store.publish import dcp_directories
+from ..store.target import Target
+from .check import check_files
+
+__all__ = ["Candidate", "Retention", "RunSteps"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Which steps stay: the newest valid ones, and those that are kept for good. See :class:`.Checkpointer`."""
+
+    keep_last: int | None
+    keep_every: int | None
+
+    def excess(self, line: Line, newest: int, on_progress: Callable[[], object]) -> list[int]:
+        """The steps of a line up to ``newest`` that go. Reads manifests, and compares sizes of files with them.
+
+        Raises :class:`CheckpointError`, :class:`SourceError`.
+        """
+        if self.keep_last is None:
+            return []
+        steps = {s: name for s, name in line.steps().items() if s <= newest}
+        valid, found = 0, []
+        for step, name in steps.items() if len(steps) > self.keep_last else ():
+            if valid < self.keep_last:
+                valid += _is_whole(join(line.root, name), step, on_progress)
+            elif self.keep_every is None or step % self.keep_every:
+                found.append(step)
+        return found
+
+    def apply(self, line: Line, newest: int, on_progress: Callable[[], object]) -> None:
+        """Delete what goes. Never makes a save fail: the step is published, and an extra old step does no harm."""
+        try:
+            line.remove(self.excess(line, newest, on_progress))
+        except (CheckpointError, SourceError) as error:
+            _log.warning("no step is deleted: %s", error)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A published step that a resume may take."""
+
+    step: int
+    place: int
+    """0: the run's own directory or store; 1: the mirror."""
+    path: str
+
+
+class RunSteps:
+    """The line of a run, and the mirror's, if there is one. Every rank makes one."""
+
+    def __init__(self, root: str, mirror: str | None, retention: Retention) -> None:
+        self._line = line_of(root)
+        self._retention = retention
+        self.mirror = None
+        if mirror is not None:
+            self.mirror = Mirror(line_of(mirror), self._line, retention.apply)
+
+    @property
+    def _lines(self) -> list[Line]:
+        return [self._line] if self.mirror is None else [self._line, self.mirror.line]
+
+    def open(self) -> None:
+        """Take the directories, or look at the stores. Raises :class:`LockedError`."""
+        for line in self._lines:
+            line.open()
+
+    def close(self) -> None:
+        """Wait for the mirror, and release the directories."""
+        if self.mirror is not None:
+            self.mirror.wait()
+        for line in self._lines:
+            line.close()
+
+    def target(self, name: str) -> Target:
+        """Where the save under this name publishes. On every rank."""
+        return self._line.target(name)
+
+    def path_of(self, place: int, name: str) -> str:
+        """The path of a step. On every rank."""
+        return join(self._lines[place].root, name)
+
+    def name_of_next(self, step: int, *, has_begun: bool) -> str:
+        """The name of the directory for a save of ``step``. Refuses to mix runs: all published steps must be this run's own.
+
+        ``has_begun``: this run has saved or resumed. Raises :class:`CheckpointError`, :class:`LockedError`.
+        """
+        for line in [self._line] if has_begun else self._lines:
+            steps = line.held_steps()
+            if steps and not has_begun:
+                raise CheckpointError(
+                    f"{line.root}: holds steps {sorted(steps)[-3:]} that this run did not resume from; call resume() first, "
+                    f"or give this run another directory"
+                )
+            if steps and step <= max(steps):
+                raise CheckpointError(
+                    f"{line.root}: step {step} is not newer than the published step {max(steps)}"
+                )
+        return self._line.fresh_name(step)
+
+    def after_save(self, step: int, on_progress: Callable[[], object]) -> None:
+        """Apply retention, and let the mirror follow."""
+        self._line.tidy(step)
+        self._retention.apply(self._line, step, on_progress)
+        if self.mirror is not None:
+            self.mirror.follow()
+
+    def candidates(self, step: int | None) -> list[list[Any]]:
+        """Step, place and name of each step to try, or of exactly ``step``: newest first, the mirror's after the run's own.
+
+        Raises :class:`CheckpointError` if there is no such step, or if the mirror holds the steps of another run.
+        """
+        if self.mirror is not None:
+            self.mirror.wait()
+        by_place = [line.steps() for line in self._lines]
+        if step is not None and not any(step in steps for steps in by_place):
+            raise CheckpointError(
+                f"{self._line.root}: no step {step}; there are {sorted(set().union(*by_place))}"
+            )
+        self._refuse_another_runs_mirror(by_place)
+        found = [
+            [s, place, name]
+            for place, steps in enumerate(by_place)
+            for s, name in steps.items()
+            if step in (None, s)
+        ]
+        return sorted(found, key=lambda one: (-one[0], one[1]))
+
+    def _refuse_another_runs_mirror(self, by_place: list[dict[int, str]]) -> None:
+        runs = set()
+        for line, steps in zip(self._lines, by_place, strict=True):
+            for name in list(steps.values())[:1]:
+                try:
+                    runs.add(read_manifest(join(line.root, name)).run_id)
+                except ShardwiseError:  # a resume finds the damage, and says so
+                    return
+        if len(runs) > 1:
+            own, mirror = (line.root for line in self._lines)
+            raise CheckpointError(
+                f"{mirror}: holds the steps of another run than {own}; give each run a mirror of its own"
+            )
+
+    def go_on_from(self, step: int, damaged: Mapping[int, Mapping[int, str]]) -> list[int]:
+        """Set newer steps aside, and those that were found ``damaged``, by place. Returns the newer steps.
+
+        Raises :class:`LockedError`, :class:`CheckpointError`.
+        """
+        newer: set[int] = set()
+        for place, line in enumerate(self._lines):
+            newer |= {s for s in line.steps() if s > step}
+            line.take(step, dict.fromkeys(damaged.get(place, ()), "damaged"))
+        return sorted(newer, reverse=True)
+
+    def raise_if_lost(self, step: int | None, damaged: Mapping[int, Mapping[int, str]]) -> None:
+        """Raise :class:`NoCheckpointError` if steps were published and none is valid."""
+        for place, line in enumerate(self._lines):
+            bad = damaged.get(place, {})
+            if strange := line.strangers(bad):
+                raise NoCheckpointError(strange)
+            if bad or line.was_ever_published():
+                found = "; ".join(f"step {s}: {why}" for s, why in bad.items()) or "all were set aside"
+                which = "none is valid" if step is None else f"step {step} is not valid"
+                raise NoCheckpointError(
+                    f"{line.root}: steps were published, but {which} ({found}). Move the directory away "
+                    f"to start anew, or rename a step that was set aside"
+                )
+        root = self._line.root
+        if others := [] if is_url(root) else dcp_directories(root):
+            _log.warning(
+                "%s: no step of shardwise to resume from; it holds DCP directories: %s. "
+                "To begin with the state of one, call sw.restore(state, %r) where resume() returned None",
+                root,
+                ", ".join(others[-3:]),
+                os.path.join(root, others[-1]),
+            )
+
+
+def _is_whole(path: str, step: int, on_progress: Callable[[], object]) -> bool:
+    """Whether retention may count a step. A step that can't be read does not count: then fewer are deleted."""
+    try:
+        check_files(path, step, on_progress)
+    except ShardwiseError as error:
+        _log.warning("retention does not count %s: %s", path, error)
+        return False
+    return True
