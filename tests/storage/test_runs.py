@@ -11,9 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 import shardwise as sw
-from shardwise.errors import CheckpointError, LockedError, NoCheckpointError, ShardwiseError
+from shardwise.cli import main
+from shardwise.cli.inspection import RootContents, contents_of
+from shardwise.errors import (
+    CheckpointError,
+    LockedError,
+    NoCheckpointError,
+    ShardwiseError,
+    SourceError,
+)
 from shardwise.format.head import parse_head
 from shardwise.storage import files_below, folders_in, is_file, names_in, read_whole
 from shardwise.store import head_line
@@ -205,6 +214,23 @@ def test_a_run_that_is_taken_over_while_it_saves(proxy: Proxy, root: str, tmp_pa
     assert resumed(root) == (1, digest_of_seed(tmp_path, 1))
 
 
+def test_a_head_that_changes_right_before_it_is_replaced(proxy: Proxy, root: str, tmp_path: Path) -> None:
+    """After this run has read it: the store itself refuses the write."""
+    first, other = saved(root, 1), sw.Checkpointer(root)
+
+    def decide(asked: Asked) -> Do | None:
+        if asked.method == "PUT" and asked.path.endswith("head.json"):
+            proxy.reset()
+            return Do(before=lambda: other.resume(small_state(99)))
+        return None
+
+    proxy.reset(decide)
+    with pytest.raises(LockedError, match="another run has taken these steps meanwhile"):
+        first.save(small_state(2), 2)
+    assert set(folders_in(root)) == set(head_of(root).steps.values())
+    assert resumed(root) == (1, digest_of_seed(tmp_path, 1))
+
+
 def test_a_second_run_that_did_not_resume(proxy: Proxy, root: str) -> None:
     saved(root, 1)
     with pytest.raises(CheckpointError, match=r"holds steps \[1\] that this run did not resume from"):
@@ -386,3 +412,39 @@ def test_two_runs_begin_at_once(proxy: Proxy, root: str, tmp_path: Path) -> None
     (won,) = [seed for seed, result in results.items() if isinstance(result, sw.SaveReport)]
     assert resumed(root) == (1, digest_of_seed(tmp_path, won))
     assert set(names_in(root)) == {"head.json", *head_of(root).steps.values()}
+
+
+def test_described_and_verified(proxy: Proxy, server: S3Server, root: str) -> None:
+    saved(root, 1, 2, 3).close()
+    with sw.Checkpointer(root) as checkpoints:
+        assert checkpoints.resume(small_state(99), step=2) is not None
+    head = head_of(root)
+    server.put(f"{root.removeprefix(f's3://{BUCKET}/')}/step-00000007.0123456789abcdef/model/a", b"1")
+    contents = contents_of(root)
+    assert isinstance(contents, RootContents)
+    assert [(s.step, s.ok, s.fate, s.path) for s in contents.steps] == [
+        (s, True, "published", f"{root}/{head.steps[s]}") for s in (2, 1)
+    ]
+    assert [(s.step, s.ok, s.fate) for s in contents.set_aside] == [(3, True, "superseded")]
+    assert all(s.written and s.written.startswith("20") for s in contents.steps)
+    assert contents.leftovers == ("step-00000007.0123456789abcdef",)
+    with pytest.raises(SourceError, match=f"holds steps 1, 2; give one of them, e.g. {root}/{head.steps[2]}"):
+        sw.verify(root)
+    run = CliRunner().invoke(main, ["verify", root, "--json"])
+    assert run.exit_code == 0, run.output
+    assert [s["path"] for s in json.loads(run.output)["steps"]] == [f"{root}/{head.steps[s]}" for s in (2, 1)]
+
+
+def test_a_step_under_the_name_of_another(proxy: Proxy, server: S3Server, root: str) -> None:
+    saved(root, 1, 2).close()
+    head = head_of(root)
+    prefix = root.removeprefix(f"s3://{BUCKET}/")
+    server.put(
+        f"{prefix}/{head.steps[2]}/manifest.json", read_whole(f"{root}/{head.steps[1]}/manifest.json", 10**7)
+    )
+    with sw.Checkpointer(root) as checkpoints:
+        report = checkpoints.resume(small_state(99))
+        assert report is not None
+        assert report.step == 1
+        assert "holds step 1, not 2" in report.damaged[2]
+    assert not sw.verify(f"{root}/{head.steps[2]}").ok

@@ -186,14 +186,15 @@ def diff(first: str, second: str, as_json: bool) -> int:
 
 
 def _verify_steps(root: str, threads: int | None, as_json: bool) -> int:
-    from ..store.publish import describe_dcp_steps, published_steps
+    from ..storage import join
+    from ..store.line import line_of
     from .render import console, show_problems, show_verify
 
-    steps = published_steps(root)
+    line = line_of(root)
+    steps = {step: join(root, name) for step, name in line.steps().items()}
     if not steps:
         raise NoCheckpointError(
-            describe_dcp_steps(root)
-            or f"{root}: steps were published, but all were set aside; name one to verify it"
+            line.strangers() or f"{root}: steps were published, but all were set aside; name one to verify it"
         )
     documents: list[dict[str, Any]] = []
     for step, path in steps.items():

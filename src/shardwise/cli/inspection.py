@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -15,12 +14,14 @@ from ..catalog.records import Catalog, StoredTensor
 from ..checkpoint.check import quick_check
 from ..dtypes import itemsize
 from ..errors import ShardwiseError, SourceError
+from ..format.head import HEAD_NAME
 from ..format.manifest import MANIFEST_NAME, Manifest, read_manifest
 from ..layout.placements import Geometry
 from ..layout.spec import TensorSpec
 from ..limits import inside
-from ..storage import Stat, absolute, is_file, is_url, looking_once, stat_of_expected
-from ..store.publish import published_steps, was_ever_published
+from ..storage import Stat, absolute, is_file, is_url, join, looking_once, stat_of_expected
+from ..store.line import line_of
+from ..store.publish import was_ever_published
 from .tree import Node, tree_of
 
 __all__ = [
@@ -119,8 +120,6 @@ class RootContents:
     leftovers: tuple[str, ...]
 
 
-_SET_ASIDE = re.compile(r"step-(?P<step>\d{8,})\.(?P<fate>superseded|damaged)-\w+")
-
 Inspection = SourceContents | CheckpointContents | RootContents
 
 
@@ -155,10 +154,13 @@ def _local(path: str) -> str:
 
 
 def is_root(path: str) -> bool:
-    """Whether a path is a directory of checkpoints rather than one of them."""
-    is_directory = os.path.isdir(path) and not os.path.isfile(os.path.join(path, MANIFEST_NAME))
+    """Whether a path is a directory of checkpoints, or a store's prefix with a head, rather than one checkpoint."""
+    if is_file(os.path.join(path, MANIFEST_NAME)):
+        return False
+    if is_url(path):
+        return is_file(join(path, HEAD_NAME))
     try:
-        return is_directory and was_ever_published(path)
+        return os.path.isdir(path) and was_ever_published(path)
     except OSError as error:
         raise SourceError(f"can't be read: {error.strerror or error}", path=path) from error
 
@@ -283,20 +285,13 @@ def _wrong_files(path: str, manifest: Manifest) -> Iterable[str]:
 
 
 def _root(path: str) -> RootContents:
-    try:
-        names = sorted(os.listdir(path))
-    except OSError as error:
-        raise SourceError(f"can't be read: {error.strerror or error}", path=path) from error
-    steps = published_steps(path)
-    aside = [(name, m) for name in names if (m := _SET_ASIDE.fullmatch(name))]
+    line = line_of(path)
+    aside = sorted(line.set_aside(), key=lambda one: -one.step)
     return RootContents(
         path=path,
-        steps=tuple(_step(step, directory, "published") for step, directory in steps.items()),
-        set_aside=tuple(
-            _step(int(m["step"]), os.path.join(path, name), m["fate"])
-            for name, m in sorted(aside, key=lambda pair: -int(pair[1]["step"]))
-        ),
-        leftovers=tuple(n for n in names if n.startswith((".tmp-", ".trash-"))),
+        steps=tuple(_step(step, join(path, name), "published") for step, name in line.steps().items()),
+        set_aside=tuple(_step(one.step, join(path, one.name), one.why) for one in aside),
+        leftovers=tuple(line.leftovers()),
     )
 
 
@@ -310,16 +305,25 @@ def _step(step: int, path: str, fate: str) -> StepSummary:
             manifest = read_manifest(path)
         except ShardwiseError:
             return StepSummary(step=step, path=path, ok=False, fate=fate, problem=problem)
-    written = os.stat(os.path.join(path, MANIFEST_NAME)).st_mtime
+    written = _written_s(os.path.join(path, MANIFEST_NAME))
     return StepSummary(
         step=step,
         path=path,
         ok=problem is None,
         fate=fate,
         problem=problem,
-        written=datetime.fromtimestamp(written).astimezone().isoformat(timespec="seconds"),
+        written=None
+        if written is None
+        else datetime.fromtimestamp(written).astimezone().isoformat(timespec="seconds"),
         run_id=manifest.run_id,
         parent_step=manifest.parent_step,
         world_size=manifest.world_size,
         file_bytes=sum(f.nbytes for f in manifest.files.values()),
     )
+
+
+def _written_s(path: str) -> float | None:
+    if not is_url(path):
+        return os.stat(path).st_mtime
+    found = stat_of_expected(path)
+    return None if found is None else found.changed_s

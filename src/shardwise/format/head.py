@@ -21,9 +21,9 @@ from ..limits import MAX_NAME_CHARS, brief, parse_json
 __all__ = [
     "HEAD_NAME",
     "MOST_HEAD_BYTES",
-    "Aside",
     "Fate",
     "Head",
+    "SetAside",
     "parse_head",
     "stored_name",
     "stored_step",
@@ -51,9 +51,10 @@ def stored_step(name: str) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Aside:
-    """A step that was set aside."""
+class SetAside:
+    """A step that a resume set aside: its directory stays, and no resume or retention counts it."""
 
+    step: int
     name: str
     why: Fate
 
@@ -63,8 +64,7 @@ class Head:
     """The steps of a run, by number, and the names of their directories."""
 
     steps: Mapping[int, str] = field(default_factory=dict)
-    aside: tuple[Aside, ...] = ()
-    """Steps that a resume superseded or found damaged: they stay, and no resume or retention counts them."""
+    aside: tuple[SetAside, ...] = ()
     nonce: str = field(default_factory=lambda: secrets.token_hex(8))
     """New at each write: two writes of one content differ."""
     writer: str = ""
@@ -75,7 +75,7 @@ class Head:
         """All directories that belong to the run."""
         return frozenset((*self.steps.values(), *(one.name for one in self.aside)))
 
-    def followed_by(self, steps: Mapping[int, str], aside: tuple[Aside, ...]) -> Head:
+    def followed_by(self, steps: Mapping[int, str], aside: tuple[SetAside, ...]) -> Head:
         """The next head, by this process, now."""
         now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         return Head(steps, aside, writer=f"process {os.getpid()} on {socket.gethostname()}, {now}")
@@ -117,12 +117,7 @@ def _from_document(document: dict[str, Any]) -> Head:
     for step, name in steps.items():
         if not isinstance(name, str) or stored_step(name) != step:
             raise ValueError(f"step {step} has the name {brief(name)}")
-    aside = tuple(Aside(one["name"], one["why"]) for one in document["aside"])
-    for one in aside:
-        if not isinstance(one.name, str) or stored_step(one.name) is None:
-            raise ValueError(f"a step that was set aside has the name {brief(one.name)}")
-        if one.why not in ("superseded", "damaged"):
-            raise ValueError(f"a step was set aside as {brief(one.why)}")
+    aside = tuple(_set_aside(one["name"], one["why"]) for one in document["aside"])
     names = [*steps.values(), *(one.name for one in aside)]
     if len(set(names)) != len(names):
         raise ValueError("two steps have one name")
@@ -132,3 +127,12 @@ def _from_document(document: dict[str, Any]) -> Head:
     if not isinstance(writer, str) or len(writer) > MAX_NAME_CHARS:
         raise ValueError("the writer is no short text")
     return Head(steps, aside, nonce, writer)
+
+
+def _set_aside(name: Any, why: Any) -> SetAside:
+    step = stored_step(name) if isinstance(name, str) else None
+    if step is None:
+        raise ValueError(f"a step that was set aside has the name {brief(name)}")
+    if why not in ("superseded", "damaged"):
+        raise ValueError(f"a step was set aside as {brief(why)}")
+    return SetAside(step, name, why)

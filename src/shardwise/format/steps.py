@@ -10,7 +10,8 @@ from typing import Any
 
 from ..errors import SourceError, StateError
 from ..limits import MAX_COUNT, brief
-from ..storage import names_in
+from ..storage import is_url, join, names_in, read_whole
+from .head import HEAD_NAME, MOST_HEAD_BYTES, parse_head, stored_step
 
 __all__ = ["STEP_NAME", "checked_step", "misnamed", "describe_steps"]
 
@@ -35,10 +36,11 @@ def misnamed(root: str, step: int, files: Container[str]) -> str | None:
     """
     name = os.path.basename(os.path.abspath(root))
     found = STEP_NAME.fullmatch(name) or (_TRAINER_NAME.fullmatch(name) if _TRAINER_FILE in files else None)
-    if found is None or int(found[1]) == step:
+    named = stored_step(name) if found is None else int(found[1])
+    if named is None or named == step:
         return None
     return (
-        f"holds step {step}, not {int(found[1])} as its name says: an old manifest, or a step under another's name. If it "
+        f"holds step {step}, not {named} as its name says: an old manifest, or a step under another's name. If it "
         f"was renamed, give it the name that it was published under"
     )
 
@@ -50,6 +52,12 @@ def describe_steps(root: str) -> str | None:
     except (OSError, SourceError):
         return None
     steps = {int(m[1]): name for name in names if (m := STEP_NAME.fullmatch(name))}
+    if is_url(root) and HEAD_NAME in names:
+        try:
+            url = join(root, HEAD_NAME)
+            steps = dict(parse_head(read_whole(url, MOST_HEAD_BYTES), url).steps)
+        except SourceError:
+            return None
     if not steps:
         return None
     newest = sorted(steps)[-3:]

@@ -12,7 +12,16 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 
 from ..errors import CheckpointError, LockedError, SourceError
-from ..format.head import HEAD_NAME, MOST_HEAD_BYTES, Aside, Fate, Head, parse_head, stored_name, stored_step
+from ..format.head import (
+    HEAD_NAME,
+    MOST_HEAD_BYTES,
+    Fate,
+    Head,
+    SetAside,
+    parse_head,
+    stored_name,
+    stored_step,
+)
 from ..format.manifest import Manifest
 from ..format.steps import checked_step
 from ..ranks.patience import patiently
@@ -75,7 +84,9 @@ class HeadLine:
 
         def taken(head: Head) -> Head:
             kept = {s: n for s, n in head.steps.items() if s <= resumed and s not in aside}
-            gone = [Aside(n, aside.get(s, "superseded")) for s, n in head.steps.items() if s not in kept]
+            gone = [
+                SetAside(s, n, aside.get(s, "superseded")) for s, n in head.steps.items() if s not in kept
+            ]
             return head.followed_by(kept, (*head.aside, *gone))
 
         self._change(taken)
@@ -106,6 +117,18 @@ class HeadLine:
             self._sweep()
         except (CheckpointError, SourceError) as error:
             _log.warning("%s: leftovers of killed saves can't be looked for: %s", self.root, error)
+
+    def set_aside(self) -> list[SetAside]:
+        head, _ = self._read()
+        return list(head.aside) if head else []
+
+    def leftovers(self) -> list[str]:
+        head, _ = self._read()
+        named = head.names if head else frozenset()
+        folders = [
+            n for n in patiently(folders_in, self.root) if stored_step(n) is not None and n not in named
+        ]
+        return sorted(folders + [n for n in patiently(files_in, self.root) if n.startswith(PROBE)])
 
     def was_ever_published(self) -> bool:
         head, _ = self._read()
@@ -192,22 +215,20 @@ class HeadLine:
     # Leftovers
 
     def _sweep(self) -> None:
-        head, _ = self._own()
+        self._own()
         stat = patiently(stat_of, self._place.url)
         now_s = stat.changed_s if stat is not None else None
-        if head is None or now_s is None:
-            return
-        for name in sorted(patiently(folders_in, self.root)):
-            if stored_step(name) is None or name in head.names:
+        for name in self.leftovers() if now_s is not None else ():
+            url = join(self.root, name)
+            one = patiently(stat_of, url)
+            found = [one] if one is not None else list(patiently(files_below, url).values())
+            ages = [now_s - one.changed_s for one in found if one and now_s and one.changed_s is not None]
+            if not ages or len(ages) < len(found) or min(ages) <= LEFT_AFTER_S:
                 continue
-            found = patiently(files_below, join(self.root, name)).values()
-            times = [one.changed_s for one in found if one is not None]
-            if times and all(at is not None and now_s - at > LEFT_AFTER_S for at in times):
+            if one is None:
                 self._delete(name)
-        for name, one in patiently(files_in, self.root).items():
-            if name.startswith(PROBE) and one.changed_s is not None and now_s - one.changed_s > LEFT_AFTER_S:
-                with contextlib.suppress(CheckpointError):
-                    patiently(self._store.delete, place_of(join(self.root, name)).key)
+            else:
+                patiently(self._store.delete, place_of(url).key)
 
     def _delete(self, name: str) -> None:
         url = join(self.root, name)

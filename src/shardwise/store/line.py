@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from ..errors import CheckpointError
-from ..format.head import Fate
+from ..format.head import Fate, SetAside
 from ..storage import is_url
 from . import publish
 from .head_line import HeadLine
@@ -61,6 +61,12 @@ class Line(Protocol):
 
     def tidy(self, newest: int) -> None:
         """After a save: write hints for people, delete leftovers of killed saves. Logs what fails."""
+
+    def set_aside(self) -> list[SetAside]:
+        """The steps that a resume set aside."""
+
+    def leftovers(self) -> list[str]:
+        """Names of what killed saves left, and saves that are under way."""
 
     def was_ever_published(self) -> bool:
         """Whether there is any step, including those set aside."""
@@ -120,6 +126,12 @@ class DirectoryLine:
             publish.write_hint(self.root, newest)
         except CheckpointError as error:  # the step is published already
             _log.warning("%s", error)
+
+    def set_aside(self) -> list[SetAside]:
+        return publish.steps_set_aside(self.root)
+
+    def leftovers(self) -> list[str]:
+        return publish.leftovers(self.root)
 
     def was_ever_published(self) -> bool:
         return publish.was_ever_published(self.root)

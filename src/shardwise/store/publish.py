@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import secrets
 from collections.abc import Iterable
 
 from ..catalog.dcp import METADATA_NAME
 from ..errors import CheckpointError
+from ..format.head import Fate, SetAside
 from ..format.manifest import MANIFEST_NAME, Manifest
 from ..format.steps import STEP_NAME, checked_step
 from ..limits import inside
@@ -29,10 +31,12 @@ __all__ = [
     "delete_all",
     "describe_dcp_steps",
     "discard",
+    "leftovers",
     "make_temporary",
     "published_steps",
     "set_aside",
     "step_name",
+    "steps_set_aside",
     "sweep_leftovers",
     "temporary_beside",
     "was_ever_published",
@@ -40,6 +44,8 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
+_SET_ASIDE = re.compile(r"step-(?P<step>\d{8,19})\.(?P<why>superseded|damaged)-\w+")
+_WHY: dict[str, Fate] = {"superseded": "superseded", "damaged": "damaged"}
 _TEMPORARY, _TRASH = ".tmp-", ".trash-"
 #: A name may have 255 bytes; the rest is for the prefix and the nonce.
 _MOST_NAME_BYTES = 200
@@ -54,6 +60,17 @@ def published_steps(root: str) -> dict[int, str]:
     """Published steps and their directories, by falling step, without superseded and damaged ones."""
     found = {int(m.group(1)): os.path.join(root, n) for n in _names_in(root) if (m := STEP_NAME.fullmatch(n))}
     return dict(sorted(found.items(), reverse=True))
+
+
+def steps_set_aside(root: str) -> list[SetAside]:
+    """Steps that a resume superseded or found damaged."""
+    found = [(name, m) for name in _names_in(root) if (m := _SET_ASIDE.fullmatch(name))]
+    return [SetAside(int(m["step"]), name, _WHY[m["why"]]) for name, m in found]
+
+
+def leftovers(root: str) -> list[str]:
+    """Names of what killed saves and deletions left."""
+    return sorted(name for name in _names_in(root) if name.startswith((_TEMPORARY, _TRASH)))
 
 
 def was_ever_published(root: str) -> bool:
@@ -206,7 +223,7 @@ def sweep_leftovers(root: str) -> list[str]:
 
     Leftovers that can't be deleted stay: they never count as steps. Returns the names that were tried.
     """
-    swept = [name for name in _names_in(root) if name.startswith((_TEMPORARY, _TRASH))]
+    swept = leftovers(root)
     for name in swept:
         path = os.path.join(root, name)
         with contextlib.suppress(OSError):
