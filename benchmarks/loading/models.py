@@ -61,6 +61,12 @@ MODELS = {
         {**_DENSE, "num_hidden_layers": 16, "vocab_size": 131072, "tie_word_embeddings": True},
         _TINY,
     ),
+    # one tensor of 600 MiB, 0.33 B parameters in all: memory must not grow with the largest tensor
+    "wide": Kind(
+        "Qwen3Config",
+        {**_DENSE, "num_hidden_layers": 1, "vocab_size": 307200, "tie_word_embeddings": True},
+        _TINY,
+    ),
     # 0.84 B parameters, for machines without transformers
     "linear": Kind(None, {"width": 4096, "layers": 50}, {"width": 256, "layers": 2}),
     # 3,006 tensors of 105 KiB on average, 308 MiB, in 20 files

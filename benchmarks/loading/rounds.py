@@ -142,6 +142,8 @@ def cells(root: str, *, short: bool, cold: bool) -> list[Cell]:
         Cell(case("dense", some, "dim 1")),
         Cell(case("dense", 4, "FSDP × TP")),
         Cell(case("dense", 4, "HSDP"), peers=PINNED),
+        Cell(case("wide", some), peers=("ours",)),
+        Cell(case("wide", some, "dim 1"), peers=("ours",)),
     ]
     stored = [*dense, case("dense", some, "dim 1"), case("dense", 4, "HSDP")]
     return warm + [Cell(one, cold=True, peers=BY_STORAGE) for one in stored if cold]
