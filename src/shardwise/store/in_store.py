@@ -21,7 +21,7 @@ from ..ranks.patience import patiently
 from ..storage import files_below, is_directory, join, place_of, read_whole, stat_of, store_of
 from .complete import check_written, readable_text
 
-__all__ = ["ObjectWriter", "claim", "commit_in_store", "discard_in_store"]
+__all__ = ["ObjectWriter", "claim", "commit_in_store", "discard_in_store", "release"]
 
 _log = logging.getLogger(__name__)
 _CLAIM = ".claim"
@@ -85,10 +85,10 @@ def claim(url: str) -> None:
         # A store that does not know the condition takes every write.
         keeps_conditions = not patiently(store.create, place.key, own + b" ")
     except BaseException:
-        _release(url)
+        release(url)
         raise
     if not keeps_conditions:
-        _release(url)
+        release(url)
         raise CheckpointError(
             f"{url}: the store has no conditional writes, without which two saves could mix; save to a local directory, and upload it "
             f"with `shardwise copy`"
@@ -116,7 +116,7 @@ def commit_in_store(url: str, manifest: Manifest) -> None:
     place = place_of(join(url, MANIFEST_NAME))
     if not patiently(store_of(place.root).create, place.key, text):
         raise CheckpointError(f"{url}: was published by another program, and can't be written again")
-    _release(url)
+    release(url)
 
 
 def discard_in_store(url: str) -> None:
@@ -132,10 +132,11 @@ def discard_in_store(url: str) -> None:
     except (SourceError, CheckpointError) as error:
         _log.warning("a save failed, and what it wrote to %s can't be deleted: %s", url, error)
         return
-    _release(url)
+    release(url)
 
 
-def _release(url: str) -> None:
+def release(url: str) -> None:
+    """Give back what :func:`claim` took. Logs a claim that can't be deleted."""
     place = place_of(url + _CLAIM)
     try:
         patiently(store_of(place.root).delete, place.key)
