@@ -17,7 +17,8 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import CheckpointError, LockedError, ShardwiseError
-from shardwise.storage import exists, files_below, is_file
+from shardwise.storage import exists, files_below, is_file, read_range
+from shardwise.store.in_store import ObjectWriter
 from tests.harness import models
 from tests.harness.object_store import BUCKET, Asked, Do, Proxy, S3Server, use_store
 from tests.harness.pool import RankPool
@@ -132,6 +133,18 @@ def test_what_is_there_already(proxy: Proxy) -> None:
     with pytest.raises(CheckpointError, match="is there already"):
         sw.save(small_state(1), url)
     assert digest_of(url) == expected
+
+
+@pytest.mark.parametrize("nbytes", [10, 9 * 1024**2])  # in one request, and in parts
+def test_bytes_may_be_changed_after_a_write(proxy: Proxy, nbytes: int) -> None:
+    """Tensors on a device, and a conversion, come through one buffer that is used again."""
+    url, buffer = f"{ROOT}/buffer-{nbytes}", bytearray(nbytes)
+    with ObjectWriter(url, expected_bytes=2 * nbytes) as file:
+        for letter in b"ab":
+            buffer[:] = bytes([letter]) * nbytes
+            file.write(buffer)
+        buffer[:] = b"c" * nbytes
+    assert read_range(url, 0, 2 * nbytes) == b"a" * nbytes + b"b" * nbytes
 
 
 def test_another_save_has_claimed_it(proxy: Proxy, server: S3Server) -> None:

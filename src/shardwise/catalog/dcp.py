@@ -9,20 +9,21 @@ Python: plain records stand for the few classes of the format, and any other nam
 from __future__ import annotations
 
 import os
-import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from threading import Lock
 from typing import Any
 
 from ..errors import FormatError, IntegrityError, SourceError
-from ..format.header import check_regular
 from ..layout.boxes import Box
 from ..limits import MAX_DIMS, MAX_PICKLE_DEPTH, brief, check_name, inside, is_count, numel_of
+from ..storage import is_url
 from .pickled_trees import Record
 from .pickles import Name, Names, is_name_of, unpickled
 from .records import Catalog, Chunk, StoredFile, StoredTensor, assemble
+from .small_reads import OpenFile, each, open_file
 from .torchfile import DTYPE_NAMES, Archive, Dtype, Saved, plain_args, to_dict, to_tuple
 
 __all__ = [
@@ -36,6 +37,8 @@ __all__ = [
 ]
 
 METADATA_NAME = ".metadata"
+#: Files that are open at a time.
+_MOST_OPEN = 64
 _MODEL_PATHS: tuple[tuple[str, ...], ...] = (("model",), ("app", "model"), ("state", "model"))
 #: Entries of a state dict that do not belong to the model, if the model's tensors lie at the top (torchtitan).
 _BESIDE = frozenset(("optimizer", "optim", "lr_scheduler", "scheduler", "dataloader", "train_state"))
@@ -86,6 +89,8 @@ def model_in(found: DcpCheckpoint) -> Catalog:
 def read_dcp(path: str | os.PathLike[str]) -> DcpCheckpoint:
     """Describe a DCP directory. Rank-local; reads ``.metadata`` and about 1 KiB per chunk, no payload.
 
+    In a store that takes one to three requests of 16 KiB for each chunk, 16 at a time.
+
     Raises :class:`SourceError` (missing or not readable), :class:`FormatError` (other classes than DCP's, a path
     outside its directory, chunks that are compressed, strided, overlapping or missing), :class:`IntegrityError` (a
     lost or truncated file).
@@ -96,16 +101,18 @@ def read_dcp(path: str | os.PathLike[str]) -> DcpCheckpoint:
         metadata = _read_metadata(file)
         locations = _locations(metadata, root)
         paths = {_name(n): _path(p) for n, p in _mapping(metadata, "planner_data", {}).items()}
-        tensors: dict[str, StoredTensor] = {}
+        entries: dict[str, Any] = {}
         objects: dict[str, ByteRange] = {}
+        for key, entry in _mapping(metadata, "state_dict_metadata").items():
+            name = _name(key)
+            if type(entry) is Record and entry.kind == _OBJECT:
+                objects[name] = _only_place(locations.get(name, {}), name)
+            else:
+                entries[name] = entry
         with ItemFiles() as files:
-            for key, entry in _mapping(metadata, "state_dict_metadata").items():
-                name = _name(key)
-                if type(entry) is Record and entry.kind == _OBJECT:
-                    objects[name] = _only_place(locations.get(name, {}), name)
-                else:
-                    tensors[name] = _tensor(name, entry, locations.get(name, {}), files)
-            stored_files = tuple(StoredFile(p, n) for p, n in files.sizes.items())
+            found = each(root, lambda n: _tensor(n, entries[n], locations.get(n, {}), files), entries)
+            tensors = dict(zip(entries, found, strict=True))
+            stored_files = tuple(files.stored[path] for path in sorted(files.stored))
     except FormatError as error:
         raise error if error.path else FormatError(str(error), path=file) from None
     return DcpCheckpoint(Catalog("dcp", root, tensors, stored_files), objects, paths)
@@ -156,15 +163,23 @@ _NAMES: Names = {
 
 def _read_metadata(file: str) -> Any:
     try:
-        check_regular(file)
-        with open(file, "rb") as stream:
-            return unpickled(stream.read, os.fstat(stream.fileno()).st_size, _NAMES, file)
-    except FileNotFoundError as error:
+        opened = open_file(file)
+    except SourceError as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            raise
         raise SourceError(
             "no .metadata: not a DCP checkpoint, or its save did not finish", path=file
         ) from error
-    except OSError as error:
-        raise SourceError(f"can't be read: {error.strerror}", path=file) from error
+    at = 0
+
+    def read(nbytes: int) -> bytes:
+        nonlocal at
+        content = opened.read(at, nbytes)
+        at += len(content)
+        return content
+
+    with opened:
+        return unpickled(read, opened.stored.nbytes, _NAMES, file)
 
 
 _MISSING: Any = object()
@@ -301,22 +316,27 @@ def _code_of(properties: Any, name: str) -> str:
 
 
 class ItemFiles:
-    """Keeps the files of items open, and finds the elements of ``torch.save``d tensors in them."""
+    """Keeps the files of items open, and finds the elements of ``torch.save``d tensors in them.
 
-    def __init__(self) -> None:
-        self.sizes: dict[str, int] = {}
-        self._open: dict[str, int] = {}
+    ``known``: objects of a store as they were first looked at; no other versions of them are read.
+    """
+
+    def __init__(self, known: Iterable[StoredFile] = ()) -> None:
+        self.stored: dict[str, StoredFile] = {}
+        self._known = {file.path: file for file in known}
+        self._open: dict[str, OpenFile] = {}
+        self._lock = Lock()
 
     def __enter__(self) -> ItemFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
         while self._open:
-            os.close(self._open.popitem()[1])
+            self._open.popitem()[1].close()
 
     def payload(self, where: ByteRange, code: str, sizes: tuple[int, ...], name: str) -> int:
         """Offset in the file of one chunk's elements. Raises :class:`FormatError` if they are not row-major."""
-        archive = Archive(self.fd(where), where.offset_bytes, where.nbytes, where.path)
+        archive = Archive(self.file(where), where.offset_bytes, where.nbytes)
         saved = archive.content
         if not isinstance(saved, Saved) or saved.code not in (code, None) or saved.sizes != sizes:
             raise FormatError(
@@ -324,25 +344,28 @@ class ItemFiles:
             )
         return archive.payload(saved, code, name)
 
-    def fd(self, where: ByteRange) -> int:
-        """Descriptor of the file that holds the whole of an item. Raises :class:`SourceError`."""
-        if where.path not in self._open:
-            try:
-                fd = os.open(where.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-            except FileNotFoundError as error:
-                raise IntegrityError("lost: no such file", path=where.path) from error
-            except OSError as error:
-                raise SourceError(f"can't be opened: {error.strerror}", path=where.path) from error
-            while len(self._open) >= 64:
-                os.close(self._open.pop(next(iter(self._open))))
-            self._open[where.path] = fd
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode):
-                raise FormatError("can't be read: not a regular file", path=where.path)
-            self.sizes[where.path] = status.st_size
-        if where.offset_bytes + where.nbytes > self.sizes[where.path]:
+    def file(self, where: ByteRange) -> OpenFile:
+        """The file that holds the whole of an item. Raises :class:`SourceError`."""
+        with self._lock:
+            if where.path not in self._open:
+                self._open_new(where.path)
+            file = self._open[where.path]
+        if where.offset_bytes + where.nbytes > file.stored.nbytes:
             raise IntegrityError(
-                f"{self.sizes[where.path]} bytes, but a chunk ends at {where.offset_bytes + where.nbytes}: truncated",
+                f"{file.stored.nbytes} bytes, but a chunk ends at {where.offset_bytes + where.nbytes}: truncated",
                 path=where.path,
             )
-        return self._open[where.path]
+        return file
+
+    def _open_new(self, path: str) -> None:
+        try:
+            file = open_file(path, self._known.get(path) or self.stored.get(path))
+        except SourceError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                raise IntegrityError(
+                    f"lost: no such {'object' if is_url(path) else 'file'}", path=path
+                ) from error
+            raise
+        while len(self._open) >= _MOST_OPEN:
+            self._open.pop(next(iter(self._open))).close()
+        self._open[path], self.stored[path] = file, file.stored

@@ -41,9 +41,10 @@ def open_catalog(
 def _open(root: str, model: str | None, variant: str | None) -> Catalog:
     if is_url(root):
         root = place_of(root).url
-        _refuse_unread(root)
-        if model is None and is_file(root):  # asks for no folder: who may read an object may not list it
-            return catalog_of_safetensors(root)
+        if (
+            model is None and variant is None and is_file(root)
+        ):  # who may read an object may not list its folder
+            return catalog_of_torch_file(root) if is_torch_file(root) else catalog_of_safetensors(root)
     if variant is not None:
         return catalog_of_safetensors(root, variant)
     if is_file(os.path.join(root, "manifest.json")):
@@ -56,23 +57,13 @@ def _open(root: str, model: str | None, variant: str | None) -> Catalog:
         raise SourceError(what, path=root)
     if is_torch_file(root):
         return catalog_of_torch_file(root)
-    if not is_url(root) and is_file(os.path.join(root, METADATA_NAME)):
+    if is_file(os.path.join(root, METADATA_NAME)):
         found = catalog_of_dcp(root)
         # transformers puts the optimizer's DCP files into the caller's directory, maybe beside the model's safetensors.
         return found if found.tensors or not has_safetensors(root) else catalog_of_safetensors(root)
     if has_safetensors(root):
         return catalog_of_safetensors(root)
     return _without_safetensors(root)
-
-
-def _refuse_unread(url: str) -> None:
-    """Refuse what is read from local directories alone."""
-    is_torch = url.endswith((".bin", ".pt", ".pth", f"/{METADATA_NAME}")) and is_file(url)
-    if is_torch or (is_file(f"{url}/{METADATA_NAME}") and not has_safetensors(url)):
-        what = (
-            "files of torch.save and of torch's distributed checkpoint are read from local directories alone"
-        )
-        raise SourceError(f"{what}; copy it to one", path=url)
 
 
 def _without_safetensors(root: str) -> Catalog:

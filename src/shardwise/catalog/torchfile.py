@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import math
 import os
-import stat
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..dtypes import itemsize
-from ..errors import FormatError, SourceError
+from ..errors import FormatError
 from ..layout.boxes import whole
 from ..limits import MAX_BYTES_PER_BYTE, MAX_NAME_CHARS, brief, check_name, inside, is_count, numel_of
+from ..storage import is_file, is_url
 from .index import read_weight_map
 from .pickles import Name, Names, check_key, unpickled
 from .records import Catalog, Chunk, StoredFile, StoredTensor
+from .small_reads import OpenFile, each, open_file
 from .torchzip import MemberReader, TorchZip
 
 __all__ = [
@@ -37,7 +37,6 @@ __all__ = [
     "has_torch_files",
     "is_torch_file",
     "located",
-    "opened",
     "plain_args",
     "read_torch_file",
     "to_dict",
@@ -212,18 +211,24 @@ TENSOR_NAMES: Names = {
 class Archive:
     """One ``torch.save``d object in a byte range of an open file: its description and its storages."""
 
-    def __init__(self, fd: int, offset_bytes: int, nbytes: int, path: str) -> None:
+    def __init__(self, file: OpenFile, offset_bytes: int, nbytes: int) -> None:
         """Reads the zip's directory and ``data.pkl``. Raises :class:`FormatError`."""
-        self._path = path
-        self._zip = TorchZip(fd, offset_bytes, nbytes, path)
+        self._path = file.stored.path
+        self._zip = TorchZip(file, offset_bytes, nbytes)
         described = self._zip.members.get("data.pkl")
         if described is None or not described.is_stored:
             raise self._zip.wrong("its description (data.pkl) is lost or compressed")
         reader = MemberReader(self._zip, described)
-        self.content = unpickled(reader, described.nbytes, TENSOR_NAMES, path)
+        self.content = unpickled(reader, described.nbytes, TENSOR_NAMES, self._path)
         reader.finish()
         order = self._zip.members.get("byteorder")
         self._is_little = order is None or MemberReader(self._zip, order)(16) == b"little"
+
+    def look_ahead(self, saved: Iterable[Saved]) -> None:
+        """Look up where the storages of tensors lie: several at a time in a store, before :meth:`payload` is asked for each."""
+        if is_url(self._path):
+            named = [self._zip.members.get(f"data/{key}") for key in dict.fromkeys(one.key for one in saved)]
+            each(self._path, self._zip.offset_of, [data for data in named if data is not None])
 
     def payload(self, saved: Saved, code: str, name: str) -> int:
         """Offset in the file of a tensor's elements. Raises :class:`FormatError` if they are not row-major."""
@@ -246,7 +251,7 @@ class Archive:
 
 def is_torch_file(path: str) -> bool:
     """Whether a path ends as files of ``torch.save`` do: ``.bin``, ``.pt`` or ``.pth``."""
-    return path.endswith((".bin", ".pt", ".pth")) and os.path.isfile(path)
+    return path.endswith((".bin", ".pt", ".pth")) and is_file(path)
 
 
 #: Accelerate's and the HF Trainer's file name for a model in FSDP's full state dict, which has module names.
@@ -256,7 +261,7 @@ TORCH_INDEX_NAME, TORCH_SINGLE_NAME = "pytorch_model.bin.index.json", "pytorch_m
 
 def has_torch_files(root: str) -> bool:
     """Whether a directory holds a model in the layout from before safetensors."""
-    return any(os.path.isfile(os.path.join(root, n)) for n in (TORCH_INDEX_NAME, TORCH_SINGLE_NAME))
+    return any(is_file(os.path.join(root, n)) for n in (TORCH_INDEX_NAME, TORCH_SINGLE_NAME))
 
 
 def catalog_of_torch_files(root: str) -> Catalog:
@@ -266,7 +271,7 @@ def catalog_of_torch_files(root: str) -> Catalog:
     index names lacks one.
     """
     index = os.path.join(root, TORCH_INDEX_NAME)
-    if not os.path.isfile(index):
+    if not is_file(index):
         return replace(catalog_of_torch_file(os.path.join(root, TORCH_SINGLE_NAME)), root=root)
     weight_map = read_weight_map(index)
     tensors: dict[str, StoredTensor] = {}
@@ -322,30 +327,25 @@ def read_torch_file(
     bytes per tensor, no payload. Raises :class:`SourceError`, :class:`FormatError` (names other than those of tensors
     and plain values, elements not in row-major order, a file from before torch 1.6).
     """
-    file = os.fspath(path)
-    with opened(file) as (fd, nbytes):
-        archive = Archive(fd, 0, nbytes, file)
-        return located(archive, pick(archive.content), file), StoredFile(file, nbytes)
-
-
-@contextmanager
-def opened(path: str) -> Iterator[tuple[int, int]]:
-    """Descriptor and size of a regular file, closed at the end. Raises :class:`SourceError`; never blocks on a pipe."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except (OSError, ValueError) as error:  # ValueError: NUL in the caller's path
-        raise SourceError(f"can't be opened: {getattr(error, 'strerror', error)}", path=path) from error
-    try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise FormatError("can't be read: not a regular file", path=path)
-        yield fd, status.st_size
-    finally:
-        os.close(fd)
+    with open_file(os.fspath(path)) as file:
+        archive = Archive(file, 0, file.stored.nbytes)
+        picked = pick(archive.content)
+        archive.look_ahead(_saved_in(picked))
+        return located(archive, picked, file.stored.path), file.stored
 
 
 #: Optimizer states lie four levels deep (``state``, parameter, name of the state). Nothing that is read lies deeper.
 _MAX_DEPTH = 8
+
+
+def _saved_in(value: Any, depth: int = 0) -> Iterator[Saved]:
+    """The tensors that :func:`located` meets."""
+    if isinstance(value, Saved):
+        if value.code is not None and 0 not in value.sizes:
+            yield value
+    elif depth < _MAX_DEPTH and type(value) in (dict, list):
+        for inner in value.values() if type(value) is dict else value:
+            yield from _saved_in(inner, depth + 1)
 
 
 def located(archive: Archive, value: Any, file: str, path: tuple[Any, ...] = ()) -> Any:

@@ -6,15 +6,14 @@ locate the directory. Format: https://pkware.cachefly.net/webdocs/casestudies/AP
 
 from __future__ import annotations
 
-import os
 import struct
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..errors import FormatError, SourceError
+from ..errors import FormatError
 from ..limits import MAX_COUNT, MAX_ZIP_DIRECTORY_BYTES, brief
-from ..ranks.patience import patiently
+from .small_reads import OpenFile
 
 __all__ = ["Member", "MemberReader", "TorchZip"]
 
@@ -43,8 +42,9 @@ class TorchZip:
     the directory only: at most :data:`~shardwise.limits.MAX_ZIP_DIRECTORY_BYTES`.
     """
 
-    def __init__(self, fd: int, begin: int, nbytes: int, path: str) -> None:
-        self._fd, self.begin, self._nbytes, self._path = fd, begin, nbytes, path
+    def __init__(self, file: OpenFile, begin: int, nbytes: int) -> None:
+        self._file, self.begin, self._nbytes = file, begin, nbytes
+        self._offsets: dict[int, int] = {}  # of members, by that of their header
         count, at, length = self._find_directory()
         if length > MAX_ZIP_DIRECTORY_BYTES:
             raise self.wrong(f"its directory has {length} bytes, the limit is {MAX_ZIP_DIRECTORY_BYTES}")
@@ -54,21 +54,21 @@ class TorchZip:
 
     def offset_of(self, member: Member) -> int:
         """Offset of a member's bytes in the file. Checks that all of them lie in the container."""
+        if member.header_at in self._offsets:
+            return self._offsets[member.header_at]
         local = self.read(member.header_at, _LOCAL_BYTES)  # the header holds its own length
         lengths = int.from_bytes(local[26:28], "little") + int.from_bytes(local[28:30], "little")
         at = member.header_at + _LOCAL_BYTES + lengths
         if local[:4] != b"PK\3\4" or at + member.nbytes > self._nbytes:
             raise self.wrong("a member ends outside it: damaged or truncated")
+        self._offsets[member.header_at] = self.begin + at
         return self.begin + at
 
     def read(self, at: int, nbytes: int) -> bytes:
         """Bytes of the container. Raises :class:`FormatError` if it is too short."""
         if not 0 <= at <= self._nbytes - nbytes:
             raise self.wrong("it is truncated")
-        try:
-            found = patiently(os.pread, self._fd, nbytes, self.begin + at)
-        except OSError as error:
-            raise SourceError(f"can't be read: {error.strerror}", path=self._path) from error
+        found = self._file.read(self.begin + at, nbytes)
         if len(found) != nbytes:
             raise self.wrong("it is truncated")
         return found
@@ -117,7 +117,7 @@ class TorchZip:
 
     def wrong(self, what: str) -> FormatError:
         """The error for this container."""
-        return FormatError(f"not a file of torch.save: {what}", path=self._path)
+        return FormatError(f"not a file of torch.save: {what}", path=self._file.stored.path)
 
 
 def _zip64(more: bytes) -> Iterator[int]:

@@ -270,7 +270,7 @@ def export(
 ) -> None:
     """Write the model at PATH (a checkpoint, DCP's too, or safetensors) as a Hugging Face directory OUT.
 
-    Runs in one process, or under torchrun, where all ranks share the work. A training run may save and delete steps
+    PATH and OUT may be URLs of object stores. Runs in one process, or under torchrun, where all ranks share the work. A training run may save and delete steps
     meanwhile.
     """
     from ..export.hub import export_hf
@@ -316,7 +316,7 @@ def convert(
     PATH is a checkpoint of Accelerate, the HF Trainer, torchtitan, transformers or torch.distributed.checkpoint, sharded
     or as full state; safetensors; or a shardwise checkpoint, whose files are then cut anew. A checkpoint also gets
     optimizer, scheduler and scaler, if they are stored. To resume from OUT with a Checkpointer, name it step-NNNNNNNN in
-    its directory. Runs in one process, or under torchrun, where all ranks share the work.
+    its directory. PATH and OUT may be URLs of object stores. Runs in one process, or under torchrun, where all ranks share the work.
     """
     if model is not None and to != "hf":
         raise click.BadParameter(

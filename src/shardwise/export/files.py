@@ -1,4 +1,4 @@
-"""The files of a model in hub format: places each tensor, makes files in their final size, publishes them whole."""
+"""The files of a model in hub format: which tensor lies where in which file."""
 
 from __future__ import annotations
 
@@ -12,16 +12,11 @@ from ..catalog import Chunk, StoredTensor
 from ..catalog.safetensors import catalog_of_safetensors
 from ..dtypes import itemsize
 from ..errors import CheckpointError, SourceError
-from ..format.header import read_header
+from ..format.header import read_headers
 from ..layout.boxes import whole
 from ..layout.spec import TensorSpec
-from ..limits import inside
-from ..ranks.patience import patiently, remove_tree
-from ..ranks.ranks import Ranks
-from ..store.publish import temporary_beside
-from ..store.write import fsync_directory, make_directories, write_file
 
-__all__ = ["INDEX_NAME", "HubFiles", "header_of", "lay_out", "prepare_files", "publish_files"]
+__all__ = ["INDEX_NAME", "HubFiles", "check_readable", "header_of", "lay_out", "specs_in"]
 
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -98,77 +93,17 @@ def header_of(tensors: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, int],
     return len(text).to_bytes(8, "little") + text, offsets, end
 
 
-def prepare_files(final: str, output: HubFiles, ranks: Ranks) -> str:
-    """Rank 0 makes the temporary directory and the files in their final size. Returns the path on all ranks."""
-
-    def make() -> str:
-        _refuse_taken(final)
-        path = temporary_beside(final)
-        try:
-            make_directories(os.path.dirname(path))
-            patiently(os.mkdir, path)
-            for file, header in output.headers.items():
-                patiently(os.makedirs, os.path.join(path, os.path.dirname(file)), exist_ok=True)
-                write_file(os.path.join(path, file), header)
-                patiently(os.truncate, os.path.join(path, file), output.sizes[file])
-        except (OSError, CheckpointError) as error:
-            remove_tree(path)
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise CheckpointError(f"{path}: can't be created: {reason}") from error
-        return path
-
-    return ranks.on_first("make export directory", make)
-
-
-def _refuse_taken(final: str) -> None:
-    if os.path.islink(final):
-        raise CheckpointError(
-            f"{final}: is a symbolic link, which can't be exchanged for the finished export; give the directory "
-            f"that it stands for, or a new one"
-        )
+def check_readable(root: str, final: str, output: HubFiles) -> None:
+    """Read every header, and the index if there is one, as a load does. Raises :class:`CheckpointError`."""
     try:
-        taken = os.path.lexists(final) and not (os.path.isdir(final) and not os.listdir(final))
-    except OSError as error:
-        raise CheckpointError(f"{final}: can't be looked at: {error.strerror}") from error
-    if taken:
-        raise CheckpointError(f"{final}: is there already; export into a new or empty directory")
-
-
-def publish_files(
-    temporary: str, final: str, output: HubFiles, assets: Mapping[str, bytes], bytes_written: int
-) -> None:
-    """Write index and small files, sync them, and rename. For rank 0, after every rank synced its bytes.
-
-    Raises :class:`CheckpointError` if bytes are missing, or if a reader would refuse the headers.
-    """
-    if bytes_written != output.total_bytes:
-        raise CheckpointError(f"{final}: ranks wrote {bytes_written} bytes, expected {output.total_bytes}")
-    if output.index is not None:
-        write_file(os.path.join(temporary, INDEX_NAME), output.index)
-    for name, content in assets.items():
-        write_file(inside(temporary, name), content)
-    _check_readable(temporary, final, output)
-    for folder in dict.fromkeys((*map(os.path.dirname, output.headers), "")):
-        fsync_directory(os.path.join(temporary, folder))
-    try:
-        if os.path.isdir(final):
-            patiently(os.rmdir, final)
-        patiently(os.rename, temporary, final)
-    except OSError as error:
-        raise CheckpointError(f"{final}: can't be published: {error.strerror}") from error
-    fsync_directory(os.path.dirname(final))
-
-
-def _check_readable(temporary: str, final: str, output: HubFiles) -> None:
-    """Read every header and the index as a load does, before anything has the final name."""
-    try:
+        paths = [os.path.join(root, file) for file in output.headers]
         found = {
             (file, entry.name): (entry.dtype, entry.shape, entry.offset_bytes)
-            for file in output.headers
-            for entry in read_header(os.path.join(temporary, file)).entries.values()
+            for file, header in zip(output.headers, read_headers(paths), strict=True)
+            for entry in header.entries.values()
         }
         if output.index is not None:
-            catalog_of_safetensors(temporary)
+            catalog_of_safetensors(root)
     except SourceError as error:
         raise CheckpointError(
             f"{final}: nothing is published, because no reader would take it: {error}"

@@ -15,7 +15,7 @@ from ..layout.boxes import Box
 from ..planning.build import transfers_of
 from ..recipe.tiles import Tile
 from ..transfer.box import wanted_box
-from ..transfer.copy import Destination, FileFiller, Staging, write_back
+from ..transfer.copy import Destination, Filler, Staging, write_back
 from .files import HubFiles
 
 __all__ = ["write_from_devices"]
@@ -27,7 +27,7 @@ _PART_BYTES = 8 * 1024**2
 def write_from_devices(
     tensors: Sequence[tuple[Live, Sequence[Tile]]],
     output: HubFiles,
-    filler: FileFiller,
+    filler: Filler,
     staging: Staging,
     rank: int,
 ) -> None:

@@ -21,21 +21,20 @@ from ..adapters.names import adapter_tensors
 from ..catalog import Chunk, StoredTensor
 from ..dtypes import itemsize, torch_dtype
 from ..errors import CheckpointError, StateError
-from ..format.slices import SliceTensor, assign_owners, owner_ranks
 from ..internals.peft import has_adapters, peft_model
 from ..layout.boxes import whole
 from ..layout.live import LiveModel, describe
-from ..layout.model import wanted_of
 from ..layout.spec import TensorSpec
 from ..layout.wanted import Wanted
 from ..models.memory import default_device
 from ..planning.build import transfers_of
-from ..ranks.hosts import device_of_group
+from ..ranks.hosts import device_where_ranks_sum
 from ..ranks.ranks import Ranks
 from ..recipe.match import castable
 from ..recipe.tiles import Tile
 from ..transfer.copy import Destination
 from .hub import LiveJob, dtype_code
+from .live_windows import brought_by
 from .tensors import HubTensors, as_named
 
 __all__ = ["iter_full"]
@@ -88,7 +87,7 @@ def iter_full(
         claim.alike([bucket_bytes, [[f.stored.name, f.stored.dtype, list(f.stored.shape)] for f in full]])
         parts = Destination(live.local_tensors())
         device = _device(live)
-        sums_on = _where_ranks_sum(device) if ranks.world_size > 1 else device
+        sums_on = device_where_ranks_sum(device) if ranks.world_size > 1 else device
     return _iterate(_buckets(full, bucket_bytes), parts, (sums_on, device), ranks)
 
 
@@ -134,15 +133,7 @@ def _plan(live: LiveModel, contents: HubTensors, dtype: str | None, rank: int) -
     unfilled = [name for name, t in named.items() if t.tensor.is_meta]
     if unfilled:
         raise StateError(f"{len(unfilled)} tensors are on meta, e.g. {unfilled[0]!r}; load the model first")
-    owned = assign_owners(
-        [SliceTensor(n, *TensorSpec.of(t.tensor), live.geometries[n]) for n, t in named.items()]
-    )
-    brought: dict[str, list[tuple[Wanted, Tile]]] = {}
-    for t in owned:
-        if rank in owner_ranks(t.geometry, t.owner):
-            wanted = wanted_of(t.name, named[t.name].tensor, t.geometry)
-            for tile in contents.tiles[t.name]:
-                brought.setdefault(tile.source, []).append((wanted, tile))
+    brought = brought_by(rank, live, {n: t.tensor for n, t in named.items()}, contents.tiles)
     full = []
     for name, (code, shape) in contents.hub.items():
         given = dtype if dtype is not None and castable(code, dtype) else code
@@ -223,14 +214,3 @@ def _device(live: LiveModel) -> torch.device:
     if any(isinstance(t, DTensor) for t in tensors) or not tensors:
         return default_device(live.parameters)
     return tensors[0].device
-
-
-def _where_ranks_sum(device: torch.device) -> torch.device:
-    """``device`` if the default process group supports it, else this process's device of a supported type."""
-    found = device_of_group(device)
-    if found is None:
-        raise StateError(
-            f"the default process group ({dist.get_backend_config()}) works on devices that this process does not have; "
-            f"the model is on {device.type}. Start the group with a backend for {device.type}"
-        )
-    return found

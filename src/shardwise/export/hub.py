@@ -31,15 +31,17 @@ from ..models.assets import asset_files
 from ..models.classes import import_code, in_turn
 from ..planning import IOOptions
 from ..planning.build import transfers_of
-from ..ranks.patience import remove_tree
 from ..ranks.ranks import Ranks
 from ..recipe.origin import recall
 from ..recipe.transformers import is_transformers_model, meta_instance
-from ..storage import local_path
-from ..transfer.copy import Destination, FileFiller, Staging, write_back
+from ..storage import absolute
+from ..transfer.copy import Destination, Filler, Staging, write_back
 from .adapters import adapter_assets, chosen_adapters, lay_out_adapters
-from .files import HubFiles, lay_out, prepare_files, publish_files
+from .files import HubFiles, lay_out
 from .from_devices import write_from_devices
+from .job import Job
+from .live_windows import LiveWindows, brought_by
+from .places import place_for
 from .stored import StoredJob
 from .tensors import HubTensors, as_named, inverted, reverted
 
@@ -91,7 +93,8 @@ def export_hf(
 
     Args:
         model_or_path: a live (sharded) model, a checkpoint directory, or any other source of a load.
-        out: must not exist, or be empty. It appears complete or not at all.
+        out: a directory or a URL; must not exist, or be empty. It appears complete or not at all. In a store each rank
+            writes whole files, the config and the index come last, and a failure deletes what was written.
         model: the name of the model, for a checkpoint with several models.
         config: directory with the config.json (and tokenizer, own code) of a source that has none, such as a DCP
             checkpoint. Without one, its tensors keep their names.
@@ -102,15 +105,15 @@ def export_hf(
             their own code need it.
 
     Every rank of the default process group must call it; each writes its own bytes at precomputed offsets of the
-    final files. Tensors read from a checkpoint are compared with its recorded digests before anything appears. All
+    final files. Into a store the ranks bring a live model's tensors together, by the default process group. Tensors read from a checkpoint are compared with its recorded digests before anything appears. All
     files of a checkpoint are opened at the start, so a run that deletes it meanwhile does no harm (if the process may
-    not open that many files: :class:`CheckpointError`). Memory: staging only. Raises :class:`CheckpointError`,
+    not open that many files: :class:`CheckpointError`). Memory: staging only; into a store, 100 MiB besides. Raises :class:`CheckpointError`,
     :class:`SourceError` (:class:`IntegrityError` for content that differs), :class:`RankError` alike on every rank.
     """
     started = time.perf_counter()
     io = io or IOOptions()
     ranks = Ranks.current(timeout_s=io.timeout_s)
-    final = local_path(out)
+    final = absolute(out)
     with ranks.agree("open source"):
         if max_shard_bytes < 1:
             raise ValueError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
@@ -140,7 +143,7 @@ def export_hf(
 
 
 def _write_out(
-    job: LiveJob | StoredJob,
+    job: Job,
     contents: HubTensors,
     output: HubFiles,
     assets: Mapping[str, bytes],
@@ -149,21 +152,24 @@ def _write_out(
     io: IOOptions,
 ) -> int:
     """Write and publish: the files appear at ``final`` complete or not at all. Returns this rank's bytes."""
-    temporary = prepare_files(final, output, ranks)
+    place = place_for(final, output, ranks)
+    place.prepare()
     try:
-        with ranks.agree("write export"), FileFiller(temporary, ranks.tick) as filler:
-            sums = job.write(contents, output, filler, Staging(io), ranks)
-        written = filler.bytes_written
+        written, sums = place.write(job, contents, Staging(io))
         gathered = ranks.gather("bytes exported", np.array([written, *sums], dtype=np.uint64))
         with ranks.agree("publish export"):
             if gathered is not None:
                 total, *sums = map(int, np.stack(gathered).sum(axis=0, dtype=np.uint64))
                 job.check(sums)
-                publish_files(temporary, final, output, assets, total)
+                if total != output.total_bytes:
+                    raise CheckpointError(
+                        f"{final}: ranks wrote {total} bytes, expected {output.total_bytes}"
+                    )
+                place.publish(assets)
     except BaseException:
         if ranks.rank == 0:
             with ranks.patience():
-                remove_tree(temporary)
+                place.discard()
         raise
     return written
 
@@ -213,7 +219,7 @@ class LiveJob:
         return as_named(self._specs())
 
     def write(
-        self, contents: HubTensors, output: HubFiles, filler: FileFiller, staging: Staging, ranks: Ranks
+        self, contents: HubTensors, output: HubFiles, filler: Filler, staging: Staging, ranks: Ranks
     ) -> list[int]:
         geometries = self._live.geometries
         owned = assign_owners([SliceTensor(n, *spec, geometries[n]) for n, spec in self._specs().items()])
@@ -231,6 +237,12 @@ class LiveJob:
                 write_back(transfers_of(tile, wanted, output.tensors), filler, destination, staging)
         write_from_devices(on_devices, output, filler, staging, ranks.rank)
         return []
+
+    def windows(self, contents: HubTensors, output: HubFiles, staging: Staging, ranks: Ranks) -> LiveWindows:
+        """The same, for files that are written from front to back."""
+        tensors = {n: t.tensor for n, t in self._named.items()}
+        brought = brought_by(ranks.rank, self._live, tensors, contents.tiles)
+        return LiveWindows(self._live, brought, output, staging)
 
     def check(self, sums: Sequence[int]) -> None:
         """Does nothing: a live model has no recorded digests."""

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 
 from ..catalog import Catalog, StoredTensor
 from ..catalog.checkpoint import catalog_of_checkpoint, check_size, directory, model_named
 from ..catalog.open import open_catalog
-from ..checkpoint.verify import runs_of
 from ..digests.digest import finish, partial_sum
-from ..dtypes import itemsize
 from ..errors import CheckpointError, IntegrityError, SourceError
 from ..format.manifest import MANIFEST_NAME, Manifest, read_manifest
 from ..layout.boxes import Box
@@ -31,9 +28,10 @@ from ..runs.stored_run import StoredModel, as_config_says, as_stored, has_module
 from ..storage import is_directory, is_file, is_url, looking_once
 from ..transfer import SourceReader
 from ..transfer.box import read_recipe, wanted_box
-from ..transfer.copy import Destination, FileFiller, Staging, write_back
+from ..transfer.copy import Destination, Filler, Staging, write_back
 from ..transfer.page_cache import page_cache_for
 from .files import HubFiles, lay_out
+from .stored_windows import StoredWindows, share_of
 from .tensors import HubTensors, as_named, inverted, reverted
 
 __all__ = ["StoredJob"]
@@ -159,24 +157,27 @@ class StoredJob:
         return inverted(specs, recipes, shapes)
 
     def write(
-        self, contents: HubTensors, output: HubFiles, filler: FileFiller, staging: Staging, ranks: Ranks
+        self, contents: HubTensors, output: HubFiles, filler: Filler, staging: Staging, ranks: Ranks
     ) -> list[int]:
         """Write this rank's pieces. Returns its share of the digest sum of each tensor with a recorded digest."""
-        sums = dict.fromkeys(self._recorded(), 0)
-        try:
-            for name, box in _share_of(self._stored.specs, staging.limit_bytes // 2, ranks):
-                tiles = contents.tiles.get(name, ())
-                total = self._write_piece(name, box, tiles, output, filler, staging)
-                if name in sums:
-                    sums[name] = (sums[name] + total) % 2**64
-        except SourceError as error:
-            raise self._unless_deleted(error) from error
+        sums = dict.fromkeys(self.recorded(), 0)
+        for name, box in share_of(self._stored.specs, staging.limit_bytes // 2, ranks):
+            tiles = contents.tiles.get(name, ())
+            total = self.write_piece(name, box, tiles, output, filler, staging)
+            if name in sums:
+                sums[name] = (sums[name] + total) % 2**64
         return list(sums.values())
+
+    def windows(
+        self, contents: HubTensors, output: HubFiles, staging: Staging, ranks: Ranks
+    ) -> StoredWindows:
+        """The same, for files that are written from front to back."""
+        return StoredWindows(self, contents, output, staging, ranks)
 
     def check(self, sums: Sequence[int]) -> None:
         """Compare the digests of all ranks' reads with the recorded ones. Raises :class:`IntegrityError`."""
         wrong = []
-        for name, total in zip(self._recorded(), sums, strict=True):
+        for name, total in zip(self.recorded(), sums, strict=True):
             stored = self._catalog.tensors[name]
             if finish(total, stored.dtype, stored.shape) != self._catalog.digests[name]:
                 wrong.append(name)
@@ -188,24 +189,32 @@ class StoredJob:
                 path=self._path,
             )
 
-    def _recorded(self) -> list[str]:
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """Dtype and shape of each stored tensor."""
+        return self._stored.specs
+
+    def recorded(self) -> list[str]:
         """Tensors with a digest, in one order on all ranks."""
         return [name for name in self._catalog.tensors if name in self._catalog.digests]
 
-    def _write_piece(
+    def write_piece(
         self,
         name: str,
         box: Box,
         tiles: Sequence[Tile],
         output: HubFiles,
-        filler: FileFiller,
+        filler: Filler,
         staging: Staging,
     ) -> int:
         """Write one piece. Returns its digest sum as read."""
         dtype, shape = self._stored.specs[name]
         wanted = wanted_box(name, dtype, shape, box)
         stored = self._stored.catalog.tensors
-        piece = read_recipe(wanted, self._stored.recipes[name], stored, self._files, staging, self._room)
+        try:
+            piece = read_recipe(wanted, self._stored.recipes[name], stored, self._files, staging, self._room)
+        except SourceError as error:
+            raise self._unless_deleted(error) from error
         destination = Destination({name: piece})
         for tile in tiles:
             write_back(transfers_of(tile, wanted, output.tensors), filler, destination, staging)
@@ -218,17 +227,3 @@ class StoredJob:
 
 def _any_dtype(specs: Mapping[str, TensorSpec]) -> str:
     return next((spec.dtype for spec in specs.values()), "F32")
-
-
-def _share_of(specs: Mapping[str, TensorSpec], limit_bytes: int, ranks: Ranks) -> Sequence[tuple[str, Box]]:
-    """The pieces of all tensors that one rank copies: a contiguous share of the bytes."""
-    found = []
-    total = max(1, sum(spec.nbytes for spec in specs.values()))
-    done = 0
-    for name, (dtype, shape) in specs.items():
-        size = itemsize(dtype)
-        for start, sizes, _ in runs_of((0,) * len(shape), shape, limit_bytes // size):
-            if done * ranks.world_size // total == ranks.rank:
-                found.append((name, Box(start, tuple(a + n for a, n in zip(start, sizes, strict=True)))))
-            done += math.prod(sizes) * size
-    return found

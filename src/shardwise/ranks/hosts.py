@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from shardwise.devices import own_device
+from shardwise.errors import StateError
 
-__all__ = ["device_of_group", "host_key"]
+__all__ = ["device_of_group", "device_where_ranks_sum", "host_key"]
 
 
 def host_key() -> str:
@@ -33,3 +34,15 @@ def device_of_group(preferred: torch.device) -> torch.device | None:
     if preferred.type in kinds:
         return preferred
     return next((own for own in map(own_device, kinds) if own.type in kinds), None)
+
+
+def device_where_ranks_sum(device: torch.device) -> torch.device:
+    """``device`` if the default process group supports it, else this process's device of a supported type. Raises
+    :class:`StateError` if this process has none."""
+    found = device_of_group(device)
+    if found is None:
+        raise StateError(
+            f"the default process group ({dist.get_backend_config()}) works on devices that this process does not have; "
+            f"the tensors are on {device.type}. Start the group with a backend for {device.type}"
+        )
+    return found

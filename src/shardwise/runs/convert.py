@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from ..catalog import StoredTensor
+from ..catalog import StoredFile, StoredTensor
 from ..catalog.checkpoint import directory, packed_name, replicated
 from ..checkpoint.collect import Collected, Lineage
 from ..checkpoint.pieces import InParts, Piece, live_piece
 from ..checkpoint.save import publish_collected
 from ..checkpoint.snapshot import Live, MadeOf, ModelPart, OptimizerPart, Snapshot, layout_hash
 from ..dtypes import code_of, torch_dtype
-from ..errors import IntegrityError, SourceError
+from ..errors import IntegrityError
 from ..format.manifest import CONVERTED, Manifest
 from ..format.slices import SliceTensor, assign_owners
 from ..format.states import StateKey
@@ -35,14 +35,14 @@ from ..recipe.host_convert import HostConversion
 from ..recipe.match import Recipe
 from ..recipe.tiles import identity
 from ..state.optimizer import Drained
-from ..storage import is_url, local_path
+from ..storage import absolute, is_url
 from ..store.target import target_of
 from ..transfer import SourceReader
 from ..transfer.box import read_recipe, wanted_box
 from ..transfer.converted import ConvertingReader
 from ..transfer.copy import Staging
 from ..transfer.page_cache import page_cache_for
-from .stored_run import StoredModel, StoredOptimizerState, StoredRun, describe_run
+from .stored_run import StoredModel, StoredOptimizerState, StoredRun, describe_run, home_of_run
 
 __all__ = ["ConvertReport", "convert"]
 
@@ -85,10 +85,10 @@ def convert(
     """Write the run or model at ``source`` as one checkpoint directory at ``out``: all of it or nothing.
 
     Args:
-        source: a DCP checkpoint (Accelerate, the HF Trainer, torchtitan, transformers, torch), FSDP's full state or
+        source: a path or a URL: a DCP checkpoint (Accelerate, the HF Trainer, torchtitan, transformers, torch), FSDP's full state or
             another file of ``torch.save``, safetensors, or a shardwise checkpoint. Stored optimizers, scheduler and
             scaler are converted; random generators and data position are not.
-        out: must not exist. A Checkpointer finds it under the name ``step-%08d`` of its step. If the source names no
+        out: a path or a URL; must not exist. A Checkpointer finds it under the name ``step-%08d`` of its step. If the source names no
             step, it is that of this name, or 0; ``skipped`` says so.
         config: directory with the model's config.json (and tokenizer, own code) if the source has none. Without one,
             tensors keep their names, and missing tensors are not noticed.
@@ -103,20 +103,19 @@ def convert(
     started = time.perf_counter()
     io = io or IOOptions()
     ranks = Ranks.current(timeout_s=io.timeout_s)
-    final = local_path(out)
-    if is_url(os.fspath(source)):
-        raise SourceError(
-            "is converted from a local directory; get one with `shardwise copy`", path=os.fspath(source)
-        )
-    home = None if config is None else os.fspath(config)
+    final = absolute(out)
+    root = absolute(source) if is_url(os.fspath(source)) else os.fspath(source)
+    with ranks.agree("find the config"):
+        home = home_of_run(root, None if config is None else os.fspath(config), with_code=trust_remote_code)
     if trust_remote_code:
-        in_turn(ranks, lambda: import_code(home or source))
+        in_turn(ranks, lambda: import_code(home or root))
     with ranks.agree("plan the conversion") as claim:
         named = STEP_NAME.fullmatch(os.path.basename(final))
         step = int(named[1]) if named else 0
-        run = describe_run(source, home, step=step, trust_remote_code=trust_remote_code, io=io)
+        run = describe_run(root, home, step=step, trust_remote_code=trust_remote_code, io=io)
         snapshot = _snapshot(run, ranks.world_size)
-        claim.alike(layout_hash(snapshot))
+        files = _files_of(run)
+        claim.alike([layout_hash(snapshot), [[f.path, f.version] for f in files if f.version is not None]])
     run_id = run.run_id or ranks.on_first("run id", lambda: secrets.token_hex(8))
     collected = Collected(
         snapshot=snapshot,
@@ -129,15 +128,15 @@ def convert(
         software={**run.software, CONVERTED: run.kind},
         hub_tensors={n: m.hub_tensors for n, m in run.models.items() if m.hub_tensors is not None},
     )
-    with SourceReader(ranks.tick, io=io, page_cache=page_cache_for(io, ())) as files:
-        stream = _Stream(run, files, Staging(io))
+    with SourceReader(ranks.tick, files=files, io=io, page_cache=page_cache_for(io, ())) as reader:
+        stream = _Stream(run, reader, Staging(io))
         contents = InParts(stream.tensor_of, _PIECE_BYTES)
         written = publish_collected(
             collected, target_of(final), ranks, contents, lambda made: _compare_digests(run, made)
         )
     return ConvertReport(
         path=final,
-        source=os.fspath(source),
+        source=root,
         source_kind=run.kind,
         step=run.step,
         tensors=sum(len(m.specs) for m in run.models.values()),
@@ -146,10 +145,16 @@ def convert(
         ),
         documents=tuple(sorted(run.documents)),
         skipped=run.skipped,
-        bytes_read=files.bytes_read,
+        bytes_read=reader.bytes_read,
         bytes_written=written,
         seconds=time.perf_counter() - started,
     )
+
+
+def _files_of(run: StoredRun) -> list[StoredFile]:
+    """The files that hold its tensors, in the versions that were looked at."""
+    catalogs = [m.catalog for m in run.models.values()] + [o.catalog for o in run.optimizers.values()]
+    return list(dict.fromkeys(file for catalog in catalogs for file in catalog.files))
 
 
 def _assets(run: StoredRun) -> dict[str, bytes]:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from ..catalog import StoredTensor
+from ..catalog import StoredFile, StoredTensor
 from ..catalog.dcp import ByteRange, DcpCheckpoint, ItemFiles
-from ..catalog.torchfile import Archive, Dtype, Saved, opened
+from ..catalog.small_reads import OpenFile, open_file
+from ..catalog.torchfile import Archive, Dtype, Saved
 from ..dtypes import itemsize, torch_dtype
-from ..errors import FormatError, IntegrityError, SourceError
+from ..errors import FormatError, IntegrityError
 from ..limits import MAX_BYTES_PER_BYTE, MAX_VALUE_BYTES, brief, is_count
-from ..ranks.patience import patiently
-from ..transfer import FileReader
+from ..transfer import SourceReader
 
 __all__ = ["Objects", "PlainValues", "count_of_steps", "nested", "plain_tensor", "plain_values", "step_in"]
 
@@ -27,11 +26,14 @@ _SMALL_BYTES = 64 * 1024
 
 
 class Objects:
-    """Reads pickled items of DCP files. Equal bytes give one value: each parameter repeats its group's settings."""
+    """Reads pickled items of DCP files. Equal bytes give one value: each parameter repeats its group's settings.
 
-    def __init__(self) -> None:
+    ``files``: as ``known`` of :class:`.ItemFiles`.
+    """
+
+    def __init__(self, files: Iterable[StoredFile] = ()) -> None:
         self._known: dict[bytes, Any] = {}
-        self._files = ItemFiles()
+        self._files = ItemFiles(files)
 
     def __enter__(self) -> Objects:
         return self
@@ -41,15 +43,12 @@ class Objects:
 
     def value(self, where: ByteRange) -> Any:
         """The value of an item. Raises :class:`SourceError` as :func:`plain_values` does."""
-        fd = self._files.fd(where)
+        file = self._files.file(where)
         if where.nbytes > _SMALL_BYTES:
-            return _plain_values(fd, where.offset_bytes, where.nbytes, where.path)
-        try:
-            key = os.pread(fd, where.nbytes, where.offset_bytes)
-        except OSError as error:
-            raise SourceError(f"can't be read: {error.strerror}", path=where.path) from error
+            return _plain_values(file, where.offset_bytes, where.nbytes)
+        key = file.read(where.offset_bytes, where.nbytes)
         if key not in self._known:
-            self._known[key] = _plain_values(fd, where.offset_bytes, where.nbytes, where.path)
+            self._known[key] = _plain_values(file, where.offset_bytes, where.nbytes)
         return self._known[key]
 
 
@@ -59,18 +58,21 @@ def plain_values(path: str) -> Any:
     Rank-local. Raises :class:`SourceError`, :class:`FormatError` for anything else, and for more bytes of tensors than
     :data:`~shardwise.limits.MAX_VALUE_BYTES`.
     """
-    with opened(path) as (fd, nbytes):
-        return _plain_values(fd, 0, nbytes, path)
+    with open_file(path) as file:
+        return _plain_values(file, 0, file.stored.nbytes)
 
 
-def _plain_values(fd: int, offset_bytes: int, nbytes: int, path: str) -> Any:
-    archive = Archive(fd, offset_bytes, nbytes, path)
+def _plain_values(file: OpenFile, offset_bytes: int, nbytes: int) -> Any:
+    archive, path = Archive(file, offset_bytes, nbytes), file.stored.path
 
     def read(saved: Any) -> torch.Tensor:
         found = torch.empty(saved.sizes, dtype=torch_dtype(saved.code))
         if found.numel():
             view = memoryview(found.reshape(-1).view(torch.uint8).numpy().data)
-            _read_into(fd, archive.payload(saved, saved.code, "a value"), view, path)
+            content = file.read(archive.payload(saved, saved.code, "a value"), view.nbytes)
+            if len(content) != view.nbytes:
+                raise IntegrityError("ends before the end of a value: truncated", path=path)
+            view[:] = content
         return found
 
     return PlainValues(path, nbytes, read).of(archive.content)
@@ -115,17 +117,8 @@ class PlainValues:
 _PLAIN = (bool, int, float, complex, str, bytes, set, Counter)
 
 
-def _read_into(fd: int, offset_bytes: int, view: memoryview, path: str) -> None:
-    try:
-        count = patiently(os.preadv, fd, [view], offset_bytes)
-    except OSError as error:
-        raise SourceError(f"can't be read: {error.strerror}", path=path) from error
-    if count != view.nbytes:
-        raise IntegrityError("ends before the end of a value: truncated", path=path)
-
-
-def plain_tensor(stored: StoredTensor) -> torch.Tensor:
-    """A (small) stored tensor, read whole. Raises :class:`FormatError` if it is large, or not in one chunk."""
+def plain_tensor(stored: StoredTensor, files: Iterable[StoredFile] = ()) -> torch.Tensor:
+    """A (small) stored tensor, read whole. ``files``: as of :class:`.SourceReader`. Raises :class:`FormatError` if it is large, or not in one chunk."""
     if stored.nbytes > MAX_VALUE_BYTES:
         where = stored.chunks[0].path if stored.chunks else None
         raise FormatError(
@@ -134,7 +127,7 @@ def plain_tensor(stored: StoredTensor) -> torch.Tensor:
         )
     found = torch.empty(stored.shape, dtype=torch_dtype(stored.dtype))
     view = memoryview(found.reshape(-1).view(torch.uint8).numpy().data)
-    with FileReader() as reader:
+    with SourceReader(files=files) as reader:
         for chunk in stored.chunks:
             if chunk.box.sizes != stored.shape:
                 raise FormatError(f"{stored.name!r} is small but was spread over ranks", path=chunk.path)
@@ -149,10 +142,10 @@ def step_in(found: DcpCheckpoint) -> int | None:
     """
     for name in ("step", "train_state.step"):
         if name in found.objects:
-            with Objects() as read:
+            with Objects(found.catalog.files) as read:
                 value = read.value(found.objects[name])
         elif name in found.catalog.tensors and found.catalog.tensors[name].shape in ((), (1,)):
-            value = plain_tensor(found.catalog.tensors[name])
+            value = plain_tensor(found.catalog.tensors[name], found.catalog.files)
         else:
             continue
         if isinstance(value, torch.Tensor) and value.numel() == 1:
@@ -176,7 +169,7 @@ def nested(found: DcpCheckpoint, keys: Sequence[str]) -> dict[Any, Any]:
     Raises :class:`FormatError` if one item lies inside another.
     """
     root: dict[Any, Any] = {}
-    with Objects() as read:
+    with Objects(found.catalog.files) as read:
         for name in (*found.objects, *found.catalog.tensors):
             path = found.paths.get(name, (name,))
             if len(path) < 2 or path[0] not in keys:
@@ -191,7 +184,9 @@ def nested(found: DcpCheckpoint, keys: Sequence[str]) -> dict[Any, Any]:
             if path[-1] in node:
                 raise FormatError(f"{brief(name)} is stored twice: damaged", path=found.catalog.root)
             where = found.objects.get(name)
-            node[path[-1]] = read.value(where) if where else plain_tensor(found.catalog.tensors[name])
+            node[path[-1]] = (
+                read.value(where) if where else plain_tensor(found.catalog.tensors[name], found.catalog.files)
+            )
     return {k: _with_lists(v) for k, v in root.items()}
 
 

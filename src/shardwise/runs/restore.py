@@ -30,7 +30,7 @@ from ..state.forms import attribute_of_class, check_state, refuse_other_kind
 from ..state.gradients import clear_gradients
 from ..state.optimizer import check_groups
 from ..state.train_state import TrainState
-from ..storage import absolute
+from ..storage import absolute, looking_once
 from .third_party import StoredOptimizer, ThirdPartyRun, find_run, is_third_party
 
 __all__ = ["restore"]
@@ -63,7 +63,7 @@ def _restore_third_party(state: TrainState, path: str, ranks: Ranks, io: IOOptio
     ``restore`` does; :class:`StateError` if the state asks for more than the checkpoint holds.
     """
     started = time.perf_counter()
-    with ranks.agree("read checkpoint"):
+    with ranks.agree("read checkpoint") as claim, looking_once(path):
         state.watch()
         run = find_run(path)
         _check_asked(state, run)
@@ -72,6 +72,8 @@ def _restore_third_party(state: TrainState, path: str, ranks: Ranks, io: IOOptio
         receivers = _receivers_of(state, run)
         documents = {receiver.name: receiver.found() for receiver in receivers}
         check_documents(receivers, documents)
+        read = (*catalogs.values(), *(optimizer.catalog for optimizer in optimizers.values()))
+        claim.alike([[f.path, f.version] for c in read for f in c.files if f.version is not None])
         lives = {name: describe(model) for name, model in state.models.items()}
         for name, optimizer in state.optimizers.items():
             part = trained_by(name, optimizer, lives)

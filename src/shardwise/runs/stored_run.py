@@ -27,6 +27,7 @@ from ..layout.wanted import Layout, whole_tensor
 from ..limits import MAX_COUNT, inside
 from ..loading.pretrained import build_meta
 from ..models.assets import read_assets
+from ..models.lend import documents_of
 from ..names import named_tensors
 from ..planning import IOOptions, build_plan
 from ..recipe.host_convert import HostConversion
@@ -36,6 +37,7 @@ from ..recipe.tiles import identity
 from ..recipe.transformers import hub_rules
 from ..state.train_state import document_of
 from ..state.typed_json import Encoded, encode
+from ..storage import is_file, is_url, looking_once
 from .pickled_values import plain_tensor
 from .third_party import StoredOptimizer, ThirdPartyRun, find_run
 
@@ -47,6 +49,7 @@ __all__ = [
     "as_stored",
     "describe_run",
     "has_module_names",
+    "home_of_run",
 ]
 
 
@@ -101,18 +104,29 @@ class StoredRun:
 
 
 def describe_run(
-    path: str | os.PathLike[str], config: str | None, *, step: int, trust_remote_code: bool, io: IOOptions
+    root: str, home: str | None, *, step: int, trust_remote_code: bool, io: IOOptions
 ) -> StoredRun:
-    """Describe the run (or the model alone) at ``path``. Rank-local; reads headers and small values, no payload.
+    """Describe the run (or the model alone) at ``root``. Rank-local; reads headers and small values, no payload.
 
-    ``config`` is a directory with the model's config.json, and ``step`` the step, of a source without one. Raises :class:`SourceError`,
+    ``home`` is that of :func:`home_of_run`, and ``step`` the step of a source without one. Raises :class:`SourceError`,
     :class:`PlanError` if the source is incomplete for that config, :class:`StateError`.
     """
-    root = os.fspath(path)
-    if os.path.isfile(os.path.join(root, MANIFEST_NAME)):
-        return _of_checkpoint(root)
-    run = find_run(root)
-    home = config or (root if os.path.isfile(os.path.join(root, "config.json")) else None)
+    with looking_once(root):
+        if is_file(os.path.join(root, MANIFEST_NAME)):
+            return _of_checkpoint(root)
+        return _of_run(find_run(root), home, step=step, trust_remote_code=trust_remote_code, io=io)
+
+
+def home_of_run(root: str, config: str | None, *, with_code: bool) -> str | None:
+    """The local directory with the model's config.json: ``config``, else the source's own; of a URL, a copy of its documents."""
+    home = config or (root if is_file(os.path.join(root, "config.json")) else None)
+    return documents_of(home, with_code=with_code) if home is not None and is_url(home) else home
+
+
+def _of_run(
+    run: ThirdPartyRun, home: str | None, *, step: int, trust_remote_code: bool, io: IOOptions
+) -> StoredRun:
+    root = run.path
     if home is not None and len(run.models) > 1:
         raise StateError(f"{root}: holds {len(run.models)} models, but one config can't describe them all")
     names = ["model"] if len(run.models) == 1 else [f"model_{k}" for k in range(len(run.models))]
@@ -236,7 +250,7 @@ def _of_third_party(run: ThirdPartyRun, models: Mapping[str, StoredModel], other
 
 
 def _is_in_a_file(root: str, name: str) -> bool:
-    return any(os.path.isfile(os.path.join(root, f"{name}.{end}")) for end in ("bin", "pt"))
+    return any(is_file(os.path.join(root, f"{name}.{end}")) for end in ("bin", "pt"))
 
 
 def _optimizer(
@@ -263,7 +277,7 @@ def _optimizer(
         if t.shape == model.specs[owner].shape and t.shape:
             spread.setdefault(owner, {})[key] = t
         elif t.shape == ():
-            scalars.setdefault(owner, {})[key] = plain_tensor(t)
+            scalars.setdefault(owner, {})[key] = plain_tensor(t, stored.catalog.files)
         else:
             raise StateError(
                 f"{path}: optimizer state {short} has shape {list(t.shape)}, its parameter "
@@ -295,7 +309,7 @@ def _of_checkpoint(root: str) -> StoredRun:
             aliases={n: t.aliases for n, t in entries.items() if t.aliases},
             stored_aliases={n: t.stored_aliases for n, t in entries.items() if t.stored_aliases},
             hub_tensors=manifest.hub_tensors.get(name),
-            assets=read_assets(folder),
+            assets=read_assets(documents_of(folder, with_code=True) if is_url(folder) else folder),
         )
     return StoredRun(
         kind="checkpoint",
@@ -332,7 +346,9 @@ def _further_files(manifest: Manifest, models: Mapping[str, StoredModel]) -> lis
 def _stored_optimizer(root: str, manifest: Manifest, name: str) -> StoredOptimizerState:
     model = model_of(manifest, name)
     catalog = catalog_of_optimizer(root, manifest, name, model)
-    packed = {key: plain_tensor(catalog.tensors[packed_name(key)]) for key in manifest.packed[name]}
+    packed = {
+        key: plain_tensor(catalog.tensors[packed_name(key)], catalog.files) for key in manifest.packed[name]
+    }
     spread: dict[str, dict[str, StoredTensor]] = {}
     scalars: dict[str, dict[str, torch.Tensor]] = {}
     for owner, entry in manifest.models[model].items():

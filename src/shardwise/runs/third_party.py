@@ -25,7 +25,7 @@ from ..errors import FormatError, SourceError, StateError
 from ..format.states import StateKey
 from ..format.steps import describe_steps
 from ..limits import brief, read_json
-from ..storage import is_url
+from ..storage import is_directory, is_file, looking_once, names_in
 from .pickled_values import Objects, PlainValues, count_of_steps, nested, plain_tensor, plain_values, step_in
 
 __all__ = ["StoredOptimizer", "ThirdPartyRun", "find_run", "is_third_party"]
@@ -116,11 +116,12 @@ def _as_text(options: Mapping[str, Any]) -> str:
 
 def is_third_party(path: str) -> bool:
     """Whether a directory holds a third-party training run: DCP, FSDP's full state, or slices."""
-    if is_url(path) or not os.path.isdir(path) or _has(path, "manifest.json"):
-        return False
-    if _sources(path, FULL_STATE_STEM) or _sources(path, _OPTIMIZER_STEM):
-        return True
-    return any(_SLICE_OR_PART.fullmatch(name) for name in _listed(path))
+    with looking_once(path):
+        if not is_directory(path) or _has(path, "manifest.json"):
+            return False
+        if _sources(path, FULL_STATE_STEM) or _sources(path, _OPTIMIZER_STEM):
+            return True
+        return any(_SLICE_OR_PART.fullmatch(name) for name in _listed(path))
 
 
 def find_run(path: str | os.PathLike[str]) -> ThirdPartyRun:
@@ -130,7 +131,7 @@ def find_run(path: str | os.PathLike[str]) -> ThirdPartyRun:
     """
     root = os.fspath(path)
     models = _sources(root, FULL_STATE_STEM)
-    if not models and (os.path.isfile(root) or has_safetensors(root)):
+    if not models and (is_file(root) or has_safetensors(root)):
         models = (root,)
     if not models:
         per_rank = [n for n in _listed(root) if re.fullmatch(rf"{FULL_STATE_STEM}.*_rank\d+\.bin", n)]
@@ -153,7 +154,7 @@ def _sources(root: str, stem: str) -> tuple[str, ...]:
     names = [(f"{stem}_0", f"{stem}.bin")]
     while names:
         folder, file = (os.path.join(root, n) for n in names.pop())
-        here = folder if _has(folder, METADATA_NAME) else file if os.path.isfile(file) else None
+        here = folder if _has(folder, METADATA_NAME) else file if is_file(file) else None
         if here is not None:
             found.append(here)
             names.append((f"{stem}_{len(found)}", f"{stem}_{len(found)}.bin"))
@@ -163,12 +164,12 @@ def _sources(root: str, stem: str) -> tuple[str, ...]:
 
 
 def _has(root: str, name: str) -> bool:
-    return os.path.isfile(os.path.join(root, name))
+    return is_file(os.path.join(root, name))
 
 
 def _listed(root: str) -> list[str]:
     try:
-        return sorted(os.listdir(root))
+        return sorted(names_in(root))
     except OSError as error:
         raise SourceError(f"can't be read: {error.strerror}", path=root) from error
 
@@ -209,7 +210,7 @@ class ThirdPartyRun:
         if not self.has_optimizer(k):
             raise StateError(f"{self.path}: holds no optimizer; leave it out of the state")
         source = self.optimizers[k]
-        return _of_file(source) if os.path.isfile(source) else _of_dcp(self._dcp(source))
+        return _of_file(source) if is_file(source) else _of_dcp(self._dcp(source))
 
     def document(self, name: str) -> dict[Any, Any]:
         """The stored state of ``scheduler`` or ``scaler``. From DCP, all mapping keys are text."""
@@ -233,7 +234,7 @@ class ThirdPartyRun:
     def step(self) -> int | None:
         """The step from the HF Trainer's file, a state dict or the name of torchtitan's folder; None if none has it."""
         file = os.path.join(self.path, "trainer_state.json")
-        if os.path.isfile(file):
+        if is_file(file):
             document = read_json(file, "the HF Trainer's state")
             if not isinstance(document, dict):
                 raise FormatError("not the HF Trainer's state: not a JSON object", path=file)
@@ -286,7 +287,7 @@ def _of_dcp(found: DcpCheckpoint) -> StoredOptimizer:
             tensors[short] = replace(t, name=short)
     values: dict[str, dict[str, Any]] = {}
     items: dict[str, dict[str, Any]] = {}
-    read = Objects()
+    read = Objects(found.catalog.files)
     with read:
         for name, where in found.objects.items():
             rest = inside(name)
@@ -298,7 +299,7 @@ def _of_dcp(found: DcpCheckpoint) -> StoredOptimizer:
         rest = inside(name)
         if rest is not None and rest.startswith("param_groups."):
             owner, _, key = rest.removeprefix("param_groups.").rpartition(".")
-            items.setdefault(owner, {})[key] = plain_tensor(t)
+            items.setdefault(owner, {})[key] = plain_tensor(t, found.catalog.files)
     catalog = replace(found.catalog, tensors=tensors)
     if all(re.fullmatch("[0-9]{1,9}", owner) for owner in items):
         groups = [_group(items[owner], catalog.root) for owner in sorted(items, key=int)]
@@ -316,7 +317,7 @@ def _of_file(path: str) -> StoredOptimizer:
         raise FormatError("not an optimizer's state dict: expected entries state and param_groups", path=path)
     if not all(isinstance(n, str) and isinstance(v, dict) for n, v in state.items()):
         raise _numbered(path)
-    plain = PlainValues(path, file.nbytes, plain_tensor)
+    plain = PlainValues(path, file.nbytes, lambda t: plain_tensor(t, (file,)))
     tensors: dict[str, StoredTensor] = {}
     values: dict[str, dict[str, Any]] = {}
     for owner, states in state.items():

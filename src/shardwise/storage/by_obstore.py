@@ -222,7 +222,8 @@ class _Writer:
         self._file, self._url = file, url
 
     def write(self, data: memoryview) -> None:
-        self._do(lambda: self._file.write(data))
+        own = bytes(data)  # obstore keeps what it is given until it is sent, without a copy
+        self._do(lambda: self._file.write(own))
 
     def close(self) -> None:
         self._do(self._file.close)

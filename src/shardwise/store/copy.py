@@ -38,14 +38,14 @@ from ..storage import (
 from ..transfer import SourceReader
 from .write import FileWriter, fsync_directory, make_directories
 
-__all__ = ["CopyReport", "copy"]
+__all__ = ["LAST", "CopyReport", "copy"]
 
 #: A piece of a file that is read and written at a time.
 _PIECE_BYTES = 8 * 1024**2
 #: Files at a time. Each holds a few pieces.
 _AT_ONCE = 4
 #: Written last, in this order: a reader that finds one of them finds all that it names.
-_LAST = ("config.json", "model.safetensors.index.json", MANIFEST_NAME)
+LAST = ("config.json", "model.safetensors.index.json", MANIFEST_NAME)
 _UNFINISHED = ".copying"
 
 Progress = Callable[[int, int], object]
@@ -99,7 +99,7 @@ def copy(
         for name in files:
             place_of(inside(final, name))  # raises for names that no store has
     work = _Copy(origin, final if is_url(final) else final + _UNFINISHED, files, on_progress)
-    last = [name for name in _LAST if name in files]
+    last = [name for name in LAST if name in files]
     work.check_target(last)
     with ThreadPoolExecutor(_AT_ONCE, "shardwise-copy") as pool:
         list(pool.map(work.one, [name for name in files if name not in last]))

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from types import TracebackType
+from typing import Protocol
 
 import torch
 
@@ -23,7 +24,7 @@ from .ahead import GAP_BYTES
 from .converted import Reader
 from .to_device import DeviceRings
 
-__all__ = ["Destination", "FileFiller", "Staging", "compare", "execute", "spans_of", "write_back"]
+__all__ = ["Destination", "FileFiller", "Filler", "Staging", "compare", "execute", "spans_of", "write_back"]
 
 
 class Staging:
@@ -232,6 +233,13 @@ def _read(transfer: Transfer, reader: Reader, buffer: torch.Tensor) -> torch.Ten
     return buffer.view(torch_dtype(transfer.source_dtype)).view(sizes)
 
 
+class Filler(Protocol):
+    """Takes byte ranges of files, in any order."""
+
+    def write_at(self, name: str, offset_bytes: int, view: memoryview) -> None:
+        """Write bytes at an offset of a file."""
+
+
 class FileFiller:
     """Writes byte ranges into existing files of a directory, and syncs them when the block is left without error.
 
@@ -290,7 +298,7 @@ _WRITE_BYTES = 16 * 1024**2
 
 
 def write_back(
-    transfers: Iterable[Transfer], filler: FileFiller, destination: Destination, staging: Staging
+    transfers: Iterable[Transfer], filler: Filler, destination: Destination, staging: Staging
 ) -> None:
     """Carry out transfers in reverse: from local tensors into files, cast to the stored dtype if it differs.
 
@@ -312,7 +320,7 @@ def write_back(
                 _write_part(part, filler, destination)
 
 
-def _write_part(part: Transfer, filler: FileFiller, destination: Destination) -> None:
+def _write_part(part: Transfer, filler: Filler, destination: Destination) -> None:
     size = itemsize(part.source_dtype)
     content = destination.strided(part).to(dtype=torch_dtype(part.source_dtype), device="cpu").contiguous()
     view = content.reshape(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,58 @@
+"""A live model's elements by hub tensor: which of them this rank brings, and windows of files that it fills with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ..format.slices import SliceTensor, assign_owners, owner_ranks
+from ..layout.live import LiveModel
+from ..layout.model import wanted_of
+from ..layout.spec import TensorSpec
+from ..layout.wanted import Wanted
+from ..planning.build import transfers_of
+from ..recipe.tiles import Tile, cut
+from ..transfer.copy import Destination, Filler, Staging, write_back
+from .files import HubFiles
+from .job import Window
+
+__all__ = ["Brought", "LiveWindows", "brought_by"]
+
+#: By hub tensor: boxes of this rank's tensors, and the tiles that say what they are of it.
+Brought = Mapping[str, Sequence[tuple[Wanted, Tile]]]
+
+
+def brought_by(
+    rank: int, live: LiveModel, tensors: Mapping[str, torch.Tensor], tiles: Mapping[str, Sequence[Tile]]
+) -> Brought:
+    """What a rank brings of each hub tensor: among replicas one rank, chosen as in a save. Rank-local."""
+    owned = assign_owners([SliceTensor(n, *TensorSpec.of(t), live.geometries[n]) for n, t in tensors.items()])
+    brought: dict[str, list[tuple[Wanted, Tile]]] = {}
+    for t in owned:
+        if rank in owner_ranks(t.geometry, t.owner):
+            wanted = wanted_of(t.name, tensors[t.name], t.geometry)
+            for tile in tiles.get(t.name, ()):
+                brought.setdefault(tile.source, []).append((wanted, tile))
+    return brought
+
+
+class LiveWindows:
+    """As :class:`.Windows`. Memory: half the staging limit, for elements that are strided, cast or on a device."""
+
+    is_spread = True
+
+    def __init__(self, live: LiveModel, brought: Brought, output: HubFiles, staging: Staging) -> None:
+        self._brought, self._output, self._staging = brought, output, staging
+        self._tensors = Destination(live.local_tensors())
+
+    def fill(self, window: Window, filler: Filler) -> None:
+        for key, box in window.parts:
+            for wanted, tile in self._brought.get(key, ()):
+                for part in cut(tile, "source", box):
+                    transfers = transfers_of(part, wanted, self._output.tensors)
+                    write_back(transfers, filler, self._tensors, self._staging)
+
+    def finish(self) -> list[int]:
+        """Nothing: a live model has no recorded digests."""
+        return []

@@ -1,0 +1,87 @@
+"""An export into a local directory: every rank fills its bytes into files of their final size, and a rename publishes them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from ..errors import CheckpointError
+from ..limits import inside
+from ..ranks.patience import patiently, remove_tree
+from ..ranks.ranks import Ranks
+from ..store.publish import temporary_beside
+from ..store.write import fsync_directory, make_directories, write_file
+from ..transfer.copy import FileFiller, Staging
+from .files import INDEX_NAME, HubFiles, check_readable
+from .job import Job
+from .tensors import HubTensors
+
+__all__ = ["ToDirectory"]
+
+
+class ToDirectory:
+    """As :class:`.Place`."""
+
+    def __init__(self, final: str, output: HubFiles, ranks: Ranks) -> None:
+        self._final, self._output, self._ranks = final, output, ranks
+        self._temporary = ""
+
+    def prepare(self) -> None:
+        self._temporary = self._ranks.on_first("make export directory", self._make)
+
+    def _make(self) -> str:
+        """The temporary directory, with the files in their final size."""
+        _refuse_taken(self._final)
+        path = temporary_beside(self._final)
+        try:
+            make_directories(os.path.dirname(path))
+            patiently(os.mkdir, path)
+            for file, header in self._output.headers.items():
+                patiently(os.makedirs, os.path.join(path, os.path.dirname(file)), exist_ok=True)
+                write_file(os.path.join(path, file), header)
+                patiently(os.truncate, os.path.join(path, file), self._output.sizes[file])
+        except (OSError, CheckpointError) as error:
+            remove_tree(path)
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise CheckpointError(f"{path}: can't be created: {reason}") from error
+        return path
+
+    def write(self, job: Job, contents: HubTensors, staging: Staging) -> tuple[int, list[int]]:
+        ranks = self._ranks
+        with ranks.agree("write export"), FileFiller(self._temporary, ranks.tick) as filler:
+            sums = job.write(contents, self._output, filler, staging, ranks)
+        return filler.bytes_written, sums
+
+    def publish(self, assets: Mapping[str, bytes]) -> None:
+        temporary, final, output = self._temporary, self._final, self._output
+        if output.index is not None:
+            write_file(os.path.join(temporary, INDEX_NAME), output.index)
+        for name, content in assets.items():
+            write_file(inside(temporary, name), content)
+        check_readable(temporary, final, output)
+        for folder in dict.fromkeys((*map(os.path.dirname, output.headers), "")):
+            fsync_directory(os.path.join(temporary, folder))
+        try:
+            if os.path.isdir(final):
+                patiently(os.rmdir, final)
+            patiently(os.rename, temporary, final)
+        except OSError as error:
+            raise CheckpointError(f"{final}: can't be published: {error.strerror}") from error
+        fsync_directory(os.path.dirname(final))
+
+    def discard(self) -> None:
+        remove_tree(self._temporary)
+
+
+def _refuse_taken(final: str) -> None:
+    if os.path.islink(final):
+        raise CheckpointError(
+            f"{final}: is a symbolic link, which can't be exchanged for the finished export; give the directory "
+            f"that it stands for, or a new one"
+        )
+    try:
+        taken = os.path.lexists(final) and not (os.path.isdir(final) and not os.listdir(final))
+    except OSError as error:
+        raise CheckpointError(f"{final}: can't be looked at: {error.strerror}") from error
+    if taken:
+        raise CheckpointError(f"{final}: is there already; export into a new or empty directory")
