@@ -85,7 +85,11 @@ FAMILIES: dict[tuple[str, str], tuple[dict[str, str], dict[str, str]]] = {
             "device": "nothing gets memory",
             "verify": "no payload is read",
         },
-        {"ranks": "instead of a mesh", "replicas": "instead of a mesh"},
+        {
+            "ranks": "instead of a mesh",
+            "replicas": "instead of a mesh",
+            "ranks_per_host": "ranks of a load find their hosts",
+        },
     ),
     ("accelerate.load_pretrained", "load_pretrained"): (
         dict.fromkeys(("mesh", "policy", "device"), "the accelerator's"),
@@ -109,7 +113,7 @@ ODD = {
 #: Command -> its function, and options of the command that the function lacks, each with the reason.
 COMMANDS: dict[str, tuple[str | None, dict[str, str]]] = {
     "inspect": (None, {}),
-    "plan": ("plan", {"ranks_per_host": "only the command looks at the host that it runs on"}),
+    "plan": ("plan", {}),
     "verify": ("verify", {}),
     "diff": ("diff", {}),
     "export": ("export_hf", {}),

@@ -115,6 +115,8 @@ def test_a_plan_and_a_file_and_a_checkpoint(
     use_store(proxy.endpoint)
     there, here = sw.plan(f"{ROOT}/gpt2", ranks=3).to_json(), sw.plan(hub / "gpt2", ranks=3).to_json()
     assert there.pop("path") == f"{ROOT}/gpt2"
+    assert there.pop("store")
+    assert here.pop("store") is None
     assert here.pop("path") == str(hub / "gpt2")
     assert there == here
     expected, _ = sw.load_pretrained(hub / "gpt2", None)

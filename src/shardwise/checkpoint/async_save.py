@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 from ..errors import CheckpointError, StateError
 from ..ranks.ranks import Ranks
+from ..storage import counting
 from ..store.target import Target
 from .collect import Collected
 from .pieces import StagedContents, StagedPieces, live_piece, pieces_of
@@ -106,9 +107,9 @@ class AsyncSave:
         finally:
             if not self._in_waves:
                 self._start()
-        return self._report_of(self._nbytes, is_published=False)
+        return self._report_of(self._nbytes, 0, is_published=False)
 
-    def _report_of(self, bytes_written: int, *, is_published: bool) -> SaveReport:
+    def _report_of(self, bytes_written: int, requests: int, *, is_published: bool) -> SaveReport:
         return SaveReport.of(
             self._collected,
             path=self._target.final,
@@ -116,6 +117,7 @@ class AsyncSave:
             started=self._started,
             staging_bytes=self._buffer.nbytes,
             is_published=is_published,
+            requests=requests,
         )
 
     def _start(self) -> None:
@@ -139,8 +141,9 @@ class AsyncSave:
             if threading.current_thread() is self._thread:
                 _lower_priority()
             contents = StagedContents(self._staging, self._buffer)
-            written = publish_collected(self._collected, self._target, self._ranks, contents)
-            self._report = self._report_of(written, is_published=True)
+            with counting() as asked:
+                written = publish_collected(self._collected, self._target, self._ranks, contents)
+            self._report = self._report_of(written, asked.total, is_published=True)
             self._after()
         except BaseException as error:
             self._error = error

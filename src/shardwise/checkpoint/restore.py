@@ -28,6 +28,7 @@ from ..state.data import data_caveats
 from ..state.gradients import clear_gradients, refuse_unreduced
 from ..state.schedulers import functions_left_out
 from ..state.train_state import TrainState
+from ..storage import counting
 from .collect import software_versions
 from .documents import ask_receivers, check_documents, reaches_others, restore_buffers, restore_documents
 from .fill_optimizer import RestoredOptimizer, trained_by
@@ -84,6 +85,8 @@ class ResumeReport:
     those of the saved run, like all other code."""
     gradients: int = 0
     """Number of restored gradients, among ``optimizer_tensors``: the save was in the middle of an accumulation."""
+    requests: int = 0
+    """Requests that this rank made to object stores: for the manifest, documents, headers, models and optimizers."""
 
     @classmethod
     def of(
@@ -180,7 +183,14 @@ class Filled:
 
 @gc_paused()
 def restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> ResumeReport:
-    """The pipeline of ``restore`` and ``Checkpointer.resume``. Collective."""
+    """Restore, and count the requests to stores. Collective."""
+    with counting() as asked:
+        report = _restore_into(state, path, ranks, io)
+    return replace(report, requests=asked.total)
+
+
+def _restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> ResumeReport:
+    """The pipeline of ``restore`` and ``Checkpointer.resume``."""
     started = time.perf_counter()
     seen = manifest_seen_by_first(path, ranks)
     with ranks.agree("read manifest"):

@@ -21,7 +21,7 @@ from ..limits import inside
 from ..ranks.ranks import Ranks
 from ..state.train_state import TrainState
 from ..state.typed_json import Encoded
-from ..storage import is_url
+from ..storage import counting, is_url
 from ..store.slice_file import write_slices
 from ..store.target import Target
 from ..store.write import make_directories, write_file
@@ -56,6 +56,9 @@ class SaveReport:
     """Whether the step is published. An async save is published when ``Checkpointer.wait`` returns."""
     gradients: int = 0
     """Number of stored gradients that wait for an optimizer step: the save is in the middle of an accumulation."""
+    requests: int = 0
+    """Requests that this rank made to an object store, each part of a large object for one; 0 for a local path, and for an
+    async save that is not published."""
 
     @classmethod
     def of(
@@ -67,6 +70,7 @@ class SaveReport:
         started: float,
         staging_bytes: int = 0,
         is_published: bool = True,
+        requests: int = 0,
     ) -> SaveReport:
         """The report of a save that began at ``started``, by ``time.perf_counter()``, and has ended now."""
         return cls(
@@ -78,6 +82,7 @@ class SaveReport:
             staging_bytes=staging_bytes,
             is_published=is_published,
             gradients=collected.snapshot.gradients,
+            requests=requests,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -95,13 +100,15 @@ def write_checkpoint(
     started = time.perf_counter()
     collected = collect(state, step, lineage, ranks)
     contents = LiveContents(pieces_of(collected, ranks.rank))
-    written = publish_collected(collected, target, ranks, contents, at_top=at_top)
+    with counting() as asked:
+        written = publish_collected(collected, target, ranks, contents, at_top=at_top)
     return SaveReport.of(
         collected,
         path=target.final,
         bytes_written=written,
         started=started,
         staging_bytes=contents.staging_bytes,
+        requests=asked.total,
     )
 
 

@@ -88,9 +88,8 @@ def _is_sound(contents: Inspection) -> bool:
 @click.option(
     "--ranks-per-host",
     type=click.IntRange(1),
-    default=None,
     metavar="M",
-    help="Ranks that share a host's memory. Default: one for each device here, or all.",
+    help="Ranks that share a host. Default: one for each device here, or all.",
 )
 @as_load_pretrained
 @config
@@ -112,9 +111,9 @@ def plan(
 ) -> None:
     """Show what loading a transformers model over N ranks will take, without loading it.
 
-    Makes the plan that load_pretrained would run on each rank, and proves that it is complete. PATH is a directory, or
-    the id of a model on the hub, which is downloaded if the cache lacks it. Warns if the memory of this host, or of its
-    container, would not suffice for M ranks.
+    Makes the plan that load_pretrained would run on each rank, and proves that it is complete. PATH is a directory, the
+    id of a model on the hub, which is downloaded if the cache lacks it, or a URL, to which the requests are counted.
+    Warns if the memory of this host, or of its container, would not suffice for M ranks.
     """
     if ranks % replicas:
         raise click.BadParameter(
@@ -122,12 +121,14 @@ def plan(
         )
     from ..loading.plan import plan as plan_model
     from .render import console, show_plan
-    from .this_host import this_host
+    from .this_host import ranks_here, this_host
 
+    per_host = ranks_here(ranks, ranks_per_host)
     report = plan_model(
         path,
         ranks=ranks,
         replicas=replicas,
+        ranks_per_host=per_host,
         dtype=dtype,
         auto_class=model_class(auto_class),
         key_mapping=dict(key_mapping),
@@ -136,7 +137,7 @@ def plan(
         adapter=new_adapter(adapter),
         **options,
     )
-    host = this_host(report, ranks_per_host)
+    host = this_host(report, per_host)
     if as_json:
         print_json({**report.to_json(), "host": None if host is None else host.to_json()})
     else:

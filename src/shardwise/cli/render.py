@@ -20,6 +20,7 @@ from .tree import Node
 
 if TYPE_CHECKING:
     from ..loading.plan import PlanReport
+    from ..loading.store_requests import StoreRequests
     from .this_host import ThisHost
 
 __all__ = [
@@ -181,6 +182,8 @@ def show_plan(out: Console, report: PlanReport, host: ThisHost | None) -> None:
         "groups": f"{report.groups}, at most {size(largest.gathered_bytes)} gathered at a time "
         f"({largest.name or 'root'}, {largest.kind})",
     }
+    if report.store is not None:
+        facts |= _store_facts(report.store)
     if report.replicated_bytes:
         facts["whole on every rank"] = f"{size(report.replicated_bytes)} that can't be sharded"
     for label, declared in (("left unused", report.unused), ("initialized", report.initialized)):
@@ -197,7 +200,10 @@ def show_plan(out: Console, report: PlanReport, host: ThisHost | None) -> None:
         )
         facts["a load here"] = f"{size(host.needed_bytes)} of it for {host.ranks} ranks on {host.device}"
     _facts(out, report.path, facts)
-    table = _table(">rank", ">holds", ">reads", ">staging", ">copies")
+    in_store = () if report.store is None else report.store.per_rank
+    asked = {one.rank: (str(one.requests), size(one.nbytes)) for one in in_store}
+    more = (">requests", ">asks for") if asked else ()
+    table = _table(">rank", ">holds", ">reads", ">staging", ">copies", *more)
     for cost in report.per_rank:
         table.add_row(
             str(cost.rank),
@@ -205,6 +211,7 @@ def show_plan(out: Console, report: PlanReport, host: ThisHost | None) -> None:
             size(cost.bytes_read),
             size(cost.staging_bytes),
             str(cost.reads),
+            *asked.get(cost.rank, ()),
         )
     out.print(table)
     if not report.is_every_rank:
@@ -220,6 +227,16 @@ def show_plan(out: Console, report: PlanReport, host: ThisHost | None) -> None:
             f"the limit"
         )
         out.print(Text(warning, _YELLOW), soft_wrap=True)
+
+
+def _store_facts(store: StoreRequests) -> dict[str, str]:
+    counted = "not counted: ranks differ, and not every rank was planned"
+    if store.total is not None and store.nbytes is not None:
+        counted = (
+            f"{store.total} requests, {size(store.nbytes + store.look_bytes)}, in parts of {store.part_bytes >> 20} MiB; "
+            f"{store.looks} of them before, by rank 0"
+        )
+    return {"store": counted, "reads from it": store.strategy}
 
 
 # ----------------------------------------------------------------------------------------------------

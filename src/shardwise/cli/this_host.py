@@ -11,7 +11,7 @@ from ..loading.plan import PlanReport
 from ..models.host_budget import HostBudget, host_budget
 from ..transfer.page_cache import shares_memory
 
-__all__ = ["ThisHost", "this_host"]
+__all__ = ["ThisHost", "ranks_here", "this_host"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,17 +35,19 @@ class ThisHost:
         return {**asdict(self), "fits": self.fits}
 
 
-def this_host(report: PlanReport, ranks_per_host: int | None) -> ThisHost | None:
-    """The need of a planned load on this host; None if the system does not report its memory.
+def ranks_here(ranks: int, ranks_per_host: int | None) -> int:
+    """How many of ``ranks`` share a host. None: one for each device here, or all where there is none."""
+    if ranks_per_host is None and torch.accelerator.current_accelerator(check_available=True) is not None:
+        ranks_per_host = torch.accelerator.device_count()
+    return min(ranks, ranks_per_host or ranks)
 
-    ``ranks_per_host``: None for one rank for each device here, or for all ranks where there is none.
-    """
+
+def this_host(report: PlanReport, ranks: int) -> ThisHost | None:
+    """The need of ``ranks`` ranks of a planned load on this host; None if the system does not report its memory."""
     budget = host_budget()
     if budget is None:
         return None
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    here = report.ranks if accelerator is None else torch.accelerator.device_count()
-    ranks = min(report.ranks, ranks_per_host or here)
     return ThisHost(
         budget=budget,
         ranks=ranks,

@@ -17,8 +17,8 @@ from ..limits import inside
 from ..ranks.hosts import device_where_ranks_sum
 from ..ranks.patience import patiently
 from ..ranks.ranks import Ranks
-from ..runs.copy import LAST
 from ..storage import exists, join, stat_of
+from ..store.copy import LAST
 from ..store.in_store import ObjectWriter, claim, discard_in_store, release
 from ..store.write import write_file
 from ..transfer.copy import Staging

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from ..dtypes import itemsize
 from ..errors import FormatError, SourceError
 from ..limits import MAX_HEADER_BYTES, brief, check_name, is_count, numel_of, parse_json
-from ..storage import Stat, is_url, read_range, stat_of
+from ..storage import Stat, counted_here, is_url, read_range, stat_of
 
 __all__ = ["MAX_HEADER_BYTES", "Entry", "Header", "check_regular", "read_header", "read_headers"]
 
@@ -78,7 +78,7 @@ def read_headers(paths: Sequence[str]) -> list[Header]:
         return [read_header(path) for path in paths]
     stats = [stat_of(path) for path in paths]
     with ThreadPoolExecutor(_AT_ONCE, "shardwise-headers") as pool:
-        return list(pool.map(_header_of, paths, stats))
+        return list(pool.map(counted_here(_header_of), paths, stats))
 
 
 def _header_of(url: str, stat: Stat | None) -> Header:

@@ -11,6 +11,7 @@ from ..models.memory import default_device
 from ..planning import IOOptions
 from ..planning.records import LEAST_STAGING_BYTES
 from ..ranks.ranks import Ranks
+from ..storage import counting
 from ..transfer import SourceReader
 from ..transfer.converted import ConvertingReader
 from ..transfer.copy import Destination, Staging, compare, execute
@@ -35,7 +36,10 @@ def carry_out(
     destination = Destination(local)
     fills: SharedReader | None = None
     checks: SharedReader | None = None
-    with SourceReader(ranks.tick, files=planned.catalog.files, io=io, page_cache=page_cache) as files:
+    with (
+        counting() as asked,
+        SourceReader(ranks.tick, files=planned.catalog.files, io=io, page_cache=page_cache) as files,
+    ):
         reader = ConvertingReader(files, plan.conversions, planned.catalog.tensors)
         share = partial(shared_reader, planned, choice, reader, ranks, default_device(live.parameters))
         if choice.strategy != "own":
@@ -59,7 +63,7 @@ def carry_out(
     shared = [one for one in (fills, checks) if one is not None]
     return ReadCost(
         bytes_read=files.bytes_read,
-        requests=files.requests,
+        requests=asked.total,
         bytes_sent=sum(one.bytes_sent for one in shared),
         staging_peak_bytes=staging.peak_bytes + reader.peak_bytes + max(map(_held_by, shared), default=0),
         page_cache=page_cache,

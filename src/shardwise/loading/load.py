@@ -42,6 +42,7 @@ from ..recipe.origin import remember
 from ..recipe.tiles import is_identity
 from ..recipe.transformers import HubRules, automatic_rules, note_conversions
 from ..sharding.replicated import reduced_parameters
+from ..storage import counting
 from .carry_out import carry_out
 from .initialize import check_rules, fill_by_rule
 from .report import LoadReport
@@ -108,7 +109,8 @@ def load(
     """
     io = io or IOOptions()
     ranks = Ranks.current(timeout_s=io.timeout_s)
-    catalog = open_for_all(source, ranks)
+    with counting() as looks:
+        catalog = open_for_all(source, ranks)
     hub: HubRules | None = None
 
     def prepare() -> Filling:
@@ -135,7 +137,7 @@ def load(
     filled = fill(prepare, ranks)
     if hub is not None:
         note_conversions(filled.live.base, hub.used())
-    return filled.report
+    return filled.report.after(looks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,9 +25,11 @@ from ..recipe.host_convert import Converted
 from ..recipe.match import Declaration
 from ..sharding.fsdp import shard
 from ..sharding.groups import Group, ShardPolicy, describe_groups, largest_group
+from ..storage import Requests, counting, is_url
 from .load import plan_load
 from .pretrained import Prepared, prepare
 from .source import open_for_all
+from .store_requests import StoreRequests, StoreTally
 
 __all__ = ["EVERY_RANK_UP_TO", "MAX_RANKS", "PlanReport", "RankCost", "plan"]
 
@@ -61,6 +63,7 @@ class RanksPlanned:
     first: Plan
     costs: tuple[RankCost, ...]
     total_shard_bytes: int
+    store: StoreRequests | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +99,8 @@ class PlanReport:
     converted: tuple[Converted, ...]
     """Conversions that can't be compiled to byte ranges. Each rank with a part of a result runs them whole."""
     ignored_files: tuple[str, ...]
+    store: StoreRequests | None
+    """Requests of the load to object stores; None for local files."""
 
     @classmethod
     def of(cls, path: str, model_class: str, groups: tuple[Group, ...], planned: RanksPlanned) -> PlanReport:
@@ -122,6 +127,7 @@ class PlanReport:
             initialized=first.initialized,
             converted=tuple(host.describe() for host in dict.fromkeys(first.conversions.values())),
             ignored_files=first.ignored_files,
+            store=planned.store,
         )
 
     @property
@@ -161,6 +167,7 @@ def plan(
     *,
     ranks: int,
     replicas: int = 1,
+    ranks_per_host: int | None = None,
     dtype: torch.dtype | str = "auto",
     policy: ShardPolicy | None = None,
     auto_class: Any = None,
@@ -184,6 +191,7 @@ def plan(
             a model on the Hugging Face hub, which is downloaded if the cache lacks it.
         ranks: number of ranks of the load, at most 16,384.
         replicas: number of ranks that hold the same shard; divides ``ranks``.
+        ranks_per_host: for the requests to a store, which ranks of one host share. Default: all.
         dtype: as for ``load_pretrained``.
         policy: how to wrap.
         auto_class, config, trust_remote_code, key_mapping, allow_unused, allow_missing, adapter, io, options: as for
@@ -192,7 +200,7 @@ def plan(
     Raises :class:`ValueError` for invalid counts or an invalid dtype, :class:`PlanError` if the load can't be proved
     complete, :class:`SourceError`, :class:`ShardError` or :class:`LayoutError`.
     """
-    _check_counts(ranks, replicas)
+    _check_counts(ranks, replicas, ranks_per_host)
     dtype = _floating_dtype(dtype)
     request = Pretrained(
         path=path,
@@ -209,14 +217,15 @@ def plan(
     policy, io = policy or ShardPolicy(), io or IOOptions()
     asked = request.understood()
     _floating_dtype(asked.dtype)
-    found = find_for_all(path, asked.hub, Ranks(), with_code=trust_remote_code)
-    catalog = None if found.lent is None else open_for_all(found.lent, Ranks(), variant=asked.hub.variant)
+    with counting() as looks:  # those of rank 0 of a load
+        found = find_for_all(path, asked.hub, Ranks(), with_code=trust_remote_code)
+        catalog = None if found.lent is None else open_for_all(found.lent, Ranks(), variant=asked.hub.variant)
     prepared = prepare(request, asked, found.directory, catalog=catalog)
     model_class = type(prepared.base).__name__  # before FSDP2 swaps it
     groups = describe_groups(prepared.model, policy)
     with _fake_ranks(ranks):
         shard(prepared.model, _mesh(ranks, replicas), policy)
-        planned = _plan_ranks(prepared, io, ranks, replicas)
+        planned = _plan_ranks(prepared, io, looks, ranks, replicas, ranks_per_host or ranks)
     return PlanReport.of(prepared.catalog.root, model_class, groups, planned)
 
 
@@ -224,11 +233,13 @@ def plan(
 # Arguments
 
 
-def _check_counts(ranks: int, replicas: int) -> None:
+def _check_counts(ranks: int, replicas: int, ranks_per_host: int | None) -> None:
     if not 1 <= ranks <= MAX_RANKS:
         raise ValueError(f"ranks must be from 1 to {MAX_RANKS}, got {ranks}")
     if replicas < 1 or ranks % replicas:
         raise ValueError(f"replicas must be at least 1 and divide the {ranks} ranks, got {replicas}")
+    if ranks_per_host is not None and ranks_per_host < 1:
+        raise ValueError(f"ranks_per_host must be at least 1, got {ranks_per_host}")
 
 
 def _floating_dtype(dtype: torch.dtype | str) -> torch.dtype | str:
@@ -276,15 +287,21 @@ def _ranks_to_plan(ranks: int) -> list[int]:
 # Plans and what they cost
 
 
-def _plan_ranks(prepared: Prepared, io: IOOptions, ranks: int, replicas: int) -> RanksPlanned:
+def _plan_ranks(
+    prepared: Prepared, io: IOOptions, looks: Requests, ranks: int, replicas: int, ranks_per_host: int
+) -> RanksPlanned:
     """Make each rank's plan as ``load_pretrained`` makes it there. Keeps rank 0's plan, and the cost of each plan."""
-    live = describe(prepared.model)
-    costs, first = [], None
+    live, catalog = describe(prepared.model), prepared.catalog
+    in_store = any(is_url(file.path) for file in catalog.files)
+    costs, first, tally = [], None, None
     for rank in _ranks_to_plan(ranks):
         # None for the rank that this process plays: its boxes are also checked against what torch allocated.
-        plan = plan_load(live, prepared.catalog, prepared.rules, io=io, rank=rank or None).plan
-        first = first or plan
-        costs.append(_cost(rank, plan))
+        planned = plan_load(live, catalog, prepared.rules, io=io, rank=rank or None)
+        first = first or planned.plan
+        costs.append(_cost(rank, planned.plan))
+        if in_store:
+            tally = tally or StoreTally(planned, ranks=ranks, ranks_per_host=ranks_per_host)
+            tally.add(rank, planned)
     assert first is not None
     return RanksPlanned(
         ranks=ranks,
@@ -292,6 +309,7 @@ def _plan_ranks(prepared: Prepared, io: IOOptions, ranks: int, replicas: int) ->
         first=first,
         costs=tuple(costs),
         total_shard_bytes=_over_all_ranks(live, ranks, replicas),
+        store=None if tally is None else tally.result(looks),
     )
 
 

@@ -40,6 +40,7 @@ from ..ranks.ranks import Ranks
 from ..recipe.match import Rules, matches_any, same_names
 from ..recipe.transformers import HubRules, hub_rules, note_conversions
 from ..sharding.fsdp import ShardPolicy, shard
+from ..storage import counting
 from .load import Filling, FillOptions, fill
 from .report import LoadReport
 from .source import open_for_all
@@ -133,9 +134,10 @@ def load_wrapped(
     ranks = Ranks.current(timeout_s=filling.io.timeout_s)
     with ranks.agree("check arguments"):
         asked = request.understood()
-    found = find_for_all(request.path, asked.hub, ranks, with_code=request.trust_remote_code)
+    with counting() as looks:
+        found = find_for_all(request.path, asked.hub, ranks, with_code=request.trust_remote_code)
+        catalog = None if found.lent is None else open_for_all(found.lent, ranks, variant=asked.hub.variant)
     directory = found.directory
-    catalog = None if found.lent is None else open_for_all(found.lent, ranks, variant=asked.hub.variant)
     known = None
     if request.trust_remote_code:
         given = request.config, request.auto_class
@@ -153,7 +155,7 @@ def load_wrapped(
         _finish(prepared.base, directory)
         note_conversions(prepared.base, prepared.conversions())
         prepared.model.eval()
-    return prepared.model, report
+    return prepared.model, report.after(looks)
 
 
 @dataclass(frozen=True, slots=True)

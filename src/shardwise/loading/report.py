@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..models.host_budget import HostBudget
 from ..planning import Plan
 from ..recipe.host_convert import Converted
 from ..recipe.match import Declaration
+from ..storage import Requests
 
 __all__ = ["LoadReport", "ReadCost"]
 
@@ -41,8 +42,7 @@ class LoadReport:
     bytes_read: int
     """Bytes that this rank requested from storage."""
     requests: int
-    """Requests for payload that this rank made to object stores; 0 for local files. Rank 0 makes a few more, to look at the
-    source and for the headers."""
+    """Requests that this rank made to object stores; 0 for local files. Those of rank 0 to look at the source are among them."""
     staging_peak_bytes: int
     """Host memory used besides the destination."""
     seconds_plan: float
@@ -107,6 +107,10 @@ class LoadReport:
             bytes_sent=cost.bytes_sent,
             host=host,
         )
+
+    def after(self, looks: Requests) -> LoadReport:
+        """The report, with the requests that were made before the plan."""
+        return replace(self, requests=self.requests + looks.total)
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values."""

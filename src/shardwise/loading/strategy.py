@@ -18,7 +18,7 @@ from ..dtypes import itemsize
 from ..errors import RankError, SourceError
 from ..layout.live import LiveModel
 from ..planning import IOOptions, Plan, Transfer, build_plan
-from ..planning.buckets import Span, cut_into_buckets
+from ..planning.buckets import Buckets, Span, cut_into_buckets
 from ..planning.build import with_results
 from ..planning.transfers import Transfers
 from ..ranks.hosts import device_of_group, host_key
@@ -28,7 +28,7 @@ from ..storage import is_url
 from ..transfer.converted import Reader
 from ..transfer.shared import NodeReader, OnceReader, SharedReader, bucket_bytes
 
-__all__ = ["Choice", "Facts", "Planned", "choose", "facts_of", "shared_reader"]
+__all__ = ["Choice", "Facts", "Planned", "buckets_for", "choose", "facts_of", "shared_reader"]
 
 Strategy = Literal["own", "node", "once"]
 Asked = Literal["auto", "own", "node", "once"]
@@ -91,6 +91,10 @@ class Choice:
     """For ``once``: the ranks that see the files."""
     asked: bool
     """Whether the caller named the strategy."""
+
+    def peers_of(self, rank: int) -> list[int]:
+        """For ``node``: the ranks on the host of ``rank``."""
+        return [other for other, host in enumerate(self.hosts) if host == self.hosts[rank]]
 
     def describe(self) -> str:
         return f"{self.strategy}: {self.reason}"
@@ -249,6 +253,24 @@ def _span(transfer: Transfer) -> Span:
     return transfer.path, transfer.offset_bytes, transfer.offset_bytes + nbytes
 
 
+def buckets_for(planned: Planned, choice: Choice, rank: int, *, copies: bool) -> Buckets | None:
+    """The buckets that a rank and those beside it read for each other; None without any. Pure."""
+    names = planned.names(copies=copies)
+    if not names:
+        return None
+    peers = choice.peers_of(rank)
+    apart = 0 < len(peers) < len(choice.hosts)  # hosts need different parts
+    wanted = _union(span for peer in peers for span in planned.spans(peer)) if apart else None
+    return cut_into_buckets(
+        planned.stored,
+        names,
+        bucket_bytes(choice.strategy, planned.io.staging_bytes),
+        piece_bytes=_PIECE_BYTES if apart else None,
+        wanted=wanted,
+        of_one_file=any(is_url(file.path) for file in planned.catalog.files),
+    )
+
+
 def shared_reader(
     planned: Planned, choice: Choice, files: Reader, ranks: Ranks, device: torch.device, *, copies: bool
 ) -> SharedReader | None:
@@ -256,24 +278,14 @@ def shared_reader(
 
     Every rank must call it.
     """
-    names = planned.names(copies=copies)
-    if not names:
+    buckets = buckets_for(planned, choice, ranks.rank, copies=copies)
+    if buckets is None:
         return None
     nbytes = bucket_bytes(choice.strategy, planned.io.staging_bytes)
-    peers = [rank for rank, host in enumerate(choice.hosts) if host == choice.hosts[ranks.rank]]
-    apart = choice.strategy == "node" and len(peers) < ranks.world_size  # hosts need different parts
-    wanted = _union(span for rank in peers for span in planned.spans(rank)) if apart else None
-    buckets = cut_into_buckets(
-        planned.stored,
-        names,
-        nbytes,
-        piece_bytes=_PIECE_BYTES if apart else None,
-        wanted=wanted,
-        of_one_file=any(is_url(file.path) for file in planned.catalog.files),
-    )
     plan = planned.from_buckets(buckets.tensors)
     transfers = plan.checks if copies else plan.transfers
     if choice.strategy == "node":
+        peers = choice.peers_of(ranks.rank)
         return NodeReader(transfers, buckets, files, ranks, peers=peers, nbytes=nbytes)
     on = device_of_group(device)
     if on is None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from ..errors import SourceError
 from ..limits import inside
 from ..ranks.ranks import Ranks
-from ..storage import Stat, files_in, folders_in, is_url, join, looking_once, read_range
+from ..storage import Stat, counted_here, files_in, folders_in, is_url, join, looking_once, read_range
 
 __all__ = ["DOCUMENTS", "documents_of", "lend_documents"]
 
@@ -79,7 +79,7 @@ def _in_store(url: str, ends: tuple[str, ...]) -> dict[str, bytes]:
         return read_range(join(url, name), 0, found[name].nbytes, version=found[name].version)
 
     with ThreadPoolExecutor(_AT_ONCE, "shardwise-documents") as pool:
-        return dict(zip(found, pool.map(read, found), strict=True))
+        return dict(zip(found, pool.map(counted_here(read), found), strict=True))
 
 
 def _documents_below(url: str, prefix: str, ends: tuple[str, ...]) -> dict[str, Stat]:

@@ -10,6 +10,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from ..state.forms import attribute_of_class, check_state, refuse_other_kind
 from ..state.gradients import clear_gradients
 from ..state.optimizer import check_groups
 from ..state.train_state import TrainState
-from ..storage import absolute, looking_once
+from ..storage import absolute, counting, looking_once
 from .third_party import StoredOptimizer, ThirdPartyRun, find_run, is_third_party
 
 __all__ = ["restore"]
@@ -50,9 +51,10 @@ def restore(state: TrainState, path: str | os.PathLike[str], *, io: IOOptions | 
     """
     io = io or IOOptions()
     root, ranks = absolute(path), Ranks.current(timeout_s=io.timeout_s)
-    if ranks.on_first("look at checkpoint", lambda: is_third_party(root)):
-        return _restore_third_party(state, root, ranks, io)
-    return restore_into(state, root, ranks, io)
+    with counting() as asked:
+        is_other = ranks.on_first("look at checkpoint", lambda: is_third_party(root))
+        report = (_restore_third_party if is_other else restore_into)(state, root, ranks, io)
+    return replace(report, requests=asked.total)
 
 
 def _restore_third_party(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> ResumeReport:

@@ -6,6 +6,7 @@ it names; any other path is a local one, and goes to the operating system.
 
 from .look import (
     absolute,
+    bytes_below,
     exists,
     files_below,
     files_in,
@@ -22,6 +23,7 @@ from .look import (
 )
 from .options import storage_options
 from .records import Held, Listing, Moved, Stat, Store
+from .requests import Requests, counted_here, counting
 from .stores import fetch, store_of
 from .urls import Place, is_url, join, place_of
 
@@ -30,9 +32,13 @@ __all__ = [
     "Listing",
     "Moved",
     "Place",
+    "Requests",
     "Stat",
     "Store",
     "absolute",
+    "bytes_below",
+    "counted_here",
+    "counting",
     "exists",
     "fetch",
     "files_below",

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..errors import CheckpointError, SourceError
 from .records import Cut, Held, Listing, ObjectFile, Stat
+from .requests import Requests, note
 from .urls import without_queries
 
 __all__ = ["FsspecStore"]
@@ -36,6 +37,7 @@ class FsspecStore:
             raise SourceError(f"can't be opened as a store: {type(error).__name__}", path=root) from None
 
     def list(self, folder: str) -> Listing:
+        note(Requests(lists=1))
         try:
             found = self._ask("listing it", folder, lambda url: self._files.ls(url, detail=True))
         except (FileNotFoundError, NotADirectoryError):
@@ -49,6 +51,7 @@ class FsspecStore:
         )
 
     def stat(self, key: str) -> Stat | None:
+        note(Requests(heads=1))
         try:
             found = self._ask("looking at it", key, self._files.info)
         except FileNotFoundError:
@@ -56,6 +59,7 @@ class FsspecStore:
         return _stat(found) if found["type"] == "file" else None
 
     def read(self, key: str, start: int, stop: int) -> tuple[Stat | None, Iterator[bytes]]:
+        note(Requests(gets=1, bytes_read=stop - start))
         content = self._ask("reading it", key, lambda url: self._files.cat_file(url, start=start, end=stop))
         self._files.invalidate_cache()
         stat = self.stat(key)  # after it: an object that was replaced before or meanwhile has another version

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..errors import CheckpointError, FormatError, IntegrityError, SourceError
 from .records import Cut, Held, Listing, Stat
+from .requests import LISTED_AT_ONCE, Requests, note
 from .urls import without_queries
 
 __all__ = ["ObstoreStore", "is_known"]
@@ -73,9 +74,12 @@ class ObstoreStore:
             raise SourceError(f"can't be opened as a store: {_text(error)}", path=root) from None
 
     def list(self, folder: str) -> Listing:
+        note(Requests(lists=1))
         found = self._ask(
             "listing it", folder, lambda s: self._obstore.list_with_delimiter(s, folder or None)
         )
+        names = len(found["objects"]) + len(found["common_prefixes"])
+        note(Requests(lists=max(0, (names - 1) // LISTED_AT_ONCE)))  # further pages
         start = len(folder) + 1 if folder else 0
         files = {
             str(one["path"])[start:]: _stat(one) for one in found["objects"] if len(str(one["path"])) > start
@@ -84,6 +88,7 @@ class ObstoreStore:
         return Listing(files, folders - {""})
 
     def stat(self, key: str) -> Stat | None:
+        note(Requests(heads=1))
         try:
             return _stat(self._ask("looking at it", key, lambda s: self._obstore.head(s, key)))
         except FileNotFoundError:
@@ -93,6 +98,7 @@ class ObstoreStore:
         def get(store: Any) -> Any:
             return self._obstore.get(store, key, options={"range": (start, stop)})
 
+        note(Requests(gets=1, bytes_read=stop - start))
         try:
             got = self._ask("reading it", key, get)
         except _NotThatLong:
@@ -113,9 +119,11 @@ class ObstoreStore:
                 failures.append(error)
                 raise
 
-        part = max(_PART_BYTES, -(-nbytes // _MOST_PARTS))
+        part = _part_bytes(nbytes)
+        whole = nbytes <= part
+        note(Requests(puts=1, bytes_written=nbytes) if whole else _in_parts(nbytes, part))
         try:
-            if nbytes <= part:
+            if whole:
                 self._obstore.put(self._store, key, b"".join(given()), use_multipart=False)
             else:
                 self._obstore.put(self._store, key, given(), chunk_size=part, max_concurrency=_PARTS_AT_ONCE)
@@ -128,9 +136,9 @@ class ObstoreStore:
 
     def writer(self, key: str, nbytes: int) -> _Writer:
         _check_process(f"{self._root}/{key}")
-        part = max(_PART_BYTES, -(-nbytes // _MOST_PARTS))
+        part = _part_bytes(nbytes)
         file = self._obstore.open_writer(self._store, key, buffer_size=part, max_concurrency=_PARTS_AT_ONCE)
-        return _Writer(file, f"{self._root}/{key}")
+        return _Writer(file, f"{self._root}/{key}", part)
 
     def create(self, key: str, content: bytes) -> bool:
         return self._put_if(key, content, "create")
@@ -143,6 +151,7 @@ class ObstoreStore:
         from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
         _check_process(f"{self._root}/{key}")
+        note(Requests(puts=1, bytes_written=len(content)))
         try:
             self._obstore.put(self._store, key, content, mode=condition)
             return True
@@ -162,6 +171,7 @@ class ObstoreStore:
         raise failure
 
     def get(self, key: str, most_bytes: int) -> Held | None:
+        note(Requests(gets=1))
         try:
             found = self._ask("reading it", key, lambda s: self._obstore.get(s, key))
             if found.meta["size"] > most_bytes:
@@ -178,6 +188,7 @@ class ObstoreStore:
         from obstore.exceptions import BaseError
 
         _check_process(f"{self._root}/{key}")
+        note(Requests(deletes=1))
         try:
             self._obstore.delete(self._store, key)
         except FileNotFoundError:
@@ -218,14 +229,23 @@ class _NotThatLong(Exception):
 class _Writer:
     """As :class:`.ObjectFile`."""
 
-    def __init__(self, file: Any, url: str) -> None:
-        self._file, self._url = file, url
+    def __init__(self, file: Any, url: str, part_bytes: int) -> None:
+        self._file, self._url, self._part_bytes = file, url, part_bytes
+        self._nbytes = 0
 
     def write(self, data: memoryview) -> None:
         own = bytes(data)  # obstore keeps what it is given until it is sent, without a copy
+        self._nbytes += len(own)
         self._do(lambda: self._file.write(own))
 
     def close(self) -> None:
+        # obstore puts what is less than a part.
+        whole = self._nbytes < self._part_bytes
+        note(
+            Requests(puts=1, bytes_written=self._nbytes)
+            if whole
+            else _in_parts(self._nbytes, self._part_bytes)
+        )
         self._do(self._file.close)
 
     def _do(self, call: Any) -> None:
@@ -239,6 +259,16 @@ class _Writer:
 
 def _write_failed(url: str, error: BaseException) -> CheckpointError:
     return CheckpointError(f"{url}: writing it failed: {_explained(error)}")
+
+
+def _part_bytes(nbytes: int) -> int:
+    """The size of the parts of an object of about ``nbytes`` bytes."""
+    return max(_PART_BYTES, -(-nbytes // _MOST_PARTS))
+
+
+def _in_parts(nbytes: int, part_bytes: int) -> Requests:
+    """What it takes to write an object in parts."""
+    return Requests(uploads=1, parts=-(-nbytes // part_bytes), bytes_written=nbytes)
 
 
 def _stat(meta: Any) -> Stat:

@@ -15,6 +15,7 @@ from .urls import is_url, join, place_of
 
 __all__ = [
     "absolute",
+    "bytes_below",
     "exists",
     "files_below",
     "files_in",
@@ -84,7 +85,8 @@ def names_in(path: str) -> list[str]:
     """As ``os.listdir``, of URLs too: names of objects and of prefixes. Raises ``OSError`` or :class:`SourceError`."""
     if not is_url(path):
         return os.listdir(path)
-    return [*{**dict.fromkeys(files_in(path)), **dict.fromkeys(folders_in(path))}]
+    listing = _listed(path)
+    return [*dict.fromkeys([*listing.files, *listing.folders])]
 
 
 def files_in(url: str) -> Mapping[str, Stat]:
@@ -177,13 +179,24 @@ def files_below(path: str, expected: Iterable[str] = ()) -> dict[str, Stat | Non
             for folder, _, names in os.walk(path)
             for name in names
         }
-    found: dict[str, Stat | None] = dict(files_in(path))
-    for folder in folders_in(path):
+    listing = _listed(path)
+    found: dict[str, Stat | None] = dict(listing.files)
+    for folder in listing.folders:
         found |= {f"{folder}/{name}": stat for name, stat in files_below(join(path, folder)).items()}
     for name in set(expected) - found.keys():
         if (stat := stat_of_expected(join(path, name))) is not None:
             found[name] = stat
     return found
+
+
+def bytes_below(path: str) -> tuple[int, int]:
+    """The number of files below a directory or URL, and their bytes, by listing. Rank-local.
+
+    A store also keeps parts of unfinished uploads, and versions of objects that were replaced or deleted: no listing shows them. Raises
+    as :func:`files_below`.
+    """
+    found = {name: stat or stat_of(join(path, name)) for name, stat in files_below(path).items()}
+    return len(found), sum(stat.nbytes for stat in found.values() if stat is not None)
 
 
 def read_range(url: str, start: int, stop: int, *, version: str | None = None) -> bytes:

@@ -14,7 +14,7 @@ from ..errors import SourceError
 from ..planning.buckets import Span
 from ..recipe.host_convert import HostConversion
 
-__all__ = ["ConvertingReader", "Reader"]
+__all__ = ["ConvertingReader", "Reader", "spans_of_tensors"]
 
 
 class Reader(Protocol):
@@ -67,7 +67,7 @@ class ConvertingReader:
         view[:] = self._results[path][offset_bytes : offset_bytes + view.nbytes]
 
     def _convert(self, host: HostConversion) -> dict[str, memoryview]:
-        with self._files.expecting(_spans(self._stored[name] for name in host.sources)):
+        with self._files.expecting(spans_of_tensors(self._stored[name] for name in host.sources)):
             sources = {name: self._read(self._stored[name]) for name in host.sources}
         try:
             made = dict(host.run(sources))
@@ -95,7 +95,8 @@ class ConvertingReader:
         return tensor
 
 
-def _spans(tensors: Iterable[StoredTensor]) -> Iterator[Span]:
+def spans_of_tensors(tensors: Iterable[StoredTensor]) -> Iterator[Span]:
+    """The bytes of whole tensors."""
     for tensor in tensors:
         for chunk in tensor.chunks:
             yield (

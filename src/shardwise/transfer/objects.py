@@ -20,10 +20,10 @@ from types import TracebackType
 from ..catalog.records import StoredFile
 from ..errors import SourceError
 from ..planning.buckets import Span
-from ..storage import Moved, fetch
+from ..storage import Moved, counted_here, fetch, is_url
 from .ahead import holds, steps
 
-__all__ = ["GAP_BYTES", "IN_FLIGHT_BYTES", "PART_BYTES", "REQUESTS", "ObjectReader"]
+__all__ = ["GAP_BYTES", "IN_FLIGHT_BYTES", "PART_BYTES", "REQUESTS", "ObjectReader", "requests_for"]
 
 #: The most bytes of one request. Stores serve one stream at about 100 MB/s.
 PART_BYTES = 8 * 1024**2
@@ -34,6 +34,11 @@ GAP_BYTES = 64 * 1024
 #: A smaller part gets memory of its own, a larger one a buffer that is used again.
 _SMALL_BYTES = 256 * 1024
 _LOOK_S = 0.2
+
+
+def requests_for(spans: Iterable[Span]) -> Iterator[Span]:
+    """What a reader of these spans asks stores for, one request each, in this order. Spans of local files are left out."""
+    return steps((span for span in spans if is_url(span[0])), PART_BYTES, GAP_BYTES)
 
 
 @dataclass(slots=True)
@@ -85,7 +90,7 @@ class ObjectReader:
     def expecting(self, spans: Iterable[Span]) -> Iterator[None]:
         """The reads in this block are of these spans, in this order. May be nested."""
         before, parts = self._waiting, self._parts
-        self._waiting, self._parts = steps(spans, PART_BYTES, GAP_BYTES), deque()
+        self._waiting, self._parts = requests_for(spans), deque()
         try:
             yield
         finally:
@@ -149,7 +154,7 @@ class ObjectReader:
     def _submit(self, span: Span, view: memoryview) -> Future[None]:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(REQUESTS, "shardwise-objects")
-        return self._pool.submit(self._fetch, span, view)
+        return self._pool.submit(counted_here(self._fetch), span, view)
 
     def _fetch(self, span: Span, view: memoryview) -> None:
         path, start, _ = span

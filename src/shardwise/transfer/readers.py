@@ -76,7 +76,7 @@ class SourceReader:
             return
         local, remote = tee(spans)
         with ExitStack() as stack:
-            stack.enter_context(self._stores().expecting(s for s in remote if is_url(s[0])))
+            stack.enter_context(self._stores().expecting(remote))
             stack.enter_context(self._files.expecting(s for s in local if not is_url(s[0])))
             yield
 

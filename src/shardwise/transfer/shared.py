@@ -23,12 +23,12 @@ import torch.distributed as dist
 from ..dtypes import itemsize, torch_dtype
 from ..errors import RankError, SourceError
 from ..layout.wanted import contiguous_strides
-from ..planning.buckets import Buckets, Span
+from ..planning.buckets import Bucket, Buckets, Span
 from ..planning.records import StridedLoop, Transfer
 from ..ranks.ranks import Ranks
 from .converted import Reader
 
-__all__ = ["NodeReader", "NotShared", "OnceReader", "SharedReader", "bucket_bytes"]
+__all__ = ["NodeReader", "NotShared", "OnceReader", "SharedReader", "bucket_bytes", "spans_in_turn"]
 
 #: Buckets of one round of :class:`OnceReader`: so many ranks read at a time.
 _AT_ONCE = 4
@@ -43,6 +43,13 @@ def bucket_bytes(strategy: str, staging_bytes: int) -> int:
     return staging_bytes // (4 if strategy == "node" else 8)
 
 
+def spans_in_turn(buckets: Sequence[Bucket], readers: Sequence[int], rank: int) -> Iterator[Span]:
+    """What a rank reads if ``readers`` read the buckets in turns, in order. Nothing if it is none of them."""
+    for bucket in buckets[readers.index(rank) :: len(readers)] if rank in readers else ():
+        for part in bucket.ranges:
+            yield part.path, part.offset_bytes, part.offset_bytes + part.nbytes
+
+
 class SharedReader(ABC):
     """This rank's transfers in rounds, and the bytes that they need. Every rank must go through all rounds."""
 
@@ -52,10 +59,17 @@ class SharedReader(ABC):
     """Bytes of payload that this rank sent to other ranks."""
 
     def __init__(
-        self, transfers: Sequence[Transfer], buckets: Buckets, files: Reader, ranks: Ranks, rounds: int
+        self,
+        transfers: Sequence[Transfer],
+        buckets: Buckets,
+        files: Reader,
+        ranks: Ranks,
+        rounds: int,
+        readers: Sequence[int],
     ) -> None:
-        """``files``: where this rank's own buckets come from. ``rounds``: the same on every rank."""
-        self._buckets = buckets.buckets
+        """``files``: where this rank's own buckets come from. ``rounds``: the same on every rank. ``readers``: the ranks that read
+        the buckets in turns."""
+        self._buckets, self._readers = buckets.buckets, readers
         self._by_bucket = {
             Buckets.index_of(path): list(group) for path, group in groupby(transfers, lambda t: t.path)
         }
@@ -64,7 +78,7 @@ class SharedReader(ABC):
 
     def __iter__(self) -> Iterator[Transfer]:
         """The transfers, each while its bytes are here."""
-        with self._files.expecting(self._spans()):
+        with self._files.expecting(spans_in_turn(self._buckets, self._readers, self._ranks.rank)):
             for number in range(self._rounds):
                 yield from self._round(number)
 
@@ -93,15 +107,6 @@ class SharedReader(ABC):
     @abstractmethod
     def _round(self, number: int) -> Iterator[Transfer]:
         """The transfers of one round."""
-
-    @abstractmethod
-    def _own(self) -> Iterable[int]:
-        """The buckets that this rank reads, in order."""
-
-    def _spans(self) -> Iterator[Span]:
-        for index in self._own():
-            for part in self._buckets[index].ranges:
-                yield part.path, part.offset_bytes, part.offset_bytes + part.nbytes
 
     def _fill(self, index: int, memory: torch.Tensor) -> None:
         """Read a bucket, if there is one of this index."""
@@ -137,9 +142,8 @@ class NodeReader(SharedReader):
     ) -> None:
         """``peers``: the ranks of this host. ``nbytes``: of a bucket. Every rank of the group must call it."""
         needed = -(-len(buckets.buckets) // len(peers))
-        super().__init__(
-            transfers, buckets, files, ranks, ranks.combine("count rounds", lambda: needed, _most)
-        )
+        rounds = ranks.combine("count rounds", lambda: needed, _most)
+        super().__init__(transfers, buckets, files, ranks, rounds, peers)
         self._index, self._count, self._nbytes = peers.index(ranks.rank), len(peers), nbytes
         self.memory_bytes = _SLOTS * nbytes
         self._memory = self._share(peers)
@@ -177,9 +181,6 @@ class NodeReader(SharedReader):
         finally:
             os.close(fd)
 
-    def _own(self) -> Iterable[int]:
-        return range(self._index, len(self._buckets), self._count)
-
     def _round(self, number: int) -> Iterator[Transfer]:
         start = number % _SLOTS * self._nbytes
         with self._ranks.agree("read"):
@@ -210,18 +211,15 @@ class OnceReader(SharedReader):
     ) -> None:
         """``readers``: the ranks that see the files. ``device``: one that the process group has collectives for."""
         self._at_once = min(_AT_ONCE, len(readers))
-        super().__init__(transfers, buckets, files, ranks, -(-len(buckets.buckets) // self._at_once))
-        self._readers, self._device = readers, device
+        rounds = -(-len(buckets.buckets) // self._at_once)
+        super().__init__(transfers, buckets, files, ranks, rounds, readers)
+        self._device = device
         self.memory_bytes = (3 + self._at_once) * nbytes
         self._bucket = torch.empty(nbytes if ranks.rank in readers else 0, dtype=torch.uint8)
 
     def close(self) -> None:
         super().close()
         self._bucket = torch.empty(0, dtype=torch.uint8)
-
-    def _own(self) -> Iterable[int]:
-        count = len(self._readers)
-        return [k for k in range(len(self._buckets)) if self._readers[k % count] == self._ranks.rank]
 
     def _round(self, number: int) -> Iterator[Transfer]:
         first = number * self._at_once
