@@ -42,8 +42,10 @@ def _open(root: str, model: str | None, variant: str | None) -> Catalog:
     if is_url(root):
         root = place_of(root).url
         _refuse_unread(root)
-        if model is None and is_file(root):  # asks for no folder: who may read an object may not list it
-            return catalog_of_safetensors(root)
+    if root.endswith(".json") and is_file(root):
+        raise SourceError("holds no weights; give its directory, or a .safetensors file", path=root)
+    if is_url(root) and model is None and is_file(root):  # who may read an object may not list its folder
+        return catalog_of_safetensors(root)
     if variant is not None:
         return catalog_of_safetensors(root, variant)
     if is_file(os.path.join(root, "manifest.json")):
