@@ -183,24 +183,21 @@ def _ceph(folder: Path) -> Iterator[Running]:
         _start(running, ["radosgw", "-n", "client.rgw", "-f", "--rgw-frontends", front], folder, env)
         tool("radosgw-admin", "-n", "client.rgw", "user", "create", *user)
         found = _s3(f"http://127.0.0.1:{gateway}")
-        _until(lambda: _make_bucket(found.options["endpoint"]), folder)
+        _until(lambda: _listens(gateway), folder)
+        _make_bucket(found.options["endpoint"])
         yield found
 
 
-def _make_bucket(endpoint: str) -> bool:
+def _make_bucket(endpoint: str) -> None:
     import boto3
-    from botocore.exceptions import BotoCoreError, ClientError
 
-    try:
-        boto3.client(
-            "s3",
-            endpoint_url=endpoint,
-            region_name="us-east-1",
-            aws_access_key_id="AKID",
-            aws_secret_access_key=SECRET,
-        ).create_bucket(Bucket=BUCKET)
-    except (BotoCoreError, ClientError):
-        return False
+    keys = {"aws_access_key_id": "AKID", "aws_secret_access_key": SECRET}
+    boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1", **keys).create_bucket(Bucket=BUCKET)
+
+
+def _listens(port: int) -> bool:
+    """Raises ``OSError`` if nothing does."""
+    socket.create_connection(("127.0.0.1", port)).close()
     return True
 
 

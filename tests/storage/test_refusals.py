@@ -11,6 +11,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import CheckpointError, ShardwiseError, SourceError
+from shardwise.storage.explain import text_of
 from tests.harness.object_store import BUCKET, SECRET, Do, Proxy, Reply, S3Server
 from tests.storage.test_saves import small_state
 
@@ -109,6 +110,12 @@ def test_a_refusal_is_one_sentence(proxy: Proxy, kind: str, call: str) -> None:
     assert SECRET not in f"{caught.value!r} {caught.value} {caught.value.__cause__!r}"
     assert "<" not in first
     assert len(proxy.log) <= 4
+
+
+def test_a_body_is_not_repeated() -> None:
+    """It may hold a token, or what was signed."""
+    said = f"GET http://h/x in 1ms, after 8 retries: {error('Odd', 'No.', f'<Token-0>{SECRET}</Token-0>')}"
+    assert text_of(ValueError(said)) == "GET http://h/x in 1ms, after 8 retries:"
 
 
 @pytest.mark.parametrize("call", CALLS)
