@@ -9,6 +9,7 @@ import base64
 import hashlib
 import hmac
 import http.client
+import json
 import os
 import shutil
 import socket
@@ -17,7 +18,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from email.utils import formatdate
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from typing import Any
 from tests.harness.object_store import BUCKET, SECRET, s3_server
 from tests.harness.process import ROOT
 
-__all__ = ["SERVERS", "NotInstalled", "Running"]
+__all__ = ["SERVERS", "NotInstalled", "Running", "allow_guest", "as_owner"]
 
 #: Where ``make servers`` puts them.
 _INSTALLED = ROOT / "build" / "servers"
@@ -33,6 +34,7 @@ _START_S = 90.0
 #: azurite's own, from its documentation.
 _ACCOUNT = "devstoreaccount1"
 _ACCOUNT_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+_GUEST = "guest"
 _CEPH_TOOLS = ("monmaptool", "ceph", "ceph-mon", "ceph-osd", "radosgw", "radosgw-admin")
 _CEPH_CONF = """[global]
 fsid = {fsid}
@@ -80,6 +82,8 @@ class Running:
     """The bucket's URL."""
     options: dict[str, Any]
     """For ``storage_options``, and for obstore."""
+    guest: str | None = None
+    """Access key of another user, who has no rights yet, and the same secret."""
 
 
 @contextmanager
@@ -173,7 +177,6 @@ def _ceph(folder: Path) -> Iterator[Running]:
     tool("ceph-mon", "--mkfs", "-i", "a", "--monmap", "monmap")
     # Its Python modules are those of the system's interpreter.
     ceph = ["/usr/bin/python3", shutil.which("ceph", path=env["PATH"]) or "ceph"]
-    user = ("--uid", "tests", "--display-name", "tests", "--access-key", "AKID", "--secret-key", SECRET)
     with ExitStack() as running:
         _start(running, ["ceph-mon", "-i", "a", "-f"], folder, env)
         tool(*ceph, "osd", "new", disk)
@@ -181,18 +184,30 @@ def _ceph(folder: Path) -> Iterator[Running]:
         _start(running, ["ceph-osd", "-i", "0", "-f"], folder, env)
         front = f"beast endpoint=127.0.0.1:{gateway}"
         _start(running, ["radosgw", "-n", "client.rgw", "-f", "--rgw-frontends", front], folder, env)
-        tool("radosgw-admin", "-n", "client.rgw", "user", "create", *user)
+        for user, key in (("owner", "AKID"), (_GUEST, "GUEST")):
+            named = ("--uid", user, "--display-name", user, "--access-key", key, "--secret-key", SECRET)
+            tool("radosgw-admin", "-n", "client.rgw", "user", "create", *named)
         found = _s3(f"http://127.0.0.1:{gateway}")
         _until(lambda: _listens(gateway), folder)
-        _make_bucket(found.options["endpoint"])
-        yield found
+        as_owner(found.options["endpoint"]).create_bucket(Bucket=BUCKET)
+        yield replace(found, guest="GUEST")
 
 
-def _make_bucket(endpoint: str) -> None:
+def as_owner(endpoint: str) -> Any:
+    """boto3's client of an S3 server, for what obstore does not do."""
     import boto3
 
     keys = {"aws_access_key_id": "AKID", "aws_secret_access_key": SECRET}
-    boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1", **keys).create_bucket(Bucket=BUCKET)
+    return boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1", **keys)
+
+
+def allow_guest(running: Running, policy: dict[str, Any]) -> None:
+    """Give the other user the rights of a policy of IAM's form, and no others."""
+    statements = [
+        {**one, "Principal": {"AWS": [f"arn:aws:iam:::user/{_GUEST}"]}} for one in policy["Statement"]
+    ]
+    content = json.dumps({**policy, "Statement": statements})
+    as_owner(running.options["endpoint"]).put_bucket_policy(Bucket=BUCKET, Policy=content)
 
 
 def _listens(port: int) -> bool:

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.catalog.open import open_catalog
 from shardwise.errors import CheckpointError, ShardwiseError, SourceError
+from shardwise.storage import is_file
 from shardwise.storage.explain import text_of
 from tests.harness.object_store import BUCKET, SECRET, Do, Proxy, Reply, S3Server
 from tests.storage.test_saves import small_state
@@ -109,7 +111,7 @@ def test_a_refusal_is_one_sentence(proxy: Proxy, kind: str, call: str) -> None:
     assert first.endswith(said) or f"failed: {said}" in first, first
     assert SECRET not in f"{caught.value!r} {caught.value} {caught.value.__cause__!r}"
     assert "<" not in first
-    assert len(proxy.log) <= 4
+    assert len(proxy.log) <= 6
 
 
 def test_a_body_is_not_repeated() -> None:
@@ -173,3 +175,20 @@ def test_a_checkpoint_is_not_written_over_a_file(proxy: Proxy, server: S3Server,
         sw.save(small_state(), f"{ROOT}/bad/file")
     with pytest.raises(CheckpointError, match="bad/file"):
         sw.copy(tmp_path, f"{ROOT}/bad/file")
+
+
+@pytest.mark.parametrize("listed", ["rights%2F", "rights%2Fa%2F"])
+def test_who_may_list_a_prefix_alone(proxy: Proxy, server: S3Server, listed: str) -> None:
+    """S3 tells them 403 of an object that is not there; a listing that they may see tells more."""
+    server.put("rights/a/model.safetensors", (8).to_bytes(8, "little") + b"{}      ")
+    proxy.reset(
+        lambda asked: (
+            Do(status=403)
+            if asked.method == "HEAD" or ("prefix=" in asked.path and f"prefix={listed}" not in asked.path)
+            else None
+        )
+    )
+    assert not is_file(f"{ROOT}/rights/a")
+    assert open_catalog(f"{ROOT}/rights/a").files[0].version
+    with pytest.raises(SourceError, match="403"):
+        is_file(f"{ROOT}/rights/a/model.safetensors")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,17 +16,20 @@ from obstore.exceptions import PreconditionError
 from obstore.store import from_url
 
 import shardwise as sw
-from shardwise.errors import CheckpointError, IntegrityError, LockedError
+from shardwise.errors import CheckpointError, IntegrityError, LockedError, ShardwiseError, SourceError
 from shardwise.storage import exists, fetch, files_below, files_in, folders_in, is_file, names_in, stat_of
 from shardwise.storage.stores import store_of
 from shardwise.transfer.objects import PART_BYTES
 from tests.harness import models
-from tests.harness.servers import SERVERS, NotInstalled, Running
+from tests.harness.object_store import BUCKET
+from tests.harness.process import ROOT
+from tests.harness.servers import SERVERS, NotInstalled, Running, allow_guest, as_owner
 from tests.harness.tiers import long_but
 from tests.storage.test_saves import digest_of, small_state
 
 pytestmark = pytest.mark.processes
 
+PAGE = ROOT / "docs" / "howto" / "stores" / "s3.md"
 #: More than a store lists at a time: S3 1,000, Azure 5,000.
 MANY = {"moto": 1_001, "ceph": 1_001, "azurite": 5_001}
 
@@ -137,3 +142,33 @@ def test_copied_and_loaded(at: Running, tmp_path: Path) -> None:
     sw.copy(url, tmp_path / "back")
     for file in (tmp_path / "qwen3").iterdir():
         assert (tmp_path / "back" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_the_least_rights(at: Running, tmp_path: Path) -> None:
+    """Those that docs/howto/stores/s3.md gives: for loads, for saves, and the rule for unfinished uploads."""
+    if at.guest is None:
+        pytest.skip("this server has no users")
+    reading, saving, rule = map(json.loads, re.findall(r"```json\n(.*?)```", PAGE.read_text(), re.DOTALL))
+    models.write_hub_directory("qwen3", tmp_path / "qwen3", torch.float32)
+    sw.copy(tmp_path / "qwen3", f"{at.root}/models/qwen3")
+    sw.save(small_state(), f"{at.root}/models/step")
+    as_owner(at.options["endpoint"]).put_bucket_lifecycle_configuration(
+        Bucket=BUCKET, LifecycleConfiguration=rule
+    )
+    try:
+        sw.storage_options(at.root, **{**at.options, "access_key_id": at.guest})
+        with pytest.raises(SourceError, match=r"403 .AccessDenied."):
+            sw.verify(f"{at.root}/models/step")
+        allow_guest(at, reading)
+        sw.load_pretrained(f"{at.root}/models/qwen3", None)
+        digest_of(f"{at.root}/models/step")
+        with pytest.raises(ShardwiseError, match=r"403 .AccessDenied."):
+            sw.save(small_state(), f"{at.root}/models/other")
+        allow_guest(at, saving)
+        sw.save(small_state(), f"{at.root}/runs/step")
+        digest_of(f"{at.root}/runs/step")
+        sw.copy(tmp_path / "qwen3", f"{at.root}/runs/qwen3")
+        with pytest.raises(SourceError, match=r"403 .AccessDenied."):
+            sw.verify(f"{at.root}/models/step")
+    finally:
+        sw.storage_options(at.root, **at.options)

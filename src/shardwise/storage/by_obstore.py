@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, IntegrityError, SourceError
-from .explain import explained, is_too_short, is_unexplained, text_of
+from .explain import explained, is_forbidden, is_too_short, is_unexplained, text_of
 from .records import Cut, Listing, Stat
 
 __all__ = ["ObstoreStore", "is_known"]
@@ -82,7 +82,11 @@ class ObstoreStore:
         def head(store: Any) -> Any:
             try:
                 return self._obstore.head(store, key)
+            except FileNotFoundError:
+                raise
             except (BaseError, OSError) as error:
+                if is_forbidden(error) and self._lists_without(key):
+                    raise FileNotFoundError(key) from None
                 if is_unexplained(error):
                     self._obstore.get(store, key)  # raises: its reply has a body, which says why
                 raise
@@ -91,6 +95,19 @@ class ObstoreStore:
             return _stat(self._ask("looking at it", key, head))
         except FileNotFoundError:
             return None
+
+    def _lists_without(self, key: str) -> bool:
+        """Whether a listing shows that there is no such object: S3 says 403 of it to those who may list under some prefixes alone."""
+        folder, _, name = key.rpartition("/")
+        for listed in (folder, key):
+            try:
+                found = self.list(listed)
+            except SourceError:
+                continue
+            if listed == folder:
+                return name not in found.files
+            return bool(found.files or found.folders)
+        return False
 
     def read(self, key: str, start: int, stop: int) -> tuple[Stat | None, Iterator[bytes]]:
         def get(store: Any) -> Any:

@@ -9,7 +9,7 @@ import urllib.request
 
 from .urls import without_queries
 
-__all__ = ["explained", "is_too_short", "is_unexplained", "text_of"]
+__all__ = ["explained", "is_forbidden", "is_too_short", "is_unexplained", "text_of"]
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([^<]{1,100})</Code>")
@@ -37,6 +37,11 @@ _LOOK_S = 5.0
 def is_too_short(error: BaseException) -> bool:
     """Whether an object ends before the range that was asked for: the store's word, or obstore's where the store says nothing."""
     return _status(str(error)) == "416" or "Wanted range starting at" in str(error)
+
+
+def is_forbidden(error: BaseException) -> bool:
+    """Whether a store refused a request, whatever the reason."""
+    return _status(str(error)) == "403"
 
 
 def is_unexplained(error: BaseException) -> bool:
