@@ -7,7 +7,7 @@
 The server (moto's, or Ceph after ``make servers``) has processes of its own, with a proxy that delays replies and counts. Fresh processes
 for every run, all in turn, minima compared; the bare client has the same number of requests at a time, of the same size, and keeps what it
 got. Peers whose package is not installed are left out: pip install s3torchconnector 'runai-model-streamer[s3]'. ``--save``: a checkpoint
-beside a bare multipart upload of the same bytes (moto holds three times its bytes in memory). The exit status is 1 if a contract is broken.
+beside a bare multipart upload of the same bytes (moto holds it in memory, several times over). The exit status is 1 if a contract is broken.
 """
 
 from __future__ import annotations
