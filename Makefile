@@ -36,7 +36,7 @@ SHAPE := $(addprefix tests/meta/test_,imports.py exports.py internals.py mutatio
 QUICK := -m "not ranks and not processes and not faults and not slow and not hypothesis" --durations 5 \
   $(SHAPE:%=--ignore=%)
 
-.PHONY: help install demo quick test long lowest newest dist check docs bench gpu-check faults fuzz schedules mutations sweep clean
+.PHONY: help install demo quick test long lowest newest dist check docs bench gpu-check faults fuzz schedules mutations servers sweep clean
 .DEFAULT_GOAL := help
 
 help:
@@ -57,6 +57,7 @@ help:
 	@echo "make fuzz     damaged and hostile files into every reader (FUZZ_SECONDS=600)"
 	@echo "make schedules  the ring of a load onto a device, under random schedules of its streams (SCHEDULES=100000, minutes)"
 	@echo "make mutations  seeded errors in a copy of the package, each of which tests of make test must catch (MUTATIONS=--sample 6)"
+	@echo "make servers  object stores that others wrote (azurite by npm, Debian's Ceph), into build/, and their tests (a minute)"
 	@echo "make sweep    sharded against ordinary load for every architecture (an hour)"
 	@echo "make clean    remove caches and products, keep $(VENV)"
 
@@ -127,6 +128,11 @@ schedules: install
 
 mutations: install
 	$(BIN)/python -m tests.mutations $(MUTATIONS)
+
+# What can't be installed is skipped.
+servers: install
+	sh tests/harness/servers.sh
+	$(BIN)/python -m pytest tests/storage/test_servers.py
 
 sweep: install
 	$(BIN)/python benchmarks/sweep.py --table docs/supported-models.md

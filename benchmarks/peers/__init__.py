@@ -16,7 +16,7 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
-__all__ = ["FLOORS", "ON_CPU", "ON_DEVICES", "PEERS"]
+__all__ = ["FLOORS", "FROM_STORES", "ON_CPU", "ON_DEVICES", "PEERS"]
 
 #: Ours first: the other peers are compared with them.
 _FILES = (
@@ -50,4 +50,8 @@ ON_DEVICES = (
     *("ours", "ours_whole", "plain_floor", *_FILES_ON_DEVICES),
     *("dcp", "transformers_native", "torch_broadcast", "safetensors_prefetch"),
 )
+#: From an object store (benchmarks/store.py).
+FROM_STORES: dict[str, Any] = {
+    name: _peer(f"store_{name}") for name in ("ours", "bare", "download", "s3_connector", "run_ai")
+}
 FLOORS = ("plain_floor", "huge_page_floor")

@@ -13,9 +13,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +31,7 @@ __all__ = [
     "Asked",
     "Do",
     "Proxy",
+    "Reply",
     "S3Server",
     "s3_server",
     "use_store",
@@ -138,11 +139,22 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
+class Reply:
+    """What a store replies. HEAD gets no body."""
+
+    status: int
+    body: str
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Do:
     """What becomes of a request. By default it is carried out."""
 
     wait_s: float = 0.0
     status: int | None = None
+    """Reply with this instead of asking the server."""
+    reply: Reply | None = None
     """Reply with this instead of asking the server."""
     cut_after: int | None = None
     """Close the connection after so many bytes of the body."""
@@ -244,7 +256,11 @@ class _Handler(BaseHTTPRequestHandler):
             do.before()
         time.sleep(do.wait_s)
         if do.status is not None:
-            self._reply(do.status)
+            code = {401: "ExpiredToken", 403: "AccessDenied", 503: "SlowDown"}.get(do.status, "InternalError")
+            body = f"<Error><Code>{code}</Code><Message>by the proxy</Message></Error>"
+            do = replace(do, reply=Reply(do.status, body))
+        if do.reply is not None:
+            self._reply(do.reply)
             return
         connection = http.client.HTTPConnection("127.0.0.1", self.upstream, timeout=60)
         try:
@@ -257,11 +273,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _do
 
-    def _reply(self, status: int) -> None:
-        code = {401: "ExpiredToken", 403: "AccessDenied", 503: "SlowDown"}.get(status, "InternalError")
-        text = f"<Error><Code>{code}</Code><Message>by the proxy</Message></Error>".encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/xml")
+    def _reply(self, reply: Reply) -> None:
+        text = reply.body.encode()
+        self.send_response(reply.status)
+        for name, value in {**reply.headers, "Content-Type": "application/xml"}.items():
+            self.send_header(name, value)
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
         if self.command != "HEAD":

@@ -259,6 +259,9 @@ def test_rules_find_what_they_forbid() -> None:
 #: Pinned although nothing names them: they come with what is named, in any version of it.
 COME_ALONG = {"tokenizers"}
 
+#: Other loaders, which benchmarks/store.py measures where a developer has installed them.
+PEERS_IF_INSTALLED = {"s3torchconnector", "runai_model_streamer"}
+
 
 def test_everything_that_is_imported_is_declared_and_pinned() -> None:
     """Else it is there only on machines where a developer installed it by hand."""
@@ -282,7 +285,8 @@ def test_everything_that_is_imported_is_declared_and_pinned() -> None:
                 else:
                     continue
                 imported.update(dict.fromkeys((name.partition(".")[0] for name in names), path))
-    outside = {name: path for name, path in imported.items() if name not in ours | sys.stdlib_module_names}
+    known = ours | sys.stdlib_module_names | PEERS_IF_INSTALLED
+    outside = {name: path for name, path in imported.items() if name not in known}
     assert {"torch", "trl"} <= set(outside)
     assert {n: p for n, p in outside.items() if n not in declared | COME_ALONG} == {}
     assert (declared | set(outside)) - pinned == set()

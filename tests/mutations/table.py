@@ -633,6 +633,27 @@ MUTATIONS = (
     ),
     Mutation(
         "storage/by_obstore.py",
+        "                if is_unexplained(error):",
+        "                if False:",
+        ("tests/storage/test_refusals.py::test_a_refusal_is_one_sentence",),
+        "a refused HEAD is an error without a reason",
+    ),
+    Mutation(
+        "storage/explain.py",
+        '_BODY.sub("", str(error).partition("Debug source")[0])',
+        'str(error).partition("Debug source")[0]',
+        ("tests/storage/test_refusals.py::test_a_body_is_not_repeated",),
+        "an error repeats the token in a store's reply",
+    ),
+    Mutation(
+        "store/in_store.py",
+        "    if exists(url):",
+        "    if False:",
+        ("tests/storage/test_refusals.py::test_a_checkpoint_is_not_written_over_a_file",),
+        "a checkpoint is saved under the name of an object",
+    ),
+    Mutation(
+        "storage/explain.py",
         'return without_queries(" ".join(first.split()))[:500]',
         'return " ".join(first.split())[:500]',
         ("tests/storage/test_reads.py::test_queries_are_not_repeated",),

@@ -18,7 +18,6 @@ from shardwise.limits import read_small
 from shardwise.storage import (
     Moved,
     Stat,
-    by_obstore,
     exists,
     fetch,
     is_directory,
@@ -28,6 +27,7 @@ from shardwise.storage import (
     stat_of,
     stores,
 )
+from shardwise.storage.explain import text_of
 from shardwise.storage.records import Cut
 from shardwise.transfer.ahead import steps
 from shardwise.transfer.objects import GAP_BYTES, IN_FLIGHT_BYTES, PART_BYTES, ObjectReader
@@ -205,9 +205,7 @@ def test_a_store_that_sends_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_queries_are_not_repeated() -> None:
-    error = by_obstore._text(
-        ValueError(f"GET https://h/c/k?sv=1&sig={SECRET} failed\n\nDebug source: {SECRET}")
-    )
+    error = text_of(ValueError(f"GET https://h/c/k?sv=1&sig={SECRET} failed\n\nDebug source: {SECRET}"))
     assert error == "GET https://h/c/k?… failed"
 
 

@@ -41,10 +41,11 @@ def open_catalog(
 def _open(root: str, model: str | None, variant: str | None) -> Catalog:
     if is_url(root):
         root = place_of(root).url
-        if (
-            model is None and variant is None and is_file(root)
-        ):  # who may read an object may not list its folder
-            return catalog_of_torch_file(root) if is_torch_file(root) else catalog_of_safetensors(root)
+    if root.endswith(".json") and is_file(root):
+        raise SourceError("holds no weights; give its directory, or a .safetensors file", path=root)
+    if is_url(root) and model is None and variant is None and is_file(root):
+        # who may read an object may not list its folder
+        return catalog_of_torch_file(root) if is_torch_file(root) else catalog_of_safetensors(root)
     if variant is not None:
         return catalog_of_safetensors(root, variant)
     if is_file(os.path.join(root, "manifest.json")):

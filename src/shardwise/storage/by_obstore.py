@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, FormatError, IntegrityError, SourceError
+from .explain import explained, is_forbidden, is_too_short, is_unexplained, text_of
 from .records import Cut, Held, Listing, Stat
 from .requests import LISTED_AT_ONCE, Requests, note
-from .urls import without_queries
 
 __all__ = ["ObstoreStore", "is_known"]
 
@@ -34,10 +33,6 @@ _RETRY = {
     "retry_timeout": timedelta(seconds=60),
 }
 _CLIENT = {"connect_timeout": timedelta(seconds=5), "timeout": timedelta(seconds=60)}
-
-_STATUS = re.compile(r"status code: (\d{3})")
-_CODE = re.compile(r"<Code>([^<]{1,100})</Code>")
-_METADATA_SERVERS = ("169.254.169.254", "169.254.170.2", "metadata.google.internal")
 
 
 def is_known(root: str) -> bool:
@@ -71,7 +66,7 @@ class ObstoreStore:
         try:
             self._store = HTTPStore.from_url(root, **given) if is_http else from_url(root, **given)
         except (BaseError, ValueError, TypeError) as error:
-            raise SourceError(f"can't be opened as a store: {_text(error)}", path=root) from None
+            raise SourceError(f"can't be opened as a store: {text_of(error)}", path=root) from None
 
     def list(self, folder: str) -> Listing:
         note(Requests(lists=1))
@@ -88,11 +83,39 @@ class ObstoreStore:
         return Listing(files, folders - {""})
 
     def stat(self, key: str) -> Stat | None:
+        from obstore.exceptions import BaseError
+
+        def head(store: Any) -> Any:
+            try:
+                return self._obstore.head(store, key)
+            except FileNotFoundError:
+                raise
+            except (BaseError, OSError) as error:
+                if is_forbidden(error) and self._lists_without(key):
+                    raise FileNotFoundError(key) from None
+                if is_unexplained(error):
+                    note(Requests(gets=1))
+                    self._obstore.get(store, key)  # raises: its reply has a body, which says why
+                raise
+
         note(Requests(heads=1))
         try:
-            return _stat(self._ask("looking at it", key, lambda s: self._obstore.head(s, key)))
+            return _stat(self._ask("looking at it", key, head))
         except FileNotFoundError:
             return None
+
+    def _lists_without(self, key: str) -> bool:
+        """Whether a listing shows that there is no such object: S3 says 403 of it to those who may list under some prefixes alone."""
+        folder, _, name = key.rpartition("/")
+        for listed in (folder, key):
+            try:
+                found = self.list(listed)
+            except SourceError:
+                continue
+            if listed == folder:
+                return name not in found.files
+            return bool(found.files or found.folders)
+        return False
 
     def read(self, key: str, start: int, stop: int) -> tuple[Stat | None, Iterator[bytes]]:
         def get(store: Any) -> Any:
@@ -194,7 +217,7 @@ class ObstoreStore:
         except FileNotFoundError:
             return
         except (BaseError, OSError) as error:
-            raise CheckpointError(f"{self._root}/{key}: deleting it failed: {_explained(error)}") from None
+            raise CheckpointError(f"{self._root}/{key}: deleting it failed: {explained(error)}") from None
 
     def _chunks(self, got: Any, key: str) -> Iterator[bytes]:
         from obstore.exceptions import BaseError
@@ -202,7 +225,7 @@ class ObstoreStore:
         try:
             yield from got.stream(min_chunk_size=_CHUNK_BYTES)
         except (BaseError, OSError) as error:
-            raise Cut(_text(error)) from None
+            raise Cut(text_of(error)) from None
 
     def _ask(self, what: str, key: str, call: Any) -> Any:
         """Make a call. Raises ``FileNotFoundError`` if there is no such object, else :class:`SourceError`."""
@@ -217,9 +240,9 @@ class ObstoreStore:
                 raise SourceError(f"{what} failed: no such bucket", path=url) from None
             raise FileNotFoundError(url) from None
         except (BaseError, OSError) as error:
-            if (status := _STATUS.search(str(error))) and status[1] == "416":
+            if is_too_short(error):
                 raise _NotThatLong from None
-            raise SourceError(f"{what} failed: {_explained(error)}", path=url) from None
+            raise SourceError(f"{what} failed: {explained(error)}", path=url) from None
 
 
 class _NotThatLong(Exception):
@@ -258,7 +281,7 @@ class _Writer:
 
 
 def _write_failed(url: str, error: BaseException) -> CheckpointError:
-    return CheckpointError(f"{url}: writing it failed: {_explained(error)}")
+    return CheckpointError(f"{url}: writing it failed: {explained(error)}")
 
 
 def _part_bytes(nbytes: int) -> int:
@@ -317,33 +340,5 @@ def _credentials(root: str, options: Mapping[str, Any]) -> dict[str, Any]:
     except Exception as error:  # boto3 raises errors of its own for a profile that it does not know
         if "AWS_PROFILE" not in os.environ:
             return {}
-        reason = "needs boto3: pip install boto3" if isinstance(error, ImportError) else _text(error)
+        reason = "needs boto3: pip install boto3" if isinstance(error, ImportError) else text_of(error)
         raise SourceError(f"the profile that AWS_PROFILE names: {reason}", path=root) from None
-
-
-def _explained(error: BaseException) -> str:
-    text = str(error)
-    status, code = _STATUS.search(text), _CODE.search(text)
-    said = f" ({code[1]})" if code else ""
-    if any(server in text for server in _METADATA_SERVERS):
-        return (
-            "no credentials were found: set those of the store in the environment, or "
-            "shardwise.storage_options(url, skip_signature=True) for a public one"
-        )
-    if "non-partial response" in text:
-        return "the store does not serve byte ranges as HTTP says (status 206); copy the files to a local directory"
-    if code and code[1] == "NoSuchBucket":
-        return "no such bucket"
-    if status and status[1] == "401":
-        return f"the store refused the credentials: 401{said}"
-    if status and status[1] == "403":
-        return f"the store refused it: 403{said}; see the credentials and their rights"
-    if status and status[1] == "404":
-        return f"not there: 404{said}"
-    return _text(error)
-
-
-def _text(error: BaseException) -> str:
-    """The first lines of an error, without queries of URLs: they may hold a token or a signature."""
-    first = str(error).partition("Debug source")[0]
-    return without_queries(" ".join(first.split()))[:500]

@@ -96,6 +96,8 @@ def copy(
     with looking_once(origin):
         files = _files_of(origin)
     if is_url(final):
+        if _is_object(final):
+            raise CheckpointError(f"{final}: is a file; give the URL of a directory")
         for name in files:
             place_of(inside(final, name))  # raises for names that no store has
     work = _Copy(origin, final if is_url(final) else final + _UNFINISHED, files, on_progress)
@@ -128,6 +130,14 @@ class _File:
     """Its checksums in a manifest."""
     content: bytes | None = None
     """Of a manifest, whose content was checked: no other one is copied."""
+
+
+def _is_object(url: str) -> bool:
+    """Whether a URL is one of a file. False if this process may not look at it: it may have rights below it alone."""
+    try:
+        return is_file(url)
+    except SourceError:
+        return False
 
 
 def _files_of(origin: str) -> dict[str, _File]:

@@ -18,7 +18,7 @@ from types import TracebackType
 from ..errors import CheckpointError, LockedError, SourceError
 from ..format.manifest import MANIFEST_NAME, Manifest
 from ..ranks.patience import patiently
-from ..storage import files_below, is_directory, join, place_of, read_whole, store_of
+from ..storage import exists, files_below, join, place_of, read_whole, store_of
 from .complete import check_written, readable_text
 
 __all__ = [
@@ -85,7 +85,7 @@ def claim(url: str) -> None:
     Raises :class:`CheckpointError` if something is there already, or if the store does not keep conditions of writes;
     :class:`LockedError` if another save has claimed it, or was killed.
     """
-    if is_directory(url):
+    if exists(url):
         raise CheckpointError(f"{url}: is there already; a published checkpoint is never written again")
     place = place_of(url + _CLAIM)
     store = store_of(place.root)

@@ -1,0 +1,1 @@
+"""Parts of ``benchmarks/store.py``: the store, and saves into it."""

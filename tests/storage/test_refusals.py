@@ -1,0 +1,194 @@
+"""What stores say to a wrong region, to credentials that expired, to names that nobody knows: one sentence that says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.catalog.open import open_catalog
+from shardwise.errors import CheckpointError, ShardwiseError, SourceError
+from shardwise.storage import is_file
+from shardwise.storage.explain import text_of
+from tests.harness.object_store import BUCKET, SECRET, Do, Proxy, Reply, S3Server
+from tests.storage.test_saves import small_state
+
+ROOT = f"s3://{BUCKET}"
+_IDS = "<RequestId>656c76696e6727732072</RequestId><HostId>Uuag1LuByRx9e6j5Onimru9pO4ZVKnJ2Qz7</HostId>"
+_REGION = {"x-amz-bucket-region": "eu-west-1"}
+
+
+def error(code: str, message: str, more: str = "") -> str:
+    """As S3 writes it."""
+    xml = '<?xml version="1.0" encoding="UTF-8"?>'
+    return f"{xml}\n<Error><Code>{code}</Code><Message>{message}</Message>{more}{_IDS}</Error>"
+
+
+#: By what is wrong: S3's reply, and what we say.
+REPLIES = {
+    "region, moved": (
+        Reply(
+            301,
+            error(
+                "PermanentRedirect",
+                "The bucket you are attempting to access must be addressed using the specified endpoint. "
+                "Please send all future requests to this endpoint.",
+                f"<Endpoint>{BUCKET}.s3.eu-west-1.amazonaws.com</Endpoint><Bucket>{BUCKET}</Bucket>",
+            ),
+            _REGION,
+        ),
+        "the bucket lies in region eu-west-1: set AWS_REGION=eu-west-1, or",
+    ),
+    "region, no header": (
+        Reply(301, error("PermanentRedirect", "The bucket you are attempting to access ...")),
+        "the bucket lies in another region: set its own by AWS_REGION",
+    ),
+    "region, signed for another": (
+        Reply(
+            400,
+            error(
+                "AuthorizationHeaderMalformed",
+                "The authorization header is malformed; the region 'us-east-1' is wrong; expecting 'eu-west-1'",
+                "<Region>eu-west-1</Region>",
+            ),
+            _REGION,
+        ),
+        "the bucket lies in region eu-west-1: set AWS_REGION=eu-west-1, or",
+    ),
+    "expired": (
+        Reply(
+            400,
+            error("ExpiredToken", "The provided token has expired.", f"<Token-0>{SECRET}</Token-0>"),
+        ),
+        "the credentials have expired: 400 (ExpiredToken); get new ones",
+    ),
+    "signature": (
+        Reply(
+            403,
+            error(
+                "SignatureDoesNotMatch",
+                "The request signature we calculated does not match the signature you provided.",
+                f"<AWSAccessKeyId>{SECRET}</AWSAccessKeyId><StringToSign>{SECRET}</StringToSign>",
+            ),
+        ),
+        "the store refused the credentials: 403 (SignatureDoesNotMatch)",
+    ),
+    "clock": (
+        Reply(
+            403,
+            error(
+                "RequestTimeTooSkewed",
+                "The difference between the request time and the current time is too large.",
+            ),
+        ),
+        "the clock of this machine differs from the store's: 403 (RequestTimeTooSkewed)",
+    ),
+    "other": (
+        Reply(400, error("InvalidRequest", "No such thing.", f"<Token-0>{SECRET}</Token-0>")),
+        "the store refused it: 400 (InvalidRequest): No such thing.",
+    ),
+}
+CALLS: dict[str, Callable[[str], object]] = {
+    "load": lambda url: sw.load(nn.Linear(2, 2), url),
+    "verify": sw.verify,
+    "save": lambda url: sw.save(small_state(), url),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("kind", REPLIES)
+def test_a_refusal_is_one_sentence(proxy: Proxy, kind: str, call: str) -> None:
+    """Also where the first request is HEAD, whose reply has no body."""
+    reply, said = REPLIES[kind]
+    proxy.reset(lambda asked: Do(reply=reply))
+    with pytest.raises(ShardwiseError) as caught:
+        CALLS[call](f"{ROOT}/refused")
+    first = str(caught.value).partition("\n")[0]
+    assert first.endswith(said) or f"failed: {said}" in first, first
+    assert SECRET not in f"{caught.value!r} {caught.value} {caught.value.__cause__!r}"
+    assert "<" not in first
+    assert len(proxy.log) <= 6
+
+
+def test_a_body_is_not_repeated() -> None:
+    """It may hold a token, or what was signed."""
+    said = f"GET http://h/x in 1ms, after 8 retries: {error('Odd', 'No.', f'<Token-0>{SECRET}</Token-0>')}"
+    assert text_of(ValueError(said)) == "GET http://h/x in 1ms, after 8 retries:"
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_name_that_nobody_knows(call: str) -> None:
+    sw.storage_options(
+        "s3://nameless",
+        endpoint="http://does-not-exist.invalid",
+        region="us-east-1",
+        access_key_id="AKID",
+        secret_access_key=SECRET,
+        retry_config={"max_retries": 1},
+    )
+    with pytest.raises(SourceError) as caught:
+        CALLS[call]("s3://nameless/x")
+    said = "no reply from http://does-not-exist.invalid in 2 tries: its name is unknown; see the endpoint"
+    assert said in str(caught.value)
+
+
+def test_an_endpoint_where_nothing_listens() -> None:
+    sw.storage_options(
+        "s3://silent",
+        endpoint="http://127.0.0.1:9",
+        skip_signature=True,
+        retry_config={"max_retries": 1},
+    )
+    with pytest.raises(SourceError, match=r"no reply from http://127\.0\.0\.1:9 in 2 tries: it refuses conn"):
+        sw.verify("s3://silent/x")
+
+
+def test_a_file_where_a_directory_is_expected(proxy: Proxy, server: S3Server, tmp_path: Path) -> None:
+    server.put("bad/config.json", b"{}")
+    url = f"{ROOT}/bad/config.json"
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    model = nn.Linear(2, 2)
+    for call, said in (
+        (lambda: sw.load(model, url), "holds no weights; give its directory"),
+        (lambda: sw.load_pretrained(url, None), "holds no weights; give its directory"),
+        (lambda: sw.plan(url, ranks=2), "holds no weights; give its directory"),
+        (lambda: sw.diff(url, url), "holds no weights; give its directory"),
+        (lambda: sw.load(model, f"{url}/x"), "no such file or directory"),
+        (lambda: sw.verify(url), "is a file, not a directory"),
+        (lambda: sw.restore(small_state(), url), "is a file, not a directory"),
+        (lambda: sw.copy(url, tmp_path / "out"), "is a file; give its directory"),
+    ):
+        with pytest.raises(SourceError, match=said) as caught:
+            call()
+        assert url in str(caught.value)
+
+
+def test_a_checkpoint_is_not_written_over_a_file(proxy: Proxy, server: S3Server, tmp_path: Path) -> None:
+    server.put("bad/file", b"1")
+    torch.save({}, tmp_path / "x")
+    with pytest.raises(CheckpointError, match="bad/file"):
+        sw.save(small_state(), f"{ROOT}/bad/file")
+    with pytest.raises(CheckpointError, match="bad/file"):
+        sw.copy(tmp_path, f"{ROOT}/bad/file")
+
+
+@pytest.mark.parametrize("listed", ["rights%2F", "rights%2Fa%2F"])
+def test_who_may_list_a_prefix_alone(proxy: Proxy, server: S3Server, listed: str) -> None:
+    """S3 tells them 403 of an object that is not there; a listing that they may see tells more."""
+    server.put("rights/a/model.safetensors", (8).to_bytes(8, "little") + b"{}      ")
+    proxy.reset(
+        lambda asked: (
+            Do(status=403)
+            if asked.method == "HEAD" or ("prefix=" in asked.path and f"prefix={listed}" not in asked.path)
+            else None
+        )
+    )
+    assert not is_file(f"{ROOT}/rights/a")
+    assert open_catalog(f"{ROOT}/rights/a").files[0].version
+    with pytest.raises(SourceError, match="403"):
+        is_file(f"{ROOT}/rights/a/model.safetensors")

@@ -1,0 +1,174 @@
+"""The same short list of checks on every store that can run on this machine: moto here, azurite and Ceph by ``make servers``."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import obstore
+import pytest
+import torch
+from obstore.exceptions import PreconditionError
+from obstore.store import from_url
+
+import shardwise as sw
+from shardwise.errors import CheckpointError, IntegrityError, LockedError, ShardwiseError, SourceError
+from shardwise.storage import exists, fetch, files_below, files_in, folders_in, is_file, names_in, stat_of
+from shardwise.storage.stores import store_of
+from shardwise.transfer.objects import PART_BYTES
+from tests.harness import models
+from tests.harness.object_store import BUCKET
+from tests.harness.process import ROOT
+from tests.harness.servers import SERVERS, NotInstalled, Running, allow_guest, as_owner
+from tests.harness.tiers import long_but
+from tests.storage.test_saves import digest_of, small_state
+
+pytestmark = pytest.mark.processes
+
+PAGE = ROOT / "docs" / "howto" / "stores" / "s3.md"
+#: More than a store lists at a time: S3 1,000, Azure 5,000.
+MANY = {"moto": 1_001, "ceph": 1_001, "azurite": 5_001}
+
+
+@pytest.fixture(scope="module", params=long_but(SERVERS, "moto"))
+def at(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server; this process uses its bucket."""
+    name = request.param
+    try:
+        with SERVERS[name](tmp_path_factory.mktemp(name)) as running:
+            sw.storage_options(running.root, **running.options)
+            yield running
+    except NotInstalled as error:
+        pytest.skip(str(error))
+
+
+def test_one_of_two_creates(at: Running) -> None:
+    store = store_of(at.root)
+    assert store.create("create/one", b"first")
+    assert not store.create("create/one", b"second")
+    assert store.create("create/one", b"first"), "a reply that was lost"
+
+
+def test_replaced_if_unchanged(at: Running, request: pytest.FixtureRequest) -> None:
+    """By the ETag that the store gave. Ceph 16 gives it in quotes and takes it without."""
+    ceph = request.node.callspec.params["at"] == "ceph"
+    store = from_url(at.root, **at.options)
+    first = obstore.put(store, "replace", b"1")["e_tag"]
+    assert first
+    if ceph:
+        with pytest.raises(PreconditionError):
+            obstore.put(store, "replace", b"2", mode={"e_tag": first})
+    obstore.put(store, "replace", b"2", mode={"e_tag": first.strip('"') if ceph else first})
+    for stale in (first, first.strip('"')):
+        with pytest.raises(PreconditionError):
+            obstore.put(store, "replace", b"3", mode={"e_tag": stale})
+    assert bytes(obstore.get(store, "replace").bytes()) == b"2"
+
+
+def test_ranges_of_an_object_in_parts(at: Running) -> None:
+    content = os.urandom(2 * PART_BYTES + 12_345)
+    store_of(at.root).write("parts", iter([memoryview(content)]), len(content))
+    stat = stat_of(f"{at.root}/parts")
+    assert stat is not None
+    assert stat.nbytes == len(content)
+    for start, stop in ((0, 10), (PART_BYTES - 5, PART_BYTES + 5), (len(content) - 1, len(content))):
+        view = bytearray(stop - start)
+        fetch(f"{at.root}/parts", start, memoryview(view), version=stat.version)
+        assert view == content[start:stop]
+    with pytest.raises(IntegrityError, match="fewer than"):
+        fetch(f"{at.root}/parts", len(content), memoryview(bytearray(1)))
+
+
+@pytest.mark.parametrize("name", ["a b", "ü", "50%", "50%25", "a+b", "a&b=c", "~x'(1)!*@,;:$"])
+def test_names(at: Running, name: str) -> None:
+    store = store_of(at.root)
+    folder = f"names/{name}"
+    store.write(f"{folder}/{name}", iter([memoryview(b"12345")]), 5)
+    assert name in folders_in(f"{at.root}/names")
+    assert list(files_in(f"{at.root}/{folder}")) == [name]
+    url = f"{at.root}/{folder}/{name}"
+    assert is_file(url)
+    view = bytearray(3)
+    fetch(url, 1, memoryview(view))
+    assert view == b"234"
+
+
+@pytest.mark.slow
+def test_a_listing_of_several_pages(at: Running, request: pytest.FixtureRequest) -> None:
+    store, many = store_of(at.root), MANY[request.node.callspec.params["at"]]
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda k: store.write(f"many/{k:05}", iter([memoryview(b"1")]), 1), range(many)))
+    assert sorted(names_in(f"{at.root}/many")) == [f"{k:05}" for k in range(many)]
+
+
+def test_deleted(at: Running) -> None:
+    store = store_of(at.root)
+    store.write("gone/x", iter([memoryview(b"1")]), 1)
+    store.delete("gone/x")
+    store.delete("gone/x")
+    assert not exists(f"{at.root}/gone")
+    assert not is_file(f"{at.root}/gone/x")
+
+
+def test_saved_verified_restored(at: Running, tmp_path: Path) -> None:
+    url = f"{at.root}/run/step-00000001"
+    sw.save(small_state(), url, step=1)
+    sw.save(small_state(), tmp_path / "step", step=1)
+    assert digest_of(url) == digest_of(str(tmp_path / "step"))
+    with pytest.raises(CheckpointError, match="is there already"):
+        sw.save(small_state(1), url, step=1)
+    store_of(at.root).create("run/claimed.claim", b'{"nonce": "1", "began": "now"}')
+    with pytest.raises(LockedError):
+        sw.save(small_state(1), f"{at.root}/run/claimed")
+    assert not exists(f"{url}.claim")
+
+
+def test_copied_and_loaded(at: Running, tmp_path: Path) -> None:
+    models.write_hub_directory("qwen3", tmp_path / "qwen3", torch.float32)
+    url = f"{at.root}/models/with space/qwen3"
+    sw.copy(tmp_path / "qwen3", url)
+    assert {name: stat and stat.nbytes for name, stat in files_below(url).items()} == {
+        file.name: file.stat().st_size for file in (tmp_path / "qwen3").iterdir()
+    }
+    found, report = sw.load_pretrained(url, None)
+    expected, _ = sw.load_pretrained(tmp_path / "qwen3", None)
+    assert report.requests
+    for (name, mine), theirs in zip(found.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(mine, theirs), name
+    sw.copy(url, tmp_path / "back")
+    for file in (tmp_path / "qwen3").iterdir():
+        assert (tmp_path / "back" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_the_least_rights(at: Running, tmp_path: Path) -> None:
+    """Those that docs/howto/stores/s3.md gives: for loads, for saves, and the rule for unfinished uploads."""
+    if at.guest is None:
+        pytest.skip("this server has no users")
+    reading, saving, rule = map(json.loads, re.findall(r"```json\n(.*?)```", PAGE.read_text(), re.DOTALL))
+    models.write_hub_directory("qwen3", tmp_path / "qwen3", torch.float32)
+    sw.copy(tmp_path / "qwen3", f"{at.root}/models/qwen3")
+    sw.save(small_state(), f"{at.root}/models/step")
+    as_owner(at.options["endpoint"]).put_bucket_lifecycle_configuration(
+        Bucket=BUCKET, LifecycleConfiguration=rule
+    )
+    try:
+        sw.storage_options(at.root, **{**at.options, "access_key_id": at.guest})
+        with pytest.raises(SourceError, match=r"403 .AccessDenied."):
+            sw.verify(f"{at.root}/models/step")
+        allow_guest(at, reading)
+        sw.load_pretrained(f"{at.root}/models/qwen3", None)
+        digest_of(f"{at.root}/models/step")
+        with pytest.raises(ShardwiseError, match=r"403 .AccessDenied."):
+            sw.save(small_state(), f"{at.root}/models/other")
+        allow_guest(at, saving)
+        sw.save(small_state(), f"{at.root}/runs/step")
+        digest_of(f"{at.root}/runs/step")
+        sw.copy(tmp_path / "qwen3", f"{at.root}/runs/qwen3")
+        with pytest.raises(SourceError, match=r"403 .AccessDenied."):
+            sw.verify(f"{at.root}/models/step")
+    finally:
+        sw.storage_options(at.root, **at.options)
