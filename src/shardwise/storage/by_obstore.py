@@ -56,6 +56,7 @@ class ObstoreStore:
                 path=root,
             ) from error
         self._obstore = obstore
+        self._takes_bare_tags = False
         given = {**_credentials(root, options), **options}
         given["retry_config"] = {**_RETRY, **(given.get("retry_config") or {})}
         plain = {"allow_http": True} if _is_plain(root, options) else {}
@@ -167,7 +168,14 @@ class ObstoreStore:
         return self._put_if(key, content, "create")
 
     def replace(self, key: str, content: bytes, held: Held) -> bool:
-        return self._put_if(key, content, held.version)
+        if not self._takes_bare_tags and self._put_if(key, content, held.version):
+            return True
+        found = self.get(key, _MOST_SMALL_BYTES)
+        if found is None or found.version != held.version:
+            return found is not None and found.content == content
+        # The store refuses the tag of the very object that is there: Ceph takes tags without quotes alone, others both.
+        self._takes_bare_tags = True
+        return self._put_if(key, content, {name: tag.strip('"') for name, tag in held.version.items()})
 
     def _put_if(self, key: str, content: bytes, condition: Any) -> bool:
         """Write a small object under a condition, in obstore's form; whether it has this content then."""
