@@ -273,8 +273,9 @@ class Checkpointer:
                 if ranks.rank == 0:
                     _log.warning("skipping damaged %s: %s", path, error)
                 continue
-            self._lineage = Lineage(report.run_id, candidate)
+            self._lineage = None  # no save goes on from this step while newer ones are not set aside
             superseded = self._set_aside(ranks, candidate, damaged)
+            self._lineage = Lineage(report.run_id, candidate)
             return report.with_history(damaged, superseded)
         self._raise_if_lost(ranks, step, damaged)
         return None
@@ -324,6 +325,8 @@ class Checkpointer:
 
     def _raise_if_lost(self, ranks: Ranks, step: int | None, damaged: dict[int, str]) -> None:
         def check() -> None:
+            if damaged:
+                self._line.steps()  # raises if another run has changed the line, whose retention may have deleted these steps
             if strange := self._line.strangers(damaged):
                 raise NoCheckpointError(strange)
             if damaged or self._line.was_ever_published():

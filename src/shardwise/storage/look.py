@@ -177,8 +177,9 @@ def files_below(path: str, expected: Iterable[str] = ()) -> dict[str, Stat | Non
             for folder, _, names in os.walk(path)
             for name in names
         }
-    found: dict[str, Stat | None] = dict(files_in(path))
-    for folder in folders_in(path):
+    listing = _listed(path)
+    found: dict[str, Stat | None] = dict(listing.files)
+    for folder in listing.folders:
         found |= {f"{folder}/{name}": stat for name, stat in files_below(join(path, folder)).items()}
     for name in set(expected) - found.keys():
         if (stat := stat_of_expected(join(path, name))) is not None:
