@@ -43,6 +43,7 @@ SECRET = "wJalrXUtnFEMISECRET"
 #: A path of the proxy itself, which tells what went through it.
 COUNTS = "/-/counts"
 _START_S = 60.0
+_MOTO = Path(__file__).with_name("moto_s3.py")
 #: moto checks no signature, but refuses those without one a second write of an object.
 SIGNED = (
     "AWS4-HMAC-SHA256 Credential=AKID/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
@@ -50,15 +51,6 @@ SIGNED = (
 _PIECE = 64 * 1024
 #: Headers that belong to one connection.
 _HOP = {"connection", "keep-alive", "transfer-encoding", "te", "upgrade"}
-
-
-#: As ``python -m moto.server``; ends when the process that started it does.
-_UNTIL_STDIN_ENDS = """
-import os, sys, threading
-threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
-from moto.server import main
-main(sys.argv[1:])
-"""
 
 
 class S3Server:
@@ -70,7 +62,7 @@ class S3Server:
             self.port = free.getsockname()[1]
         self._log = log.open("wb")
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _UNTIL_STDIN_ENDS, "-H", "127.0.0.1", "-p", str(self.port)],
+            [sys.executable, str(_MOTO), str(self.port)],
             stdin=subprocess.PIPE,
             stdout=self._log,
             stderr=subprocess.STDOUT,
