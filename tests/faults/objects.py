@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 from torch import nn
@@ -26,11 +25,14 @@ __all__ = [
     "Kind",
     "Place",
     "Remembered",
+    "digest_of",
     "fresh_place",
     "injected",
     "line_problems",
+    "proxy_of",
     "small_state",
     "use_directly",
+    "use_proxy",
 ]
 
 #: A store that is away for ever ends a request after half a second.
@@ -125,15 +127,12 @@ def _is_listing(asked: Asked) -> bool:
     return asked.method == "GET" and "list-type" in asked.path
 
 
-def is_payload(asked: Asked) -> bool:
+def _is_payload(asked: Asked) -> bool:
     return asked.method == "GET" and "/step" in asked.path and not _is_listing(asked)
 
 
-def _cut_in_the_middle() -> Do:
-    return Do(cut_after=300)
-
-
-def die(body: bytes) -> bytes:
+def _die(body: bytes) -> bytes:
+    """SIGKILL of this process, whose proxy is one of its threads: so no other request slips in."""
     os.kill(os.getpid(), signal.SIGKILL)
     return body
 
@@ -148,7 +147,7 @@ KINDS = {
         Kind("lost reply", lambda: Do(lose_reply=True)),
         Kind("lost reply, then away", lambda: Do(lose_reply=True), then=Do(status=503)),
         Kind("cut after 1 byte", lambda: Do(cut_after=1), _has_body),
-        Kind("cut in the middle", _cut_in_the_middle, _has_body),
+        Kind("cut in the middle", lambda: Do(cut_after=300), _has_body),
         Kind(
             "truncated, with its length",
             lambda: Do(change=lambda body: body[: len(body) // 2]),
@@ -156,9 +155,9 @@ KINDS = {
             is_lie=True,
         ),
         Kind("late listing", lambda: Do(change=lambda body: _NOTHING_LISTED), _is_listing),
-        Kind("changed underneath", Do, is_payload, is_lie=True),
-        Kind("SIGKILL before", lambda: Do(before=lambda: die(b"") and None)),
-        Kind("SIGKILL after", lambda: Do(change=die)),
+        Kind("changed underneath", Do, _is_payload, is_lie=True),
+        Kind("SIGKILL before", lambda: Do(before=lambda: _die(b"") and None)),
+        Kind("SIGKILL after", lambda: Do(change=_die)),
     )
 }
 
@@ -245,7 +244,7 @@ def line_problems(
     for step, name in good.items():
         if step == newest and saves_next:
             continue  # it is resumed
-        found, text = _digest_of(f"{place.url}/{name}")
+        found, text = digest_of(f"{place.url}/{name}")
         if text:
             wrong.append(f"step {step} of the head: {text}")
         elif not known.allows(name, step, found):
@@ -286,7 +285,7 @@ def _resume_and_save(
         return [*wrong, f"fresh: {type(error).__name__}: {error}"]
     finally:
         head_line.LEFT_AFTER_S = 24 * 3600.0
-    found, text = _digest_of(saved.path)
+    found, text = digest_of(saved.path)
     if found != known.digests[next_seed]:
         wrong.append(f"the step saved next: {text or 'other values'}")
     after = place.head()
@@ -316,17 +315,12 @@ def _is_ours(name: str) -> bool:
     return name == HEAD_NAME or name.startswith(in_store.PROBE)
 
 
-def _digest_of(url: str) -> tuple[str, str]:
+def digest_of(url: str) -> tuple[str, str]:
     """The digest of a checkpoint, or why it can't be restored."""
     try:
         return sw.restore(small_state(99), url).digest, ""
     except ShardwiseError as error:
         return "", f"{type(error).__name__}: {error}"
-
-
-def digest_of(url: str) -> tuple[str, str]:
-    """As it lies in the store."""
-    return _digest_of(url)
 
 
 _proxies: dict[int, Proxy] = {}
@@ -342,13 +336,3 @@ def proxy_of(server: S3Server) -> Proxy:
 def use_proxy(proxy: Proxy) -> None:
     """Let this process ask through it."""
     use_store(proxy.endpoint, **_OPTIONS)
-
-
-def wait_all(threads: list[threading.Thread]) -> None:
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-Work = Callable[[], Any]

@@ -27,7 +27,7 @@ from tests.faults.objects import (
     use_proxy,
 )
 from tests.faults.rows import Case, Context, Row, rows_of
-from tests.faults.store_requests import Before, remembered
+from tests.faults.store_operations import Before, remembered
 from tests.harness.object_store import BUCKET, Asked, Do, Proxy
 
 __all__ = ["race_rows"]
@@ -180,6 +180,7 @@ def _run(before: Before, race: _Race) -> list[str]:
     """What is wrong after a race. On one rank."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    race.place.clear()
     race.place.put(before.runs[race.kind.steps] if race.kind.steps else {})
     proxy = proxy_of(race.place.server)
     use_proxy(proxy)
@@ -244,7 +245,7 @@ def _look_at_line(before: Before, race: _Race, writers: Sequence[_Writer]) -> li
     wrong += _chain_problems(race.place, head)
     by_name = before.known(race.kind.steps).by_name | {one.name: one.seed for one in won}
     known = Remembered(before.digests, by_name, {})
-    return [*wrong, *line_problems(race.place, known, 39)[1]]
+    return [*wrong, *line_problems(race.place, known, 30)[1]]
 
 
 def _chain_problems(place: Place, head: Head) -> list[str]:
