@@ -12,6 +12,7 @@ from typing import Any, Literal
 from tests.faults.calls import through
 from tests.faults.forks import Forks, Scenario, run_all
 from tests.faults.tiny import Attempt, Found, attempt, find, publish
+from tests.harness.object_store import S3Server
 
 __all__ = ["Case", "Context", "Row", "agreed", "judge", "render", "rows_of"]
 
@@ -76,6 +77,18 @@ class Context:
         self.lanes = 4 * (os.cpu_count() or 2)
         self._count = 0
         self._pristine: dict[tuple[int, ...], Path] = {}
+        self._servers: list[S3Server] = []
+
+    def close(self) -> None:
+        """End the servers."""
+        for server in self._servers:
+            server.close()
+
+    def servers(self) -> list[S3Server]:
+        """S3 servers that start at the first call: one, or for all faults one for each two cores."""
+        while len(self._servers) < (1 if self.short else 2):
+            self._servers.append(S3Server(self.base / f"moto-{len(self._servers)}.log"))
+        return self._servers
 
     def pristine(self, *steps: int, world_size: int = 2) -> Path:
         """A directory with these steps published; not to be changed."""

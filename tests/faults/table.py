@@ -27,6 +27,9 @@ from tests.faults.lost_writes import lost_write_rows
 from tests.faults.rows import Context, Row, render
 from tests.faults.slow import slow_rows
 from tests.faults.stops import stop_rows
+from tests.faults.store_races import race_rows
+from tests.faults.store_ranks import store_rank_rows
+from tests.faults.store_requests import store_rows
 
 __all__ = ["FAULTS", "main"]
 
@@ -45,6 +48,9 @@ FAULTS: dict[str, Callable[[Context], Iterator[Row]]] = {
     "lost lock": lost_lock_rows,
     "late": late_rows,
     "retention": retention_rows,
+    "store": store_rows,
+    "store ranks": store_rank_rows,
+    "store races": race_rows,
 }
 
 
@@ -57,10 +63,11 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     base = Path(tempfile.mkdtemp(prefix="faults-", dir=options.directory or _quick_directory()))
     forks = Forks(base)
+    context = Context(forks, base, short=options.short)
     try:
-        context = Context(forks, base, short=options.short)
         return _serve(context) if options.serve else _print(context, options.only)
     finally:
+        context.close()
         forks.close()
         shutil.rmtree(base, ignore_errors=True)
 
@@ -76,7 +83,10 @@ def _print(context: Context, names: list[str]) -> int:
     rows: list[Row] = []
     for name in names:
         began = time.monotonic()
-        rows += FAULTS[name](context)
+        for row in FAULTS[name](context):
+            rows.append(row)
+            for problem in row.problems:
+                print(f"{row.fault}, {problem}", file=sys.stderr, flush=True)
         print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     print(render(rows, time.monotonic() - started), flush=True)
     return int(any(row.undetected or row.hangs for row in rows))

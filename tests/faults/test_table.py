@@ -19,6 +19,7 @@ pytestmark = pytest.mark.faults
 NAMES = (
     *("kill", "lost writes", "eio", "short writes", "limit", "full disk"),
     *("damage", "beside", "stop", "slow", "lock", "lost lock", "late", "retention"),
+    *("store", "store ranks", "store races"),
 )
 
 

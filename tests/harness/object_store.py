@@ -8,13 +8,14 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -43,6 +44,7 @@ SECRET = "wJalrXUtnFEMISECRET"
 #: A path of the proxy itself, which tells what went through it.
 COUNTS = "/-/counts"
 _START_S = 60.0
+_MOTO = Path(__file__).with_name("moto_s3.py")
 #: moto checks no signature, but refuses those without one a second write of an object.
 SIGNED = (
     "AWS4-HMAC-SHA256 Credential=AKID/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
@@ -53,7 +55,7 @@ _HOP = {"connection", "keep-alive", "transfer-encoding", "te", "upgrade"}
 
 
 class S3Server:
-    """``python -m moto.server``, with an empty bucket called ``bucket``. ``port`` is its own, without the proxy."""
+    """``moto.server``, with an empty bucket called ``bucket``. ``port`` is its own, without the proxy."""
 
     def __init__(self, log: Path) -> None:
         with socket.socket() as free:
@@ -61,7 +63,8 @@ class S3Server:
             self.port = free.getsockname()[1]
         self._log = log.open("wb")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)],
+            [sys.executable, str(_MOTO), str(self.port)],
+            stdin=subprocess.PIPE,
             stdout=self._log,
             stderr=subprocess.STDOUT,
             env={**os.environ, "MOTO_S3_DEFAULT_MAX_KEYS": "1000"},
@@ -80,7 +83,7 @@ class S3Server:
     def close(self) -> None:
         """End the server."""
         self._process.kill()
-        self._process.wait()
+        self._process.communicate()
         self._log.close()
 
     def call(self, method: str, path: str, body: bytes | None = None) -> bytes:
@@ -97,6 +100,21 @@ class S3Server:
 
     def put(self, key: str, content: bytes) -> None:
         self.call("PUT", f"/{BUCKET}/{key}", content)
+
+    def get(self, key: str) -> bytes | None:
+        """An object; None if there is none."""
+        return self.call("GET", f"/{BUCKET}/{key}") if key in self.keys(key) else None
+
+    def keys(self, prefix: str) -> list[str]:
+        """The first 1000 names that begin with ``prefix``."""
+        found = self.call("GET", f"/{BUCKET}?list-type=2&prefix={prefix}").decode()
+        return re.findall("<Key>([^<]*)</Key>", found)
+
+    def clear(self, prefix: str) -> None:
+        """Delete them."""
+        names = "".join(f"<Object><Key>{key}</Key></Object>" for key in self.keys(prefix))
+        if names:
+            self.call("POST", f"/{BUCKET}?delete", f"<Delete>{names}</Delete>".encode())
 
     def put_directory(self, folder: Path, prefix: str) -> None:
         """Every file below a directory, under its relative name."""
@@ -190,6 +208,8 @@ class Proxy:
         self.counts = Counts()
         self.log: list[Asked] = []
         self._lock = threading.Lock()
+        self.comparing = threading.Lock()
+        """Writes with a condition take turns: moto compares, and then writes; a store does both at once."""
         proxy = self
 
         class Handler(_Handler):
@@ -256,7 +276,9 @@ class _Handler(BaseHTTPRequestHandler):
             do.before()
         time.sleep(do.wait_s)
         if do.status is not None:
-            code = {401: "ExpiredToken", 403: "AccessDenied", 503: "SlowDown"}.get(do.status, "InternalError")
+            code = {400: "ExpiredToken", 401: "ExpiredToken", 403: "AccessDenied", 503: "SlowDown"}.get(
+                do.status, "InternalError"
+            )
             body = f"<Error><Code>{code}</Code><Message>by the proxy</Message></Error>"
             do = replace(do, reply=Reply(do.status, body))
         if do.reply is not None:
@@ -266,8 +288,11 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             headers = {k: v for k, v in self.headers.items() if k.lower() not in do.without}
             headers |= {} if do.header is None else {do.header[0]: do.header[1]}
-            connection.request(self.command, self.path, body=body, headers=headers)
-            self._pass_on(connection.getresponse(), do)
+            has_condition = any(k.lower() in ("if-match", "if-none-match") for k in headers)
+            with self.proxy_of.comparing if has_condition else nullcontext():
+                connection.request(self.command, self.path, body=body, headers=headers)
+                reply = connection.getresponse()
+            self._pass_on(reply, do)
         finally:
             connection.close()
 

@@ -231,6 +231,43 @@ def test_a_head_that_changes_right_before_it_is_replaced(proxy: Proxy, root: str
     assert resumed(root) == (1, digest_of_seed(tmp_path, 1))
 
 
+def test_a_step_that_the_other_run_deletes_while_it_is_resumed(proxy: Proxy, root: str) -> None:
+    """It is not damaged: another run holds the line, and its retention deleted the step."""
+    first = saved(root, 1, keep_last=1)
+
+    def go_on() -> None:
+        proxy.reset()
+        first.save(small_state(2), 2)
+
+    def decide(asked: Asked) -> Do | None:
+        return Do(before=go_on) if asked.method == "GET" and "/model/" in asked.path else None
+
+    proxy.reset(decide)
+    with sw.Checkpointer(root) as second, pytest.raises(LockedError, match="another run has taken these"):
+        second.resume(small_state(99))
+    assert sorted(head_of(root).steps) == [2]
+    assert head_of(root).aside == ()
+    first.save(small_state(3), 3)
+
+
+def test_no_save_goes_on_from_a_resume_that_could_not_set_newer_steps_aside(
+    proxy: Proxy, root: str, tmp_path: Path
+) -> None:
+    saved(root, 1, 2).close()
+    checkpoints = sw.Checkpointer(root)
+    proxy.reset(lambda asked: Do(status=403) if asked.method == "PUT" and "head.json" in asked.path else None)
+    with pytest.raises(CheckpointError, match="403"):
+        checkpoints.resume(small_state(99), step=1)
+    proxy.reset()
+    with pytest.raises(CheckpointError, match="did not resume from"):
+        checkpoints.save(small_state(3), 3)
+    report = checkpoints.resume(small_state(99))
+    assert report is not None
+    assert (report.step, report.digest) == (2, digest_of_seed(tmp_path, 2))
+    checkpoints.save(small_state(3), 3)
+    assert sorted(head_of(root).steps) == [1, 2, 3]
+
+
 def test_a_second_run_that_did_not_resume(proxy: Proxy, root: str) -> None:
     saved(root, 1)
     with pytest.raises(CheckpointError, match=r"holds steps \[1\] that this run did not resume from"):

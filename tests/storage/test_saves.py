@@ -17,8 +17,10 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import CheckpointError, LockedError, ShardwiseError
-from shardwise.storage import exists, files_below, is_file, read_range
-from shardwise.store.in_store import ObjectWriter
+from shardwise.format.manifest import read_manifest
+from shardwise.storage import exists, files_below, is_file, read_range, read_whole
+from shardwise.store.in_store import ObjectWriter, delete_below
+from shardwise.store.target import ObjectTarget
 from tests.harness import models
 from tests.harness.object_store import BUCKET, Asked, Do, Proxy, S3Server, use_store
 from tests.harness.pool import RankPool
@@ -280,3 +282,75 @@ def test_killed_at_a_request(proxy: Proxy, at: int) -> None:
         sw.save(small_state(), url)
     sw.save(small_state(), f"{url}-again")
     assert sw.verify(f"{url}-again").ok
+
+
+# ----------------------------------------------------------------------------------------------------
+# What is published stays
+
+
+def test_a_save_that_begins_while_another_one_publishes(proxy: Proxy) -> None:
+    """It looks at the place once it has the claim: not at what was there before the other one published."""
+    url = f"{ROOT}/late-claim"
+
+    def publish() -> None:
+        proxy.reset()
+        sw.save(small_state(1), url)
+
+    def decide(asked: Asked) -> Do | None:
+        return Do(before=publish) if asked.method == "PUT" and asked.path.endswith(".claim") else None
+
+    proxy.reset(decide)
+    with pytest.raises(CheckpointError, match="is there already"):
+        sw.save(small_state(2), url)
+    assert digest_of(url)
+    assert sw.restore(small_state(9), url).digest == digest_of_seed(1)
+    assert not is_file(f"{url}.claim")
+
+
+def digest_of_seed(seed: int) -> str:
+    url = f"{ROOT}/of-seed-{seed}-{os.urandom(4).hex()}"
+    sw.save(small_state(seed), url)
+    return sw.restore(small_state(9), url).digest
+
+
+def test_a_published_checkpoint_that_no_listing_shows(proxy: Proxy) -> None:
+    """A late listing: its manifest is asked for by name, and nothing of it is written over or deleted."""
+    url = f"{ROOT}/late"
+    sw.save(small_state(1), url)
+    proxy.reset(lambda asked: Do(change=lambda body: NOTHING) if "list-type" in asked.path else None)
+    with pytest.raises(CheckpointError, match="is there already"):
+        sw.save(small_state(2), url)
+    proxy.reset()
+    assert sw.verify(url).ok
+    assert sw.restore(small_state(9), url).digest == digest_of_seed(1)
+
+
+NOTHING = b"<ListBucketResult><Name>bucket</Name><IsTruncated>false</IsTruncated></ListBucketResult>"
+
+
+def test_a_failure_after_the_commit_deletes_nothing(proxy: Proxy) -> None:
+    """As where another rank is gone when rank 0 has published."""
+    url = f"{ROOT}/committed"
+    sw.save(small_state(1), f"{ROOT}/other")
+    target = ObjectTarget(url)
+    target.begin([])
+    for name in files_below(f"{ROOT}/other"):
+        if name != "manifest.json":
+            write(f"{url}/{name}", read_whole(f"{ROOT}/other/{name}", 10**6))
+    target.commit(read_manifest(f"{ROOT}/other"))
+    target.discard()
+    assert sw.verify(url).ok
+
+
+def write(url: str, content: bytes) -> None:
+    with ObjectWriter(url) as file:
+        file.write(content)
+
+
+def test_a_discard_deletes_the_manifest_where_no_listing_shows_it(proxy: Proxy) -> None:
+    url = f"{ROOT}/discarded"
+    sw.save(small_state(1), url)
+    proxy.reset(lambda asked: Do(change=lambda body: NOTHING) if "list-type" in asked.path else None)
+    delete_below(url)
+    proxy.reset()
+    assert not is_file(f"{url}/manifest.json")

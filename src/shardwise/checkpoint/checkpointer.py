@@ -281,10 +281,11 @@ class Checkpointer:
                 if ranks.rank == 0:
                     _log.warning("skipping damaged %s: %s", one.path, error)
                 continue
-            self._lineage = Lineage(report.run_id, one.step)
+            self._lineage = None  # no save goes on from this step while newer ones are not set aside
             newer = ranks.on_first(
                 "set newer steps aside", partial(self._steps.go_on_from, one.step, damaged)
             )
+            self._lineage = Lineage(report.run_id, one.step)
             bad = {s: why for place in sorted(damaged, reverse=True) for s, why in damaged[place].items()}
             return report.with_history(bad, tuple(s for s in newer if s not in bad))
         ranks.on_first("find a checkpoint", lambda: self._steps.raise_if_lost(step, damaged))

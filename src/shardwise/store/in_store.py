@@ -18,7 +18,7 @@ from types import TracebackType
 from ..errors import CheckpointError, LockedError, SourceError
 from ..format.manifest import MANIFEST_NAME, Manifest
 from ..ranks.patience import patiently
-from ..storage import exists, files_below, join, place_of, read_whole, store_of
+from ..storage import exists, files_below, is_file, join, place_of, read_whole, store_of
 from .complete import check_written, readable_text
 
 __all__ = [
@@ -85,8 +85,6 @@ def claim(url: str) -> None:
     Raises :class:`CheckpointError` if something is there already, or if the store does not keep conditions of writes;
     :class:`LockedError` if another save has claimed it, or was killed.
     """
-    if exists(url):
-        raise CheckpointError(f"{url}: is there already; a published checkpoint is never written again")
     place = place_of(url + _CLAIM)
     store = store_of(place.root)
     began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
@@ -98,13 +96,14 @@ def claim(url: str) -> None:
         )
     try:
         # A store that does not know the condition takes every write.
-        keeps_conditions = not patiently(store.create, place.key, own + b" ")
+        if patiently(store.create, place.key, own + b" "):
+            raise CheckpointError(f"{url}: {_NO_CONDITIONS}")
+        # Not before: a save that held the claim until now has published. The manifest by its name, because a listing may be late.
+        if patiently(is_file, join(url, MANIFEST_NAME)) or patiently(exists, url):
+            raise CheckpointError(f"{url}: is there already; a published checkpoint is never written again")
     except BaseException:
         release(url)
         raise
-    if not keeps_conditions:
-        release(url)
-        raise CheckpointError(f"{url}: {_NO_CONDITIONS}")
 
 
 def _claimed(url: str) -> str:
@@ -132,8 +131,8 @@ def delete_below(url: str) -> None:
 
     Raises :class:`SourceError`, :class:`CheckpointError`.
     """
-    names = sorted(patiently(files_below, url), key=lambda name: name != MANIFEST_NAME)
-    for name in names:
+    others = [name for name in patiently(files_below, url) if name != MANIFEST_NAME]
+    for name in (MANIFEST_NAME, *others):  # the manifest also where a listing is late and does not show it
         place = place_of(join(url, name))
         patiently(store_of(place.root).delete, place.key)
 

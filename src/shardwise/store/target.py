@@ -82,6 +82,7 @@ class ObjectTarget:
 
     def commit(self, manifest: Manifest) -> None:
         commit_in_store(self.final, manifest)
+        self._claimed = False  # it is published: a failure of another rank deletes nothing
         release(self.final)
 
     def discard(self) -> None:
