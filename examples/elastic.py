@@ -70,7 +70,7 @@ def build_model() -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def train(out: Path, steps: int, save_every: int, step_seconds: float) -> None:
+def train(out: Path, checkpoints_at: str | Path, steps: int, save_every: int, step_seconds: float) -> None:
     """From the newest published step, or the start, to ``steps``. Every rank calls it, after every restart."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = build_model()
@@ -81,7 +81,7 @@ def train(out: Path, steps: int, save_every: int, step_seconds: float) -> None:
     loader = sw.ResumableLoader(DataLoader(samples, batch_sampler=sampler))
     state = sw.TrainState(model=model, optimizer=optimizer, scheduler=schedule, dataloader=loader)
 
-    with sw.Checkpointer(out / "checkpoints", keep_last=3) as checkpoints:
+    with sw.Checkpointer(checkpoints_at, keep_last=3) as checkpoints:
         resumed = checkpoints.resume(state)  # None on a first run
         step = resumed.step if resumed else 0
         log = Log(out / f"rank-{rank}.jsonl")
@@ -126,6 +126,7 @@ class Log:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--checkpoints", help="directory or URL of checkpoints; default: OUT/checkpoints")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--save-every", type=int, default=5)
     parser.add_argument("--step-seconds", type=float, default=0.2, help="pause, to have time for a kill")
@@ -133,7 +134,13 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     dist.init_process_group("gloo")
     try:
-        train(args.out, args.steps, args.save_every, args.step_seconds)
+        train(
+            args.out,
+            args.checkpoints or args.out / "checkpoints",
+            args.steps,
+            args.save_every,
+            args.step_seconds,
+        )
     finally:
         dist.destroy_process_group()
 

@@ -28,7 +28,9 @@ GLOBAL_BATCH = 12  # sequences of a step on all ranks: divides by the rank count
 SAMPLES = [3 + (first + torch.arange(16)) % 90 for first in range(120)]  # tokens that count upwards
 
 
-def train(fabric: Fabric, base: Path, out: Path, steps: int) -> dict[int, float]:
+def train(
+    fabric: Fabric, base: Path, out: Path, steps: int, checkpoints_at: str | None = None
+) -> dict[int, float]:
     """From the newest published step, or the base, to ``steps``; exports what came out. The loss of each step."""
     mesh = fabric.strategy.device_mesh["data_parallel"]  # type: ignore[attr-defined]  # of ModelParallelStrategy
     model, report = sw.load_pretrained(base, mesh)
@@ -41,7 +43,7 @@ def train(fabric: Fabric, base: Path, out: Path, steps: int) -> dict[int, float]
     fabric_model.train()
 
     losses: dict[int, float] = {}
-    with sw.Checkpointer(out / "checkpoints", mode="async", keep_last=2) as checkpoints:
+    with sw.Checkpointer(checkpoints_at or out / "checkpoints", mode="async", keep_last=2) as checkpoints:
         resumed = checkpoints.resume(state)  # None on a first run
         step = resumed.step if resumed else 0
         fabric.print(f"{fabric.world_size} ranks, from step {step}; rank 0 read {report.bytes_read:,} bytes")
@@ -77,6 +79,7 @@ def write_base(directory: Path) -> None:
 def main(arguments: list[str] | None = None) -> dict[int, float]:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--checkpoints", help="directory or URL of checkpoints; default: OUT/checkpoints")
     parser.add_argument("--base", type=Path, help="model directory; default: a tiny one, made in OUT/base")
     parser.add_argument("--steps", type=int, default=8)
     options = parser.parse_args(arguments)
@@ -90,7 +93,7 @@ def main(arguments: list[str] | None = None) -> dict[int, float]:
     if fabric.is_global_zero and not base.exists():
         write_base(base)
     fabric.barrier()
-    return train(fabric, base, options.out, options.steps)
+    return train(fabric, base, options.out, options.steps, options.checkpoints)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,9 @@ def load_model(base: Path, *, lora: bool) -> tuple[Any, Any]:
     return model, report
 
 
-def train(base: Path, out: Path, steps: int, *, lora: bool = False) -> dict[int, float]:
+def train(
+    base: Path, out: Path, steps: int, *, lora: bool = False, checkpoints_at: str | None = None
+) -> dict[int, float]:
     """From the newest published step, or the base, to ``steps``; exports what came out. The loss of each step."""
     model, report = load_model(base, lora=lora)
     # A vision-language model's projector is trained too, and gets no gradient of text: nothing to do about that.
@@ -65,7 +67,7 @@ def train(base: Path, out: Path, steps: int, *, lora: bool = False) -> dict[int,
 
     losses: dict[int, float] = {}
     model.train()
-    with sw.Checkpointer(out / "checkpoints", keep_last=2) as checkpoints:
+    with sw.Checkpointer(checkpoints_at or out / "checkpoints", keep_last=2) as checkpoints:
         resumed = checkpoints.resume(state)  # None on a first run
         step = resumed.step if resumed else 0
         if dist.get_rank() == 0:
@@ -134,6 +136,7 @@ def write_base(directory: Path, kind: str) -> None:
 def main(arguments: list[str] | None = None) -> dict[int, float]:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--checkpoints", help="directory or URL of checkpoints; default: OUT/checkpoints")
     parser.add_argument("--base", type=Path, help="model directory; default: a tiny one, made in OUT/base")
     parser.add_argument("--model", choices=["dense", "moe", "vlm"], default="dense", help="which tiny one")
     parser.add_argument("--lora", action="store_true")
@@ -145,7 +148,7 @@ def main(arguments: list[str] | None = None) -> dict[int, float]:
     if dist.get_rank() == 0 and not base.exists():
         write_base(base, options.model)
     dist.barrier()
-    losses = train(base, options.out, options.steps, lora=options.lora)
+    losses = train(base, options.out, options.steps, lora=options.lora, checkpoints_at=options.checkpoints)
     if dist.get_rank() == 0:
         print(json.dumps(losses), flush=True)
     return losses

@@ -258,6 +258,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--checkpoints", help="directory or URL of checkpoints; default: OUT/checkpoints")
     parser.add_argument("--base", type=Path, help="model directory; default: a tiny one, made in OUT/base")
     parser.add_argument("--model", choices=sorted(CLASSES), default="dense")
     parser.add_argument("--lora", action="store_true")
@@ -285,7 +286,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
     ids = torch.randint(3, 90, (4, 12), generator=torch.Generator().manual_seed(7))
     losses: dict[int, dict[str, float]] = {}
-    with sw.Checkpointer(options.out / "checkpoints", keep_last=2) as checkpoints:
+    with sw.Checkpointer(options.checkpoints or options.out / "checkpoints", keep_last=2) as checkpoints:
         resumed = checkpoints.resume(engine.state)  # None on a first run; else at any world size
         first = resumed.step + 1 if resumed else 1
         for step in range(first, options.steps + 1):

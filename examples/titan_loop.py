@@ -119,7 +119,9 @@ def mean(dp: DeviceMesh, value: torch.Tensor) -> float:
     return shown.item() / dp.size()
 
 
-def train(base: Path, out: Path, mesh: DeviceMesh, steps: int, from_scratch: bool) -> dict[int, Any]:
+def train(
+    base: Path, out: Path, mesh: DeviceMesh, steps: int, from_scratch: bool, checkpoints_at: str | None = None
+) -> dict[int, Any]:
     """From the newest published step, or the base, or nothing, to ``steps``. Each step's loss and norm of gradients."""
     with sw.meta_init():  # parameters have no memory yet; buffers, which no file holds, are real
         model: Any = Transformer(json.loads((base / "config.json").read_text()))
@@ -137,7 +139,7 @@ def train(base: Path, out: Path, mesh: DeviceMesh, steps: int, from_scratch: boo
     loader = sw.ResumableLoader(DataLoader(SAMPLES, batch_sampler=sampler))  # type: ignore[arg-type]
     state = sw.TrainState(model=model, optimizer=optimizer, scheduler=schedule, dataloader=loader)
     found: dict[int, Any] = {}
-    with sw.Checkpointer(out / "checkpoints", mode="async", keep_last=2) as checkpoints:
+    with sw.Checkpointer(checkpoints_at or out / "checkpoints", mode="async", keep_last=2) as checkpoints:
         if resumed := checkpoints.resume(state):  # weights, optimizer, schedule, data, and RNG last
             say(f"step {resumed.step} of {resumed.saved_mesh}, now {resumed.mesh}; {resumed.rng}")
         batches = (batch for _ in itertools.count() for batch in loader)
@@ -179,6 +181,7 @@ def write_base(directory: Path) -> None:
 def main(arguments: list[str] | None = None) -> dict[int, Any]:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--checkpoints", help="directory or URL of checkpoints; default: OUT/checkpoints")
     parser.add_argument("--base", type=Path, help="directory of a Llama; default: a tiny one, made in OUT")
     parser.add_argument("--tp", type=int, default=1, help="size of the mesh axis tp; the rest is dp")
     parser.add_argument("--steps", type=int, default=8)
@@ -190,7 +193,7 @@ def main(arguments: list[str] | None = None) -> dict[int, Any]:
     if dist.get_rank() == 0 and not base.exists():
         write_base(base)
     dist.barrier()
-    return train(base, options.out, mesh, options.steps, options.from_scratch)
+    return train(base, options.out, mesh, options.steps, options.from_scratch, options.checkpoints)
 
 
 if __name__ == "__main__":

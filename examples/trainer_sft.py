@@ -108,6 +108,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--checkpoints", help="directory or URL of checkpoints; default: OUT/run")
     parser.add_argument("--steps", type=int, default=12, help="train up to this step")
     parser.add_argument("--lora", action="store_true")
     options = parser.parse_args()
@@ -146,8 +147,14 @@ def main() -> None:
     if args.process_index == 0:
         print(f"rank 0 read {report.bytes_read:,} bytes of {report.tensors} tensors")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
-    trainer = MyTrainer(model, args, train_dataset=sentences(), processing_class=tokenizer)
-    trainer.train(resume_from_checkpoint=any((options.out / "run").glob("checkpoint-*")))
+    trainer = MyTrainer(
+        model,
+        args,
+        train_dataset=sentences(),
+        processing_class=tokenizer,
+        checkpoint_root=options.checkpoints,
+    )
+    trainer.train(resume_from_checkpoint=trainer.has_checkpoint())
     trainer.save_model(str(options.out / "export"))
     dist.destroy_process_group()
 

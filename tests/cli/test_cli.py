@@ -510,7 +510,7 @@ def test_demo_passes_on_what_was_asked(monkeypatch: pytest.MonkeyPatch, model: P
     demo = pytest.importorskip("shardwise.demo.run")
     calls: list[dict[str, Any]] = []
 
-    def run_demo(out: Path, *, model: Path | None, ranks: int, console: Console) -> dict[str, Any]:
+    def run_demo(out: str, *, model: Path | None, ranks: int, console: Console) -> dict[str, Any]:
         console.print("step by step")
         calls.append({"out": out, "model": model, "ranks": ranks})
         return {"loss": 1.5}
@@ -523,8 +523,8 @@ def test_demo_passes_on_what_was_asked(monkeypatch: pytest.MonkeyPatch, model: P
     assert result.exit_code == 0
     assert result.stdout == "step by step\n"
     assert calls == [
-        {"out": tmp_path, "model": model, "ranks": 3},
-        {"out": Path("shardwise-demo"), "model": None, "ranks": 2},
+        {"out": str(tmp_path), "model": model, "ranks": 3},
+        {"out": "shardwise-demo", "model": None, "ranks": 2},
     ]
 
 

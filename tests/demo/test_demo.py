@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections import Counter
 from io import StringIO
 from pathlib import Path
@@ -16,6 +18,7 @@ from shardwise.demo.data import PairBatches, docstring_pairs, split
 from shardwise.demo.prepare import clear_output, prepare_model
 from shardwise.demo.run import run_demo
 from shardwise.errors import ShardwiseError, SourceError, StateError
+from tests.harness.object_store import BUCKET, SECRET, s3_server
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +95,44 @@ def test_the_whole_demo(masked_model: Path, tmp_path: Path) -> None:
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     for said in ("Resume report", "killed by SIGKILL", "retrieval accuracy", "DIFFERENT"):
         assert (said in text.getvalue()) == (said != "DIFFERENT")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_demo_with_its_checkpoints_in_a_store(
+    masked_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the command, with the store's options in the environment alone: killed in a save, resumed on another number of ranks."""
+    url = f"s3://{BUCKET}/demo"
+    with s3_server(tmp_path) as server:
+        environment = {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.port}",
+            "AWS_ACCESS_KEY_ID": "AKID",
+            "AWS_SECRET_ACCESS_KEY": SECRET,
+            "AWS_REGION": "us-east-1",
+            "AWS_ALLOW_HTTP": "true",
+        }
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("TMPDIR", str(tmp_path))
+        command = [sys.executable, "-m", "shardwise", "demo", str(masked_model), "--out", url, "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+        assert done.returncode == 0, done.stderr
+        report = json.loads(done.stdout)
+        with pytest.raises(ShardwiseError, match="holds something already"):
+            run_demo(url, model=masked_model)
+    assert (report["crash"]["signal"], report["crash"]["step"]) == ("SIGKILL", 24)
+    assert [name[:13] for name in report["crash"]["published"]] == [f"step-000000{k}" for k in (12, 16, 20)]
+    assert report["crash"]["unpublished_bytes"] > 0
+    resume = report["resume"]
+    assert (resume["step"], resume["saved_world_size"], resume["world_size"]) == (20, 2, 3)
+    assert resume["path"].startswith(f"{url}/checkpoints/step-00000020.")
+    assert report["digests"]["resume_equal"]
+    assert report["digests"]["export_equal"]
+    (out,) = tmp_path.glob("shardwise-demo-*")
+    assert f"checkpoints: {url}/checkpoints; all else: {out}" in done.stderr.replace("\n", "")
+    assert (out / "report.json").is_file()
+    assert not (out / "checkpoints").exists()
 
 
 def test_causal_models_need_no_declaration_but_their_head(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.format.manifest import read_manifest
 from shardwise.integrations._trainer_data import DataPlace
 from shardwise.integrations._trainer_folder import newest
+from shardwise.integrations._trainer_line import trainer_line_of
 from shardwise.integrations._trainer_place import check_place
 from shardwise.rng import capture_host_rng
 from shardwise.state.typed_json import decode, encode
@@ -134,7 +135,7 @@ def resumed(place: Path) -> None:
 
 def trainer_resumed(place: Path) -> None:
     """The newest checkpoint of a Trainer that is of its form, its place in the data, and the rest of the epoch."""
-    path = newest(str(place), {})
+    path = newest(trainer_line_of(str(place)), {})
     data = DataPlace(lambda _: None, reads_again=True)
     state = state_of(3, trained=False)
     state = dataclasses.replace(state, dataloader=None, extra={"trainer": {}, "data": data})

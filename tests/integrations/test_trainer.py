@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.integrations._trainer_folder import LOCK_NAME
+from shardwise.integrations._trainer_line import LOCK_NAME
 from shardwise.store.lock import DirectoryLock
 from tests.harness.launch import Launch
 from tests.harness.models import build_reference

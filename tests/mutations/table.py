@@ -1354,9 +1354,9 @@ MUTATIONS = (
         "a malformed checkpoint ends the search",
     ),
     Mutation(
-        "integrations/_trainer_folder.py",
-        "    check_held(root)\n",
-        "",
+        "integrations/_trainer_line.py",
+        "in self.held_steps().items():",
+        "in self.steps().items():",
         ("tests/integrations/test_trainer_place.py::test_a_run_that_lost_the_directory_renames_nothing",),
         "checkpoints of another run are renamed",
     ),

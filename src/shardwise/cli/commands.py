@@ -378,13 +378,17 @@ def _ranks_of_launcher() -> Iterator[int]:
 @main.command()
 @click.argument("path", type=click.Path(path_type=Path), required=False)
 @click.option(
-    "--out", type=click.Path(path_type=Path), default="shardwise-demo", show_default=True, metavar="DIR"
+    "--out",
+    default="shardwise-demo",
+    show_default=True,
+    metavar="DIR",
+    help="A URL gets the checkpoints; all else is local then.",
 )
 @click.option(
     "--ranks", type=click.IntRange(1, 64), default=2, show_default=True, metavar="N", help="Ranks to start."
 )
 @common
-def demo(path: Path | None, out: Path, ranks: int, as_json: bool) -> int:
+def demo(path: Path | None, out: str, ranks: int, as_json: bool) -> int:
     """Show it all on this machine: load, train, get killed, resume, reshard, export.
 
     PATH is the local directory of a causal, masked or encoder model. Default: a small sentence encoder.

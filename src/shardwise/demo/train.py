@@ -1,6 +1,6 @@
 """One training worker: load sharded, resume, train, save, export.
 
-    torchrun --nproc-per-node 2 -m shardwise.demo.train --model DIR --out DIR --pairs FILE
+    torchrun --nproc-per-node 2 -m shardwise.demo.train --model DIR --out DIR --checkpoints DIR --pairs FILE
 
 The same script and command line begin a run and resume it, on any number of ranks. Only the records and the crash are
 specific to the demo.
@@ -45,7 +45,7 @@ def train(options: argparse.Namespace) -> None:
     batches = PairBatches(pairs, options.batch_size, rank=rank, world_size=world_size)
     state = sw.TrainState(model=model, optimizer=optimizer, scheduler=scheduler, dataloader=batches)
 
-    with sw.Checkpointer(options.out / "checkpoints", keep_last=3) as checkpoints:
+    with sw.Checkpointer(options.checkpoints, keep_last=3) as checkpoints:
         written = 0
         for step in range(resume(checkpoints, state, record) + 1, options.steps + 1):
             loss = contrastive_loss(model, tokenizer, batches.take())
@@ -58,7 +58,7 @@ def train(options: argparse.Namespace) -> None:
             if step % options.save_every == 0:
                 record.digests("saving", step, model)
                 if step == options.kill_at_step and rank == options.kill_rank:
-                    die_in_next_save(options.out / "checkpoints", rank, written)
+                    die_in_next_save(options.checkpoints, rank, written)
                 saved = checkpoints.save(state, step)
                 written = saved.bytes_written
                 record.say(f"step {step:3d}   loss {loss.item():.4f}   saved in {saved.seconds:.1f} s")
@@ -155,6 +155,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m shardwise.demo.train", description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--checkpoints", required=True, help="directory or URL of the checkpoints")
     parser.add_argument("--pairs", type=Path, required=True)
     parser.add_argument("--name", default="run", help="folder below OUT for the records of this start")
     parser.add_argument("--steps", type=int, default=32)

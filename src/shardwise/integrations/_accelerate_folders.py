@@ -1,4 +1,4 @@
-"""Folders of an accelerator's checkpoints: the caller's, or Accelerate's automatic ``checkpoints/checkpoint_N``."""
+"""Folders of an accelerator's checkpoints: the caller's, local or URLs, or Accelerate's automatic ``checkpoints/checkpoint_N``."""
 
 from __future__ import annotations
 
@@ -8,12 +8,19 @@ from typing import TYPE_CHECKING
 
 from ..errors import CheckpointError, NoCheckpointError
 from ..ranks.patience import patiently
+from ..storage import absolute, is_directory, is_url
 from ..store.publish import delete_all
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-__all__ = ["delete_oldest", "folder_for", "make_room", "newest"]
+__all__ = ["delete_oldest", "folder_for", "make_room", "newest", "place_at"]
+
+
+def place_at(path: str | os.PathLike[str]) -> str:
+    """A caller's path without ``~`` and ``..``, or its URL."""
+    path = os.fspath(path)
+    return absolute(path if is_url(path) else os.path.expanduser(path))
 
 
 def folder_for(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None) -> str:
@@ -24,17 +31,17 @@ def folder_for(accelerator: Accelerator, output_dir: str | os.PathLike[str] | No
         raise CheckpointError(
             "no output_dir, and automatic_checkpoint_naming is off; give save_state(accelerator, output_dir)"
         )
-    return os.path.abspath(os.path.expanduser(output_dir))
+    return place_at(output_dir)
 
 
 def make_room(folder: str, *, automatic: bool) -> None:
-    """Make the parent of ``folder``, and remove ``folder`` if it is empty. For one rank.
+    """Make the parent of ``folder``, and remove ``folder`` if it is empty; a store needs neither. For one rank.
 
     Raises :class:`CheckpointError` if the folder is not empty.
     """
-    if os.path.isdir(folder) and not os.listdir(folder):
+    if not is_url(folder) and os.path.isdir(folder) and not os.listdir(folder):
         patiently(os.rmdir, folder)
-    if os.path.lexists(folder):
+    if patiently(is_directory, folder) if is_url(folder) else os.path.lexists(folder):
         raise CheckpointError(
             f"{folder}: holds something already, and a published checkpoint is never overwritten; "
             + (
@@ -44,7 +51,8 @@ def make_room(folder: str, *, automatic: bool) -> None:
                 "ProjectConfiguration(automatic_checkpoint_naming=True, total_limit=…) and no output_dir"
             )
         )
-    patiently(os.makedirs, os.path.dirname(folder), exist_ok=True)
+    if not is_url(folder):
+        patiently(os.makedirs, os.path.dirname(folder), exist_ok=True)
 
 
 def newest(accelerator: Accelerator) -> str:

@@ -1,4 +1,4 @@
-"""The directory of a Trainer run: its ``checkpoint-N``, its lock, the files of an export."""
+"""The checkpoints of a Trainer run, and the files of its exports."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ import glob
 import logging
 import os
 import re
-import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..checkpoint.check import quick_check
 from ..checkpoint.stored_documents import read_checked
-from ..errors import CheckpointError, FormatError, IntegrityError, NoCheckpointError
+from ..errors import CheckpointError, FormatError, IntegrityError, NoCheckpointError, SourceError
 from ..format.documents import parse_documents
+from ..format.head import Fate
 from ..format.manifest import MANIFEST_NAME, read_manifest
 from ..limits import MAX_JSON_BYTES
 from ..ranks.patience import patiently, remove_tree
 from ..ranks.ranks import Ranks
-from ..store.lock import DirectoryLock, check_held
-from ..store.publish import delete_all, sweep_leftovers
+from ..storage import absolute, is_url, join
+from ..store.line import Line
 from ..store.write import fsync_directory
 from ._trainer_place import trainer_extra
+from ._trainer_stand_in import STATE_NAME, StandIns
 
 __all__ = [
-    "STATE_NAME",
     "Run",
-    "checkpoints",
     "contents",
     "held",
     "is_ours",
+    "keep_only",
     "move_into",
     "newest",
     "rotate",
@@ -39,23 +39,24 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
-STATE_NAME = "trainer_state.json"
-#: ``push_to_hub`` skips names with a leading underscore, as it skips ``checkpoint-N``.
-LOCK_NAME = "_lock"
 #: A shardwise checkpoint, even a damaged one, has at least one of these.
 _OURS = ("state.json", "rank/[0-9]*.json", "model/shard-*-model-*.safetensors")
 
 
 @dataclass(slots=True)
 class Run:
-    """The state of one call of ``train`` and its directory."""
+    """The state of one call of ``train``."""
 
     falls_back: bool = False
     """Whether damage leads to the checkpoint before. Not if the caller named one."""
     damaged: dict[int, str] = field(default_factory=dict)
     """Checkpoints that were skipped, with their damage."""
     resumed_step: int = -1
-    published: set[str] = field(default_factory=set)
+    published: dict[int, str] = field(default_factory=dict)
+    """Names of the checkpoints that this run has published, by step."""
+    lines: dict[str, Line] = field(default_factory=dict)
+    """Where its checkpoints lie, by directory or URL."""
+    stand_ins: StandIns = field(default_factory=StandIns)
     rng: Any = None
     """Random states in the checkpoint."""
     loader: Any = None
@@ -68,36 +69,27 @@ class Run:
 
 
 @contextlib.contextmanager
-def held(root: str) -> Iterator[None]:
-    """Hold a run's directory, delete leftovers of killed saves, and delete the lock's file at the end. Collective."""
-    lock: DirectoryLock | None = None
+def held(line: Line) -> Iterator[None]:
+    """Hold a run's checkpoints: of a directory its lock, of a store the right to write to it. Collective."""
 
     def take() -> None:
-        nonlocal lock
-        lock = DirectoryLock(root, name=LOCK_NAME)
-        while not lock.has_its_name():  # the run before deleted it, after this one had opened it
-            lock.release()
-            lock = DirectoryLock(root, name=LOCK_NAME)
-        sweep_leftovers(root)
+        line.open()
+        line.held_steps()  # what a save could not do shows now, before anything is trained
 
     try:
-        Ranks.current().on_first("lock output directory", take)
+        Ranks.current().on_first("lock the place of the checkpoints", take)
         yield
     finally:
-        if lock is not None:
-            with Ranks.current().patience():
-                if lock.has_its_name():
-                    with contextlib.suppress(OSError):
-                        patiently(os.unlink, os.path.join(root, LOCK_NAME))
-                lock.release()
+        with Ranks.current().patience():
+            line.close()
 
 
 def is_ours(path: str) -> bool:
-    """Whether a directory holds a shardwise checkpoint; otherwise plain Trainer wrote it.
+    """Whether a directory holds a shardwise checkpoint; otherwise plain Trainer wrote it. What lies in a store does.
 
     Raises :class:`IntegrityError` for a shardwise checkpoint that lost its manifest: nothing proves its content.
     """
-    if os.path.isfile(os.path.join(path, MANIFEST_NAME)):
+    if is_url(path) or os.path.isfile(os.path.join(path, MANIFEST_NAME)):
         return True
     if any(glob.glob(pattern, root_dir=path) for pattern in _OURS):
         raise IntegrityError(f"lost: no {MANIFEST_NAME}", path=path)
@@ -119,14 +111,7 @@ def contents(path: str) -> dict[str, Any]:
     }
 
 
-def checkpoints(root: str) -> dict[int, str]:
-    """``checkpoint-N`` in a directory, by falling step."""
-    names = os.listdir(root) if os.path.isdir(root) else []
-    found = {int(m[1]): os.path.join(root, n) for n in names if (m := re.fullmatch(r"checkpoint-(\d+)", n))}
-    return {step: path for step, path in sorted(found.items(), reverse=True) if os.path.isdir(path)}
-
-
-def newest(root: str, damaged: dict[int, str]) -> str:
+def newest(line: Line, damaged: dict[int, str]) -> str:
     """The newest checkpoint that is intact, as far as a check without payload can tell; empty if there are none.
 
     Skips those in ``damaged``, and adds newly found damage to it. Collective. Raises :class:`NoCheckpointError` if all
@@ -134,9 +119,10 @@ def newest(root: str, damaged: dict[int, str]) -> str:
     """
 
     def search() -> list[Any]:
-        for step, path in checkpoints(root).items():
+        for step, name in line.steps().items():
             if step in damaged:
                 continue
+            path = join(line.root, name)
             try:
                 if is_ours(path):
                     quick_check(path, step)
@@ -150,7 +136,9 @@ def newest(root: str, damaged: dict[int, str]) -> str:
             return [path, {str(step): why for step, why in damaged.items()}]
         if damaged:
             found = "; ".join(damaged.values())
-            raise NoCheckpointError(f"{root}: no checkpoint is valid ({found}). Move them away to start anew")
+            raise NoCheckpointError(
+                f"{line.root}: no checkpoint is valid ({found}). Move them away to start anew"
+            )
         return ["", {}]
 
     path, known = Ranks.current().on_first("find newest checkpoint", search)
@@ -158,41 +146,55 @@ def newest(root: str, damaged: dict[int, str]) -> str:
     return str(path)
 
 
-def set_newer_aside(root: str, run: Run) -> None:
-    """Rename checkpoints newer than the resumed one: they are kept, but never count as newer ones.
+def set_newer_aside(line: Line, run: Run) -> None:
+    """Set checkpoints newer than the resumed one aside: they are kept, but never count as newer ones. For rank 0.
 
-    Their names begin with an underscore, which ``push_to_hub`` skips. For rank 0. Raises :class:`LockedError` if this
-    process held the lock on ``root`` and has lost it: the checkpoints may belong to the run that holds it now.
+    Raises :class:`LockedError` if another run has taken the line: the checkpoints may belong to it.
     """
-    check_held(root)
-    newer = {step: path for step, path in checkpoints(root).items() if step > run.resumed_step}
-    for step, path in newer.items():
-        if path in run.published:
-            continue
-        why = "damaged" if step in run.damaged else "superseded"
-        aside = os.path.join(root, f"_{why}-{os.path.basename(path)}-{secrets.token_hex(4)}")
-        try:
-            patiently(os.rename, path, aside)
-        except OSError as error:
-            raise CheckpointError(f"{path}: can't be set aside: {error.strerror}") from error
-        fsync_directory(root)
-        _log.warning("%s is %s; it is %s now", path, _WORDS[why], aside)
+    own = max((run.resumed_step, *run.published))
+    newer = [f"{name} ({_WORDS[_fate(step, run)]})" for step, name in line.steps().items() if step > own]
+    if newer:
+        line.take(own, {step: _fate(step, run) for step in run.damaged})
+        _log.warning("%s: set aside: %s", line.root, ", ".join(newer))
 
 
-_WORDS = {"damaged": "damaged", "superseded": "of another line than this run"}
+def _fate(step: int, run: Run) -> Fate:
+    return "damaged" if step in run.damaged else "superseded"
 
 
-def rotate(root: str, limit: int | None, best: str | None) -> None:
+_WORDS: dict[Fate, str] = {"damaged": "damaged", "superseded": "of another line than this run"}
+
+
+def rotate(line: Line, limit: int | None, best: str | None) -> None:
     """Delete the oldest checkpoints, but neither the newest nor the best. For rank 0.
 
     Never makes the save fail: the new checkpoint is published, and an extra old one does no harm.
     """
-    found = list(checkpoints(root).values())
     if not limit or limit < 1:
         return
-    kept = {found[0], os.path.abspath(best or found[0])}
-    excess = len(found) - max(limit, len(kept))
-    delete_all([p for p in reversed(found) if p not in kept][: max(excess, 0)])
+    steps = _steps_to_delete(line)
+    kept = {*list(steps)[:1], *_steps_at(line, steps, best)}
+    excess = len(steps) - max(limit, len(kept))
+    line.remove([step for step in sorted(steps) if step not in kept][: max(excess, 0)])
+
+
+def keep_only(line: Line, best: str) -> None:
+    """Delete all checkpoints but the best, if it is one of them. For rank 0, at the end. Logs what fails."""
+    steps = _steps_to_delete(line)
+    if kept := _steps_at(line, steps, best):
+        line.remove(steps.keys() - kept)
+
+
+def _steps_to_delete(line: Line) -> dict[int, str]:
+    try:
+        return line.steps()
+    except (CheckpointError, SourceError) as error:
+        _log.warning("no checkpoint is deleted: %s", error)
+        return {}
+
+
+def _steps_at(line: Line, steps: dict[int, str], path: str | None) -> set[int]:
+    return {step for step, name in steps.items() if path and join(line.root, name) == absolute(path)}
 
 
 def move_into(target: str, folder: str, weights: re.Pattern[str]) -> None:

@@ -20,7 +20,8 @@ from ..ranks.patience import patiently, remove_tree
 from ..ranks.ranks import Ranks
 from ..state.loader_parts import own_states
 from ..state.train_state import TrainState
-from ..store.target import target_of
+from ..storage import absolute, is_url, join
+from ..store.line import Line
 from ._trainer_data import DataPlace
 from ._trainer_files import (
     ADAPTER,
@@ -34,7 +35,9 @@ from ._trainer_files import (
     read_all,
     without_fsdp,
 )
-from ._trainer_folder import STATE_NAME, Run, move_into, rotate, set_newer_aside
+from ._trainer_folder import Run, keep_only, move_into, rotate, set_newer_aside
+from ._trainer_line import trainer_line_of
+from ._trainer_stand_in import STATE_NAME
 from ._trl import generation_state
 
 __all__ = ["Saving"]
@@ -46,6 +49,7 @@ class Saving(Trainer):
     model: Any
     _run: Run
     _data: DataPlace
+    _checkpoint_root: str | None = None
     _staging: str | None = None
     _writes_beside = False
 
@@ -53,20 +57,39 @@ class Saving(Trainer):
     def _root(self) -> str:
         return os.path.abspath(self.args.output_dir or ".")
 
+    @property
+    def _checkpoints(self) -> str:
+        """The directory or URL of the checkpoints."""
+        return self._checkpoint_root or self._root
+
     def _get_output_dir(self, trial: Any) -> str:
-        return super()._get_output_dir(trial) if self._staging is None else self._staging
+        """Where Trainer looks for the checkpoints of a run, and writes them."""
+        if self._staging is not None:
+            return self._staging
+        run_dir: str = super()._get_output_dir(trial)
+        below = os.path.relpath(
+            run_dir, self._root
+        )  # a search over hyperparameters has a folder for each trial
+        return self._checkpoints if below == "." else join(self._checkpoints, below)
+
+    def _line(self, trial: Any = None) -> Line:
+        """Where the checkpoints of this call of ``train`` lie."""
+        root = absolute(self._get_output_dir(trial))
+        if root not in self._run.lines:
+            self._run.lines[root] = trainer_line_of(root)
+        return self._run.lines[root]
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Let Trainer write its small files into a separate folder, then publish everything at once."""
-        ranks, run_dir = Ranks.current(), os.path.abspath(self._get_output_dir(trial))
-        name = f"checkpoint-{self.state.global_step}"
-        final = os.path.join(run_dir, name)
-        if final in self._run.published:
-            self._name_best(run_dir)  # an evaluation at the end of the epoch may have come after the save
+        ranks, run, step = Ranks.current(), self._run, self.state.global_step
+        line = self._line(trial)
+        name, best = ranks.on_first("look at checkpoints", lambda: self._look(line))
+        if step in run.published:
+            self._name_best(best)  # an evaluation at the end of the epoch may have come after the save
             return
         place = ranks.on_first("place in the data", self._place)
         with tempfile.TemporaryDirectory(prefix="shardwise-") as staging:
-            folder = os.path.join(staging, name)
+            folder = os.path.join(staging, f"checkpoint-{step}")
             with ranks.agree("write Trainer's files"):
                 patiently(os.mkdir, folder)
                 self._staging = staging
@@ -74,20 +97,41 @@ class Saving(Trainer):
                     super()._save_checkpoint(model, trial)
                 finally:
                     self._staging = None
-                self._name_best(run_dir)
+                self._name_best(best)
                 if self.args.should_save:
                     self.state.save_to_json(os.path.join(folder, STATE_NAME))
                 files = read_all(folder)
-        files = adapter_files(self.model, run_dir, ranks) | gathered(ranks, files)
+        files = adapter_files(self.model, self._root, ranks) | gathered(ranks, files)
         with ranks.agree("collect the Trainer's state"):
             state = self._train_state(optimizer=not self.args.save_only_model, files=files, place=place)
-        run = self._run
-        ranks.on_first("set newer checkpoints aside", lambda: set_newer_aside(run_dir, run))
+        ranks.on_first("set newer checkpoints aside", lambda: set_newer_aside(line, run))
         lineage = Lineage(ranks.on_first("run id", lambda: secrets.token_hex(8)), None)
-        write_checkpoint(state, target_of(final), self.state.global_step, lineage, ranks, at_top=True)
-        self._run.published.add(final)
+        at_top = not is_url(line.root)  # a store has no links
+        write_checkpoint(state, line.target(name), step, lineage, ranks, at_top=at_top)
+        run.published[step] = name
         limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
-        ranks.on_first("rotate checkpoints", lambda: rotate(run_dir, limit, best))
+
+        def clear() -> None:
+            line.tidy(step)
+            rotate(line, limit, best)
+
+        ranks.on_first("rotate checkpoints", clear)
+
+    def _look(self, line: Line) -> list[Any]:
+        """The name of this step's checkpoint, and the path of the best one, which may be this. For rank 0."""
+        step, best = self.state.global_step, self.state.best_global_step
+        name = self._run.published.get(step) or line.fresh_name(step)
+        names = {**line.steps(), step: name}
+        return [name, join(line.root, names[best]) if best and best in names else None]
+
+    def _finalize_training(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's. With ``save_total_limit=1`` the best checkpoint alone stays, also where Trainer sees none."""
+        output = super()._finalize_training(trial, *args, **kwargs)  # type: ignore[no-untyped-call]
+        best = self.state.best_model_checkpoint
+        if best is not None and self.args.save_total_limit == 1:
+            line = self._line(trial)
+            Ranks.current().on_first("keep the best checkpoint", lambda: keep_only(line, best))
+        return output
 
     def _train_state(
         self,
@@ -130,12 +174,10 @@ class Saving(Trainer):
             return int(self._train_batch_size * self.args.gradient_accumulation_steps)
         return int(self.get_total_train_batch_size(self.args))
 
-    def _name_best(self, run_dir: str) -> None:
+    def _name_best(self, best: str | None) -> None:
         """Set the best checkpoint's final path in Trainer's state: Trainer looked for it in the temporary folder."""
-        if self.state.best_global_step:
-            best = os.path.join(run_dir, f"checkpoint-{self.state.best_global_step}")
-            if self.state.best_global_step == self.state.global_step or os.path.isdir(best):
-                self.state.best_model_checkpoint = best
+        if best is not None:
+            self.state.best_model_checkpoint = best
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Part of the checkpoint."""

@@ -46,7 +46,7 @@ from ..runs.restore import restore
 from ..runs.third_party import is_third_party
 from ..state.gradients import watch_steps
 from ..state.train_state import TrainState
-from ._accelerate_folders import delete_oldest, folder_for, make_room, newest
+from ._accelerate_folders import delete_oldest, folder_for, make_room, newest, place_at
 from ._accelerate_loaders import LoaderPositions
 from ._accelerate_samplers import record
 from ._accelerate_settings import check_kind
@@ -200,7 +200,7 @@ def save_state(
     checkpoints after the new one is published.
 
     Args:
-        output_dir: must not exist, or be empty. Unlike Accelerate, a save never overwrites a checkpoint (a folder
+        output_dir: a directory or a URL; must not exist, or be empty. Unlike Accelerate, a save never overwrites a checkpoint (a folder
             ``latest``). Give each save its own (``f"step-{step}"``).
         step: recorded in the checkpoint. Default: the number of earlier saves.
 
@@ -228,7 +228,7 @@ def load_state(accelerator: Accelerator, input_dir: str | os.PathLike[str] | Non
 
     Restores everything that was prepared and registered, under any mesh; a shardwise checkpoint is proved by digests.
     Without ``input_dir`` it takes the newest of ``automatic_checkpoint_naming``. Accelerate's checkpoints hold no
-    readable data position: data loaders then stay unchanged.
+    readable data position: data loaders then stay unchanged. ``input_dir`` may be the URL of a shardwise checkpoint.
 
     Every rank must call it. Raises as :func:`shardwise.restore`; :class:`NoCheckpointError` if there is none.
     """
@@ -237,7 +237,7 @@ def load_state(accelerator: Accelerator, input_dir: str | os.PathLike[str] | Non
     if input_dir is None:
         found = ranks.on_first("find newest", lambda: newest(accelerator))
     else:
-        found = os.path.abspath(os.path.expanduser(input_dir))
+        found = place_at(input_dir)
     with ranks.agree("collect the accelerator's state"):
         state = train_state(accelerator)
     if ranks.on_first("look at checkpoint", lambda: is_third_party(found)):

@@ -16,6 +16,7 @@ of another package is changed. What is changed in objects of the run: docs/conce
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from dataclasses import replace
@@ -24,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainingArguments
 
 from ..checkpoint.restore import ResumeReport
-from ..errors import CheckpointError, ShardError, ShardwiseError, is_damage
-from ..format.manifest import read_manifest
+from ..errors import CheckpointError, NoCheckpointError, ShardError, ShardwiseError, is_damage
+from ..format.manifest import MANIFEST_NAME, read_manifest
 from ..internals.trl import keeps_completions
 from ..loading.load import load as _load
 from ..loading.report import LoadReport
@@ -33,12 +34,15 @@ from ..ranks.ranks import Ranks
 from ..rng import capture_rng, restore_rng
 from ..runs.restore import restore
 from ..state.loader_parts import put_own_states
+from ..storage import is_file, is_url, join
 from . import accelerate as swa
+from ._accelerate_folders import place_at
 from ._accelerate_settings import check_supported
 from ._accelerate_sharding import warn_if_whole
 from ._prepare import Groups, adopt, explained, groups_of, put_back
 from ._trainer_data import DataPlace
 from ._trainer_folder import Run, contents, held, is_ours, newest
+from ._trainer_line import trainer_line_of
 from ._trainer_place import check_place
 from ._trainer_saving import Saving
 from ._trl import LOAD, References, gather_head, stores_completions
@@ -107,6 +111,8 @@ class ShardwiseTrainer(Saving):
     * ``save_model`` writes hub files, or adapters for a ``PeftModel``, without gathering; every rank must call it.
     * Reference models of TRL's trainers are clones of the sharded ``model``: nothing is read, and none is whole.
     * ``train`` holds ``output_dir`` (by a lock that ends with the process) and deletes leftovers of killed saves.
+    * ``checkpoint_root`` of the constructor, a directory or the URL of an object store with conditional writes, says where
+      checkpoints lie; ``output_dir`` stays local. In a store their names are ``step-N.<nonce>``. ``resume_from_checkpoint`` takes URLs.
 
     Memory: ≤ 16 MiB besides the live tensors on CPU. Raises the errors of :func:`shardwise.save`,
     :func:`shardwise.restore` and :func:`shardwise.export_hf`, alike on every rank; its constructor raises
@@ -122,7 +128,11 @@ class ShardwiseTrainer(Saving):
     time; the report then says what may differ."""
     _groups: Groups | None = None
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, checkpoint_root: str | os.PathLike[str] | None = None, **kwargs: Any
+    ) -> None:
+        if checkpoint_root is not None:
+            self._checkpoint_root = place_at(checkpoint_root)
         with References() as self._references:
             super().__init__(*args, **kwargs)
         if hasattr(self.args, "model_init_kwargs"):  # TRL's
@@ -143,6 +153,8 @@ class ShardwiseTrainer(Saving):
             wrong = (
                 f"hub_strategy={str(self.args.hub_strategy)!r} pushes weights out of checkpoints; say 'end'"
             )
+        if is_url(self.args.output_dir or ""):
+            wrong = f"output_dir={self.args.output_dir!r}, but Trainer's must be local; give the trainer checkpoint_root"
         for name in ("save_on_each_node", "enable_jit_checkpoint"):
             if getattr(self.args, name, False):
                 wrong = f"{name} needs Trainer's own files; leave it out"
@@ -174,20 +186,41 @@ class ShardwiseTrainer(Saving):
     # Resuming
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """``Trainer.train``; holds ``output_dir`` meanwhile. True: resume from the newest undamaged checkpoint in it.
+        """``Trainer.train``; holds ``output_dir`` and ``checkpoint_root`` meanwhile. True: resume from the newest undamaged checkpoint.
 
-        Raises :class:`LockedError` if another run holds it, :class:`NoCheckpointError` if all checkpoints are damaged.
-        A named checkpoint that is damaged raises :class:`IntegrityError`, or :class:`RankError` if only one rank finds
-        it.
+        Raises :class:`LockedError` if another run holds them, :class:`NoCheckpointError` if all checkpoints are damaged.
+        A named checkpoint (a path or a URL) that is damaged raises :class:`IntegrityError`, or :class:`RankError` if only one rank
+        finds it.
         """
-        root = self._root
-        with held(root):
-            self._run, self.resume_report = Run(falls_back=resume_from_checkpoint is True), None
+        run = self._run = Run(falls_back=resume_from_checkpoint is True)
+        self.resume_report = None
+        with contextlib.ExitStack() as stack:
+            if self._checkpoints != self._root:
+                stack.enter_context(held(trainer_line_of(self._root)))
+            stack.enter_context(held(self._line()))
+            stack.callback(run.stand_ins.close)
             self._data = DataPlace(self._differ, self.reads_again)
-            if resume_from_checkpoint is True:
-                # No checkpoint: let Trainer raise its own error.
-                resume_from_checkpoint = newest(root, self._run.damaged) or True
-            return super().train(resume_from_checkpoint, *args, **kwargs)
+            return super().train(self._to_open(resume_from_checkpoint), *args, **kwargs)
+
+    def has_checkpoint(self) -> bool:
+        """Whether ``train(resume_from_checkpoint=True)`` has a checkpoint to resume from, damaged or not.
+
+        For a script that begins and resumes by the same command. Every rank must call it. Raises :class:`SourceError` if a
+        store can't be asked.
+        """
+        line = trainer_line_of(self._checkpoints)
+        return bool(Ranks.current().on_first("look for checkpoints", lambda: bool(line.steps())))
+
+    def _to_open(self, given: Any) -> Any:
+        """What Trainer takes to resume: the folder of the newest or named checkpoint, or its stand-in. Collective."""
+        if given is True:
+            given = newest(self._line(), self._run.damaged) or True
+            if given is True and self._checkpoint_root is not None:
+                raise NoCheckpointError(
+                    f"{self._checkpoints}: no checkpoint to resume from; begin with resume_from_checkpoint=False, or ask has_checkpoint()"
+                )
+        # No checkpoint in output_dir: let Trainer raise its own error.
+        return given if given is None or isinstance(given, bool) else self._run.stand_ins.folder_for(given)
 
     def _inner_training_loop(
         self,
@@ -205,28 +238,32 @@ class ShardwiseTrainer(Saving):
                 )
             except _DamagedError:
                 self._data, self._run.seeds = DataPlace(self._differ, self.reads_again), {}
-                resume_from_checkpoint = newest(self._root, self._run.damaged)
+                resume_from_checkpoint = self._to_open(True)
             if not self.is_fsdp_enabled:  # a checkpoint of plain Trainer must be read before this
                 self._load_from_checkpoint(resume_from_checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Skip shardwise checkpoints: they are restored at once, when all objects exist."""
-        if not is_ours(resume_from_checkpoint):
+        if not self._is_ours(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _is_ours(self, folder: str) -> bool:
+        return is_ours(self._run.stand_ins.path_of(folder))
 
     def _load_optimizer_and_scheduler(self, checkpoint_dir: str | None) -> None:
         if checkpoint_dir is not None:
             self._run.resumed_step = self.state.global_step
-            if is_ours(checkpoint_dir):
+            path = self._run.stand_ins.path_of(checkpoint_dir)
+            if is_ours(path):
                 try:
-                    self._restore(checkpoint_dir)
+                    self._restore(path)
                 except ShardwiseError as error:
                     if not (self._run.falls_back and is_damage(error)):
                         raise
                     self._run.damaged[self.state.global_step] = str(error)
                     if Ranks.current().rank == 0:
-                        _log.warning("skipping damaged %s: %s", checkpoint_dir, error)
-                    raise _DamagedError(checkpoint_dir) from error
+                        _log.warning("skipping damaged %s: %s", path, error)
+                    raise _DamagedError(path) from error
         # Trainer finds none of its files there; subclasses may find theirs.
         super()._load_optimizer_and_scheduler(checkpoint_dir)
 
@@ -285,16 +322,27 @@ class ShardwiseTrainer(Saving):
         place = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
-        if resume_from_checkpoint is not None and is_ours(resume_from_checkpoint):
-            holds = Ranks.current().on_first(
-                "look for the place in the data", lambda: contents(resume_from_checkpoint)
-            )["trainer"]
+        if resume_from_checkpoint is not None and self._is_ours(resume_from_checkpoint):
+            path = self._run.stand_ins.path_of(resume_from_checkpoint)
+            self._find_best(self._run.stand_ins.best_of(resume_from_checkpoint))
+            holds = Ranks.current().on_first("look for the place in the data", lambda: contents(path))[
+                "trainer"
+            ]
             now = self.args.gradient_accumulation_steps
             if (holds.get("accumulation"), holds["global_batch_size"]) == (now, self._global_batch_size):
                 place = holds["epoch"], 0 if self.args.ignore_data_skip else holds["batches"]
                 self._run.seeds = holds["seeds"]
         self._run.place = place
         return place
+
+    def _find_best(self, best: str | None) -> None:
+        """Take the best checkpoint of a resumed state that lies in a store, as Trainer does for a directory. Collective."""
+        if best is None:
+            return
+        if Ranks.current().on_first("look for the best", lambda: is_file(join(best, MANIFEST_NAME))):
+            self.state.best_model_checkpoint = best
+        else:
+            _log.warning("the best checkpoint %s is not there any more; this run goes on without it", best)
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
