@@ -98,7 +98,7 @@ def test_the_whole_demo(masked_model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(580)
 def test_the_demo_with_its_checkpoints_in_a_store(
     masked_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,7 +116,7 @@ def test_the_demo_with_its_checkpoints_in_a_store(
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("TMPDIR", str(tmp_path))
         command = [sys.executable, "-m", "shardwise", "demo", str(masked_model), "--out", url, "--json"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=560, check=False)
         assert done.returncode == 0, done.stderr
         report = json.loads(done.stdout)
         with pytest.raises(ShardwiseError, match="holds something already"):

@@ -191,17 +191,6 @@ def test_what_is_in_the_way(step: Path, proxy: Proxy, tmp_path: Path) -> None:
         sw.copy(tmp_path / "empty", f"{ROOT}/empty")
 
 
-def test_saves_are_refused_before_anything_is_written(step: Path, tmp_path: Path) -> None:
-    before = sorted(os.listdir())
-    for write in (
-        lambda: sw.export_hf(step, f"{ROOT}/x"),
-        lambda: sw.convert(step, f"{ROOT}/x"),
-    ):
-        with pytest.raises(CheckpointError, match="copy it with `shardwise copy`"):
-            write()
-    assert sorted(os.listdir()) == before
-
-
 def busy(asked: Asked) -> Do | None:
     return Do(status=503) if asked.number % 5 == 1 else None
 

@@ -208,7 +208,7 @@ def test_what_it_costs(hub: Path, proxy: Proxy, ranks: RankPool) -> None:
         costs[what.__name__] = requests, f"{nbytes / 1e6:.1f} MB"
     files = {name: stat.nbytes for name, stat in files_below(url).items() if stat is not None}
     folders = {name.partition("/")[0] for name in files if "/" in name}
-    assert costs["save"][0] == sum(map(written, files.values())) + 6 + len(folders)
+    assert costs["save"][0] == sum(map(written, files.values())) + 8 + len(folders)
     assert bytes_below(url) == (len(files), sum(files.values()))
     page = PAGE.read_text()
     assert costs_line(sw.plan(f"{ROOT}/large", ranks=2)) in page

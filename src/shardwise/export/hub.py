@@ -107,7 +107,7 @@ def export_hf(
     Every rank of the default process group must call it; each writes its own bytes at precomputed offsets of the
     final files. Into a store the ranks bring a live model's tensors together, by the default process group. Tensors read from a checkpoint are compared with its recorded digests before anything appears. All
     files of a checkpoint are opened at the start, so a run that deletes it meanwhile does no harm (if the process may
-    not open that many files: :class:`CheckpointError`). Memory: staging only; into a store, 100 MiB besides. Raises :class:`CheckpointError`,
+    not open that many files: :class:`CheckpointError`). Memory: staging only; into a store, two windows of 32 MiB and four parts of 8 MiB besides. Raises :class:`CheckpointError`,
     :class:`SourceError` (:class:`IntegrityError` for content that differs), :class:`RankError` alike on every rank.
     """
     started = time.perf_counter()

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from ..errors import CheckpointError, FormatError, SourceError
+from ..errors import FormatError, SourceError
 from .records import Listing, Stat
 from .stores import fetch, store_of
 from .urls import is_url, join, place_of
@@ -22,7 +22,6 @@ __all__ = [
     "folders_in",
     "is_directory",
     "is_file",
-    "local_path",
     "looking_once",
     "names_in",
     "read_range",
@@ -156,16 +155,6 @@ def absolute(path: str | os.PathLike[str]) -> str:
     """As ``os.path.abspath``; a URL without a slash at its end."""
     path = os.fspath(path)
     return place_of(path).url if is_url(path) else os.path.abspath(path)
-
-
-def local_path(path: str | os.PathLike[str]) -> str:
-    """As ``os.path.abspath``, for a place to write to. Raises :class:`CheckpointError` for a URL."""
-    path = os.fspath(path)
-    if is_url(path):
-        raise CheckpointError(
-            f"{place_of(path).url}: this writes to local directories only; write to one, and copy it with `shardwise copy`"
-        )
-    return os.path.abspath(path)
 
 
 def files_below(path: str, expected: Iterable[str] = ()) -> dict[str, Stat | None]:
