@@ -88,6 +88,7 @@ def _is_sound(contents: Inspection) -> bool:
 @click.option(
     "--ranks-per-host",
     type=click.IntRange(1),
+    default=None,
     metavar="M",
     help="Ranks that share a host. Default: one for each device here, or all.",
 )
@@ -116,9 +117,7 @@ def plan(
     Warns if the memory of this host, or of its container, would not suffice for M ranks.
     """
     if ranks % replicas:
-        raise click.BadParameter(
-            f"{replicas} replicas do not divide {ranks} ranks", param_hint="'--replicas'"
-        )
+        raise click.BadParameter(f"{replicas} does not divide {ranks} ranks", param_hint="'--replicas'")
     from ..loading.plan import plan as plan_model
     from .render import console, show_plan
     from .this_host import ranks_here, this_host
