@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import secrets
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -14,7 +15,7 @@ from ..format.steps import checked_step
 from ..planning import IOOptions
 from ..ranks.ranks import Ranks
 from ..state.train_state import TrainState
-from ..storage import absolute
+from ..storage import absolute, counting
 from ..store.target import Target, target_of
 from .async_save import AsyncSave, reserve_for
 from .check import quick_check
@@ -264,7 +265,11 @@ class Checkpointer:
         Raises :class:`NoCheckpointError` if steps exist and none is valid; :class:`PlanError` or
         :class:`StateError` if a valid step does not fit the live objects (nothing is set aside then).
         """
-        ranks = self._ranks()
+        with counting() as asked:
+            report = self._resume(state, step, self._ranks())
+        return None if report is None else replace(report, requests=asked.total)
+
+    def _resume(self, state: TrainState, step: int | None, ranks: Ranks) -> ResumeReport | None:
         self._check_open()
         self.wait()
         damaged: dict[int, dict[int, str]] = {}
