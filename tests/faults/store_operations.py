@@ -156,6 +156,8 @@ def _look_at_save(step: int, steps: tuple[int, ...]) -> Callable[..., tuple[str,
         allowed: set[int | None] = {step} if heard.is_done else {step, max(steps, default=None)}
         if heard.went_on:
             allowed = {step + 1} if heard.is_done else {step, step + 1}
+        if heard.spoiled:  # the step before stays: retention counts no damaged one
+            allowed |= {max(steps, default=None)}
         if newest not in allowed:
             wrong.append(f"newest is step {newest}, expected one of {allowed}")
         return "new" if newest is not None and newest >= step else "previous", wrong

@@ -655,8 +655,8 @@ MUTATIONS = (
     ),
     Mutation(
         "store/in_store.py",
-        "    if not keeps_conditions:",
-        "    if False:",
+        '        if patiently(store.create, place.key, own + b" "):',
+        '        if patiently(store.create, place.key, own + b" ") and False:',
         ("tests/storage/test_saves.py::test_a_store_without_conditional_writes",),
         "a store without conditional writes is taken",
     ),
@@ -669,17 +669,61 @@ MUTATIONS = (
     ),
     Mutation(
         "storage/by_obstore.py",
-        '            self._obstore.put(self._store, key, content, mode="create")',
+        "            self._obstore.put(self._store, key, content, mode=condition)",
         "            self._obstore.put(self._store, key, content)",
         ("tests/storage/test_saves.py::test_another_save_has_claimed_it",),
         "a conditional write has no condition",
     ),
     Mutation(
         "checkpoint/save.py",
-        "(discard_in_store if is_url(temporary) else remove_tree)(temporary)",
-        "remove_tree(temporary)",
+        "                target.discard()\n",
+        "                pass\n",
         ("tests/storage/test_saves.py::test_a_write_that_fails_on_one_rank",),
         "a failed save leaves its objects and its claim",
+    ),
+    Mutation(
+        "store/in_store.py",
+        "        if patiently(is_file, join(url, MANIFEST_NAME)) or patiently(is_directory, url):",
+        "        if False:",
+        ("tests/storage/test_saves.py::test_a_save_that_begins_while_another_one_publishes",),
+        "a save writes over a checkpoint that was published before it had the claim",
+    ),
+    Mutation(
+        "store/in_store.py",
+        "    for name in (MANIFEST_NAME, *others):",
+        "    for name in others:",
+        ("tests/storage/test_saves.py::test_a_discard_deletes_the_manifest_where_no_listing_shows_it",),
+        "a discard leaves a manifest",
+    ),
+    Mutation(
+        "store/target.py",
+        "        self._claimed = False  #",
+        "        #",
+        ("tests/storage/test_saves.py::test_a_failure_after_the_commit_deletes_nothing",),
+        "a failure after the commit deletes what is published",
+    ),
+    Mutation(
+        "checkpoint/checkpointer.py",
+        "                self._line.steps()  # raises",
+        "                pass  # raises",
+        ("tests/storage/test_runs.py::test_a_step_that_the_other_run_deletes_while_it_is_resumed",),
+        "a step that another run's retention deletes is called damaged",
+    ),
+    Mutation(
+        "checkpoint/checkpointer.py",
+        "            self._lineage = None  # no save",
+        "            self._lineage = Lineage(report.run_id, candidate)  # no save",
+        (
+            "tests/storage/test_runs.py::test_no_save_goes_on_from_a_resume_that_could_not_set_newer_steps_aside",
+        ),
+        "a save goes on from a step while newer ones are not set aside",
+    ),
+    Mutation(
+        "store/head_line.py",
+        "        if not names or self._read()[0] is not None:",
+        "        if not names:",
+        ("tests/storage/test_runs.py::test_another_run_begins_while_one_looks_for_a_head",),
+        "a run that begins meanwhile looks like one whose head was deleted",
     ),
     # ------------------------------------------------------------------------------------- copies
     Mutation(
@@ -1018,8 +1062,8 @@ MUTATIONS = (
     ),
     Mutation(
         "checkpoint/save.py",
-        "            prove(manifest)\n            if is_url(final):\n                commit_in_store(final, manifest)\n            else:\n                commit(temporary, final, manifest)",
-        "            commit(temporary, final, manifest)\n            prove(manifest)",
+        "            prove(manifest)\n            target.commit(manifest)",
+        "            target.commit(manifest)\n            prove(manifest)",
         (
             "tests/format/test_hostile_manifest.py::test_a_conversion_of_damaged_tensors_publishes_nothing_even_for_a_moment",
         ),
