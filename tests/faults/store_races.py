@@ -33,7 +33,7 @@ from tests.harness.object_store import BUCKET, Asked, Do, Proxy
 __all__ = ["race_rows"]
 
 #: Races of one process, one after the other.
-_BATCH = 10
+_BATCH = 4
 #: One request waits so long: the other writer passes meanwhile. Which one is drawn for each race.
 _PAUSE_S, _AMONG = 0.25, 90
 #: What the loser may be told.

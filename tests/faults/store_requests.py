@@ -60,7 +60,7 @@ def _items(context: Context, name: str, before: Before) -> list[_Item]:
     ]
     return [
         _new_item(context, name, fault, servers[k % len(servers)])
-        for k, fault in enumerate(context.sample(faults, 5))
+        for k, fault in enumerate(context.sample(faults, 4))
     ]
 
 

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -208,8 +208,6 @@ class Proxy:
         self.counts = Counts()
         self.log: list[Asked] = []
         self._lock = threading.Lock()
-        self.comparing = threading.Lock()
-        """Writes with a condition take turns: moto compares, and then writes; a store does both at once."""
         proxy = self
 
         class Handler(_Handler):
@@ -288,11 +286,8 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             headers = {k: v for k, v in self.headers.items() if k.lower() not in do.without}
             headers |= {} if do.header is None else {do.header[0]: do.header[1]}
-            has_condition = any(k.lower() in ("if-match", "if-none-match") for k in headers)
-            with self.proxy_of.comparing if has_condition else nullcontext():
-                connection.request(self.command, self.path, body=body, headers=headers)
-                reply = connection.getresponse()
-            self._pass_on(reply, do)
+            connection.request(self.command, self.path, body=body, headers=headers)
+            self._pass_on(connection.getresponse(), do)
         finally:
             connection.close()
 

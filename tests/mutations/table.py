@@ -647,8 +647,8 @@ MUTATIONS = (
     ),
     Mutation(
         "store/in_store.py",
-        "    if exists(url):",
-        "    if False:",
+        " or patiently(exists, url):",
+        ":",
         ("tests/storage/test_refusals.py::test_a_checkpoint_is_not_written_over_a_file",),
         "a checkpoint is saved under the name of an object",
     ),
@@ -676,8 +676,8 @@ MUTATIONS = (
     ),
     Mutation(
         "store/in_store.py",
-        "    if not keeps_conditions:",
-        "    if False:",
+        '        if patiently(store.create, place.key, own + b" "):',
+        '        if patiently(store.create, place.key, own + b" ") and False:',
         ("tests/storage/test_saves.py::test_a_store_without_conditional_writes",),
         "a store without conditional writes is taken",
     ),
@@ -772,6 +772,50 @@ MUTATIONS = (
         "step",
         ("tests/storage/test_mirror.py",),
         "retention of a mirror looks at the copied step alone",
+    ),
+    Mutation(
+        "store/in_store.py",
+        "        if patiently(is_file, join(url, MANIFEST_NAME)) or patiently(exists, url):",
+        "        if False:",
+        ("tests/storage/test_saves.py::test_a_save_that_begins_while_another_one_publishes",),
+        "a save writes over a checkpoint that was published before it had the claim",
+    ),
+    Mutation(
+        "store/in_store.py",
+        "    for name in (MANIFEST_NAME, *others):",
+        "    for name in others:",
+        ("tests/storage/test_saves.py::test_a_discard_deletes_the_manifest_where_no_listing_shows_it",),
+        "a discard leaves a manifest",
+    ),
+    Mutation(
+        "store/target.py",
+        "        self._claimed = False  #",
+        "        #",
+        ("tests/storage/test_saves.py::test_a_failure_after_the_commit_deletes_nothing",),
+        "a failure after the commit deletes what is published",
+    ),
+    Mutation(
+        "checkpoint/run_steps.py",
+        "                line.steps()  # raises",
+        "                pass  # raises",
+        ("tests/storage/test_runs.py::test_a_step_that_the_other_run_deletes_while_it_is_resumed",),
+        "a step that another run's retention deletes is called damaged",
+    ),
+    Mutation(
+        "checkpoint/checkpointer.py",
+        "            self._lineage = None  # no save",
+        "            self._lineage = Lineage(report.run_id, one.step)  # no save",
+        (
+            "tests/storage/test_runs.py::test_no_save_goes_on_from_a_resume_that_could_not_set_newer_steps_aside",
+        ),
+        "a save goes on from a step while newer ones are not set aside",
+    ),
+    Mutation(
+        "store/head_line.py",
+        "        if not names or self._read()[0] is not None:",
+        "        if not names:",
+        ("tests/storage/test_runs.py::test_another_run_begins_while_one_looks_for_a_head",),
+        "a run that begins meanwhile looks like one whose head was deleted",
     ),
     # ------------------------------------------------------------------------------------- copies
     Mutation(

@@ -428,6 +428,21 @@ def test_a_store_without_conditional_writes(proxy: Proxy, root: str) -> None:
         assert names_in(root) == []
 
 
+def test_another_run_begins_while_one_looks_for_a_head(proxy: Proxy, root: str) -> None:
+    """Its steps are not those of a head that was deleted."""
+    checkpoints = sw.Checkpointer(root)
+
+    def begin() -> None:
+        proxy.reset()
+        saved(root, 1)
+
+    proxy.reset(lambda asked: Do(before=begin) if "list-type" in asked.path else None)
+    with pytest.raises(LockedError, match="another run has taken these steps meanwhile"):
+        checkpoints.save(small_state(2), 1)
+    assert sorted(head_of(root).steps) == [1]
+    assert set(folders_in(root)) == set(head_of(root).steps.values())
+
+
 def test_two_runs_begin_at_once(proxy: Proxy, root: str, tmp_path: Path) -> None:
     """One begins; the other is refused."""
     start, results = threading.Barrier(2), dict[int, Any]()

@@ -135,10 +135,9 @@ class HeadLine:
         return head is not None and bool(head.steps or head.aside)
 
     def strangers(self, damaged: Iterable[int] = ()) -> str | None:
-        if self._read()[0] is not None:
-            return None
+        # The head last: a run that begins meanwhile writes it before its steps.
         names = sorted(name for name in patiently(folders_in, self.root) if name.startswith("step-"))
-        if not names:
+        if not names or self._read()[0] is not None:
             return None
         return (
             f"{self.root}: holds {', '.join(names[-3:])}, but no {HEAD_NAME} that names the steps of a run: it was deleted, or they "
