@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 import time
 from collections.abc import Iterator
 
@@ -291,13 +292,19 @@ def test_parts_of_two_versions_are_an_error(server: S3Server, proxy: Proxy) -> N
     """Requests that are under way at a time, of an object of which the catalog has no version."""
     server.put("parts", b"a" * (3 * PART_BYTES))
     url = f"{ROOT}/parts"
-    put = lambda: server.put("parts", b"b" * (3 * PART_BYTES))  # noqa: E731
-    proxy.reset(lambda asked: Do(wait_s=0.3, before=put) if asked.first == 2 * PART_BYTES else None)
+    others_came = threading.Event()
+
+    def replace() -> None:
+        assert others_came.wait(60)
+        server.put("parts", b"b" * (3 * PART_BYTES))
+
+    proxy.reset(lambda asked: Do(before=replace) if asked.first == 2 * PART_BYTES else None)
     view = memoryview(bytearray(PART_BYTES))
     known = [StoredFile(url, 3 * PART_BYTES)]
     with ObjectReader(known) as reader, reader.expecting([(url, 0, 3 * PART_BYTES)]):
         reader.read_into(url, 0, view)
         reader.read_into(url, PART_BYTES, view)
+        others_came.set()
         with pytest.raises(Moved):
             reader.read_into(url, 2 * PART_BYTES, view)
 
