@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 import shardwise as sw
-from shardwise.errors import CheckpointError
-from shardwise.storage import files_below
+from shardwise.errors import CheckpointError, NoCheckpointError, SourceError
+from shardwise.storage import files_below, names_in
+from shardwise.store import head_line
 from tests.harness.object_store import Do, Proxy, S3Server
 from tests.harness.pool import RankPool
 from tests.storage.test_runs import ROOT, digest_of_seed, head_of
@@ -25,6 +26,13 @@ def proxy(server: S3Server) -> Iterator[Proxy]:
     with Proxy(server.port) as found:
         use(found.endpoint)
         yield found
+
+
+@pytest.fixture(autouse=True)
+def no_error_of_the_thread(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """It raises into no test: it logs."""
+    yield
+    assert [record.message for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
 @pytest.fixture
@@ -135,6 +143,103 @@ def test_a_directory_mirrors_a_store(proxy: Proxy, mirror: str, tmp_path: Path) 
     assert resumed(tmp_path / "elsewhere", tmp_path / "mirror").path == str(
         tmp_path / "mirror" / "step-00000002"
     )
+
+
+def damage(root: Path, step: int, name: str = "model/*.safetensors") -> None:
+    file = next((root / f"step-{step:08d}").glob(name))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(bytes(content))
+
+
+def test_a_mirror_of_another_run_where_the_newest_step_is_damaged(
+    proxy: Proxy, mirror: str, tmp_path: Path
+) -> None:
+    save_each(tmp_path / "one", mirror, 5)
+    save_each(tmp_path / "two", f"{mirror}-2", 1, 2)
+    damage(tmp_path / "two", 2, "manifest.json")
+    with pytest.raises(CheckpointError, match="the steps of another run than"):
+        resumed(tmp_path / "two", mirror)
+
+
+def test_a_mirror_whose_head_was_deleted(
+    proxy: Proxy, mirror: str, server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused, and nothing of it is taken for leftovers."""
+    root = tmp_path / "run"
+    save_each(root, mirror, 1, 2)
+    before = files_below(mirror).keys() - {"head.json"}
+    server.call("DELETE", f"/{mirror.removeprefix('s3://')}/head.json")
+    monkeypatch.setattr(head_line, "LEFT_AFTER_S", -1.0)
+    with pytest.raises(NoCheckpointError, match=r"no head\.json"):
+        resumed(root, mirror)
+    with sw.Checkpointer(root, mirror=mirror) as checkpoints, pytest.raises(CheckpointError):
+        checkpoints.save(small_state(3), 3)
+    assert files_below(mirror).keys() == before
+
+
+def test_steps_that_were_saved_anew_without_the_mirror(proxy: Proxy, mirror: str, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    save_each(root, mirror, 1, 2, 3)
+    with sw.Checkpointer(root) as checkpoints:
+        assert checkpoints.resume(small_state(99), step=1) is not None
+        checkpoints.save(small_state(12), 2)
+    damage(root, 2)
+    assert resumed(root, mirror).step == 1  # not the mirror's 2 and 3
+    with sw.Checkpointer(root, mirror=mirror) as checkpoints:
+        assert checkpoints.resume(small_state(99)) is not None
+        checkpoints.save(small_state(13), 3)
+    head = head_of(mirror)
+    assert sorted(head.steps) == [1, 3]
+    assert sw.restore(small_state(9), f"{mirror}/{head.steps[3]}").digest == digest_of_seed(tmp_path, 13)
+
+
+def test_a_resume_without_the_mirror_supersedes_its_steps(proxy: Proxy, mirror: str, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    save_each(root, mirror, 1, 2, 3)
+    with sw.Checkpointer(root) as checkpoints:
+        assert checkpoints.resume(small_state(99), step=1) is not None
+    assert resumed(root, mirror).step == 1
+    assert sorted(head_of(mirror).steps) == [1]
+
+
+def test_a_resume_that_fails_at_the_mirror_changes_nothing(proxy: Proxy, mirror: str, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    save_each(root, mirror, 1, 2)
+    proxy.reset(lambda asked: Do(status=403) if asked.method == "PUT" and "head.json" in asked.path else None)
+    with pytest.raises(CheckpointError, match="403"):
+        resumed(root, mirror, step=1)
+    proxy.reset()
+    report = resumed(root, mirror)
+    assert (report.step, report.path) == (2, str(root / "step-00000002"))
+
+
+def test_a_copy_that_fails_leaves_nothing(
+    proxy: Proxy, mirror: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "run"
+    save_each(root, mirror, 1)
+    proxy.reset(
+        lambda asked: Do(status=403) if asked.method == "PUT" and "state.json" in asked.path else None
+    )
+    with sw.Checkpointer(root, mirror=mirror) as checkpoints:
+        assert checkpoints.resume(small_state(99)) is not None
+        checkpoints.save(small_state(2), 2)
+    assert "the mirror does not follow" in caplog.text
+    proxy.reset()
+    assert set(names_in(mirror)) == {"head.json", *head_of(mirror).steps.values()}
+
+
+def test_places_that_are_none(tmp_path: Path) -> None:
+    for root, mirror in (
+        (tmp_path, tmp_path),
+        ("s3://bucket/x", "s3://bucket/x/"),
+        (tmp_path, tmp_path / "."),
+    ):
+        with pytest.raises(ValueError, match="the run's own place"):
+            sw.Checkpointer(root, mirror=mirror)
+    with pytest.raises(SourceError, match="one slash"):
+        sw.Checkpointer(Path("s3://bucket/x"))
 
 
 def save_on_ranks(root: str, mirror: str, endpoint: str) -> list[int | None]:

@@ -13,6 +13,7 @@ from typing import Literal
 from ..errors import CheckpointError, ShardwiseError, is_damage
 from ..format.steps import checked_step
 from ..planning import IOOptions
+from ..ranks.patience import patiently
 from ..ranks.ranks import Ranks
 from ..state.train_state import TrainState
 from ..storage import absolute, counting
@@ -144,7 +145,8 @@ class Checkpointer:
     def close(self) -> None:
         """Wait for a pending async save and for the mirror, and release the directory; later saves and resumes are refused.
 
-        Every rank must call it, before ``destroy_process_group``. Raises the pending save's error alike on every rank
+        Every rank must call it, before ``destroy_process_group``; rank 0 alone waits for the mirror. A process that ends without it may leave
+        the mirror without its last step. Raises the pending save's error alike on every rank
         (:class:`CheckpointError` if the process group is gone); the directory is released then, too. After Ctrl-C a save may
         still run: the directory is held until a second call.
         """
@@ -277,7 +279,7 @@ class Checkpointer:
             try:
                 with ranks.agree(f"check step {one.step}"):
                     if ranks.rank == 0:
-                        quick_check(one.path, one.step, ranks.tick)
+                        patiently(quick_check, one.path, one.step, ranks.tick)
                 report = restore_into(state, one.path, ranks, self._io)
             except ShardwiseError as error:
                 if not is_damage(error):

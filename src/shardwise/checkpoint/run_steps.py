@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import CheckpointError, NoCheckpointError, ShardwiseError, SourceError
+from ..errors import CheckpointError, NoCheckpointError, ShardwiseError, SourceError, is_damage
 from ..format.manifest import read_manifest
+from ..ranks.patience import patiently
 from ..storage import is_url, join
 from ..store.line import Line, line_of
-from ..store.mirror import Mirror
+from ..store.mirror import Mirror, is_same
 from ..store.publish import dcp_directories
 from ..store.target import Target
 from .check import check_files
@@ -48,10 +49,12 @@ class Retention:
                 found.append(step)
         return found
 
-    def apply(self, line: Line, newest: int, on_progress: Callable[[], object]) -> None:
-        """Delete what goes. Never makes a save fail: the step is published, and an extra old step does no harm."""
+    def apply(
+        self, line: Line, newest: int, on_progress: Callable[[], object], *, spared: int | None = None
+    ) -> None:
+        """Delete what goes, but for the step that is ``spared`` this time. Never makes a save fail: the step is published, and an extra old step does no harm."""
         try:
-            line.remove(self.excess(line, newest, on_progress))
+            line.remove(s for s in self.excess(line, newest, on_progress) if s != spared)
         except (CheckpointError, SourceError) as error:
             _log.warning("no step is deleted: %s", error)
 
@@ -70,6 +73,8 @@ class RunSteps:
     """The line of a run, and the mirror's, if there is one. Every rank makes one."""
 
     def __init__(self, root: str, mirror: str | None, retention: Retention) -> None:
+        if mirror is not None and (mirror == root or _real(mirror) == _real(root)):
+            raise ValueError(f"the mirror is the run's own place: {root}; give another one")
         self._line = line_of(root)
         self._retention = retention
         self.mirror = None
@@ -121,7 +126,9 @@ class RunSteps:
     def after_save(self, step: int, on_progress: Callable[[], object]) -> None:
         """Apply retention, and let the mirror follow."""
         self._line.tidy(step)
-        self._retention.apply(self._line, step, on_progress)
+        self._retention.apply(
+            self._line, step, on_progress, spared=None if self.mirror is None else self.mirror.copying
+        )
         if self.mirror is not None:
             self.mirror.follow()
 
@@ -133,11 +140,16 @@ class RunSteps:
         if self.mirror is not None:
             self.mirror.wait()
         by_place = [line.steps() for line in self._lines]
+        for line, steps in zip(self._lines, by_place, strict=True):
+            if not steps and (strange := line.strangers()):
+                raise NoCheckpointError(strange)
         if step is not None and not any(step in steps for steps in by_place):
             raise CheckpointError(
                 f"{self._line.root}: no step {step}; there are {sorted(set().union(*by_place))}"
             )
         self._refuse_another_runs_mirror(by_place)
+        if self.mirror is not None:
+            by_place[1] = self._of_this_branch(*by_place)
         found = [
             [s, place, name]
             for place, steps in enumerate(by_place)
@@ -146,14 +158,30 @@ class RunSteps:
         ]
         return sorted(found, key=lambda one: (-one[0], one[1]))
 
+    def _of_this_branch(self, own: Mapping[int, str], copies: Mapping[int, str]) -> dict[int, str]:
+        """The mirror's steps, without those that the run has superseded while it had no mirror."""
+
+        def is_copy(name: str, step: int) -> bool | None:
+            return patiently(is_same, self.path_of(0, name), self.path_of(1, copies[step]))
+
+        apart = [s for s in own.keys() & copies.keys() if is_copy(own[s], s) is False]
+        left = {s: name for s, name in copies.items() if s < min(apart, default=s + 1)}
+        aside = [one for one in self._line.set_aside() if one.why == "superseded" and one.step in left]
+        old = {one.step for one in aside if is_copy(one.name, one.step)}
+        if superseded := sorted(copies.keys() - left.keys() | old):
+            _log.warning("the mirror's steps %s are of another branch of the run", superseded)
+        return {s: name for s, name in left.items() if s not in old}
+
     def _refuse_another_runs_mirror(self, by_place: list[dict[int, str]]) -> None:
         runs = set()
         for line, steps in zip(self._lines, by_place, strict=True):
-            for name in list(steps.values())[:1]:
+            for name in steps.values():
                 try:
-                    runs.add(read_manifest(join(line.root, name)).run_id)
-                except ShardwiseError:  # a resume finds the damage, and says so
-                    return
+                    runs.add(patiently(read_manifest, join(line.root, name)).run_id)
+                    break
+                except ShardwiseError as error:  # a resume finds the damage, and says so
+                    if not is_damage(error) and not isinstance(error.__cause__, SourceError):
+                        raise
         if len(runs) > 1:
             own, mirror = (line.root for line in self._lines)
             raise CheckpointError(
@@ -166,7 +194,8 @@ class RunSteps:
         Raises :class:`LockedError`, :class:`CheckpointError`.
         """
         newer: set[int] = set()
-        for place, line in enumerate(self._lines):
+        # The mirror first: if it fails, the run's own newer steps are still tried before those of the mirror.
+        for place, line in reversed(list(enumerate(self._lines))):
             newer |= {s for s in line.steps() if s > step}
             line.take(step, dict.fromkeys(damaged.get(place, ()), "damaged"))
         return sorted(newer, reverse=True)
@@ -197,10 +226,14 @@ class RunSteps:
             )
 
 
+def _real(path: str) -> str:
+    return path if is_url(path) else os.path.realpath(path)
+
+
 def _is_whole(path: str, step: int, on_progress: Callable[[], object]) -> bool:
     """Whether retention may count a step. A step that can't be read does not count: then fewer are deleted."""
     try:
-        check_files(path, step, on_progress)
+        patiently(check_files, path, step, on_progress)
     except ShardwiseError as error:
         _log.warning("retention does not count %s: %s", path, error)
         return False

@@ -289,7 +289,7 @@ def _root(path: str) -> RootContents:
     aside = sorted(line.set_aside(), key=lambda one: -one.step)
     return RootContents(
         path=path,
-        steps=tuple(_step(step, join(path, name), "published") for step, name in line.steps().items()),
+        steps=tuple(_step(step, join(path, name), "published") for step, name in line.seen_steps().items()),
         set_aside=tuple(_step(one.step, join(path, one.name), one.why) for one in aside),
         leftovers=tuple(line.leftovers()),
     )

@@ -125,7 +125,7 @@ def newest(line: Line, damaged: dict[int, str]) -> str:
             path = join(line.root, name)
             try:
                 if is_ours(path):
-                    quick_check(path, step)
+                    patiently(quick_check, path, step)
                     contents(path)
                 elif not os.path.isfile(os.path.join(path, STATE_NAME)):
                     raise IntegrityError(f"holds neither {MANIFEST_NAME} nor {STATE_NAME}", path=path)

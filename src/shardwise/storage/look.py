@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -43,6 +44,7 @@ class _Seen:
         return url == self.base or url.startswith(f"{self.base}/")
 
 
+_FOLDED = re.compile(r"(s3a?|gs|az|abfss?|hf|https?):/(?!/)")
 _seen: ContextVar[_Seen | None] = ContextVar("seen", default=None)
 
 
@@ -152,8 +154,12 @@ def _listing(url: str) -> Listing | None:
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-    """As ``os.path.abspath``; a URL without a slash at its end."""
+    """As ``os.path.abspath``; a URL without a slash at its end. Raises :class:`SourceError` for a URL that lost a slash."""
     path = os.fspath(path)
+    if _FOLDED.match(path):
+        raise SourceError(
+            "is a URL with one slash, as path objects make it; give the URL as a text", path=path
+        )
     return place_of(path).url if is_url(path) else os.path.abspath(path)
 
 

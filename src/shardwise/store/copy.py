@@ -22,6 +22,7 @@ from ..catalog.records import StoredFile
 from ..errors import CheckpointError, IntegrityError, SourceError
 from ..format.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry, parse_manifest
 from ..limits import inside, read_small
+from ..ranks.patience import remove_tree
 from ..storage import (
     Stat,
     absolute,
@@ -36,9 +37,10 @@ from ..storage import (
     store_of,
 )
 from ..transfer import SourceReader
+from .in_store import discard_in_store
 from .write import FileWriter, fsync_directory, make_directories
 
-__all__ = ["LAST", "CopyReport", "copy"]
+__all__ = ["LAST", "CopyReport", "copy", "discard_copy"]
 
 #: A piece of a file that is read and written at a time.
 _PIECE_BYTES = 8 * 1024**2
@@ -46,7 +48,7 @@ _PIECE_BYTES = 8 * 1024**2
 _AT_ONCE = 4
 #: Written last, in this order: a reader that finds one of them finds all that it names.
 LAST = ("config.json", "model.safetensors.index.json", MANIFEST_NAME)
-_UNFINISHED = ".copying"
+UNFINISHED = ".copying"
 
 Progress = Callable[[int, int], object]
 
@@ -100,7 +102,7 @@ def copy(
             raise CheckpointError(f"{final}: is a file; give the URL of a directory")
         for name in files:
             place_of(inside(final, name))  # raises for names that no store has
-    work = _Copy(origin, final if is_url(final) else final + _UNFINISHED, files, on_progress)
+    work = _Copy(origin, final if is_url(final) else final + UNFINISHED, files, on_progress)
     last = [name for name in LAST if name in files]
     work.check_target(last)
     with ThreadPoolExecutor(_AT_ONCE, "shardwise-copy") as pool:
@@ -108,7 +110,7 @@ def copy(
     for name in last:
         work.one(name)
     if not is_url(final):
-        _appear(final + _UNFINISHED, final, set(files))
+        _appear(final + UNFINISHED, final, set(files))
     return CopyReport(
         final,
         origin,
@@ -338,8 +340,19 @@ class _Copy:
                 self._on_progress(max(0, min(self._done, self._total)), self._total)
 
 
+def discard_copy(out: str) -> None:
+    """Delete what a copy that failed has written. Logs what can't be deleted."""
+    if is_url(out):
+        discard_in_store(out)
+    else:
+        remove_tree(out + UNFINISHED)
+
+
 def _identity(path: str) -> tuple[int, int]:
-    status = os.stat(path)
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise SourceError(f"can't be read: {error.strerror}", path=path) from error
     return status.st_size, status.st_mtime_ns
 
 

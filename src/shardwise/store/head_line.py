@@ -57,8 +57,10 @@ class HeadLine:
         """Nothing is held: the next run takes the line by its first write."""
 
     def steps(self) -> dict[int, str]:
-        head, _ = self._own()
-        return dict(sorted(head.steps.items(), reverse=True)) if head else {}
+        return _newest_first(self._own()[0])
+
+    def seen_steps(self) -> dict[int, str]:
+        return _newest_first(self._read()[0])
 
     def held_steps(self) -> dict[int, str]:
         self._prove()
@@ -171,6 +173,8 @@ class HeadLine:
         """Replace this run's head by a changed one. Raises :class:`LockedError` if it is no longer this run's."""
         for _ in range(1 + len(self._in_doubt)):  # a write without a reply may come late, once
             head, held = self._own()
+            if head is None and (strange := self.strangers()):
+                raise CheckpointError(strange)
             try:
                 return self._swap(head, held, change_of(head or Head()))
             except LockedError:
@@ -235,6 +239,10 @@ class HeadLine:
             delete_below(url)
         except (CheckpointError, SourceError) as error:
             _log.warning("can't delete %s: %s", url, error)
+
+
+def _newest_first(head: Head | None) -> dict[int, str]:
+    return dict(sorted(head.steps.items(), reverse=True)) if head else {}
 
 
 class _HeadTarget:

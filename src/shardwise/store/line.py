@@ -37,6 +37,9 @@ class Line(Protocol):
     def steps(self) -> dict[int, str]:
         """The published steps and the names of their directories, newest first."""
 
+    def seen_steps(self) -> dict[int, str]:
+        """As :meth:`steps`, whoever holds the line. From any thread."""
+
     def held_steps(self) -> dict[int, str]:
         """As :meth:`steps`, before a save. Raises :class:`LockedError` if another run has taken the line."""
 
@@ -98,6 +101,9 @@ class DirectoryLine:
 
     def steps(self) -> dict[int, str]:
         return {step: os.path.basename(path) for step, path in publish.published_steps(self.root).items()}
+
+    def seen_steps(self) -> dict[int, str]:
+        return self.steps()
 
     def held_steps(self) -> dict[int, str]:
         check_held(self.root)

@@ -75,7 +75,7 @@ def leftovers(root: str) -> list[str]:
 
 def was_ever_published(root: str) -> bool:
     """Whether a directory holds any step, including those set aside."""
-    return any(name.startswith("step-") for name in _names_in(root))
+    return any(name.startswith("step-") and not name.endswith(".copying") for name in _names_in(root))
 
 
 def describe_dcp_steps(root: str, damaged: Iterable[int] = ()) -> str | None:
