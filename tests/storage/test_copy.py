@@ -254,7 +254,8 @@ def begun(proxy: Proxy, target: str, step: Path) -> bool:
     return any(contents(step)[name] == content for name, content in found.items())
 
 
-@pytest.mark.parametrize("there", long_but((True, False), False))
+@pytest.mark.slow
+@pytest.mark.parametrize("there", (True, False))
 def test_a_killed_copy_goes_on(step: Path, proxy: Proxy, tmp_path: Path, there: bool) -> None:
     url = f"{ROOT}/killed"
     if not there:
@@ -283,6 +284,7 @@ def test_a_killed_copy_goes_on(step: Path, proxy: Proxy, tmp_path: Path, there: 
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_the_command(step: Path, tmp_path: Path) -> None:
     target = tmp_path / "copied"
     command = [sys.executable, "-m", "shardwise", "copy", str(step), str(target)]

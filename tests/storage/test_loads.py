@@ -86,7 +86,7 @@ def load_one(endpoint: str, kind: str, strategy: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "strategy"), [(2, "auto"), (3, "once"), *long_rows((3, "own"), (4, "node"), (4, "auto"))]
+    ("world_size", "strategy"), [(2, "auto"), *long_rows((3, "once"), (3, "own"), (4, "node"), (4, "auto"))]
 )
 def test_shards_have_the_bits_of_a_local_load(
     hub: Path, proxy: Proxy, ranks: RankPool, world_size: int, strategy: str

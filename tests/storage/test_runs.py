@@ -29,6 +29,7 @@ from shardwise.store import head_line
 from tests.harness import models
 from tests.harness.object_store import BUCKET, Asked, Do, Proxy, S3Server
 from tests.harness.pool import RankPool
+from tests.harness.tiers import long_but
 from tests.storage._states import trained
 from tests.storage.test_saves import small_state, use
 
@@ -116,7 +117,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", long_but(("sync", "async"), "async"))
 def test_as_in_a_directory(
     hub: Path, proxy: Proxy, ranks: RankPool, tmp_path: Path, root: str, mode: str
 ) -> None:

@@ -193,7 +193,8 @@ FAULTS: dict[str, Callable[[], Do]] = {
 }
 
 
-@pytest.mark.parametrize("kind", long_but(FAULTS, "lost reply"))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FAULTS)
 def test_one_fault_at_every_request(proxy: Proxy, kind: str) -> None:
     """Either the save succeeds and the checkpoint is whole, or it raises and nothing is there."""
     numbers = range(requests_of_a_save(proxy))
@@ -262,7 +263,8 @@ def _child(endpoint: str, url: str) -> None:
     sw.save(small_state(), url)
 
 
-@pytest.mark.parametrize("at", long_but((2, 5, 8, 11), 8))
+@pytest.mark.slow
+@pytest.mark.parametrize("at", (2, 5, 8, 11))
 def test_killed_at_a_request(proxy: Proxy, at: int) -> None:
     """Nothing is published, and the next save to that place says what to do."""
     url = f"{ROOT}/killed-{at}"

@@ -22,7 +22,6 @@ from tests.catalog._dcp_fns import Lines
 from tests.harness import models
 from tests.harness.object_store import BUCKET, Do, Proxy, S3Server, use_store
 from tests.harness.pool import RankPool
-from tests.harness.tiers import long_but
 from tests.runs import _third_party_fns as third_party
 
 ROOT = f"s3://{BUCKET}/third"
@@ -134,7 +133,8 @@ def error_of(endpoint: str, url: str) -> str:
     return "restored"
 
 
-@pytest.mark.parametrize("world_size", long_but((2, 3), 2))
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", (2, 3))
 def test_a_run_of_another_program(
     proxy: Proxy, server: S3Server, ranks: RankPool, tmp_path: Path, world_size: int
 ) -> None:

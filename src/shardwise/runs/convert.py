@@ -105,11 +105,13 @@ def convert(
     ranks = Ranks.current(timeout_s=io.timeout_s)
     final = absolute(out)
     root = absolute(source) if is_url(os.fspath(source)) else os.fspath(source)
-    with ranks.agree("find the config"):
-        home = home_of_run(root, None if config is None else os.fspath(config), with_code=trust_remote_code)
+    home, given = None, None if config is None else os.fspath(config)
     if trust_remote_code:
+        with ranks.agree("find the config"):
+            home = home_of_run(root, given, with_code=True)
         in_turn(ranks, lambda: import_code(home or root))
     with ranks.agree("plan the conversion") as claim:
+        home = home or home_of_run(root, given, with_code=False)
         named = STEP_NAME.fullmatch(os.path.basename(final))
         step = int(named[1]) if named else 0
         run = describe_run(root, home, step=step, trust_remote_code=trust_remote_code, io=io)
