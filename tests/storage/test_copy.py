@@ -255,7 +255,7 @@ def begun(proxy: Proxy, target: str, step: Path) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("there", (True, False))
+@pytest.mark.parametrize("there", [True, False])
 def test_a_killed_copy_goes_on(step: Path, proxy: Proxy, tmp_path: Path, there: bool) -> None:
     url = f"{ROOT}/killed"
     if not there:

@@ -264,7 +264,7 @@ def _child(endpoint: str, url: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at", (2, 5, 8, 11))
+@pytest.mark.parametrize("at", [2, 5, 8, 11])
 def test_killed_at_a_request(proxy: Proxy, at: int) -> None:
     """Nothing is published, and the next save to that place says what to do."""
     url = f"{ROOT}/killed-{at}"
