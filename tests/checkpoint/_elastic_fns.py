@@ -11,4 +11,4 @@ def uninterrupted(out: str, steps: int) -> None:
     """The example's whole training on this rank alone, without pauses."""
     path = Path(out)
     path.mkdir()
-    elastic.train(path, steps, save_every=steps, step_seconds=0.0)
+    elastic.train(path, path / "checkpoints", steps, save_every=steps, step_seconds=0.0)

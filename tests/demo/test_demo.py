@@ -18,7 +18,7 @@ from shardwise.demo.data import PairBatches, docstring_pairs, split
 from shardwise.demo.prepare import clear_output, prepare_model
 from shardwise.demo.run import run_demo
 from shardwise.errors import ShardwiseError, SourceError, StateError
-from tests.harness.object_store import BUCKET, SECRET, s3_server
+from tests.harness.object_store import BUCKET, SECRET, s3_server, use_store
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +119,7 @@ def test_the_demo_with_its_checkpoints_in_a_store(
         done = subprocess.run(command, capture_output=True, text=True, timeout=560, check=False)
         assert done.returncode == 0, done.stderr
         report = json.loads(done.stdout)
+        use_store(environment["AWS_ENDPOINT_URL"])  # other tests of this process have set another
         with pytest.raises(ShardwiseError, match="holds something already"):
             run_demo(url, model=masked_model)
     assert (report["crash"]["signal"], report["crash"]["step"]) == ("SIGKILL", 24)
