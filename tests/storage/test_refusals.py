@@ -1,4 +1,4 @@
-"""What stores say to a wrong region, to credentials that expired, to names that nobody knows: one sentence that says what to do."""
+"""What stores say to a wrong region, to credentials that expired, to unknown hosts: one sentence that says what to do."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_body_is_not_repeated() -> None:
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_name_that_nobody_knows(call: str) -> None:
+def test_an_unknown_host(call: str) -> None:
     sw.storage_options(
         "s3://nameless",
         endpoint="http://does-not-exist.invalid",

@@ -67,7 +67,23 @@ def each(path: str, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
             pool.shutdown(cancel_futures=True)
 
 
-class _Local:
+class _Closing:
+    """A context manager that closes."""
+
+    def close(self) -> None:
+        """Give back what was taken."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Local(_Closing):
     """As :class:`OpenFile`."""
 
     def __init__(self, path: str) -> None:
@@ -90,16 +106,8 @@ class _Local:
     def close(self) -> None:
         os.close(self._fd)
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class _Object:
+class _Object(_Closing):
     """As :class:`OpenFile`. Thread-safe. Memory: a MiB."""
 
     def __init__(self, url: str, known: StoredFile | None) -> None:
@@ -138,11 +146,3 @@ class _Object:
 
     def close(self) -> None:
         self._blocks.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

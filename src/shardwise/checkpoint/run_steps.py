@@ -52,7 +52,10 @@ class Retention:
     def apply(
         self, line: Line, newest: int, on_progress: Callable[[], object], *, spared: int | None = None
     ) -> None:
-        """Delete what goes, but for the step that is ``spared`` this time. Never makes a save fail: the step is published, and an extra old step does no harm."""
+        """Delete what goes, but for the step that is ``spared`` this time.
+
+        Never makes a save fail: the step is published, and an extra old step does no harm.
+        """
         try:
             line.remove(s for s in self.excess(line, newest, on_progress) if s != spared)
         except (CheckpointError, SourceError) as error:
@@ -133,21 +136,20 @@ class RunSteps:
             self.mirror.follow()
 
     def candidates(self, step: int | None) -> list[list[Any]]:
-        """Step, place and name of each step to try, or of exactly ``step``: newest first, the mirror's after the run's own.
+        """Step, place and name of each step to try, or of exactly ``step``: newest first, the run's own before the mirror's.
 
-        Raises :class:`CheckpointError` if there is no such step, or if the mirror holds the steps of another run.
+        Raises :class:`CheckpointError` if there is no such step, or if the mirror holds the steps of another run;
+        :class:`NoCheckpointError` if one of two places has lost its head.
         """
         if self.mirror is not None:
             self.mirror.wait()
         by_place = [line.steps() for line in self._lines]
-        for line, steps in zip(self._lines, by_place, strict=True):
-            if not steps and (strange := line.strangers()):
-                raise NoCheckpointError(strange)
+        if self.mirror is not None:
+            self._check_both(by_place)
         if step is not None and not any(step in steps for steps in by_place):
             raise CheckpointError(
                 f"{self._line.root}: no step {step}; there are {sorted(set().union(*by_place))}"
             )
-        self._refuse_another_runs_mirror(by_place)
         if self.mirror is not None:
             by_place[1] = self._of_this_branch(*by_place)
         found = [
@@ -172,9 +174,12 @@ class RunSteps:
             _log.warning("the mirror's steps %s are of another branch of the run", superseded)
         return {s: name for s, name in left.items() if s not in old}
 
-    def _refuse_another_runs_mirror(self, by_place: list[dict[int, str]]) -> None:
+    def _check_both(self, by_place: list[dict[int, str]]) -> None:
+        """Raise if one place has lost its head, or if both hold steps, but of two runs."""
         runs = set()
         for line, steps in zip(self._lines, by_place, strict=True):
+            if not steps and (strange := line.strangers()):
+                raise NoCheckpointError(strange)
             for name in steps.values():
                 try:
                     runs.add(patiently(read_manifest, join(line.root, name)).run_id)

@@ -145,5 +145,5 @@ class _Objects:
         self._writer.write(words.view(torch.uint8).numpy().data[: window.nbytes])
         self.bytes_written += window.nbytes
         if window.stop == nbytes:
-            self._writer.__exit__(None, None, None)
+            self._writer.close()
             self._writer = None

@@ -85,7 +85,7 @@ def held(line: Line) -> Iterator[None]:
 
 
 def is_ours(path: str) -> bool:
-    """Whether a directory holds a shardwise checkpoint; otherwise plain Trainer wrote it. What lies in a store does.
+    """Whether a directory holds a shardwise checkpoint; otherwise plain Trainer wrote it. True for every URL.
 
     Raises :class:`IntegrityError` for a shardwise checkpoint that lost its manifest: nothing proves its content.
     """

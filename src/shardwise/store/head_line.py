@@ -67,9 +67,8 @@ class HeadLine:
         if self._own()[0] is None:
             if strange := self.strangers():
                 raise CheckpointError(strange)
-            self._swap(
-                None, None, Head().followed_by({}, ())
-            )  # so that a head that is missing later was deleted
+            # Before the first payload: so a head that is missing later was deleted.
+            self._swap(None, None, Head().followed_by({}, ()))
         return self.steps()
 
     def fresh_name(self, step: int) -> str:
@@ -205,7 +204,7 @@ class HeadLine:
         )
 
     def names(self, name: str) -> bool:
-        """Whether the head, whoever wrote it, names this directory."""
+        """Whether the head names this directory. Another run may have written the head."""
         head, _ = self._read()
         return head is not None and name in head.names
 

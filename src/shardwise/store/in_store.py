@@ -76,7 +76,11 @@ class ObjectWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None:
-            patiently(self._file.close)
+            self.close()
+
+    def close(self) -> None:
+        """Let the object appear, after the last byte."""
+        patiently(self._file.close)
 
 
 def claim(url: str) -> None:

@@ -38,7 +38,7 @@ class Line(Protocol):
         """The published steps and the names of their directories, newest first."""
 
     def seen_steps(self) -> dict[int, str]:
-        """As :meth:`steps`, whoever holds the line. From any thread."""
+        """As :meth:`steps`; another run may hold the line. From any thread."""
 
     def held_steps(self) -> dict[int, str]:
         """As :meth:`steps`, before a save. Raises :class:`LockedError` if another run has taken the line."""
