@@ -42,6 +42,7 @@ __all__ = [
     "UnsupportedConversionError",
     "VersionError",
     "is_damage",
+    "is_unreadable",
 ]
 
 
@@ -156,7 +157,17 @@ def is_damage(error: ShardwiseError) -> bool:
     server), a later format version, or a valid state that the live objects do not fit. No step may be set aside for
     these.
     """
+    return _is_all(error, IntegrityError, FormatError)
+
+
+def is_unreadable(error: ShardwiseError) -> bool:
+    """Whether an error means that a source can't be read, for whatever reason, on any rank."""
+    return _is_all(error, SourceError)
+
+
+def _is_all(error: ShardwiseError, *kinds: type[ShardwiseError]) -> bool:
+    """Whether it is one of these kinds: for a :class:`RankError`, on all ranks that failed."""
     if isinstance(error, RankError):
-        kinds = ("IntegrityError", "FormatError")
-        return bool(error.causes) and all(cause.startswith(kinds) for cause in error.causes.values())
-    return isinstance(error, (IntegrityError, FormatError))
+        names = tuple(kind.__name__ for kind in kinds)
+        return bool(error.causes) and all(cause.startswith(names) for cause in error.causes.values())
+    return isinstance(error, kinds)

@@ -232,8 +232,12 @@ def test_a_head_that_changes_right_before_it_is_replaced(proxy: Proxy, root: str
     assert resumed(root) == (1, digest_of_seed(tmp_path, 1))
 
 
-def test_a_step_that_the_other_run_deletes_while_it_is_resumed(proxy: Proxy, root: str) -> None:
+@pytest.mark.parametrize(("what", "nth"), [("/model/", 1), ("manifest.json", 1), ("manifest.json", 2)])
+def test_a_step_that_the_other_run_deletes_while_it_is_resumed(
+    proxy: Proxy, root: str, what: str, nth: int
+) -> None:
     """It is not damaged: another run holds the line, and its retention deleted the step."""
+    asks = 0
     first = saved(root, 1, keep_last=1)
 
     def go_on() -> None:
@@ -241,7 +245,9 @@ def test_a_step_that_the_other_run_deletes_while_it_is_resumed(proxy: Proxy, roo
         first.save(small_state(2), 2)
 
     def decide(asked: Asked) -> Do | None:
-        return Do(before=go_on) if asked.method == "GET" and "/model/" in asked.path else None
+        nonlocal asks
+        asks += asked.method == "GET" and what in asked.path
+        return Do(before=go_on) if asks == nth else None
 
     proxy.reset(decide)
     with sw.Checkpointer(root) as second, pytest.raises(LockedError, match="another run has taken these"):

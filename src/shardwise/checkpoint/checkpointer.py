@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-from ..errors import CheckpointError, ShardwiseError, is_damage
+from ..errors import CheckpointError, ShardwiseError, is_damage, is_unreadable
 from ..format.steps import checked_step
 from ..planning import IOOptions
 from ..ranks.patience import patiently
@@ -282,6 +282,8 @@ class Checkpointer:
                         patiently(quick_check, one.path, one.step, ranks.tick)
                 report = restore_into(state, one.path, ranks, self._io)
             except ShardwiseError as error:
+                if is_unreadable(error):
+                    ranks.on_first("look at the steps again", self._steps.raise_if_taken)
                 if not is_damage(error):
                     raise
                 damaged.setdefault(one.place, {})[one.step] = str(error)

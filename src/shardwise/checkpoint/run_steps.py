@@ -5,6 +5,7 @@ All of this is rank 0's work, but for the paths.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -204,6 +205,12 @@ class RunSteps:
             newer |= {s for s in line.steps() if s > step}
             line.take(step, dict.fromkeys(damaged.get(place, ()), "damaged"))
         return sorted(newer, reverse=True)
+
+    def raise_if_taken(self) -> None:
+        """Raise :class:`LockedError` if another run has taken the steps, whose retention may have deleted the one that is read."""
+        for line in self._lines:
+            with contextlib.suppress(SourceError):  # the store is down: the first error says so
+                line.steps()
 
     def raise_if_lost(self, step: int | None, damaged: Mapping[int, Mapping[int, str]]) -> None:
         """Raise :class:`NoCheckpointError` if steps were published and none is valid."""
