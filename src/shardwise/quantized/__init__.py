@@ -1,0 +1,1 @@
+"""Quantised sources: their formats, found by config and tensors, and decoded by boxes."""

@@ -1,0 +1,42 @@
+"""One code an element, times a scale: FP8 and INT8 with a scale per tensor, per channel or per block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..dtypes import torch_dtype
+from ..layout.boxes import Box
+from .scales import blocks_of, finite, spread
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Scaled"]
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """``codes × scale`` of the block. Implements :class:`.Rule`; parts: ``codes``, ``scales``, maybe ``zeros``.
+
+    ``codes − zeros`` if there are zero points. In fp32, rounded once to ``dtype``: the rule of transformers' ``Fp8Dequantize``. A
+    block at an edge of the tensor may be cut short.
+    """
+
+    format: str
+    name: str
+    dtype: str
+    block: tuple[int, ...]
+    """Elements of a block in each dim; one scale each."""
+
+    def boxes(self, box: Box) -> Mapping[str, Box]:
+        return {"codes": box, "scales": blocks_of(box, self.block)}
+
+    def decode(self, box: Box, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        import torch
+
+        scales = finite(self.name, parts["scales"])
+        found = parts["codes"].to(torch.float32)
+        found.mul_(spread(scales, box, self.block))
+        return found.to(torch_dtype(self.dtype))

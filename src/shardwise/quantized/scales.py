@@ -1,0 +1,40 @@
+"""Scales of blocks: which ones a box needs, and spread over its elements."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..errors import IntegrityError
+from ..layout.boxes import Box
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["blocks_of", "finite", "spread"]
+
+
+def blocks_of(box: Box, block: tuple[int, ...]) -> Box:
+    """The box of the scales, one for each block of ``block`` elements, that the elements of a box need."""
+    start = tuple(a // n for a, n in zip(box.start, block, strict=True))
+    stop = tuple(-(-b // n) for b, n in zip(box.stop, block, strict=True))
+    return Box(start, stop)
+
+
+def spread(scales: torch.Tensor, box: Box, block: tuple[int, ...]) -> torch.Tensor:
+    """The scale of each element of ``box``, from those of :func:`blocks_of`; in dims of one scale, one for all elements."""
+    for dim, (start, stop, n) in enumerate(zip(box.start, box.stop, block, strict=True)):
+        if n > 1 and scales.shape[dim] > 1:
+            first = start % n
+            scales = scales.repeat_interleave(n, dim).narrow(dim, first, stop - start)
+    return scales
+
+
+def finite(name: str, scales: torch.Tensor) -> torch.Tensor:
+    """The scales in fp32; those of a byte are exponents of two (UE8M0). Raises :class:`IntegrityError` if one is NaN or infinite."""
+    import torch
+
+    found = scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales
+    found = found.to(torch.float32)
+    if not found.isfinite().all():
+        raise IntegrityError(f"{name}: a scale is NaN or infinite")
+    return found
