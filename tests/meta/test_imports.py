@@ -35,6 +35,7 @@ ORDER = (
         "digests",
         "sharding",
         "catalog",
+        "quantized",
         "models",
         "recipe",
         "adapters",

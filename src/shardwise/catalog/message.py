@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 
 from ..layout.boxes import Box
-from .records import Catalog, Chunk, StoredFile, StoredTensor
+from .records import Catalog, Chunk, Quantization, StoredFile, StoredTensor
 
 __all__ = ["packed_catalog", "unpacked_catalog"]
 
@@ -33,6 +33,8 @@ def packed_catalog(catalog: Catalog) -> bytes:
         "ignored_files": catalog.ignored_files,
         "metadata": dict(catalog.metadata),
         "digests": dict(catalog.digests),
+        "settings": dict(catalog.quantization.settings),
+        "content": {name: content.hex() for name, content in catalog.quantization.content.items()},
     }
     return json.dumps(document).encode()
 
@@ -55,4 +57,7 @@ def unpacked_catalog(content: bytes) -> Catalog:
         ignored_files=tuple(document["ignored_files"]),
         metadata=document["metadata"],
         digests=document["digests"],
+        quantization=Quantization(
+            document["settings"], {name: bytes.fromhex(text) for name, text in document["content"].items()}
+        ),
     )

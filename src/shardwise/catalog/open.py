@@ -9,6 +9,7 @@ from ..format.steps import describe_steps
 from ..storage import is_file, is_url, looking_once, place_of
 from .checkpoint import catalog_of_checkpoint
 from .dcp import METADATA_NAME, catalog_of_dcp
+from .quantization import with_quantization
 from .records import Catalog
 from .safetensors import catalog_of_safetensors, has_safetensors
 from .torchfile import (
@@ -35,7 +36,7 @@ def open_catalog(
     one of several in a checkpoint; ``variant`` takes ``model.VARIANT.safetensors``. Raises :class:`SourceError`.
     """
     with looking_once(os.fspath(path)):
-        return _open(os.fspath(path), model, variant)
+        return with_quantization(_open(os.fspath(path), model, variant))
 
 
 def _open(root: str, model: str | None, variant: str | None) -> Catalog:

@@ -11,7 +11,20 @@ from typing import Any
 
 from .records import StoredTensor
 
-__all__ = ["Quantized", "code_of_weight", "is_part", "method_of_config", "quantized", "way_out"]
+__all__ = [
+    "NAMES_IN_CONFIG",
+    "Quantized",
+    "code_of_weight",
+    "is_part",
+    "method_of_config",
+    "quantized",
+    "settings_of_config",
+    "way_out",
+]
+
+#: Where a config says how its model is quantised.
+NAMES_IN_CONFIG = ("quantization_config", "compression_config")
+
 
 _CODES = frozenset({"F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "I8", "U8", "I32"})
 #: Suffix of a tensor beside codes → suffixes of the codes' names instead of it, and the method.
@@ -108,12 +121,22 @@ def is_part(name: str, tensors: Mapping[str, StoredTensor]) -> bool:
 
 def method_of_config(config: Any) -> str:
     """The method that a model's config (a dict or an object), or a part of it, names; "" for none."""
+    found = _found_in(config)
+    return _method(found) if found else ""
+
+
+def settings_of_config(config: Any) -> Mapping[str, Any]:
+    """The settings of the quantisation that a stored config, or a part of it, names; empty for none."""
+    found = _found_in(config)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _found_in(config: Any) -> Any:
     for section in _sections(config, 4):
-        for name in ("quantization_config", "compression_config"):
-            found = section.get(name)
-            if found:
-                return _method(found)
-    return ""
+        for name in NAMES_IN_CONFIG:
+            if found := section.get(name):
+                return found
+    return None
 
 
 def _sections(config: Any, depth: int) -> Iterator[Mapping[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, overload
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,22 @@ from ..dtypes import itemsize
 from ..errors import FormatError
 from ..layout.boxes import Box, find_overlap, whole
 
-__all__ = ["Catalog", "Chunk", "Chunks", "SharedChunk", "SharedCut", "StoredFile", "StoredTensor", "assemble"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "Catalog",
+    "Chunk",
+    "Chunks",
+    "Coded",
+    "Quantization",
+    "Rule",
+    "SharedChunk",
+    "SharedCut",
+    "StoredFile",
+    "StoredTensor",
+    "assemble",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +128,64 @@ class StoredFile:
     """As :attr:`.Stat.version`, when the catalog was made: a load reads no other."""
 
 
+class Rule(Protocol):
+    """How elements of one tensor are made from its parts. Pure, and the same for every element, however boxes are cut."""
+
+    @property
+    def format(self) -> str:
+        """In words, for reports: "FP8 (E4M3) in blocks of 128 x 128"."""
+
+    def boxes(self, box: Box) -> Mapping[str, Box]:
+        """The box of each part (by its role) that a box of the tensor is made from."""
+
+    def decode(self, box: Box, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The elements of ``box``, with its sizes, in the dtype of :attr:`Coded.tensor`.
+
+        ``parts``: the elements of :meth:`boxes`, each of its box's sizes and of its stored dtype. They may be overwritten by the
+        next read. Memory: a few times the elements. Raises :class:`IntegrityError` for scales that are NaN or infinite.
+        """
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Coded:
+    """A tensor that a source stores in parts: codes, scales, maybe zero points, an index of groups, a code book.
+
+    A plan sees :attr:`tensor`, an ordinary stored tensor in a file that does not exist, so every recipe, mesh and strategy takes it
+    as any other; a read of it reads boxes of its parts, and decodes them.
+    """
+
+    tensor: StoredTensor
+    """The tensor that the parts stand for, as if it were stored: its one chunk names :attr:`path`."""
+    parts: Mapping[str, StoredTensor]
+    """The stored tensors by their roles: ``codes``, ``scales``, ``zeros``, …"""
+    rule: Rule
+
+    @property
+    def path(self) -> str:
+        """A file that does not exist, which orders like the file and place of the codes."""
+        return self.tensor.chunks[0].path
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the parts."""
+        return sum(part.nbytes for part in self.parts.values())
+
+    def bytes_of(self, box: Box) -> int:
+        """Bytes of the parts that a box is made from."""
+        boxes = self.rule.boxes(box)
+        return sum(part.numel * itemsize(self.parts[role].dtype) for role, part in boxes.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """What a source says of its own quantisation, beside the tensors."""
+
+    settings: Mapping[str, Any]
+    """``quantization_config`` of its config.json; empty if there is none."""
+    content: Mapping[str, bytes]
+    """The small tensors that describe others, by name: bitsandbytes' ``quant_state``, compressed-tensors' ``weight_shape``."""
+
+
 @dataclass(frozen=True, slots=True)
 class Catalog:
     """Everything that planning knows of a source.
@@ -128,6 +201,9 @@ class Catalog:
     ignored_files: tuple[str, ...] = ()
     metadata: Mapping[str, str] = field(default_factory=dict)
     digests: Mapping[str, int] = field(default_factory=dict)
+    quantization: Quantization = field(default_factory=lambda: Quantization({}, {}))
+    coded: Mapping[str, Coded] = field(default_factory=dict)
+    """Tensors that the source stores in parts, by the path of their chunk."""
 
     @property
     def has_module_names(self) -> bool:
@@ -137,7 +213,8 @@ class Catalog:
     @property
     def nbytes(self) -> int:
         """Payload bytes of all stored tensors."""
-        return sum(t.nbytes for t in self.tensors.values())
+        whole = sum(t.nbytes for t in self.tensors.values())
+        return whole + sum(one.stored_bytes - one.tensor.nbytes for one in self.coded.values())
 
 
 def assemble(name: str, dtype: str, chunks: Iterable[Chunk]) -> StoredTensor:

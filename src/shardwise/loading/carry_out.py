@@ -15,6 +15,7 @@ from ..storage import counting
 from ..transfer import SourceReader
 from ..transfer.converted import ConvertingReader
 from ..transfer.copy import Destination, Staging, compare, execute
+from ..transfer.decoded import DecodingReader
 from ..transfer.page_cache import page_cache_for
 from ..transfer.shared import NotShared, SharedReader
 from .report import ReadCost
@@ -40,7 +41,8 @@ def carry_out(
         counting() as asked,
         SourceReader(ranks.tick, files=planned.catalog.files, io=io, page_cache=page_cache) as files,
     ):
-        reader = ConvertingReader(files, plan.conversions, planned.catalog.tensors)
+        decoded = DecodingReader(files, planned.catalog.coded, io)
+        reader = ConvertingReader(decoded, plan.conversions, planned.catalog.tensors)
         share = partial(shared_reader, planned, choice, reader, ranks, default_device(live.parameters))
         if choice.strategy != "own":
             try:
@@ -53,7 +55,7 @@ def carry_out(
         if choice.strategy == "own":
             execute(plan.transfers, reader, destination, staging, memory)
         elif fills is not None:
-            execute(fills, fills, destination, staging, memory, held=fills.elements)
+            execute(fills, fills, destination, staging, memory)
             fills.close()
         if choice.strategy != "once":
             compare(plan.checks, reader, destination, staging)
@@ -65,7 +67,10 @@ def carry_out(
         bytes_read=files.bytes_read,
         requests=asked.total,
         bytes_sent=sum(one.bytes_sent for one in shared),
-        staging_peak_bytes=staging.peak_bytes + reader.peak_bytes + max(map(_held_by, shared), default=0),
+        staging_peak_bytes=staging.peak_bytes
+        + reader.peak_bytes
+        + decoded.peak_bytes
+        + max(map(_held_by, shared), default=0),
         page_cache=page_cache,
         pages=memory.describe(),
         reads=files.describe_reads(),

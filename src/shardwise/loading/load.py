@@ -24,9 +24,9 @@ from ..layout.live import LiveModel, describe
 from ..models.host_budget import HostBudget, host_budget, refuse_too_large
 from ..models.memory import default_device, materialize
 from ..models.meta_init import forget_meta_buffers, meta_buffers
-from ..models.unquantized import refuse_source
 from ..names import patterns_of
 from ..planning import IOOptions, Plan, build_plan
+from ..quantized.dequantized import dequantized
 from ..ranks.ranks import Ranks
 from ..recipe.match import (
     Recipe,
@@ -110,7 +110,7 @@ def load(
     io = io or IOOptions()
     ranks = Ranks.current(timeout_s=io.timeout_s)
     with counting() as looks:
-        catalog = open_for_all(source, ranks)
+        opened = open_for_all(source, ranks)
     hub: HubRules | None = None
 
     def prepare() -> Filling:
@@ -121,7 +121,7 @@ def load(
         if names is not None and key_mapping is not None:
             raise ValueError("names= and key_mapping= both rename stored tensors: give one of them")
         live = describe(model)
-        refuse_source(catalog, lambda: live.tensors)
+        catalog = dequantized(opened, [name for t in live.tensors for name in t.names])
         hub = hub_rules_of(live, catalog, key_mapping) if names is None else None
         rules = Rules(
             _resolve(live, catalog, names, key_mapping, hub),

@@ -33,9 +33,10 @@ from ..models.classes import config_and_class, home_of, in_turn, read_config
 from ..models.homes import remember_home
 from ..models.hub import find_for_all
 from ..models.meta_init import NotLarger, at_most, meta_init
-from ..models.unquantized import refuse_config, refuse_source
+from ..models.unquantized import plain_config, refuse_source
 from ..names import named_tensors
 from ..planning import IOOptions
+from ..quantized.dequantized import dequantized
 from ..ranks.ranks import Ranks
 from ..recipe.match import Rules, matches_any, same_names
 from ..recipe.transformers import HubRules, hub_rules, note_conversions
@@ -190,8 +191,9 @@ def prepare(
     )
     for field, value in asked.implementations.items():
         setattr(config, field, value)
-    refuse_config(config, catalog, directory, given=request.config is not None)
+    config = plain_config(config, catalog, directory, given=request.config is not None)
     base = _build(config, model_class, directory, catalog, asked.dtype)
+    catalog = dequantized(catalog, [name for t in named_tensors(base) for name in t.names])
     base.config.name_or_path = base.name_or_path = os.fspath(request.path)
     hub = hub_rules(base, request.key_mapping)
     rules = with_callers(hub, catalog, request.allow_unused, request.allow_missing)
@@ -234,8 +236,11 @@ def build_meta(
     """
     directory, given = os.fspath(path), config is not None
     config, model_class = config_and_class(path, config, auto_class, trust_remote_code=trust_remote_code)
-    refuse_config(config, catalog, directory, given=given)
-    return _build(config, model_class, directory, catalog, dtype)
+    config = plain_config(config, catalog, directory, given=given)
+    model = _build(config, model_class, directory, catalog, dtype)
+    if catalog is not None:
+        refuse_source(catalog, lambda: named_tensors(model))
+    return model
 
 
 def _build(
@@ -253,14 +258,10 @@ def _build(
     except (ShardwiseError, MemoryError):
         raise
     except Exception as error:
-        if catalog is not None:
-            refuse_source(catalog)  # raises a clearer error if the dtype is that of quantised codes
         # Model classes may raise anything for wrong values in a config.
         raise FormatError(
             f"transformers can't build a model from this config: {type(error).__name__}: {error}", path=file
         ) from error
-    if catalog is not None:
-        refuse_source(catalog, lambda: named_tensors(model))
     model.config.name_or_path = model.name_or_path = directory
     remember_home(model, home_of(directory))
     _keep_in_fp32(model, chosen)

@@ -1,16 +1,17 @@
-"""Refuses quantised sources and configs before anything is planned."""
+"""Configs without their quantisation, and refusals of quantised sources where only plain ones are taken."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from ..catalog import Catalog
-from ..catalog.quantized import method_of_config, quantized, way_out
+from ..catalog.quantized import NAMES_IN_CONFIG, method_of_config, quantized, way_out
 from ..errors import UnsupportedConversionError
 from ..names import NamedTensor
 
-__all__ = ["refuse_config", "refuse_request", "refuse_source"]
+__all__ = ["plain_config", "refuse_request", "refuse_source"]
 
 
 def refuse_source(catalog: Catalog, own: Callable[[], Iterable[NamedTensor]] | None = None) -> None:
@@ -25,27 +26,43 @@ def refuse_source(catalog: Catalog, own: Callable[[], Iterable[NamedTensor]] | N
     if found is not None:
         raise UnsupportedConversionError(
             f"{catalog.root}: quantised ({found.method}: {found.codes!r} goes with {found.beside!r}), which can't be "
-            f"loaded yet; {way_out(found.method)}"
+            f"taken here; {way_out(found.method)}"
         )
 
 
-def refuse_config(config: Any, catalog: Catalog | None, path: str, *, given: bool) -> None:
-    """Raise :class:`UnsupportedConversionError` if the config of a load (the source's or a given one) is quantised.
+def plain_config(config: Any, catalog: Catalog | None, path: str, *, given: bool) -> Any:
+    """The config of a load (the source's or a given one), without the quantisation of a source that is loaded dequantised.
 
-    A training checkpoint holds the trained tensors, even if its config still names a quantisation. Rank-local.
+    A training checkpoint holds the trained tensors, even if its config still names a quantisation. Rank-local. Raises
+    :class:`UnsupportedConversionError` for a quantisation of which the source has no codes.
     """
     method = method_of_config(config)
     if not method or (catalog is not None and catalog.has_module_names and not given):
-        return
+        return config
     found = quantized(catalog.tensors) if catalog is not None else None
-    if given and found is None:
+    if found is not None:
+        return _without_quantization(config)
+    if given:
         refuse_request(config, "config=")
     hint = way_out(method)
-    if catalog is not None and found is None:
+    if catalog is not None:
         hint += "; if its tensors are plain, give config= without quantization_config"
     raise UnsupportedConversionError(
         f"{path}: quantised ({method}, says the config), which can't be loaded yet; {hint}"
     )
+
+
+def _without_quantization(config: Any) -> Any:
+    """A copy of a config in which neither it nor a part of it names a quantisation."""
+    config = copy.deepcopy(config)
+    waiting = [config]
+    while waiting:
+        section = waiting.pop()
+        for name in NAMES_IN_CONFIG:
+            if name in vars(section):
+                delattr(section, name)
+        waiting += [part for part in vars(section).values() if hasattr(part, "to_diff_dict")]
+    return config
 
 
 def refuse_request(wanted: Any, where: str) -> NoReturn:

@@ -46,6 +46,7 @@ def build_plan(catalog: Catalog, layout: Layout, matched: Matched, io: IOOptions
         staging_bytes=_staging(kinds, kinds_of_checks, matched, io),
         source_bytes=source_bytes,
         conversions=dict(matched.conversions),
+        coded=catalog.coded,
     )
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
+from ..catalog.records import Coded
 from ..dtypes import itemsize
 from ..layout.wanted import Wanted
 from ..recipe.host_convert import HostConversion
 from ..recipe.match import Declaration, Recipe
+from .source_box import SourceBox, source_box
 
 __all__ = ["LEAST_STAGING_BYTES", "MIN_RUN_BYTES", "IOOptions", "Plan", "Reads", "StridedLoop", "Transfer"]
 
@@ -110,6 +112,11 @@ class Transfer:
     def numel(self) -> int:
         return math.prod(loop.size for loop in self.loops)
 
+    def box_in(self, shape: tuple[int, ...]) -> SourceBox:
+        """The box of a tensor of this shape, stored whole at the start of a file, that holds the elements."""
+        loops = [(loop.size, loop.source_stride) for loop in self.loops]
+        return source_box(self.offset_bytes // itemsize(self.source_dtype), loops, shape)
+
     @property
     def run_numel(self) -> int:
         """Number of elements that are contiguous in the file."""
@@ -166,14 +173,20 @@ class Plan:
     source_bytes: int
     conversions: dict[str, HostConversion]
     """Whole-tensor conversions, by the path that transfers of their results name. The same on every rank."""
+    coded: Mapping[str, Coded] = field(default_factory=dict)
+    """Tensors that the source stores in parts, by the path that transfers of them name. The same on every rank."""
 
     @property
     def bytes_to_read(self) -> int:
         """Bytes that this rank reads from the source."""
         reads = (*self.transfers, *self.checks)
         hosts = {self.conversions[t.path] for t in reads if t.path in self.conversions}
-        stored = sum(t.bytes_to_read for t in reads if t.path not in self.conversions)
+        stored = sum(self._stored_bytes(t) for t in reads if t.path not in self.conversions)
         return stored + sum(host.source_bytes for host in hosts)
+
+    def _stored_bytes(self, transfer: Transfer) -> int:
+        one = self.coded.get(transfer.path)
+        return transfer.bytes_to_read if one is None else one.bytes_of(transfer.box_in(one.tensor.shape).box)
 
     @property
     def init_staging_bytes(self) -> int:

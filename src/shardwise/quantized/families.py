@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ..catalog.records import StoredTensor
-from .coded import Coded
+from ..catalog.records import Coded, StoredTensor
 
 __all__ = ["Family", "Found", "Source"]
 

@@ -12,6 +12,7 @@ from ..catalog.records import StoredTensor
 from ..dtypes import itemsize, torch_dtype
 from ..errors import SourceError
 from ..planning.buckets import Span
+from ..planning.records import Transfer
 from ..recipe.host_convert import HostConversion
 
 __all__ = ["ConvertingReader", "Reader", "spans_of_tensors"]
@@ -25,6 +26,9 @@ class Reader(Protocol):
 
     def expecting(self, spans: Iterable[Span]) -> AbstractContextManager[None]:
         """The reads in this block are of these spans, in this order."""
+
+    def elements(self, transfer: Transfer) -> Iterator[tuple[Transfer, torch.Tensor]] | None:
+        """The elements of a transfer, in parts with their loops as dims, if the reader has or makes them in memory; else None."""
 
 
 class ConvertingReader:
@@ -65,6 +69,10 @@ class ConvertingReader:
             self._last = host
             self.peak_bytes = max(self.peak_bytes, host.staging_bytes)
         view[:] = self._results[path][offset_bytes : offset_bytes + view.nbytes]
+
+    def elements(self, transfer: Transfer) -> Iterator[tuple[Transfer, torch.Tensor]] | None:
+        """As the reader of the files. Results of conversions are read."""
+        return None if transfer.path in self._conversions else self._files.elements(transfer)
 
     def _convert(self, host: HostConversion) -> dict[str, memoryview]:
         with self._files.expecting(spans_of_tensors(self._stored[name] for name in host.sources)):

@@ -24,7 +24,17 @@ from .ahead import GAP_BYTES
 from .converted import Reader
 from .to_device import DeviceRings
 
-__all__ = ["Destination", "FileFiller", "Filler", "Staging", "compare", "execute", "spans_of", "write_back"]
+__all__ = [
+    "Destination",
+    "FileFiller",
+    "Filler",
+    "Staging",
+    "compare",
+    "execute",
+    "parts_of",
+    "spans_of",
+    "write_back",
+]
 
 
 class Staging:
@@ -81,30 +91,28 @@ def execute(
     destination: Destination,
     staging: Staging,
     memory: HostMemory | None = None,
-    *,
-    held: Callable[[Transfer], torch.Tensor | None] | None = None,
 ) -> None:
     """Carry out transfers on this rank. Memory: the destination, plus at most the staging limit for each device.
 
     ``transfers`` are gone through twice, in step: once to say what is read next. ``memory``: where the destination lies, if
-    none of it is written yet. ``held``: the elements of a transfer, with its loops as dims, where the reader has them in
-    memory already.
+    none of it is written yet.
     """
     filling = nullcontext if memory is None else memory.filling
     with DeviceRings(staging.limit_bytes) as rings, reader.expecting(spans_of(transfers)):
         for transfer in transfers:
             device = destination.tensor(transfer.wanted).device
             if copies_late(device):
-                for part in _parts(transfer, rings.slot_bytes):
+                for part in parts_of(transfer, rings.slot_bytes):
                     rings.put(destination.strided(part), part.bytes_to_read, partial(_read, part, reader))
-            elif held is not None and (elements := held(transfer)) is not None:
+            elif (elements := reader.elements(transfer)) is not None:
                 with filling(transfer.bytes_to_read):
-                    destination.strided(transfer).copy_(elements)
+                    for part, found in elements:
+                        destination.strided(part).copy_(found)
             elif transfer.is_direct and device.type == "cpu":
                 with filling(transfer.bytes_to_read):
                     _read_direct(transfer, reader, destination.view(transfer.wanted))
             else:
-                for part in _parts(transfer, staging.limit_bytes):
+                for part in parts_of(transfer, staging.limit_bytes):
                     destination.strided(part).copy_(_stage(part, reader, staging))
     staging.peak_bytes = max(staging.peak_bytes, rings.pinned_bytes)
 
@@ -117,11 +125,11 @@ def compare(
     with DeviceRings(staging.limit_bytes) as rings, reader.expecting(spans_of(transfers)):
         for transfer in transfers:
             if copies_late(destination.tensor(transfer.wanted).device):
-                for part in _parts(transfer, rings.slot_bytes):
+                for part in parts_of(transfer, rings.slot_bytes):
                     fill = partial(_read, part, reader)
                     rings.compare(transfer, destination.strided(part), part.bytes_to_read, fill)
                 continue
-            for part in _parts(transfer, staging.limit_bytes):
+            for part in parts_of(transfer, staging.limit_bytes):
                 live = destination.strided(part)
                 stored = _stage(part, reader, staging).to(dtype=live.dtype, device=live.device)
                 if not torch.equal(_raw(stored), _raw(live)):
@@ -178,7 +186,7 @@ def spans_of(transfers: Iterable[Transfer]) -> Iterator[Span]:
             yield transfer.path, start, start + nbytes
 
 
-def _parts(transfer: Transfer, limit_bytes: int) -> Iterator[Transfer]:
+def parts_of(transfer: Transfer, limit_bytes: int) -> Iterator[Transfer]:
     """The transfer in pieces that fit into staging, cut along its outermost loops."""
     if transfer.bytes_to_read <= limit_bytes:
         yield transfer
@@ -189,7 +197,7 @@ def _parts(transfer: Transfer, limit_bytes: int) -> Iterator[Transfer]:
     for begin in range(0, loop.size, steps):
         count = min(steps, loop.size - begin)
         loops = ((replace(loop, size=count),) if count > 1 else ()) + inner.loops
-        yield from _parts(
+        yield from parts_of(
             replace(
                 transfer,
                 offset_bytes=transfer.offset_bytes + begin * loop.source_stride * size,
@@ -316,7 +324,7 @@ def write_back(
                     transfer.path, transfer.offset_bytes + source * size, view[at : at + run_bytes]
                 )
         else:
-            for part in _parts(transfer, staging.limit_bytes // 2):
+            for part in parts_of(transfer, staging.limit_bytes // 2):
                 _write_part(part, filler, destination)
 
 

@@ -11,7 +11,7 @@ from types import TracebackType
 
 from ..errors import IntegrityError, SourceError
 from ..planning.buckets import Span
-from ..planning.records import Reads
+from ..planning.records import Reads, Transfer
 from ..ranks.patience import patiently
 from .ahead import LookAhead, Quicker
 from .page_cache import Chosen, Pages
@@ -97,6 +97,9 @@ class FileReader:
             yield
         finally:
             self._ahead = before
+
+    def elements(self, transfer: Transfer) -> None:
+        """None: they are read."""
 
     def describe_reads(self) -> str:
         """How this reader reads, why, and by how many threads if several shared a read."""

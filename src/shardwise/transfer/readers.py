@@ -9,7 +9,7 @@ from types import TracebackType
 
 from ..catalog.records import StoredFile
 from ..planning.buckets import Span
-from ..planning.records import IOOptions
+from ..planning.records import IOOptions, Transfer
 from ..storage import is_url
 from .files import FileReader
 from .objects import ObjectReader
@@ -85,6 +85,9 @@ class SourceReader:
         file is too short or another one."""
         reader = self._stores() if is_url(path) else self._files
         reader.read_into(path, offset_bytes, view)
+
+    def elements(self, transfer: Transfer) -> None:
+        """None: they are read."""
 
     def describe_reads(self) -> str:
         """How this reader reads, and why."""

@@ -90,7 +90,7 @@ class SharedReader(ABC):
         """Fill ``view`` with bytes of the round."""
         view[:] = self._now[path].numpy().data[offset_bytes : offset_bytes + view.nbytes]
 
-    def elements(self, transfer: Transfer) -> torch.Tensor | None:
+    def elements(self, transfer: Transfer) -> Iterator[tuple[Transfer, torch.Tensor]] | None:
         """The elements of one of the transfers given last, with its loops as dims; None if they are not aligned."""
         held, size = self._now[transfer.path], itemsize(transfer.source_dtype)
         if transfer.offset_bytes % size:
@@ -98,7 +98,8 @@ class SharedReader(ABC):
         sizes = [loop.size for loop in transfer.loops]
         strides = [loop.source_stride for loop in transfer.loops]
         elements = held[: held.numel() // size * size].view(torch_dtype(transfer.source_dtype))
-        return elements.as_strided(sizes, strides, elements.storage_offset() + transfer.offset_bytes // size)
+        start = elements.storage_offset() + transfer.offset_bytes // size
+        return iter([(transfer, elements.as_strided(sizes, strides, start))])
 
     def close(self) -> None:
         """Let go of the buckets."""

@@ -1,0 +1,46 @@
+"""What a source says of its own quantisation: the config beside it, and the small tensors that describe others."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+from ..limits import read_shallow_json
+from ..storage import is_file, join
+from .quantized import method_of_config, quantized, settings_of_config
+from .records import Catalog, Quantization
+from .small_reads import each, open_file
+
+__all__ = ["with_quantization"]
+
+#: Suffixes of tensors that describe others, and the most bytes of one.
+_DESCRIBE = (".weight_shape", ".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
+_MOST_BYTES = 16 * 1024
+
+
+def with_quantization(catalog: Catalog) -> Catalog:
+    """The catalog, with :attr:`.Catalog.quantization` if its tensors look quantised. Rank-local; reads ``config.json``, and a few
+    bytes of each tensor that describes others.
+
+    Raises :class:`SourceError`, :class:`FormatError`.
+    """
+    if quantized(catalog.tensors) is None:
+        return catalog
+    file = join(catalog.root, "config.json")
+    config = read_shallow_json(file) if is_file(file) else {}
+    settings = settings_of_config(config) if method_of_config(config) else {}
+    return replace(catalog, quantization=Quantization(settings, _content(catalog)))
+
+
+def _content(catalog: Catalog) -> dict[str, bytes]:
+    by_file = defaultdict(list)
+    for name, tensor in catalog.tensors.items():
+        if name.endswith(_DESCRIBE) and tensor.nbytes <= _MOST_BYTES and len(tensor.chunks) == 1:
+            by_file[tensor.chunks[0].path].append(tensor)
+    known = {file.path: file for file in catalog.files}
+    found: dict[str, bytes] = {}
+    for path, tensors in by_file.items():
+        with open_file(path, known.get(path)) as file:
+            read = each(path, lambda t: file.read(t.chunks[0].offset_bytes, t.nbytes), tensors)
+        found.update(zip((t.name for t in tensors), read, strict=True))
+    return found

@@ -1,0 +1,93 @@
+"""A source whose quantised tensors are seen as what their codes stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from importlib import import_module
+
+from ..catalog import Catalog
+from ..catalog.quantized import Quantized, method_of_config, quantized, way_out
+from ..errors import PlanError, UnsupportedConversionError
+from .families import Family, Source
+
+__all__ = ["dequantized", "method_of"]
+
+#: ``quant_method`` of a config → the module and function of its family.
+_FAMILIES = {
+    "fp8": "fp8",
+    "fbgemm_fp8": "fp8",
+}
+#: Methods that names and dtypes tell, for methods that a config names otherwise.
+_LOOKS_LIKE: Mapping[str, Collection[str]] = {
+    "fbgemm_fp8": ("fp8",),
+    "compressed-tensors": ("fp8", "int8", "4 bits", "compressed-tensors"),
+    "gptq": ("gptq", "awq"),  # without an index of groups
+    "bitsandbytes": ("bitsandbytes", "4 bits", "int8"),
+}
+
+
+def method_of(catalog: Catalog, looks: Quantized | None) -> str:
+    """The method of a source: what its config says, else what its tensors look like. "" for none.
+
+    Raises :class:`PlanError` if the two contradict each other.
+    """
+    said = method_of_config({"quantization_config": catalog.quantization.settings})
+    if looks is None or not said:
+        return said or (looks.method if looks else "")
+    if looks.method != said and looks.method not in _LOOKS_LIKE.get(said, ()):
+        raise PlanError(
+            f"{catalog.root}: its config says that it is quantised by {said!r}, but its tensors are stored as by {looks.method!r} "
+            f"({looks.codes!r} goes with {looks.beside!r})"
+        )
+    return said
+
+
+def dequantized(catalog: Catalog, own: Collection[str] = ()) -> Catalog:
+    """The source, with each quantised tensor as one of the dtype that its codes stand for. The same catalog if none is.
+
+    ``own``: names of the model's tensors. A model that itself has scales of such a name is filled with what is stored. Pure;
+    the same on every rank. Raises :class:`PlanError` with every part that is missing, surplus, mis-shaped or contradicts the config;
+    :class:`UnsupportedConversionError` for a method that can't be dequantised.
+    """
+    looks = quantized(catalog.tensors, own)
+    if catalog.coded or (looks is None and quantized(catalog.tensors) is not None):
+        return catalog  # done already, or the model's own codes
+    method = method_of(catalog, looks)
+    if not method or (looks is None and catalog.has_module_names):
+        return catalog
+    family = _family(method)
+    if family is None:
+        how = f"{looks.codes!r} goes with {looks.beside!r}" if looks else "says its config"
+        raise UnsupportedConversionError(
+            f"{catalog.root}: quantised ({method}: {how}), which can't be loaded yet; {way_out(method)}"
+        )
+    found = family(
+        Source(catalog.tensors, catalog.quantization.settings, catalog.quantization.content.__getitem__)
+    )
+    if not found.coded and not found.problems:
+        found.problems.append(
+            f"the config says that it is quantised by {method!r}, but no stored tensor is: remove quantization_config from "
+            f"config.json, or give config= without it"
+        )
+    if found.problems:
+        raise PlanError(
+            f"{catalog.root}: quantised ({method}), and not whole: {len(found.problems)} problems",
+            tuple(found.problems),
+        )
+    gone = {*found.parts(), *found.unused}
+    plain = {name: tensor for name, tensor in catalog.tensors.items() if name not in gone}
+    coded = {one.path: one for one in found.coded.values()}
+    return replace(
+        catalog,
+        tensors={**plain, **{name: one.tensor for name, one in found.coded.items()}},
+        coded=coded,
+    )
+
+
+def _family(method: str) -> Family | None:
+    name = _FAMILIES.get(method)
+    if name is None:
+        return None
+    family: Family = getattr(import_module(f".{name}", __package__), name)
+    return family
