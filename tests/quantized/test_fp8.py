@@ -1,0 +1,171 @@
+"""FP8 with scales: every box is bitwise that of transformers' own dequantised tensor; wrong scales are named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from shardwise.catalog.open import open_catalog
+from shardwise.errors import IntegrityError, PlanError
+from shardwise.quantized.dequantized import dequantized
+from tests.harness import models
+from tests.quantized._made import boxes_of, decoded, fp8_directory, write_quantized
+
+BLOCKS: list[tuple[tuple[int, int] | None, str | None]] = [
+    ((4, 8), None),
+    ((12, 4), None),
+    ((4, 8), "ue8m0"),
+    (None, None),
+]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("plain") / "qwen3"
+    models.write_hub_directory("qwen3", root, torch.bfloat16)
+    return root
+
+
+def reference(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The whole tensor, dequantised by transformers, in fp32."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    return Fp8Dequantize(SimpleNamespace())._dequantize_one(codes, scales, output_dtype=torch.float32)
+
+
+@pytest.mark.parametrize(("block", "fmt"), BLOCKS)
+def test_every_box(plain: Path, tmp_path: Path, block: Any, fmt: str | None) -> None:
+    fp8_directory(plain, tmp_path / "q", block, fmt)
+    stored = load_file(tmp_path / "q" / "model.safetensors")
+    found = dequantized(open_catalog(tmp_path / "q"))
+    assert len(found.coded) == sum(t.dtype == torch.float8_e4m3fn for t in stored.values()) > 8
+    for one in found.coded.values():
+        codes, scales = (stored[one.parts[role].name] for role in ("codes", "scales"))
+        expected = reference(codes, scales)
+        for box in boxes_of(one.tensor.shape, 12):
+            assert torch.equal(decoded(one, stored, box), expected[box.slices]), (one.tensor.name, box)
+
+
+@pytest.mark.parametrize("shape", [(40, 24), (1, 24), (40, 1), (3, 40, 24)])
+def test_blocks_that_the_edge_cuts_short(shape: tuple[int, ...], tmp_path: Path, plain: Path) -> None:
+    """DeepSeek-V3 has 576 rows in blocks of 128: its own kernel gives the last block the rows that are left."""
+    grid = (*shape[:-2], *(-(-n // 16) for n in shape[-2:]))
+    codes = torch.randn(shape).to(torch.float8_e4m3fn)
+    scales = torch.rand(grid) + 0.5
+    tensors = {"w.weight": codes, "w.weight_scale_inv": scales}
+    write_quantized(plain, tmp_path / "q", {"quant_method": "fp8", "weight_block_size": [16, 16]}, tensors)
+    spread = scales.repeat_interleave(16, -2)[..., : shape[-2], :].repeat_interleave(16, -1)[..., : shape[-1]]
+    (one,) = dequantized(open_catalog(tmp_path / "q")).coded.values()
+    for box in boxes_of(shape, 30):
+        assert torch.equal(decoded(one, tensors, box), (codes.float() * spread)[box.slices])
+
+
+@pytest.mark.parametrize("held", [(), (1,), (40,), (40, 1), (1, 1)])
+def test_one_scale_a_tensor_or_a_channel(held: tuple[int, ...], tmp_path: Path, plain: Path) -> None:
+    codes, scales = torch.randn(40, 24).to(torch.float8_e5m2), torch.rand(held) + 0.5
+    tensors = {"w.weight": codes, "w.weight_scale": scales, "w.input_scale": torch.ones(1)}
+    write_quantized(plain, tmp_path / "q", {"quant_method": "fp8"}, tensors)
+    found = dequantized(open_catalog(tmp_path / "q"))
+    assert set(found.tensors) == {"w.weight"}
+    (one,) = found.coded.values()
+    each = scales.reshape(-1, 1) if scales.numel() > 1 else scales.reshape(())
+    for box in boxes_of((40, 24), 20):
+        assert torch.equal(decoded(one, tensors, box), (codes.float() * each).expand(40, 24)[box.slices])
+
+
+def missing(t: dict[str, torch.Tensor]) -> None:
+    del t["w.weight_scale_inv"]
+
+
+def surplus(t: dict[str, torch.Tensor]) -> None:
+    t["v.weight_scale_inv"] = torch.ones(2, 2)
+
+
+def of_plain_weights(t: dict[str, torch.Tensor]) -> None:
+    t["v.weight_scale_inv"], t["v.weight"] = torch.ones(2, 2), torch.ones(32, 32)
+
+
+def transposed(t: dict[str, torch.Tensor]) -> None:
+    t["w.weight_scale_inv"] = t["w.weight_scale_inv"].T.contiguous()
+
+
+def too_few(t: dict[str, torch.Tensor]) -> None:
+    t["w.weight_scale_inv"] = torch.ones(2, 2)
+
+
+def integers(t: dict[str, torch.Tensor]) -> None:
+    t["w.weight_scale_inv"] = torch.ones(3, 2, dtype=torch.int32)
+
+
+PROBLEMS = {
+    missing: r"missing: scales of the FP8 codes 'w\.weight' \('w\.weight_scale_inv' or 'w\.weight_scale'\)",
+    surplus: r"surplus: 'v\.weight_scale_inv' scales 'v\.weight', which is not stored",
+    of_plain_weights: r"surplus: 'v\.weight_scale_inv' scales 'v\.weight', which is F32, not FP8",
+    transposed: r"mis-shaped: the scales 'w\.weight_scale_inv' of the codes 'w\.weight' \[48, 32\] have shape \[2, 3\]",
+    too_few: r"have shape \[2, 2\], expected \[\] for one, or \[3, 2\] for blocks of 16 x 16 or \[48\]",
+    integers: r"un-castable: the scales 'w\.weight_scale_inv' are I32",
+}
+
+
+@pytest.mark.parametrize("spoil", PROBLEMS)
+def test_wrong_scales_are_named(spoil: Any, tmp_path: Path, plain: Path) -> None:
+    tensors = {
+        "w.weight": torch.randn(48, 32).to(torch.float8_e4m3fn),
+        "w.weight_scale_inv": torch.ones(3, 2),
+        "u.weight": torch.randn(16, 16).to(torch.float8_e4m3fn),
+        "u.weight_scale_inv": torch.ones(1, 1),
+    }
+    spoil(tensors)
+    write_quantized(plain, tmp_path / "q", {"quant_method": "fp8", "weight_block_size": [16, 16]}, tensors)
+    with pytest.raises(PlanError, match=PROBLEMS[spoil]) as caught:
+        dequantized(open_catalog(tmp_path / "q"))
+    assert len(caught.value.problems) == 1
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_a_scale_that_is_no_number(wrong: float) -> None:
+    from shardwise.layout.boxes import whole
+    from shardwise.quantized.scaled import Scaled
+
+    scales = torch.ones(2, 2)
+    scales[1, 1] = wrong
+    parts = {"codes": torch.zeros(32, 32).to(torch.float8_e4m3fn), "scales": scales}
+    with pytest.raises(IntegrityError, match=r"w\.weight: a scale is NaN or infinite"):
+        Scaled("FP8", "w.weight", "F32", (16, 16)).decode(whole((32, 32)), parts)
+
+
+def test_a_config_that_contradicts_the_tensors(tmp_path: Path, plain: Path) -> None:
+    fp8_directory(plain, tmp_path / "q", (4, 8))
+    file = tmp_path / "q" / "config.json"
+    for said in ("mxfp4", "gptq"):
+        file.write_text(file.read_text().replace('"quant_method": "fp8"', f'"quant_method": "{said}"'))
+        with pytest.raises(PlanError, match=f"by '{said}', but its tensors are stored as by 'fp8'"):
+            dequantized(open_catalog(tmp_path / "q"))
+        file.write_text(file.read_text().replace(f'"quant_method": "{said}"', '"quant_method": "fp8"'))
+
+
+@pytest.mark.parametrize("size", [[16], "16", [0, 16], [16.0, 16], [True, 16]])
+def test_a_block_size_that_is_none(tmp_path: Path, plain: Path, size: Any) -> None:
+    tensors = {
+        "w.weight": torch.zeros(32, 32).to(torch.float8_e4m3fn),
+        "w.weight_scale_inv": torch.ones(2, 2),
+    }
+    write_quantized(plain, tmp_path / "q", {"quant_method": "fp8", "weight_block_size": size}, tensors)
+    with pytest.raises(PlanError, match="weight_block_size of the config is"):
+        dequantized(open_catalog(tmp_path / "q"))
+
+
+def test_codes_without_a_config(tmp_path: Path) -> None:
+    """Blocks that divide the tensor are told by the scales alone."""
+    tensors = {
+        "w.weight": torch.randn(32, 32).to(torch.float8_e4m3fn),
+        "w.weight_scale_inv": torch.rand(2, 4),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    (one,) = dequantized(open_catalog(tmp_path)).coded.values()
+    assert torch.equal(decoded(one, tensors, next(boxes_of((32, 32), 0))), reference(*tensors.values()))
