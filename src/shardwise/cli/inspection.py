@@ -13,12 +13,13 @@ from ..catalog.open import open_catalog
 from ..catalog.records import Catalog, StoredTensor
 from ..checkpoint.check import quick_check
 from ..dtypes import itemsize
-from ..errors import ShardwiseError, SourceError
+from ..errors import PlanError, ShardwiseError, SourceError, UnsupportedConversionError
 from ..format.head import HEAD_NAME
 from ..format.manifest import MANIFEST_NAME, Manifest, read_manifest
 from ..layout.placements import Geometry
 from ..layout.spec import TensorSpec
 from ..limits import inside
+from ..quantized.dequantized import Dequantized, dequantized, described
 from ..storage import Stat, absolute, is_file, is_url, join, looking_once, stat_of_expected
 from ..store.line import line_of
 from ..store.publish import was_ever_published
@@ -49,6 +50,10 @@ class SourceContents:
     tensor_bytes: int
     dtypes: Mapping[str, int]
     """Bytes by stored dtype, largest first."""
+    quantized: tuple[Dequantized, ...]
+    """Formats of tensors that are stored as codes and scales. A load dequantises them."""
+    quantized_problems: tuple[str, ...]
+    """Why a load would refuse them."""
     tree: tuple[Node, ...]
 
 
@@ -172,6 +177,7 @@ def to_json(contents: Inspection) -> dict[str, Any]:
 
 
 def _source(catalog: Catalog, path: str, files: int, file_bytes: int) -> SourceContents:
+    formats, problems = _formats(catalog)
     return SourceContents(
         kind=catalog.kind,
         path=path,
@@ -181,8 +187,19 @@ def _source(catalog: Catalog, path: str, files: int, file_bytes: int) -> SourceC
         tensors=len(catalog.tensors),
         tensor_bytes=catalog.nbytes,
         dtypes=_bytes_by_dtype(catalog.tensors.values()),
+        quantized=formats,
+        quantized_problems=problems,
         tree=tree_of(catalog.tensors.values()),
     )
+
+
+def _formats(catalog: Catalog) -> tuple[tuple[Dequantized, ...], tuple[str, ...]]:
+    try:
+        return described(dequantized(catalog).coded.values()), ()
+    except PlanError as error:
+        return (), error.problems or (str(error),)
+    except UnsupportedConversionError as error:
+        return (), (str(error),)
 
 
 def _bytes_by_dtype(tensors: Iterable[StoredTensor]) -> dict[str, int]:

@@ -21,6 +21,7 @@ from .tree import Node
 if TYPE_CHECKING:
     from ..loading.plan import PlanReport
     from ..loading.store_requests import StoreRequests
+    from ..quantized.dequantized import Dequantized
     from .this_host import ThisHost
 
 __all__ = [
@@ -75,6 +76,8 @@ def show_contents(out: Console, contents: Inspection) -> None:
         "kind": source.kind,
         "files": f"{source.files}, {size(source.file_bytes)}",
         "tensors": f"{source.tensors}, {size(source.tensor_bytes)}",
+        **({"quantised": _some([_format(one) for one in source.quantized])} if source.quantized else {}),
+        **({"not whole": _some(source.quantized_problems)} if source.quantized_problems else {}),
         "dtypes": ", ".join(f"{dtype} {size(nbytes)}" for dtype, nbytes in source.dtypes.items()) or "-",
     }
     if source.ignored_files:
@@ -166,6 +169,10 @@ def _show_root(out: Console, root: RootContents) -> None:
 # plan
 
 
+def _format(one: Dequantized) -> str:
+    return f"{one.tensors} tensors from {one.format}, {size(one.stored_bytes)} stored"
+
+
 def show_plan(out: Console, report: PlanReport, host: ThisHost | None) -> None:
     """Print the result of ``plan``: the model, what each rank holds and reads, and whether a load fits on this host."""
     largest = report.largest_group
@@ -191,6 +198,8 @@ def show_plan(out: Console, report: PlanReport, host: ThisHost | None) -> None:
             facts[label] = _some([f"{d.name} (says {d.declared_by})" for d in declared])
     if report.converted:
         facts["converted whole"] = _some([f"{c.name} ({c.reason})" for c in report.converted])
+    if report.dequantized:
+        facts["dequantised"] = _some([_format(one) for one in report.dequantized])
     if report.ignored_files:
         facts["ignored files"] = _some(report.ignored_files)
     if host is not None:

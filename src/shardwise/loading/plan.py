@@ -20,6 +20,7 @@ from ..layout.model import local_tensor
 from ..models.arguments import FromPretrained, Pretrained
 from ..models.hub import find_for_all
 from ..planning import IOOptions, Plan
+from ..quantized.dequantized import Dequantized, described
 from ..ranks.ranks import Ranks
 from ..recipe.host_convert import Converted
 from ..recipe.match import Declaration
@@ -98,6 +99,8 @@ class PlanReport:
     initialized: tuple[Declaration, ...]
     converted: tuple[Converted, ...]
     """Conversions that can't be compiled to byte ranges. Each rank with a part of a result runs them whole."""
+    dequantized: tuple[Dequantized, ...]
+    """Formats of tensors that the source stores as codes and scales, and the ranks hold dequantised."""
     ignored_files: tuple[str, ...]
     store: StoreRequests | None
     """Requests of the load to object stores; None for local files."""
@@ -126,6 +129,7 @@ class PlanReport:
             unused=first.unused,
             initialized=first.initialized,
             converted=tuple(host.describe() for host in dict.fromkeys(first.conversions.values())),
+            dequantized=described(first.coded.values()),
             ignored_files=first.ignored_files,
             store=planned.store,
         )

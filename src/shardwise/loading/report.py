@@ -7,6 +7,7 @@ from typing import Any
 
 from ..models.host_budget import HostBudget
 from ..planning import Plan
+from ..quantized.dequantized import Dequantized, described
 from ..recipe.host_convert import Converted
 from ..recipe.match import Declaration
 from ..storage import Requests
@@ -53,6 +54,8 @@ class LoadReport:
     """Wanted tensors initialised by the model's own rule, with the author of the declaration."""
     converted: tuple[Converted, ...]
     """Conversions that could not be compiled to byte ranges. Each rank with a part of a result ran them whole."""
+    dequantized: tuple[Dequantized, ...]
+    """Formats of tensors that the source stores as codes and scales, and this rank's shards hold dequantised."""
     ignored_files: tuple[str, ...]
     verified: str
     """How the load was proved: "digest" if every tensor's content was compared, else "cover"."""
@@ -97,6 +100,7 @@ class LoadReport:
             unused=plan.unused,
             initialized=plan.initialized,
             converted=tuple(host.describe() for host in dict.fromkeys(plan.conversions.values())),
+            dequantized=described(plan.coded.values()),
             ignored_files=plan.ignored_files,
             verified="digest" if digests_compared and digests_compared == len(plan.recipes) else "cover",
             digests_compared=digests_compared,

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from importlib import import_module
 
 from ..catalog import Catalog
 from ..catalog.quantized import Quantized, method_of_config, quantized, way_out
+from ..catalog.records import Coded
 from ..errors import PlanError, UnsupportedConversionError
 from .families import Family, Source
 
-__all__ = ["dequantized", "method_of"]
+__all__ = ["Dequantized", "dequantized", "described", "method_of"]
 
 #: ``quant_method`` of a config → the module and function of its family.
 _FAMILIES = {
@@ -25,6 +26,31 @@ _LOOKS_LIKE: Mapping[str, Collection[str]] = {
     "gptq": ("gptq", "awq"),  # without an index of groups
     "bitsandbytes": ("bitsandbytes", "4 bits", "int8"),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Dequantized:
+    """The tensors that a source stores in one format, for reports."""
+
+    format: str
+    """In words: "FP8 (E4M3) in blocks of 128 x 128"."""
+    tensors: int
+    stored_bytes: int
+    """Of codes, scales and all that goes with them."""
+    nbytes: int
+    """Of the same tensors in the dtype that is computed from the codes, before a load casts it."""
+
+
+def described(coded: Iterable[Coded]) -> tuple[Dequantized, ...]:
+    """The formats, those with the most stored bytes first."""
+    by_format: dict[str, list[Coded]] = {}
+    for one in coded:
+        by_format.setdefault(one.rule.format, []).append(one)
+    found = [
+        Dequantized(words, len(all_), sum(o.stored_bytes for o in all_), sum(o.tensor.nbytes for o in all_))
+        for words, all_ in by_format.items()
+    ]
+    return tuple(sorted(found, key=lambda one: -one.stored_bytes))
 
 
 def method_of(catalog: Catalog, looks: Quantized | None) -> str:
