@@ -65,4 +65,4 @@ def _outputs(words: torch.Tensor) -> torch.Tensor:
 
     shifts = torch.tensor(_FIELDS, dtype=torch.int32).mul_(4).view(1, 8, 1)
     found = torch.bitwise_right_shift(words.t().contiguous().unsqueeze(1), shifts).bitwise_and_(15)
-    return found.view(-1, words.shape[0]).float()
+    return found.reshape(-1, words.shape[0]).float()

@@ -38,7 +38,8 @@ def find(source: Source) -> Found:
     found = Found()
     if source.settings.get("quant_method", "bitsandbytes") != "bitsandbytes":
         return found
-    four, stems = _four_bit_names(source), _eight_bit_stems(source)
+    four = _four_bit_names(source)
+    stems = [stem for stem in _eight_bit_stems(source) if f"{stem}weight" not in four]
     makers = [partial(_four_bit, source, name, states) for name, states in four.items()]
     makers += [partial(_eight_bit, source, stem) for stem in stems]
     for make in makers:

@@ -34,7 +34,10 @@ def fields(words: torch.Tensor, bits: int) -> torch.Tensor:
     """The unsigned fields of 2, 4 or 8 bits in the int32 words of each row, lowest bits first, in F16 (which is exact)."""
     import torch
 
-    return looked_up(words.contiguous().view(torch.uint8), _fields_of_bytes(bits))
+    in_rows = words.clone(
+        memory_format=torch.contiguous_format
+    )  # contiguous() keeps odd strides of dims of one
+    return looked_up(in_rows.view(torch.uint8), _fields_of_bytes(bits))
 
 
 @cache
