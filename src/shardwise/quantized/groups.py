@@ -18,8 +18,8 @@ def scaled(
 ) -> torch.Tensor:
     """``(codes − zeros) × scales``, in place: of a box of rows of outputs and columns of inputs.
 
-    ``zeros`` and ``scales``: a column for each group of ``size`` inputs that the box touches. All of one dtype. Differences of
-    codes are exact; the product is rounded once.
+    ``zeros`` and ``scales``: a column for each group of ``size`` inputs that the box touches. All in F32, where
+    differences of codes are exact.
     """
     start, stop = box.start[1], box.stop[1]
     if start % size == 0 and stop % size == 0:

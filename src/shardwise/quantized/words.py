@@ -1,8 +1,7 @@
-"""Codes of a few bits, packed into bytes and words: unpacked by tables, and which words a box needs."""
+"""Codes of a few bits, packed into bytes and words: unpacked without loops over elements, and which words a box needs."""
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -31,19 +30,22 @@ def looked_up(codes: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 
 
 def fields(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """The unsigned fields of 2, 4 or 8 bits in the int32 words of each row, lowest bits first, in F16 (which is exact)."""
+    """The unsigned fields of 2, 4 or 8 bits in the int32 words of each row, lowest bits first, in F32.
+
+    Each byte is widened to as many bytes as it has fields, and copies of it are shifted to put one field into each.
+    """
     import torch
 
-    in_rows = words.clone(
+    found = words.clone(
         memory_format=torch.contiguous_format
     )  # contiguous() keeps odd strides of dims of one
-    return looked_up(in_rows.view(torch.uint8), _fields_of_bytes(bits))
-
-
-@cache
-def _fields_of_bytes(bits: int) -> torch.Tensor:
-    """The fields of every byte."""
-    import torch
-
-    shifts = torch.arange(0, 8, bits)
-    return (torch.arange(256).unsqueeze(-1) >> shifts & (1 << bits) - 1).to(torch.float16)
+    found = found.view(torch.uint8)
+    per_byte = 8 // bits
+    if per_byte > 1:
+        wide = found.to({2: torch.int16, 4: torch.int32}[per_byte])
+        spread = wide.clone()
+        for k in range(1, per_byte):
+            spread |= wide << (8 - bits) * k
+        spread &= sum((1 << bits) - 1 << 8 * k for k in range(per_byte))
+        found = spread.view(torch.uint8)
+    return found.to(torch.float32)
