@@ -12,9 +12,11 @@ import torch
 import transformers
 from torch import nn
 
-from shardwise.errors import IntegrityError
+from shardwise.catalog.records import Chunk, assemble
+from shardwise.errors import FormatError, IntegrityError
 from shardwise.layout.boxes import Box, whole
 from shardwise.quantized.bitsandbytes import find
+from shardwise.quantized.stored import reshaped
 from tests.quantized._boxes import State, check_boxes, cut, found_in, read_elements, stored
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -356,6 +358,11 @@ _PROBLEMS: dict[str, tuple[str, Change, str]] = {
         _puts(_format=torch.tensor(2, dtype=torch.uint8)),
         f"{_Q}_format: expected rows of codes (0), found layout col_turing (2)",
     ),
+    "int8 of two layouts": (
+        "int8",
+        _puts(_format=torch.zeros(2, dtype=torch.uint8)),
+        f"{_Q}_format: expected one U8, found U8 [2]",
+    ),
     "config says 4 bits": (
         "int8",
         lambda _, says: says.update(load_in_4bit=True),
@@ -375,6 +382,13 @@ def test_what_is_wrong_is_one_sentence(what: str, checkpoints: dict[str, Path], 
     assert problem.startswith(sentence), problem
     assert len(problem) < 700
     assert _Q not in found.coded
+
+
+def test_codes_in_pieces_are_refused() -> None:
+    halves = [Box((0, 0), (2, 1)), Box((2, 0), (4, 1))]
+    codes = assemble("one.weight", "U8", [Chunk(box, "file", box.start[0]) for box in halves])
+    with pytest.raises(FormatError, match="one.weight: expected one piece, found 2"):
+        reshaped(codes, "U8", (2, 2))
 
 
 def test_other_families_are_left_alone(opened: Callable[[str], Any], tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ _KINDS: dict[str, dict[str, Any]] = {
     "8 bits, symmetric": {**_GPTQ, "bits": 8, "sym": True, "group_size": 16},
     "by activation": {**_GPTQ, "desc_act": True},
     "by activation, v2": {**_GPTQ, "desc_act": True, "checkpoint_format": "gptq_v2", "bits": 8},
+    "by activation, symmetric": {**_GPTQ, "desc_act": True, "sym": True},
     "one group": {**_GPTQ, "group_size": -1},
     "short group": {**_GPTQ, "group_size": 40},
     "awq": _AWQ,

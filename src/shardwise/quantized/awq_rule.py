@@ -55,8 +55,9 @@ class Awq:
         codes, zeros = (
             _outputs(parts[one]).narrow(0, box.start[0] % 8, box.sizes[0]) for one in ("codes", "zeros")
         )
+        scaled(codes, zeros, scales, box.start[1], self.size)
         # The product of a difference of codes and an F16 is exact in F32, so this is F16 arithmetic, and faster.
-        return scaled(codes, zeros, scales, box, self.size).to(torch.float16)
+        return codes.to(torch.float16)
 
 
 def _outputs(words: torch.Tensor) -> torch.Tensor:

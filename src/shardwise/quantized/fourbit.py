@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from ..dtypes import torch_dtype
 from ..layout.boxes import Box, whole
-from .scales import finite, spread
+from .groups import pieces
+from .scales import finite
 from .words import covering, looked_up
 
 if TYPE_CHECKING:
@@ -97,14 +98,12 @@ class FourBit:
             return torch.empty(box.sizes, dtype=dtype)
         values = self._values(box, parts["codes"])
         scales = finite(self.name, self._scales(box, parts))
-        start, stop = box.start[-1], box.stop[-1]
         if self.shape[-1] % self.block:
             first = covering(*_span(box, self.shape), self.block)[0]
             values.mul_(scales[_places(box, self.shape) // self.block - first])
-        elif start % self.block or stop % self.block:
-            values.mul_(spread(scales, box, (*(1 for _ in self.shape[1:]), self.block)))
         else:
-            values.unflatten(-1, (-1, self.block)).mul_(scales.unsqueeze(-1))
+            for view, blocks in pieces(values, box.start[-1], self.block):
+                view.mul_(scales[..., blocks].unsqueeze(-1))
         return values.to(dtype)
 
     def _values(self, box: Box, codes: torch.Tensor) -> torch.Tensor:
@@ -123,8 +122,10 @@ class FourBit:
             return found
         blocks = self._units(box, self.block)
         first = covering(*_span(blocks, self.scales_shape), self.nested.block)[0]
-        outer = parts["nested"][_places(blocks, self.scales_shape) // self.nested.block - first]
-        return parts["book"][found.to(torch.int32)].mul_(outer).add_(self.nested.offset)
+        outer = (_places(blocks, self.scales_shape) // self.nested.block - first).view(-1)
+        values = parts["book"].index_select(0, found.reshape(-1).to(torch.int32))
+        values.mul_(parts["nested"].index_select(0, outer)).add_(self.nested.offset)
+        return values.view(found.shape)
 
 
 @cache

@@ -65,9 +65,10 @@ class Gptq:
         scales = finite(self.name, parts["scales"])
         groups = self._checked(parts["groups"], box)
         if self.size:
-            codes = scaled(codes, zeros.t().contiguous(), scales.t().contiguous(), box, self.size)
+            scaled(codes, zeros.t().contiguous(), scales.t().contiguous(), box.start[1], self.size)
         else:
-            codes.sub_(zeros.t().contiguous().index_select(1, groups))
+            one_zero = bool((zeros == zeros[0, 0]).all())  # symmetric codes: nothing to gather
+            codes.sub_(zeros[0, 0] if one_zero else zeros.t().contiguous().index_select(1, groups))
             codes.mul_(scales.t().contiguous().index_select(1, groups))
         # The product of a difference of codes and an F16 is exact in F32, so this is F16 arithmetic, and faster.
         return codes.to(torch.float16)

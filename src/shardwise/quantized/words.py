@@ -45,7 +45,7 @@ def fields(words: torch.Tensor, bits: int) -> torch.Tensor:
         wide = found.to({2: torch.int16, 4: torch.int32}[per_byte])
         spread = wide.clone()
         for k in range(1, per_byte):
-            spread |= wide << (8 - bits) * k
+            spread |= wide * (1 << (8 - bits) * k)  # torch has no fast shift of 16 bits
         spread &= sum((1 << bits) - 1 << 8 * k for k in range(per_byte))
         found = spread.view(torch.uint8)
     return found.to(torch.float32)
