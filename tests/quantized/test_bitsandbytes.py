@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import nn
 
 from shardwise.catalog.records import Chunk, assemble
 from shardwise.errors import FormatError, IntegrityError
@@ -121,25 +120,22 @@ def test_every_box_is_what_bitsandbytes_makes(kind: str, opened: Callable[[str],
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
-@pytest.mark.parametrize("shape", [(7, 31), (5, 1), (3, 130), (4, 128), (1, 2), (9, 64)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(7, 31), (5, 1), (3, 130), (4, 256), (1, 2), (9, 64), (130,), (2, 3, 128), (3, 2, 5)], ids=str
+)
 def test_sizes_that_cut_bytes_and_blocks(
-    shape: tuple[int, int], quant_type: str, dtype: torch.dtype, tmp_path: Path
+    shape: tuple[int, ...], quant_type: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    for nested in (False, True):
-        layer = nn.Linear(shape[1], shape[0], bias=False, dtype=dtype)
-        module = bitsandbytes.nn.Linear4bit(
-            *reversed(shape), bias=False, quant_type=quant_type, compress_statistics=nested
+    for nested, block in ((False, 64), (True, 32), (False, 128)):
+        codes, quant_state = bitsandbytes.functional.quantize_4bit(
+            torch.randn(shape).to(dtype), blocksize=block, quant_type=quant_type, compress_statistics=nested
         )
-        module.weight = bitsandbytes.nn.Params4bit(
-            layer.weight.data, requires_grad=False, quant_type=quant_type, compress_statistics=nested
-        ).to("cpu")
-        state = {f"one.{n}": t for n, t in module.state_dict().items()}
+        parts = quant_state.as_dict(packed=True)
+        state = {"one.weight": codes, **{f"one.weight.{role}": part for role, part in parts.items()}}
         found = found_in(find, tmp_path, state, {"quant_method": "bitsandbytes"})
         assert found.problems == []
-        expected = _library(state, "one.weight")
-        if state["one.weight"].shape[0] == 1:  # bitsandbytes takes one byte for a transposed weight
-            expected = expected.reshape(shape)
-        check_boxes(found.coded["one.weight"], state, expected)
+        # bitsandbytes takes a column of one byte for a transposed weight, and a vector for a row.
+        check_boxes(found.coded["one.weight"], state, _library(state, "one.weight").reshape(shape))
 
 
 def test_cuts_on_boundaries_read_nothing_else(opened: Callable[[str], Any]) -> None:
@@ -384,10 +380,32 @@ def test_what_is_wrong_is_one_sentence(what: str, checkpoints: dict[str, Path], 
     assert _Q not in found.coded
 
 
+def test_a_config_of_old_names_no_method(opened: Callable[[str], Any], tmp_path: Path) -> None:
+    """bitsandbytes' tensors tell what they are; bytes that belong to nothing are codes only where the config says so."""
+    _, state, _ = opened("nf4")
+    assert found_in(find, tmp_path / "a", state, {}).coded.keys() == opened("nf4")[0].coded.keys()
+    bare = {
+        "one.weight": torch.ones(4, 4, dtype=torch.int8),
+        "two.weight": torch.ones(8, 1, dtype=torch.uint8),
+    }
+    assert found_in(find, tmp_path / "b", bare, {}).problems == []
+    problems = found_in(find, tmp_path / "c", bare, {"load_in_8bit": True}).problems
+    assert [one.split(":")[0] for one in problems] == ["one.SCB", "two.weight"]
+
+
+def test_storage_that_no_codes_fill(tmp_path: Path) -> None:
+    codes, quant_state = bitsandbytes.functional.quantize_4bit(torch.ones(1, 2), quant_type="nf4")
+    state = {f"one.weight.{role}": part for role, part in quant_state.as_dict(packed=True).items()}
+    state["one.weight"] = torch.ones(0, 1, dtype=torch.bfloat16)
+    (problem,) = found_in(find, tmp_path, state, {}).problems
+    assert problem.startswith("one.weight: expected U8 [1, 1] for 2 elements, two a byte"), problem
+    assert codes.shape == (1, 1)
+
+
 def test_codes_in_pieces_are_refused() -> None:
     halves = [Box((0, 0), (2, 1)), Box((2, 0), (4, 1))]
     codes = assemble("one.weight", "U8", [Chunk(box, "file", box.start[0]) for box in halves])
-    with pytest.raises(FormatError, match="one.weight: expected one piece, found 2"):
+    with pytest.raises(FormatError, match=r"one\.weight: expected one piece, found 2"):
         reshaped(codes, "U8", (2, 2))
 
 

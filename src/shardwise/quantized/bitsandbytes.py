@@ -70,14 +70,20 @@ def _eight_bit_stems(source: Source) -> list[str]:
     found = set()
     for name, stored in source.tensors.items():
         stem, dot, last = name.rpartition(".")
-        if last in ("SCB", "weight_format") or (last == "weight" and stored.dtype == "I8"):
+        bare = last == "weight" and stored.dtype == "I8" and _is_named(source)
+        if bare or last in ("SCB", "weight_format"):
             found.add(stem + dot)
     return sorted(found)
 
 
+def _is_named(source: Source) -> bool:
+    """Whether config.json says that bitsandbytes wrote the source; releases of old wrote no ``quant_method``."""
+    return any(source.settings.get(key) for key in ("quant_method", "load_in_4bit", "load_in_8bit"))
+
+
 def _without_scales(source: Source, four: Mapping[str, list[str]]) -> Iterator[str]:
     """Weights in bytes that nothing belongs to."""
-    if "quant_method" in source.settings:
+    if _is_named(source):
         for name, stored in source.tensors.items():
             if stored.dtype == "U8" and name.endswith(".weight") and name not in four:
                 yield f"{name}: U8 codes without scales; expected {name}.absmax and {name}{_STATE}bitsandbytes__nf4"
@@ -115,8 +121,10 @@ def _four_bit(source: Source, name: str, states: list[str]) -> Coded:
 def _check_codes(codes: StoredTensor, count: int) -> None:
     """bitsandbytes packs into bytes, and may call them elements of another dtype (``bnb_4bit_quant_storage``)."""
     nbytes = -(-count // 2)
-    itemsize = {"U8": 1, "F16": 2, "BF16": 2, "F32": 4}.get(codes.dtype, 1)
-    dtype = codes.dtype if codes.dtype in ("F16", "BF16", "F32") else "U8"
+    itemsize = {"F16": 2, "BF16": 2, "F32": 4}.get(codes.dtype, 1)
+    if nbytes % itemsize:
+        itemsize = 1
+    dtype = codes.dtype if itemsize > 1 else "U8"
     check(codes, dtype, (nbytes // itemsize, 1), f"{count} elements, two a byte, in one column")
 
 
