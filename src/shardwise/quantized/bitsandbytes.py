@@ -36,7 +36,7 @@ _LAYOUTS = ("row", "col32", "col_turing", "col_ampere")
 def find(source: Source) -> Found:
     """Every tensor in codes of bitsandbytes. Implements :class:`.Family`."""
     found = Found()
-    if source.settings.get("quant_method", "bitsandbytes") != "bitsandbytes":
+    if (source.settings.get("quant_method") or "bitsandbytes") != "bitsandbytes":
         return found
     four = _four_bit_names(source)
     stems = [stem for stem in _eight_bit_stems(source) if f"{stem}weight" not in four]
