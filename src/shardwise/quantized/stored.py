@@ -1,0 +1,60 @@
+"""Checks of stored parts: whether they are there, of the dtype and shape that their format says, and the same bytes reshaped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from ..catalog.records import Chunk, StoredTensor
+from ..errors import FormatError
+from ..layout.boxes import whole
+
+__all__ = ["check", "require", "reshaped", "stems_with", "words_of"]
+
+
+def require(tensors: Mapping[str, StoredTensor], name: str, of: str) -> StoredTensor:
+    """The stored tensor ``name``, without which ``of`` can't be decoded. Raises :class:`FormatError` if it is missing."""
+    if name not in tensors:
+        raise FormatError(f"missing: {of} can't be decoded without it", path=name)
+    return tensors[name]
+
+
+def check(stored: StoredTensor, dtype: str, shape: tuple[int, ...], why: str) -> None:
+    """Raise :class:`FormatError` unless a stored tensor has this dtype and shape. ``why``: what they follow from."""
+    if (stored.dtype, stored.shape) != (dtype, shape):
+        raise FormatError(
+            f"expected {dtype} {list(shape)} for {why}, found {stored.dtype} {list(stored.shape)}",
+            path=stored.name,
+        )
+
+
+def reshaped(stored: StoredTensor, dtype: str, shape: tuple[int, ...]) -> StoredTensor:
+    """The same bytes as a tensor of another dtype and shape. Raises :class:`FormatError` if they are not of one piece."""
+    if len(stored.chunks) != 1:
+        raise FormatError(f"expected one piece, found {len(stored.chunks)}", path=stored.name)
+    chunk = stored.chunks[0]
+    found = StoredTensor(stored.name, dtype, shape, (Chunk(whole(shape), chunk.path, chunk.offset_bytes),))
+    assert found.nbytes == stored.nbytes
+    return found
+
+
+def stems_with(names: Iterable[str], last: tuple[str, ...]) -> list[str]:
+    """The modules with a tensor of one of these last names, each as the start of its tensors' names."""
+    parted = (name.rpartition(".") for name in names)
+    return sorted({stem + dot for stem, dot, end in parted if end in last})
+
+
+def words_of(
+    tensors: Mapping[str, StoredTensor], stem: str
+) -> tuple[StoredTensor, StoredTensor, StoredTensor]:
+    """``qweight``, ``qzeros`` and ``scales`` of a module, each in two dims. Raises :class:`FormatError` if it has no such three."""
+    if f"{stem}weight" in tensors:
+        raise FormatError(f"stored plainly, too: expected either it or {stem}qweight", path=f"{stem}weight")
+    codes, zeros, scales = (
+        require(tensors, stem + one, f"{stem}weight") for one in ("qweight", "qzeros", "scales")
+    )
+    for part, dtype in ((codes, "I32"), (zeros, "I32"), (scales, "F16")):
+        if part.dtype != dtype or len(part.shape) != 2 or not all(part.shape):
+            raise FormatError(
+                f"expected {dtype} in two dims, found {part.dtype} {list(part.shape)}", path=part.name
+            )
+    return codes, zeros, scales
