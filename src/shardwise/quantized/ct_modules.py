@@ -89,7 +89,9 @@ class StoredModule:
             yield "weight_shape"
 
     def _missing(self) -> Iterator[str]:
-        held = next(iter(self.stored.values())).name
+        held = next(
+            self.stored[end].name for end in ("weight_packed", "weight", *ROLES) if end in self.stored
+        )
         for end in self._wanted():
             if end not in self.stored:
                 yield f"{held} has no {self.name}.{end} beside it, which {self._says()} asks for"

@@ -42,7 +42,9 @@ class PackedIntegers:
         import torch
 
         words = stored if self.dim == 1 else stored.t()
-        found = self._integers(words.contiguous(), box.start[self.dim], box.stop[self.dim]).to(torch.float32)
+        if words.stride(1) != 1:
+            words = words.clone(memory_format=torch.contiguous_format)
+        found = self._integers(words, box.start[self.dim], box.stop[self.dim]).to(torch.float32)
         return found if self.dim == 1 else found.t()
 
     def _integers(self, words: torch.Tensor, start: int, stop: int) -> torch.Tensor:
