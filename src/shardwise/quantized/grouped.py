@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..dtypes import torch_dtype
 from ..layout.boxes import Box, whole
 from .codes import Codes
-from .scales import blocks_of, finite, in_step, lifted
+from .scales import blocks_of, finite, in_step, lifted, slabs
 
 if TYPE_CHECKING:
     import torch
@@ -59,14 +59,25 @@ class Grouped:
         scales = finite(self.name, parts["scales"].reshape(blocks.sizes))
         if self.global_shape is not None:
             scales = finite(self.name, scales / parts["global"])
-        values = self.codes.floats(box, parts["codes"])
+        zeros = None
         if self.zeros is not None:
             zeros = self.zeros.floats(blocks, parts["zeros"]).reshape(blocks.sizes)
-            some, each = self._in_step(values, zeros, box, parts)
-            some.sub_(each)
-        some, each = self._in_step(values, lifted(scales, values, self.codes.lift), box, parts)
-        some.mul_(each)
-        return values.to(torch_dtype(self.dtype))
+        if self.groups is not None:
+            scales = scales.index_select(1, parts["groups"])
+            zeros = zeros if zeros is None else zeros.index_select(1, parts["groups"])
+        found = torch.empty(box.sizes, dtype=torch_dtype(self.dtype), device=scales.device)
+        for slab in slabs(box):
+            rows = slice(slab.start[0] - box.start[0], slab.stop[0] - box.start[0])
+            near = self._blocks(slab)
+            own = slice(near.start[0] - blocks.start[0], near.stop[0] - blocks.start[0])
+            values = self.codes.floats(slab, parts["codes"][rows])
+            if zeros is not None:
+                some, each = self._in_step(values, zeros[own], slab)
+                some.sub_(each)
+            some, each = self._in_step(values, lifted(scales[own], values, self.codes.lift), slab)
+            some.mul_(each)
+            found[rows] = values
+        return found
 
     def _blocks(self, box: Box) -> Box:
         """The blocks whose scales a box needs."""
@@ -79,8 +90,8 @@ class Grouped:
         return blocks if len(self.scales_shape) == 2 else whole(self.scales_shape)
 
     def _in_step(
-        self, values: torch.Tensor, scales: torch.Tensor, box: Box, parts: Mapping[str, torch.Tensor]
+        self, values: torch.Tensor, scales: torch.Tensor, slab: Box
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.groups is None:
-            return in_step(values, scales, box, self.block)
-        return values, scales.index_select(1, parts["groups"])
+            return in_step(values, scales, slab, self.block)
+        return values, scales

@@ -52,25 +52,39 @@ class PackedIntegers:
         import torch
 
         octets = words.view(torch.uint8)  # words are little-endian, as all that is stored
-        bits = start * self.bits % _WORD_BITS  # before the first element
+        first = start * self.bits // _WORD_BITS * 4  # byte of the row
         if self.bits == 8:
-            return (octets[:, bits // 8 :][:, : stop - start] ^ 0x80).view(torch.int8)
+            return (octets[:, start - first : stop - first] ^ 0x80).view(torch.int8)
         if self.bits == 4:
-            octets = octets[:, bits // 8 : -(-(bits + 4 * (stop - start)) // 8)]
+            octets = octets[:, start // 2 - first : -(-stop // 2) - first]
             return _nibbles(octets)[:, start % 2 :][:, : stop - start]
-        return self._any_bits(octets, bits, stop - start)
+        eights = _bytes_of_eights(octets, first, start, stop, self.bits)
+        return self._of_eights(eights)[:, start % 8 :][:, : stop - start]
 
-    def _any_bits(self, octets: torch.Tensor, first_bit: int, count: int) -> torch.Tensor:
-        """An element of at most 8 bits lies in at most two bytes."""
+    def _of_eights(self, octets: torch.Tensor) -> torch.Tensor:
+        """Eight integers lie in as many bytes as they have bits, which together are one large integer."""
         import torch
 
-        at = torch.arange(count, device=octets.device).mul_(self.bits).add_(first_bit)
-        low = at >> 3
-        high = (low + 1).clamp_(max=octets.shape[1] - 1)
-        pairs = octets.index_select(1, high).to(torch.int16).bitwise_left_shift_(8)
-        pairs.bitwise_or_(octets.index_select(1, low))
-        pairs = pairs.to(torch.int32).bitwise_and_(0xFFFF).bitwise_right_shift_((at & 7).to(torch.int32))
-        return pairs.bitwise_and_((1 << self.bits) - 1).sub_(1 << (self.bits - 1))
+        wide = torch.int32 if self.bits < 4 else torch.int64
+        octets = octets.unflatten(1, (-1, self.bits))
+        eights = octets[..., 0].to(wide)
+        for k in range(1, self.bits):
+            eights |= octets[..., k].to(wide) << 8 * k
+        shifts = torch.arange(0, 8 * self.bits, self.bits, dtype=wide, device=octets.device)
+        integers = eights.unsqueeze(-1) >> shifts
+        return integers.bitwise_and_((1 << self.bits) - 1).sub_(1 << (self.bits - 1)).flatten(1)
+
+
+def _bytes_of_eights(octets: torch.Tensor, first: int, start: int, stop: int, bits: int) -> torch.Tensor:
+    """The bytes of all eights that elements ``start`` to ``stop`` are of; zeros for those that a box does not bring.
+
+    ``first``: the place of the first byte in its row.
+    """
+    import torch
+
+    before = first - start // 8 * bits
+    after = -(-stop // 8) * bits - (first + octets.shape[1])
+    return torch.nn.functional.pad(octets, (before, after))  # less than zero: bytes are left out
 
 
 def _nibbles(octets: torch.Tensor) -> torch.Tensor:
