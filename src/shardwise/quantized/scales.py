@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ..errors import IntegrityError
@@ -10,7 +11,9 @@ from ..layout.boxes import Box
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["blocks_of", "finite", "spread"]
+_SLAB_ELEMENTS = 256 * 1024
+
+__all__ = ["blocks_of", "finite", "in_step", "lifted", "slabs", "spread"]
 
 
 def blocks_of(box: Box, block: tuple[int, ...]) -> Box:
@@ -27,6 +30,36 @@ def spread(scales: torch.Tensor, box: Box, block: tuple[int, ...]) -> torch.Tens
             first = start % n
             scales = scales.repeat_interleave(n, dim).narrow(dim, first, stop - start)
     return scales
+
+
+def in_step(
+    values: torch.Tensor, scales: torch.Tensor, box: Box, block: tuple[int, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The elements of a box and the scales of :func:`blocks_of`, as views that broadcast. Scales are copied as little as possible."""
+    n = block[-1]
+    if n > 1 and scales.shape[-1] > 1 and box.start[-1] % n == 0 and box.stop[-1] % n == 0:
+        columns = spread(scales, box, (*block[:-1], 1))
+        return values.unflatten(-1, (-1, n)), columns.unsqueeze(-1)
+    return values, spread(scales, box, block)
+
+
+def lifted(scales: torch.Tensor, values: torch.Tensor, lift: int) -> torch.Tensor:
+    """The scales times ``2 ** lift``, which ``values`` lack. Values take it themselves if a scale would overflow."""
+    if not lift:
+        return scales
+    found = scales * 2.0**lift
+    if found.isfinite().all():
+        return found
+    values.mul_(2.0**lift)
+    return scales
+
+
+def slabs(box: Box) -> Iterator[Box]:
+    """The box in pieces along its first dim, whose numbers in fp32 stay in a core's own cache from one operation to the next."""
+    rows = max(1, _SLAB_ELEMENTS * box.sizes[0] // max(1, box.numel))
+    for start in range(box.start[0], box.stop[0], rows):
+        stop = min(start + rows, box.stop[0])
+        yield Box((start, *box.start[1:]), (stop, *box.stop[1:]))
 
 
 def finite(name: str, scales: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,62 @@
+"""How the codes of a tensor lie in the stored one: which part of it a box needs, and its numbers in fp32.
+
+What is stored one element each is here; :mod:`.packed` has integers packed into words, :mod:`.fp4` pairs of FP4 in bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Protocol
+
+from ..layout.boxes import Box
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Codes", "OneEach", "floats"]
+
+
+class Codes(Protocol):
+    """An arrangement of codes."""
+
+    @property
+    def lift(self) -> int:
+        """:meth:`floats` are the numbers divided by 2 to this power; 0 where they are the numbers."""
+
+    def box(self, box: Box) -> Box:
+        """The box of the stored codes that holds a box of the tensor."""
+
+    def floats(self, box: Box, stored: torch.Tensor) -> torch.Tensor:
+        """The numbers of ``box`` in fp32, in memory of their own, from the elements of :meth:`box`."""
+
+
+@dataclass(frozen=True, slots=True)
+class OneEach:
+    """One stored element for each element: int8, FP8. Implements :class:`Codes`."""
+
+    lift = 0
+
+    def box(self, box: Box) -> Box:
+        return box
+
+    def floats(self, box: Box, stored: torch.Tensor) -> torch.Tensor:
+        return floats(stored)
+
+
+def floats(stored: torch.Tensor) -> torch.Tensor:
+    """Stored numbers as fp32. FP8 through a table: four times as fast as torch's cast on CPUs."""
+    import torch
+
+    if stored.is_cpu and stored.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        indices = stored.view(torch.uint8).to(torch.int32).reshape(-1)
+        return _fp8_numbers(stored.dtype).index_select(0, indices).view(stored.shape)
+    return stored.to(torch.float32, copy=True)
+
+
+@cache
+def _fp8_numbers(dtype: torch.dtype) -> torch.Tensor:
+    """The numbers that the 256 bytes stand for."""
+    import torch
+
+    return torch.arange(256, dtype=torch.uint8).view(dtype).to(torch.float32)
