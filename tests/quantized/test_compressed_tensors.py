@@ -12,7 +12,7 @@ import torch
 
 from shardwise.errors import IntegrityError
 from shardwise.layout.boxes import Box, whole
-from shardwise.quantized.compressed_tensors import compressed_tensors
+from shardwise.quantized.compressed_tensors import find as compressed_tensors
 from shardwise.quantized.families import Source
 from tests.quantized.boxes import check_boxes, decoded, same_bits, source_of, stored_in, with_part, without
 from tests.quantized.ct_models import whole_weights, write

@@ -12,7 +12,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from shardwise.errors import IntegrityError
 from shardwise.layout.boxes import Box, whole
 from shardwise.quantized.families import Source
-from shardwise.quantized.mxfp4 import mxfp4
+from shardwise.quantized.mxfp4 import find as mxfp4
 from tests.quantized.boxes import check_boxes, decoded, source_of, stored_in, with_part, without
 
 UP = "model.layers.0.mlp.experts.gate_up_proj"

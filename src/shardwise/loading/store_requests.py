@@ -10,6 +10,7 @@ from ..recipe.host_convert import HostConversion
 from ..storage import Requests
 from ..transfer.converted import spans_of_tensors
 from ..transfer.copy import spans_of
+from ..transfer.decoded import spans_of_coded
 from ..transfer.objects import PART_BYTES, requests_for
 from ..transfer.shared import spans_in_turn
 from .strategy import Choice, Planned, buckets_for, choose, facts_of
@@ -117,7 +118,9 @@ def _count(planned: Planned, announced: Iterable[Iterable[Span]]) -> tuple[int, 
     def files(spans: Iterable[Span]) -> Iterator[Span]:
         for span in spans:
             host = conversions.get(span[0])
-            if host is None:
+            if host is None and (one := planned.plan.coded.get(span[0])) is not None:
+                yield from spans_of_coded(one, span)
+            elif host is None:
                 yield span
             elif not run or run[-1] is not host:  # the reader keeps the results of the last one
                 run.append(host)

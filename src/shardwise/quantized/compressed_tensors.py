@@ -14,7 +14,7 @@ from .ct_modules import ROLES, StoredModule
 from .ct_settings import Scheme, Settings, read_settings
 from .families import Found, Source
 
-__all__ = ["compressed_tensors"]
+__all__ = ["find"]
 
 _METHOD = "compressed-tensors"
 _PLAIN = ("BF16", "F16", "F32", "F64")
@@ -24,7 +24,7 @@ _ACTIVATIONS = frozenset(f"{of}_{side}" for of in ("input", "output", "q", "k", 
 _Stored = Mapping[str, StoredTensor]
 
 
-def compressed_tensors(source: Source) -> Found:
+def find(source: Source) -> Found:
     """Find every weight that compressed-tensors stored. Implements :class:`.Family`.
 
     Reads ``weight_shape`` where shapes don't tell the number of columns (packed integers per channel or per tensor), and

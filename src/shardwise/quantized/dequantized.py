@@ -14,10 +14,15 @@ from .families import Family, Source
 
 __all__ = ["Dequantized", "dequantized", "described", "method_of"]
 
-#: ``quant_method`` of a config → the module and function of its family.
+#: ``quant_method`` of a config → the module of its family.
 _FAMILIES = {
-    "fp8": "fp8",
+    "awq": "awq",
+    "bitsandbytes": "bitsandbytes",
+    "compressed-tensors": "compressed_tensors",
     "fbgemm_fp8": "fp8",
+    "fp8": "fp8",
+    "gptq": "gptq",
+    "mxfp4": "mxfp4",
 }
 #: Methods that names and dtypes tell, for methods that a config names otherwise.
 _LOOKS_LIKE: Mapping[str, Collection[str]] = {
@@ -115,5 +120,5 @@ def _family(method: str) -> Family | None:
     name = _FAMILIES.get(method)
     if name is None:
         return None
-    family: Family = getattr(import_module(f".{name}", __package__), name)
+    family: Family = import_module(f".{name}", __package__).find
     return family

@@ -18,7 +18,7 @@ from .coded import coded
 from .families import Found, Source
 from .scaled import Scaled
 
-__all__ = ["fp8", "viewed"]
+__all__ = ["find", "viewed"]
 
 _CODES = {"F8_E4M3": "E4M3", "F8_E5M2": "E5M2"}
 _SCALES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
@@ -40,7 +40,7 @@ _OF_RUNS = (
 _MX_BLOCK = 32
 
 
-def fp8(source: Source) -> Found:
+def find(source: Source) -> Found:
     """Find the tensors that are stored in FP8 with scales. Implements :class:`.Family`."""
     found = Found()
     block = _block_size(source, found)

@@ -19,14 +19,14 @@ from .scales import finite, lifted, spread
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Mxfp4Experts", "mxfp4"]
+__all__ = ["Mxfp4Experts", "find"]
 
 _BLOCK = 32
 _BYTES = _BLOCK // 2
 _BLOCKS, _SCALES = "_blocks", "_scales"
 
 
-def mxfp4(source: Source) -> Found:
+def find(source: Source) -> Found:
     """Find experts in MXFP4. Implements :class:`.Family`."""
     found = Found()
     pairs = {name.removesuffix(_BLOCKS) for name in source.tensors if name.endswith(_BLOCKS)}

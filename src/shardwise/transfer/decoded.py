@@ -12,14 +12,15 @@ from ..catalog.records import Coded, StoredTensor
 from ..dtypes import itemsize, torch_dtype
 from ..layout.boxes import Box
 from ..planning.buckets import Span
+from ..planning.build import transfers_of
 from ..planning.records import IOOptions, Transfer
 from ..planning.source_box import boxes_of_range
 from ..recipe.tiles import identity
 from .box import read_box, wanted_box
 from .converted import Reader
-from .copy import Staging, parts_of
+from .copy import Staging, parts_of, spans_of
 
-__all__ = ["DecodingReader"]
+__all__ = ["DecodingReader", "spans_of_coded"]
 
 #: Elements that are decoded at a time: they and what comes between stay in a core's cache.
 _ELEMENTS = 512 * 1024
@@ -59,9 +60,14 @@ class DecodingReader:
         assert start * size == offset_bytes, (path, offset_bytes)
         at = 0
         for box in boxes_of_range(start, start + view.nbytes // size, one.tensor.shape):
-            for part in _slabs(box):
-                nbytes = part.numel * size
-                found[at : at + nbytes] = self._decode(one, part).reshape(-1).view(torch.uint8)
+            boxes, parts = self._read(one, box)
+            for slab in _slabs(box):
+                nbytes = slab.numel * size
+                inner = {
+                    role: parts[role][_inside(boxes[role], part)].contiguous()
+                    for role, part in one.rule.boxes(slab).items()
+                }
+                found[at : at + nbytes] = _decoded(one, slab, inner).reshape(-1).view(torch.uint8)
                 at += nbytes
 
     def elements(self, transfer: Transfer) -> Iterator[tuple[Transfer, torch.Tensor]] | None:
@@ -72,25 +78,45 @@ class DecodingReader:
     def _elements(self, one: Coded, transfer: Transfer) -> Iterator[tuple[Transfer, torch.Tensor]]:
         for part in parts_of(transfer, _ELEMENTS * itemsize(transfer.source_dtype)):
             found = part.box_in(one.tensor.shape)
-            made = self._decode(one, found.box)
+            made = _decoded(one, found.box, self._read(one, found.box)[1])
             sizes = [loop.size for loop in part.loops]
             yield part, torch.as_strided(made, found.sizes, found.strides).reshape(sizes)
 
-    def _decode(self, one: Coded, box: Box) -> torch.Tensor:
-        parts = {role: self._box(role, one.parts[role], part) for role, part in one.rule.boxes(box).items()}
-        made = one.rule.decode(box, parts)
-        assert (made.dtype, tuple(made.shape)) == (torch_dtype(one.tensor.dtype), box.sizes), one.tensor.name
-        return made.contiguous()
+    def _read(self, one: Coded, box: Box) -> tuple[Mapping[str, Box], dict[str, torch.Tensor]]:
+        """The boxes of the parts, and their elements."""
+        boxes = one.rule.boxes(box)
+        return boxes, {role: self._box(role, one.parts[role], part) for role, part in boxes.items()}
 
     def _box(self, role: str, stored: StoredTensor, box: Box) -> torch.Tensor:
         """A box of a stored tensor, in memory that the next box of this role takes again."""
         wanted = wanted_box(stored.name, stored.dtype, stored.shape, box)
         if role not in self._rooms:
-            self._rooms[role] = Staging(
-                replace(self._io, staging_bytes=max(self._io.staging_bytes, wanted.nbytes))
-            )
+            self._rooms[role] = Staging(replace(self._io, staging_bytes=2**62))  # as much as the largest box
         tile = identity(stored.name, stored.shape)
         return read_box(wanted, (tile,), {stored.name: stored}, self._files, self._staging, self._rooms[role])
+
+
+def _decoded(one: Coded, box: Box, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    made = one.rule.decode(box, parts)
+    assert (made.dtype, tuple(made.shape)) == (torch_dtype(one.tensor.dtype), box.sizes), one.tensor.name
+    return made.contiguous()
+
+
+def _inside(outer: Box, inner: Box) -> tuple[slice, ...]:
+    """The index of a box in the elements of another one that holds it."""
+    ends = zip(outer.start, inner.start, inner.stop, strict=True)
+    return tuple(slice(start - first, stop - first) for first, start, stop in ends)
+
+
+def spans_of_coded(one: Coded, span: Span) -> Iterator[Span]:
+    """What a read of bytes of a tensor in parts reads from files."""
+    size, (_, start, stop) = itemsize(one.tensor.dtype), span
+    for box in boxes_of_range(start // size, -(-stop // size), one.tensor.shape):
+        for role, part in one.rule.boxes(box).items():
+            stored = one.parts[role]
+            wanted = wanted_box(stored.name, stored.dtype, stored.shape, part)
+            tile = identity(stored.name, stored.shape)
+            yield from spans_of(transfers_of(tile, wanted, {stored.name: stored}))
 
 
 def _slabs(box: Box) -> Iterator[Box]:
