@@ -12,10 +12,28 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from shardwise.catalog.open import open_catalog
 from shardwise.catalog.records import Coded
 from shardwise.layout.boxes import Box, whole
+from shardwise.quantized.dequantized import dequantized
+from tests.harness import models
+from tests.quantized._packed import awq_parts, gptq_parts
+from tests.quantized.compressed_cases import CASES
+from tests.quantized.compressed_models import write
 
-__all__ = ["boxes_of", "decoded", "fp8_directory", "write_quantized"]
+__all__ = [
+    "bitsandbytes_directory",
+    "boxes_of",
+    "decoded",
+    "dequantised_twin",
+    "fp8_directory",
+    "gpt_oss_directory",
+    "packed_directory",
+    "plain_tensors",
+    "quantised_directories",
+    "whole",
+    "write_quantized",
+]
 
 
 def write_quantized(
@@ -55,6 +73,118 @@ def fp8_directory(
     settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": block, **extra}
     write_quantized(plain, out, settings, found)
     return settings
+
+
+def packed_directory(plain: Path, out: Path, settings: Mapping[str, Any]) -> None:
+    """GPTQ's or AWQ's, by what their libraries publish."""
+    pack = awq_parts if settings["quant_method"] == "awq" else gptq_parts
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in plain_tensors(plain).items():
+        if name.endswith("_proj.weight"):
+            parts = pack(tensor.float() * 20, dict(settings))[0]
+            found |= {
+                f"{name.removesuffix('weight')}{last}": part.contiguous() for last, part in parts.items()
+            }
+        else:
+            found[name] = tensor
+    write_quantized(plain, out, settings, found)
+
+
+def bitsandbytes_directory(plain: Path, out: Path, **options: Any) -> None:
+    """By transformers and bitsandbytes."""
+    import transformers
+
+    transformers.AutoModelForCausalLM.from_pretrained(
+        plain,
+        quantization_config=transformers.BitsAndBytesConfig(**options),
+        dtype=torch.bfloat16,
+        device_map="cpu",
+    ).save_pretrained(out)
+
+
+def gpt_oss_directory(out: Path) -> None:
+    """A tiny gpt-oss, whose experts are random codes: any byte is two of them."""
+    import transformers
+
+    config = transformers.GptOssConfig(
+        num_hidden_layers=2,
+        num_local_experts=3,
+        num_experts_per_tok=2,
+        vocab_size=101,
+        hidden_size=64,
+        intermediate_size=32,
+        head_dim=16,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        layer_types=["full_attention", "sliding_attention"],
+    )
+    plain = out.parent / f"{out.name} before"
+    transformers.GptOssForCausalLM(config).to(torch.bfloat16).save_pretrained(plain)
+    found = plain_tensors(plain)
+    for name in list(found):
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, columns, rows = found.pop(name).shape
+            shape = (experts, rows, columns // 32)
+            found[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
+            found[f"{name}_scales"] = torch.randint(110, 130, shape, dtype=torch.uint8)
+    write_quantized(plain, out, {"quant_method": "mxfp4"}, found)
+
+
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
+_AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
+_COMPRESSED = ("fp8-blocks", "int8-channel", "w4-group-zeros", "w8-channel-zeros", "nvfp4", "mxfp4")
+
+
+def quantised_directories(root: Path) -> list[Path]:
+    """One of each format, by the libraries that define them."""
+    import transformers
+
+    torch.manual_seed(0)
+    for kind in ("qwen3", "qwen3-moe", "qwen3-tied"):
+        models.write_hub_directory(kind, root / kind, torch.bfloat16)
+        fp8_directory(root / kind, root / "fp8" / kind, (4, 8))
+    found = list((root / "fp8").iterdir())
+    config = transformers.LlamaConfig(
+        vocab_size=72,
+        hidden_size=128,
+        intermediate_size=192,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(root / "llama")
+    for name, settings in (
+        ("gptq", _GPTQ),
+        ("gptq by activation", {**_GPTQ, "desc_act": True}),
+        ("awq", _AWQ),
+    ):
+        packed_directory(root / "llama", root / name, settings)
+    bitsandbytes_directory(root / "llama", root / "nf4", load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    nested = {"bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": True}
+    bitsandbytes_directory(root / "llama", root / "nested fp4", load_in_4bit=True, **nested)
+    bitsandbytes_directory(root / "llama", root / "int8", load_in_8bit=True)
+    gpt_oss_directory(root / "gpt-oss")
+    for name in _COMPRESSED:
+        write(root / name, CASES[name][0], torch.bfloat16)
+    more = ("gptq", "gptq by activation", "awq", "nf4", "nested fp4", "int8", "gpt-oss", *_COMPRESSED)
+    return found + [root / name for name in more]
+
+
+def dequantised_twin(quantised: Path, out: Path) -> None:
+    """A plain directory with the same tensors, decoded whole. Tests of each format hold that to its library's own results."""
+    stored = plain_tensors(quantised)
+    found = dequantized(open_catalog(quantised))
+    assert found.coded
+    plain = {
+        name: stored[name] for name in found.tensors if found.tensors[name].chunks[0].path not in found.coded
+    }
+    plain |= {
+        one.tensor.name: decoded(one, stored, whole(one.tensor.shape)).float() for one in found.coded.values()
+    }
+    write_quantized(quantised, out, {}, plain)
+    config = json.loads((out / "config.json").read_text())
+    del config["quantization_config"]
+    (out / "config.json").write_text(json.dumps(config))
 
 
 def boxes_of(shape: tuple[int, ...], count: int, seed: int = 0) -> Iterator[Box]:

@@ -17,6 +17,7 @@ from shardwise.layout.boxes import Box, whole
 from shardwise.quantized import awq, gptq
 from tests.quantized import _reference_awq, _reference_gptq
 from tests.quantized._boxes import State, check_boxes, cut, found_in, read_elements, stored
+from tests.quantized._packed import awq_parts, gptq_parts
 
 _CONFIG = transformers.LlamaConfig(
     hidden_size=64,
@@ -45,54 +46,6 @@ _KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def _groups(
-    weight: torch.Tensor, g_idx: torch.Tensor, bits: int, sym: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and zero points of a weight [out, in], each [out, groups], as quantisers choose them."""
-    scales, zeros = [], []
-    for group in range(int(g_idx.max()) + 1):
-        found = weight[:, g_idx == group]
-        low, high = found.amin(1).clamp(max=0), found.amax(1).clamp(min=0)
-        if sym:
-            high = torch.maximum(-low, high)
-            low = -high
-        scale = ((high - low) / (2**bits - 1)).clamp(min=1e-6)
-        scales.append(scale)
-        zeros.append(torch.full_like(scale, 2 ** (bits - 1)) if sym else torch.round(-low / scale))
-    return torch.stack(scales, 1), torch.stack(zeros, 1)
-
-
-def _gptq(weight: torch.Tensor, settings: dict[str, Any]) -> tuple[State, torch.Tensor]:
-    """The stored tensors, and what the library makes of them."""
-    size = settings["group_size"] if settings["group_size"] > 0 else weight.shape[1]
-    g_idx = torch.arange(weight.shape[1], dtype=torch.int32) // size
-    if settings["desc_act"]:
-        g_idx = g_idx[torch.randperm(len(g_idx))]
-    scales, zeros = _groups(weight, g_idx, settings["bits"], settings["sym"])
-    module = _reference_gptq.pack_original(weight, scales, zeros, g_idx, settings["bits"])
-    if settings.get("checkpoint_format") != "gptq_v2":
-        _reference_gptq.convert_gptq_v2_to_v1_format_module(module)
-    parts = {
-        "qweight": module.qweight,
-        "qzeros": module.qzeros,
-        "scales": module.scales,
-        "g_idx": module.g_idx,
-    }
-    kept = {name: tensor.clone() for name, tensor in parts.items()}
-    if settings.get("checkpoint_format") != "gptq_v2":
-        _reference_gptq.convert_gptq_v1_to_v2_format_module(module)
-    return kept, _reference_gptq.dequantize_weight(module).t()
-
-
-def _awq(weight: torch.Tensor, settings: dict[str, Any]) -> tuple[State, torch.Tensor]:
-    size = settings["group_size"] if settings["group_size"] > 0 else weight.shape[1]
-    g_idx = torch.arange(weight.shape[1]) // size
-    scales, zeros = _groups(weight, g_idx, 4, sym=False)
-    packed = _reference_awq.from_linear(weight, size, scales.t(), zeros.t())
-    whole_tensor = _reference_awq.dequantize_gemm(*packed, 4, size).t()
-    return dict(zip(("qweight", "qzeros", "scales"), packed, strict=True)), whole_tensor
-
-
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, State]]:
     """A tiny model in every format, and its weights as the libraries make them of it."""
@@ -104,7 +57,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Pat
         state, expected = {}, {}
         for name, tensor in model.state_dict().items():
             if name.endswith("proj.weight"):
-                pack = _awq if settings["quant_method"] == "awq" else _gptq
+                pack = awq_parts if settings["quant_method"] == "awq" else gptq_parts
                 parts, expected[name] = pack(tensor * 20, settings)
                 state |= {f"{name[:-6]}{last}": part.contiguous() for last, part in parts.items()}
             else:
@@ -143,7 +96,7 @@ def _family(settings: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("shape", [(7, 31), (33, 5), (1, 1), (16, 100)], ids=str)
 def test_sizes_that_cut_words(shape: tuple[int, int], desc_act: bool, bits: int, tmp_path: Path) -> None:
     settings = {**_GPTQ, "bits": bits, "desc_act": desc_act, "group_size": 16}
-    parts, expected = _gptq(torch.randn(shape), settings)
+    parts, expected = gptq_parts(torch.randn(shape), settings)
     state = {f"one.{last}": part.contiguous() for last, part in parts.items()}
     found = found_in(gptq.find, tmp_path, state, settings)
     assert found.problems == []
@@ -228,8 +181,8 @@ def test_groups_that_do_not_exist(
 def test_modules_with_bits_of_their_own(tmp_path: Path) -> None:
     """GPTQModel's ``dynamic``: patterns of modules that have other bits and groups. The tensors tell."""
     settings = {**_GPTQ, "dynamic": {r"+:.*down.*": {"bits": 8, "group_size": 16}}}
-    usual, first = _gptq(torch.randn(16, 64), settings)
-    other, second = _gptq(torch.randn(16, 64), {**settings, "bits": 8, "group_size": 16})
+    usual, first = gptq_parts(torch.randn(16, 64), settings)
+    other, second = gptq_parts(torch.randn(16, 64), {**settings, "bits": 8, "group_size": 16})
     state = {f"up.{n}": t.contiguous() for n, t in usual.items()} | {
         f"down.{n}": t.contiguous() for n, t in other.items()
     }

@@ -13,7 +13,7 @@ from shardwise.errors import IntegrityError
 from shardwise.layout.boxes import Box, whole
 from shardwise.quantized.families import Source
 from shardwise.quantized.mxfp4 import find as mxfp4
-from tests.quantized.boxes import check_boxes, decoded, source_of, stored_in, with_part, without
+from tests.quantized.boxes import check_boxes, decoded, same_bits, source_of, stored_in, with_part, without
 
 UP = "model.layers.0.mlp.experts.gate_up_proj"
 DOWN = "model.layers.0.mlp.experts.down_proj"
@@ -74,9 +74,21 @@ def test_boxes_of_parts_are_tight(source: Source) -> None:
         "scales": Box((1, 8, 1), (2, 16, 3)),
     }
     assert rule.boxes(Box((0, 35, 8), (3, 39, 9))) == {
-        "codes": Box((0, 8, 1, 1), (3, 9, 2, 4)),
+        "codes": Box((0, 8, 1, 0), (3, 9, 2, 4)),
         "scales": Box((0, 8, 1), (3, 9, 2)),
     }
+
+
+def test_parts_anywhere_in_memory(root: Path, source: Source) -> None:
+    """A reader may hand parts that begin at any byte."""
+    stored = stored_in(root)
+    rule = mxfp4(source).coded[UP].rule
+    box = whole((3, 96, 40))
+    parts = {"codes": stored[f"{UP}_blocks"], "scales": stored[f"{UP}_scales"]}
+    memory = torch.empty(parts["codes"].numel() + 3, dtype=torch.uint8)
+    memory[3:] = parts["codes"].flatten()
+    moved = parts | {"codes": memory[3:].view(parts["codes"].shape)}
+    assert same_bits(rule.decode(box, parts), rule.decode(box, moved))
 
 
 def test_scale_that_is_no_number(root: Path, source: Source) -> None:

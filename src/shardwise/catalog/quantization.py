@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from ..limits import read_shallow_json
 from ..storage import is_file, join
@@ -14,7 +16,9 @@ from .small_reads import each, open_file
 __all__ = ["with_quantization"]
 
 #: Suffixes of tensors that describe others, and the most bytes of one.
-_DESCRIBE = (".weight_shape", ".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
+_DESCRIBE = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4", ".weight_format")
+#: Of packed integers: said by the scales, too, where these are for groups of columns. A model of many experts has 70,000.
+_SHAPE = ".weight_shape"
 _MOST_BYTES = 16 * 1024
 
 
@@ -29,13 +33,22 @@ def with_quantization(catalog: Catalog) -> Catalog:
     file = join(catalog.root, "config.json")
     config = read_shallow_json(file) if is_file(file) else {}
     settings = settings_of_config(config) if method_of_config(config) else {}
-    return replace(catalog, quantization=Quantization(settings, _content(catalog)))
+    return replace(catalog, quantization=Quantization(settings, _content(catalog, _describing(settings))))
 
 
-def _content(catalog: Catalog) -> dict[str, bytes]:
+def _describing(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """The suffixes of the tensors that are read."""
+    groups = settings.get("config_groups")
+    schemes = list(groups.values()) if isinstance(groups, dict) else []
+    weights = [scheme.get("weights") for scheme in schemes if isinstance(scheme, dict)]
+    in_groups = [isinstance(w, dict) and w.get("strategy") == "group" for w in weights]
+    return _DESCRIBE if in_groups and all(in_groups) else (*_DESCRIBE, _SHAPE)
+
+
+def _content(catalog: Catalog, describing: tuple[str, ...]) -> dict[str, bytes]:
     by_file = defaultdict(list)
     for name, tensor in catalog.tensors.items():
-        if name.endswith(_DESCRIBE) and tensor.nbytes <= _MOST_BYTES and len(tensor.chunks) == 1:
+        if name.endswith(describing) and tensor.nbytes <= _MOST_BYTES and len(tensor.chunks) == 1:
             by_file[tensor.chunks[0].path].append(tensor)
     known = {file.path: file for file in catalog.files}
     found: dict[str, bytes] = {}

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 
 from ..catalog.records import StoredTensor
 from .coded import Coded
-from .ct_modules import ROLES, StoredModule
-from .ct_settings import Scheme, Settings, read_settings
+from .compressed_modules import ROLES, StoredModule
+from .compressed_settings import Scheme, Settings, read_settings
 from .families import Found, Source
 
 __all__ = ["find"]

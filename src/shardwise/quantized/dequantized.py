@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 
 from ..catalog import Catalog
 from ..catalog.quantized import Quantized, method_of_config, quantized, way_out
-from ..catalog.records import Coded
-from ..errors import PlanError, UnsupportedConversionError
+from ..catalog.records import Coded, Quantization
+from ..errors import FormatError, PlanError, UnsupportedConversionError
 from .families import Family, Source
 
 __all__ = ["Dequantized", "dequantized", "described", "method_of"]
@@ -94,7 +95,7 @@ def dequantized(catalog: Catalog, own: Collection[str] = ()) -> Catalog:
             f"{catalog.root}: quantised ({method}: {how}), which can't be loaded yet; {way_out(method)}"
         )
     found = family(
-        Source(catalog.tensors, catalog.quantization.settings, catalog.quantization.content.__getitem__)
+        Source(catalog.tensors, catalog.quantization.settings, partial(_content, catalog.quantization))
     )
     if not found.coded and not found.problems:
         found.problems.append(
@@ -114,6 +115,12 @@ def dequantized(catalog: Catalog, own: Collection[str] = ()) -> Catalog:
         tensors={**plain, **{name: one.tensor for name, one in found.coded.items()}},
         coded=coded,
     )
+
+
+def _content(known: Quantization, name: str) -> bytes:
+    if name not in known.content:
+        raise FormatError("is too large, or in parts, for a tensor that describes others", path=name)
+    return known.content[name]
 
 
 def _family(method: str) -> Family | None:

@@ -14,7 +14,7 @@ from ..layout.boxes import Box
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["FP4_LIFT", "Fp4Pairs", "high_numbers", "low_numbers"]
+__all__ = ["FP4_LIFT", "Fp4Pairs", "numbers_of_words"]
 
 #: Numbers come divided by 2 to this power.
 FP4_LIFT = 14
@@ -43,19 +43,11 @@ class Fp4Pairs:
         return numbers[:, first : first + box.sizes[1]].to(torch.float32)
 
 
-def low_numbers(octets: torch.Tensor, out: torch.Tensor) -> None:
-    """The first number of each byte (given as int16), into fp16 numbers."""
-    _numbers(octets, 12, out)
-
-
-def high_numbers(octets: torch.Tensor, out: torch.Tensor) -> None:
-    """The second number of each byte (given as int16), into fp16 numbers."""
-    _numbers(octets, 8, out)
-
-
-def _numbers(octets: torch.Tensor, shift: int, out: torch.Tensor) -> None:
+def numbers_of_words(words: torch.Tensor) -> torch.Tensor:
+    """The eight numbers of each int32 word, in a dim before the last, in fp16."""
     import torch
 
-    bits = out.view(torch.int16)
-    torch.bitwise_left_shift(octets, shift, out=bits)
-    bits.bitwise_right_shift_(3).bitwise_and_(_MASK)
+    numbers = torch.empty((*words.shape[:-1], 8, words.shape[-1]), dtype=torch.int16, device=words.device)
+    for k in range(8):
+        numbers[..., k, :] = (words << (28 - 4 * k)).bitwise_right_shift_(16 + 3)
+    return numbers.bitwise_and_(_MASK).view(torch.float16)

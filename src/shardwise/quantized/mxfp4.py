@@ -13,7 +13,7 @@ from ..catalog.records import StoredTensor
 from ..layout.boxes import Box
 from .coded import coded
 from .families import Found, Source
-from .fp4 import FP4_LIFT, high_numbers, low_numbers
+from .fp4 import FP4_LIFT, numbers_of_words
 from .scales import finite, lifted, spread
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def _wrong_dtype(part: StoredTensor) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Experts:
-    """Implements :class:`.Rule`. Codes and scales are transposed as bytes, before they become two numbers of 16 bits each."""
+    """Implements :class:`.Rule`. Codes are transposed by words of eight: numbers would be four times as many bytes."""
 
     name: str
     format = "MXFP4 in blocks of 32"
@@ -91,8 +91,8 @@ class Mxfp4Experts:
         first, last = column // _BLOCK, -(-last_column // _BLOCK)
         scales = Box((expert, row, first), (last_expert, last_row, last))
         within = Box((0,), (_BYTES,))
-        if last - first == 1:  # of one block, only some bytes
-            within = Box((column % _BLOCK // 2,), (-(-(last_column - first * _BLOCK) // 2),))
+        if last - first == 1:  # of one block, only some words
+            within = Box((column % _BLOCK // 8 * 4,), (-(-(last_column - first * _BLOCK) // 8) * 4,))
         return {"codes": Box(scales.start + within.start, scales.stop + within.stop), "scales": scales}
 
     def decode(self, box: Box, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -100,17 +100,22 @@ class Mxfp4Experts:
 
         if not box.numel:
             return torch.empty(box.sizes, dtype=torch.bfloat16, device=parts["codes"].device)
-        experts, columns, rows = box.sizes
         scales = finite(self.name, parts["scales"].transpose(1, 2).contiguous())
-        octets = parts["codes"].flatten(2).transpose(1, 2).contiguous().to(torch.int16)
-        halves = torch.empty((experts, octets.shape[1], 2, rows), dtype=torch.float16, device=octets.device)
-        low_numbers(octets, halves[:, :, 0])
-        high_numbers(octets, halves[:, :, 1])
-        first = box.start[1] % (_BLOCK if scales.shape[1] > 1 else 2)
-        values = halves.flatten(1, 2)[:, first : first + columns].to(torch.float32)
+        words = _words(parts["codes"].flatten(2)).transpose(1, 2).contiguous()
+        first = box.start[1] % (_BLOCK if scales.shape[1] > 1 else 8)
+        values = numbers_of_words(words).flatten(1, 2)[:, first : first + box.sizes[1]].to(torch.float32)
         scales = lifted(scales, values, FP4_LIFT)
-        if first == 0 and columns % _BLOCK == 0:
+        if first == 0 and box.sizes[1] % _BLOCK == 0:
             values.unflatten(1, (-1, _BLOCK)).mul_(scales.unsqueeze(2))
         else:
             values.mul_(spread(scales, box, (1, _BLOCK, 1)))
         return values.to(torch.bfloat16)
+
+
+def _words(octets: torch.Tensor) -> torch.Tensor:
+    """Bytes as int32 words, which torch makes only of memory that begins at a word."""
+    import torch
+
+    if octets.stride(-1) != 1 or octets.storage_offset() % 4 or any(n % 4 for n in octets.stride()[:-1]):
+        octets = octets.clone(memory_format=torch.contiguous_format)
+    return octets.view(torch.int32)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from ..dtypes import torch_dtype
 from ..layout.boxes import Box
-from .scales import blocks_of, finite, spread
+from .codes import floats
+from .scales import blocks_of, finite, in_step
 
 if TYPE_CHECKING:
     import torch
@@ -18,10 +19,10 @@ __all__ = ["Scaled"]
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """``codes × scale`` of the block. Implements :class:`.Rule`; parts: ``codes``, ``scales``, maybe ``zeros``.
+    """``codes × scale`` of the block. Implements :class:`.Rule`; parts: ``codes`` and ``scales``.
 
-    ``codes − zeros`` if there are zero points. In fp32, rounded once to ``dtype``: the rule of transformers' ``Fp8Dequantize``. A
-    block at an edge of the tensor may be cut short.
+    In fp32, rounded once to ``dtype``: the rule of transformers' ``Fp8Dequantize``. A block at an edge of the tensor may be cut
+    short.
     """
 
     format: str
@@ -34,9 +35,9 @@ class Scaled:
         return {"codes": box, "scales": blocks_of(box, self.block)}
 
     def decode(self, box: Box, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        import torch
-
+        found = floats(parts["codes"])
         scales = finite(self.name, parts["scales"])
-        found = parts["codes"].to(torch.float32)
-        found.mul_(spread(scales, box, self.block))
+        if box.numel:
+            values, factors = in_step(found, scales, box, self.block)
+            values.mul_(factors)
         return found.to(torch_dtype(self.dtype))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import IntegrityError
 from ..layout.boxes import Box
+from .codes import floats
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +68,7 @@ def finite(name: str, scales: torch.Tensor) -> torch.Tensor:
     import torch
 
     found = scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales
-    found = found.to(torch.float32)
+    found = floats(found)
     if not found.isfinite().all():
         raise IntegrityError(f"{name}: a scale is NaN or infinite")
     return found

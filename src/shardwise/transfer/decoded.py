@@ -64,7 +64,7 @@ class DecodingReader:
             for slab in _slabs(box):
                 nbytes = slab.numel * size
                 inner = {
-                    role: parts[role][_inside(boxes[role], part)].contiguous()
+                    role: parts[role][_inside(boxes[role], part)].clone(memory_format=torch.contiguous_format)
                     for role, part in one.rule.boxes(slab).items()
                 }
                 found[at : at + nbytes] = _decoded(one, slab, inner).reshape(-1).view(torch.uint8)

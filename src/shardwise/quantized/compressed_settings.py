@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ONE_EACH", "FP4", "PACKED", "Scheme", "Settings", "read_settings"]
+__all__ = ["FP4", "ONE_EACH", "PACKED", "Scheme", "Settings", "read_settings"]
 
 #: Formats that store one element each; the library decodes them all alike.
 ONE_EACH = ("float-quantized", "int-quantized", "naive-quantized", "mxfp8-quantized")

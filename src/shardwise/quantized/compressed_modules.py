@@ -10,7 +10,7 @@ import numpy as np
 from ..catalog.records import StoredTensor
 from .coded import Coded, coded
 from .codes import Codes, OneEach
-from .ct_settings import FP4, ONE_EACH, PACKED, Scheme
+from .compressed_settings import FP4, ONE_EACH, PACKED, Scheme
 from .fp4 import Fp4Pairs
 from .grouped import Grouped
 from .packed import PackedIntegers, packed_size
