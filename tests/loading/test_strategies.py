@@ -130,6 +130,30 @@ def test_columns_and_ties_and_scalars(tmp_path: Path) -> None:
         assert torch.equal(full.full_tensor(), reference.wide.weight)
 
 
+@on_ranks(2, 3)
+def test_dtypes_of_other_sizes_one_after_the_other(tmp_path: Path) -> None:
+    """What several ranks send lies end to end: an odd number of bf16 leaves the next fp32 off its alignment."""
+    torch.manual_seed(1)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("a", torch.randn(70_001).bfloat16())
+            self.register_buffer("b", torch.randn(100_000))
+
+    reference = Net()
+    if dist.get_rank() == 0:
+        for name, tensor in reference.state_dict().items():
+            save_file({name: tensor}, tmp_path / f"{name}.safetensors")
+    dist.barrier()
+    for chosen in SHARED:
+        with sw.meta_init():
+            model = Net()
+        sw.load(model, tmp_path, io=options(chosen))
+        assert torch.equal(model.a, reference.a)
+        assert torch.equal(model.b, reference.b)
+
+
 @on_ranks(2)
 def test_short_runs_are_read_once_per_host(tmp_path: Path) -> None:
     state = {"weight": torch.randn(4200, 2048).to(torch.bfloat16)}
