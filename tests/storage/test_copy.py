@@ -221,6 +221,14 @@ def test_a_write_that_is_refused(step: Path, proxy: Proxy) -> None:
     assert not files_below(f"{ROOT}/refused")
 
 
+def test_a_part_that_is_refused(proxy: Proxy, tmp_path: Path) -> None:
+    """The error is the store's, though the upload ends in the middle of the file."""
+    (tmp_path / "large.bin").write_bytes(os.urandom(2**26))
+    proxy.reset(lambda asked: Do(status=403) if "partNumber" in asked.path else None)
+    with pytest.raises(CheckpointError, match="large.bin: "):
+        sw.copy(tmp_path, f"s3://{BUCKET}/{os.urandom(6).hex()}")
+
+
 def test_another_program_that_writes_there(step: Path, proxy: Proxy, server: S3Server) -> None:
     """What is read back differs from what was sent."""
     name = next(n for n in sorted(contents(step)) if n.startswith("rank/") and n.endswith(".json"))

@@ -20,8 +20,9 @@ __all__ = ["Bucket", "Buckets", "Range", "Span", "cut_into_buckets"]
 
 #: Ranges begin in a bucket where they begin in the file, modulo this: elements keep their alignment.
 _ALIGNMENT = 64
-#: A bucket of which less than this part is free takes no part of a tensor that goes on in the next.
-_NEARLY_FULL = 8
+#: A bucket of which less than this part is free takes no part of a tensor that goes on in the next. Where each bucket is a request,
+#: full ones cost less than the transfers of small parts.
+_NEARLY_FULL, _NEARLY_FULL_REQUEST = 8, 64
 
 #: Bytes of a file at a path, from a first to one past the last.
 Span = tuple[str, int, int]
@@ -103,7 +104,9 @@ def cut_into_buckets(
     for path, offset_bytes, name, chunk in chunks:
         size = itemsize(stored[name].dtype)
         last = partial(_last, buckets, path if of_one_file else None)
-        room = partial(_room, last, limit, size)
+        room = partial(
+            _room, last, limit, size, limit // (_NEARLY_FULL_REQUEST if of_one_file else _NEARLY_FULL)
+        )
         for box, skipped, numel in _pieces(chunk.box, max(1, limit // size), room):
             piece = _Piece(path, offset_bytes + skipped * size, numel * size, name, box)
             if spans.touch(piece):
@@ -121,11 +124,11 @@ def _last(buckets: Sequence[Bucket], path: str | None) -> Bucket | None:
     return buckets[-1]
 
 
-def _room(last: Callable[[], Bucket | None], limit: int, size: int) -> int:
+def _room(last: Callable[[], Bucket | None], limit: int, size: int, least: int) -> int:
     """Elements that a piece may have to fill the last bucket, or the next one if that is nearly full."""
     bucket = last()
     left = 0 if bucket is None else limit - bucket.nbytes
-    return (left if left >= limit // _NEARLY_FULL else limit) // size
+    return (left if left >= least else limit) // size
 
 
 def _pieces(box: Box, most: int, room: Callable[[], int]) -> Iterator[tuple[Box, int, int]]:

@@ -139,6 +139,8 @@ class ObstoreStore:
             """The pieces. obstore wraps what an iterator raises: the caller gets it as it was."""
             try:
                 yield from pieces
+            except GeneratorExit:  # the upload failed, and takes no more
+                raise
             except BaseException as error:
                 failures.append(error)
                 raise
