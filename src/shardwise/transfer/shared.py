@@ -93,7 +93,8 @@ class SharedReader(ABC):
     def elements(self, transfer: Transfer) -> Iterator[tuple[Transfer, torch.Tensor]] | None:
         """The elements of one of the transfers given last, with its loops as dims; None if they are not aligned."""
         held, size = self._now[transfer.path], itemsize(transfer.source_dtype)
-        if transfer.offset_bytes % size or held.storage_offset() % size:  # tensors of several dtypes came one after the other
+        # What several ranks sent lies end to end: tensors of other dtypes may leave the next off its alignment.
+        if transfer.offset_bytes % size or held.storage_offset() % size:
             return None
         sizes = [loop.size for loop in transfer.loops]
         strides = [loop.source_stride for loop in transfer.loops]
