@@ -1,4 +1,4 @@
-"""What is quantised is refused in one line with the way to plain weights, before anything is planned."""
+"""Quantised sources: what can't be dequantised is refused in one line, with the way to plain weights, before anything is planned."""
 
 from __future__ import annotations
 
@@ -53,83 +53,26 @@ def _fp8(state: State, name: str) -> None:
     state[f"{name}_scale_inv"] = torch.rand(-(-rows // 128), -(-columns // 128))
 
 
-def _awq(state: State, name: str) -> None:
-    stem = name.removesuffix("weight")
-    rows, columns = state.pop(name).shape
-    state[f"{stem}qweight"] = _int32(columns, rows // 8)
-    state[f"{stem}qzeros"] = _int32(columns // 32, rows // 8)
-    state[f"{stem}scales"] = torch.rand(columns // 32, rows).half()
+def _quanto(state: State, name: str) -> None:
+    """As optimum-quanto stores it."""
+    stem, tensor = name.removesuffix("weight"), state.pop(name)
+    state[f"{stem}weight._data"] = tensor.to(torch.int8)
+    state[f"{stem}weight._scale"] = torch.rand(tensor.shape[0], 1)
 
 
-def _gptq(state: State, name: str) -> None:
-    columns = state[name].shape[1]
-    _awq(state, name)
-    state[f"{name.removesuffix('weight')}g_idx"] = torch.arange(columns, dtype=torch.int32) // 32
-
-
-def _compressed(state: State, name: str) -> None:
-    """compressed-tensors, pack-quantized."""
-    rows, columns = state.pop(name).shape
-    state[f"{name}_packed"] = _int32(rows, columns // 8)
-    state[f"{name}_scale"] = torch.rand(rows, columns // 32).bfloat16()
-    state[f"{name}_shape"] = torch.tensor([rows, columns])
-
-
-def _compressed_int8(state: State, name: str) -> None:
-    state[f"{name}_scale"] = torch.rand(state[name].shape[0], 1).bfloat16()
-    state[name] = torch.randint(-128, 127, state[name].shape, dtype=torch.int8)
-
-
-def _bnb4(state: State, name: str) -> None:
-    count = state[name].numel()
-    state[name] = _uint8(count // 2, 1)
-    state[f"{name}.absmax"] = _uint8(count // 64)
-    state[f"{name}.quant_map"] = torch.rand(16)
-    state[f"{name}.nested_absmax"] = torch.rand(1)
-    state[f"{name}.quant_state.bitsandbytes__nf4"] = _uint8(80)
-
-
-def _bnb8(state: State, name: str) -> None:
-    rows = state[name].shape[0]
-    state[name] = torch.randint(-128, 127, state[name].shape, dtype=torch.int8)
-    state[name.replace("weight", "SCB")] = torch.rand(rows)
-    state[f"{name}_format"] = torch.tensor(0, dtype=torch.uint8)
-
-
-_GROUPS = {"config_groups": {"group_0": {"weights": {"num_bits": 4}}}, "format": "pack-quantized"}
 _FP8 = {"activation_scheme": "dynamic", "weight_block_size": [128, 128], "fmt": "e4m3"}
 
-#: How a tensor is stored, what config.json says, the name of the method, and a word of the way out.
-FORMATS: dict[str, tuple[Callable[[State, str], None], dict[str, Any], str, str]] = {
-    "mxfp4": (_mxfp4, {"quant_method": "mxfp4"}, "mxfp4", "Mxfp4Config(dequantize=True)"),
-    "fp8": (_fp8, {"quant_method": "fp8", **_FP8}, "fp8", "FineGrainedFP8Config(dequantize=True)"),
-    "gptq": (
-        _gptq,
-        {"quant_method": "gptq", "bits": 4, "group_size": 32},
-        "gptq",
-        "from which it was quantised",
-    ),
-    "awq": (_awq, {"quant_method": "awq", "bits": 4, "group_size": 32}, "awq", "from which it was quantised"),
-    "compressed": (
-        _compressed,
-        {"quant_method": "compressed-tensors", **_GROUPS},
-        "compressed-tensors",
-        "CompressedTensorsConfig(dequantize=True)",
-    ),
-    "int8": (
-        _compressed_int8,
-        {"quant_method": "compressed-tensors", **_GROUPS},
-        "int8",
-        "from which it was",
-    ),
-    "bnb4": (_bnb4, {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "bitsandbytes", "dequantize()"),
-    "bnb8": (_bnb8, {"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes", "dequantize()"),
+#: How a tensor is stored, and what config.json says.
+FORMATS: dict[str, tuple[Callable[[State, str], None], dict[str, Any]]] = {
+    "mxfp4": (_mxfp4, {"quant_method": "mxfp4"}),
+    "fp8": (_fp8, {"quant_method": "fp8", **_FP8}),
+    "quanto": (_quanto, {"quant_method": "quanto", "weights": "int8"}),
 }
 
 
 def _write(root: Path, kind: str, *, says: bool = True) -> Path:
     """A tiny model as the library of ``kind`` stores it."""
-    pack, quantization, _, _ = FORMATS[kind]
+    pack, quantization = FORMATS[kind]
     if kind == "mxfp4":
         config: Any = transformers.GptOssConfig(
             **_IDS, **_SIZES, **_HEADS, num_local_experts=2, num_experts_per_tok=1
@@ -159,46 +102,62 @@ def _refusal(work: Callable[[], Any]) -> str:
 
 
 @pytest.mark.parametrize("says", [True, False], ids=["config says it", "tensors alone"])
-@pytest.mark.parametrize("kind", FORMATS)
-def test_a_quantised_source_is_refused_in_one_line(tmp_path: Path, kind: str, says: bool) -> None:
+def test_a_method_that_is_not_known_is_refused_in_one_line(tmp_path: Path, says: bool) -> None:
     """By load_pretrained, also with the declarations that would let random weights in; by load, plan, convert."""
-    root = str(_write(tmp_path / kind, kind, says=says))
-    _, _, method, way_out = FORMATS[kind]
-    method = "compressed-tensors" if says and kind == "int8" else method
-    way_out = "CompressedTensorsConfig" if says and kind == "int8" else way_out
+    root = str(_write(tmp_path / "quanto", "quanto", says=says))
     declared: Any = {"allow_missing": ("*",), "allow_unused": ("*",)}
+    model = nn.Linear(2, 2)
     texts = {
         "load_pretrained": _refusal(lambda: sw.load_pretrained(root)),
         "declared": _refusal(lambda: sw.load_pretrained(root, **declared)),
-        "in its dtype": _refusal(lambda: sw.load_pretrained(root, dtype=torch.float8_e4m3fn)),
         "plan": _refusal(lambda: sw.plan(root, ranks=2)),
         "convert": _refusal(lambda: sw.convert(root, tmp_path / "out")),
+        "load": _refusal(lambda: sw.load(model, root, names={})),
     }
     for case, text in texts.items():
         assert "\n" not in text, (case, text)
         assert "allow_missing=" not in text, (case, text)
         assert "allow_unused=" not in text, (case, text)
-        for word in (root, f"quantised ({method}", way_out):
+        for word in (root, "quantised (quanto", "from which it was quantised"):
             assert word in text, (case, text)
     assert not (tmp_path / "out").exists()
-    model = nn.Linear(2, 2)
-    assert "quantised (" in _refusal(lambda: sw.load(model, root, names={}))
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "fp8"])
+def test_declarations_let_no_codes_through(tmp_path: Path, kind: str) -> None:
+    """Codes whose scales are lost are no weights, and no tensors that may be left."""
+    root = _write(tmp_path / kind, kind)
+    state = load_file(root / "model.safetensors")
+    lost = next(name for name in state if name.endswith(("_scales", "_scale_inv")))
+    del state[lost]
+    save_file(state, root / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(PlanError) as caught:
+        sw.load_pretrained(root, allow_missing=("*",), allow_unused=("*",))
+    assert lost in str(caught.value)
+
+
+def test_a_conversion_takes_plain_sources(tmp_path: Path) -> None:
+    root = _write(tmp_path / "fp8", "fp8")
+    text = _refusal(lambda: sw.convert(root, tmp_path / "out"))
+    assert "quantised (fp8" in text
+    assert "which can't be taken here" in text
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(("kind", "config"), [("mxfp4", "Mxfp4Config"), ("fp8", "FineGrainedFP8Config")])
-def test_the_way_out_works(tmp_path: Path, kind: str, config: str) -> None:
-    """The call that the error names gives a directory that loads, with the values that transformers computes."""
+def test_as_transformers_dequantises_it(tmp_path: Path, kind: str, config: str) -> None:
+    """The way that an error names, where one process holds the whole model, and a load give the same bits."""
     root = _write(tmp_path / kind, kind)
     plain = AutoModelForCausalLM.from_pretrained(
         root, dtype=torch.bfloat16, quantization_config=getattr(transformers, config)(dequantize=True)
     )
     plain.save_pretrained(tmp_path / "out", save_original_format=False)
-    text = _refusal(lambda: sw.load_pretrained(root))
-    assert f"transformers.{config}(dequantize=True)).save_pretrained(OUT, save_original_format=False)" in text
-    model, _ = sw.load_pretrained(tmp_path / "out")
     expected = plain.state_dict()
-    assert model.state_dict().keys() == expected.keys()
-    assert all(torch.equal(t, expected[n]) for n, t in model.state_dict().items())
+    for source in (root, tmp_path / "out"):
+        model, _ = sw.load_pretrained(source)
+        assert model.state_dict().keys() == expected.keys()
+        assert all(torch.equal(t, expected[n]) for n, t in model.state_dict().items())
+        assert getattr(model.config, "quantization_config", None) is None
 
 
 def test_float8_without_scales_and_a_models_own_scales(tmp_path: Path) -> None:

@@ -225,7 +225,7 @@ def test_a_part_that_is_refused(proxy: Proxy, tmp_path: Path) -> None:
     """The error is the store's, though the upload ends in the middle of the file."""
     (tmp_path / "large.bin").write_bytes(os.urandom(2**26))
     proxy.reset(lambda asked: Do(status=403) if "partNumber" in asked.path else None)
-    with pytest.raises(CheckpointError, match="large.bin: "):
+    with pytest.raises(CheckpointError, match=r"large\.bin: "):
         sw.copy(tmp_path, f"s3://{BUCKET}/{os.urandom(6).hex()}")
 
 
