@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from shardwise.catalog.open import open_catalog
 from shardwise.errors import IntegrityError, PlanError
+from shardwise.quantized.codes import floats
 from shardwise.quantized.dequantized import dequantized
 from tests.harness import models
 from tests.quantized._made import boxes_of, decoded, fp8_directory, write_quantized
@@ -76,6 +77,23 @@ def test_one_scale_a_tensor_or_a_channel(held: tuple[int, ...], tmp_path: Path, 
     each = scales.reshape(-1, 1) if scales.numel() > 1 else scales.reshape(())
     for box in boxes_of((40, 24), 20):
         assert torch.equal(decoded(one, tensors, box), (codes.float() * each).expand(40, 24)[box.slices])
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("count", [1, 4096, 65536])
+@pytest.mark.parametrize("flushed", [False, True])
+def test_every_code_is_the_number_that_torch_says(dtype: torch.dtype, count: int, flushed: bool) -> None:
+    """Also NaN, infinities, zeros of both signs and subnormal numbers, in a process that flushes those, too."""
+    every = torch.arange(256, dtype=torch.uint8).view(dtype)
+    expected = every.to(torch.float32)
+    torch.set_flush_denormal(flushed)
+    try:
+        for codes, numbers in ((every, expected), (every[~expected.isnan()], expected[~expected.isnan()])):
+            k = torch.randint(0, len(codes), (count,))
+            found = floats(codes.view(torch.uint8)[k].view(dtype))
+            assert torch.equal(found.view(torch.int32), numbers[k].view(torch.int32))
+    finally:
+        torch.set_flush_denormal(False)
 
 
 def missing(t: dict[str, torch.Tensor]) -> None:

@@ -10,9 +10,14 @@ import torch
 
 from shardwise.catalog.open import open_catalog
 from shardwise.dtypes import itemsize
+from shardwise.layout.boxes import Box
+from shardwise.planning.build import transfers_of
 from shardwise.planning.records import IOOptions
 from shardwise.quantized.dequantized import dequantized
+from shardwise.recipe.tiles import Loop, Tile
 from shardwise.transfer import SourceReader
+from shardwise.transfer.box import wanted_box
+from shardwise.transfer.copy import Destination, Staging, execute
 from shardwise.transfer.decoded import DecodingReader
 from tests.quantized._made import decoded, plain_tensors, quantised_directories, whole
 
@@ -40,3 +45,33 @@ def test_any_range_of_bytes(directories: list[Path]) -> None:
                     assert bytes(view) == expected[start:stop].numpy().tobytes(), (directory, one.tensor.name)
                     cases += 1
     assert cases > 500
+
+
+@pytest.mark.parametrize("elements", [50, 1000])
+def test_elements_in_steps_of_any_size(
+    directories: list[Path], elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a rank that reads for itself asks for them: rows, columns, inner boxes, transposed."""
+    monkeypatch.setattr("shardwise.transfer.decoded._ELEMENTS", elements)
+    chance, cases = random.Random(elements), 0
+    for directory in directories:
+        stored, catalog = plain_tensors(directory), dequantized(open_catalog(directory))
+        with SourceReader(files=catalog.files) as files:
+            reader = DecodingReader(files, catalog.coded, IOOptions())
+            for one in list(catalog.coded.values())[:2]:
+                shape = one.tensor.shape
+                expected = decoded(one, stored, whole(shape))
+                for order in (tuple(range(len(shape))), tuple(reversed(range(len(shape))))):
+                    loops = tuple(Loop(shape[d], d, 1, k, 1) for k, d in enumerate(order))
+                    tile = Tile(one.tensor.name, loops, (0,) * len(shape), (0,) * len(shape))
+                    target = tuple(shape[d] for d in order)
+                    start = tuple(chance.randrange(n) for n in target)
+                    stop = tuple(chance.randint(a + 1, n) for a, n in zip(start, target, strict=True))
+                    for box in (Box(start, stop), whole(target)):
+                        wanted = wanted_box("w", one.tensor.dtype, target, box)
+                        found = torch.zeros(box.sizes, dtype=expected.dtype)
+                        transfers = list(transfers_of(tile, wanted, catalog.tensors))
+                        execute(transfers, reader, Destination({"w": found}), Staging(IOOptions()))
+                        assert torch.equal(found, expected.permute(order)[box.slices]), (directory, box)
+                        cases += 1
+    assert cases > 100

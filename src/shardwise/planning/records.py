@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ..catalog.records import Coded
@@ -12,7 +12,7 @@ from ..dtypes import itemsize
 from ..layout.wanted import Wanted
 from ..recipe.host_convert import HostConversion
 from ..recipe.match import Declaration, Recipe
-from .source_box import SourceBox, source_box
+from .source_box import SourceBox, along_dims, source_box
 
 __all__ = ["LEAST_STAGING_BYTES", "MIN_RUN_BYTES", "IOOptions", "Plan", "Reads", "StridedLoop", "Transfer"]
 
@@ -111,6 +111,23 @@ class Transfer:
     @property
     def numel(self) -> int:
         return math.prod(loop.size for loop in self.loops)
+
+    def along_dims(self, shape: tuple[int, ...]) -> Transfer:
+        """The transfer with loops that go along one dim each of a tensor of this shape, which is stored as for :meth:`box_in`.
+
+        A cut of these loops has a box of its own; a cut of one that goes through whole rows may have none.
+        """
+        sources = [(loop.size, loop.source_stride) for loop in self.loops]
+        first = self.offset_bytes // itemsize(self.source_dtype)
+        loops: list[StridedLoop] = []
+        for loop, split in zip(self.loops, along_dims(first, sources, shape), strict=True):
+            inner = 1
+            found = []
+            for size, stride in reversed(split):
+                found.append(StridedLoop(size, stride, loop.target_stride * inner))
+                inner *= size
+            loops += reversed(found)
+        return replace(self, loops=tuple(loops))
 
     def box_in(self, shape: tuple[int, ...]) -> SourceBox:
         """The box of a tensor of this shape, stored whole at the start of a file, that holds the elements."""

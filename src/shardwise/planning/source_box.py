@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ..layout.boxes import Box
 from ..layout.wanted import contiguous_strides
 
-__all__ = ["SourceBox", "boxes_of_range", "source_box"]
+__all__ = ["SourceBox", "along_dims", "boxes_of_range", "source_box"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,15 @@ def source_box(flat: int, loops: Iterable[tuple[int, int]], shape: Sequence[int]
     box = Box(first, stop)
     strides = contiguous_strides(box.sizes)
     return SourceBox(box, tuple(s.size for s in steps), tuple(s.step * strides[s.dim] for s in steps))
+
+
+def along_dims(
+    flat: int, loops: Iterable[tuple[int, int]], shape: Sequence[int]
+) -> Iterator[list[tuple[int, int]]]:
+    """Each loop as loops along single dims, outermost first: their sizes and strides. For the arguments of :func:`source_box`."""
+    first, strides = _index(flat, shape), contiguous_strides(tuple(shape))
+    for size, stride in loops:
+        yield [(s.size, s.step * strides[s.dim]) for s in _along_dims(size, stride, first, shape)]
 
 
 def _index(flat: int, shape: Sequence[int]) -> tuple[int, ...]:

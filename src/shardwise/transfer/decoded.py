@@ -76,6 +76,7 @@ class DecodingReader:
         return self._files.elements(transfer) if one is None else self._elements(one, transfer)
 
     def _elements(self, one: Coded, transfer: Transfer) -> Iterator[tuple[Transfer, torch.Tensor]]:
+        transfer = transfer.along_dims(one.tensor.shape)
         for part in parts_of(transfer, _ELEMENTS * itemsize(transfer.source_dtype)):
             found = part.box_in(one.tensor.shape)
             made = _decoded(one, found.box, self._read(one, found.box)[1])
