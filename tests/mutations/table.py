@@ -45,6 +45,63 @@ DEVICE = "tests/device/test_devices.py"
 
 
 MUTATIONS = (
+    # ------------------------------------------------------------------------------------- quantised sources
+    Mutation(
+        "quantized/codes.py",
+        "_E4M3_IN_FP16, _E4M3_BIAS = -0x8000 | 0x3F80, 15 - 7",
+        "_E4M3_IN_FP16, _E4M3_BIAS = 0x3F80, 15 - 7",
+        ("tests/quantized/test_fp8.py::test_every_code_is_the_number_that_torch_says",),
+        "codes lose their sign",
+    ),
+    Mutation(
+        "quantized/codes.py",
+        "& 0x7F).amax()) == 0x7F:",
+        "& 0x7F).amax()) == 0x7E:",
+        ("tests/quantized/test_fp8.py::test_every_code_is_the_number_that_torch_says",),
+        "a NaN becomes a number",
+    ),
+    Mutation(
+        "quantized/scales.py",
+        "start = tuple(a // n for a, n in zip(box.start, block, strict=True))",
+        "start = tuple(-(-a // n) for a, n in zip(box.start, block, strict=True))",
+        ("tests/quantized/test_fp8.py::test_every_box",),
+        "a box that begins in a block takes the next block's scale",
+    ),
+    Mutation(
+        "quantized/scales.py",
+        "    if not found.isfinite().all():\n        raise",
+        "    if found.isinf().all():\n        raise",
+        ("tests/quantized/test_fp8.py::test_a_scale_that_is_no_number",),
+        "NaN scales pass",
+    ),
+    Mutation(
+        "quantized/fp8.py",
+        "if block is None and len(held) == len(shape):",
+        "if len(held) == len(shape):",
+        ("tests/quantized/test_fp8.py::test_wrong_scales_are_named",),
+        "scales for other blocks than the config's are taken",
+    ),
+    Mutation(
+        "quantized/dequantized.py",
+        "gone = {*found.parts(), *found.unused}",
+        "gone = {*found.parts()}",
+        ("tests/quantized/test_fp8.py::test_one_scale_a_tensor_or_a_channel",),
+        "scales of activations are taken for tensors of the model",
+    ),
+    Mutation(
+        "transfer/decoded.py",
+        "        transfer = transfer.along_dims(one.tensor.shape)\n",
+        "",
+        ("tests/quantized/test_reading.py::test_elements_in_steps_of_any_size",),
+        "a cut of a loop that goes through rows has no box",
+    ),
+    Mutation(
+        "transfer/shared.py",
+        "if transfer.offset_bytes % size or held.storage_offset() % size:",
+        "if transfer.offset_bytes % size:",
+        ("tests/loading/test_strategies.py::test_dtypes_of_other_sizes_one_after_the_other",),
+        "elements that are not aligned are viewed",
+    ),
     # ------------------------------------------------------------------------------------- limits, names, rng
     Mutation(
         "limits.py",
