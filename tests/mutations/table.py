@@ -76,10 +76,17 @@ MUTATIONS = (
     ),
     Mutation(
         "quantized/fp8.py",
-        "if block is None and len(held) == len(shape):",
-        "if len(held) == len(shape):",
+        "        if scales is not None and others[:-1]:",
+        "        if scales is not None and others[2:]:",
         ("tests/quantized/test_fp8.py::test_wrong_scales_are_named",),
-        "scales for other blocks than the config's are taken",
+        "of two scales of one tensor the first is taken",
+    ),
+    Mutation(
+        "quantized/dequantized.py",
+        "        found.problems += _surplus(catalog, found, held)\n",
+        "        pass\n",
+        ("tests/quantized/test_fp8.py::test_wrong_scales_are_named",),
+        "scales beside a plain tensor are left",
     ),
     Mutation(
         "quantized/dequantized.py",

@@ -116,6 +116,14 @@ def too_few(t: dict[str, torch.Tensor]) -> None:
     t["w.weight_scale_inv"] = torch.ones(2, 2)
 
 
+def two(t: dict[str, torch.Tensor]) -> None:
+    t["w.weight_scale"] = torch.ones(3, 2)
+
+
+def of_a_plain_tensor(t: dict[str, torch.Tensor]) -> None:
+    t["v.weight_scale"], t["v.weight"] = torch.ones(2, 2), torch.ones(32, 32)
+
+
 def integers(t: dict[str, torch.Tensor]) -> None:
     t["w.weight_scale_inv"] = torch.ones(3, 2, dtype=torch.int32)
 
@@ -125,7 +133,9 @@ PROBLEMS = {
     surplus: r"surplus: 'v\.weight_scale_inv' scales 'v\.weight', which is not stored",
     of_plain_weights: r"surplus: 'v\.weight_scale_inv' scales 'v\.weight', which is F32, not FP8",
     transposed: r"mis-shaped: the scales 'w\.weight_scale_inv' of the codes 'w\.weight' \[48, 32\] have shape \[2, 3\]",
-    too_few: r"have shape \[2, 2\], expected \[\] for one, or \[3, 2\] for blocks of 16 x 16 or \[48\]",
+    too_few: r"have shape \[2, 2\], expected \[\] for one, or \[3, 2\] for blocks of \[16, 16\], or \[48\]",
+    two: r"ambiguous: 'w\.weight_scale_inv' and 'w\.weight_scale' both scale the codes 'w\.weight'; remove one",
+    of_a_plain_tensor: r"surplus: 'v\.weight_scale' goes with 'v\.weight', which is stored in another way",
     integers: r"un-castable: the scales 'w\.weight_scale_inv' are I32",
 }
 
@@ -178,12 +188,22 @@ def test_a_block_size_that_is_none(tmp_path: Path, plain: Path, size: Any) -> No
         dequantized(open_catalog(tmp_path / "q"))
 
 
-def test_codes_without_a_config(tmp_path: Path) -> None:
-    """Blocks that divide the tensor are told by the scales alone."""
+def test_blocks_whose_size_no_config_says(tmp_path: Path) -> None:
+    """Scales that were transposed would fit a tensor as well."""
     tensors = {
         "w.weight": torch.randn(32, 32).to(torch.float8_e4m3fn),
         "w.weight_scale_inv": torch.rand(2, 4),
     }
     save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(
+        PlanError, match="or those of blocks, if the config says their size in weight_block_size"
+    ):
+        dequantized(open_catalog(tmp_path))
+
+
+def test_channels_without_a_config(tmp_path: Path) -> None:
+    tensors = {"w.weight": torch.randn(32, 16).to(torch.float8_e4m3fn), "w.weight_scale": torch.rand(32, 1)}
+    save_file(tensors, tmp_path / "model.safetensors")
     (one,) = dequantized(open_catalog(tmp_path)).coded.values()
-    assert torch.equal(decoded(one, tensors, next(boxes_of((32, 32), 0))), reference(*tensors.values()))
+    expected = tensors["w.weight"].float() * tensors["w.weight_scale"]
+    assert torch.equal(decoded(one, tensors, next(boxes_of((32, 16), 0))), expected)

@@ -16,10 +16,16 @@ from .small_reads import each, open_file
 __all__ = ["with_quantization"]
 
 #: Suffixes of tensors that describe others, and the most bytes of one.
-_DESCRIBE = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4", ".weight_format")
+_DESCRIBE = (
+    ".quant_state.bitsandbytes__nf4",
+    ".quant_state.bitsandbytes__fp4",
+    ".weight_format",
+    ".weight_g_idx",
+)
+_FLOAT8 = ("F8_E4M3", "F8_E5M2")
 #: Of packed integers: said by the scales, too, where these are for groups of columns. A model of many experts has 70,000.
 _SHAPE = ".weight_shape"
-_MOST_BYTES = 16 * 1024
+_MOST_BYTES = 1024**2
 
 
 def with_quantization(catalog: Catalog) -> Catalog:
@@ -28,7 +34,7 @@ def with_quantization(catalog: Catalog) -> Catalog:
 
     Raises :class:`SourceError`, :class:`FormatError`.
     """
-    if quantized(catalog.tensors) is None:
+    if quantized(catalog.tensors) is None and not any(t.dtype in _FLOAT8 for t in catalog.tensors.values()):
         return catalog
     file = join(catalog.root, "config.json")
     config = read_shallow_json(file) if is_file(file) else {}

@@ -19,6 +19,7 @@ __all__ = [
     "method_of_config",
     "quantized",
     "settings_of_config",
+    "stands_beside",
     "way_out",
 ]
 
@@ -81,6 +82,18 @@ def _codes_beside(name: str, tensors: Mapping[str, StoredTensor]) -> Iterator[tu
             for codes in ((stem + e).removeprefix(".") for e in code_ends):
                 if codes in tensors and tensors[codes].dtype in _CODES:
                     yield codes, method
+
+
+def stands_beside(name: str, tensors: Mapping[str, StoredTensor]) -> str | None:
+    """The stored tensor, of any dtype, beside which a tensor of this name stands as scales or the like; None if there is none."""
+    dotted = f".{name}"
+    for end, code_ends, _ in _BESIDE:
+        if dotted.endswith(end):
+            stem = dotted.removesuffix(end)
+            for codes in ((stem + e).removeprefix(".") for e in code_ends):
+                if codes in tensors and codes != name:
+                    return codes
+    return None
 
 
 def _finer(method: str, codes: str, tensors: Mapping[str, StoredTensor]) -> str:

@@ -24,6 +24,7 @@ from ..layout.live import LiveModel, describe
 from ..models.host_budget import HostBudget, host_budget, refuse_too_large
 from ..models.memory import default_device, materialize
 from ..models.meta_init import forget_meta_buffers, meta_buffers
+from ..models.unquantized import forget_quantization
 from ..names import patterns_of
 from ..planning import IOOptions, Plan, build_plan
 from ..quantized.dequantized import dequantized
@@ -121,7 +122,9 @@ def load(
         if names is not None and key_mapping is not None:
             raise ValueError("names= and key_mapping= both rename stored tensors: give one of them")
         live = describe(model)
-        catalog = dequantized(opened, [name for t in live.tensors for name in t.names])
+        catalog = dequantized(opened, lambda: live.tensors)
+        if catalog.coded and hasattr(getattr(live.base, "config", None), "to_diff_dict"):
+            forget_quantization(live.base.config)  # of a model that was built from the config of the source
         hub = hub_rules_of(live, catalog, key_mapping) if names is None else None
         rules = Rules(
             _resolve(live, catalog, names, key_mapping, hub),

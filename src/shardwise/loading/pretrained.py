@@ -193,7 +193,7 @@ def prepare(
         setattr(config, field, value)
     config = plain_config(config, catalog, directory, given=request.config is not None)
     base = _build(config, model_class, directory, catalog, asked.dtype)
-    catalog = dequantized(catalog, [name for t in named_tensors(base) for name in t.names])
+    catalog = dequantized(catalog, lambda: named_tensors(base))
     base.config.name_or_path = base.name_or_path = os.fspath(request.path)
     hub = hub_rules(base, request.key_mapping)
     rules = with_callers(hub, catalog, request.allow_unused, request.allow_missing)

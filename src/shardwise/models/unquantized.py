@@ -11,7 +11,7 @@ from ..catalog.quantized import NAMES_IN_CONFIG, method_of_config, quantized, wa
 from ..errors import UnsupportedConversionError
 from ..names import NamedTensor
 
-__all__ = ["plain_config", "refuse_request", "refuse_source"]
+__all__ = ["forget_quantization", "plain_config", "refuse_request", "refuse_source"]
 
 
 def refuse_source(catalog: Catalog, own: Callable[[], Iterable[NamedTensor]] | None = None) -> None:
@@ -26,7 +26,7 @@ def refuse_source(catalog: Catalog, own: Callable[[], Iterable[NamedTensor]] | N
     if found is not None:
         raise UnsupportedConversionError(
             f"{catalog.root}: quantised ({found.method}: {found.codes!r} goes with {found.beside!r}), which can't be "
-            f"taken here; {way_out(found.method)}"
+            f"taken here; load it with load_pretrained, which dequantises it, and export that, or {way_out(found.method)}"
         )
 
 
@@ -55,6 +55,12 @@ def plain_config(config: Any, catalog: Catalog | None, path: str, *, given: bool
 def _without_quantization(config: Any) -> Any:
     """A copy of a config in which neither it nor a part of it names a quantisation."""
     config = copy.deepcopy(config)
+    forget_quantization(config)
+    return config
+
+
+def forget_quantization(config: Any) -> None:
+    """Take what names a quantisation out of a config and its parts: its model holds plain weights."""
     waiting = [config]
     while waiting:
         section = waiting.pop()
@@ -62,7 +68,6 @@ def _without_quantization(config: Any) -> Any:
             if name in vars(section):
                 delattr(section, name)
         waiting += [part for part in vars(section).values() if hasattr(part, "to_diff_dict")]
-    return config
 
 
 def refuse_request(wanted: Any, where: str) -> NoReturn:

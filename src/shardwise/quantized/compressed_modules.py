@@ -58,7 +58,7 @@ class StoredModule:
             **{role: self.stored[end] for end, role in ROLES.items() if end in self.stored},
         }
         rule = self._rule(shape, order)
-        return coded(f"{self.name}.weight", rule.dtype, shape, parts, rule)
+        return coded(f"{self.name}.weight".removeprefix("."), rule.dtype, shape, parts, rule)
 
     # What there must be
 
@@ -221,7 +221,7 @@ class StoredModule:
     def _rule(self, shape: tuple[int, int], order: bool) -> Grouped:
         return Grouped(
             format=self.scheme.words,
-            name=f"{self.name}.weight",
+            name=f"{self.name}.weight".removeprefix("."),
             dtype="BF16" if self.scheme.is_mx or self.scheme.format in FP4 else self._scales.dtype,
             codes=self._arrangement(),
             block=self._block(shape),

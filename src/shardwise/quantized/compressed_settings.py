@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..limits import brief
+
 __all__ = ["FP4", "ONE_EACH", "PACKED", "Scheme", "Settings", "read_settings"]
 
 #: Formats that store one element each; the library decodes them all alike.
@@ -17,6 +19,9 @@ _FORMATS = (*ONE_EACH, PACKED, *FP4, "dense")
 #: Transforms of these are part of the stored weights.
 _OFFLINE = frozenset({"weight_input", "weight_output"})
 _STRATEGIES = ("tensor", "channel", "group", "tensor_group", "block")
+
+#: A pattern of a config with more repetitions, or a name of more letters, is not tried: it matches nothing.
+_MOST_REPEATED, _LONGEST_NAME = 5, 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +85,18 @@ class Settings:
 def _matches(pattern: str, module: str) -> bool:
     if not pattern.startswith("re:"):
         return pattern == module
-    try:
-        return re.match(pattern.removeprefix("re:"), module) is not None
-    except re.error:
+    text = pattern.removeprefix("re:")
+    if _may_take_forever(text) or len(module) > _LONGEST_NAME:
         return False
+    try:
+        return re.match(text, module) is not None
+    except (re.error, OverflowError, RecursionError):
+        return False
+
+
+def _may_take_forever(pattern: str) -> bool:
+    """Whether the time of a match may grow too fast with the name: repeated groups, or many repetitions one after the other."""
+    return len(re.findall(r"[*+}]", pattern)) > _MOST_REPEATED or re.search(r"\)[*+{]", pattern) is not None
 
 
 def _rank(targets: Sequence[str], module: str) -> int | None:
@@ -104,12 +117,12 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
     schemes = []
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping):
-        problems.append(f"quantization_config.config_groups is {groups!r}; expected groups by name")
+        problems.append(f"quantization_config.config_groups is {brief(groups)}; expected groups by name")
         groups = {}
     for name, group in groups.items():
         where = f"quantization_config.config_groups.{name}"
         if not isinstance(group, Mapping):
-            problems.append(f"{where} is {group!r}; expected its targets and weights")
+            problems.append(f"{where} is {brief(group)}; expected its targets and weights")
         elif group.get("weights") is not None:
             scheme = _scheme(where, group, config.get("format"))
             problems += [scheme] if isinstance(scheme, str) else _contradictions(scheme)
@@ -121,7 +134,7 @@ def _unknown_features(config: Mapping[str, Any]) -> Iterator[str]:
     sparsity = config.get("sparsity_config")
     kind = sparsity.get("format", "dense") if isinstance(sparsity, Mapping) else "dense"
     if kind != "dense":
-        yield f"quantization_config.sparsity_config has format {kind!r}, which is not known; store the weights without it"
+        yield f"quantization_config.sparsity_config has format {brief(kind)}, which is not known; store the weights without it"
     places = sorted(set(_transformed(config.get("transform_config"))) - _OFFLINE)
     if places:
         yield (
@@ -147,25 +160,23 @@ def _scheme(where: str, group: Mapping[str, Any], default_format: Any) -> Scheme
     """The scheme of a group, or what is wrong with it."""
     form, weights = group.get("format") or default_format, group["weights"]
     if form not in _FORMATS:
-        return f"{where} has format {form!r}; known are {', '.join(_FORMATS)}"
+        return f"{where} has format {brief(form)}; known are {', '.join(_FORMATS)}"
     if not isinstance(weights, Mapping):
-        return f"{where}.weights is {weights!r}; expected its settings"
+        return f"{where}.weights is {brief(weights)}; expected its settings"
     bits, kind = weights.get("num_bits", 8), weights.get("type", "int")
     if type(bits) is not int or not 1 <= bits <= 8:
-        return f"{where}.weights has num_bits {bits!r}; expected 1 to 8"
+        return f"{where}.weights has num_bits {brief(bits)}; expected 1 to 8"
     if kind not in ("int", "float"):
-        return f"{where}.weights has type {kind!r}; expected 'int' or 'float'"
+        return f"{where}.weights has type {brief(kind)}; expected 'int' or 'float'"
     size, block = weights.get("group_size"), _block(weights.get("block_structure"))
     strategy = weights.get("strategy") or _implied_strategy(size)
     if strategy not in _STRATEGIES:
-        return f"{where}.weights has strategy {strategy!r}; known are {', '.join(_STRATEGIES)}"
+        return f"{where}.weights has strategy {brief(strategy)}; known are {', '.join(_STRATEGIES)}"
     if strategy in ("group", "tensor_group") and (type(size) is not int or size < 1):
-        return (
-            f"{where}.weights has strategy {strategy!r} and group_size {size!r}; expected a positive number"
-        )
+        return f"{where}.weights has strategy {brief(strategy)} and group_size {brief(size)}; expected a positive number"
     if strategy == "block" and block is None:
         return (
-            f"{where}.weights has strategy 'block' and block_structure {weights.get('block_structure')!r}; "
+            f"{where}.weights has strategy 'block' and block_structure {brief(weights.get('block_structure'))}; "
             "expected two positive numbers"
         )
     grouped = strategy in ("group", "tensor_group")
@@ -190,7 +201,7 @@ def _implied_strategy(group_size: Any) -> str:
 
 def _block(value: Any) -> tuple[int, int] | None:
     """Rows and columns of a block, also as written by old versions: "128x128"."""
-    if isinstance(value, str) and re.fullmatch(r"\d+x\d+", value):
+    if isinstance(value, str) and re.fullmatch(r"\d{1,9}x\d{1,9}", value):
         value = [int(size) for size in value.split("x")]
     if isinstance(value, Sequence) and len(value) == 2 and all(type(n) is int and n > 0 for n in value):
         return value[0], value[1]

@@ -52,8 +52,9 @@ def _modules(tensors: _Stored) -> dict[str, dict[str, StoredTensor]]:
         if end in ROLES or end == "weight_packed" or (end == "weight" and tensor.dtype not in _PLAIN):
             modules.setdefault(module, {})[end] = tensor
     for module, stored in modules.items():
-        if "weight" not in stored and f"{module}.weight" in tensors:
-            stored["weight"] = tensors[f"{module}.weight"]
+        plain = f"{module}.weight".removeprefix(".")
+        if "weight" not in stored and plain in tensors:
+            stored["weight"] = tensors[plain]
     return modules
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 
 from ..catalog import Catalog
-from ..catalog.quantized import Quantized, method_of_config, quantized, way_out
+from ..catalog.quantized import Quantized, method_of_config, quantized, stands_beside, way_out
 from ..catalog.records import Coded, Quantization
-from ..errors import FormatError, PlanError, UnsupportedConversionError
-from .families import Family, Source
+from ..errors import FormatError, PlanError, SourceError, UnsupportedConversionError
+from ..names import NamedTensor
+from .families import Family, Found, Source
 
 __all__ = ["Dequantized", "dequantized", "described", "method_of"]
 
@@ -65,6 +66,8 @@ def method_of(catalog: Catalog, looks: Quantized | None) -> str:
     Raises :class:`PlanError` if the two contradict each other.
     """
     said = method_of_config({"quantization_config": catalog.quantization.settings})
+    if catalog.quantization.settings and (not said or said == "dict"):
+        raise PlanError(f"{catalog.root}: quantization_config in its config.json has no quant_method")
     if looks is None or not said:
         return said or (looks.method if looks else "")
     if looks.method != said and looks.method not in _LOOKS_LIKE.get(said, ()):
@@ -75,16 +78,19 @@ def method_of(catalog: Catalog, looks: Quantized | None) -> str:
     return said
 
 
-def dequantized(catalog: Catalog, own: Collection[str] = ()) -> Catalog:
+def dequantized(catalog: Catalog, own: Callable[[], Iterable[NamedTensor]] | None = None) -> Catalog:
     """The source, with each quantised tensor as one of the dtype that its codes stand for. The same catalog if none is.
 
-    ``own``: names of the model's tensors. A model that itself has scales of such a name is filled with what is stored. Pure;
+    ``own``: gives the model's tensors, and is called only where the source looks quantised. A model that itself has scales of such a name is filled with what is stored. Pure;
     the same on every rank. Raises :class:`PlanError` with every part that is missing, surplus, mis-shaped or contradicts the config;
     :class:`UnsupportedConversionError` for a method that can't be dequantised.
     """
-    looks = quantized(catalog.tensors, own)
-    if catalog.coded or (looks is None and quantized(catalog.tensors) is not None):
-        return catalog  # done already, or the model's own codes
+    looks = quantized(catalog.tensors)
+    if catalog.coded or (looks is None and not catalog.quantization.settings):
+        return catalog  # done already, or plain
+    names = [name for t in own() for name in t.names] if own is not None else []
+    if looks is not None and (looks := quantized(catalog.tensors, names)) is None:
+        return catalog  # the model's own codes
     method = method_of(catalog, looks)
     if not method or (looks is None and catalog.has_module_names):
         return catalog
@@ -94,14 +100,22 @@ def dequantized(catalog: Catalog, own: Collection[str] = ()) -> Catalog:
         raise UnsupportedConversionError(
             f"{catalog.root}: quantised ({method}: {how}), which can't be loaded yet; {way_out(method)}"
         )
-    found = family(
-        Source(catalog.tensors, catalog.quantization.settings, partial(_content, catalog.quantization))
-    )
+    source = Source(catalog.tensors, catalog.quantization.settings, partial(_content, catalog.quantization))
+    try:
+        found = family(source)
+    except SourceError as error:  # a tensor that describes others can't be had
+        found = Found(problems=[str(error)])
     if not found.coded and not found.problems:
         found.problems.append(
-            f"the config says that it is quantised by {method!r}, but no stored tensor is: remove quantization_config from "
-            f"config.json, or give config= without it"
+            f"it is quantised by {method!r}, as its config says, but no stored tensor is: remove quantization_config from "
+            f"config.json"
+            if source.settings
+            else f"its tensors are those of {method!r}, and config.json has no quantization_config that says how they are stored"
         )
+    held = {name.rpartition(".")[2] for name in names}
+    found.unused = {name for name in found.unused if name.rpartition(".")[2] not in held}
+    if not found.problems:
+        found.problems += _surplus(catalog, found, held)
     if found.problems:
         raise PlanError(
             f"{catalog.root}: quantised ({method}), and not whole: {len(found.problems)} problems",
@@ -115,6 +129,14 @@ def dequantized(catalog: Catalog, own: Collection[str] = ()) -> Catalog:
         tensors={**plain, **{name: one.tensor for name, one in found.coded.items()}},
         coded=coded,
     )
+
+
+def _surplus(catalog: Catalog, found: Found, held: Collection[str]) -> Iterator[str]:
+    """Scales and the like that are left over beside a stored tensor: the tensor would be taken without them."""
+    for name in catalog.tensors.keys() - set(found.parts()) - found.unused:
+        beside = stands_beside(name, catalog.tensors)
+        if beside is not None and name.rpartition(".")[2] not in held:
+            yield f"surplus: {name!r} goes with {beside!r}, which is stored in another way, or with other scales"
 
 
 def _content(known: Quantization, name: str) -> bytes:

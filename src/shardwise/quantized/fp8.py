@@ -48,7 +48,12 @@ def find(source: Source) -> Found:
     for name, codes in source.tensors.items():
         if codes.dtype not in _CODES:
             continue
-        scales = next(_scales_of(name, source), None)
+        scales, *others = *_scales_of(name, source), None
+        if scales is not None and others[:-1]:
+            names = " and ".join(repr(one.name) for one in (scales, *others) if one is not None)
+            found.problems.append(f"ambiguous: {names} both scale the codes {name!r}; remove one")
+            taken |= {one.name for one in (scales, *others) if one is not None}
+            continue
         if scales is None:
             ends = " or ".join(repr(name.removesuffix(own) + end) for end, own in _BESIDE[:2])
             found.problems.append(f"missing: scales of the FP8 codes {name!r} ({ends}) are not stored")
@@ -97,7 +102,9 @@ def _add(found: Found, codes: StoredTensor, scales: StoredTensor, block: tuple[i
     grid = None if sizes is None else tuple(-(-n // b) for n, b in zip(codes.shape, sizes, strict=True))
     part = None if grid is None else viewed(scales, grid)
     if sizes is None or part is None:
-        per = "" if block is None else f" or {list(_grid(codes.shape, block))} for blocks of {_times(block)}"
+        per = " or those of blocks, if the config says their size in weight_block_size,"
+        if block is not None:
+            per = f" or {list(_grid(codes.shape, block))} for blocks of {brief(list(block))},"
         found.problems.append(
             f"mis-shaped: the scales {scales.name!r} of the codes {codes.name!r} {list(codes.shape)} have shape "
             f"{list(scales.shape)}, expected [] for one,{per} or {list(codes.shape[:-1])} for channels"
@@ -127,16 +134,9 @@ def _block_of(
         return (*(1 for _ in shape[:-1]), max(1, shape[-1]))
     if lead and held in (lead, (*lead, 1), (*lead, 1, 1)):  # one for each expert
         return (*(1 for _ in lead), *(max(1, n) for n in shape[-2:]))
-    if block is None and len(held) == len(shape):
-        return _even(shape, held)
-    return None
-
-
-def _even(shape: Sequence[int], held: Sequence[int]) -> tuple[int, ...] | None:
-    """Blocks that divide the tensor evenly, where no config says their size."""
-    if any(g < 1 or n % g for n, g in zip(shape, held, strict=True)):
-        return None
-    return tuple(n // g for n, g in zip(shape, held, strict=True))
+    return (
+        None  # also for scales of blocks whose size no config says: transposed ones would fit a square tensor
+    )
 
 
 def _grid(shape: tuple[int, ...], block: Sequence[int]) -> tuple[int, ...]:

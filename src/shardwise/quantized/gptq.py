@@ -84,7 +84,7 @@ def _coded(source: Source, stem: str, settings: _Settings) -> Coded:
             f"expected I32 in one dim, found {index.dtype} {list(index.shape)}", path=index.name
         )
     (inputs,), outputs = index.shape, codes.shape[1]
-    bits, size = settings.bits, settings.group_size if settings.group_size > 0 else inputs
+    bits, size = settings.bits, min(settings.group_size, inputs) if settings.group_size > 0 else inputs
     in_order, groups = settings.in_order, -(-inputs // size)
     if settings.dynamic:
         bits = next((n for n in _BITS if codes.shape[0] == -(-inputs * n // 32)), bits)

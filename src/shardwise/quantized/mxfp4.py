@@ -33,7 +33,11 @@ def find(source: Source) -> Found:
     method = source.settings.get("quant_method")
     if method != "mxfp4":
         return found
-    pairs |= {name.removesuffix(_SCALES) for name in source.tensors if name.endswith(_SCALES)}
+    pairs |= {
+        name.removesuffix(_SCALES)
+        for name, tensor in source.tensors.items()
+        if name.endswith(_SCALES) and tensor.dtype == "U8"
+    }
     for name in sorted(pairs):
         blocks, scales = source.tensors.get(name + _BLOCKS), source.tensors.get(name + _SCALES)
         if blocks is None:

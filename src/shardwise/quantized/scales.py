@@ -37,7 +37,7 @@ def in_step(
     values: torch.Tensor, scales: torch.Tensor, box: Box, block: tuple[int, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The elements of a box and the scales of :func:`blocks_of`, as views that broadcast. Scales are copied as little as possible."""
-    n = block[-1]
+    n = block[-1] if block else 1
     if n > 1 and scales.shape[-1] > 1 and box.start[-1] % n == 0 and box.stop[-1] % n == 0:
         columns = spread(scales, box, (*block[:-1], 1))
         return values.unflatten(-1, (-1, n)), columns.unsqueeze(-1)

@@ -61,7 +61,10 @@ def _missing(
         if codes := next(
             (c for n in (w.name, *w.aliases) if (c := code_of_weight(n, catalog.tensors))), None
         ):
-            hint, advice = "", f"; its quantised codes are stored ({codes!r}), and can't be loaded yet"
+            hint, advice = (
+                "",
+                f"; its quantised codes are stored ({codes!r}), but not all that goes with them",
+            )
         yield f"missing: {w.kind} {w.name!r}{also} of shape {list(w.shape)} is not stored{hint}{advice}"
 
 

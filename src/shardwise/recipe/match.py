@@ -268,7 +268,9 @@ def _missing_parts(made: Made, catalog: Catalog) -> str:
 
 def _file_of(stored: StoredTensor) -> str:
     """The file of a tensor (or of its first chunk)."""
-    return stored.chunks[0].path if stored.chunks else "?"
+    return (
+        stored.chunks[0].path.partition("#0")[0] if stored.chunks else "?"
+    )  # without the place of one in parts
 
 
 _FLOATS = frozenset({"F16", "BF16", "F32", "F64"})

@@ -141,7 +141,7 @@ def compare(
 
 def _differs(transfer: Transfer) -> PlanError:
     return PlanError(
-        f"{transfer.path}: holds {transfer.stored!r}, a second copy of {transfer.wanted!r} that differs from "
+        f"{transfer.path.partition('#0')[0]}: holds {transfer.stored!r}, a second copy of {transfer.wanted!r} that differs from "
         f"the first; the model ties the two. Untie them (tie_word_embeddings=False) or remove one copy"
     )
 
