@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import tempfile
 import time
 from typing import Any
 
@@ -39,6 +40,14 @@ def measured_saves(
                 runs[kind].append(on_fresh_ranks(world_size, _run, kind, nbytes, store.endpoint))
                 requests[kind].append(store.counts()[0] - before)
                 in_fresh_process(_empty, store.endpoint)
+        stalls: dict[str, list[float]] = {"store": [], "directory": []}
+        for turn in range(rounds):
+            for kind in sorted(stalls, reverse=bool(turn % 2)):
+                with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as folder:
+                    root = f"s3://{BUCKET}/stall" if kind == "store" else folder
+                    found = on_fresh_ranks(world_size, _stall, root, nbytes // 4, store.endpoint)
+                stalls[kind].append(max(found))
+                in_fresh_process(_empty, store.endpoint)
     least = {
         kind: min(max(r["ended"] for r in run) - min(r["started"] for r in run) for run in found)
         for kind, found in runs.items()
@@ -48,6 +57,9 @@ def measured_saves(
         "checkpoint MiB": round(nbytes / MIB, 1),
         "seconds, least: save, bare upload": [round(least["save"], 3), round(least["bare"], 3)],
         "save / bare": round(least["save"] / least["bare"], 3),
+        "stall of an asynchronous save of a quarter, least: store, directory": [
+            round(min(stalls[kind]), 3) for kind in ("store", "directory")
+        ],
         "requests, most: save, bare": [max(requests["save"]), max(requests["bare"])],
         "peak of anonymous memory that a save adds, MiB": round(peak / MIB, 1),
     }
@@ -68,6 +80,19 @@ def _run(rank: int, world_size: int, kind: str, nbytes: int, endpoint: str) -> d
         else:
             _upload(_store(endpoint), f"bare/{rank}", pieces)
     return {"started": started, "ended": time.perf_counter(), "peak": peak.nbytes - before}
+
+
+def _stall(rank: int, world_size: int, root: str, nbytes: int, endpoint: str) -> float:
+    """Seconds that training waits for a save in the background; the second one, whose memory is there."""
+    as_client(endpoint)
+    state = sw.TrainState(model=make_state(world_size, nbytes))
+    with sw.Checkpointer(root, mode="async") as checkpoints:
+        checkpoints.save(state, 1)
+        checkpoints.wait()
+        dist.barrier()
+        started = time.perf_counter()
+        checkpoints.save(state, 2)
+        return time.perf_counter() - started
 
 
 def _upload(store: S3Store, key: str, pieces: list[memoryview]) -> None:

@@ -64,12 +64,13 @@ class HeadLine:
 
     def held_steps(self) -> dict[int, str]:
         self._prove()
-        if self._own()[0] is None:
+        head, _ = self._own()
+        if head is None:
             if strange := self.strangers():
                 raise CheckpointError(strange)
             # Before the first payload: so a head that is missing later was deleted.
             self._swap(None, None, Head().followed_by({}, ()))
-        return self.steps()
+        return _newest_first(head)  # one request: training waits for it, also where the save is in the background
 
     def fresh_name(self, step: int) -> str:
         return stored_name(checked_step(step))
