@@ -70,7 +70,8 @@ class HeadLine:
                 raise CheckpointError(strange)
             # Before the first payload: so a head that is missing later was deleted.
             self._swap(None, None, Head().followed_by({}, ()))
-        return _newest_first(head)  # one request: training waits for it, also where the save is in the background
+        # Without another request: training waits for it, also for a save in the background.
+        return _newest_first(head)
 
     def fresh_name(self, step: int) -> str:
         return stored_name(checked_step(step))
