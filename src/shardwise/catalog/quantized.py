@@ -75,25 +75,25 @@ def quantized(tensors: Mapping[str, StoredTensor], own: Collection[str] = ()) ->
 
 def _codes_beside(name: str, tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, str]]:
     """The codes beside which a tensor of this name stands, with the method."""
+    return (
+        (codes, method)
+        for codes, method in _beside(name)
+        if codes in tensors and tensors[codes].dtype in _CODES
+    )
+
+
+def stands_beside(name: str, tensors: Mapping[str, StoredTensor]) -> str | None:
+    """The stored tensor, of any dtype, that a tensor of this name scales or completes; None if there is none."""
+    return next((codes for codes, _ in _beside(name) if codes in tensors and codes != name), None)
+
+
+def _beside(name: str) -> Iterator[tuple[str, str]]:
+    """The names of codes beside which a tensor of this name may stand, with the method."""
     dotted = f".{name}"  # a tensor of the root module has no dot before its name
     for end, code_ends, method in _BESIDE:
         if dotted.endswith(end):
             stem = dotted.removesuffix(end)
-            for codes in ((stem + e).removeprefix(".") for e in code_ends):
-                if codes in tensors and tensors[codes].dtype in _CODES:
-                    yield codes, method
-
-
-def stands_beside(name: str, tensors: Mapping[str, StoredTensor]) -> str | None:
-    """The stored tensor, of any dtype, beside which a tensor of this name stands as scales or the like; None if there is none."""
-    dotted = f".{name}"
-    for end, code_ends, _ in _BESIDE:
-        if dotted.endswith(end):
-            stem = dotted.removesuffix(end)
-            for codes in ((stem + e).removeprefix(".") for e in code_ends):
-                if codes in tensors and codes != name:
-                    return codes
-    return None
+            yield from (((stem + e).removeprefix("."), method) for e in code_ends)
 
 
 def _finer(method: str, codes: str, tensors: Mapping[str, StoredTensor]) -> str:

@@ -10,6 +10,7 @@ from ..catalog import Catalog
 from ..catalog.quantized import NAMES_IN_CONFIG, method_of_config, quantized, way_out
 from ..errors import UnsupportedConversionError
 from ..names import NamedTensor
+from ..quantized.dequantized import has_family
 
 __all__ = ["forget_quantization", "plain_config", "refuse_request", "refuse_source"]
 
@@ -24,9 +25,12 @@ def refuse_source(catalog: Catalog, own: Callable[[], Iterable[NamedTensor]] | N
     if found is not None and own is not None:
         found = quantized(catalog.tensors, [name for t in own() for name in t.names])
     if found is not None:
+        advice = way_out(found.method)
+        if has_family(found.method):
+            advice = f"load it with load_pretrained, which dequantises it, and export the model; or {advice}"
         raise UnsupportedConversionError(
             f"{catalog.root}: quantised ({found.method}: {found.codes!r} goes with {found.beside!r}), which can't be "
-            f"taken here; load it with load_pretrained, which dequantises it, and export that, or {way_out(found.method)}"
+            f"taken here; {advice}"
         )
 
 

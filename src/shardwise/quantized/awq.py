@@ -8,33 +8,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import FormatError, SourceError
+from ..errors import FormatError
 from ..limits import brief
 from .awq_rule import Awq
 from .coded import Coded, coded
 from .families import Found, Source
-from .stored import check, stems_with, words_of
+from .stored import check, each_module, group_size_of, words_of
 
 __all__ = ["find"]
 
 
 def find(source: Source) -> Found:
     """Every tensor in codes of AWQ. Implements :class:`.Family`."""
-    found = Found()
-    stems = stems_with(source.tensors, ("qweight", "qzeros"))
-    if source.settings.get("quant_method") != "awq" or not stems:
-        return found
-    try:
-        group_size = _group_size(source.settings)
-    except FormatError as error:
-        found.problems.append(f"{stems[0]}qweight can't be decoded, as {len(stems)} modules in all: {error}")
-        return found
-    for stem in stems:
-        try:
-            found.add(_coded(source, stem, group_size))
-        except SourceError as error:
-            found.problems.append(str(error))
-    return found
+    return each_module(source, "awq", ("qweight", "qzeros"), _group_size, _coded)
 
 
 def _group_size(given: Mapping[str, Any]) -> int:
@@ -48,11 +34,7 @@ def _group_size(given: Mapping[str, Any]) -> int:
         raise FormatError(f"expected gemm as version in config.json, found {brief(version)}")
     if type(bits) is not int or bits != 4:
         raise FormatError(f"expected 4 as bits in config.json, found {brief(bits)}")
-    if type(size) is not int or (size < 1 and size != -1):
-        raise FormatError(
-            f"expected a positive number or -1 as group_size in config.json, found {brief(size)}"
-        )
-    return size
+    return group_size_of(size)
 
 
 def _coded(source: Source, stem: str, group_size: int) -> Coded:

@@ -14,7 +14,7 @@ from ..errors import FormatError, PlanError, SourceError, UnsupportedConversionE
 from ..names import NamedTensor
 from .families import Family, Found, Source
 
-__all__ = ["Dequantized", "dequantized", "described", "method_of"]
+__all__ = ["Dequantized", "dequantized", "described", "has_family"]
 
 #: ``quant_method`` of a config → the module of its family.
 _FAMILIES = {
@@ -60,7 +60,7 @@ def described(coded: Iterable[Coded]) -> tuple[Dequantized, ...]:
     return tuple(sorted(found, key=lambda one: -one.stored_bytes))
 
 
-def method_of(catalog: Catalog, looks: Quantized | None) -> str:
+def _method_of(catalog: Catalog, looks: Quantized | None) -> str:
     """The method of a source: what its config says, else what its tensors look like. "" for none.
 
     Raises :class:`PlanError` if the two contradict each other.
@@ -81,8 +81,8 @@ def method_of(catalog: Catalog, looks: Quantized | None) -> str:
 def dequantized(catalog: Catalog, own: Callable[[], Iterable[NamedTensor]] | None = None) -> Catalog:
     """The source, with each quantised tensor as one of the dtype that its codes stand for. The same catalog if none is.
 
-    ``own``: gives the model's tensors, and is called only where the source looks quantised. A model that itself has scales of such a name is filled with what is stored. Pure;
-    the same on every rank. Raises :class:`PlanError` with every part that is missing, surplus, mis-shaped or contradicts the config;
+    ``own`` gives the model's tensors; it is called only where the source looks quantised. A model that has scales of such a name itself
+    is filled with the stored tensors. Pure; the same on every rank. Raises :class:`PlanError` with every part that is missing, surplus, mis-shaped or contradicts the config;
     :class:`UnsupportedConversionError` for a method that can't be dequantised.
     """
     looks = quantized(catalog.tensors)
@@ -91,7 +91,7 @@ def dequantized(catalog: Catalog, own: Callable[[], Iterable[NamedTensor]] | Non
     names = [name for t in own() for name in t.names] if own is not None else []
     if looks is not None and (looks := quantized(catalog.tensors, names)) is None:
         return catalog  # the model's own codes
-    method = method_of(catalog, looks)
+    method = _method_of(catalog, looks)
     if not method or (looks is None and catalog.has_module_names):
         return catalog
     family = _family(method)
@@ -100,27 +100,7 @@ def dequantized(catalog: Catalog, own: Callable[[], Iterable[NamedTensor]] | Non
         raise UnsupportedConversionError(
             f"{catalog.root}: quantised ({method}: {how}), which can't be loaded yet; {way_out(method)}"
         )
-    source = Source(catalog.tensors, catalog.quantization.settings, partial(_content, catalog.quantization))
-    try:
-        found = family(source)
-    except SourceError as error:  # a tensor that describes others can't be had
-        found = Found(problems=[str(error)])
-    if not found.coded and not found.problems:
-        found.problems.append(
-            f"it is quantised by {method!r}, as its config says, but no stored tensor is: remove quantization_config from "
-            f"config.json"
-            if source.settings
-            else f"its tensors are those of {method!r}, and config.json has no quantization_config that says how they are stored"
-        )
-    held = {name.rpartition(".")[2] for name in names}
-    found.unused = {name for name in found.unused if name.rpartition(".")[2] not in held}
-    if not found.problems:
-        found.problems += _surplus(catalog, found, held)
-    if found.problems:
-        raise PlanError(
-            f"{catalog.root}: quantised ({method}), and not whole: {len(found.problems)} problems",
-            tuple(found.problems),
-        )
+    found = _found(catalog, family, method, {name.rpartition(".")[2] for name in names})
     gone = {*found.parts(), *found.unused}
     plain = {name: tensor for name, tensor in catalog.tensors.items() if name not in gone}
     coded = {one.path: one for one in found.coded.values()}
@@ -129,6 +109,31 @@ def dequantized(catalog: Catalog, own: Callable[[], Iterable[NamedTensor]] | Non
         tensors={**plain, **{name: one.tensor for name, one in found.coded.items()}},
         coded=coded,
     )
+
+
+def _found(catalog: Catalog, family: Family, method: str, held: Collection[str]) -> Found:
+    """The parts of a source. ``held``: last names of the model's own tensors. Raises :class:`PlanError` unless all fit together."""
+    source = Source(catalog.tensors, catalog.quantization.settings, partial(_content, catalog.quantization))
+    try:
+        found = family(source)
+    except SourceError as error:  # of a small tensor that describes others
+        found = Found(problems=[str(error)])
+    if not found.coded and not found.problems:
+        found.problems.append(
+            f"it is quantised by {method!r}, as its config says, but no stored tensor is: remove quantization_config from "
+            f"config.json"
+            if source.settings
+            else f"its tensors are those of {method!r}, and config.json has no quantization_config that says how they are stored"
+        )
+    found.unused = {name for name in found.unused if name.rpartition(".")[2] not in held}
+    if not found.problems:
+        found.problems += _surplus(catalog, found, held)
+    if found.problems:
+        raise PlanError(
+            f"{catalog.root}: quantised ({method}), and not whole: {len(found.problems)} problems",
+            tuple(found.problems),
+        )
+    return found
 
 
 def _surplus(catalog: Catalog, found: Found, held: Collection[str]) -> Iterator[str]:
@@ -143,6 +148,11 @@ def _content(known: Quantization, name: str) -> bytes:
     if name not in known.content:
         raise FormatError("is too large, or in parts, for a tensor that describes others", path=name)
     return known.content[name]
+
+
+def has_family(method: str) -> bool:
+    """Whether a load dequantises sources of this method."""
+    return method in _FAMILIES
 
 
 def _family(method: str) -> Family | None:

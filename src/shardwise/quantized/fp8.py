@@ -8,7 +8,6 @@ short the ``weight_dequant`` of DeepSeek-V3's own ``inference/kernel.py``.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ..catalog.records import StoredTensor
@@ -17,8 +16,9 @@ from ..limits import brief
 from .coded import coded
 from .families import Found, Source
 from .scaled import Scaled
+from .stored import reshaped
 
-__all__ = ["find", "viewed"]
+__all__ = ["find"]
 
 _CODES = {"F8_E4M3": "E4M3", "F8_E5M2": "E5M2"}
 _SCALES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
@@ -100,7 +100,7 @@ def _add(found: Found, codes: StoredTensor, scales: StoredTensor, block: tuple[i
         return
     sizes = _block_of(codes, scales, block)
     grid = None if sizes is None else tuple(-(-n // b) for n, b in zip(codes.shape, sizes, strict=True))
-    part = None if grid is None else viewed(scales, grid)
+    part = None if grid is None else _viewed(scales, grid)
     if sizes is None or part is None:
         per = " or those of blocks, if the config says their size in weight_block_size,"
         if block is not None:
@@ -134,23 +134,21 @@ def _block_of(
         return (*(1 for _ in shape[:-1]), max(1, shape[-1]))
     if lead and held in (lead, (*lead, 1), (*lead, 1, 1)):  # one for each expert
         return (*(1 for _ in lead), *(max(1, n) for n in shape[-2:]))
-    return (
-        None  # also for scales of blocks whose size no config says: transposed ones would fit a square tensor
-    )
+    # Not by evenly divided dims, where no config says the size of a block: scales that were transposed might fit, too.
+    return None
 
 
 def _grid(shape: tuple[int, ...], block: Sequence[int]) -> tuple[int, ...]:
     return (*shape[:-2], *(-(-n // b) for n, b in zip(shape[-2:], block, strict=True)))
 
 
-def viewed(tensor: StoredTensor, shape: tuple[int, ...]) -> StoredTensor | None:
-    """A tensor that is stored in one chunk, as one of another shape; None if it has other elements, or more chunks."""
+def _viewed(tensor: StoredTensor, shape: tuple[int, ...]) -> StoredTensor | None:
+    """The same elements in another shape; None if there are more or fewer, or if they lie in several chunks."""
     if tensor.shape == shape:
         return tensor
     if len(tensor.chunks) != 1 or whole(tensor.shape).numel != whole(shape).numel:
         return None
-    chunk = tensor.chunks[0]
-    return replace(tensor, shape=shape, chunks=(replace(chunk, box=whole(shape)),))
+    return reshaped(tensor, tensor.dtype, shape)
 
 
 def _described(shape: Sequence[int], block: Sequence[int]) -> str:

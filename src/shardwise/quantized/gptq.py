@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import FormatError, SourceError
+from ..errors import FormatError
 from ..limits import brief
 from .coded import Coded, coded
 from .families import Found, Source
 from .gptq_rule import Gptq
-from .stored import check, require, stems_with, words_of
+from .stored import check, each_module, group_size_of, require, words_of
 
 __all__ = ["find"]
 
@@ -35,21 +35,7 @@ class _Settings:
 
 def find(source: Source) -> Found:
     """Every tensor in codes of GPTQ. Implements :class:`.Family`."""
-    found = Found()
-    stems = stems_with(source.tensors, ("qweight", "qzeros", "g_idx"))
-    if source.settings.get("quant_method") != "gptq" or not stems:
-        return found
-    try:
-        settings = _settings(source.settings)
-    except FormatError as error:
-        found.problems.append(f"{stems[0]}qweight can't be decoded, as {len(stems)} modules in all: {error}")
-        return found
-    for stem in stems:
-        try:
-            found.add(_coded(source, stem, settings))
-        except SourceError as error:
-            found.problems.append(str(error))
-    return found
+    return each_module(source, "gptq", ("qweight", "qzeros", "g_idx"), _settings, _coded)
 
 
 def _settings(given: Mapping[str, Any]) -> _Settings:
@@ -60,10 +46,6 @@ def _settings(given: Mapping[str, Any]) -> _Settings:
     layout = given.get("checkpoint_format") or given.get("format") or "gptq"
     if type(bits) is not int or bits not in _BITS:
         raise FormatError(f"expected 2, 4 or 8 as bits in config.json, found {brief(bits)}")
-    if type(size) is not int or (size < 1 and size != -1):
-        raise FormatError(
-            f"expected a positive number or -1 as group_size in config.json, found {brief(size)}"
-        )
     if not isinstance(by_activation, bool):
         raise FormatError(f"expected true or false as desc_act in config.json, found {brief(by_activation)}")
     if layout not in _FORMATS or given.get("is_marlin_format"):
@@ -73,7 +55,9 @@ def _settings(given: Mapping[str, Any]) -> _Settings:
         raise FormatError(
             f"config.json says rotation = {brief(given['rotation'])}: the codes are of rotated weights"
         )
-    return _Settings(bits, size, not by_activation, layout == "gptq", bool(given.get("dynamic")))
+    return _Settings(
+        bits, group_size_of(size), not by_activation, layout == "gptq", bool(given.get("dynamic"))
+    )
 
 
 def _coded(source: Source, stem: str, settings: _Settings) -> Coded:

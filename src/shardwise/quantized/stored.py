@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
-from ..catalog.records import Chunk, StoredTensor
-from ..errors import FormatError
+from ..catalog.records import Chunk, Coded, StoredTensor
+from ..errors import FormatError, SourceError
 from ..layout.boxes import whole
+from ..limits import brief
+from .families import Found, Source
 
-__all__ = ["check", "require", "reshaped", "stems_with", "words_of"]
+__all__ = ["check", "each_module", "group_size_of", "require", "reshaped", "stems_with", "words_of"]
+
+T = TypeVar("T")
 
 
 def require(tensors: Mapping[str, StoredTensor], name: str, of: str) -> StoredTensor:
@@ -41,6 +46,40 @@ def stems_with(names: Iterable[str], last: tuple[str, ...]) -> list[str]:
     """The modules with a tensor of one of these last names, each as the start of its tensors' names."""
     parted = (name.rpartition(".") for name in names)
     return sorted({stem + dot for stem, dot, end in parted if end in last})
+
+
+def each_module(
+    source: Source,
+    method: str,
+    last: tuple[str, ...],
+    settings_of: Callable[[Mapping[str, Any]], T],
+    make: Callable[[Source, str, T], Coded],
+) -> Found:
+    """What a family finds whose modules each have tensors of these last names. Errors of ``settings_of`` and ``make`` become problems."""
+    found = Found()
+    stems = stems_with(source.tensors, last)
+    if source.settings.get("quant_method") != method or not stems:
+        return found
+    try:
+        settings = settings_of(source.settings)
+    except FormatError as error:
+        found.problems.append(f"{stems[0]}qweight can't be decoded, as {len(stems)} modules in all: {error}")
+        return found
+    for stem in stems:
+        try:
+            found.add(make(source, stem, settings))
+        except SourceError as error:
+            found.problems.append(str(error))
+    return found
+
+
+def group_size_of(size: object) -> int:
+    """Inputs of a group; -1: all of them. Raises :class:`FormatError`."""
+    if type(size) is not int or (size < 1 and size != -1):
+        raise FormatError(
+            f"expected a positive number or -1 as group_size in config.json, found {brief(size)}"
+        )
+    return size
 
 
 def words_of(
