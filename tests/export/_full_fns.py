@@ -73,7 +73,7 @@ def as_exported(kinds: tuple[str, ...], root: str) -> list[list[str]]:
 
 def fails(source: str, root: str) -> list[tuple[str, str]]:
     """Errors, alike on every rank; the next iteration works."""
-    import shardwise.export.full as full
+    import shardwise.export.gather as full
 
     model = trained(source)
     rank, own = dist.get_rank(), full._fill

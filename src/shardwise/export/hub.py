@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -29,6 +29,7 @@ from ..layout.model import wanted_of
 from ..layout.spec import TensorSpec
 from ..models.assets import asset_files
 from ..models.classes import import_code, in_turn
+from ..models.kept import has_blocks
 from ..planning import IOOptions
 from ..planning.build import transfers_of
 from ..ranks.ranks import Ranks
@@ -41,6 +42,7 @@ from .files import HubFiles, lay_out
 from .from_devices import write_from_devices
 from .job import Job
 from .live_windows import LiveWindows, brought_by
+from .merged import MergedJob
 from .places import place_for
 from .stored import StoredJob
 from .tensors import HubTensors, as_named, inverted, reverted
@@ -81,6 +83,7 @@ def export_hf(
     config: str | os.PathLike[str] | None = None,
     dtype: torch.dtype | str | None = None,
     adapters: str | Sequence[str] | None = None,
+    merge: bool = False,
     max_shard_bytes: int = 5 * 1024**3,
     trust_remote_code: bool = False,
     io: IOOptions | None = None,
@@ -100,6 +103,8 @@ def export_hf(
             checkpoint. Without one, its tensors keep their names.
         dtype: floating-point tensors are written in it. Default: as they are.
         adapters: of a live ``PeftModel``, one or several of its adapters. Default: all.
+        merge: of a live ``PeftModel``, write the base with the active adapters merged into it, by PEFT's rule, instead of the
+            adapters. Each rank merges its own shards; only the adapters are gathered. Into a directory only.
         max_shard_bytes: payload per file, unless one tensor is larger.
         trust_remote_code: run the Python files of a checkpoint's model: they know its hub names. Only models with
             their own code need it.
@@ -126,12 +131,16 @@ def export_hf(
                 "adapters= needs a live model with PEFT adapters; this one is stored, or has none"
             )
         code = dtype_code(dtype)
-        job: LiveJob | StoredJob = (
-            LiveJob(describe(model_or_path), adapters)
-            if isinstance(model_or_path, nn.Module)
-            else StoredJob(model_or_path, model, config, trust_remote_code, ranks.tick, io)
-        )
+        job: LiveJob | MergedJob | StoredJob
+        if isinstance(model_or_path, nn.Module):
+            job = _live_job(describe(model_or_path), adapters, merge)
+        elif merge:
+            raise ValueError("merge= needs a live PeftModel; this one is stored")
+        else:
+            job = StoredJob(model_or_path, model, config, trust_remote_code, ranks.tick, io)
     with closing(job):
+        if isinstance(job, MergedJob):
+            job.gather(ranks)
         if trust_remote_code and isinstance(job, StoredJob):
             home = job.home
             in_turn(ranks, lambda: import_code(home))
@@ -184,15 +193,38 @@ def dtype_code(dtype: torch.dtype | str | None) -> str | None:
     return code_of(found)
 
 
+def _live_job(live: LiveModel, adapters: str | Sequence[str] | None, merge: bool) -> LiveJob | MergedJob:
+    """The export of a live model: as it is, its adapters, or the base with them merged."""
+    is_peft = peft_model(live.root) is not None
+    if merge and (not is_peft or adapters is not None):
+        raise ValueError(
+            "merge=True merges the active adapters of a live PeftModel (model.set_adapter chooses them); "
+            + ("leave adapters= out" if is_peft else "this model is none")
+        )
+    if not merge and (is_peft or not has_blocks(live.root)):
+        return LiveJob(live, adapters)
+    merged = MergedJob(live, merge=merge)
+    merged.writing(LiveJob(live, only=merged.plain))
+    return merged
+
+
 class LiveJob:
     """Export of a live model, or of its adapters: every rank writes the boxes that it owns."""
 
-    def __init__(self, live: LiveModel, adapters: str | Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        live: LiveModel,
+        adapters: str | Sequence[str] | None = None,
+        only: Collection[str] | None = None,
+    ) -> None:
+        """``only``: names of the tensors to write; the caller then lays out the files itself."""
         self._live = live
         self._peft = peft_model(live.root)
         self._adapters = chosen_adapters(self._peft, adapters) if self._peft is not None else []
         ignored = ignored_on_save(live.unwrapped)
-        self._named = {t.name: t for t in live.stored if t.name not in ignored}
+        self._named = {
+            t.name: t for t in live.stored if t.name not in ignored and (only is None or t.name in only)
+        }
 
     def _specs(self) -> dict[str, TensorSpec]:
         return {n: TensorSpec.of(t.tensor) for n, t in self._named.items()}

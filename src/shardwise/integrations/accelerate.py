@@ -77,6 +77,7 @@ def load_pretrained(
     allow_unused: Sequence[str] = (),
     allow_missing: Sequence[str] = (),
     adapter: Any = None,
+    quantized: Any = "dequantize",
     seed: int = 0,
     io: IOOptions | None = None,
     verify: Literal["cover", "digest"] | None = None,
@@ -107,6 +108,7 @@ def load_pretrained(
         allow_unused=allow_unused,
         allow_missing=allow_missing,
         adapter=adapter,
+        quantized=quantized,
         options=options,
     )
     filling = FillOptions(io=io or IOOptions(), device=device_of(accelerator), seed=seed, verify=verify)

@@ -181,6 +181,7 @@ def plan(
     allow_unused: Sequence[str] = (),
     allow_missing: Sequence[str] = (),
     adapter: Any = None,
+    quantized: Any = "dequantize",
     io: IOOptions | None = None,
     **options: Unpack[FromPretrained],
 ) -> PlanReport:
@@ -198,7 +199,7 @@ def plan(
         ranks_per_host: for the requests to a store, which ranks of one host share. Default: all.
         dtype: as for ``load_pretrained``.
         policy: how to wrap.
-        auto_class, config, trust_remote_code, key_mapping, allow_unused, allow_missing, adapter, io, options: as for
+        auto_class, config, trust_remote_code, key_mapping, allow_unused, allow_missing, adapter, quantized, io, options: as for
             ``load_pretrained``.
 
     Raises :class:`ValueError` for invalid counts or an invalid dtype, :class:`PlanError` if the load can't be proved
@@ -216,6 +217,7 @@ def plan(
         allow_unused=allow_unused,
         allow_missing=allow_missing,
         adapter=adapter,
+        quantized=quantized,
         options=options,
     )
     policy, io = policy or ShardPolicy(), io or IOOptions()

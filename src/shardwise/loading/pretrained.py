@@ -32,6 +32,7 @@ from ..models.arguments import Arguments, FromPretrained, Pretrained
 from ..models.classes import config_and_class, home_of, in_turn, read_config
 from ..models.homes import remember_home
 from ..models.hub import find_for_all
+from ..models.kept import asked_of, put_into
 from ..models.meta_init import NotLarger, at_most, meta_init
 from ..models.unquantized import plain_config, refuse_source
 from ..names import named_tensors
@@ -42,6 +43,7 @@ from ..recipe.match import Rules, matches_any, same_names
 from ..recipe.transformers import HubRules, hub_rules, note_conversions
 from ..sharding.fsdp import ShardPolicy, shard
 from ..storage import counting
+from .in_codes import in_codes
 from .load import Filling, FillOptions, fill
 from .report import LoadReport
 from .source import open_for_all
@@ -62,6 +64,7 @@ def load_pretrained(
     allow_unused: Sequence[str] = (),
     allow_missing: Sequence[str] = (),
     adapter: Any = None,
+    quantized: Any = "dequantize",
     seed: int = 0,
     device: torch.device | str | None = None,
     io: IOOptions | None = None,
@@ -91,6 +94,9 @@ def load_pretrained(
         adapter: a PEFT (LoRA) config, the directory of an adapter, or a mapping of adapter names to either, the
             active one first. The model is then the ``PeftModel`` around the sharded base. Its adapters are trainable;
             those without a directory are initialised by PEFT's own rule.
+        quantized: ``"dequantize"``: weights that the source stores in codes become plain ones. ``"keep"``: bitsandbytes' 4-bit
+            codes stay codes, 1/N on each rank. A ``BitsAndBytesConfig`` (4 bits): plain weights are quantised while they are
+            read. Frozen either way: see :class:`.ShardedLinear4bit`. Needs bitsandbytes.
         seed: seed of initial values, which are the same at every world size.
         device: device of the shards. Default: the mesh's device type; ``"cpu"`` with CPU offload.
         io: staging and time limits.
@@ -113,6 +119,7 @@ def load_pretrained(
         allow_unused=allow_unused,
         allow_missing=allow_missing,
         adapter=adapter,
+        quantized=quantized,
         options=options,
     )
     chosen = policy or ShardPolicy()
@@ -191,17 +198,23 @@ def prepare(
     )
     for field, value in asked.implementations.items():
         setattr(config, field, value)
+    settings = asked_of(request.quantized, config, catalog, directory)
     config = plain_config(config, catalog, directory, given=request.config is not None)
     base = _build(config, model_class, directory, catalog, asked.dtype)
+    layers = {} if settings is None else put_into(base, settings, base.dtype)
     catalog = dequantized(catalog, lambda: named_tensors(base))
     base.config.name_or_path = base.name_or_path = os.fspath(request.path)
     hub = hub_rules(base, request.key_mapping)
     rules = with_callers(hub, catalog, request.allow_unused, request.allow_missing)
+    if layers:
+        catalog, rules = in_codes(catalog, rules, layers)
     inverted = _conversions_of_checkpoint(base, hub, catalog, directory) if catalog.has_module_names else None
     model = base
     if request.adapter is not None:
         model, adapters = attach(base, request.adapter)
         catalog, rules = combine(describe(model), catalog, rules, adapters)
+    if settings is not None:
+        base.config.quantization_config = settings
     return Prepared(base, model, catalog, rules, lambda: hub.used() if inverted is None else inverted)
 
 

@@ -155,6 +155,7 @@ class Pretrained:
     allow_unused: Sequence[str]
     allow_missing: Sequence[str]
     adapter: Any
+    quantized: Any
     options: Mapping[str, Any]
     """The keyword arguments of ``from_pretrained`` among the caller's."""
 

@@ -97,7 +97,7 @@ class FourBit:
         if not box.numel:
             return torch.empty(box.sizes, dtype=dtype)
         values = self._values(box, parts["codes"])
-        scales = finite(self.name, self._scales(box, parts))
+        scales = finite(self.name, self.scales_of(box, parts))
         if self.shape[-1] % self.block:
             first = covering(*_span(box, self.shape), self.block)[0]
             values.mul_(scales[_places(box, self.shape) // self.block - first])
@@ -114,7 +114,8 @@ class FourBit:
             return values[_places(box, self.shape) - first]
         return values.narrow(-1, box.start[-1] % 2, box.sizes[-1])
 
-    def _scales(self, box: Box, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def scales_of(self, box: Box, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The scales of the blocks that a box touches, decoded."""
         import torch
 
         found = parts["scales"]

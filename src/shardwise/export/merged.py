@@ -1,0 +1,324 @@
+"""Export of a base model with its active adapters merged, and of a model that holds 4-bit codes, decoded.
+
+Every rank makes the weights of its own shards, a few MiB at a time: it decodes its codes, or takes its elements, and adds what
+PEFT's ``merge`` adds to them. Only the adapters are gathered.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..adapters.names import WrappedNames, wrapped_names
+from ..checkpoint.pieces import InParts, Piece, boxes_on, live_piece
+from ..checkpoint.snapshot import Live
+from ..dtypes import torch_dtype
+from ..errors import CheckpointError
+from ..format.slices import SliceTensor, assign_owners, owner_ranks
+from ..internals.peft import lora_layers, peft_model, places
+from ..internals.transformers import ignored_on_save, is_transformers_model
+from ..layout.boxes import Box
+from ..layout.live import LiveModel
+from ..layout.spec import TensorSpec
+from ..models.assets import asset_files
+from ..models.kept import blocks_in
+from ..names import NamedTensor, canonical_name
+from ..planning.build import transfers_of
+from ..planning.source_box import boxes_of_range
+from ..ranks.hosts import device_where_ranks_sum
+from ..ranks.ranks import Ranks
+from ..recipe.match import Recipe
+from ..recipe.origin import recall
+from ..recipe.tiles import Loop, Tile, identity
+from ..recipe.transformers import meta_instance
+from ..transfer.box import wanted_box
+from ..transfer.copy import Destination, Filler, Staging, write_back
+from .files import HubFiles, lay_out
+from .gather import buckets, device_of, gathered, planned
+from .job import Job, Windows
+from .tensors import HubTensors, as_named, inverted, reverted
+
+__all__ = ["MergedJob"]
+
+#: Bytes of a weight that are made at a time.
+_PART_BYTES = 8 * 1024**2
+
+
+@dataclass(frozen=True, slots=True)
+class _Delta:
+    """What one adapter adds to a weight: ``(B @ A) * scaling``, or the transpose of it."""
+
+    a: str
+    b: str
+    """Names of the two factors in the model."""
+    scaling: float
+    is_transposed: bool
+
+    def of(self, box: Box, factors: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
+        """Of a box of the weight. As ``get_delta_weight`` of PEFT 0.21: on CPUs in fp32, rounded to the factors' dtype."""
+        (first, second), (last_first, last_second) = box.start, box.stop
+        if self.is_transposed:
+            first, last_first, second, last_second = second, last_second, first, last_first
+        b, a = factors[self.b][first:last_first].to(device), factors[self.a][:, second:last_second].to(device)
+        dtype = b.dtype
+        if device.type == "cpu" and dtype in (torch.float16, torch.bfloat16):
+            a, b = a.float(), b.float()
+        made = b @ a
+        return ((made.t() if self.is_transposed else made) * self.scaling).to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A weight that is not written as the model holds it."""
+
+    held: NamedTensor
+    """What the model holds: a weight, or blocks of codes."""
+    spec: TensorSpec
+    """Of the weight as it is written."""
+    layer: Any | None
+    """The layer with 4-bit codes; None for a plain weight."""
+    deltas: tuple[_Delta, ...]
+
+    def pieces(self, box: Box, held: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
+        """Boxes of the weight with their elements, from a box of what the model holds; on its device, unmerged."""
+        if self.layer is None:
+            yield box, held.clone()
+            return
+        blocks = self.layer.blocks
+        start, stop = blocks.elements(box)
+        values = blocks.decoded(held, box.start[0], box.stop[0])
+        at = 0
+        for part in boxes_of_range(start, stop, self.spec.shape):
+            yield part, values[at : at + part.numel].view(part.sizes)
+            at += part.numel
+
+
+class MergedJob:
+    """As :class:`.Job`, into a directory. :meth:`gather` comes first."""
+
+    def __init__(self, live: LiveModel, *, merge: bool) -> None:
+        """Raises :class:`CheckpointError` naming every part of the model that has no merged form."""
+        self._live = live
+        self._names = wrapped_names(live)
+        self._factors: dict[str, torch.Tensor] = {}
+        ignored = ignored_on_save(live.base)
+        self._stored = {n: t for n, t in _of_the_base(live, self._names, merge) if n not in ignored}
+        self._made = {
+            one.held.name: one for one in _made(live, {t.name: t for t in self._stored.values()}, merge)
+        }
+
+    @property
+    def plain(self) -> frozenset[str]:
+        """Names of the tensors that are written as the model holds them: another job writes them."""
+        return frozenset(t.name for t in self._stored.values()) - self._made.keys()
+
+    def writing(self, plain: Job) -> None:
+        """Give the job that writes :attr:`plain`."""
+        self._plain = plain
+
+    def gather(self, ranks: Ranks) -> None:
+        """Gather the factors of the adapters onto every rank's host memory. Collective."""
+        wanted = {name for one in self._made.values() for d in one.deltas for name in (d.a, d.b)}
+        with ranks.agree("plan merged export") as claim:
+            contents = as_named(
+                {t.name: TensorSpec.of(t.tensor) for t in self._live.stored if t.name in wanted}
+            )
+            full = planned(self._live, contents, None, ranks.rank)
+            claim.alike([[f.stored.name, list(f.stored.shape)] for f in full])
+            sums_on = (
+                device_where_ranks_sum(device_of(self._live)) if ranks.world_size > 1 else torch.device("cpu")
+            )
+        found = gathered(self._live, buckets(full, 64 * 1024**2), (sums_on, torch.device("cpu")), ranks)
+        self._factors = dict(found)
+
+    def lay_out(self, dtype: str | None, max_shard_bytes: int) -> tuple[HubTensors, HubFiles]:
+        contents = self._contents()
+        return contents, lay_out(contents.hub, dtype, max_shard_bytes)
+
+    def _contents(self) -> HubTensors:
+        specs = {
+            t.name: self._made[t.name].spec if t.name in self._made else TensorSpec.of(t.tensor)
+            for t in self._stored.values()
+        }
+        origin = recall(self._live.root)
+        if origin is not None:
+            recipes, shapes = dict(origin.recipes), dict(origin.shapes)
+            for name, one in self._made.items():
+                if one.layer is not None and name in recipes:
+                    source = recipes[name].tiles[0].source
+                    recipes[name] = Recipe(name, (_stored_as(source, one),))
+                    shapes[source] = one.spec.shape[::-1] if one.layer.is_transposed else one.spec.shape
+            return inverted(specs, recipes, shapes)
+        bases = {self._names.bases[t.name]: t.name for t in self._stored.values()}
+        own = {base: specs[name] for base, name in bases.items()}
+        if any(one.layer is not None and one.layer.is_transposed for one in self._made.values()):
+            raise CheckpointError(
+                "GPT-2's layers in 4 bits can be exported only from a model that load_pretrained loaded"
+            )
+        found = (
+            reverted(meta_instance(self._live.base), own)
+            if is_transformers_model(self._live.base)
+            else as_named(own)
+        )
+        return HubTensors(found.hub, {bases[base]: tiles for base, tiles in found.tiles.items()})
+
+    def write(
+        self, contents: HubTensors, output: HubFiles, filler: Filler, staging: Staging, ranks: Ranks
+    ) -> list[int]:
+        sums = self._plain.write(contents, output, filler, staging, ranks)
+        geometries = self._live.geometries
+        held = [
+            SliceTensor(n, *TensorSpec.of(one.held.tensor), geometries[n]) for n, one in self._made.items()
+        ]
+        for t in assign_owners(held):
+            if ranks.rank in owner_ranks(t.geometry, t.owner):
+                self._write_one(t, contents.tiles.get(t.name, ()), output, filler, staging, ranks.rank)
+        return sums
+
+    @torch.no_grad()
+    def _write_one(
+        self,
+        t: SliceTensor,
+        tiles: Sequence[Tile],
+        output: HubFiles,
+        filler: Filler,
+        staging: Staging,
+        rank: int,
+    ) -> None:
+        one = self._made[t.name]
+        live = Live(t, one.held.tensor)
+        part_bytes = _PART_BYTES // (4 if one.layer is not None else 1)
+        for local in boxes_on(t, rank):
+            for box, held in InParts(live_piece, part_bytes).parts_of(Piece(live, local)):
+                if one.layer is not None and box.sizes[1] != t.shape[1]:
+                    raise CheckpointError(
+                        f"{t.name}: its blocks of codes are cut between ranks; shard it by dim 0"
+                    )
+                for part, values in one.pieces(box, held):
+                    for delta in one.deltas:
+                        values.add_(delta.of(part, self._factors, values.device))
+                    wanted = wanted_box(t.name, one.spec.dtype, one.spec.shape, part)
+                    source = Destination({t.name: values.cpu().contiguous()})
+                    for tile in tiles:
+                        write_back(transfers_of(tile, wanted, output.tensors), filler, source, staging)
+
+    def windows(self, contents: HubTensors, output: HubFiles, staging: Staging, ranks: Ranks) -> Windows:
+        """Refused: raises :class:`CheckpointError`."""
+        raise CheckpointError(
+            "merged and decoded weights can't be written straight into a store; export into a local directory, and "
+            "upload it: shardwise copy DIRECTORY URL"
+        )
+
+    def check(self, sums: Sequence[int]) -> None:
+        """Does nothing: a live model has no recorded digests."""
+
+    def assets(self) -> Mapping[str, bytes]:
+        """Those of the base. Its config says nothing of a quantisation: its weights are plain."""
+        found = asset_files(self._live.base)
+        if "config.json" in found:
+            config = json.loads(found["config.json"])
+            config.pop("quantization_config", None)
+            sizes: Counter[str] = Counter()
+            for t in self._stored.values():
+                spec = self._made[t.name].spec if t.name in self._made else TensorSpec.of(t.tensor)
+                if torch_dtype(spec.dtype).is_floating_point:
+                    sizes[spec.dtype] += math.prod(spec.shape)
+            if sizes:
+                config["dtype"] = str(torch_dtype(max(sizes, key=lambda d: sizes[d]))).removeprefix("torch.")
+            found["config.json"] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
+        return found
+
+    def close(self) -> None:
+        """Does nothing: no file is open."""
+
+
+def _of_the_base(live: LiveModel, names: WrappedNames, merge: bool) -> Iterator[tuple[str, NamedTensor]]:
+    """The tensors of the base by their names in it; with ``merge``, an active adapter's trained copies instead of their originals."""
+    held = {name: t for t in live.stored for name in t.names}
+    slots = places(live.root)
+    active = set(_active(live)) if merge else set()
+    found = {base: held[name] for base, name in names.originals.items() if name in held}
+    for name, base in names.bases.items():
+        if slots[name.rpartition(".")[0]].copy_of in active and name in held:
+            found[base] = held[name]
+    yield from found.items()
+
+
+def _active(live: LiveModel) -> list[str]:
+    peft = peft_model(live.root)
+    return [] if peft is None else list(peft.active_adapters)
+
+
+def _made(live: LiveModel, stored: Mapping[str, NamedTensor], merge: bool) -> Iterator[_Made]:
+    """The weights that are decoded, merged, or both. Raises :class:`CheckpointError` with everything that can't be."""
+    layers = {canonical_name(f"{path}.weight"): layer for path, layer in blocks_in(live.root).items()}
+    deltas: dict[str, list[_Delta]] = {}
+    problems: list[str] = []
+    if merge:
+        _merge(live, stored, deltas, problems)
+    if problems:
+        raise CheckpointError("adapters that can't be merged in shards: " + "; ".join(problems[:5]))
+    for name, t in stored.items():
+        layer = layers.get(name)
+        if layer is None and name not in deltas:
+            continue
+        spec = (
+            TensorSpec.of(t.tensor) if layer is None else TensorSpec(layer.blocks.dtype, layer.blocks.shape)
+        )
+        yield _Made(t, spec, layer, tuple(deltas.get(name, ())))
+
+
+def _merge(
+    live: LiveModel, stored: Mapping[str, NamedTensor], deltas: dict[str, list[_Delta]], problems: list[str]
+) -> None:
+    active = _active(live)
+    first = live.first_names
+    for path, layer in lora_layers(live.root):
+        for adapter in active:
+            linear, embedding = adapter in layer.lora_A, adapter in layer.lora_embedding_A
+            if not (linear or embedding):
+                continue
+            name = first.get(f"{path}.base_layer.weight", "")
+            reason = _obstacle(layer, adapter, stored.get(name))
+            if reason is not None:
+                problems.append(f"{path}: {reason}")
+                continue
+            end = ".weight" if linear else ""
+            kind = "lora" if linear else "lora_embedding"
+            deltas.setdefault(name, []).append(
+                _Delta(
+                    first[f"{path}.{kind}_A.{adapter}{end}"],
+                    first[f"{path}.{kind}_B.{adapter}{end}"],
+                    float(layer.scaling[adapter]),
+                    embedding or bool(layer.fan_in_fan_out),
+                )
+            )
+
+
+def _obstacle(layer: Any, adapter: str, weight: NamedTensor | None) -> str | None:
+    """Why a layer's adapter can't be merged in shards; None if it can."""
+    if layer.merged:
+        return "is merged already; call unmerge_adapter() first"
+    if layer.lora_variant.get(adapter) is not None:
+        return f"{type(layer.lora_variant[adapter]).__name__} needs whole weights (DoRA and the like)"
+    if layer.lora_bias.get(adapter):
+        return "lora_bias=True is not supported"
+    if weight is None or weight.tensor.dim() != 2:
+        return f"{type(layer).__name__} adapts no matrix; only linear layers and embeddings are merged"
+    if len(weight.names) > 1:
+        return f"its weight is tied ({', '.join(weight.names)}), and would differ from its twin"
+    return None
+
+
+def _stored_as(source: str, one: _Made) -> Tile:
+    """The tile of a weight in its stored tensor: itself, or its transpose."""
+    rows, columns = one.spec.shape
+    if not one.layer.is_transposed:  # type: ignore[union-attr]
+        return identity(source, one.spec.shape)
+    return Tile(source, (Loop(rows, 1, 1, 0, 1), Loop(columns, 0, 1, 1, 1)), (0, 0), (0, 0))

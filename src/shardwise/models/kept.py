@@ -1,0 +1,99 @@
+"""What a caller asks of a model's quantisation: ``quantized=`` of a load, understood and put into the model's modules."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..catalog import Catalog
+from ..catalog.quantized import method_of_config, quantized, settings_of_config
+from ..errors import UnsupportedConversionError
+from ..internals.bitsandbytes import with_modules_of
+
+__all__ = ["Asked", "asked_of", "blocks_in", "has_blocks", "put_into"]
+
+#: ``"dequantize"``, ``"keep"``, or a ``BitsAndBytesConfig``.
+Asked = Any
+
+
+def asked_of(asked: Asked, config: Any, catalog: Catalog, path: str) -> Any | None:
+    """The quantization config of the model's own modules; None for a model of plain weights. Rank-local.
+
+    ``config``: the model's, as it is in the source. Raises :class:`UnsupportedConversionError` for codes that no model can keep
+    in shards, :class:`ValueError` or :class:`TypeError` for another ``asked``.
+    """
+    if isinstance(asked, str):
+        if asked not in ("dequantize", "keep"):
+            raise ValueError(f"quantized must be 'dequantize', 'keep' or a BitsAndBytesConfig, got {asked!r}")
+        if asked == "dequantize":
+            return None
+        return _stored(config, catalog, path)
+    if type(asked).__name__ != "BitsAndBytesConfig":
+        raise TypeError(
+            f"quantized must be 'dequantize', 'keep' or a transformers.BitsAndBytesConfig, got {asked!r:.200}"
+        )
+    if not asked.load_in_4bit:
+        raise UnsupportedConversionError(
+            "quantized=BitsAndBytesConfig(…) asks for 8 bits; only 4 bits can be sharded: load_in_4bit=True"
+        )
+    if asked.bnb_4bit_use_double_quant:
+        raise UnsupportedConversionError(
+            "quantized=BitsAndBytesConfig(bnb_4bit_use_double_quant=True): quantised scales need the mean of all scales of a "
+            "weight before the first is known, and no rank reads a whole weight. Leave it out; or quantise once with "
+            "transformers, save_pretrained, and load that with quantized='keep'"
+        )
+    found = quantized(catalog.tensors)
+    if found is not None:
+        raise UnsupportedConversionError(
+            f"{path}: is quantised already ({found.method}: {found.codes!r}); take quantized='keep', or "
+            f"'dequantize', export the model, and quantise that"
+        )
+    return asked
+
+
+def _stored(config: Any, catalog: Catalog, path: str) -> Any:
+    """The quantization config of a source whose codes the model keeps."""
+    method, found = method_of_config(config), quantized(catalog.tensors)
+    if not method or found is None:
+        has = "says nothing of a quantisation" if not method else f"says {method}, and no tensor is in codes"
+        raise UnsupportedConversionError(
+            f"{path}: quantized='keep', and there is nothing to keep: its config {has}. Leave quantized= out; or give a "
+            f"BitsAndBytesConfig to quantise it while it is loaded"
+        )
+    settings = dict(settings_of_config(config))
+    if method != "bitsandbytes" or not (settings.get("load_in_4bit") or settings.get("_load_in_4bit")):
+        raise UnsupportedConversionError(
+            f"{path}: quantized='keep' takes bitsandbytes' 4-bit codes, and this source is {method}"
+            f"{'' if method != 'bitsandbytes' else ' in 8 bits'}; leave quantized= out, and it is dequantised"
+        )
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig.from_dict(settings)
+
+
+def put_into(model: Any, settings: Any, dtype: torch.dtype) -> dict[str, Any]:
+    """Swap the layers of a model on meta for those that hold codes; by path. ``dtype``: of the weights before.
+
+    transformers chooses which. Raises :class:`ImportError` without bitsandbytes.
+    """
+    try:
+        from .linear4bit import shardable
+    except ImportError as error:
+        raise ImportError("quantized= needs bitsandbytes: pip install bitsandbytes") from error
+    with_modules_of(model, settings)
+    model.is_loaded_in_4bit = True
+    return dict(shardable(model, dtype))
+
+
+def blocks_in(model: nn.Module) -> dict[str, Any]:
+    """The layers of a model that hold 4-bit blocks (:class:`.ShardedLinear4bit`), by path. Never imports bitsandbytes."""
+    kind = getattr(sys.modules.get(f"{__package__}.linear4bit"), "ShardedLinear4bit", ())
+    return {path: layer for path, layer in model.named_modules() if isinstance(layer, kind)}
+
+
+def has_blocks(model: nn.Module) -> bool:
+    """Whether a model has such layers."""
+    return bool(blocks_in(model))

@@ -1,0 +1,189 @@
+"""QLoRA over several ranks: the base in 4-bit codes, 1/N on each; everything bitwise that of transformers and PEFT in one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import shardwise as sw
+from shardwise.errors import CheckpointError, PlanError, UnsupportedConversionError
+from tests.harness import models
+from tests.harness.pool import RankPool
+from tests.harness.tiers import long_but
+
+pytest.importorskip("bitsandbytes")
+pytest.importorskip("peft")
+
+from tests.quantized import _qlora_fns as fns
+from tests.quantized._made import bitsandbytes_directory
+
+#: How the source is stored → what is asked of it.
+KINDS = ("quantised while it is read", "kept", "kept, scales quantised")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama in bf16, and as transformers and bitsandbytes quantise it."""
+    root = tmp_path_factory.mktemp("qlora")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=72,
+        hidden_size=128,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attention_bias=True,
+    )
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(root / "plain")
+    options = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.bfloat16}
+    bitsandbytes_directory(root / "plain", root / "nf4", bnb_4bit_quant_type="nf4", **options)
+    nested = {"bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": True}
+    bitsandbytes_directory(root / "plain", root / "nested", **nested, **options)
+    return root
+
+
+def asked(root: Path, kind: str) -> tuple[str, Any]:
+    """The directory, and ``quantized=``."""
+    if kind == "quantised while it is read":
+        return str(root / "plain"), fns.four_bits()
+    return str(root / ("nf4" if kind == "kept" else "nested")), "keep"
+
+
+@pytest.mark.parametrize("world_size", long_but((1, 2, 3, 4), 3))
+def test_losses_and_gradients_are_those_of_the_unsharded_model(
+    world_size: int, root: Path, ranks: RankPool
+) -> None:
+    """Ten steps. Where three ranks average, the unsharded gradients are added and divided in the same order."""
+    for kind in KINDS:
+        found = ranks.run_ranks(world_size, fns.like_unsharded, *asked(root, kind), timeout_s=300)
+        assert found == [fns.STEPS * 28] * world_size, kind
+
+
+@pytest.mark.parametrize("world_size", long_but((1, 2, 3, 4), 3))
+def test_each_rank_holds_its_part_of_the_codes(world_size: int, root: Path, ranks: RankPool) -> None:
+    for kind in KINDS:
+        for own, total, row in ranks.run_ranks(world_size, fns.held_bytes, *asked(root, kind)):
+            assert abs(own - total / world_size) <= row, kind
+            assert total == (2 * (2 * 128 * 128 + 2 * 64 * 128 + 3 * 128 * 192)) // 64 * 36
+
+
+def test_saved_at_two_and_resumed_at_three(root: Path, tmp_path: Path, ranks: RankPool) -> None:
+    source = asked(root, KINDS[0])
+    straight = ranks.run_ranks(2, fns.run, *source, str(tmp_path / "straight"), 0, 4)[0]
+    first = ranks.run_ranks(2, fns.run, *source, str(tmp_path / "run"), 0, 2)[0]
+    assert first[0] == straight[0][:2]
+    resumed = ranks.run_ranks(3, fns.run, *source, str(tmp_path / "run"), 2, 4)[0]
+    assert resumed[1] == first[2]  # every tensor, codes included
+    assert resumed[0][0] == straight[0][2]
+    again = ranks.run_ranks(2, fns.run, *source, str(tmp_path / "run 2"), 0, 2)[0]
+    assert again == first
+    assert ranks.run_ranks(2, fns.run, *source, str(tmp_path / "run 2"), 2, 4)[0][::2] == (
+        straight[0][2:],
+        straight[2],
+    )
+
+
+@pytest.mark.parametrize("world_size", long_but((1, 2, 3), 3))
+def test_a_merged_export_is_what_peft_merges(
+    world_size: int, root: Path, tmp_path: Path, ranks: RankPool
+) -> None:
+    for k, (directory, quantized) in enumerate(
+        [*(asked(root, kind) for kind in KINDS), (str(root / "plain"), "dequantize")]
+    ):
+        out = tmp_path / str(k)
+        ranks.run_ranks(world_size, fns.merged, directory, quantized, str(out))
+        found = transformers.AutoModelForCausalLM.from_pretrained(out).state_dict()
+        expected = fns.merged_by_peft(directory, quantized)
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert found[name].dtype == tensor.dtype == torch.bfloat16
+            assert torch.equal(found[name], tensor), (k, name)
+        assert "quantization_config" not in json.loads((out / "config.json").read_text())
+
+
+def test_a_base_without_adapters_is_exported_dequantised(root: Path, tmp_path: Path) -> None:
+    model, _ = sw.load_pretrained(root / "nf4", quantized="keep")
+    sw.export_hf(model, tmp_path / "out")
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    expected, _ = sw.load_pretrained(root / "nf4")
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_transposed_weights_are_turned_before_they_are_quantised(tmp_path: Path) -> None:
+    """GPT-2 stores inputs as rows; its widths are no multiple of a block, too."""
+    models.write_hub_directory("gpt2", tmp_path / "gpt2", torch.float32)
+    options = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32, "bnb_4bit_quant_type": "nf4"}
+    config = transformers.BitsAndBytesConfig(**options)
+    plain: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "gpt2", quantization_config=config, device_map="cpu"
+    )
+    model, _ = sw.load_pretrained(tmp_path / "gpt2", quantized=config)
+    checked = 0
+    for path, layer in plain.named_modules():
+        if type(layer).__name__ == "Linear4bit":
+            own = model.get_submodule(path)
+            codes, scales = own.blocks.split(own.weight.data)
+            state = layer.weight.quant_state
+            assert torch.equal(codes[: layer.weight.numel()], layer.weight.data.view(-1)), path
+            assert torch.equal(scales, state.absmax), path
+            checked += 1
+    assert checked >= 4
+    ids = torch.arange(12).view(1, 12)
+    found_logits = []
+    for one in (model, plain):
+        torch.manual_seed(0)  # of dropout
+        found_logits.append(one.train()(input_ids=ids).logits)
+    assert torch.equal(*found_logits)
+    sw.export_hf(model, tmp_path / "out")
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    expected = plain.dequantize().state_dict()
+    assert {n: t.shape for n, t in found.items()} == {
+        n: t.shape for n, t in sw.load_pretrained(tmp_path / "gpt2")[0].state_dict().items()
+    }
+    assert torch.equal(
+        found["transformer.h.0.mlp.c_fc.weight"], expected["transformer.h.0.mlp.c_fc.weight"].t()
+    )
+
+
+def test_plan_says_what_is_stored_and_held(root: Path) -> None:
+    (one,) = sw.plan(root / "plain", ranks=2, quantized=fns.four_bits()).dequantized
+    assert one.format == "BF16, quantised to NF4 in blocks of 64"
+    assert (one.tensors, one.stored_bytes, one.nbytes) == (14, 491520, 138240)
+    (kept,) = sw.plan(root / "nf4", ranks=2, quantized="keep").dequantized
+    assert (kept.format, kept.stored_bytes, kept.nbytes) == ("NF4 in blocks of 64, kept", 138240, 138240)
+
+
+def test_what_is_asked_and_can_not_be_had(root: Path, tmp_path: Path) -> None:
+    def refused(error: type[Exception], text: str, directory: str = "plain", **options: Any) -> None:
+        with pytest.raises(error, match=text):
+            sw.load_pretrained(root / directory, **options)
+
+    refused(ValueError, "'dequantize', 'keep' or", quantized="nf4")
+    refused(TypeError, "BitsAndBytesConfig", quantized={"load_in_4bit": True})
+    refused(UnsupportedConversionError, "nothing to keep", quantized="keep")
+    refused(UnsupportedConversionError, "quantised already", "nf4", quantized=fns.four_bits())
+    double = fns.four_bits(bnb_4bit_use_double_quant=True)
+    refused(UnsupportedConversionError, "mean of all scales", quantized=double)
+    eight = transformers.BitsAndBytesConfig(load_in_8bit=True)
+    refused(UnsupportedConversionError, "only 4 bits", quantized=eight)
+    refused(PlanError, "use_dora", quantized=fns.four_bits(), adapter=fns.lora(use_dora=True))
+    model, _ = sw.load_pretrained(root / "plain", quantized=fns.four_bits())
+    with pytest.raises(ValueError, match="PeftModel"):
+        sw.export_hf(model, tmp_path / "out", merge=True)
+    with pytest.raises(ValueError, match="stored"):
+        sw.export_hf(root / "plain", tmp_path / "out", merge=True)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_an_adapter_that_has_no_merged_form_is_named(root: Path, tmp_path: Path) -> None:
+    model, _ = sw.load_pretrained(root / "plain", adapter=fns.lora(use_dora=True))
+    with pytest.raises(CheckpointError, match="DoRA"):
+        sw.export_hf(model, tmp_path / "out", merge=True)
