@@ -33,6 +33,7 @@ SCRIPTS = {
     "cold_reads.py": (["--ranks", "1", "4", "--rounds", "2"], ["--short", "--ranks", "2", "--rounds", "1"]),
     "digest.py": ([], ["--repeats", "1"]),
     "quantized.py": ([], ["--short"]),
+    "qlora.py": ([], ["--short"]),
     "store.py": (["--rounds", "3"], ["--short"]),
 }
 #: In the short form their bounds on seconds say nothing, so that 1 is no failure.

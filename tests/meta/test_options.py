@@ -71,6 +71,7 @@ FAMILIES: dict[tuple[str, str], tuple[dict[str, str], dict[str, str]]] = {
             "auto_class": "the model has a class",
             "config": "the model has one",
             "trust_remote_code": "the model is built",
+            "quantized": "the model is built, of layers in codes or not",
             "options": "the model is built; a source is a local path",
         },
         {

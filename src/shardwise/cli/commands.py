@@ -23,6 +23,7 @@ from .options import (
     model_class,
     new_adapter,
     one_model,
+    quantized_as,
     source_path,
     trust_remote_code,
 )
@@ -107,6 +108,7 @@ def plan(
     allow_unused: tuple[str, ...],
     allow_missing: tuple[str, ...],
     adapter: str | None,
+    quantized: str,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -134,6 +136,7 @@ def plan(
         allow_unused=allow_unused,
         allow_missing=allow_missing,
         adapter=new_adapter(adapter),
+        quantized=quantized_as(quantized),
         **options,
     )
     host = this_host(report, per_host)

@@ -19,6 +19,7 @@ __all__ = [
     "debug",
     "model_class",
     "new_adapter",
+    "quantized_as",
     "one_model",
     "source_path",
     "trust_remote_code",
@@ -95,6 +96,13 @@ def as_load_pretrained(command: Callable[..., Any]) -> Callable[..., Any]:
             "--allow-missing", multiple=True, metavar="PATTERN", help="Tensors that may be missing from PATH."
         ),
         click.option("--adapter", default=None, metavar="DIR", help=_ADAPTER_HELP),
+        click.option(
+            "--quantized",
+            type=click.Choice(("dequantize", "keep", "nf4", "fp4")),
+            default="dequantize",
+            show_default=True,
+            help="Plain weights, stored 4-bit codes, or 4 bits made of plain weights.",
+        ),
         click.option("--revision", default=None, help="Branch, tag or commit on the hub."),
         click.option("--subfolder", default="", metavar="DIR", help="Folder of the model in PATH."),
         click.option("--variant", default=None, help="Take model.VARIANT.safetensors."),
@@ -128,6 +136,15 @@ def model_class(name: str | None) -> Any:
         where = module or "transformers"
         raise click.BadParameter(f"{where} has no model class {kind!r}", param_hint="'--auto-class'")
     return found
+
+
+def quantized_as(name: str) -> Any:
+    """The value of ``quantized=`` for ``--quantized``."""
+    if name in ("dequantize", "keep"):
+        return name
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=name)
 
 
 def new_adapter(directory: str | None) -> Any:

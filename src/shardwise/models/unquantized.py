@@ -80,6 +80,7 @@ def refuse_request(wanted: Any, where: str) -> NoReturn:
         method_of_config(wanted) or method_of_config({"quantization_config": wanted}) or "of no named method"
     )
     raise UnsupportedConversionError(
-        f"{where} asks for a quantised model ({method}), and nothing is quantised while it is loaded yet; leave it out "
-        f"for plain weights, or quantise with transformers' from_pretrained, on one process without sharding"
+        f"{where} asks for a quantised model ({method}), and is not how a load is asked for one: give load_pretrained "
+        f"quantized=BitsAndBytesConfig(load_in_4bit=True, …), or leave it out for plain weights. Other methods: quantise with "
+        f"transformers' from_pretrained, in one process without sharding"
     )
