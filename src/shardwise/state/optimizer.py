@@ -24,10 +24,14 @@ from ..limits import brief
 from ..models.host_memory import HostMemory
 from ..names import NamedTensor
 from .gradients import GRADIENT, has_unseen_gradients, waiting_gradients
+from .low_bit import Form, StoredForm, form_of, part_name, room_for
 from .storable import refuse_unstorable
 
 __all__ = [
+    "NO_FORMS",
+    "AgreedForm",
     "Drained",
+    "LowBitState",
     "check_groups",
     "check_stored",
     "drain",
@@ -39,13 +43,38 @@ __all__ = [
 ]
 
 
+@dataclass(frozen=True, slots=True)
+class AgreedForm:
+    """The form in which ranks hold a state in few bits."""
+
+    form: Form
+    is_mixed: bool
+    """Whether a rank with elements of it holds them in full."""
+
+
+NO_FORMS: Mapping[int, Mapping[str, AgreedForm]] = {}
+NO_LOW_BIT: Mapping[str, Mapping[str, StoredForm]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class LowBitState:
+    """A state of few bits, spread like its parameter."""
+
+    value: torch.Tensor
+    parameter: torch.Tensor
+    form: Form
+    by_rank: bool
+    """Whether only its own rank can interpret it."""
+
+
 @dataclass(slots=True)
 class Drained:
     """An optimizer's state, sorted by how it is stored.
 
     ``tensors``: spread like their parameter. ``packed``: 0-d tensors of many parameters as one 1-D tensor,
     with the parameters in its order. ``values``: states that are not tensors. ``opaque``: tensors with another shape
-    than their sharded parameter; only this rank can interpret them.
+    than their sharded parameter; only this rank can interpret them. ``low_bit``: states of few bits, of which the caller makes
+    ``tensors``.
     """
 
     groups: list[dict[str, Any]] = field(default_factory=list)
@@ -54,6 +83,7 @@ class Drained:
     packed_index: dict[str, dict[str, tuple[str, int]]] = field(default_factory=dict)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     opaque: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    low_bit: dict[str, dict[str, LowBitState]] = field(default_factory=dict)
     has_unseen_gradients: bool = False
     """Such gradients are not among the tensors: it is not known whether a step has used them."""
 
@@ -80,8 +110,14 @@ def parameter_names(optimizer: Optimizer, tensors: Iterable[NamedTensor]) -> dic
     return {id(p): names[id(p)] for group in optimizer.param_groups for p in group["params"]}
 
 
-def drain(optimizer: Optimizer, names: Mapping[int, str]) -> Drained:
-    """References to everything in an optimizer, by parameter name. Copies 0-d tensors only."""
+def drain(
+    optimizer: Optimizer, names: Mapping[int, str], forms: Mapping[int, Mapping[str, AgreedForm]] = NO_FORMS
+) -> Drained:
+    """References to everything in an optimizer, by parameter name. Copies 0-d tensors only.
+
+    ``forms``: by id of a parameter and state, of states that some ranks hold in few bits. Without it, only those that this
+    rank holds so.
+    """
     if keeps_flat_history(optimizer):
         raise StateError("LBFGS keeps flat history over all parameters, which has no name to be stored under")
     live = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -99,7 +135,11 @@ def drain(optimizer: Optimizer, names: Mapping[int, str]) -> Drained:
         for parameter in group["params"]:
             name = names[id(parameter)]
             for key, value in optimizer.state.get(parameter, {}).items():
-                _sort_state(found, scalars, parameter, name, key, value)
+                few = _few_bits(parameter, value, forms.get(id(parameter), {}).get(key))
+                if few is None:
+                    _sort_state(found, scalars, parameter, name, key, value)
+                else:
+                    found.low_bit.setdefault(name, {})[key] = few
     found.has_unseen_gradients = has_unseen_gradients(optimizer)
     for parameter, gradient in waiting_gradients(optimizer):
         name = names[id(parameter)]
@@ -111,6 +151,15 @@ def drain(optimizer: Optimizer, names: Mapping[int, str]) -> Drained:
         for index, (name, state, _) in enumerate(entries):
             found.packed_index.setdefault(name, {})[state] = (key, index)
     return found
+
+
+def _few_bits(parameter: torch.Tensor, value: Any, agreed: AgreedForm | None) -> LowBitState | None:
+    if not isinstance(value, torch.Tensor) or not _is_spread_like(value, parameter):
+        return None
+    form = form_of(value) if agreed is None else agreed.form
+    return (
+        None if form is None else LowBitState(value, parameter, form, agreed is not None and agreed.is_mixed)
+    )
 
 
 def _check_gradient(optimizer: Optimizer, parameter: torch.Tensor, name: str, gradient: torch.Tensor) -> None:
@@ -228,15 +277,17 @@ def place_states(
     names: Mapping[int, str],
     stored: Mapping[str, Mapping[str, str]],
     memory: HostMemory,
+    low_bit: Mapping[str, Mapping[str, StoredForm]] = NO_LOW_BIT,
 ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, dict[str, torch.Tensor]]]:
     """Allocate stored states: existing tensors if they fit, otherwise new ones (values undefined), those on the CPU from
     ``memory``.
 
-    ``stored`` maps parameter → state → dtype code. Clears every other state. Returns the tensors to fill, and the
-    former 0-d tensors, for :func:`place_scalars`; both by parameter and state. Tensors for gradients are not put
-    into the optimizer. Raises :class:`StateError` for stored state of a parameter that the optimizer lacks.
+    ``stored`` maps parameter → state → dtype code, ``low_bit`` parameter → state → form of few bits. Clears every other
+    state. Returns the tensors to fill (of states of few bits their parts), and the former 0-d tensors, for
+    :func:`place_scalars`; both by parameter and state. Tensors for gradients are not put into the optimizer. Raises
+    :class:`StateError` for stored state of a parameter that the optimizer lacks.
     """
-    check_stored(optimizer, names, stored)
+    check_stored(optimizer, names, {**stored, **low_bit})
     live = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
     to_fill: dict[str, dict[str, torch.Tensor]] = {}
     scalars: dict[str, dict[str, torch.Tensor]] = {}
@@ -250,6 +301,12 @@ def place_states(
             to_fill.setdefault(name, {})[key] = old
             if key != GRADIENT:
                 optimizer.state[parameter][key] = old
+        for key, form in low_bit.get(name, {}).items():
+            old = before.get(key)
+            fits = isinstance(old, torch.Tensor) and _is_spread_like(old, parameter)
+            state, parts = room_for(old if fits else None, parameter, form, memory)
+            optimizer.state[parameter][key] = state
+            to_fill.setdefault(name, {}).update({part_name(key, p): t for p, t in parts.items()})
     return to_fill, scalars
 
 
