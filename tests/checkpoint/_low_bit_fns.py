@@ -102,7 +102,8 @@ def local_of(value: Any) -> Any:
 
 def bits(state: sw.TrainState) -> dict[str, bytes]:
     found = {t.name: raw(t.tensor) for t in named_tensors(state.model)}
-    return found | {f"{name} {key}": raw(value) for name, _, key, value in live_states(state)}
+    states = {f"{name} {key}": value for name, _, key, value in live_states(state)}
+    return found | {n: raw(v) if isinstance(v, torch.Tensor) else repr(v).encode() for n, v in states.items()}
 
 
 def gathered(state: sw.TrainState) -> Gathered:
@@ -322,3 +323,68 @@ def columns(path: str) -> dict[str, Any]:
         return {"exact": report.exact, "bitwise": bits(first) == bits(second), "names": os.listdir(path)}
 
     return eagerly(work)
+
+
+# ---------------------------------------------------------------------------------------------- bitsandbytes
+
+
+def _eight_bits(seed: int) -> sw.TrainState:
+    import bitsandbytes
+
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 64))
+    optimizer = bitsandbytes.optim.AdamW8bit(list(model.parameters()), lr=1e-2)
+    return sw.TrainState(model=model, optimizer=optimizer)
+
+
+def _eight_bit_steps(state: sw.TrainState, first: int, steps: int) -> None:
+    for number in range(first, first + steps):
+        generator = torch.Generator().manual_seed(number)
+        state.model(torch.randn(4, 128, generator=generator)).square().sum().backward()
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+
+
+def eight_bits(path: str) -> dict[str, Any]:
+    first, second = _eight_bits(0), _eight_bits(1)
+    _eight_bit_steps(first, 0, BEFORE)
+    sw.save(first, path)
+    report = sw.restore(second, path)
+    _eight_bit_steps(first, BEFORE, AFTER)
+    _eight_bit_steps(second, BEFORE, AFTER)
+    return {"exact": report.exact, "bitwise": bits(first) == bits(second)}
+
+
+def eight_bits_refused(path: str) -> str:
+    try:
+        sw.restore(_eight_bits(1), path)
+    except StateError as error:
+        return f"StateError: {error}"
+    return ""
+
+
+def eight_bits_over_shards() -> dict[str, Any]:
+    """What happens with the DTensors themselves, and with the shards of which they are made."""
+    import bitsandbytes
+
+    model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 64))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    parameters = list(model.parameters())
+    model(torch.randn(4, 128)).sum().backward()
+    found: dict[str, Any] = {"its own step": "", "save": ""}
+    try:
+        bitsandbytes.optim.AdamW8bit(parameters, lr=1e-2).step()
+    except RuntimeError as error:
+        found["its own step"] = str(error)
+    shards = [nn.Parameter(p._local_tensor.detach()) for p in parameters]
+    for shard, parameter in zip(shards, parameters, strict=True):
+        shard.grad = parameter.grad.to_local()
+    optimizer = bitsandbytes.optim.AdamW8bit(shards, lr=1e-2)
+    before = parameters[0].to_local().clone()
+    optimizer.step()
+    found["steps"] = not torch.equal(before, parameters[0].to_local())
+    try:
+        sw.save(sw.TrainState(model=model, optimizer=optimizer), os.devnull)
+    except StateError as error:
+        found["save"] = str(error)
+    return found

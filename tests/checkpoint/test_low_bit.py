@@ -120,7 +120,8 @@ def test_cuts_inside_blocks_are_refused_before_anything_is_read(
         assert rank["kind"] == "StateError"
         assert rank["unchanged"]
         assert "odd.weight.exp_avg is OptimState8bit in blocks of 256 elements" in rank["text"]
-        assert "at multiples of 8" in rank["text"] and "shard 2" in rank["text"]
+        assert "at multiples of 8" in rank["text"]
+        assert "the saved mesh (shard 2)" in rank["text"]
         assert rank["text"].endswith("numbers of ranks: 1, 2, 3, 4, 6, 12")
 
 
@@ -165,3 +166,25 @@ def test_a_parameter_of_which_ranks_keep_a_part_in_full_resumes_on_the_same_mesh
 def test_cuts_inside_blocks_of_the_saved_run_resume_on_the_same_mesh(ranks: RankPool, tmp_path: Path) -> None:
     for rank in ranks.run_ranks(2, fns.columns, str(tmp_path / "step")):
         assert (rank["exact"], rank["bitwise"]) == (True, True)
+
+
+# ---------------------------------------------------------------------------------------------- bitsandbytes
+
+
+def test_bitsandbytes_resumes_where_parameters_are_whole_on_each_rank(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "step")
+    for rank in ranks.run_ranks(2, fns.eight_bits, path):
+        assert (rank["exact"], rank["bitwise"]) == (True, True)
+    (found,) = ranks.run_ranks(1, fns.eight_bits_refused, path)
+    assert found.startswith("StateError")
+    assert "optimizer.opaque was stored per rank by 2 ranks" in found
+
+
+def test_bitsandbytes_over_shards_is_refused_by_itself_or_by_name(ranks: RankPool) -> None:
+    for rank in ranks.run_ranks(2, fns.eight_bits_over_shards):
+        assert "DTensor" in rank["its own step"]
+        assert rank["steps"]
+        assert "parameter 0 of shape [64, 128], which is this rank's part of 0.weight" in rank["save"]
+        assert "torchao" in rank["save"]

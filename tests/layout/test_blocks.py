@@ -88,8 +88,10 @@ def test_rows_over_ranks(
 def test_columns_may_be_cut_between_blocks_of_a_row_and_nowhere_else() -> None:
     columns = over((2, Cut("shard", 1)))
     wide, tall = grid_of((6, 512), 256), grid_of((512, 6), 256)
-    assert wide is not None and tall is not None
-    assert wide.falls_on(columns) and not tall.falls_on(columns)
+    assert wide is not None
+    assert tall is not None
+    assert wide.falls_on(columns)
+    assert not tall.falls_on(columns)
     assert not wide.falls_on(over((4, Cut("shard", 1))))
 
 
@@ -100,5 +102,6 @@ def test_what_blocks_do_not_fill_has_no_grid() -> None:
 
 def test_numbers_of_ranks_that_an_error_suggests() -> None:
     grid, other = grid_of((64, 96), 256), grid_of((96, 256), 256)
-    assert grid is not None and other is not None
+    assert grid is not None
+    assert other is not None
     assert fitting_ranks({(grid, 0), (other, 0)})[:4] == (1, 2, 4, 8)

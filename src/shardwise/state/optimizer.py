@@ -19,6 +19,7 @@ from ..devices import to_host
 from ..dtypes import code_of, torch_dtype
 from ..errors import StateError
 from ..internals.optim import keeps_flat_history
+from ..internals.torch import storage_key
 from ..layout.model import local_tensor
 from ..limits import brief
 from ..models.host_memory import HostMemory
@@ -52,6 +53,8 @@ class AgreedForm:
     """Whether a rank with elements of it holds them in full."""
 
 
+#: Tensor subclasses may have no storage of their own.
+_WITH_STORAGE = (torch.Tensor, torch.nn.Parameter)
 NO_FORMS: Mapping[int, Mapping[str, AgreedForm]] = {}
 NO_LOW_BIT: Mapping[str, Mapping[str, StoredForm]] = {}
 
@@ -95,9 +98,10 @@ class Drained:
 
 def parameter_names(optimizer: Optimizer, tensors: Iterable[NamedTensor]) -> dict[int, str]:
     """id of each optimised parameter → its name. Raises :class:`StateError` for a parameter that the model lacks."""
-    names = {id(t.tensor): t.name for t in tensors if t.kind == "parameter"}
+    named = [t for t in tensors if t.kind == "parameter"]
+    names = {id(t.tensor): t.name for t in named}
     strangers = [
-        f"group {g}, parameter {k} of shape {list(p.shape)}"
+        f"group {g}, parameter {k} of shape {list(p.shape)}{_of_whom(p, named)}"
         for g, group in enumerate(optimizer.param_groups)
         for k, p in enumerate(group["params"])
         if id(p) not in names
@@ -105,9 +109,25 @@ def parameter_names(optimizer: Optimizer, tensors: Iterable[NamedTensor]) -> dic
     if strangers:
         raise StateError(
             f"the optimizer holds {len(strangers)} parameters that the model does not have: "
-            f"{'; '.join(strangers[:5])}. Make the optimizer after sharding and loading the model"
+            f"{'; '.join(strangers[:5])}. Make the optimizer after sharding and loading the model, and of its parameters. If it "
+            f"takes no DTensors (bitsandbytes' do not), keep these parameters whole on each rank, or take torchao's"
         )
     return {id(p): names[id(p)] for group in optimizer.param_groups for p in group["params"]}
+
+
+def _of_whom(stranger: torch.Tensor, parameters: Iterable[NamedTensor]) -> str:
+    """The sharded parameter whose part on this rank a tensor is, in words."""
+    if type(stranger) not in _WITH_STORAGE:
+        return ""
+    for t in parameters:
+        local = local_tensor(t.tensor)
+        if (
+            local is not t.tensor
+            and type(local) in _WITH_STORAGE
+            and storage_key(local) == storage_key(stranger)
+        ):
+            return f", which is this rank's part of {t.name}"
+    return ""
 
 
 def drain(
