@@ -17,7 +17,7 @@ __all__ = ["KINDS", "LowBit", "fresh_book", "low_bit", "low_bit_state", "may_kee
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A class of states: its module, the dtype of its codes, how many elements one code holds, whether it has a code book.
+    """A class of states: its module, the dtype of its codes, how many elements one code holds, the length of its code book.
 
     Without it, a checkpoint could not be checked before a state is made of it.
     """
@@ -25,14 +25,15 @@ class Kind:
     module: str
     codes: torch.dtype
     elements: int
-    has_book: bool
+    book: int
+    """0 if it has none."""
 
 
 #: The classes by name. They are told by name, because a program may work without torchao.
 KINDS = {
-    "OptimState8bit": Kind("torchao.optim.subclass_8bit", torch.uint8, 1, True),
-    "OptimState4bit": Kind("torchao.optim.subclass_4bit", torch.uint8, 2, True),
-    "OptimStateFp8": Kind("torchao.optim.subclass_fp8", torch.float8_e4m3fn, 1, False),
+    "OptimState8bit": Kind("torchao.optim.subclass_8bit", torch.uint8, 1, 256),
+    "OptimState4bit": Kind("torchao.optim.subclass_4bit", torch.uint8, 2, 16),
+    "OptimStateFp8": Kind("torchao.optim.subclass_fp8", torch.float8_e4m3fn, 1, 0),
 }
 
 
@@ -76,8 +77,8 @@ def low_bit(tensor: torch.Tensor) -> LowBit | None:
         kind=name,
         codes=found.codes,
         scale=found.scale,
-        book=found.qmap if KINDS[name].has_book else None,
-        signed=found.signed if KINDS[name].has_book else None,
+        book=found.qmap if KINDS[name].book else None,
+        signed=found.signed if KINDS[name].book else None,
         block=found.block_size,
         dtype=found.dtype,
     )

@@ -109,7 +109,8 @@ def _low_bit(where: str, value: Any, meaning: Document, manifest: Manifest) -> N
     books = _mapping(found["books"], f"{where}.books")
     for name, states in _mapping(found["by_rank"], f"{where}.by_rank").items():
         for state, one in _mapping(states, f"{where}.by_rank[{brief(name)}]").items():
-            Form.of_json(one, f"{where}.by_rank[{brief(name)}].{brief(state)}")
+            at = f"{where}.by_rank[{brief(name)}].{brief(state)}"
+            _book(at, Form.of_json(one, at), books)
     entries = {
         n: t for tensors in manifest.models.values() for n, t in tensors.items() if meaning.owner in t.states
     }
@@ -120,9 +121,15 @@ def _low_bit(where: str, value: Any, meaning: Document, manifest: Manifest) -> N
             if name not in entries:
                 raise FormatError(f"{at}: {brief(name)} has no state in the manifest")
             _parts(at, state, form, entries[name], meaning.owner)
-            book = books.get(form.book)
-            if form.book and not (isinstance(book, torch.Tensor) and book.dtype is torch.float32):
-                raise FormatError(f"{at}: expected a code book {form.book}, got {brief(book)}")
+            _book(at, form, books)
+
+
+def _book(where: str, form: Form, books: Mapping[str, Any]) -> None:
+    if not form.book:
+        return
+    held, length = books.get(form.book), form.book_length
+    if not isinstance(held, torch.Tensor) or (held.dtype, tuple(held.shape)) != (torch.float32, (length,)):
+        raise FormatError(f"{where}: expected a code book {form.book} of {length} numbers, got {brief(held)}")
 
 
 def _parts(where: str, state: str, form: Form, entry: TensorEntry, optimizer: str) -> None:

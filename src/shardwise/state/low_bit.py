@@ -57,7 +57,12 @@ class Form:
     @property
     def book(self) -> str:
         """The key of its code book; empty if it needs none."""
-        return f"{self.kind}.{'signed' if self.signed else 'unsigned'}" if KINDS[self.kind].has_book else ""
+        return f"{self.kind}.{'signed' if self.signed else 'unsigned'}" if KINDS[self.kind].book else ""
+
+    @property
+    def book_length(self) -> int:
+        """How many numbers codes may stand for; 0 without a code book."""
+        return KINDS[self.kind].book
 
     @property
     def text(self) -> str:
@@ -80,7 +85,7 @@ class Form:
             )
         if type(found.block) is not int or not 0 < found.block <= MAX_COUNT:
             raise FormatError(f"{where}: blocks of {brief(found.block)} elements")
-        if not isinstance(found.signed, bool if KINDS[found.kind].has_book else type(None)):
+        if not isinstance(found.signed, bool if KINDS[found.kind].book else type(None)):
             raise FormatError(f"{where}: signed is {brief(found.signed)}")
         for code in (found.dtype, found.scale):
             if not isinstance(code, str) or not torch_dtype(code).is_floating_point:
