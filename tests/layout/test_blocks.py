@@ -93,6 +93,8 @@ def test_columns_may_be_cut_between_blocks_of_a_row_and_nowhere_else() -> None:
     assert wide.falls_on(columns)
     assert not tall.falls_on(columns)
     assert not wide.falls_on(over((4, Cut("shard", 1))))
+    # Over one rank it divides nothing, but scales have no such dim that placements could name.
+    assert not tall.falls_on(over((1, Cut("shard", 1))))
 
 
 def test_what_blocks_do_not_fill_has_no_grid() -> None:
