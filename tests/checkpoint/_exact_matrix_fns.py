@@ -753,7 +753,13 @@ class Run:
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    return local_tensor(tensor).detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    """All bits that a rank holds of a tensor; of a tensor subclass its class, the tensors in it and its attributes."""
+    local = local_tensor(tensor)
+    if hasattr(local, "__tensor_flatten__"):
+        names, attributes = local.__tensor_flatten__()
+        held = b"".join(raw(getattr(local, name)) for name in names)
+        return f"{type(local)} {attributes} {local.shape} {local.dtype}".encode() + held
+    return local.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def outcome(kind: Kind, path: str) -> dict[str, Any]:

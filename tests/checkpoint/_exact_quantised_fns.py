@@ -71,9 +71,9 @@ def modules(make: Callable[[], nn.Module], expected: str = "exact", says: str = 
 
 
 KINDS: dict[str, Kind] = {
-    "torchao AdamW8bit": Kind(wide, torchao("AdamW8bit"), "refused", "OptimState8bit, a tensor subclass"),
-    "torchao AdamW4bit": Kind(wide, torchao("AdamW4bit"), "refused", "OptimState4bit, a tensor subclass"),
-    "torchao AdamWFp8": Kind(wide, torchao("AdamWFp8"), "refused", "OptimStateFp8, a tensor subclass"),
+    "torchao AdamW8bit": Kind(wide, torchao("AdamW8bit")),
+    "torchao AdamW4bit": Kind(wide, torchao("AdamW4bit")),
+    "torchao AdamWFp8": Kind(wide, torchao("AdamWFp8")),
     "torchao AdamW8bit, small": Kind(mlp, torchao("AdamW8bit")),
     "torchao int8 weights": modules(int8_weight_only, "refused", "Int8Tensor, a tensor subclass"),
     "bitsandbytes AdamW": Kind(wide, bitsandbytes("AdamW")),

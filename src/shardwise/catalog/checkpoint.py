@@ -73,7 +73,7 @@ def optimizer_tensors(
             if e.packed is None:
                 geometry = manifest.geometries[t.geometry]
                 stored = StateKey(name, state).name
-                found.append(SliceTensor(stored, e.dtype, t.shape, geometry, e.owner))
+                found.append(SliceTensor(stored, e.dtype, t.shape_of(e), geometry, e.owner))
     for key, p in manifest.packed.get(optimizer, {}).items():
         found.append(
             SliceTensor(packed_name(key), p.dtype, (p.count,), replicated(manifest.world_size), p.owner)

@@ -21,6 +21,7 @@ from ..recipe.origin import recall
 from ..state.storable import refuse_meta
 from ..state.train_state import TrainState, document_of
 from ..state.typed_json import Encoded, encode
+from .low_bit_save import agree_on_forms
 from .snapshot import (
     Snapshot,
     document_hash,
@@ -76,9 +77,11 @@ def collect(state: TrainState, step: int, lineage: Lineage, ranks: Ranks) -> Col
     snapshot: Snapshot | None = None
     assets: dict[str, bytes] = {}
 
+    forms = agree_on_forms(state, ranks)
+
     def collected() -> list[Any]:
         nonlocal snapshot, assets
-        snapshot = take_snapshot(state, step)
+        snapshot = take_snapshot(state, step, forms)
         for live in (live for part in snapshot.parts for live in part.live):
             refuse_meta(live.stored.name, live.tensor)
         _check_names(snapshot)

@@ -38,7 +38,9 @@ def reaches_others(receivers: Iterable[Receiver], documents: Mapping[str, Any]) 
 
 
 #: Reports don't list documents of these kinds: other modules apply them.
-_APPLIED_ELSEWHERE = frozenset({"step", "rng", "classes", "optimizer", "opaque", "own", "not_stored"})
+_APPLIED_ELSEWHERE = frozenset(
+    {"step", "rng", "classes", "optimizer", "opaque", "low_bit", "own", "not_stored"}
+)
 
 
 def restore_documents(

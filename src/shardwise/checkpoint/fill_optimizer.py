@@ -6,7 +6,7 @@ The caller says where the states are stored (:class:`StoredStates`), and agrees 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from ..models.host_memory import HostMemory
 from ..planning import IOOptions, Plan, build_plan
 from ..recipe.match import Rules, match_rules, renamed
 from ..state.gradients import GRADIENT
+from ..state.low_bit import StoredForm
 from ..state.optimizer import fill_groups, parameter_names, place_scalars, place_states, place_values
 from ..state.train_state import document_of
 from ..transfer import SourceReader
@@ -62,9 +63,19 @@ class TrainedBy:
         """Name of the document with its tensors that only their own rank can interpret."""
         return document_of("optimizer", self.name, "opaque")
 
+    @property
+    def low_bit(self) -> str:
+        """Name of the document that says what its states of few bits are."""
+        return document_of("optimizer", self.name, "low_bit")
+
     def names(self) -> dict[int, str]:
         """id of each parameter → its name. Raises :class:`StateError` for a parameter that the model lacks."""
         return parameter_names(self.optimizer, self.live.tensors)
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Each parameter by name. Raises as :meth:`names`."""
+        names = self.names()
+        return {names[id(p)]: p for group in self.optimizer.param_groups for p in group["params"]}
 
 
 def trained_by(name: str, optimizer: Optimizer, lives: Mapping[str, LiveModel]) -> TrainedBy:
@@ -104,6 +115,8 @@ class StoredStates:
     """Parameter → state → element of ``whole``, as a 0-d view: filled once ``whole`` is."""
     values: Mapping[str, Mapping[str, Any]]
     """Parameter → state → value that is in no catalog: not a tensor, or this rank's own tensor."""
+    low_bit: Mapping[str, Mapping[str, StoredForm]] = field(default_factory=dict)
+    """Parameter → state → form of each state of few bits, whose parts are spread over ranks like its parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +127,7 @@ class OptimizerFill:
     names: Mapping[int, str]
     stored: StoredStates
     tensors: Mapping[str, Mapping[str, torch.Tensor]]
-    """Parameter → state → tensor to read into, of those in ``stored.spread``."""
+    """Parameter → state → tensor to read into, of those in ``stored.spread``, and parts of those in ``stored.low_bit``."""
     before: Mapping[str, Mapping[str, torch.Tensor]]
     """The 0-d states that the optimizer had."""
     plan: Plan
@@ -162,7 +175,7 @@ def plan_fill(part: TrainedBy, stored: StoredStates, io: IOOptions) -> Optimizer
     names = part.names()
     fill_groups(part.optimizer, names, stored.groups)
     memory = HostMemory(io.pages)
-    tensors, before = place_states(part.optimizer, names, stored.spread, memory)
+    tensors, before = place_states(part.optimizer, names, stored.spread, memory, stored.low_bit)
     plan = plan_states(stored, tensors, part.live.geometries, io)
     return OptimizerFill(part, names, stored, tensors, before, plan, io, memory)
 

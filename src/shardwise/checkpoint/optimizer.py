@@ -10,11 +10,11 @@ from ..digests.live import live_digests
 from ..dtypes import torch_dtype
 from ..errors import FormatError, IntegrityError, StateError
 from ..format.states import StateKey, by_name
-from ..layout.placements import Geometry
 from ..limits import brief
 from ..planning import IOOptions
 from ..ranks.ranks import Ranks
 from ..state.gradients import place_gradients
+from ..state.low_bit import PARTS, part_name
 from ..state.optimizer import check_groups, check_stored
 from .fill_optimizer import (
     OptimizerFill,
@@ -24,9 +24,10 @@ from .fill_optimizer import (
     geometries_of_states,
     plan_fill,
 )
+from .low_bit_restore import check_low_bit, stored_by_rank, stored_forms
 from .stored_checkpoint import StoredCheckpoint
 
-__all__ = ["check_optimizer", "restore_optimizer", "same_place", "stored_states"]
+__all__ = ["check_optimizer", "restore_optimizer", "stored_states"]
 
 
 def check_optimizer(part: TrainedBy, stored: StoredCheckpoint) -> None:
@@ -40,6 +41,7 @@ def check_optimizer(part: TrainedBy, stored: StoredCheckpoint) -> None:
     check_groups(part.optimizer, names, document["groups"])
     check_stored(part.optimizer, names, (n for n, e in entries.items() if e.states.get(part.name)))
     check_stored(part.optimizer, names, document["values"])
+    check_low_bit(part, stored)
     _check_opaque(part, stored)
 
 
@@ -54,6 +56,7 @@ def restore_optimizer(
     """
     with ranks.agree("plan optimizer state"):
         _move_documents(part, stored)
+        check_low_bit(part, stored)
         _check_opaque(part, stored)
         fill = plan_fill(part, stored_states(part, stored), io)
     with ranks.agree("read optimizer state"):
@@ -72,8 +75,10 @@ def stored_states(part: TrainedBy, stored: StoredCheckpoint) -> StoredStates:
     states = {n: t.states[part.name] for n, t in entries.items() if t.states.get(part.name)}
     packs = stored.manifest.packed[part.name]
     whole = {packed_name(k): torch.empty(p.count, dtype=torch_dtype(p.dtype)) for k, p in packs.items()}
-    document, opaque = stored.documents[part.document], stored.documents.get(part.opaque, {})
-    first = part.live.first_names
+    document, parameters = stored.documents[part.document], part.parameters()
+    opaque = stored_by_rank(part, stored, parameters)
+    first, low_bit = part.live.first_names, stored_forms(part, stored)
+    parts = {n: {part_name(s, p) for s in of for p in PARTS} for n, of in low_bit.items()}
     return StoredStates(
         catalog=catalog_of_optimizer(stored.path, stored.as_saved, part.name, part.model_name),
         renames={
@@ -83,7 +88,11 @@ def stored_states(part: TrainedBy, stored: StoredCheckpoint) -> StoredStates:
             for s in t.states.get(part.name, {})
         },
         groups=document["groups"],
-        spread={n: {s: e.dtype for s, e in of.items() if e.packed is None} for n, of in states.items()},
+        spread={
+            n: {s: e.dtype for s, e in of.items() if e.packed is None and s not in parts.get(n, ())}
+            for n, of in states.items()
+        },
+        low_bit=low_bit,
         whole=whole,
         scalars={
             n: {s: whole[packed_name(e.packed)][e.index] for s, e in of.items() if e.packed is not None}
@@ -98,8 +107,7 @@ def stored_states(part: TrainedBy, stored: StoredCheckpoint) -> StoredStates:
 
 def _move_documents(part: TrainedBy, stored: StoredCheckpoint) -> None:
     """Move the documents' tensors: hyper-parameters to the devices of the live ones, states to their parameter's."""
-    groups, names = part.optimizer.param_groups, part.names()
-    parameters = {names[id(p)]: p for group in groups for p in group["params"]}
+    groups, parameters = part.optimizer.param_groups, part.parameters()
     document = stored.documents[part.document]
     stored.places.put(document["groups"], lambda: [{"options": group} for group in groups])
     for states in (document["values"], stored.documents.get(part.opaque, {})):
@@ -116,17 +124,12 @@ def _check_opaque(part: TrainedBy, stored: StoredCheckpoint) -> None:
         raise FormatError(
             f"the checkpoint holds optimizer state of {brief(lost[0])}, which is not a tensor of its model"
         )
-    moved = [n for n in opaque if not same_place(manifest.geometries[entries[n].geometry], geometries[n])]
+    moved = [n for n in opaque if not manifest.geometries[entries[n].geometry].is_same_place(geometries[n])]
     if moved:
         raise StateError(
             f"optimizer state of {', '.join(moved[:5])} has another shape than its parameter and was stored per rank; "
             f"the parameter is now spread over ranks otherwise, so it can't be carried over"
         )
-
-
-def same_place(a: Geometry, b: Geometry) -> bool:
-    """Whether two geometries put the same elements on the same ranks; names of axes do not matter."""
-    return (a.axis_sizes, a.cuts, a.ranks, a.fsdp_order) == (b.axis_sizes, b.cuts, b.ranks, b.fsdp_order)
 
 
 def _check_digests(fill: OptimizerFill, stored: StoredCheckpoint, ranks: Ranks) -> None:

@@ -234,11 +234,12 @@ class _Optimizer(_OfCheckpoint):
         super().missing()
 
 
-class _Opaque(_OfCheckpoint):
-    """Tensors of an optimizer that only their own rank can interpret; applied with the rest of the optimizer."""
+class _OfOptimizer(_OfCheckpoint):
+    """What is applied with the rest of an optimizer: ``opaque`` tensors that only their own rank can interpret, and the forms
+    of ``low_bit`` states."""
 
-    def __init__(self, name: str, stored: StoredCheckpoint) -> None:
-        super().__init__(document_of("optimizer", name, "opaque"), stored)
+    def __init__(self, name: str, what: str, stored: StoredCheckpoint) -> None:
+        super().__init__(document_of("optimizer", name, what), stored)
 
     def check(self, stored: Any) -> None:
         pass
@@ -311,7 +312,10 @@ def receivers_of(
     for name, model in state.models.items():
         found += [_Modules(name, model, stored), Buffers(name, lives, stored)]
     for name, optimizer in state.optimizers.items():
-        found += [_Optimizer(name, optimizer, lives, stored), _Opaque(name, stored)]
+        found += [
+            _Optimizer(name, optimizer, lives, stored),
+            *(_OfOptimizer(name, what, stored) for what in ("opaque", "low_bit")),
+        ]
     return found
 
 

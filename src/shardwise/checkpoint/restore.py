@@ -32,7 +32,7 @@ from ..storage import counting
 from .collect import software_versions
 from .documents import ask_receivers, check_documents, reaches_others, restore_buffers, restore_documents
 from .fill_optimizer import RestoredOptimizer, trained_by
-from .optimizer import restore_optimizer, same_place
+from .optimizer import restore_optimizer
 from .own import OwnState
 from .receivers import Generators, receivers_of
 from .shared_fs import manifest_seen_by_first
@@ -315,7 +315,7 @@ def _differences(state: TrainState, stored: StoredCheckpoint, filled: Filled) ->
             if code_of(t.tensor.dtype) != entries[t.name].dtype:
                 found.append(f"{t.name}: {entries[t.name].dtype} when saved, {code_of(t.tensor.dtype)} now")
         spread = live.geometries.items()
-        moved |= any(not same_place(manifest.geometries[entries[n].geometry], g) for n, g in spread)
+        moved |= any(not manifest.geometries[entries[n].geometry].is_same_place(g) for n, g in spread)
     if kind is None and manifest.world_size == ranks and moved:
         found.append("mesh or placements: tensors are spread over ranks otherwise than they were")
     return found + [line for o in filled.optimizers for line in o.differences]

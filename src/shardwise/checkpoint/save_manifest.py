@@ -80,7 +80,10 @@ def _model_entries(
     model: ModelPart, snapshot: Snapshot, digests: Digests, geometries: dict[Geometry, int]
 ) -> dict[str, TensorEntry]:
     named = {t.name: t for t in model.named}
-    states = {o.name: _state_entries(o, digests) for o in snapshot.optimizers if o.model == model.name}
+    shapes = {v.stored.name: v.stored.shape for v in model.live}
+    states = {
+        o.name: _state_entries(o, shapes, digests) for o in snapshot.optimizers if o.model == model.name
+    }
     entries = {}
     for live in model.live:
         if not live.counted:
@@ -133,14 +136,17 @@ def _hint(unequal: Sequence[str]) -> str:
     )
 
 
-def _state_entries(part: OptimizerPart, digests: Digests) -> dict[str, dict[str, StateEntry]]:
+def _state_entries(
+    part: OptimizerPart, shapes: Mapping[str, tuple[int, ...]], digests: Digests
+) -> dict[str, dict[str, StateEntry]]:
     stored = {v.stored.name: v.stored for v in part.live}
     found: dict[str, dict[str, StateEntry]] = {}
     for name, states in part.drained.tensors.items():
         for key in states:
             t = stored[StateKey(name, key).name]
             digest = digests["optimizer", part.name, t.name]
-            found.setdefault(name, {})[key] = StateEntry(t.dtype, digest, t.owner)
+            own = t.shape if t.shape != shapes[name] else None
+            found.setdefault(name, {})[key] = StateEntry(t.dtype, digest, t.owner, shape=own)
     for name, packed in part.drained.packed_index.items():
         for key, (pack, index) in packed.items():
             dtype = pack.rsplit(".", 1)[1]

@@ -35,13 +35,14 @@ from ..state.beyond import Beyond
 from ..state.beyond_model import beyond_model, refuse_fsdp1
 from ..state.beyond_optimizer import beyond_optimizer
 from ..state.gradients import UNSEEN_GRADIENTS, refuse_unreduced
-from ..state.optimizer import Drained, drain, parameter_names
+from ..state.optimizer import NO_FORMS, AgreedForm, Drained, drain, parameter_names
 from ..state.scaler import refuse_unfinished_step
 from ..state.schedulers import class_text, functions_left_out, unwrapped
 from ..state.several import is_several
 from ..state.storable import refuse_unstorable
 from ..state.train_state import TrainState, document_of
 from ..state.typed_json import Encoded, encode
+from .low_bit_save import low_bit_document, split_low_bit
 
 __all__ = ["Live", "MadeOf", "ModelPart", "OptimizerPart", "Snapshot", "take_snapshot", "trained_model"]
 
@@ -123,16 +124,19 @@ class Snapshot:
 
 
 @gc_paused()
-def take_snapshot(state: TrainState, step: int) -> Snapshot:
+def take_snapshot(
+    state: TrainState, step: int, forms: Mapping[int, Mapping[str, AgreedForm]] = NO_FORMS
+) -> Snapshot:
     """Collect the training state of this rank. Copies only 0-d optimizer states, and tensors of documents from devices.
 
+    ``forms``: of states of few bits, as :func:`.low_bit_save.agree_on_forms` gives them.
     Raises :class:`StateError` naming what can't be expressed, before anything is written.
     """
     step = checked_step(step)
     state.watch()
     lives = {name: describe(model) for name, model in state.models.items()}
     models = tuple(_model_part(name, live) for name, live in lives.items())
-    optimizers = tuple(_optimizer_part(name, o, lives, models) for name, o in state.optimizers.items())
+    optimizers = tuple(_optimizer_part(name, o, lives, models, forms) for name, o in state.optimizers.items())
     beyond = _beyond(state, lives)
     documents = {
         name: encode(value, where=name) for name, value in _documents(state, models, optimizers, step).items()
@@ -214,11 +218,16 @@ def _model_part(name: str, described: LiveModel) -> ModelPart:
 
 
 def _optimizer_part(
-    name: str, optimizer: Optimizer, lives: Mapping[str, LiveModel], models: tuple[ModelPart, ...]
+    name: str,
+    optimizer: Optimizer,
+    lives: Mapping[str, LiveModel],
+    models: tuple[ModelPart, ...],
+    forms: Mapping[int, Mapping[str, AgreedForm]],
 ) -> OptimizerPart:
     part = next(p for p in models if p.name == trained_model(optimizer, lives))
     refuse_unreduced(optimizer, lives[part.name])
-    drained = drain(optimizer, parameter_names(optimizer, part.named))
+    drained = drain(optimizer, parameter_names(optimizer, part.named), forms)
+    split_low_bit(drained, lives[part.name].geometries)
     return OptimizerPart(name, part.name, tuple(_optimizer_live(drained, part)), drained)
 
 
@@ -260,6 +269,8 @@ def _documents(
         if o.drained.has_unseen_gradients:
             documents[document_of("optimizer", o.name)]["unseen_gradients"] = True
         documents[document_of("optimizer", o.name, "packed")] = o.drained.packed
+        if o.drained.low_bit:
+            documents[document_of("optimizer", o.name, "low_bit")] = low_bit_document(o.drained)
         if o.drained.opaque:
             documents[document_of("optimizer", o.name, "opaque")] = o.drained.opaque
     refuse_unfinished_step(state.scaler)

@@ -64,7 +64,8 @@ def _renamed(
         return manifest, documents
     found = dict(documents)
     for optimizer in manifest.packed:
-        name, opaque = document_of("optimizer", optimizer), document_of("optimizer", optimizer, "opaque")
+        name = document_of("optimizer", optimizer)
+        opaque, low_bit = (document_of("optimizer", optimizer, what) for what in ("opaque", "low_bit"))
         if name not in found or found[name].get("model", "model") != model:
             continue
         groups = [{**g, "names": [live.get(n, n) for n in g["names"]]} for g in found[name]["groups"]]
@@ -72,4 +73,8 @@ def _renamed(
         found[name] = {**found[name], "groups": groups, "values": values}
         if opaque in found:
             found[opaque] = {live.get(n, n): v for n, v in found[opaque].items()}
+        if low_bit in found:
+            forms = {k: found[low_bit][k] for k in ("states", "by_rank")}
+            renamed = {k: {live.get(n, n): v for n, v in of.items()} for k, of in forms.items()}
+            found[low_bit] = {**found[low_bit], **renamed}
     return replace(manifest, models={**manifest.models, model: entries}), found

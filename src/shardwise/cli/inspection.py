@@ -270,7 +270,7 @@ def _optimizer_states(manifest: Manifest) -> Iterable[OptimizerState]:
         for t in tensors.values():
             for optimizer, states in t.states.items():
                 for name, state in states.items():
-                    shape = t.shape if state.packed is None else ()
+                    shape = t.shape_of(state) if state.packed is None else ()
                     one = TensorSpec(state.dtype, shape).nbytes
                     found.setdefault((optimizer, name), []).append((state.dtype, one))
     for (optimizer, name), held in sorted(found.items()):

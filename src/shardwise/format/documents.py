@@ -25,6 +25,7 @@ DocumentKind = Literal[
     "extra",
     "optimizer",
     "opaque",
+    "low_bit",
     "buffers",
     "modules",
     "own",
@@ -39,7 +40,7 @@ _OF_A_RUN: tuple[DocumentKind, ...] = (
     "dataloader",
     "not_stored",
 )
-_OF_AN_OPTIMIZER: tuple[DocumentKind, ...] = ("opaque", "own")
+_OF_AN_OPTIMIZER: tuple[DocumentKind, ...] = ("opaque", "low_bit", "own")
 _OF_A_MODEL: tuple[DocumentKind, ...] = ("buffers", "modules", "own")
 _EXTRA = "extra."
 

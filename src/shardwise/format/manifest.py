@@ -291,27 +291,31 @@ def _tensor(
 ) -> TensorEntry:
     dtype = _dtype(t["dtype"])
     shape, index = _shape(t["shape"], ITEMSIZE[dtype]), _count(t["geometry"], 0, len(spreads) - 1)
-    replicas = spreads[index].replicas
-    if spreads[index].least_dims > len(shape):
-        raise ValueError(f"shape {brief(shape)} lacks dims that geometry {index} cuts")
+    spread = spreads[index]
+    _check_dims(shape, spread)
     return TensorEntry(
         dtype=dtype,
         shape=shape,
         geometry=index,
         digest=_digest(t["digest"]),
-        owner=_count(t.get("owner", 0), 0, replicas - 1),
+        owner=_count(t.get("owner", 0), 0, spread.replicas - 1),
         kind=_text(t.get("kind", "parameter")),
         aliases=_texts(t.get("aliases", [])),
         stored_aliases=_texts(t.get("stored_aliases", [])),
         states={
-            _known(o, packed): {s: _state(s, e, shape, replicas, packed[o]) for s, e in states.items()}
+            _known(o, packed): {s: _state(s, e, shape, spread, packed[o]) for s, e in states.items()}
             for o, states in t.get("states", {}).items()
         },
     )
 
 
+def _check_dims(shape: tuple[int, ...], spread: _Spread) -> None:
+    if spread.least_dims > len(shape):
+        raise ValueError(f"shape {brief(shape)} lacks dims that its geometry cuts")
+
+
 def _state(
-    name: Any, e: dict[str, Any], shape: tuple[int, ...], replicas: int, packed: Mapping[str, Packed]
+    name: Any, e: dict[str, Any], shape: tuple[int, ...], spread: _Spread, packed: Mapping[str, Packed]
 ) -> StateEntry:
     dtype = _dtype(e["dtype"])
     if e.get("packed") is not None:
@@ -321,9 +325,13 @@ def _state(
         return StateEntry(dtype, packed=e["packed"], index=index)
     if "." in _text(name):  # slice files name a state <parameter>.<state>
         raise ValueError(f"the optimizer state {brief(name)} has a dot in its name")
-    if not fits(shape, ITEMSIZE[dtype]):
-        raise ValueError(f"{brief(name)}: {dtype} of shape {brief(shape)} has more than 2^62 bytes")
-    return StateEntry(dtype, _digest(e["digest"]), _count(e.get("owner", 0), 0, replicas - 1))
+    own = _shape(e["shape"]) if "shape" in e else None
+    held = shape if own is None else own
+    _check_dims(held, spread)
+    if not fits(held, ITEMSIZE[dtype]):
+        raise ValueError(f"{brief(name)}: {dtype} of shape {brief(held)} has more than 2^62 bytes")
+    owner = _count(e.get("owner", 0), 0, spread.replicas - 1)
+    return StateEntry(dtype, _digest(e["digest"]), owner, shape=own)
 
 
 def _packed(p: dict[str, Any], world_size: int) -> Packed:
@@ -366,9 +374,13 @@ def _check_work(
     models: Mapping[str, Mapping[str, TensorEntry]], spreads: Sequence[_Spread], files: int
 ) -> None:
     """Refuse too many places for the listed tensors and files: readers compute slices per shape, geometry and place."""
-    kinds = {(t.shape, t.geometry) for entries in models.values() for t in entries.values()}
+    tensors = [t for entries in models.values() for t in entries.values()]
+    kinds = {(t.shape, t.geometry) for t in tensors}
+    for t in tensors:
+        for states in t.states.values():
+            kinds |= {(e.shape, t.geometry) for e in states.values() if e.shape is not None}
     places = sum(spreads[geometry].places for _, geometry in kinds)
-    listed = files + sum(map(len, models.values()))
+    listed = files + len(tensors)
     if places > _MIN_PLACES + _PLACES_EACH * listed:
         raise ValueError(
             f"{len(kinds)} shapes are spread over {places} places, too many for {listed} tensors and files"

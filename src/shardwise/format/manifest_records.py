@@ -57,6 +57,8 @@ class StateEntry:
     owner: int = 0
     packed: str | None = None
     index: int = 0
+    shape: tuple[int, ...] | None = None
+    """Where it is not its parameter's: of scales and packed codes, which are cut as their parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,10 @@ class TensorEntry:
     aliases: tuple[str, ...] = ()
     stored_aliases: tuple[str, ...] = ()
     states: Mapping[str, Mapping[str, StateEntry]] = field(default_factory=dict)
+
+    def shape_of(self, state: StateEntry) -> tuple[int, ...]:
+        """The global shape of one of its states that is not packed."""
+        return self.shape if state.shape is None else state.shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +167,8 @@ def _tensor_json(t: TensorEntry) -> dict[str, Any]:
 def _state_json(e: StateEntry) -> dict[str, Any]:
     if e.packed is not None:
         return {"dtype": e.dtype, "packed": e.packed, "index": e.index}
-    return _sparse({"dtype": e.dtype, "digest": f"{e.digest:016x}", "owner": e.owner})
+    one = _sparse({"dtype": e.dtype, "digest": f"{e.digest:016x}", "owner": e.owner})
+    return one if e.shape is None else {**one, "shape": e.shape}
 
 
 def checksum_of(document: Mapping[str, Any]) -> str:

@@ -24,6 +24,7 @@ __all__ = [
     "TorchDispatchMode",
     "allocate_dtensors",
     "default_store",
+    "dtensor_like",
     "empty_like",
     "fake_store",
     "is_checkpointed",
@@ -312,6 +313,24 @@ def empty_like(
         run_check=False,
     )
     return DTensor(empty, like._spec, requires_grad=False)
+
+
+def dtensor_like(tensor: torch.Tensor, local: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A DTensor of global ``shape``, spread like ``tensor``, whose part on this rank is ``local``; ``local`` itself if
+    ``tensor`` is no DTensor.
+
+    Without it, there is ``DTensor.from_local``, which makes a view of ``local`` (torchao's states lose their dtype there), and
+    moves it to the device of the mesh.
+    """
+    if not isinstance(tensor, DTensor):
+        return local
+    like = DTensor.from_local(
+        *(torch.empty(local.shape, dtype=local.dtype, device="meta"), tensor.device_mesh, tensor.placements),
+        shape=torch.Size(shape),
+        stride=torch.empty(tuple(shape), device="meta").stride(),
+        run_check=False,
+    )
+    return DTensor(local, like._spec, requires_grad=False)
 
 
 @contextmanager

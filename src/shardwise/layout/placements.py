@@ -94,6 +94,11 @@ class Geometry:
             coordinate.append(here)
         return tuple(reversed(coordinate))
 
+    def is_same_place(self, other: Geometry) -> bool:
+        """Whether both put the same elements on the same ranks; names of axes do not matter."""
+        own = (self.axis_sizes, self.cuts, self.ranks, self.fsdp_order)
+        return own == (other.axis_sizes, other.cuts, other.ranks, other.fsdp_order)
+
 
 def _chunk(length: int, parts: int, index: int) -> Interval:
     """The index-th of ``parts`` pieces as torch.chunk cuts them (the last ones may be short or empty)."""

@@ -23,6 +23,7 @@ from .beyond import (
     split_storable,
     with_leaves,
 )
+from .low_bit import contents_of
 from .places import Places
 
 __all__ = ["KeptOptimizer", "beyond_optimizer", "differences_of_optimizer", "give_back_to_optimizer"]
@@ -141,13 +142,18 @@ class KeptOptimizer:
         self._sums = self._digests()
 
     def _digests(self) -> dict[tuple[int, str], int]:
-        states = {
-            (number, key): local_tensor(value).detach()
+        states = [
+            ((number, key), content.detach())
             for number, state in enumerate(self._states.values())
             for key, value in state.items()
             if isinstance(value, torch.Tensor)
-        }
-        return dict(zip(states, partial_sums((t, (0,) * t.dim()) for t in states.values()), strict=True))
+            for content in contents_of(local_tensor(value))
+        ]
+        found: dict[tuple[int, str], int] = {}
+        sums = partial_sums((t, (0,) * t.dim()) for _, t in states)
+        for place, ((where, _), total) in enumerate(zip(states, sums, strict=True), 1):
+            found[where] = found.get(where, 0) + place * total
+        return found
 
     def put_back(self) -> list[str]:
         """Put state and groups back. Returns the tensors that were changed in place."""

@@ -19,6 +19,7 @@ from ..format.documents import Document, document_named
 from ..format.manifest import Manifest, TensorEntry
 from ..limits import MAX_COUNT, MAX_TEXT_CHARS, brief, cause
 from .loader_parts import equal, takes
+from .low_bit import PARTS, Form, part_name
 
 __all__ = ["check_form", "check_position", "check_rng"]
 
@@ -101,6 +102,48 @@ def _opaque(where: str, value: Any, meaning: Document, manifest: Manifest) -> No
                 )
 
 
+def _low_bit(where: str, value: Any, meaning: Document, manifest: Manifest) -> None:
+    found = _mapping(value, where)
+    if found.keys() != {"books", "states", "by_rank"}:
+        raise FormatError(f"{where}: expected books, states and by_rank, got {brief(found)}")
+    books = _mapping(found["books"], f"{where}.books")
+    for name, states in _mapping(found["by_rank"], f"{where}.by_rank").items():
+        for state, one in _mapping(states, f"{where}.by_rank[{brief(name)}]").items():
+            at = f"{where}.by_rank[{brief(name)}].{brief(state)}"
+            _book(at, Form.of_json(one, at), books)
+    entries = {
+        n: t for tensors in manifest.models.values() for n, t in tensors.items() if meaning.owner in t.states
+    }
+    for name, states in _mapping(found["states"], f"{where}.states").items():
+        for state, one in _mapping(states, f"{where}[{brief(name)}]").items():
+            at = f"{where}[{brief(name)}].{brief(state)}"
+            form = Form.of_json(one, at)
+            if name not in entries:
+                raise FormatError(f"{at}: {brief(name)} has no state in the manifest")
+            _parts(at, state, form, entries[name], meaning.owner)
+            _book(at, form, books)
+
+
+def _book(where: str, form: Form, books: Mapping[str, Any]) -> None:
+    if not form.book:
+        return
+    held, length = books.get(form.book), form.book_length
+    if not isinstance(held, torch.Tensor) or (held.dtype, tuple(held.shape)) != (torch.float32, (length,)):
+        raise FormatError(f"{where}: expected a code book {form.book} of {length} numbers, got {brief(held)}")
+
+
+def _parts(where: str, state: str, form: Form, entry: TensorEntry, optimizer: str) -> None:
+    """The stored parts of a state of few bits: their dtypes and shapes follow from its form."""
+    grid = form.grid(entry.shape)
+    if grid is None:
+        raise FormatError(f"{where}: shape {brief(entry.shape)} has no blocks of {form.block} elements")
+    for part in PARTS:
+        held = entry.states[optimizer].get(part_name(state, part))
+        expected = form.dtype_of(part), grid.part_shape(form.elements(part))
+        if held is None or held.packed is not None or (held.dtype, entry.shape_of(held)) != expected:
+            raise FormatError(f"{where}: its {part} is not in the manifest as {brief(expected)}")
+
+
 def _buffers(where: str, value: Any, meaning: Document, manifest: Manifest) -> None:
     entries = manifest.models[meaning.owner]
     for name, content in _mapping(value, where).items():
@@ -146,6 +189,7 @@ _FORMS: dict[str, Callable[[str, Any, Document, Manifest], None]] = {
     "classes": _classes,
     "optimizer": _optimizer,
     "opaque": _opaque,
+    "low_bit": _low_bit,
     "buffers": _buffers,
     "modules": _modules,
     "own": _own,

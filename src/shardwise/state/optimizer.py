@@ -19,15 +19,20 @@ from ..devices import to_host
 from ..dtypes import code_of, torch_dtype
 from ..errors import StateError
 from ..internals.optim import keeps_flat_history
+from ..internals.torch import storage_key
 from ..layout.model import local_tensor
 from ..limits import brief
 from ..models.host_memory import HostMemory
 from ..names import NamedTensor
 from .gradients import GRADIENT, has_unseen_gradients, waiting_gradients
+from .low_bit import Form, StoredForm, form_of, part_name, room_for
 from .storable import refuse_unstorable
 
 __all__ = [
+    "NO_FORMS",
+    "AgreedForm",
     "Drained",
+    "LowBitState",
     "check_groups",
     "check_stored",
     "drain",
@@ -39,13 +44,40 @@ __all__ = [
 ]
 
 
+@dataclass(frozen=True, slots=True)
+class AgreedForm:
+    """The form in which ranks hold a state in few bits."""
+
+    form: Form
+    is_mixed: bool
+    """Whether a rank with elements of it holds them in full."""
+
+
+#: Tensor subclasses may have no storage of their own.
+_WITH_STORAGE = (torch.Tensor, torch.nn.Parameter)
+NO_FORMS: Mapping[int, Mapping[str, AgreedForm]] = {}
+NO_LOW_BIT: Mapping[str, Mapping[str, StoredForm]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class LowBitState:
+    """A state of few bits, spread like its parameter."""
+
+    value: torch.Tensor
+    parameter: torch.Tensor
+    form: Form
+    by_rank: bool
+    """Whether only its own rank can interpret it."""
+
+
 @dataclass(slots=True)
 class Drained:
     """An optimizer's state, sorted by how it is stored.
 
     ``tensors``: spread like their parameter. ``packed``: 0-d tensors of many parameters as one 1-D tensor,
     with the parameters in its order. ``values``: states that are not tensors. ``opaque``: tensors with another shape
-    than their sharded parameter; only this rank can interpret them.
+    than their sharded parameter; only this rank can interpret them. ``low_bit``: states of few bits, of which the caller makes
+    ``tensors``.
     """
 
     groups: list[dict[str, Any]] = field(default_factory=list)
@@ -54,6 +86,7 @@ class Drained:
     packed_index: dict[str, dict[str, tuple[str, int]]] = field(default_factory=dict)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     opaque: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    low_bit: dict[str, dict[str, LowBitState]] = field(default_factory=dict)
     has_unseen_gradients: bool = False
     """Such gradients are not among the tensors: it is not known whether a step has used them."""
 
@@ -65,9 +98,10 @@ class Drained:
 
 def parameter_names(optimizer: Optimizer, tensors: Iterable[NamedTensor]) -> dict[int, str]:
     """id of each optimised parameter → its name. Raises :class:`StateError` for a parameter that the model lacks."""
-    names = {id(t.tensor): t.name for t in tensors if t.kind == "parameter"}
+    named = [t for t in tensors if t.kind == "parameter"]
+    names = {id(t.tensor): t.name for t in named}
     strangers = [
-        f"group {g}, parameter {k} of shape {list(p.shape)}"
+        f"group {g}, parameter {k} of shape {list(p.shape)}{_of_whom(p, named)}"
         for g, group in enumerate(optimizer.param_groups)
         for k, p in enumerate(group["params"])
         if id(p) not in names
@@ -75,13 +109,35 @@ def parameter_names(optimizer: Optimizer, tensors: Iterable[NamedTensor]) -> dic
     if strangers:
         raise StateError(
             f"the optimizer holds {len(strangers)} parameters that the model does not have: "
-            f"{'; '.join(strangers[:5])}. Make the optimizer after sharding and loading the model"
+            f"{'; '.join(strangers[:5])}. Make the optimizer after sharding and loading the model, and of its parameters. If it "
+            f"takes no DTensors (bitsandbytes' do not), keep these parameters whole on each rank, or take torchao's"
         )
     return {id(p): names[id(p)] for group in optimizer.param_groups for p in group["params"]}
 
 
-def drain(optimizer: Optimizer, names: Mapping[int, str]) -> Drained:
-    """References to everything in an optimizer, by parameter name. Copies 0-d tensors only."""
+def _of_whom(stranger: torch.Tensor, parameters: Iterable[NamedTensor]) -> str:
+    """The sharded parameter whose part on this rank a tensor is, in words."""
+    if type(stranger) not in _WITH_STORAGE:
+        return ""
+    for t in parameters:
+        local = local_tensor(t.tensor)
+        if (
+            local is not t.tensor
+            and type(local) in _WITH_STORAGE
+            and storage_key(local) == storage_key(stranger)
+        ):
+            return f", which is this rank's part of {t.name}"
+    return ""
+
+
+def drain(
+    optimizer: Optimizer, names: Mapping[int, str], forms: Mapping[int, Mapping[str, AgreedForm]] = NO_FORMS
+) -> Drained:
+    """References to everything in an optimizer, by parameter name. Copies 0-d tensors only.
+
+    ``forms``: by id of a parameter and state, of states that some ranks hold in few bits. Without it, only those that this
+    rank holds so.
+    """
     if keeps_flat_history(optimizer):
         raise StateError("LBFGS keeps flat history over all parameters, which has no name to be stored under")
     live = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -99,7 +155,11 @@ def drain(optimizer: Optimizer, names: Mapping[int, str]) -> Drained:
         for parameter in group["params"]:
             name = names[id(parameter)]
             for key, value in optimizer.state.get(parameter, {}).items():
-                _sort_state(found, scalars, parameter, name, key, value)
+                few = _few_bits(parameter, value, forms.get(id(parameter), {}).get(key))
+                if few is None:
+                    _sort_state(found, scalars, parameter, name, key, value)
+                else:
+                    found.low_bit.setdefault(name, {})[key] = few
     found.has_unseen_gradients = has_unseen_gradients(optimizer)
     for parameter, gradient in waiting_gradients(optimizer):
         name = names[id(parameter)]
@@ -111,6 +171,15 @@ def drain(optimizer: Optimizer, names: Mapping[int, str]) -> Drained:
         for index, (name, state, _) in enumerate(entries):
             found.packed_index.setdefault(name, {})[state] = (key, index)
     return found
+
+
+def _few_bits(parameter: torch.Tensor, value: Any, agreed: AgreedForm | None) -> LowBitState | None:
+    if not isinstance(value, torch.Tensor) or not _is_spread_like(value, parameter):
+        return None
+    form = form_of(value) if agreed is None else agreed.form
+    return (
+        None if form is None else LowBitState(value, parameter, form, agreed is not None and agreed.is_mixed)
+    )
 
 
 def _check_gradient(optimizer: Optimizer, parameter: torch.Tensor, name: str, gradient: torch.Tensor) -> None:
@@ -228,15 +297,17 @@ def place_states(
     names: Mapping[int, str],
     stored: Mapping[str, Mapping[str, str]],
     memory: HostMemory,
+    low_bit: Mapping[str, Mapping[str, StoredForm]] = NO_LOW_BIT,
 ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, dict[str, torch.Tensor]]]:
     """Allocate stored states: existing tensors if they fit, otherwise new ones (values undefined), those on the CPU from
     ``memory``.
 
-    ``stored`` maps parameter → state → dtype code. Clears every other state. Returns the tensors to fill, and the
-    former 0-d tensors, for :func:`place_scalars`; both by parameter and state. Tensors for gradients are not put
-    into the optimizer. Raises :class:`StateError` for stored state of a parameter that the optimizer lacks.
+    ``stored`` maps parameter → state → dtype code, ``low_bit`` parameter → state → form of few bits. Clears every other
+    state. Returns the tensors to fill (of states of few bits their parts), and the former 0-d tensors, for
+    :func:`place_scalars`; both by parameter and state. Tensors for gradients are not put into the optimizer. Raises
+    :class:`StateError` for stored state of a parameter that the optimizer lacks.
     """
-    check_stored(optimizer, names, stored)
+    check_stored(optimizer, names, {**stored, **low_bit})
     live = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
     to_fill: dict[str, dict[str, torch.Tensor]] = {}
     scalars: dict[str, dict[str, torch.Tensor]] = {}
@@ -250,6 +321,12 @@ def place_states(
             to_fill.setdefault(name, {})[key] = old
             if key != GRADIENT:
                 optimizer.state[parameter][key] = old
+        for key, form in low_bit.get(name, {}).items():
+            old = before.get(key)
+            fits = isinstance(old, torch.Tensor) and _is_spread_like(old, parameter)
+            state, parts = room_for(old if fits else None, parameter, form, memory)
+            optimizer.state[parameter][key] = state
+            to_fill.setdefault(name, {}).update({part_name(key, p): t for p, t in parts.items()})
     return to_fill, scalars
 
 
