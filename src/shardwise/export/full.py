@@ -33,7 +33,8 @@ from ..ranks.ranks import Ranks
 from ..recipe.match import castable
 from ..recipe.tiles import Tile
 from ..transfer.copy import Destination
-from .hub import LiveJob, dtype_code
+from .hub import dtype_code
+from .live import LiveJob
 from .live_windows import brought_by
 from .tensors import HubTensors, as_named
 

@@ -168,6 +168,10 @@ class StoredJob:
                 sums[name] = (sums[name] + total) % 2**64
         return list(sums.values())
 
+    def together(self, output: HubFiles) -> tuple[()]:
+        """Nothing: each rank writes alone."""
+        return ()
+
     def windows(
         self, contents: HubTensors, output: HubFiles, staging: Staging, ranks: Ranks
     ) -> StoredWindows:

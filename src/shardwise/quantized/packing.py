@@ -59,7 +59,7 @@ def nibble_bytes(codes: torch.Tensor) -> torch.Tensor:
     import torch
 
     pairs = codes.to(torch.uint8).unflatten(-1, (-1, 2))
-    return pairs[..., 0] | (pairs[..., 1] << 4)
+    return torch.bitwise_or(pairs[..., 0], pairs[..., 1] << 4)
 
 
 def fp4_codes(values: torch.Tensor) -> torch.Tensor:
