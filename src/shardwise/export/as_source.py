@@ -18,7 +18,7 @@ from ..layout.boxes import Box
 from ..layout.spec import TensorSpec
 from ..limits import brief
 from ..planning.build import transfers_of
-from ..quantized.encoders import encoder_of
+from ..quantized.encoders import NestedFourBitEncoder, encoder_of
 from ..ranks.ranks import Ranks
 from ..recipe.origin import recall
 from ..recipe.tiles import identity
@@ -68,6 +68,7 @@ class AsSourceJob:
         self._touched: set[str] = set()
         self._changed: dict[str, Changed] = {}
         self._requantiser: Requantiser | None = None
+        self._states: dict[str, bytes] = {}
 
     # What changed
 
@@ -91,7 +92,9 @@ class AsSourceJob:
         self._requantiser = Requantiser(
             self._changed, brought, self._job.live.local_tensors(), self._source.files, self._room, ranks
         )
-        self._requantiser.measure()
+        means = self._requantiser.measure()
+        with ranks.agree("compare with the source"):
+            self._states = dict(self._state(name, mean) for name, mean in means.items())
 
     def _differs(self, name: str, brought: Brought) -> bool:
         stored = self._source.meant.tensors.get(name)
@@ -140,11 +143,20 @@ class AsSourceJob:
             raise UnsupportedConversionError(problems[0] + more)
         return changed
 
+    def _state(self, name: str, mean: float) -> tuple[str, bytes]:
+        """The small tensor that describes a changed one with quantised scales, by name."""
+        encoder, content = self._changed[name].encoder, self._source.stored.quantization.content
+        assert isinstance(encoder, NestedFourBitEncoder)
+        (state,) = (n for n in content if n.startswith(f"{name}.quant_state."))
+        return state, encoder.state(content[state], mean)
+
     # What is written
 
     def lay_out(self, dtype: str | None, max_shard_bytes: int) -> tuple[HubTensors, HubFiles]:
         """What the model itself writes, and where in which file each stored tensor lies."""
         specs = {n: TensorSpec(t.dtype, t.shape) for n, t in self._source.stored.tensors.items()}
+        for name, content in self._states.items():
+            specs[name] = TensorSpec("U8", (len(content),))
         for name in self._from_model():
             dtype = specs[name].dtype if name in specs else self._hub.hub[name].dtype
             specs[name] = TensorSpec(dtype, self._hub.hub[name].shape)
@@ -162,7 +174,7 @@ class AsSourceJob:
     def copied(self) -> dict[str, TensorSpec]:
         """The stored tensors that are copied: all that neither the model nor an encoder writes."""
         made = {c.one.parts[role].name for c in self._changed.values() for role in c.encoder.makes}
-        gone = made | set(self._from_model())
+        gone = made | set(self._from_model()) | self._states.keys()
         stored = self._source.stored.tensors
         return {n: TensorSpec(t.dtype, t.shape) for n, t in stored.items() if n not in gone}
 
@@ -174,7 +186,17 @@ class AsSourceJob:
             self._job.write(of_dtype, output, filler, staging, ranks)
         for name, box in share_of(self.copied(), staging.limit_bytes // 2, ranks):
             self.copy(name, box, output, filler)
+        for name, content in self._states.items() if ranks.rank == 0 else ():
+            self.write_state(name, 0, len(content), output, filler)
         return []
+
+    def write_state(self, name: str, start: int, stop: int, output: HubFiles, filler: Filler) -> None:
+        """Write bytes of a small tensor that describes a changed one, if the name is of one. Rank-local."""
+        if name in self._states:
+            place = output.tensors[name].chunks[0]
+            filler.write_at(
+                place.path, place.offset_bytes + start, memoryview(self._states[name])[start:stop]
+            )
 
     def copy(self, name: str, box: Box, output: HubFiles, filler: Filler) -> None:
         """Copy a box of a stored tensor. Rank-local."""
@@ -246,6 +268,8 @@ class AsSourceWindows:
             turn = zlib.crc32(f"{name} {box.start}".encode()) % self._ranks.world_size
             if name in self._copied and turn == self._ranks.rank:
                 self._job.copy(name, box, self._output, filler)
+            if turn == self._ranks.rank and len(box.start) == 1:
+                self._job.write_state(name, box.start[0], box.stop[0], self._output, filler)
 
     def fill_together(self, window: Window, owner: int, filler: Filler) -> None:
         self._job.requantiser.into(window, owner, filler, self._output)

@@ -19,7 +19,7 @@ from ..layout.spec import TensorSpec
 from ..layout.wanted import contiguous_strides
 from ..planning.build import transfers_of
 from ..planning.records import Transfer
-from ..quantized.encoders import Encoder
+from ..quantized.encoders import Encoder, NestedFourBitEncoder
 from ..ranks.hosts import device_where_ranks_sum
 from ..ranks.ranks import Ranks
 from ..recipe.tiles import cut, identity
@@ -89,11 +89,33 @@ class Requantiser:
     ) -> None:
         self._changed, self._brought, self._local = changed, brought, Destination(local)
         self._files, self._staging, self._ranks = files, staging, ranks
-        self._extremes: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._measured: dict[str, tuple[torch.Tensor, ...]] = {}
 
-    def measure(self) -> None:
-        """Find the least and largest element of each tensor that has a scale of its own. Every rank must call it; one round."""
+    def measure(self) -> dict[str, float]:
+        """Find what some formats need of a whole tensor: extremes, the mean of its scales. Returns the means by name.
 
+        Every rank must call it. For means, rank 0 holds all scales of one tensor before they are quantised.
+        """
+        self._find_extremes()
+        means: dict[str, float] = {}
+        for name, changed in self._changed.items():
+            if isinstance(changed.encoder, NestedFourBitEncoder):
+                mean = self._mean(name, changed, changed.encoder)
+                self._measured[name] = (torch.tensor(mean, dtype=torch.float32),)
+                means[name] = mean
+        return means
+
+    def _mean(self, name: str, changed: Changed, encoder: NestedFourBitEncoder) -> float:
+        found: list[torch.Tensor] = []
+        for box in changed.windows():
+            values = self._gather(name, box, 0)
+            with self._ranks.agree(_LABEL):
+                if values is not None:
+                    _refuse_endless(name, bool(values.isfinite().all()))
+                    found.append(encoder.scales(values))
+        return self._ranks.on_first(_LABEL, lambda: float(torch.cat(found).mean()))
+
+    def _find_extremes(self) -> None:
         def own() -> dict[str, list[float]]:
             return {n: found for n, c in self._changed.items() if c.encoder.once and (found := self._ends(n))}
 
@@ -107,7 +129,7 @@ class Requantiser:
 
         for name, (low, high) in self._ranks.combine(_LABEL, own, all_of).items():
             dtype = torch_dtype(self._changed[name].spec.dtype)
-            self._extremes[name] = torch.tensor(low, dtype=dtype), torch.tensor(high, dtype=dtype)
+            self._measured[name] = torch.tensor(low, dtype=dtype), torch.tensor(high, dtype=dtype)
 
     def _ends(self, name: str) -> list[float]:
         """The least and largest of this rank's elements of a tensor."""
@@ -200,7 +222,7 @@ class Requantiser:
         kept = {
             role: self._read(one.parts[role], b) for role, b in boxes.items() if role not in encoder.makes
         }
-        made = encoder.encode(box, values, kept, self._extremes.get(name))
+        made = encoder.encode(box, values, kept, self._measured.get(name, ()))
         for role, elements in made.items():
             if role in encoder.once and any(box.start):
                 continue  # the first window writes it

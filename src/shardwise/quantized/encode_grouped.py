@@ -102,20 +102,18 @@ class GroupedEncoder:
         box: Box,
         values: torch.Tensor,
         kept: Mapping[str, torch.Tensor],
-        extremes: tuple[torch.Tensor, torch.Tensor] | None,
+        measured: tuple[torch.Tensor, ...],
     ) -> Mapping[str, torch.Tensor]:
 
-        if self._one_scale and extremes is not None:
-            low, high = (
-                end.view(1, 1).clamp(*at) for end, at in zip(extremes, ((None, 0), (0, None)), strict=True)
-            )
+        if self._one_scale:
+            low, high = (end.view(1, 1) for end in measured)
+            low, high = low.clamp(max=0), high.clamp(min=0)
         else:
             low = blockwise(values, self.rule.block, largest=False)
             high = blockwise(values, self.rule.block, largest=True)
         whole = None
         if self._has_global:
-            assert extremes is not None
-            whole = _global_scale(*extremes)
+            whole = _global_scale(*measured)
         scales, zeros = self._parameters(low, high, whole)
         codes = self._codes(values, scales, zeros, whole)
         found = {"codes": codes, "scales": self._stored_scales(scales).reshape(self._sizes("scales", box))}

@@ -40,7 +40,7 @@ class RowInt8Encoder:
         box: Box,
         values: torch.Tensor,
         kept: Mapping[str, torch.Tensor],
-        extremes: tuple[torch.Tensor, torch.Tensor] | None,
+        measured: tuple[torch.Tensor, ...],
     ) -> Mapping[str, torch.Tensor]:
         import torch
 
@@ -71,7 +71,7 @@ class GptqEncoder:
         box: Box,
         values: torch.Tensor,
         kept: Mapping[str, torch.Tensor],
-        extremes: tuple[torch.Tensor, torch.Tensor] | None,
+        measured: tuple[torch.Tensor, ...],
     ) -> Mapping[str, torch.Tensor]:
         rule, rows = self.rule, box.sizes[0]
         zeros = fields(rule.zero_words(kept["zeros"]), rule.bits)
@@ -105,7 +105,7 @@ class AwqEncoder:
         box: Box,
         values: torch.Tensor,
         kept: Mapping[str, torch.Tensor],
-        extremes: tuple[torch.Tensor, torch.Tensor] | None,
+        measured: tuple[torch.Tensor, ...],
     ) -> Mapping[str, torch.Tensor]:
         import torch
 

@@ -35,7 +35,7 @@ class Mxfp4Encoder:
         box: Box,
         values: torch.Tensor,
         kept: Mapping[str, torch.Tensor],
-        extremes: tuple[torch.Tensor, torch.Tensor] | None,
+        measured: tuple[torch.Tensor, ...],
     ) -> Mapping[str, torch.Tensor]:
         import torch
 

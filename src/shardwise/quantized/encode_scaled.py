@@ -58,14 +58,14 @@ class ScaledEncoder:
         box: Box,
         values: torch.Tensor,
         kept: Mapping[str, torch.Tensor],
-        extremes: tuple[torch.Tensor, torch.Tensor] | None,
+        measured: tuple[torch.Tensor, ...],
     ) -> Mapping[str, torch.Tensor]:
         import torch
 
         code_type, values = torch_dtype(self.codes), values.to(torch.float32, copy=True)
         most = torch.finfo(code_type).max
-        if extremes is not None:
-            low, high = extremes
+        if measured:
+            low, high = measured
             largest = torch.maximum(low.abs(), high.abs()).float().view((1,) * len(self.shape))
         else:
             largest = blockwise(values.abs(), self.block, largest=True)

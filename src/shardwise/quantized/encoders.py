@@ -13,7 +13,7 @@ from ..catalog.records import Coded
 from ..errors import UnsupportedConversionError
 from ..layout.boxes import Box
 from .awq_rule import Awq
-from .encode_fourbit import FourBitEncoder
+from .encode_fourbit import NestedFourBitEncoder, fourbit_encoder
 from .encode_grouped import GroupedEncoder
 from .encode_integers import AwqEncoder, GptqEncoder, RowInt8Encoder
 from .encode_mxfp4 import Mxfp4Encoder
@@ -28,7 +28,7 @@ from .scaled import Scaled
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Encoder", "encoder_of"]
+__all__ = ["Encoder", "NestedFourBitEncoder", "encoder_of"]
 
 
 class Encoder(Protocol):
@@ -44,7 +44,7 @@ class Encoder(Protocol):
 
     @property
     def once(self) -> tuple[str, ...]:
-        """Those of :attr:`makes` that are of the whole tensor, made from its extremes."""
+        """Those of :attr:`makes` that are of the whole tensor, made from its least and largest element."""
 
     @property
     def unit(self) -> tuple[int, ...]:
@@ -55,12 +55,13 @@ class Encoder(Protocol):
         box: Box,
         values: torch.Tensor,
         kept: Mapping[str, torch.Tensor],
-        extremes: tuple[torch.Tensor, torch.Tensor] | None,
+        measured: tuple[torch.Tensor, ...],
     ) -> Mapping[str, torch.Tensor]:
         """The parts of :attr:`makes` for a window, each with the sizes of its box of :meth:`.Rule.boxes`, in its stored dtype.
 
         ``values``: the finite elements of ``box``, in the dtype of the model. ``kept``: the source's other parts, for the window.
-        ``extremes``: the least and largest element of the tensor, in the same dtype, where :attr:`once` is not empty.
+        ``measured``: what was found in the whole tensor before: its least and largest element, in the same dtype, where :attr:`once`
+        is not empty; for :class:`.NestedFourBitEncoder` the mean of its scales; else nothing.
         """
 
 
@@ -77,7 +78,7 @@ def encoder_of(one: Coded, settings: Mapping[str, Any]) -> Encoder:
     elif isinstance(rule, Grouped):
         made = GroupedEncoder.of(rule, one.tensor.shape, parts["codes"].dtype, parts["scales"].dtype)
     elif isinstance(rule, FourBit):
-        made = FourBitEncoder.of(rule)
+        made = fourbit_encoder(rule)
     elif isinstance(rule, RowInt8):
         made = RowInt8Encoder(one.tensor.shape[1])
     elif isinstance(rule, Gptq):
