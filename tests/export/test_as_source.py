@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
 import shardwise as sw
 from shardwise.catalog.open import open_catalog
-from shardwise.errors import CheckpointError, PlanError, StateError
+from shardwise.errors import CheckpointError, PlanError, StateError, UnsupportedConversionError
 from shardwise.quantized.dequantized import dequantized
 from tests.export._as_source_fns import CHANGED, export_all, export_one, touch
 from tests.harness import models
@@ -225,6 +226,40 @@ def test_codes_that_may_be_the_model_s_under_another_name(fp8: Path, tmp_path: P
     with pytest.raises(PlanError):
         sw.export_hf(small, tmp_path / "out", quantize="as-source", source=fp8)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_changed_tensor_without_a_rule(tmp_path: Path) -> None:
+    """Untouched it is copied, as any other; changed it is refused by name, and nothing is written."""
+    write(tmp_path / "q", CASES["w4-group"][0], torch.bfloat16)
+    stem, stored = "model.layers.0.self_attn.q_proj.weight", plain_tensors(tmp_path / "q")
+    stored[f"{stem}_g_idx"] = (torch.randperm(96) // 32).to(torch.int32)
+    save_file(stored, tmp_path / "q" / "model.safetensors", metadata={"format": "pt"})
+    model, _ = sw.load_pretrained(tmp_path / "q", dtype="bfloat16")
+    sw.export_hf(model, tmp_path / "same", quantize="as-source")
+    assert _different(plain_tensors(tmp_path / "same"), stored) == []
+    touch(model)
+    with pytest.raises(
+        UnsupportedConversionError,
+        match=rf"^{stem}: was changed, and can't be quantised again as .*weight_g_idx",
+    ):
+        sw.export_hf(model, tmp_path / "out", quantize="as-source")
+    assert not (tmp_path / "out").exists()
+
+
+def test_ties_stored_twice_change_together(tmp_path: Path) -> None:
+    """A stored copy of a tied tensor is not left behind with its old content."""
+    models.write_hub_directory("qwen3-tied", tmp_path / "plain", torch.bfloat16)
+    fp8_directory(tmp_path / "plain", tmp_path / "fp8", (4, 8))
+    stored = plain_tensors(tmp_path / "fp8")
+    stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
+    save_file(stored, tmp_path / "fp8" / "model.safetensors", metadata={"format": "pt"})
+    model, _ = sw.load_pretrained(tmp_path / "fp8")
+    touch(model, ("embed_tokens.weight",))
+    sw.export_hf(model, tmp_path / "out", quantize="as-source")
+    found = plain_tensors(tmp_path / "out")
+    assert _different(found, stored) == ["lm_head.weight", "model.embed_tokens.weight"]
+    assert torch.equal(found["lm_head.weight"], found["model.embed_tokens.weight"])
+    assert torch.equal(found["lm_head.weight"], model.model.embed_tokens.weight)
 
 
 def test_nan_has_no_code(fp8: Path, tmp_path: Path, ranks: RankPool) -> None:
