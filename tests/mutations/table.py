@@ -47,6 +47,41 @@ DEVICE = "tests/device/test_devices.py"
 MUTATIONS = (
     # ------------------------------------------------------------------------------------- quantised sources
     Mutation(
+        "export/as_source.py",
+        "lambda found: sorted({name for names in found for name in names}),",
+        "lambda found: sorted(found[0]),",
+        ("tests/export/test_as_source.py::test_a_difference_of_one_rank_is_one_of_all",),
+        "rank 0 alone says what changed",
+    ),
+    Mutation(
+        "export/as_source.py",
+        "            tiles[name].append(tile)\n",
+        "            pass\n",
+        ("tests/export/test_as_source.py::test_ties_stored_twice_change_together",),
+        "a stored copy of a tied tensor keeps its old content",
+    ),
+    Mutation(
+        "quantized/packing.py",
+        "_AWQ_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)",
+        "_AWQ_OUTPUTS = (0, 4, 1, 5, 2, 6, 3, 7)",
+        ("tests/quantized/test_requantised.py::test_words_of_awq",),
+        "AWQ's codes are packed in the order in which they are unpacked",
+    ),
+    Mutation(
+        "quantized/packing.py",
+        "(1.75, True)",
+        "(1.75, False)",
+        ("tests/quantized/test_requantised.py::test_fp4_is_rounded_as_its_library_does",),
+        "a tie of FP4 goes to the odd code",
+    ),
+    Mutation(
+        "export/quantized_source.py",
+        "if loaded is not None and versions_of(self.stored) != loaded:",
+        "if loaded is not None and versions_of(self.stored).keys() != loaded.keys():",
+        ("tests/export/test_as_source.py::test_a_source_that_is_gone_or_another",),
+        "a source that changed since the load is taken for the same",
+    ),
+    Mutation(
         "quantized/codes.py",
         "_E4M3_IN_FP16, _E4M3_BIAS = -0x8000 | 0x3F80, 15 - 7",
         "_E4M3_IN_FP16, _E4M3_BIAS = 0x3F80, 15 - 7",

@@ -18,13 +18,15 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardwise as sw
 from shardwise.cli import main
 from shardwise.errors import CheckpointError, IntegrityError, LockedError, ShardwiseError
-from shardwise.export import job
+from shardwise.export import job, requantised
 from shardwise.storage import exists, files_below, read_whole
 from tests.adapters._peft_fns import known_warnings
+from tests.export._as_source_fns import touch
 from tests.harness import models
 from tests.harness.object_store import BUCKET, Do, Proxy, S3Server, use_store
 from tests.harness.pool import RankPool
 from tests.harness.tiers import long_but
+from tests.quantized._made import fp8_directory
 
 ROOT = f"s3://{BUCKET}/exports"
 SHARDS = {"max_shard_bytes": 8_000}
@@ -119,6 +121,43 @@ def test_ranks_export_the_files_of_a_directory(
         if asked.method == "PUT" and "/stored/" in asked.path
     ]
     assert last[-2:] == ["config.json", "model.safetensors.index.json"]
+
+
+def export_as_source(endpoint: str, source: str, places: list[str]) -> list[dict[str, Any]]:
+    """A quantised source, loaded and changed, in its own format. The reports."""
+    use(endpoint)
+    own, job.WINDOW_BYTES, requantised._WINDOW_BYTES = (
+        (job.WINDOW_BYTES, requantised._WINDOW_BYTES),
+        4096,
+        1000,
+    )
+    try:
+        model, _ = sw.load_pretrained(source, init_device_mesh("cpu", (dist.get_world_size(),)))
+        touch(model)
+        return [sw.export_hf(model, place, quantize="as-source", **SHARDS).to_json() for place in places]
+    finally:
+        job.WINDOW_BYTES, requantised._WINDOW_BYTES = own
+
+
+@pytest.mark.parametrize("kind", long_but(("qwen3-moe", "qwen3"), "qwen3-moe"))
+def test_as_source_from_a_store_into_a_store(
+    hub: Path, proxy: Proxy, server: S3Server, ranks: RankPool, tmp_path: Path, kind: str
+) -> None:
+    """The files of an export into a directory: copies, changed tensors as the model has them, and quantised again."""
+    fp8_directory(hub / kind, tmp_path / "source", (4, 8))
+    for name, content in below(str(tmp_path / "source")).items():
+        server.put(f"exports/source-{kind}/{name}", content)
+    places = [f"{ROOT}/as-source-{kind}", str(tmp_path / "out")]
+    found = ranks.run_ranks(2, export_as_source, proxy.endpoint, f"{ROOT}/source-{kind}", places)
+    expected = below(places[1])
+    assert len([n for n in expected if n.endswith(".safetensors")]) > 2
+    assert below(places[0]) == expected
+    for reports in zip(*found, strict=True):
+        assert sum(r["bytes_written"] for r in reports) == reports[0]["total_bytes"]
+        origin = reports[0]["as_source"]
+        assert origin["requantized"]
+        assert origin["written"] == ("model.norm.weight",)
+        assert origin["copied"] > 10
 
 
 @pytest.mark.parametrize("failing", long_but(("00002-of", "index.json", "config.json"), "00002-of"))

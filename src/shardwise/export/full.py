@@ -16,7 +16,8 @@ from ..ranks.hosts import device_where_ranks_sum
 from ..ranks.ranks import Ranks
 from ..recipe.tiles import Tile
 from .gather import FullTensors, buckets, device_of, gathered, planned
-from .hub import LiveJob, dtype_code
+from .hub import dtype_code
+from .live import LiveJob
 from .tensors import HubTensors, as_named
 
 __all__ = ["iter_full"]

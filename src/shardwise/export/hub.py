@@ -9,45 +9,36 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import nn
 
-from ..checkpoint.snapshot import Live
 from ..dtypes import code_of, named_dtype, torch_dtype
 from ..errors import CheckpointError
-from ..format.slices import SliceTensor, assign_owners, owner_ranks
 from ..internals.peft import has_adapters, peft_model
-from ..internals.transformers import ignored_on_save
 from ..layout.live import LiveModel, describe
-from ..layout.model import wanted_of
-from ..layout.spec import TensorSpec
-from ..models.assets import asset_files
 from ..models.classes import import_code, in_turn
 from ..models.kept import has_blocks
 from ..planning import IOOptions
-from ..planning.build import transfers_of
 from ..ranks.ranks import Ranks
-from ..recipe.origin import recall
-from ..recipe.transformers import is_transformers_model, meta_instance
 from ..storage import absolute
-from ..transfer.copy import Destination, Filler, Staging, write_back
-from .adapters import adapter_assets, chosen_adapters, lay_out_adapters
-from .files import HubFiles, lay_out
-from .from_devices import write_from_devices
+from ..transfer.copy import Staging
+from .as_source import AsSource, AsSourceJob
+from .files import HubFiles
 from .job import Job
-from .live_windows import LiveWindows, brought_by
+from .live import LiveJob
 from .merged import MergedJob
 from .places import place_for
+from .quantized_source import QuantizedSource
 from .stored import StoredJob
-from .tensors import HubTensors, as_named, inverted, reverted
+from .tensors import HubTensors
 
-__all__ = ["ExportReport", "LiveJob", "dtype_code", "export_hf"]
+__all__ = ["ExportReport", "dtype_code", "export_hf"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +53,8 @@ class ExportReport:
     bytes_written: int
     """Payload bytes that this rank wrote."""
     seconds: float
+    as_source: AsSource | None = None
+    """With ``quantize="as-source"``: where the tensors come from."""
 
     @classmethod
     def of(cls, output: HubFiles, path: str, bytes_written: int, started: float) -> ExportReport:
@@ -84,6 +77,8 @@ def export_hf(
     dtype: torch.dtype | str | None = None,
     adapters: str | Sequence[str] | None = None,
     merge: bool = False,
+    quantize: Literal["as-source"] | None = None,
+    source: str | os.PathLike[str] | None = None,
     max_shard_bytes: int = 5 * 1024**3,
     trust_remote_code: bool = False,
     io: IOOptions | None = None,
@@ -105,6 +100,12 @@ def export_hf(
         adapters: of a live ``PeftModel``, one or several of its adapters. Default: all.
         merge: of a live ``PeftModel``, write the base with the active adapters merged into it, by PEFT's rule, instead of the
             adapters. Each rank merges its own shards; only the adapters are gathered. Into a directory only.
+        quantize: ``"as-source"`` writes a live model in the format of the quantised source that it was loaded from: the same codes,
+            scales, names and ``quantization_config``. A tensor that still equals, bit for bit, what the source's codes stand for is
+            copied from there, byte for byte; any other one is quantised again by the format's own rule, which the report names.
+            Default: plain weights.
+        source: with ``quantize``, the quantised source, a directory or a URL. Default: that of the model's last load, which must be as
+            it was then.
         max_shard_bytes: payload per file, unless one tensor is larger.
         trust_remote_code: run the Python files of a checkpoint's model: they know its hub names. Only models with
             their own code need it.
@@ -131,8 +132,14 @@ def export_hf(
                 "adapters= needs a live model with PEFT adapters; this one is stored, or has none"
             )
         code = dtype_code(dtype)
-        job: LiveJob | MergedJob | StoredJob
-        if isinstance(model_or_path, nn.Module):
+        job: LiveJob | MergedJob | StoredJob | AsSourceJob
+        if quantize is not None or source is not None:
+            if merge:
+                raise ValueError(
+                    "merge= and quantize= both say what becomes of the weights: give one of them"
+                )
+            job = _as_source(model_or_path, quantize, source, code, ranks, io)
+        elif isinstance(model_or_path, nn.Module):
             job = _live_job(describe(model_or_path), adapters, merge)
         elif merge:
             raise ValueError("merge= needs a live PeftModel; this one is stored")
@@ -141,6 +148,8 @@ def export_hf(
     with closing(job):
         if isinstance(job, MergedJob):
             job.gather(ranks)
+        if isinstance(job, AsSourceJob):
+            job.compare(ranks)
         if trust_remote_code and isinstance(job, StoredJob):
             home = job.home
             in_turn(ranks, lambda: import_code(home))
@@ -148,7 +157,44 @@ def export_hf(
             contents, output = job.lay_out(code, max_shard_bytes)
             assets = _with_dtype(job.assets(), code) if ranks.rank == 0 else {}
         written = _write_out(job, contents, output, assets, final, ranks, io)
-    return ExportReport.of(output, final, written, started)
+        report = ExportReport.of(output, final, written, started)
+        return replace(report, as_source=job.report()) if isinstance(job, AsSourceJob) else report
+
+
+def _as_source(
+    model: object,
+    quantize: object,
+    source: str | os.PathLike[str] | None,
+    dtype: str | None,
+    ranks: Ranks,
+    io: IOOptions,
+) -> AsSourceJob:
+    """The export of a model in its source's format. Raises :class:`ValueError` for options that do not go together."""
+    if quantize != "as-source":
+        raise ValueError(
+            f"quantize must be 'as-source' or None, got {quantize!r}; source= goes with 'as-source'"
+        )
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            "quantize='as-source' needs a live model: load the stored one with load_pretrained. A copy of a quantised source keeps "
+            "its codes without quantize="
+        )
+    if dtype is not None:
+        raise ValueError(
+            "dtype= and quantize= exclude each other: the source says the dtypes; give one of them"
+        )
+    if has_adapters(model):
+        raise ValueError(
+            "quantize='as-source' needs a model without adapters: merge them into the weights first (PEFT's merge_and_unload()), "
+            "or leave quantize= out to write the adapters alone"
+        )
+    live = describe(model)
+    if has_blocks(model):
+        raise ValueError(
+            "quantize='as-source' needs plain weights, and this model holds 4-bit codes: without quantize= they are exported "
+            "dequantised; a load with quantized='dequantize' can be exported as its source"
+        )
+    return AsSourceJob(LiveJob(live), QuantizedSource(live, source, ranks.tick, io), Staging(io))
 
 
 def _write_out(
@@ -206,86 +252,6 @@ def _live_job(live: LiveModel, adapters: str | Sequence[str] | None, merge: bool
     merged = MergedJob(live, merge=merge)
     merged.writing(LiveJob(live, only=merged.plain))
     return merged
-
-
-class LiveJob:
-    """Export of a live model, or of its adapters: every rank writes the boxes that it owns."""
-
-    def __init__(
-        self,
-        live: LiveModel,
-        adapters: str | Sequence[str] | None = None,
-        only: Collection[str] | None = None,
-    ) -> None:
-        """``only``: names of the tensors to write; the caller then lays out the files itself."""
-        self._live = live
-        self._peft = peft_model(live.root)
-        self._adapters = chosen_adapters(self._peft, adapters) if self._peft is not None else []
-        ignored = ignored_on_save(live.unwrapped)
-        self._named = {
-            t.name: t for t in live.stored if t.name not in ignored and (only is None or t.name in only)
-        }
-
-    def _specs(self) -> dict[str, TensorSpec]:
-        return {n: TensorSpec.of(t.tensor) for n, t in self._named.items()}
-
-    def lay_out(self, dtype: str | None, max_shard_bytes: int) -> tuple[HubTensors, HubFiles]:
-        """What each tensor of the model becomes, and where in which file it lies."""
-        if self._peft is not None:
-            return lay_out_adapters(self._live, self._adapters, dtype)
-        contents = self.contents()
-        return contents, lay_out(contents.hub, dtype, max_shard_bytes)
-
-    def contents(self) -> HubTensors:
-        """Hub tensors and tiles of the whole model. Raises :class:`CheckpointError` if it has adapters."""
-        if has_adapters(self._live.root):
-            raise CheckpointError(
-                "adapters were injected into this model, which is not a PeftModel: it has no hub format. Wrap it with "
-                "peft.get_peft_model(), and export_hf writes the adapters"
-            )
-        origin = recall(self._live.root)
-        if origin is not None:
-            return inverted(self._specs(), origin.recipes, origin.shapes)
-        if is_transformers_model(self._live.unwrapped):
-            return reverted(meta_instance(self._live.unwrapped), self._specs())
-        return as_named(self._specs())
-
-    def write(
-        self, contents: HubTensors, output: HubFiles, filler: Filler, staging: Staging, ranks: Ranks
-    ) -> list[int]:
-        geometries = self._live.geometries
-        owned = assign_owners([SliceTensor(n, *spec, geometries[n]) for n, spec in self._specs().items()])
-        destination = Destination(self._live.local_tensors())
-        on_devices = []
-        for t in owned:
-            tensor, tiles = self._named[t.name].tensor, contents.tiles.get(t.name, ())
-            if ranks.rank not in owner_ranks(t.geometry, t.owner) or not tiles:
-                continue
-            if tensor.device.type != "cpu":
-                on_devices.append((Live(t, tensor), tiles))
-                continue
-            wanted = wanted_of(t.name, tensor, t.geometry)
-            for tile in tiles:
-                write_back(transfers_of(tile, wanted, output.tensors), filler, destination, staging)
-        write_from_devices(on_devices, output, filler, staging, ranks.rank)
-        return []
-
-    def windows(self, contents: HubTensors, output: HubFiles, staging: Staging, ranks: Ranks) -> LiveWindows:
-        """The same, for files that are written from front to back."""
-        tensors = {n: t.tensor for n, t in self._named.items()}
-        brought = brought_by(ranks.rank, self._live, tensors, contents.tiles)
-        return LiveWindows(self._live, brought, output, staging)
-
-    def check(self, sums: Sequence[int]) -> None:
-        """Does nothing: a live model has no recorded digests."""
-
-    def assets(self) -> Mapping[str, bytes]:
-        if self._peft is not None:
-            return adapter_assets(self._peft, self._adapters)
-        return asset_files(self._live.root)
-
-    def close(self) -> None:
-        """Does nothing: no file is open."""
 
 
 def _with_dtype(files: Mapping[str, bytes], dtype: str | None) -> dict[str, bytes]:

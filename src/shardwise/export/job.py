@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +15,10 @@ from ..transfer.copy import Filler, Staging
 from .files import HubFiles
 from .tensors import HubTensors
 
-__all__ = ["Job", "Window", "Windows", "windows_of"]
+__all__ = ["Job", "Together", "Window", "Windows", "windows_of"]
+
+#: Writes what this rank made of what the ranks brought together. Rank-local.
+Together = Callable[[Filler], None]
 
 #: Of a file that is written from front to back, so many bytes are put together at a time.
 WINDOW_BYTES = 32 * 1024**2
@@ -44,6 +47,9 @@ class Windows(Protocol):
     def fill(self, window: Window, filler: Filler) -> None:
         """Write the elements of a window that this rank has. Rank-local."""
 
+    def fill_together(self, window: Window, owner: int, filler: Filler) -> None:
+        """Write, on the rank ``owner``, the elements that ranks only make together. Of spread windows; every rank must call it."""
+
     def finish(self) -> list[int]:
         """After the last window: as :meth:`Job.write`."""
 
@@ -55,6 +61,9 @@ class Job(Protocol):
         self, contents: HubTensors, output: HubFiles, filler: Filler, staging: Staging, ranks: Ranks
     ) -> list[int]:
         """Write this rank's elements of all files, in any order. Returns its shares of digest sums."""
+
+    def together(self, output: HubFiles) -> Iterable[Together]:
+        """What ranks only make together, after :meth:`write`. Every rank must go through it, and call each in one round."""
 
     def windows(self, contents: HubTensors, output: HubFiles, staging: Staging, ranks: Ranks) -> Windows:
         """The same, window by window."""

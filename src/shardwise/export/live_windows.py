@@ -53,6 +53,9 @@ class LiveWindows:
                     transfers = transfers_of(part, wanted, self._output.tensors)
                     write_back(transfers, filler, self._tensors, self._staging)
 
+    def fill_together(self, window: Window, owner: int, filler: Filler) -> None:
+        """Does nothing: each rank has its elements."""
+
     def finish(self) -> list[int]:
         """Nothing: a live model has no recorded digests."""
         return []

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +41,7 @@ from ..transfer.box import wanted_box
 from ..transfer.copy import Destination, Filler, Staging, write_back
 from .files import HubFiles, lay_out
 from .gather import buckets, device_of, gathered, planned
-from .job import Job, Windows
+from .job import Job, Together, Windows
 from .tensors import HubTensors, as_named, inverted, reverted
 
 __all__ = ["MergedJob"]
@@ -207,6 +207,10 @@ class MergedJob:
                     source = Destination({t.name: values.cpu().contiguous()})
                     for tile in tiles:
                         write_back(transfers_of(tile, wanted, output.tensors), filler, source, staging)
+
+    def together(self, output: HubFiles) -> Iterable[Together]:
+        """Nothing."""
+        return ()
 
     def windows(self, contents: HubTensors, output: HubFiles, staging: Staging, ranks: Ranks) -> Windows:
         """Refused: raises :class:`CheckpointError`."""

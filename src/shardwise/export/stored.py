@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 
 from ..catalog import Catalog, StoredTensor
 from ..catalog.checkpoint import catalog_of_checkpoint, check_size, directory, model_named
 from ..catalog.open import open_catalog
+from ..catalog.quantized import method_of_config
 from ..digests.digest import finish, partial_sum
 from ..errors import CheckpointError, IntegrityError, SourceError
 from ..format.manifest import MANIFEST_NAME, Manifest, read_manifest
@@ -116,6 +118,17 @@ class StoredJob:
         if not has_module_names(self._catalog):
             refuse_source(self._catalog)
 
+    def _refuse_blocks(self) -> None:
+        """A checkpoint of a 4-bit base: its blocks are no tensors of any hub format. Raises :class:`CheckpointError`."""
+        if self._manifest is None or not method_of_config(json.loads(self._documents["config.json"])):
+            return
+        blocks = [n for n, spec in self._stored.specs.items() if spec.dtype == "U8" and n.endswith(".weight")]
+        if blocks:
+            raise CheckpointError(
+                f"{self._path}: holds weights in 4-bit blocks ({blocks[0]} and {len(blocks) - 1} more), which have no hub format: "
+                f"load_pretrained({self._path!r}, quantized='keep'), and export the live model, which dequantises them"
+            )
+
     def lay_out(self, dtype: str | None, max_shard_bytes: int) -> tuple[HubTensors, HubFiles]:
         """What each stored tensor becomes, and where in which file it lies."""
         if dtype is not None:
@@ -134,6 +147,7 @@ class StoredJob:
             )
         if "config.json" not in self._documents:
             return as_named(specs)
+        self._refuse_blocks()
         if self._manifest is None and not has_module_names(self._catalog):
             return as_named(specs)
         model = build_meta(self.home, self._catalog, trust_remote_code=self._trust_remote_code)
@@ -167,6 +181,10 @@ class StoredJob:
             if name in sums:
                 sums[name] = (sums[name] + total) % 2**64
         return list(sums.values())
+
+    def together(self, output: HubFiles) -> tuple[()]:
+        """Nothing: each rank writes alone."""
+        return ()
 
     def windows(
         self, contents: HubTensors, output: HubFiles, staging: Staging, ranks: Ranks

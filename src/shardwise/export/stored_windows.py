@@ -93,6 +93,9 @@ class StoredWindows:
                 if name in self._sums and name not in self._later:
                     self._sums[name] = (self._sums[name] + total) % 2**64
 
+    def fill_together(self, window: Window, owner: int, filler: Filler) -> None:
+        """Does nothing: any rank can fill any window alone."""
+
     def finish(self) -> list[int]:
         """Read what :meth:`fill` did not count. Returns this rank's shares of digest sums."""
         left = {name: self._job.specs[name] for name in self._sums if name in self._later}

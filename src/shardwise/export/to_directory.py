@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 
 from ..errors import CheckpointError
 from ..limits import inside
@@ -50,7 +51,14 @@ class ToDirectory:
         ranks = self._ranks
         with ranks.agree("write export"), FileFiller(self._temporary, ranks.tick) as filler:
             sums = job.write(contents, self._output, filler, staging, ranks)
-        return filler.bytes_written, sums
+        with ExitStack() as stack:
+            more = stack.enter_context(FileFiller(self._temporary, ranks.tick))
+            for write in job.together(self._output):
+                with ranks.agree("write export"):
+                    write(more)
+            with ranks.agree("write export"):
+                stack.pop_all().close()
+        return filler.bytes_written + more.bytes_written, sums
 
     def publish(self, assets: Mapping[str, bytes]) -> None:
         temporary, final, output = self._temporary, self._final, self._output

@@ -80,8 +80,10 @@ class ToStore:
                     words = _filled(window, windows).to(device)
                 if ranks.world_size > 1 and words.numel():
                     dist.reduce(words, dst=rank)
+                words = words.to(cpu)
+                windows.fill_together(window, rank, _Memory(window, words))
                 if rank == ranks.rank:
-                    own = window, words.to(cpu)
+                    own = window, words
                 del words
             with ranks.agree("write export"):
                 if own is not None:

@@ -21,6 +21,7 @@ from ..errors import IntegrityError, PlanError, ShardError
 from ..gc_paused import gc_paused
 from ..internals.torch import local_tensor, version_of
 from ..layout.live import LiveModel, describe
+from ..models.homes import remember_source
 from ..models.host_budget import HostBudget, host_budget, refuse_too_large
 from ..models.memory import default_device, materialize
 from ..models.meta_init import forget_meta_buffers, meta_buffers
@@ -217,6 +218,7 @@ def fill(prepare: Callable[[], Filling], ranks: Ranks) -> Filled:
         compared = check_digests(live, catalog, plan, ranks)
     if not catalog.has_module_names:
         remember(live.root, plan.recipes, catalog.tensors)
+        remember_source((live.root, live.base), catalog)
     report = LoadReport.of(
         plan,
         cost,

@@ -57,7 +57,7 @@ def asked_of(asked: Asked, config: Any, catalog: Catalog, path: str) -> Any | No
 def _stored(config: Any, catalog: Catalog, path: str) -> Any:
     """The quantization config of a source whose codes the model keeps."""
     method, found = method_of_config(config), quantized(catalog.tensors)
-    if not method or found is None:
+    if not method or (found is None and not catalog.has_module_names):  # a checkpoint holds blocks
         has = "says nothing of a quantisation" if not method else f"says {method}, and no tensor is in codes"
         raise UnsupportedConversionError(
             f"{path}: quantized='keep', and there is nothing to keep: its config {has}. Leave quantized= out; or give a "

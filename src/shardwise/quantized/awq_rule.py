@@ -14,7 +14,7 @@ from .words import covering
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Awq"]
+__all__ = ["Awq", "outputs_of"]
 
 #: The field of a word that holds each of its 8 outputs. Source: AWQ_REVERSE_ORDER of AutoAWQ (MIT).
 _FIELDS = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -53,14 +53,14 @@ class Awq:
             return torch.empty(box.sizes, dtype=torch.float16)
         scales = finite(self.name, parts["scales"]).t().contiguous()
         codes, zeros = (
-            _outputs(parts[one]).narrow(0, box.start[0] % 8, box.sizes[0]) for one in ("codes", "zeros")
+            outputs_of(parts[one]).narrow(0, box.start[0] % 8, box.sizes[0]) for one in ("codes", "zeros")
         )
         scaled(codes, zeros, scales, box.start[1], self.size)
         # The product of a difference of codes and an F16 is exact in F32, so this is F16 arithmetic, and faster.
         return codes.to(torch.float16)
 
 
-def _outputs(words: torch.Tensor) -> torch.Tensor:
+def outputs_of(words: torch.Tensor) -> torch.Tensor:
     """The outputs that words hold, one a row, in F32."""
     import torch
 

@@ -229,6 +229,7 @@ class StoredModule:
             zeros=self._zeros_arrangement(),
             global_shape=(1,) if "weight_global_scale" in self.stored else None,
             groups=self._scales.shape[1] if order else None,
+            bits=self.scheme.num_bits,
         )
 
     def _arrangement(self) -> Codes:

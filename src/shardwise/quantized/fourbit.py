@@ -17,7 +17,7 @@ from .words import covering, looked_up
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["FourBit", "Nested"]
+__all__ = ["FourBit", "Nested", "book_of"]
 
 #: What the codes stand for, before scaling. Source: ``get_4bit_type`` of bitsandbytes (MIT), which its kernels repeat; they take
 #: no stored ``quant_map``. NF4: https://arxiv.org/abs/2305.14314, appendix E.
@@ -134,8 +134,15 @@ def _pairs(quant_type: str) -> torch.Tensor:
     """The two values of every byte: that of the high four bits comes first."""
     import torch
 
-    book = torch.tensor(_BOOKS[quant_type], dtype=torch.float32)
+    book = book_of(quant_type)
     return torch.cartesian_prod(book, book)
+
+
+def book_of(quant_type: str) -> torch.Tensor:
+    """What the 16 codes stand for, unscaled."""
+    import torch
+
+    return torch.tensor(_BOOKS[quant_type], dtype=torch.float32)
 
 
 def _span(box: Box, shape: tuple[int, ...]) -> tuple[int, int]:

@@ -61,9 +61,9 @@ class Gptq:
         rows, columns = box.sizes
         per_word = 32 // self.bits
         codes = fields(parts["codes"].t(), self.bits).narrow(1, box.start[1] % per_word, columns)
-        zeros = fields(self._zero_words(parts["zeros"]), self.bits).narrow(1, box.start[0] % per_word, rows)
+        zeros = fields(self.zero_words(parts["zeros"]), self.bits).narrow(1, box.start[0] % per_word, rows)
         scales = finite(self.name, parts["scales"])
-        groups = self._checked(parts["groups"], box)
+        groups = self.checked(parts["groups"], box)
         if self.size:
             scaled(codes, zeros.t().contiguous(), scales.t().contiguous(), box.start[1], self.size)
         else:
@@ -73,11 +73,12 @@ class Gptq:
         # The product of a difference of codes and an F16 is exact in F32, so this is F16 arithmetic, and faster.
         return codes.to(torch.float16)
 
-    def _zero_words(self, words: torch.Tensor) -> torch.Tensor:
+    def zero_words(self, words: torch.Tensor) -> torch.Tensor:
+        """Stored words of zero points, as the points themselves."""
         ones = sum(1 << shift for shift in range(0, 32, self.bits))
         return words + ones if self.plus_one else words
 
-    def _checked(self, groups: torch.Tensor, box: Box) -> torch.Tensor:
+    def checked(self, groups: torch.Tensor, box: Box) -> torch.Tensor:
         """The groups of the box's inputs. Raises :class:`IntegrityError` for any other than those that were read."""
         import torch
 

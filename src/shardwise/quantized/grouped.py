@@ -38,6 +38,8 @@ class Grouped:
     global_shape: tuple[int, ...] | None = None
     groups: int | None = None
     """How many groups there are, if each column names its own; then columns of a box may be of any group."""
+    bits: int = 8
+    """Of a code, where each is stored in an element of its own."""
 
     def boxes(self, box: Box) -> Mapping[str, Box]:
         blocks = self._blocks(box)

@@ -31,6 +31,7 @@ __all__ = [
     "Staging",
     "compare",
     "execute",
+    "holds",
     "parts_of",
     "spans_of",
     "write_back",
@@ -137,6 +138,30 @@ def compare(
         for transfer in rings.differing():
             raise _differs(transfer)
     staging.peak_bytes = max(staging.peak_bytes, rings.pinned_bytes)
+
+
+def holds(transfers: Iterable[Transfer], reader: Reader, destination: Destination, staging: Staging) -> bool:
+    """Whether local tensors hold, bit for bit, what these transfers would write. Rank-local; reads up to the first difference.
+
+    Memory: staging, and as much again for a tensor on a device.
+    """
+    for transfer in transfers:
+        for part, stored in _elements(transfer, reader, staging):
+            live = destination.strided(part)
+            if not torch.equal(_raw(stored.to(live.dtype)), _raw(live.cpu())):
+                return False
+    return True
+
+
+def _elements(
+    transfer: Transfer, reader: Reader, staging: Staging
+) -> Iterator[tuple[Transfer, torch.Tensor]]:
+    made = reader.elements(transfer)
+    if made is not None:
+        yield from made
+        return
+    for part in parts_of(transfer, staging.limit_bytes):
+        yield part, _stage(part, reader, staging)
 
 
 def _differs(transfer: Transfer) -> PlanError:

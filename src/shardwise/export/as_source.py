@@ -1,0 +1,297 @@
+"""An export into the format of the quantised source that the model was loaded from.
+
+A tensor that equals, bit for bit, what the source's parts stand for is copied from the source, parts and all. Any other one is
+quantised again by the format's own rule. So what was not touched comes out as it went in, also in formats whose codes can't be
+found again from rounded weights.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..catalog import StoredTensor
+from ..errors import PlanError, UnsupportedConversionError
+from ..layout.boxes import Box
+from ..layout.spec import TensorSpec
+from ..limits import brief
+from ..planning.build import transfers_of
+from ..quantized.encoders import NestedFourBitEncoder, encoder_of
+from ..ranks.ranks import Ranks
+from ..recipe.origin import recall
+from ..recipe.tiles import identity
+from ..transfer.box import read_box, wanted_box
+from ..transfer.copy import Destination, Filler, Staging, holds, write_back
+from .files import HubFiles, lay_out
+from .job import Together, Window
+from .live import LiveJob
+from .live_windows import Brought, LiveWindows
+from .quantized_source import QuantizedSource
+from .requantised import Changed, Requantiser
+from .stored_windows import share_of
+from .tensors import HubTensors
+
+__all__ = ["AsSource", "AsSourceJob", "Requantized"]
+
+
+@dataclass(frozen=True, slots=True)
+class Requantized:
+    """Tensors that were quantised again by one rule."""
+
+    reference: str
+    """The rule, in words: "INT8: absolute maximum of the row, as bitsandbytes' int8_vectorwise_quant"."""
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AsSource:
+    """Where the tensors of an export with ``quantize="as-source"`` come from."""
+
+    source: str
+    copied: int
+    """Tensors that equal the source's, whose stored bytes were copied; quantised ones count once."""
+    requantized: tuple[Requantized, ...]
+    written: tuple[str, ...]
+    """Tensors that the source stores plainly, or not at all, and that the model gave."""
+    beside: tuple[str, ...]
+    """Tensors of the source that the model does not hold; they were copied."""
+
+
+class AsSourceJob:
+    """Export of a live model in the format of its source. Implements :class:`.Job`. :meth:`compare` comes first."""
+
+    def __init__(self, job: LiveJob, source: QuantizedSource, staging: Staging) -> None:
+        self._job, self._source, self._room = job, source, staging
+        self._hub = _with_ties(job, source.meant.tensors)
+        self._touched: set[str] = set()
+        self._changed: dict[str, Changed] = {}
+        self._requantiser: Requantiser | None = None
+        self._states: dict[str, bytes] = {}
+
+    # What changed
+
+    def compare(self, ranks: Ranks) -> None:
+        """Find the tensors that differ from what the source stores. Every rank must call it; reads each element of the source once.
+
+        A tensor counts as changed if any rank has an element that differs. Raises :class:`PlanError` if the tensors of model and source
+        do not fit together, :class:`UnsupportedConversionError` for a changed one in a format that can't be quantised again.
+        """
+        brought = self._job.brought(self._hub, ranks.rank)
+        with ranks.agree("compare with the source"):
+            self._refuse_others()
+        differing = ranks.combine(
+            "compare with the source",
+            lambda: [name for name in self._hub.hub if self._differs(name, brought)],
+            lambda found: sorted({name for names in found for name in names}),
+        )
+        self._touched = set(differing)
+        with ranks.agree("compare with the source"):
+            self._changed = self._encoded()
+        self._requantiser = Requantiser(
+            self._changed, brought, self._job.live.local_tensors(), self._source.files, self._room, ranks
+        )
+        means = self._requantiser.measure()
+        with ranks.agree("compare with the source"):
+            self._states = dict(self._state(name, mean) for name, mean in means.items())
+
+    def _differs(self, name: str, brought: Brought) -> bool:
+        stored = self._source.meant.tensors.get(name)
+        if stored is None or stored.shape != self._hub.hub[name].shape:
+            return True
+        local = Destination(self._job.live.local_tensors())
+        for wanted, tile in brought.get(name, ()):
+            transfers = transfers_of(tile, wanted, {name: stored})
+            if not holds(transfers, self._source.decoded, local, self._room):
+                return True
+        return False
+
+    def _refuse_others(self) -> None:
+        """Raise if codes of the source would be copied beside weights that stand for them under another name or shape."""
+        coded = {one.tensor.name: one for one in self._source.meant.coded.values()}
+        news = [name for name in self._hub.hub if name not in self._source.meant.tensors]
+        olds = [name for name in coded if name not in self._hub.hub]
+        problems = [
+            f"mis-shaped: {name!r} is {list(spec.shape)} in the model, and its codes in the source are of {list(coded[name].tensor.shape)}"
+            for name, spec in self._hub.hub.items()
+            if name in coded and coded[name].tensor.shape != spec.shape
+        ]
+        if news and olds:
+            problems.append(
+                f"the model has {brief(news[:3])}, which the source does not store, and the source has codes of {brief(olds[:3])}, "
+                f"which the model does not write: it is not known whether the ones are the others"
+            )
+        if problems:
+            raise PlanError(
+                f"{self._source.root}: can't be written again as it is quantised", tuple(problems)
+            )
+
+    def _encoded(self) -> dict[str, Changed]:
+        """The changed tensors that the source stores in codes, each with its encoder. The same on every rank."""
+        changed: dict[str, Changed] = {}
+        problems = []
+        for one in self._source.meant.coded.values():
+            name = one.tensor.name
+            if name in self._touched:
+                try:
+                    changed[name] = Changed(one, encoder_of(one, self._source.settings), self._hub.hub[name])
+                except UnsupportedConversionError as error:
+                    problems.append(str(error))
+        if problems:
+            more = f"; and {len(problems) - 1} more tensors" if len(problems) > 1 else ""
+            raise UnsupportedConversionError(problems[0] + more)
+        return changed
+
+    def _state(self, name: str, mean: float) -> tuple[str, bytes]:
+        """The small tensor that describes a changed one with quantised scales, by name."""
+        encoder, content = self._changed[name].encoder, self._source.stored.quantization.content
+        assert isinstance(encoder, NestedFourBitEncoder)
+        (state,) = (n for n in content if n.startswith(f"{name}.quant_state."))
+        return state, encoder.state(content[state], mean)
+
+    # What is written
+
+    def lay_out(self, dtype: str | None, max_shard_bytes: int) -> tuple[HubTensors, HubFiles]:
+        """What the model itself writes, and where in which file each stored tensor lies."""
+        specs = {n: TensorSpec(t.dtype, t.shape) for n, t in self._source.stored.tensors.items()}
+        for name, content in self._states.items():
+            specs[name] = TensorSpec("U8", (len(content),))
+        for name in self._from_model():
+            dtype = specs[name].dtype if name in specs else self._hub.hub[name].dtype
+            specs[name] = TensorSpec(dtype, self._hub.hub[name].shape)
+        return self._only(self._from_model()), lay_out(specs, None, max_shard_bytes)
+
+    def _from_model(self) -> list[str]:
+        """The tensors that are written as the model has them."""
+        return [name for name in self._hub.hub if name in self._touched and name not in self._changed]
+
+    def _only(self, names: Sequence[str]) -> HubTensors:
+        kept = set(names)
+        tiles = {n: tuple(t for t in found if t.source in kept) for n, found in self._hub.tiles.items()}
+        return HubTensors({n: self._hub.hub[n] for n in names}, tiles)
+
+    def copied(self) -> dict[str, TensorSpec]:
+        """The stored tensors that are copied: all that neither the model nor an encoder writes."""
+        made = {c.one.parts[role].name for c in self._changed.values() for role in c.encoder.makes}
+        gone = made | set(self._from_model()) | self._states.keys()
+        stored = self._source.stored.tensors
+        return {n: TensorSpec(t.dtype, t.shape) for n, t in stored.items() if n not in gone}
+
+    def write(
+        self, contents: HubTensors, output: HubFiles, filler: Filler, staging: Staging, ranks: Ranks
+    ) -> list[int]:
+        for dtype in dict.fromkeys(output.tensors[name].dtype for name in contents.hub):
+            of_dtype = self._only([name for name in contents.hub if output.tensors[name].dtype == dtype])
+            self._job.write(of_dtype, output, filler, staging, ranks)
+        for name, box in share_of(self.copied(), staging.limit_bytes // 2, ranks):
+            self.copy(name, box, output, filler)
+        for name, content in self._states.items() if ranks.rank == 0 else ():
+            self.write_state(name, 0, len(content), output, filler)
+        return []
+
+    def write_state(self, name: str, start: int, stop: int, output: HubFiles, filler: Filler) -> None:
+        """Write bytes of a small tensor that describes a changed one, if the name is of one. Rank-local."""
+        if name in self._states:
+            place = output.tensors[name].chunks[0]
+            filler.write_at(
+                place.path, place.offset_bytes + start, memoryview(self._states[name])[start:stop]
+            )
+
+    def copy(self, name: str, box: Box, output: HubFiles, filler: Filler) -> None:
+        """Copy a box of a stored tensor. Rank-local."""
+        stored = self._source.stored.tensors[name]
+        wanted, tile = wanted_box(name, stored.dtype, stored.shape, box), identity(name, stored.shape)
+        piece = read_box(wanted, (tile,), {name: stored}, self._source.files, self._room)
+        transfers = transfers_of(tile, wanted, {name: output.tensors[name]})
+        write_back(transfers, filler, Destination({name: piece}), self._room)
+
+    def together(self, output: HubFiles) -> Iterator[Together]:
+        """The tensors that are quantised again."""
+        yield from self.requantiser.all_windows(output)
+
+    @property
+    def requantiser(self) -> Requantiser:
+        """What :meth:`compare` prepared for the tensors that are quantised again."""
+        assert self._requantiser is not None
+        return self._requantiser
+
+    def windows(
+        self, contents: HubTensors, output: HubFiles, staging: Staging, ranks: Ranks
+    ) -> AsSourceWindows:
+        live = self._job.windows(contents, output, staging, ranks)
+        return AsSourceWindows(self, live, output, ranks)
+
+    def check(self, sums: Sequence[int]) -> None:
+        """Does nothing: neither a live model nor a hub source has recorded digests."""
+
+    def assets(self) -> Mapping[str, bytes]:
+        """Those of the live model, with the source's quantisation and dtype in its config."""
+        found = dict(self._job.assets())
+        config = json.loads(found["config.json"]) if "config.json" in found else dict(self._source.config)
+        if config:
+            text = json.dumps(self._source.as_quantized(config), indent=2, sort_keys=True)
+            found["config.json"] = (text + "\n").encode()
+        return found
+
+    def report(self) -> AsSource:
+        by_rule: dict[str, list[str]] = {}
+        for name, changed in self._changed.items():
+            by_rule.setdefault(changed.encoder.reference, []).append(name)
+        meant = self._source.meant.tensors
+        beside = tuple(name for name in meant if name not in self._hub.hub)
+        return AsSource(
+            self._source.root,
+            len([name for name in self._hub.hub if name not in self._touched]),
+            tuple(Requantized(rule, tuple(names)) for rule, names in by_rule.items()),
+            tuple(self._from_model()),
+            beside,
+        )
+
+    def close(self) -> None:
+        """Close the source's files."""
+        self._source.close()
+
+
+class AsSourceWindows:
+    """As :class:`.Windows`: the model's own elements come from all ranks, each copied piece from one, the rest is made together."""
+
+    is_spread = True
+
+    def __init__(self, job: AsSourceJob, live: LiveWindows, output: HubFiles, ranks: Ranks) -> None:
+        self._job, self._live, self._output, self._ranks = job, live, output, ranks
+        self._copied = job.copied()
+
+    def fill(self, window: Window, filler: Filler) -> None:
+        self._live.fill(window, filler)
+        for name, box in window.parts:
+            turn = zlib.crc32(f"{name} {box.start}".encode()) % self._ranks.world_size
+            if name in self._copied and turn == self._ranks.rank:
+                self._job.copy(name, box, self._output, filler)
+            if turn == self._ranks.rank and len(box.start) == 1:
+                self._job.write_state(name, box.start[0], box.stop[0], self._output, filler)
+
+    def fill_together(self, window: Window, owner: int, filler: Filler) -> None:
+        self._job.requantiser.into(window, owner, filler, self._output)
+
+    def finish(self) -> list[int]:
+        """Nothing: neither a live model nor a hub source has recorded digests."""
+        return []
+
+
+def _with_ties(job: LiveJob, stored: Mapping[str, StoredTensor]) -> HubTensors:
+    """The hub tensors of a model, with the further names under which the source stores tied ones."""
+    contents = job.contents()
+    hub, tiles = dict(contents.hub), {name: list(found) for name, found in contents.tiles.items()}
+    origin = recall(job.live.root)
+    for name, recipe in origin.recipes.items() if origin is not None else ():
+        for tile in (tile for copy in recipe.copies for tile in copy):
+            hub[tile.source] = TensorSpec(TensorSpec.of(job.tensors[name]).dtype, stored[tile.source].shape)
+            tiles[name].append(tile)
+    for tied in job.live.stored:
+        for alias in tied.names[1:] if tied.name in tiles else ():
+            spec = TensorSpec.of(tied.tensor)
+            if alias not in hub and alias in stored and stored[alias].shape == spec.shape:
+                hub[alias] = spec
+                tiles[tied.name].append(identity(alias, spec.shape))
+    return HubTensors(hub, {name: tuple(found) for name, found in tiles.items()})
