@@ -51,9 +51,12 @@ class ToDirectory:
         ranks = self._ranks
         with ranks.agree("write export"), FileFiller(self._temporary, ranks.tick) as filler:
             sums = job.write(contents, self._output, filler, staging, ranks)
+        together = job.together(self._output)
+        if together == ():  # a round of agreement less
+            return filler.bytes_written, sums
         with ExitStack() as stack:
             more = stack.enter_context(FileFiller(self._temporary, ranks.tick))
-            for write in job.together(self._output):
+            for write in together:
                 with ranks.agree("write export"):
                     write(more)
             with ranks.agree("write export"):
