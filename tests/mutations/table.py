@@ -138,6 +138,27 @@ MUTATIONS = (
         "a cut of a loop that goes through rows has no box",
     ),
     Mutation(
+        "quantized/blocks4.py",
+        "rows[:, half:] = scales.reshape(-1, 1).view(torch.uint8)",
+        "rows[:, half:] = scales.flip(0).reshape(-1, 1).view(torch.uint8)",
+        ("tests/quantized/test_qlora.py::test_transposed_weights_are_turned_before_they_are_quantised",),
+        "blocks get each other's scales",
+    ),
+    Mutation(
+        "models/linear4bit.py",
+        "of_inputs = grad @ ctx.blocks.weight(rows).to(grad.dtype)",
+        "of_inputs = grad @ ctx.blocks.weight(rows).to(grad.dtype).abs()",
+        ("tests/quantized/test_qlora.py::test_losses_and_gradients_are_those_of_the_unsharded_model",),
+        "gradients through codes lose their signs",
+    ),
+    Mutation(
+        "export/merged.py",
+        "return ((made.t() if self.is_transposed else made) * self.scaling).to(dtype)",
+        "return (made.t() if self.is_transposed else made).to(dtype)",
+        ("tests/quantized/test_qlora.py::test_a_merged_export_is_what_peft_merges",),
+        "an adapter is merged without its scaling",
+    ),
+    Mutation(
         "transfer/shared.py",
         "if transfer.offset_bytes % size or held.storage_offset() % size:",
         "if transfer.offset_bytes % size:",
