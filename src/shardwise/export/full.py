@@ -12,6 +12,7 @@ from ..errors import CheckpointError
 from ..internals.peft import has_adapters, peft_model
 from ..layout.live import LiveModel, describe
 from ..layout.spec import TensorSpec
+from ..models.kept import has_blocks
 from ..ranks.hosts import device_where_ranks_sum
 from ..ranks.ranks import Ranks
 from ..recipe.tiles import Tile
@@ -78,6 +79,11 @@ def _contents(live: LiveModel, naming: str) -> HubTensors:
             raise CheckpointError(
                 "a model with PEFT adapters has no names on the hub: naming='adapter' gives the active adapter, "
                 "naming='module' all tensors under the model's own names"
+            )
+        if has_blocks(live.root):
+            raise CheckpointError(
+                "a model that holds 4-bit codes has no full weights under hub names: naming='module' gives its blocks; export_hf "
+                "dequantises them"
             )
         return LiveJob(live).contents()
     if naming == "module":

@@ -10,11 +10,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..dtypes import torch_dtype
 from ..errors import LayoutError, ShardError, StateError
 from ..internals.peft import has_adapters
 from ..internals.transformers import build_from_config, copy_conversions, is_transformers_model
 from ..layout.live import LiveModel, describe
 from ..layout.model import local_tensor
+from ..models.kept import blocks_in, put_into
 from ..models.memory import materialize
 from ..models.meta_init import forget_meta_buffers, meta_init
 from ..names import NamedTensor, named_tensors
@@ -81,6 +83,10 @@ def _built_again(live: LiveModel) -> Any:
             f"a second {model_class.__name__} can't be built, because {model_class.__name__}(config) fails "
             f"({type(error).__name__}: {error}); give build="
         ) from error
+    layers = blocks_in(inner)
+    if layers:
+        dtype = torch_dtype(next(iter(layers.values())).blocks.dtype)
+        put_into(second, inner.config.quantization_config, dtype)
     given = {t.name: t.tensor for t in live.tensors}
     for t in named_tensors(second):
         if t.kind == "parameter" and t.name in given:  # some classes keep some in fp32
