@@ -107,6 +107,47 @@ def test_a_merged_export_is_what_peft_merges(
         assert "quantization_config" not in json.loads((out / "config.json").read_text())
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_two_active_adapters_and_an_embedding_are_merged_as_peft_does(root: Path, tmp_path: Path) -> None:
+    import peft
+
+    first = fns.lora(r=2, target_modules=["q_proj"], use_rslora=True, modules_to_save=["lm_head"])
+    second = fns.lora(r=3, target_modules=["q_proj", "embed_tokens"], lora_alpha=5)
+    model, _ = sw.load_pretrained(
+        root / "plain", adapter={"default": first, "more": second}, quantized=fns.four_bits()
+    )
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        root / "plain", quantization_config=fns.four_bits(), dtype=torch.bfloat16, device_map="cpu"
+    )
+    reference: Any = peft.get_peft_model(base.dequantize().to(torch.bfloat16), first)
+    reference.add_adapter("more", second)
+    for one in (model, reference):
+        one.base_model.set_adapter(["default", "more"])
+        fns.set_adapters(one, 1)
+    sw.export_hf(model, tmp_path / "out", merge=True)
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    for name, tensor in reference.merge_and_unload().state_dict().items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_copies_and_full_tensors_of_a_base_in_codes(root: Path) -> None:
+    model, _ = sw.load_pretrained(root / "plain", quantized=fns.four_bits())
+    ids = torch.arange(12).view(1, 12)
+    assert torch.equal(sw.clone(model)(input_ids=ids).logits, model(input_ids=ids).logits)
+    with pytest.raises(CheckpointError, match="4-bit codes"):
+        sw.iter_full(model)
+    assert dict(sw.iter_full(model, naming="module"))["lm_head.weight"].shape == (72, 128)
+
+
+def test_a_checkpoint_of_codes_is_loaded_kept_and_not_exported(root: Path, tmp_path: Path) -> None:
+    model, _ = sw.load_pretrained(root / "plain", quantized=fns.four_bits())
+    sw.save(sw.TrainState(model=model), tmp_path / "step")
+    again, _ = sw.load_pretrained(tmp_path / "step", quantized="keep")
+    assert fns.digests(again) == fns.digests(model)
+    with pytest.raises(CheckpointError, match="4-bit blocks"):
+        sw.export_hf(tmp_path / "step", tmp_path / "out")
+
+
 def test_a_base_without_adapters_is_exported_dequantised(root: Path, tmp_path: Path) -> None:
     model, _ = sw.load_pretrained(root / "nf4", quantized="keep")
     sw.export_hf(model, tmp_path / "out")

@@ -59,6 +59,8 @@ class _Delta:
     """Names of the two factors in the model."""
     scaling: float
     is_transposed: bool
+    is_rounded: bool
+    """To the weight's dtype before it is added: PEFT does so for embeddings, and not for linear layers."""
 
     def of(self, box: Box, factors: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
         """Of a box of the weight. As ``get_delta_weight`` of PEFT 0.21: on CPUs in fp32, rounded to the factors' dtype."""
@@ -202,7 +204,8 @@ class MergedJob:
                     )
                 for part, values in one.pieces(box, held):
                     for delta in one.deltas:
-                        values.add_(delta.of(part, self._factors, values.device))
+                        added = delta.of(part, self._factors, values.device)
+                        values.add_(added.to(values.dtype) if delta.is_rounded else added)
                     wanted = wanted_box(t.name, one.spec.dtype, one.spec.shape, part)
                     source = Destination({t.name: values.cpu().contiguous()})
                     for tile in tiles:
@@ -301,6 +304,7 @@ def _merge(
                     first[f"{path}.{kind}_B.{adapter}{end}"],
                     float(layer.scaling[adapter]),
                     embedding or bool(layer.fan_in_fan_out),
+                    embedding,
                 )
             )
 
