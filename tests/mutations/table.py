@@ -839,6 +839,13 @@ MUTATIONS = (
     ),
     Mutation(
         "store/head_line.py",
+        "        self._line.raise_if_taken()  # before payload is sent\n",
+        "",
+        ("tests/storage/test_runs.py::test_the_run_that_resumed_last_holds_the_line",),
+        "a run sends its payload before it asks whether it still holds the line",
+    ),
+    Mutation(
+        "store/head_line.py",
         "        if nonce is not None and nonce in self._in_doubt:\n            self._base = nonce\n",
         "",
         ("tests/storage/test_runs.py::test_a_head_whose_write_is_in_doubt",),

@@ -24,7 +24,7 @@ from shardwise.errors import (
     SourceError,
 )
 from shardwise.format.head import parse_head
-from shardwise.storage import files_below, folders_in, is_file, names_in, read_whole
+from shardwise.storage import counting, files_below, folders_in, is_file, names_in, read_whole
 from shardwise.store import head_line
 from tests.harness import models
 from tests.harness.object_store import BUCKET, Asked, Do, Proxy, S3Server
@@ -176,18 +176,35 @@ def test_damage_falls_back(proxy: Proxy, server: S3Server, root: str, tmp_path: 
 
 
 def test_the_run_that_resumed_last_holds_the_line(proxy: Proxy, root: str, tmp_path: Path) -> None:
-    """The run before is refused at its next save, and leaves nothing behind."""
+    """The run before is refused at its next save, before it sends anything."""
     first = saved(root, 1, 2)
     second = sw.Checkpointer(root)
     assert second.resume(small_state(99)) is not None
+    sent: list[str] = []
+    proxy.reset(lambda asked: sent.append(asked.path) if asked.method == "PUT" else None)
     with pytest.raises(LockedError, match=r"another run has taken these steps.*written by process \d+ on"):
         first.save(small_state(3), 3)
+    assert not sent
     second.save(small_state(4), 3)
     with pytest.raises(LockedError):
         first.resume(small_state(99))
     head = head_of(root)
     assert set(folders_in(root)) == set(head.steps.values())
     assert resumed(root) == (3, digest_of_seed(tmp_path, 4))
+
+
+def test_training_waits_for_no_request(proxy: Proxy, root: str) -> None:
+    """A save in the background asks the store in the background only; a run that was taken over hears of it there."""
+    with saved(root, 1, mode="async") as checkpoints:
+        with counting() as asked:
+            checkpoints.save(small_state(2), 2)
+        assert asked.total == 0
+        assert checkpoints.wait() is not None
+        with sw.Checkpointer(root) as other:
+            assert other.resume(small_state(99)) is not None
+        checkpoints.save(small_state(3), 3)
+        with pytest.raises(LockedError, match="another run has taken these steps"):
+            checkpoints.wait()
 
 
 def test_a_run_that_is_taken_over_while_it_saves(proxy: Proxy, root: str, tmp_path: Path) -> None:

@@ -45,6 +45,8 @@ class HeadLine:
         self._store = store_of(self._place.root)
         self._base: str | None = None
         """Nonce of the head that this run wrote, or found when it began."""
+        self._written: Head | None = None
+        """The head that this run wrote last."""
         self._in_doubt: set[str] = set()
         """Nonces of heads whose write got no reply: they may have been written."""
         self._is_proved = False
@@ -63,6 +65,9 @@ class HeadLine:
         return _newest_first(self._read()[0])
 
     def held_steps(self) -> dict[int, str]:
+        if self._written is not None and not self._in_doubt:
+            # No request: training waits here, also for a save in the background. The save's first step asks the store.
+            return _newest_first(self._written)
         self._prove()
         head, _ = self._own()
         if head is None:
@@ -70,7 +75,6 @@ class HeadLine:
                 raise CheckpointError(strange)
             # Before the first payload: so a head that is missing later was deleted.
             self._swap(None, None, Head().followed_by({}, ()))
-        # Without another request: training waits for it, also for a save in the background.
         return _newest_first(head)
 
     def fresh_name(self, step: int) -> str:
@@ -197,13 +201,17 @@ class HeadLine:
         self._in_doubt.discard(new.nonce)
         if not is_ours:
             raise self._lost()
-        self._base = new.nonce
+        self._base, self._written = new.nonce, new
 
     def _lost(self) -> LockedError:
         return LockedError(
             f"{self._place.url}: another run has taken these steps meanwhile; nothing is published. Stop the other run if there is "
             f"one, and start again"
         )
+
+    def raise_if_taken(self) -> None:
+        """Raise :class:`LockedError` if the head is another run's."""
+        self._own()
 
     def names(self, name: str) -> bool:
         """Whether the head names this directory. Another run may have written the head."""
@@ -255,6 +263,7 @@ class _HeadTarget:
         self._may_be_published = False
 
     def begin(self, folders: Iterable[str]) -> str:
+        self._line.raise_if_taken()  # before payload is sent
         return self.final
 
     def commit(self, manifest: Manifest) -> None:

@@ -41,7 +41,8 @@ class Line(Protocol):
         """As :meth:`steps`; another run may hold the line. From any thread."""
 
     def held_steps(self) -> dict[int, str]:
-        """As :meth:`steps`, before a save. Raises :class:`LockedError` if another run has taken the line."""
+        """As :meth:`steps`, before a save, which the target's :meth:`~.Target.begin` refuses if another run has taken the line
+        meanwhile. Raises :class:`LockedError`."""
 
     def fresh_name(self, step: int) -> str:
         """The name of the directory for a save of ``step``. Raises :class:`StateError` if it is not a step."""

@@ -104,7 +104,8 @@ class Mirror:
     def _copy_one(self, tried: set[int]) -> bool:
         """Copy the newest step that is missing and was not ``tried``; whether there was one."""
         here = self._source.seen_steps()
-        there = self._without_another_branch(self.line.held_steps(), here)
+        self.line.held_steps()  # begins a line, if there is none
+        there = self._without_another_branch(self.line.steps(), here)
         missing = [step for step in here if step not in there and step not in tried]
         if not missing:
             return False
