@@ -52,9 +52,14 @@ _NOTHING_LISTED = b'<?xml version="1.0"?><ListBucketResult><Name>bucket</Name><I
 
 
 def small_state(seed: int) -> sw.TrainState:
-    """A model and AdamW after a step, whose values say which seed they are of."""
-    torch.manual_seed(seed)
-    model = nn.Linear(3, 2)
+    """A model and AdamW after a step, whose values say which seed they are of.
+
+    The values come from a generator of their own: a resume on another thread sets torch's.
+    """
+    model, generator = nn.Linear(3, 2), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(generator=generator)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()

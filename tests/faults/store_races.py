@@ -69,10 +69,10 @@ class _Writer:
 
     def save(self, checkpoints: sw.Checkpointer, step: int) -> None:
         seed = 10 * self.number + step
-        self.won.append(_Won(step, seed, checkpoints.save(_state(seed), step).path))
+        self.won.append(_Won(step, seed, checkpoints.save(small_state(seed), step).path))
 
     def resume(self, checkpoints: sw.Checkpointer) -> int:
-        report = checkpoints.resume(_state(0))
+        report = checkpoints.resume(small_state(0))
         assert report is not None
         if report.digest not in self.digests:
             self.wrong.append(f"writer {self.number} resumed other values: {report}")
@@ -89,15 +89,6 @@ class _Writer:
                 self.wrong.append(f"writer {self.number} was told: {text}")
         except Exception as error:
             self.wrong.append(f"writer {self.number}, an error that is not ours: {error!r}")
-
-
-_making = threading.Lock()
-
-
-def _state(seed: int) -> sw.TrainState:
-    """torch has one generator for all threads."""
-    with _making:
-        return small_state(seed)
 
 
 #: Begins what a writer does in the race.
@@ -129,7 +120,7 @@ def _go_on(keep_last: int | None) -> _Begin:
 
 def _save_to_url(writer: _Writer) -> Callable[[], None]:
     seed, url = 10 * writer.number + 1, f"{writer.root}/step-00000001"
-    return lambda: writer.won.append(_Won(1, seed, sw.save(_state(seed), url, step=1).path))
+    return lambda: writer.won.append(_Won(1, seed, sw.save(small_state(seed), url, step=1).path))
 
 
 @dataclass(frozen=True, slots=True)
