@@ -11,7 +11,8 @@ import torch
 import transformers
 
 import shardwise as sw
-from shardwise.errors import CheckpointError, PlanError, UnsupportedConversionError
+from shardwise.errors import CheckpointError, PlanError, StateError, UnsupportedConversionError
+from shardwise.format.manifest import read_manifest
 from tests.harness import models
 from tests.harness.pool import RankPool
 from tests.harness.tiers import long_but
@@ -87,6 +88,25 @@ def test_saved_at_two_and_resumed_at_three(root: Path, tmp_path: Path, ranks: Ra
         straight[0][2:],
         straight[2],
     )
+
+
+def test_a_checkpoint_refers_to_the_base(root: Path, tmp_path: Path, ranks: RankPool) -> None:
+    """It holds adapters and optimizer; the base, quantised alike, is compared by its digests, at any number of ranks."""
+    source = asked(root, KINDS[0])
+    straight = ranks.run_ranks(2, fns.run, *source, str(tmp_path / "straight"), 0, 4)[0]
+    first = ranks.run_ranks(2, fns.run, *source, str(tmp_path / "run"), 0, 2, frozen="refer")[0]
+    again = ranks.run_ranks(2, fns.run, *source, str(tmp_path / "run"), 2, 4, frozen="refer")[0]
+    assert (first[0] + again[0], again[2]) == (straight[0], straight[2])
+    resumed = ranks.run_ranks(3, fns.run, *source, str(tmp_path / "run"), 4, 5, frozen="refer")[0]
+    assert resumed[1] == straight[2]
+    entries = read_manifest(tmp_path / "run" / "step-00000005").models["model"]
+    assert {".lora_" in name for name, t in entries.items() if not t.refers} == {True}
+    assert any(t.dtype == "U8" for t in entries.values())
+    assert sw.diff(tmp_path / "run/step-00000004", tmp_path / "straight/step-00000004").ok
+    with fns.known_warnings():
+        other, _ = sw.load_pretrained(root / "nested", quantized="keep", adapter=fns.lora())
+    with pytest.raises(StateError, match=r"which is not the one of this run.*quantised alike"):
+        sw.restore(sw.TrainState(model=other), tmp_path / "run" / "step-00000005")
 
 
 @pytest.mark.parametrize("world_size", long_but((1, 2, 3), 3))

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..dtypes import itemsize
-from ..errors import FormatError, IntegrityError, SourceError
+from ..errors import CheckpointError, FormatError, IntegrityError, SourceError
 from ..format.manifest import Manifest, read_manifest
 from ..format.slices import SliceTensor, file_name
 from ..format.spread import CutKind, SliceAt, Spread
@@ -34,6 +34,7 @@ __all__ = [
     "model_tensors",
     "optimizer_digests",
     "optimizer_tensors",
+    "refuse_referred",
     "packed_name",
     "size_problem",
 ]
@@ -55,9 +56,11 @@ def directory(kind: str, name: str) -> str:
 
 
 def model_tensors(manifest: Manifest, model: str = "model") -> list[SliceTensor]:
-    """The tensors in ``model/``, stored aliases included."""
+    """The tensors in ``model/``, stored aliases included; without those that the checkpoint only refers to."""
     found = []
     for name, t in manifest.models[model].items():
+        if t.refers:
+            continue
         for stored in (name, *t.stored_aliases):
             found.append(SliceTensor(stored, t.dtype, t.shape, manifest.geometries[t.geometry], t.owner))
     return found
@@ -219,8 +222,18 @@ def catalog_of_checkpoint(
     catalog = catalog_of_slices(path, manifest, "model", name, model_tensors(manifest, name))
     aliases = {a for t in manifest.models[name].values() for a in t.stored_aliases}
     tensors = {n: t for n, t in catalog.tensors.items() if n not in aliases}
-    digests = {n: t.digest for n, t in manifest.models[name].items()}
-    return Catalog("checkpoint", path, tensors, catalog.files, digests=digests)
+    digests = {n: t.digest for n, t in manifest.models[name].items() if not t.refers}
+    referred = frozenset(n for n, t in manifest.models[name].items() if t.refers)
+    return Catalog("checkpoint", path, tensors, catalog.files, digests=digests, referred=referred)
+
+
+def refuse_referred(catalog: Catalog, what: str) -> None:
+    """Raise :class:`CheckpointError` for a checkpoint that only refers to a part of its model. ``what`` needs all of it."""
+    if catalog.referred:
+        raise CheckpointError(
+            f"{catalog.root}: holds only digests of {len(catalog.referred)} frozen tensors, {min(catalog.referred)} among them, and "
+            f"{what} needs their content: load the base, sw.restore the checkpoint, and go on from the live model"
+        )
 
 
 def catalog_of_optimizer(

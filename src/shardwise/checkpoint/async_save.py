@@ -39,7 +39,7 @@ def reserve_for(collected: Collected, buffer: StagingBuffer, ranks: Ranks, most_
         staging = StagedPieces(pieces)
         needed = staging.nbytes
         if most_bytes is not None and needed > most_bytes:
-            largest, name = max((room_for(live_piece(p)), p.live.stored.name) for p in pieces)
+            largest, name = max((room_for(live_piece(p)), p.live.stored.name) for p in pieces if p.is_copied)
             if largest > most_bytes:
                 raise StateError(
                     f"{name} takes {largest} bytes on rank {ranks.rank}, the staging budget is {most_bytes}; give "
@@ -61,7 +61,7 @@ class AsyncSave:
     ) -> None:
         self.step = collected.step
         pieces = list(pieces_of(collected, ranks.rank))
-        self._nbytes = sum(piece.nbytes for piece in pieces)
+        self._nbytes = sum(piece.nbytes for piece in pieces if piece.is_copied)
         self._staging = StagedPieces(pieces)
         try:
             self._collected = detached_documents(collected)

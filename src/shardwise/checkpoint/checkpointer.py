@@ -203,7 +203,7 @@ class Checkpointer:
             if not pending.is_running:  # else Ctrl-C: it still writes, from the same buffer
                 self._pending = None
         assert self._lineage is not None
-        self._lineage = Lineage(self._lineage.run_id, pending.step)
+        self._lineage = self._lineage.at(pending.step)
         return report
 
     def save(self, state: TrainState, step: int) -> SaveReport:
@@ -227,7 +227,7 @@ class Checkpointer:
         if self._buffer is not None:
             return self._save_async(state, target, step, self._lineage, self._buffer)
         report = write_checkpoint(state, target, step, self._lineage, ranks)
-        self._lineage = Lineage(self._lineage.run_id, step)
+        self._lineage = self._lineage.at(step)
         self._retain(step, ranks)
         return report
 

@@ -6,7 +6,7 @@ import json
 import platform
 import posixpath
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ import xxhash
 
 from ..catalog.checkpoint import directory
 from ..errors import StateError
+from ..format.manifest import Manifest
 from ..limits import MAX_NAME_CHARS, brief
 from ..models.assets import asset_files
 from ..ranks.ranks import Ranks
@@ -46,6 +47,23 @@ class Lineage:
 
     run_id: str
     parent_step: int | None
+    base: dict[tuple[str, str], int] = field(default_factory=dict)
+    """Digests of the tensors that the steps before only refer to, by model and name. On rank 0, of this process."""
+
+    def at(self, step: int) -> Lineage:
+        """The same run after it saved ``step``."""
+        return replace(self, parent_step=step)
+
+    def refuse_changed_base(self, manifest: Manifest) -> None:
+        """Raise :class:`StateError` for a frozen tensor that has changed since the step before: no file holds its content."""
+        found = {(m, n): t.digest for m, ts in manifest.models.items() for n, t in ts.items() if t.refers}
+        changed = [n for (m, n), digest in found.items() if self.base.get((m, n), digest) != digest]
+        if changed:
+            raise StateError(
+                f"{len(changed)} frozen tensors have changed since the step before: {', '.join(changed[:10])}; a checkpoint "
+                f"that only refers to them would lose that: give TrainState(frozen='hold')"
+            )
+        self.base.update(found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,11 @@ class Piece:
         return self.live.tensor.device.type not in ("cpu", "meta")
 
     @property
+    def is_copied(self) -> bool:
+        """Whether its bytes go anywhere. Of a tensor that the checkpoint only refers to they are summed where they lie."""
+        return not self.live.refers
+
+    @property
     def nbytes(self) -> int:
         return math.prod(self.held.box.sizes) * itemsize(self.live.stored.dtype)
 
@@ -80,7 +85,7 @@ def pieces_of(collected: Collected, rank: int) -> Iterator[Piece]:
     for part in collected.snapshot.parts:
         live = part.live
         by_name = {v.stored.name: v for v in live}
-        for slices in rank_files([v.stored for v in live], rank):
+        for slices in rank_files([v.stored for v in live if not v.refers], rank):
             for one in slices:
                 yield Piece(by_name[one.tensor.name], one.held)
         for v in replicas_of_others(live, rank):
@@ -89,9 +94,9 @@ def pieces_of(collected: Collected, rank: int) -> Iterator[Piece]:
 
 
 def replicas_of_others(live: Sequence[Live], rank: int) -> Iterator[Live]:
-    """Tensors of which another rank writes this rank's copy."""
+    """Tensors of which this rank's copy is not written by this rank: another one does, or the checkpoint refers to them."""
     for v in live:
-        if v.counted and rank not in owner_ranks(v.stored.geometry, v.stored.owner):
+        if v.counted and (v.refers or rank not in owner_ranks(v.stored.geometry, v.stored.owner)):
             yield v
 
 
@@ -147,12 +152,14 @@ class StagedPieces:
         """Bytes of all of it in the buffer."""
         sums = _SUM_BYTES * len(self._counted)
         devices = {p.live.tensor.device for p in self._counted}
-        return sum(room_for(live_piece(p)) for p in self._pieces) + sums + _ROUNDING_BYTES * len(devices)
+        copied = sum(room_for(live_piece(p)) for p in self._pieces if p.is_copied)
+        return copied + sums + _ROUNDING_BYTES * len(devices)
 
     def tensors(self, buffer: StagingBuffer) -> Iterator[torch.Tensor]:
         """What :meth:`StagingBuffer.copying` copies."""
         for piece in self._pieces:
-            yield live_piece(piece)
+            if piece.is_copied:
+                yield live_piece(piece)
         vectors = self.sums.vectors
         buffer.order()
         yield from vectors
@@ -198,7 +205,7 @@ class LiveContents:
         if not piece.is_on_device:
             yield piece.held.box, live_piece(piece)
             return
-        left = piece.nbytes
+        left = piece.nbytes if piece.is_copied else 0
         while left:
             part = self._take()
             left -= part.numel()
@@ -238,9 +245,12 @@ class StagedContents:
 
     def parts_of(self, piece: Piece) -> Iterator[tuple[Box | None, torch.Tensor]]:
         if not piece.is_on_device:
-            yield from boxes_from(self._buffer.take, piece.held.box, piece.live.stored.dtype)
+            if piece.is_copied:
+                yield from boxes_from(self._buffer.take, piece.held.box, piece.live.stored.dtype)
+            else:
+                yield piece.held.box, live_piece(piece)
             return
-        left = piece.nbytes
+        left = piece.nbytes if piece.is_copied else 0
         while left:
             part = self._buffer.take()
             left -= part.numel()

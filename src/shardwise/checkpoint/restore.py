@@ -14,7 +14,7 @@ from ..catalog import Catalog
 from ..catalog.checkpoint import catalog_of_checkpoint
 from ..dtypes import code_of
 from ..errors import StateError
-from ..format.manifest import CONVERTED, Manifest
+from ..format.manifest import CONVERTED, Manifest, TensorEntry
 from ..gc_paused import gc_paused
 from ..layout.live import LiveModel, describe
 from ..layout.placements import mesh_text
@@ -35,6 +35,7 @@ from .fill_optimizer import RestoredOptimizer, trained_by
 from .optimizer import restore_optimizer
 from .own import OwnState
 from .receivers import Generators, receivers_of
+from .referred import compare_referred, referred_by
 from .shared_fs import manifest_seen_by_first
 from .stored_checkpoint import StoredCheckpoint, read_checkpoint
 from .watch import Watched, changed_anywhere
@@ -161,6 +162,8 @@ class Filled:
     io: IOOptions
     started: float
     """By ``time.perf_counter()``."""
+    referred: Mapping[str, Mapping[str, TensorEntry]] = field(default_factory=dict)
+    """By model, what the checkpoint holds only digests of."""
     loads: list[LoadReport] = field(default_factory=list)
     """The first load of each model, then those after its own code or another object had changed it."""
     optimizers: list[RestoredOptimizer] = field(default_factory=list)
@@ -171,14 +174,20 @@ class Filled:
         return sum(load.bytes_read for load in self.loads) + sum(o.bytes_read for o in self.optimizers)
 
     def fill_models(self, names: Iterable[str]) -> None:
-        """Fill models from their catalogs, and compare digests where they are recorded. Collective."""
-        for name in list(names):
-            options = FillOptions(io=self.io)
-            filled = fill(
-                partial(Filling, self.lives[name], self.catalogs[name], Rules(), options), self.ranks
-            )
+        """Fill models from their catalogs, and compare digests where they are recorded. Collective.
+
+        What a checkpoint only refers to is compared first, and must be there: raises :class:`StateError`.
+        """
+        names = list(names)
+        for name in names:
+            if referred := self.referred.get(name):
+                path = self.catalogs[name].root
+                compare_referred(referred, self.lives[name], path, self.ranks)
+        for name in names:
+            live, options = self.lives[name].without(self.referred.get(name, ())), FillOptions(io=self.io)
+            filled = fill(partial(Filling, live, self.catalogs[name], Rules(), options), self.ranks)
             self.loads.append(filled.report)
-            self.lives[name] = filled.live.refreshed()
+            self.lives[name] = self.lives[name].refreshed()
 
 
 @gc_paused()
@@ -202,8 +211,9 @@ def _restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> 
         receivers, generators = receivers_of(state, lives, stored), Generators(state, stored, ranks.rank)
         check_documents([*receivers, generators], stored.documents)
         own = OwnState(stored.documents, manifest, stored.places)
+        referred = {name: referred_by(manifest, name, live) for name, live in lives.items()}
         _make_room(lives, manifest)  # the first that changes anything
-    filled = Filled(lives, catalogs, ranks, io, started)
+    filled = Filled(lives, catalogs, ranks, io, started, referred)
     filled.fill_models(lives)
     filled.fill_models(own.give_to_models(lives, ranks))
     with ranks.agree("match names"):

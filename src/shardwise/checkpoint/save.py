@@ -146,6 +146,7 @@ def publish_collected(
             if at_top:
                 shown = show_at_top(place, manifest.files)
                 manifest = replace(manifest, files=dict(sorted(shown.items())))
+            collected.lineage.refuse_changed_base(manifest)
             prove(manifest)
             target.commit(manifest)
 
@@ -244,7 +245,7 @@ def _write_tensors(
     live = part.live
     sums.start(v for v in live if v.counted)
     by_name = {v.stored.name: v for v in live}
-    stored = [v.stored for v in live]
+    stored = [v.stored for v in live if not v.refers]
     count = file_count(stored)
 
     def slice_parts(one: Slice) -> Iterator[torch.Tensor]:
@@ -256,5 +257,5 @@ def _write_tensors(
     for v in replicas_of_others(live, ranks.rank):
         for held in boxes_on(v.stored, ranks.rank):
             for _ in sums.parts_of(Piece(v, held)):
-                pass  # another rank writes it
+                pass  # another rank writes it, or none
         ranks.tick()

@@ -98,6 +98,7 @@ def _model_entries(
             kind=named[t.name].kind,
             aliases=named[t.name].aliases,
             stored_aliases=model.stored_aliases.get(t.name, ()),
+            refers=live.refers,
             states={o: found[t.name] for o, found in states.items() if t.name in found},
         )
     return entries

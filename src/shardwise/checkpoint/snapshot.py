@@ -64,6 +64,8 @@ class Live:
     counted: bool = True
     made_of: MadeOf | None = None
     """What the tensor is read from when it is written, where it is on meta and nothing live holds it; see ``runs.convert``."""
+    refers: bool = False
+    """Whether the checkpoint holds only its digest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +137,7 @@ def take_snapshot(
     step = checked_step(step)
     state.watch()
     lives = {name: describe(model) for name, model in state.models.items()}
-    models = tuple(_model_part(name, live) for name, live in lives.items())
+    models = tuple(_model_part(name, live, referred(state, live)) for name, live in lives.items())
     optimizers = tuple(_optimizer_part(name, o, lives, models, forms) for name, o in state.optimizers.items())
     beyond = _beyond(state, lives)
     documents = {
@@ -195,22 +197,32 @@ def _beyond_documents(
     return {**documents, "not_stored": lost} if lost else documents
 
 
-def _model_part(name: str, described: LiveModel) -> ModelPart:
+def referred(state: TrainState, live: LiveModel) -> frozenset[str]:
+    """Names of the parameters that a checkpoint of the state holds only the digests of, by ``TrainState.frozen``."""
+    if state.frozen != "refer":
+        return frozenset()
+    stepped = {id(p) for o in state.optimizers.values() for p, held in o.state.items() if held}
+    return frozenset(
+        t.name for t in live.parameters if not t.tensor.requires_grad and id(t.tensor) not in stepped
+    )
+
+
+def _model_part(name: str, described: LiveModel, refers: frozenset[str] = frozenset()) -> ModelPart:
     refuse_fsdp1(described.fsdp1_problem)
     persistent = described.stored
     for t in persistent:
         refuse_unstorable(t.name, t.tensor)
     geometries, is_hub_model = described.geometries, is_transformers_model(described.unwrapped)
-    aliases = {t.name: t.aliases for t in persistent if t.aliases and is_hub_model}
-    owned = assign_owners(
-        [
-            SliceTensor(t.name, code_of(t.tensor.dtype), tuple(t.tensor.shape), geometries[t.name])
-            for t in persistent
-        ]
-    )
+    aliases = {t.name: t.aliases for t in persistent if t.aliases and is_hub_model and t.name not in refers}
+    all_of = [
+        SliceTensor(t.name, code_of(t.tensor.dtype), tuple(t.tensor.shape), geometries[t.name])
+        for t in persistent
+    ]
+    owned = {t.name: t for t in assign_owners([t for t in all_of if t.name not in refers])}
     live = []
-    for t, stored in zip(persistent, owned, strict=True):
-        live.append(Live(stored, t.tensor))
+    for t, one in zip(persistent, all_of, strict=True):
+        stored = owned.get(t.name, one)
+        live.append(Live(stored, t.tensor, refers=t.name in refers))
         for alias in aliases.get(t.name, ()):
             copy = SliceTensor(alias, stored.dtype, stored.shape, stored.geometry, stored.owner)
             live.append(Live(copy, t.tensor, counted=False))
@@ -357,7 +369,7 @@ def layout_hash(snapshot: Snapshot) -> str:
         for live in part.live:
             t = live.stored
             index = geometries.setdefault(t.geometry, len(geometries))
-            total.update(repr((t.name, t.dtype, t.shape, index)).encode())
+            total.update(repr((t.name, t.dtype, t.shape, index, live.refers)).encode())
     total.update(repr(list(geometries)).encode())
     return total.hexdigest()
 

@@ -51,6 +51,8 @@ class VerifyReport:
     tensors: int
     bytes_read: int
     seconds: float
+    referred: int = 0
+    """Tensors of which the checkpoint holds only digests: a restore compares them with the live ones."""
 
     @property
     def ok(self) -> bool:
@@ -92,6 +94,7 @@ def verify(
         tensors=work.tensors,
         bytes_read=work.bytes_read,
         seconds=time.perf_counter() - started,
+        referred=sum(t.refers for entries in manifest.models.values() for t in entries.values()),
     )
 
 
@@ -126,7 +129,8 @@ def _wrong_file(path: str, nbytes: int, seen: Stat | None) -> str | None:
 def _slice_sets(manifest: Manifest) -> Iterator[tuple[str, str, list[SliceTensor], dict[str, int]]]:
     """(kind, name, stored tensors, recorded digest by stored name) of every model and optimizer."""
     for model, entries in manifest.models.items():
-        digests = {alias: t.digest for n, t in entries.items() for alias in (n, *t.stored_aliases)}
+        held = {n: t for n, t in entries.items() if not t.refers}
+        digests = {alias: t.digest for n, t in held.items() for alias in (n, *t.stored_aliases)}
         yield "model", model, model_tensors(manifest, model), digests
     for optimizer in manifest.packed:
         model = model_of(manifest, optimizer)

@@ -93,6 +93,8 @@ class CheckpointContents:
     software: Mapping[str, str]
     problems: tuple[str, ...]
     """Files that are lost, or whose size differs from the manifest's."""
+    referred: int = 0
+    """Frozen tensors of which it holds only digests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,6 +228,7 @@ def _checkpoint(path: str) -> CheckpointContents:
         optimizer_states=tuple(_optimizer_states(manifest)),
         software=dict(manifest.software),
         problems=tuple(_wrong_files(path, manifest)),
+        referred=sum(t.refers for tensors in manifest.models.values() for t in tensors.values()),
     )
 
 

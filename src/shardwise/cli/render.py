@@ -132,6 +132,8 @@ def _checkpoint_facts(c: CheckpointContents) -> dict[str, str]:
         axes = zip(g.axis_names, g.axis_sizes, g.cuts, strict=True)
         cuts = ", ".join(f"{name} {n}: {cut}" for name, n, cut in axes)
         facts[f"geometry {number}"] = f"{g.tensors} tensors, {cuts}"
+    if c.referred:
+        facts["refers to"] = f"{c.referred} frozen tensors of a base, by their digests"
     for s in c.optimizer_states:
         facts[f"{s.optimizer}.{s.name}"] = (
             f"{', '.join(s.dtypes)}, {s.parameters} parameters, {size(s.state_bytes)}"
@@ -259,6 +261,8 @@ def show_verify(out: Console, report: Any) -> None:
         "checked": f"{report.files} files, {report.tensors} tensors, {size(report.bytes_read)} "
         f"in {report.seconds:.1f} s",
     }
+    if report.referred:
+        facts["not checked"] = f"{report.referred} frozen tensors of a base: it holds their digests"
     _facts(out, str(report.path), facts)
     show_problems(out, report.problems)
     out.print(_verdict(report.ok))

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 
 from ..catalog import Catalog, StoredTensor
-from ..catalog.checkpoint import catalog_of_checkpoint, check_size, directory, model_named
+from ..catalog.checkpoint import catalog_of_checkpoint, check_size, directory, model_named, refuse_referred
 from ..catalog.open import open_catalog
 from ..catalog.quantized import method_of_config
 from ..digests.digest import finish, partial_sum
@@ -85,6 +85,7 @@ class StoredJob:
         self._manifest = read_manifest(self._path)
         self._model = model_named(self._manifest, model, self._path)
         catalog = catalog_of_checkpoint(self._path, self._model, manifest=self._manifest)
+        refuse_referred(catalog, "an export")
         for file in catalog.files:
             check_size(file.path, file.nbytes)
         return catalog

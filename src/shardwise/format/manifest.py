@@ -293,6 +293,11 @@ def _tensor(
     shape, index = _shape(t["shape"], ITEMSIZE[dtype]), _count(t["geometry"], 0, len(spreads) - 1)
     spread = spreads[index]
     _check_dims(shape, spread)
+    refers = t.get("refers", False)
+    if not isinstance(refers, bool) or (refers and (t.get("states") or t.get("stored_aliases"))):
+        raise ValueError(
+            f"refers is {brief(refers)}, of a tensor that has optimizer states or stored aliases"
+        )
     return TensorEntry(
         dtype=dtype,
         shape=shape,
@@ -302,6 +307,7 @@ def _tensor(
         kind=_text(t.get("kind", "parameter")),
         aliases=_texts(t.get("aliases", [])),
         stored_aliases=_texts(t.get("stored_aliases", [])),
+        refers=refers,
         states={
             _known(o, packed): {s: _state(s, e, shape, spread, packed[o]) for s, e in states.items()}
             for o, states in t.get("states", {}).items()

@@ -76,6 +76,8 @@ class TensorEntry:
     kind: str = "parameter"
     aliases: tuple[str, ...] = ()
     stored_aliases: tuple[str, ...] = ()
+    refers: bool = False
+    """Whether the checkpoint holds only its digest: a frozen tensor of a base that the run loads from elsewhere."""
     states: Mapping[str, Mapping[str, StateEntry]] = field(default_factory=dict)
 
     def shape_of(self, state: StateEntry) -> tuple[int, ...]:
@@ -156,7 +158,10 @@ def _sparse(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tensor_json(t: TensorEntry) -> dict[str, Any]:
-    one = {f: getattr(t, f) for f in ("dtype", "shape", "geometry", "owner", "aliases", "stored_aliases")}
+    one = {
+        f: getattr(t, f)
+        for f in ("dtype", "shape", "geometry", "owner", "aliases", "stored_aliases", "refers")
+    }
     one["digest"] = f"{t.digest:016x}"
     if t.kind != "parameter":
         one["kind"] = t.kind

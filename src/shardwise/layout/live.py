@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -79,6 +79,10 @@ class LiveModel:
     def local_tensors(self) -> dict[str, torch.Tensor]:
         """The part of each of :attr:`stored` that lies on this rank now: FSDP2 may have padded it since."""
         return {t.name: local_tensor(t.tensor) for t in self.stored}
+
+    def without(self, names: Collection[str]) -> LiveModel:
+        """The same description without some of its tensors."""
+        return replace(self, tensors=tuple([t for t in self.tensors if t.name not in names]))
 
     def refreshed(self) -> LiveModel:
         """The same description with the tensor objects that the modules hold now."""

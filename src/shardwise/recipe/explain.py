@@ -65,6 +65,11 @@ def _missing(
                 "",
                 f"; its quantised codes are stored ({codes!r}), but not all that goes with them",
             )
+        if w.name in catalog.referred:
+            hint, advice = (
+                "",
+                "; the checkpoint holds only its digest: load the base, and sw.restore the checkpoint into it",
+            )
         yield f"missing: {w.kind} {w.name!r}{also} of shape {list(w.shape)} is not stored{hint}{advice}"
 
 

@@ -16,6 +16,7 @@ from ..catalog.checkpoint import (
     check_size,
     directory,
     packed_name,
+    refuse_referred,
 )
 from ..checkpoint.stored_documents import check_each, read_documents
 from ..checkpoint.verify import model_of
@@ -301,7 +302,9 @@ def _of_checkpoint(root: str) -> StoredRun:
         check_size(inside(root, name), entry.nbytes)
     models = {}
     for name, entries in manifest.models.items():
-        found = as_stored(catalog_of_checkpoint(root, name))
+        catalog = catalog_of_checkpoint(root, name)
+        refuse_referred(catalog, "a conversion")
+        found = as_stored(catalog)
         folder = inside(root, directory("model", name))
         models[name] = replace(
             found,

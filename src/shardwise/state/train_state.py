@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from torch.optim import Optimizer
@@ -52,11 +52,18 @@ class TrainState:
     extra: dict[str, Any] = field(default_factory=dict)
     """Further state by name: objects with ``state_dict``/``load_state_dict``, or plain values, which a restore puts back
     into this dict."""
+    frozen: Literal["hold", "refer"] = "hold"
+    """``"refer"``: of parameters that have neither ``requires_grad`` nor optimizer state, a checkpoint holds digests and no
+    content: of a base under adapters. Such a checkpoint needs that base: load it first, and the restore compares each
+    digest with the live tensor before it changes anything. It is no source of ``load`` or ``export_hf``. A restore
+    goes by the checkpoint, not by this field."""
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Small files by relative path, put into the checkpoint for other programs. Rank 0's are written; no restore reads
     them."""
 
     def __post_init__(self) -> None:
+        if self.frozen not in ("hold", "refer"):
+            raise StateError(f"frozen={self.frozen!r}: expected 'hold' or 'refer'")
         for model in self.models.values():
             refuse_fsdp1(fsdp1_problem(model.named_modules()))
         self.watch()
