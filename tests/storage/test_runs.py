@@ -207,6 +207,37 @@ def test_training_waits_for_no_request(proxy: Proxy, root: str) -> None:
             checkpoints.wait()
 
 
+def test_what_lies_there(proxy: Proxy, root: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """After retention: the steps, and all that is paid for, also what a resume set aside."""
+    with caplog.at_level("INFO"), saved(root, 1, 2, 3, keep_last=2) as checkpoints:
+        stored = checkpoints.stored
+        assert stored is not None
+        found = {n: s.nbytes for n, s in files_below(root).items() if s is not None}
+        assert (stored.steps, stored.set_aside) == ((3, 2), 0)
+        assert (stored.objects, stored.nbytes) == (len(found), sum(found.values()))
+    assert f"{root}: 2 steps and 0 set aside lie there, in {stored.objects} objects" in caplog.text
+    with sw.Checkpointer(root, keep_last=2) as checkpoints:
+        assert checkpoints.stored is None
+        checkpoints.resume(small_state(9), step=2)
+        checkpoints.save(small_state(4), 4)
+        assert checkpoints.stored is not None
+        assert (checkpoints.stored.steps, checkpoints.stored.set_aside) == ((4, 2), 1)
+        assert checkpoints.stored.objects == len(files_below(root))
+        proxy.reset(
+            lambda asked: (
+                Do(status=403) if "list-type" in asked.path and "delimiter" not in asked.path else None
+            )
+        )
+        checkpoints.save(small_state(5), 5)  # the listing is refused, which is no matter
+        assert "can't be listed after the save" in caplog.text
+        proxy.reset()
+    for place, options in ((root, {}), (tmp_path / "run", {"keep_last": 1})):
+        with sw.Checkpointer(place, **options) as checkpoints:
+            assert checkpoints.resume(small_state(9)) is None or place == root
+            checkpoints.save(small_state(6), 6)
+            assert checkpoints.stored is None
+
+
 def test_a_run_that_is_taken_over_while_it_saves(proxy: Proxy, root: str, tmp_path: Path) -> None:
     """It has written its payload and its manifest, and is refused at the head: its payload is deleted."""
     first = saved(root, 1)

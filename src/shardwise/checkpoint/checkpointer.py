@@ -22,7 +22,7 @@ from .async_save import AsyncSave, reserve_for
 from .check import quick_check
 from .collect import Lineage, collect
 from .restore import ResumeReport, restore_into
-from .run_steps import Candidate, Retention, RunSteps
+from .run_steps import Candidate, Retention, RunSteps, Stored
 from .save import SaveReport, write_checkpoint
 from .stage import StagingBuffer
 
@@ -170,6 +170,12 @@ class Checkpointer:
     def mirrored(self) -> int | None:
         """The newest step that rank 0 has copied to the mirror and proved there; None on other ranks and before the first."""
         return self._steps.mirror.newest if self._steps.mirror is not None else None
+
+    @property
+    def stored(self) -> Stored | None:
+        """What lay below the URL after the retention of the last save, by rank 0's listing; None on other ranks, for a directory, and
+        without ``keep_last``. Also logged."""
+        return self._steps.stored
 
     @property
     def is_saving(self) -> bool:

@@ -15,14 +15,14 @@ from typing import Any
 from ..errors import CheckpointError, NoCheckpointError, ShardwiseError, SourceError, is_damage
 from ..format.manifest import read_manifest
 from ..ranks.patience import patiently
-from ..storage import is_url, join
+from ..storage import bytes_below, is_url, join
 from ..store.line import Line, line_of
 from ..store.mirror import Mirror, is_same
 from ..store.publish import dcp_directories
 from ..store.target import Target
 from .check import check_files
 
-__all__ = ["Candidate", "Retention", "RunSteps"]
+__all__ = ["Candidate", "Retention", "RunSteps", "Stored"]
 
 _log = logging.getLogger(__name__)
 
@@ -64,6 +64,19 @@ class Retention:
 
 
 @dataclass(frozen=True, slots=True)
+class Stored:
+    """What lies below the URL of a run, and is paid for."""
+
+    steps: tuple[int, ...]
+    """The steps that retention left, newest first."""
+    set_aside: int
+    """Steps that a resume has set aside: no retention deletes them."""
+    objects: int
+    nbytes: int
+    """Of all objects, those of steps set aside and of killed saves included; a listing shows no parts of unfinished uploads."""
+
+
+@dataclass(frozen=True, slots=True)
 class Candidate:
     """A published step that a resume may take."""
 
@@ -81,6 +94,7 @@ class RunSteps:
             raise ValueError(f"the mirror is the run's own place: {root}; give another one")
         self._line = line_of(root)
         self._retention = retention
+        self.stored: Stored | None = None
         self.mirror = None
         if mirror is not None:
             self.mirror = Mirror(line_of(mirror), self._line, retention.apply)
@@ -133,8 +147,29 @@ class RunSteps:
         self._retention.apply(
             self._line, step, on_progress, spared=None if self.mirror is None else self.mirror.copying
         )
+        if self._retention.keep_last is not None and is_url(self._line.root):
+            self._look_what_is_stored()
         if self.mirror is not None:
             self.mirror.follow()
+
+    def _look_what_is_stored(self) -> None:
+        """One request for each 1,000 objects, and two for the head. Never makes a save fail."""
+        root = self._line.root
+        try:
+            objects, nbytes = patiently(bytes_below, root)
+            steps, aside = self._line.steps(), self._line.set_aside()
+        except (CheckpointError, SourceError) as error:
+            _log.warning("%s: can't be listed after the save: %s", root, error)
+            return
+        self.stored = Stored(tuple(steps), len(aside), objects, nbytes)
+        _log.info(
+            "%s: %d steps and %d set aside lie there, in %d objects of %.2f GB",
+            root,
+            len(steps),
+            len(aside),
+            objects,
+            nbytes / 1e9,
+        )
 
     def candidates(self, step: int | None) -> list[list[Any]]:
         """Step, place and name of each step to try, or of exactly ``step``: newest first, the run's own before the mirror's.

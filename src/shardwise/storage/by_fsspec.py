@@ -50,6 +50,18 @@ class FsspecStore:
             frozenset(name for name, one in inside if one["type"] == "directory"),
         )
 
+    def list_below(self, folder: str) -> dict[str, Stat]:
+        note(Requests(lists=1))
+        try:
+            found = self._ask("listing it", folder, lambda url: self._files.find(url, detail=True))
+        except FileNotFoundError:
+            return {}
+        own = self._path_of(self._url(folder))
+        names = {str(name).strip("/"): info for name, info in found.items()}
+        return {
+            name[len(own) + 1 :]: _stat(info) for name, info in names.items() if name.startswith(f"{own}/")
+        }
+
     def stat(self, key: str) -> Stat | None:
         note(Requests(heads=1))
         try:

@@ -83,6 +83,16 @@ class ObstoreStore:
         folders = frozenset(str(path)[start:] for path in found["common_prefixes"])
         return Listing(files, folders - {""})
 
+    def list_below(self, folder: str) -> dict[str, Stat]:
+        def every(store: Any) -> list[Any]:
+            return [one for some in self._obstore.list(store, folder or None) for one in some]
+
+        note(Requests(lists=1))
+        found = self._ask("listing it", folder, every)
+        note(Requests(lists=max(0, (len(found) - 1) // LISTED_AT_ONCE)))  # further pages
+        start = len(folder) + 1 if folder else 0
+        return {str(one["path"])[start:]: _stat(one) for one in found}
+
     def stat(self, key: str) -> Stat | None:
         from obstore.exceptions import BaseError
 

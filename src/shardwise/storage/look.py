@@ -190,8 +190,12 @@ def bytes_below(path: str) -> tuple[int, int]:
     A store also keeps parts of unfinished uploads, and versions of objects that were replaced or deleted: no listing shows them. Raises
     as :func:`files_below`.
     """
-    found = {name: stat or stat_of(join(path, name)) for name, stat in files_below(path).items()}
-    return len(found), sum(stat.nbytes for stat in found.values() if stat is not None)
+    if is_url(path):
+        place = place_of(path)
+        every = store_of(place.root).list_below(place.key)
+        return len(every), sum(stat.nbytes for stat in every.values())
+    found = [stat_of(join(path, name)) for name in files_below(path)]
+    return len(found), sum(stat.nbytes for stat in found if stat is not None)
 
 
 def read_range(url: str, start: int, stop: int, *, version: str | None = None) -> bytes:
