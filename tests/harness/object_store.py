@@ -266,7 +266,13 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == COUNTS:
             self._answer(json.dumps(asdict(self.proxy_of.counts)).encode())
             return
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        length = int(self.headers.get("Content-Length") or 0)
+        body = self.rfile.read(length)
+        if (
+            len(body) < length
+        ):  # the client hung up: the server would wait for the rest, and all others for the server
+            self.close_connection = True
+            return
         ranged = (self.headers.get("Range") or "").removeprefix("bytes=").partition("-")[0]
         asked = self.proxy_of.note(self.command, self.path, int(ranged) if ranged.isdigit() else None)
         do = self.proxy_of.decide(asked) or Do()

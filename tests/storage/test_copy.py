@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,7 +21,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import CheckpointError, IntegrityError, SourceError
 from shardwise.storage import files_below
-from tests.harness.object_store import BUCKET, Asked, Do, Proxy, S3Server
+from tests.harness.object_store import BUCKET, SIGNED, Asked, Do, Proxy, S3Server
 from tests.harness.tiers import long_but
 
 ROOT = f"s3://{BUCKET}/copies"
@@ -79,6 +82,19 @@ def test_a_directory_of_a_model(proxy: Proxy, tmp_path: Path) -> None:
     assert contents(tmp_path / "back") == contents(folder)
     sw.copy(folder, tmp_path / "beside")
     assert contents(tmp_path / "beside") == contents(folder)
+
+
+def test_an_upload_that_is_given_up_holds_up_no_request(proxy: Proxy) -> None:
+    """Of the harness. A copy that finds damage gives up the parts on their way, and then lists what lies there."""
+    host, _, port = proxy.endpoint.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port))) as given_up:
+        head = f"PUT /{BUCKET}/given-up HTTP/1.1\r\nHost: {host}\r\nAuthorization: {SIGNED}\r\nContent-Length: 1000"
+        given_up.sendall(f"{head}\r\n\r\nnot as much".encode())
+    listed = http.client.HTTPConnection(host, int(port), timeout=20)
+    with contextlib.closing(listed):
+        listed.request("GET", f"/{BUCKET}?list-type=2&prefix=given-up", headers={"Authorization": SIGNED})
+        assert b"<Key>" not in listed.getresponse().read()
+    assert [a.method for a in proxy.log] == ["GET"]
 
 
 def test_damage_is_not_copied(step: Path, proxy: Proxy, tmp_path: Path) -> None:
