@@ -4,6 +4,7 @@ The rooms of the package, and which may import which: docs/architecture.md.
 """
 
 import typing as _typing
+from importlib import import_module as _import_module
 
 from . import errors as errors
 from .errors import (
@@ -79,14 +80,51 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    """Imports all public names when one of them is first used: the command line and its help need no torch."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import api
+#: Where the names of :mod:`.api` are defined. Each is imported when it is first used: a process that only saves doesn't wait for
+#: what loads, exports and converts, and the command line and its help need no torch.
+_HOMES = {
+    "Checkpointer": "checkpoint.checkpointer",
+    "ConvertReport": "runs.convert",
+    "CopyReport": "store.copy",
+    "DiffReport": "runs.diff",
+    "ElasticSampler": "state.sampler",
+    "ExportReport": "export.hub",
+    "IOOptions": "planning.records",
+    "LoadReport": "loading.report",
+    "PlanReport": "loading.plan",
+    "ResumableLoader": "state.data",
+    "ResumeReport": "checkpoint.resume_report",
+    "SaveReport": "checkpoint.save",
+    "ShardPolicy": "sharding.fsdp",
+    "TrainState": "state.train_state",
+    "VerifyReport": "checkpoint.verify",
+    "clone": "loading.clone",
+    "convert": "runs.convert",
+    "copy": "store.copy",
+    "diff": "runs.diff",
+    "digest": "digests.live",
+    "export_hf": "export.hub",
+    "initialize": "loading.initialize",
+    "iter_full": "export.full",
+    "load": "loading.load",
+    "load_pretrained": "loading.pretrained",
+    "meta_init": "models.meta_init",
+    "plan": "loading.plan",
+    "restore": "runs.restore",
+    "save": "checkpoint.checkpointer",
+    "shard": "sharding.fsdp",
+    "storage_options": "storage.options",
+    "verify": "checkpoint.verify",
+}
 
-    globals().update({public: getattr(api, public) for public in __all__ if hasattr(api, public)})
-    return globals()[name]
+
+def __getattr__(name: str) -> object:
+    """Imports a public name when it is first used."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found: object = getattr(_import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = found
+    return found
 
 
 def __dir__() -> list[str]:

@@ -1,8 +1,8 @@
-"""The public names that need torch, and the modules that define them. :mod:`shardwise` imports it on first use of a name."""
+"""The public names that need torch, for type checkers. :mod:`shardwise` imports each from the same module on its first use."""
 
 from .checkpoint.checkpointer import Checkpointer as Checkpointer
 from .checkpoint.checkpointer import save as save
-from .checkpoint.restore import ResumeReport as ResumeReport
+from .checkpoint.resume_report import ResumeReport as ResumeReport
 from .checkpoint.save import SaveReport as SaveReport
 from .checkpoint.verify import VerifyReport as VerifyReport
 from .checkpoint.verify import verify as verify

@@ -21,7 +21,7 @@ from ..store.target import Target, target_of
 from .async_save import AsyncSave, reserve_for
 from .check import quick_check
 from .collect import Lineage, collect
-from .restore import ResumeReport, restore_into
+from .resume_report import ResumeReport
 from .run_steps import Candidate, Retention, RunSteps, Stored
 from .save import SaveReport, write_checkpoint
 from .stage import StagingBuffer
@@ -278,6 +278,8 @@ class Checkpointer:
         return None if report is None else replace(report, requests=asked.total)
 
     def _resume(self, state: TrainState, step: int | None, ranks: Ranks) -> ResumeReport | None:
+        from .restore import restore_into  # and with it what loads, for which no first save waits
+
         self._check_open()
         self.wait()
         damaged: dict[int, dict[int, str]] = {}

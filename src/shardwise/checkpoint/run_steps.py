@@ -10,17 +10,19 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError, NoCheckpointError, ShardwiseError, SourceError, is_damage
 from ..format.manifest import read_manifest
 from ..ranks.patience import patiently
 from ..storage import bytes_below, is_url, join
 from ..store.line import Line, line_of
-from ..store.mirror import Mirror, is_same
 from ..store.publish import dcp_directories
 from ..store.target import Target
 from .check import check_files
+
+if TYPE_CHECKING:
+    from ..store.mirror import Mirror
 
 __all__ = ["Candidate", "Retention", "RunSteps", "Stored"]
 
@@ -95,8 +97,10 @@ class RunSteps:
         self._line = line_of(root)
         self._retention = retention
         self.stored: Stored | None = None
-        self.mirror = None
+        self.mirror: Mirror | None = None
         if mirror is not None:
+            from ..store.mirror import Mirror  # and with it what copies
+
             self.mirror = Mirror(line_of(mirror), self._line, retention.apply)
 
     @property
@@ -198,6 +202,8 @@ class RunSteps:
 
     def _of_this_branch(self, own: Mapping[int, str], copies: Mapping[int, str]) -> dict[int, str]:
         """The mirror's steps, without those that the run has superseded while it had no mirror."""
+
+        from ..store.mirror import is_same
 
         def is_copy(name: str, step: int) -> bool | None:
             return patiently(is_same, self.path_of(0, name), self.path_of(1, copies[step]))

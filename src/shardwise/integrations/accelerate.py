@@ -30,7 +30,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from ..checkpoint.checkpointer import save
-from ..checkpoint.restore import ResumeReport
+from ..checkpoint.resume_report import ResumeReport
 from ..checkpoint.save import SaveReport
 from ..errors import StateError
 from ..internals.accelerate import has_state_hooks, prepared

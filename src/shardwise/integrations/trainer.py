@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainingArguments
 
-from ..checkpoint.restore import ResumeReport
+from ..checkpoint.resume_report import ResumeReport
 from ..errors import CheckpointError, NoCheckpointError, ShardError, ShardwiseError, is_damage
 from ..format.manifest import MANIFEST_NAME, read_manifest
 from ..internals.trl import keeps_completions

@@ -18,7 +18,8 @@ import torch
 from ..checkpoint.documents import check_documents
 from ..checkpoint.fill_optimizer import RestoredOptimizer, StoredStates, TrainedBy, plan_fill, trained_by
 from ..checkpoint.receivers import Receiver
-from ..checkpoint.restore import Filled, ResumeReport, Saved, restore_into
+from ..checkpoint.restore import Filled, Saved, restore_into
+from ..checkpoint.resume_report import ResumeReport
 from ..dtypes import torch_dtype
 from ..errors import StateError
 from ..format.states import StateKey, by_name

@@ -1,0 +1,110 @@
+"""The outcome of a restore. Without what restores: a process that only saves doesn't import that."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ..layout.placements import mesh_text
+
+if TYPE_CHECKING:
+    from .restore import Filled, Saved
+
+__all__ = ["ResumeReport"]
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeReport:
+    """The outcome of a restore: the step, the restored state, and the state that was skipped by rule."""
+
+    path: str
+    step: int
+    run_id: str
+    saved_world_size: int
+    world_size: int
+    saved_mesh: str
+    """Names and sizes of the axes that tensors were spread over: ``dp_shard 2 × tp 2``."""
+    mesh: str
+    """The same of this run."""
+    digest: str
+    """Digest of the names and digests of all restored tensors: equal for equal state under any mesh."""
+    exact: bool
+    """Whether the next steps are promised to be bitwise those of a run that never stopped."""
+    differences: tuple[str, ...]
+    """Reasons why it is not exact: another world size, other versions, threads, devices, dtypes; own state of a model
+    or an optimizer that was not stored, or that its ``load_state_dict`` did not take back."""
+    tensors: int
+    """Number of restored model tensors. Digests were compared unless the dtype differs (see ``differences``)."""
+    optimizer_tensors: int
+    """Number of restored optimizer tensors. All their digests were compared."""
+    documents: tuple[str, ...]
+    """Names of all other restored state."""
+    skipped: tuple[str, ...]
+    """State in the checkpoint that this run did not take, with the rule."""
+    caveats: tuple[str, ...]
+    """Why the data loader may not repeat exactly."""
+    rng: str
+    """The rule by which random generators were set."""
+    bytes_read: int
+    seconds: float
+    damaged: Mapping[int, str]
+    """Newer steps that were skipped, with their damage."""
+    superseded: tuple[int, ...]
+    """Newer steps that were set aside, because the run goes on from this one."""
+    functions: tuple[str, ...] = ()
+    """Functions of schedulers. No checkpoint holds them: the program gave its own. ``exact`` assumes that they are
+    those of the saved run, like all other code."""
+    gradients: int = 0
+    """Number of restored gradients, among ``optimizer_tensors``: the save was in the middle of an accumulation."""
+    requests: int = 0
+    """Requests that this rank made to object stores: for the manifest, documents, headers, models and optimizers."""
+
+    @classmethod
+    def of(
+        cls,
+        saved: Saved,
+        filled: Filled,
+        *,
+        differences: tuple[str, ...],
+        documents: tuple[str, ...],
+        skipped: tuple[str, ...],
+        rng: str,
+        caveats: tuple[str, ...] = (),
+        functions: tuple[str, ...] = (),
+    ) -> ResumeReport:
+        """The report of a restore that has just ended; ``filled`` has the counts. The fields say what the rest is."""
+        lives, first = filled.lives.values(), filled.loads[: len(filled.lives)]
+        return cls(
+            path=saved.path,
+            step=saved.step,
+            run_id=saved.run_id,
+            saved_world_size=saved.world_size,
+            world_size=filled.ranks.world_size,
+            saved_mesh=saved.mesh,
+            mesh=mesh_text(g for live in lives for g in live.geometries.values()),
+            digest=saved.digest,
+            exact=not (differences or skipped or caveats),
+            differences=differences,
+            tensors=sum(load.tensors for load in first),
+            optimizer_tensors=sum(o.tensors for o in filled.optimizers),
+            documents=documents,
+            skipped=skipped,
+            caveats=caveats,
+            rng=rng,
+            bytes_read=filled.bytes_read,
+            seconds=time.perf_counter() - filled.started,
+            damaged={},
+            superseded=(),
+            functions=functions,
+            gradients=sum(o.gradients for o in filled.optimizers),
+        )
+
+    def with_history(self, damaged: Mapping[int, str], superseded: tuple[int, ...]) -> ResumeReport:
+        """The report, with the damaged and superseded steps of the search."""
+        return replace(self, damaged=dict(damaged), superseded=superseded)
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain JSON values."""
+        return asdict(self)
