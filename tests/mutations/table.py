@@ -159,6 +159,13 @@ MUTATIONS = (
         "an adapter is merged without its scaling",
     ),
     Mutation(
+        "export/merged.py",
+        "for t, tile in self.brought.get(key, ()):",
+        "for t, tile in list(self.brought.get(key, ()))[1:]:",
+        ("tests/storage/test_exports.py::test_merged_weights_are_the_files_of_a_directory",),
+        "a rank leaves merged weights out of what it brings to a store",
+    ),
+    Mutation(
         "transfer/shared.py",
         "if transfer.offset_bytes % size or held.storage_offset() % size:",
         "if transfer.offset_bytes % size:",

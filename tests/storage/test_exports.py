@@ -11,6 +11,7 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from click.testing import CliRunner
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,6 +27,7 @@ from tests.harness import models
 from tests.harness.object_store import BUCKET, Do, Proxy, S3Server, use_store
 from tests.harness.pool import RankPool
 from tests.harness.tiers import long_but
+from tests.quantized import _qlora_fns as qlora
 from tests.quantized._made import fp8_directory
 
 ROOT = f"s3://{BUCKET}/exports"
@@ -121,6 +123,37 @@ def test_ranks_export_the_files_of_a_directory(
         if asked.method == "PUT" and "/stored/" in asked.path
     ]
     assert last[-2:] == ["config.json", "model.safetensors.index.json"]
+
+
+def export_merged(endpoint: str, hub: str, places: list[str]) -> None:
+    """A base in 4-bit codes with adapters, merged."""
+    use(endpoint)
+    model, _ = qlora.sharded(hub, qlora.four_bits())
+    qlora.set_adapters(model, 1)
+    own, job.WINDOW_BYTES = job.WINDOW_BYTES, 4096
+    try:
+        with known_warnings():
+            for place in places:
+                sw.export_hf(model, place, merge=True, **SHARDS)
+    finally:
+        job.WINDOW_BYTES = own
+
+
+@pytest.mark.parametrize("world_size", long_but((1, 2, 3), 3))
+def test_merged_weights_are_the_files_of_a_directory(
+    proxy: Proxy, ranks: RankPool, tmp_path: Path, world_size: int
+) -> None:
+    """Which a test of QLoRA compares with PEFT's. Windows cut the weights, and the blocks of codes."""
+    pytest.importorskip("bitsandbytes")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": 72}
+    config = transformers.LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes)
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "plain")
+    url, here = f"{ROOT}/merged-{world_size}", tmp_path / "here"
+    ranks.run_ranks(world_size, export_merged, proxy.endpoint, str(tmp_path / "plain"), [url, str(here)])
+    expected = below(str(here))
+    assert len([n for n in expected if n.endswith(".safetensors")]) > world_size
+    assert below(url) == expected
 
 
 def export_as_source(endpoint: str, source: str, places: list[str]) -> list[dict[str, Any]]:

@@ -99,7 +99,7 @@ def export_hf(
         dtype: floating-point tensors are written in it. Default: as they are.
         adapters: of a live ``PeftModel``, one or several of its adapters. Default: all.
         merge: of a live ``PeftModel``, write the base with the active adapters merged into it, by PEFT's rule, instead of the
-            adapters. Each rank merges its own shards; only the adapters are gathered. Into a directory only.
+            adapters. Each rank merges its own shards; only the adapters are gathered.
         quantize: ``"as-source"`` writes a live model in the format of the quantised source that it was loaded from: the same codes,
             scales, names and ``quantization_config``. A tensor that still equals, bit for bit, what the source's codes stand for is
             copied from there, byte for byte; any other one is quantised again by the format's own rule, which the report names.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,13 +35,13 @@ from ..ranks.hosts import device_where_ranks_sum
 from ..ranks.ranks import Ranks
 from ..recipe.match import Recipe
 from ..recipe.origin import recall
-from ..recipe.tiles import Loop, Tile, identity
+from ..recipe.tiles import Loop, Tile, cut, identity
 from ..recipe.transformers import meta_instance
 from ..transfer.box import wanted_box
 from ..transfer.copy import Destination, Filler, Staging, write_back
 from .files import HubFiles, lay_out
 from .gather import buckets, device_of, gathered, planned
-from .job import Job, Together, Windows
+from .job import Job, Together, Window, Windows
 from .tensors import HubTensors, as_named, inverted, reverted
 
 __all__ = ["MergedJob"]
@@ -87,22 +87,24 @@ class _Made:
     """The layer with 4-bit codes; None for a plain weight."""
     deltas: tuple[_Delta, ...]
 
-    def pieces(self, box: Box, held: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
-        """Boxes of the weight with their elements, from a box of what the model holds; on its device, unmerged."""
+    def boxes(self, box: Box) -> list[Box]:
+        """Boxes of the weight that a box of what the model holds stands for, in the order of its elements."""
         if self.layer is None:
-            yield box, held.clone()
-            return
-        blocks = self.layer.blocks
-        start, stop = blocks.elements(box)
-        values = blocks.decoded(held, box.start[0], box.stop[0])
-        at = 0
-        for part in boxes_of_range(start, stop, self.spec.shape):
-            yield part, values[at : at + part.numel].view(part.sizes)
-            at += part.numel
+            return [box]
+        start, stop = self.layer.blocks.elements(box)
+        return list(boxes_of_range(start, stop, self.spec.shape))
+
+    def values(self, box: Box, held: torch.Tensor) -> list[torch.Tensor]:
+        """The elements of :meth:`boxes`, on the device of ``held``, unmerged."""
+        if self.layer is None:
+            return [held.clone()]
+        parts = self.boxes(box)
+        flat = self.layer.blocks.decoded(held, box.start[0], box.stop[0]).split([p.numel for p in parts])
+        return [one.view(part.sizes) for one, part in zip(flat, parts, strict=True)]
 
 
 class MergedJob:
-    """As :class:`.Job`, into a directory. :meth:`gather` comes first."""
+    """As :class:`.Job`. :meth:`gather` comes first."""
 
     def __init__(self, live: LiveModel, *, merge: bool) -> None:
         """Raises :class:`CheckpointError` naming every part of the model that has no merged form."""
@@ -174,14 +176,17 @@ class MergedJob:
         self, contents: HubTensors, output: HubFiles, filler: Filler, staging: Staging, ranks: Ranks
     ) -> list[int]:
         sums = self._plain.write(contents, output, filler, staging, ranks)
+        for t in self._owned(ranks.rank):
+            self._write_one(t, contents.tiles.get(t.name, ()), output, filler, staging, ranks.rank)
+        return sums
+
+    def _owned(self, rank: int) -> Iterator[SliceTensor]:
+        """What this rank makes weights of: among replicas one rank does, chosen as in a save."""
         geometries = self._live.geometries
         held = [
             SliceTensor(n, *TensorSpec.of(one.held.tensor), geometries[n]) for n, one in self._made.items()
         ]
-        for t in assign_owners(held):
-            if ranks.rank in owner_ranks(t.geometry, t.owner):
-                self._write_one(t, contents.tiles.get(t.name, ()), output, filler, staging, ranks.rank)
-        return sums
+        return (t for t in assign_owners(held) if rank in owner_ranks(t.geometry, t.owner))
 
     @torch.no_grad()
     def _write_one(
@@ -193,6 +198,7 @@ class MergedJob:
         staging: Staging,
         rank: int,
     ) -> None:
+        """Make and write what ``tiles`` say of this rank's part of one weight. Parts that they leave out are not decoded."""
         one = self._made[t.name]
         live = Live(t, one.held.tensor)
         part_bytes = _PART_BYTES // (4 if one.layer is not None else 1)
@@ -202,25 +208,36 @@ class MergedJob:
                     raise CheckpointError(
                         f"{t.name}: its blocks of codes are cut between ranks; shard it by dim 0"
                     )
-                for part, values in one.pieces(box, held):
+                parts = one.boxes(box)
+                wanted = [wanted_box(t.name, one.spec.dtype, one.spec.shape, part) for part in parts]
+                transfers = [
+                    [x for tile in tiles for x in transfers_of(tile, w, output.tensors)] for w in wanted
+                ]
+                if not any(transfers):
+                    continue
+                for part, values, some in zip(parts, one.values(box, held), transfers, strict=True):
+                    if not some:
+                        continue
                     for delta in one.deltas:
                         added = delta.of(part, self._factors, values.device)
                         values.add_(added.to(values.dtype) if delta.is_rounded else added)
-                    wanted = wanted_box(t.name, one.spec.dtype, one.spec.shape, part)
                     source = Destination({t.name: values.cpu().contiguous()})
-                    for tile in tiles:
-                        write_back(transfers_of(tile, wanted, output.tensors), filler, source, staging)
+                    write_back(some, filler, source, staging)
 
     def together(self, output: HubFiles) -> Iterable[Together]:
         """Nothing."""
         return ()
 
     def windows(self, contents: HubTensors, output: HubFiles, staging: Staging, ranks: Ranks) -> Windows:
-        """Refused: raises :class:`CheckpointError`."""
-        raise CheckpointError(
-            "merged and decoded weights can't be written straight into a store; export into a local directory, and "
-            "upload it: shardwise copy DIRECTORY URL"
-        )
+        brought: dict[str, list[tuple[SliceTensor, Tile]]] = {}
+        for t in self._owned(ranks.rank):
+            for tile in contents.tiles.get(t.name, ()):
+                brought.setdefault(tile.source, []).append((t, tile))
+
+        def write(t: SliceTensor, tiles: Sequence[Tile], filler: Filler) -> None:
+            self._write_one(t, tiles, output, filler, staging, ranks.rank)
+
+        return _MergedWindows(self._plain.windows(contents, output, staging, ranks), brought, write)
 
     def check(self, sums: Sequence[int]) -> None:
         """Does nothing: a live model has no recorded digests."""
@@ -243,6 +260,30 @@ class MergedJob:
 
     def close(self) -> None:
         """Does nothing: no file is open."""
+
+
+@dataclass(slots=True)
+class _MergedWindows:
+    """As :class:`.Windows`: a weight is made anew in each window that has a part of it, and only that part."""
+
+    plain: Windows
+    brought: Mapping[str, Sequence[tuple[SliceTensor, Tile]]]
+    """By hub tensor, what this rank makes of it."""
+    write: Callable[[SliceTensor, Sequence[Tile], Filler], None]
+    is_spread: bool = True
+
+    def fill(self, window: Window, filler: Filler) -> None:
+        self.plain.fill(window, filler)
+        for key, box in window.parts:
+            for t, tile in self.brought.get(key, ()):
+                self.write(t, list(cut(tile, "source", box)), filler)
+
+    def fill_together(self, window: Window, owner: int, filler: Filler) -> None:
+        """Does nothing: each rank makes its elements alone."""
+
+    def finish(self) -> list[int]:
+        """Nothing: a live model has no recorded digests."""
+        return []
 
 
 def _of_the_base(live: LiveModel, names: WrappedNames, merge: bool) -> Iterator[tuple[str, NamedTensor]]:
