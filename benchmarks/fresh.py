@@ -13,7 +13,10 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+import shardwise.api
 from tests.gpu.devices import enter
+
+_ = shardwise.api  # all public names, which are otherwise imported when they are used
 
 __all__ = ["from_fresh_process", "in_fresh_process", "on_fresh_ranks"]
 

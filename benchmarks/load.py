@@ -27,7 +27,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import transformers
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-import shardwise as sw
 from benchmarks.loading.contracts import contracts
 from benchmarks.loading.report import as_json, as_table, contract_lines, draw, huge_pages_on
 from benchmarks.loading.rounds import Rounds, cells, measure
@@ -37,8 +36,8 @@ from tests.harness.page_cache import drops_pages
 def main() -> None:
     """Measure, write, print the contracts."""
     args = _arguments()
-    # Imported here, so that no run imports them: the names of both packages are imported when they are used.
-    _ = transformers.Qwen3ForCausalLM, transformers.Qwen3MoeForCausalLM, sw.load
+    # Imported here, so that no run imports them: a name of transformers is imported when it is used.
+    _ = transformers.Qwen3ForCausalLM, transformers.Qwen3MoeForCausalLM
     # A table of transformers, which the first load of a process makes (50 ms), by any peer that converts.
     get_checkpoint_conversion_mapping("llama")
     logging.getLogger("transformers").setLevel(logging.ERROR)

@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=2.0, help="of a checkpoint that is saved")
     parser.add_argument("--short", action="store_true", help="tiny, once, both; no contract on seconds")
     args = parser.parse_args()
-    _ = transformers.Qwen3ForCausalLM, transformers.Qwen3MoeForCausalLM, sw.load, sw.save
+    _ = transformers.Qwen3ForCausalLM, transformers.Qwen3MoeForCausalLM
     results: dict[str, Any] = {}
     if args.save or args.short:
         gib, rounds = (0.02, 1) if args.short else (args.gib, args.rounds)

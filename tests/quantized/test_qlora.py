@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +245,17 @@ def test_what_is_asked_and_can_not_be_had(root: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_a_model_of_plain_weights_is_told_how_to_take_blocks(root: Path, tmp_path: Path) -> None:
+    model, _ = sw.load_pretrained(root / "plain", quantized=fns.four_bits())
+    sw.save(sw.TrainState(model=model), tmp_path / "step")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(root / "plain")
+    for load in (sw.load_pretrained, partial(sw.load, plain)):
+        with pytest.raises(PlanError, match=r"4-bit codes in blocks of 64; build .* quantized='keep'"):
+            load(tmp_path / "step")
+    kept, _ = sw.load_pretrained(tmp_path / "step", quantized="keep")
+    assert sw.digest(kept) == sw.digest(model)
+
+
 def test_an_adapter_that_has_no_merged_form_is_named(root: Path, tmp_path: Path) -> None:
     model, _ = sw.load_pretrained(root / "plain", adapter=fns.lora(use_dora=True))
     with pytest.raises(CheckpointError, match="DoRA"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -221,7 +222,7 @@ def _misfit(w: Wanted, made: Made, catalog: Catalog) -> str | None:
     if made.shape != w.shape:
         return (
             f"mis-shaped: {w.name!r} expects shape {list(w.shape)}, but {_origin(made, catalog)} "
-            f"has {list(made.shape)}{_missing_parts(made, catalog)}"
+            f"has {list(made.shape)}{_in_blocks(w, made)}{_missing_parts(made, catalog)}"
         )
     if not castable(made.dtype, w.dtype):
         is_coded = any(is_part(source, catalog.tensors) for source in made.sources)
@@ -236,6 +237,16 @@ def _origin(made: Made, catalog: Catalog) -> str:
     if len(made.sources) == 1:
         return f"{first.name!r} in {_file_of(first)}"
     return f"the result of {len(made.sources)} stored tensors ({first.name!r} in {_file_of(first)}, …)"
+
+
+def _in_blocks(w: Wanted, made: Made) -> str:
+    """The way to a weight that a checkpoint holds in 4-bit blocks: ⌈n / b⌉ rows of b / 2 bytes of codes and 4 of a scale."""
+    if (made.dtype, len(made.shape)) != ("U8", 2) or made.shape[1] <= 4:
+        return ""
+    block = 2 * (made.shape[1] - 4)
+    if made.shape[0] != -(-math.prod(w.shape) // block):
+        return ""
+    return f": 4-bit codes in blocks of {block}; build the model by load_pretrained(…, quantized='keep')"
 
 
 # Numbers come from stored names: five digits bound the length of a series.
