@@ -186,6 +186,8 @@ class Do:
     """Is called first."""
     without: tuple[str, ...] = ()
     """Headers that the server does not get: it knows nothing of conditional writes, say."""
+    sent: Callable[[bytes, Mapping[str, str]], bytes] | None = None
+    """The body that the server gets, of the client's and its headers."""
     change: Callable[[bytes], bytes] | None = None
     """The body that the client gets, of the server's."""
 
@@ -291,6 +293,7 @@ class _Handler(BaseHTTPRequestHandler):
         connection = http.client.HTTPConnection("127.0.0.1", self.upstream, timeout=60)
         try:
             headers = {k: v for k, v in self.headers.items() if k.lower() not in do.without}
+            body = body if do.sent is None else do.sent(body, self.headers)
             headers |= {} if do.header is None else {do.header[0]: do.header[1]}
             connection.request(self.command, self.path, body=body, headers=headers)
             self._pass_on(connection.getresponse(), do)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from shardwise.storage import (
 from shardwise.storage.stores import store_of
 from shardwise.transfer.objects import PART_BYTES
 from tests.harness import models
-from tests.harness.object_store import BUCKET
+from tests.harness.object_store import BUCKET, Asked, Do, Proxy
 from tests.harness.process import ROOT
 from tests.harness.servers import SERVERS, NotInstalled, Running, allow_guest, as_owner
 from tests.harness.tiers import long_but
@@ -158,6 +158,37 @@ def test_saved_verified_restored(at: Running, tmp_path: Path) -> None:
     with pytest.raises(LockedError):
         sw.save(small_state(1), f"{at.root}/run/claimed")
     assert not exists(f"{url}.claim")
+
+
+@pytest.mark.slow
+def test_bytes_that_change_on_their_way_are_refused(at: Running, request: pytest.FixtureRequest) -> None:
+    """By the store, which compares each body with the SHA-256 in the request's signature: in one request, and in parts."""
+    if request.node.callspec.params["at"] != "ceph":
+        pytest.skip("this server compares no checksums")
+    changed: list[str] = []
+
+    def decide(asked: Asked) -> Do:
+        def sent(body: bytes, headers: Mapping[str, str]) -> bytes:
+            if wanted not in asked.path or not body:
+                return body
+            changed.append(asked.path)
+            return body[:-1] + bytes([body[-1] ^ 1])
+
+        return Do(sent=sent)
+
+    port = int(at.options["endpoint"].rpartition(":")[2])
+    state = sw.TrainState(model=torch.nn.Linear(3000, 1000))
+    try:
+        with Proxy(port, decide) as proxy:
+            sw.storage_options(at.root, **{**at.options, "endpoint": proxy.endpoint})
+            for wanted in ("manifest.json", "partNumber=2", ".safetensors"):
+                changed.clear()
+                with pytest.raises(ShardwiseError, match="XAmzContentSHA256Mismatch"):
+                    sw.save(small_state() if wanted == ".safetensors" else state, f"{at.root}/changed/step")
+                assert changed, wanted
+                assert not exists(f"{at.root}/changed/step/manifest.json")
+    finally:
+        sw.storage_options(at.root, **at.options)
 
 
 def test_copied_and_loaded(at: Running, tmp_path: Path) -> None:
