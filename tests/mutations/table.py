@@ -1350,7 +1350,7 @@ MUTATIONS = (
         "a step does not name the step before it",
     ),
     Mutation(
-        "checkpoint/restore.py",
+        "checkpoint/resume_report.py",
         "        exact=not (differences or skipped or caveats),",
         "        exact=not (differences or caveats),",
         ("tests/checkpoint/test_promises.py::test_state_that_a_resume_skips_is_reported_and_not_exact",),
@@ -1364,7 +1364,7 @@ MUTATIONS = (
         "generators are not restored",
     ),
     Mutation(
-        "checkpoint/restore.py",
+        "checkpoint/resume_report.py",
         "        exact=not (differences or skipped or caveats),",
         "        exact=not (skipped or caveats),",
         ("tests/checkpoint/test_exact_documents.py",),
