@@ -244,7 +244,6 @@ def test_what_is_asked_and_can_not_be_had(root: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_a_model_of_plain_weights_is_told_how_to_take_blocks(root: Path, tmp_path: Path) -> None:
     model, _ = sw.load_pretrained(root / "plain", quantized=fns.four_bits())
     sw.save(sw.TrainState(model=model), tmp_path / "step")
@@ -256,6 +255,7 @@ def test_a_model_of_plain_weights_is_told_how_to_take_blocks(root: Path, tmp_pat
     assert sw.digest(kept) == sw.digest(model)
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_an_adapter_that_has_no_merged_form_is_named(root: Path, tmp_path: Path) -> None:
     model, _ = sw.load_pretrained(root / "plain", adapter=fns.lora(use_dora=True))
     with pytest.raises(CheckpointError, match="DoRA"):
