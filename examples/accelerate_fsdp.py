@@ -81,11 +81,33 @@ def make_weights(path: Path) -> None:
     save_file(tensors, path / "model.safetensors")
 
 
+def train(
+    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, log: Path
+) -> None:
+    """One step."""
+    rows = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, 96, (GLOBAL_BATCH, 16), generator=rows)[
+        accelerator.process_index :: accelerator.num_processes
+    ]
+    tokens = tokens.to(accelerator.device)
+    logits = model(tokens)
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    mean = accelerator.reduce(loss.detach(), "mean")
+    if accelerator.is_main_process:
+        with log.open("a") as file:
+            row = {"step": step, "loss": float(mean), "ranks": accelerator.num_processes}
+            file.write(json.dumps(row) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--checkpoints", help="directory or URL of checkpoints; default: OUT/checkpoints")
     parser.add_argument("--steps", type=int, default=5, help="train up to this step")
     args = parser.parse_args()
 
@@ -101,33 +123,16 @@ def main() -> None:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     model, optimizer = accelerator.prepare(model, optimizer)
 
-    done = [int(p.name.split("-")[1]) for p in args.out.glob("step-*")]
-    if done:
-        report = swa.load_state(
-            accelerator, args.out / f"step-{max(done)}"
-        )  # <- instead of accelerator.load_state
-        accelerator.print(f"resumed from step {max(done)}; exact: {report.exact}")
-    for step in range(max(done, default=0), args.steps):
-        rows = torch.Generator().manual_seed(step)
-        tokens = torch.randint(0, 96, (GLOBAL_BATCH, 16), generator=rows)[
-            accelerator.process_index :: accelerator.num_processes
-        ]
-        tokens = tokens.to(accelerator.device)
-        logits = model(tokens)
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        mean = accelerator.reduce(loss.detach(), "mean")
-        if accelerator.is_main_process:
-            with (args.out / "losses.jsonl").open("a") as log:
-                log.write(
-                    json.dumps({"step": step, "loss": float(mean), "ranks": accelerator.num_processes}) + "\n"
-                )
-    if args.steps > max(done, default=0):
-        swa.save_state(
-            accelerator, args.out / f"step-{args.steps}", step=args.steps
-        )  # <- instead of save_state
+    state = swa.train_state(accelerator)  # <- all that was prepared
+    with sw.Checkpointer(args.checkpoints or args.out / "checkpoints", keep_last=2) as checkpoints:
+        report = checkpoints.resume(state)  # <- instead of accelerator.load_state
+        done = report.step if report else 0
+        if report:
+            accelerator.print(f"resumed from step {done}; exact: {report.exact}")
+        for step in range(done, args.steps):
+            train(accelerator, model, optimizer, step, args.out / "losses.jsonl")
+        if args.steps > done:
+            checkpoints.save(state, args.steps)  # <- instead of accelerator.save_state
     accelerator.end_training()
 
 

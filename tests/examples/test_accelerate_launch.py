@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.object_store import BUCKET, SECRET, S3Server, s3_server
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 
@@ -19,7 +21,10 @@ EXAMPLES = ROOT / "examples"
 COMPILER = "inductor" if shutil.which("g++") else "eager"
 
 
-def launch(out: Path, steps: int, processes: int, compiler: str = COMPILER) -> list[dict[str, float]]:
+def launch(
+    out: Path, steps: int, processes: int, compiler: str = COMPILER, server: S3Server | None = None
+) -> list[dict[str, float]]:
+    """Its losses. Checkpoints lie in the server's bucket, if one is given."""
     command = [
         *(sys.executable, "-m", "accelerate.commands.launch"),
         *("--config_file", str(EXAMPLES / "accelerate_fsdp.yaml")),
@@ -27,14 +32,19 @@ def launch(out: Path, steps: int, processes: int, compiler: str = COMPILER) -> l
         str(ROOT / "tests/harness/accelerate_on_cpu.py"),
         *(str(EXAMPLES / "accelerate_fsdp.py"), "--out", str(out), "--steps", str(steps)),
     ]
+    store = {}
+    if server is not None:
+        command += ["--checkpoints", f"s3://{BUCKET}/{out.name}"]
+        store = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.port}", "AWS_REGION": "us-east-1"}
+        store |= {"AWS_ACCESS_KEY_ID": "AKID", "AWS_SECRET_ACCESS_KEY": SECRET}
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT / "src"))))
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, **store}
     done = subprocess.run(command, env=env, timeout=240, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads(line) for line in (out / "losses.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow  # 50 s on two busy cores, most of it in compilers and imports
+@pytest.mark.slow  # 80 s on two busy cores, most of it in compilers and imports
 @pytest.mark.timeout(420)
 def test_the_yaml_of_case_1(tmp_path: Path) -> None:
     whole = launch(tmp_path / "whole", 7, 2)
@@ -42,6 +52,11 @@ def test_the_yaml_of_case_1(tmp_path: Path) -> None:
     assert launch(tmp_path / "stopped", 5, 2) == whole[:5]
     shutil.copytree(tmp_path / "stopped", tmp_path / "on three")
     assert launch(tmp_path / "stopped", 7, 2) == whole, "as if it never stopped"
+    with s3_server(tmp_path) as server:
+        assert launch(tmp_path / "store", 5, 2, server=server) == whole[:5]
+        assert launch(tmp_path / "store", 7, 2, server=server) == whole
+        assert not (tmp_path / "store" / "checkpoints").exists()
+        assert "head.json" in "".join(server.keys("store/"))
     three = launch(tmp_path / "on three", 7, 3, "eager")
     assert [(row["step"], row["ranks"]) for row in three[5:]] == [(5, 3), (6, 3)]
     learned = whole[0]["loss"] - whole[5]["loss"]

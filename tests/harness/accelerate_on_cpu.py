@@ -24,9 +24,7 @@ PartialState(cpu=True)
 PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
-for thread in threading.enumerate():
-    if thread is not threading.current_thread() and not thread.daemon:
-        thread.join()
+threading._shutdown()  # as Python does first: pools of threads are told to end, and waited for
 atexit._run_exitfuncs()
 sys.stdout.flush()
 sys.stderr.flush()
