@@ -123,8 +123,7 @@ def _measured(kind: str, directory: str, args: argparse.Namespace) -> dict[str, 
         "not measured": left_out,
     }
     files = len(case.files)
-    # Small files have a part that is not full, each, which the first bound leaves out.
-    most = 1.05 * (nbytes / PART_BYTES) + (files if args.server == "ceph" else 2 * files + 8)
+    most = 1.05 * (nbytes / PART_BYTES) + files + (8 if args.short else 0)
     limits = {
         "bytes <= 1.02 (converted: 1.05)": got <= (1.02 if kind == "dense" else 1.05) * nbytes or args.short,
         "memory <= 128 MiB": peak <= 128 * MIB,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 
 from shardwise.catalog.records import Chunk, StoredTensor
 from shardwise.layout.boxes import whole
-from shardwise.planning.buckets import cut_into_buckets
+from shardwise.planning.buckets import Bucket, Span, cut_into_buckets
+from shardwise.transfer.objects import requests_for
 
 MOST = 1000
 
@@ -44,3 +46,31 @@ def test_a_bucket_of_one_file_is_one_range() -> None:
     tensors = stored()
     cut = cut_into_buckets(tensors, list(tensors), MOST, of_one_file=True)
     assert {len(bucket.ranges) for bucket in cut.buckets} == {1}
+
+
+def files_of(count: int, rows: int, columns: int) -> dict[str, StoredTensor]:
+    """Each file has two tensors of ``rows`` rows."""
+    found = {}
+    for k, half in itertools.product(range(count), range(2)):
+        name, shape = f"{k:03}/{half}", (rows, columns)
+        at = half * rows * columns * 2
+        found[name] = StoredTensor(name, "BF16", shape, (Chunk(whole(shape), f"f{k:03}", at),))
+    return found
+
+
+@pytest.mark.parametrize("columns", [4, 500, 150_000])
+@pytest.mark.parametrize("mib", [3, 9, 13.5, 16.5, 23, 40, 100, 333])
+def test_buckets_of_small_files_are_few_and_alike(mib: float, columns: int) -> None:
+    """A file's requests are at most its bytes / 8 MiB, or one."""
+    part, most = 2**23, 14 * 2**20
+    rows = int(mib * 2**20 / columns / 4)
+    tensors = files_of(3, rows, columns)
+    nbytes = sum(t.nbytes for t in tensors.values()) / 3
+    cut = cut_into_buckets(tensors, list(tensors), most, of_one_file=True)
+    assert len(cut.buckets) == 3 * math.ceil(nbytes * (1 if nbytes < most else 32 / 31) / (most - 64))
+    asked = len(list(requests_for(s for b in cut.buckets for s in spans(b)))) / 3
+    assert asked <= max(1, 1.05 * nbytes / part)
+
+
+def spans(bucket: Bucket) -> list[Span]:
+    return [(f"s3://b/{r.path}", r.offset_bytes, r.offset_bytes + r.nbytes) for r in bucket.ranges]

@@ -31,7 +31,14 @@ from shardwise.storage import (
 from shardwise.storage.explain import text_of
 from shardwise.storage.records import Cut
 from shardwise.transfer.ahead import steps
-from shardwise.transfer.objects import GAP_BYTES, IN_FLIGHT_BYTES, PART_BYTES, ObjectReader
+from shardwise.transfer.objects import (
+    GAP_BYTES,
+    IN_FLIGHT_BYTES,
+    LAST_BYTES,
+    PART_BYTES,
+    ObjectReader,
+    requests_for,
+)
 from tests.harness.object_store import BUCKET, SECRET, SIGNED, Do, Proxy, S3Server, use_store
 
 ROOT = f"s3://{BUCKET}"
@@ -388,7 +395,7 @@ def test_the_reader_asks_ahead_and_holds_little(proxy: Proxy, content: bytes) ->
             view = bytearray(stop - start)
             reader.read_into(path, start, memoryview(view))
             assert view == content[start:stop]
-        assert reader.requests == -(-len(content) // PART_BYTES)
+        assert reader.requests == len(content) // PART_BYTES  # the last one takes the rest
         assert reader.bytes_read == len(content) == proxy.counts.bytes_out
     assert proxy.counts.requests == {"GET": reader.requests}
 
@@ -433,6 +440,15 @@ def test_parts() -> None:
     ]
     whole = list(steps([("a", 5, 5 + 2 * PART_BYTES + 1)], PART_BYTES, GAP_BYTES))
     assert [stop - start for _, start, stop in whole] == [PART_BYTES, PART_BYTES, 1]
+    for nbytes, asked in (
+        (1, [1]),
+        (LAST_BYTES - 1, [LAST_BYTES - 1]),
+        (LAST_BYTES, [PART_BYTES, LAST_BYTES - PART_BYTES]),
+        (PART_BYTES + LAST_BYTES - 1, [PART_BYTES, LAST_BYTES - 1]),
+        (4 * PART_BYTES, [PART_BYTES] * 4),
+    ):
+        found = list(requests_for([(f"{ROOT}/big", 5, 5 + nbytes)]))
+        assert [stop - start for _, start, stop in found] == asked
     assert list(itertools.islice(steps([], PART_BYTES, GAP_BYTES), 1)) == []
     assert IN_FLIGHT_BYTES >= 4 * PART_BYTES
 

@@ -167,7 +167,7 @@ def costs_line(plan: sw.PlanReport) -> str:
     assert store is not None
     assert store.nbytes is not None
     asked_for = size(store.nbytes + store.look_bytes)
-    return f"{store.total} requests, {asked_for}, in parts of 8 MiB; {store.looks} of them before, by rank 0"
+    return f"{store.total} requests, {asked_for}, in parts of at most 16 MiB; {store.looks} of them before, by rank 0"
 
 
 def test_the_command_says_it(hub: Path, proxy: Proxy) -> None:

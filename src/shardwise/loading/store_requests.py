@@ -11,7 +11,7 @@ from ..storage import Requests
 from ..transfer.converted import spans_of_tensors
 from ..transfer.copy import spans_of
 from ..transfer.decoded import spans_of_coded
-from ..transfer.objects import PART_BYTES, requests_for
+from ..transfer.objects import LAST_BYTES, requests_for
 from ..transfer.shared import spans_in_turn
 from .strategy import Choice, Planned, buckets_for, choose, facts_of
 
@@ -79,7 +79,7 @@ class StoreTally:
         found = self._of_all_ranks()
         return StoreRequests(
             strategy=self._choice.describe(),
-            part_bytes=PART_BYTES,
+            part_bytes=LAST_BYTES,
             looks=looks.total,
             look_bytes=looks.bytes_read,
             per_rank=tuple(self._found),

@@ -107,7 +107,7 @@ def facts_of(planned: Planned, fingerprint: str, words: str) -> Facts:
     with suppress(OSError):
         sizes = [(os.path.basename(f.path), _size_of(f), f.version) for f in catalog.files]
         files = hashlib.blake2b(repr(sizes).encode(), digest_size=8).hexdigest()
-    in_store = any(is_url(f.path) for f in catalog.files)
+    in_store = _in_store(catalog)
     network = not in_store and bool(catalog.files) and on_network(catalog.files[0].path)
     return Facts(
         plan=fingerprint,
@@ -264,10 +264,10 @@ def buckets_for(planned: Planned, choice: Choice, rank: int, *, copies: bool) ->
     return cut_into_buckets(
         planned.stored,
         names,
-        bucket_bytes(choice.strategy, planned.io.staging_bytes),
+        _bucket_bytes(planned, choice),
         piece_bytes=_PIECE_BYTES if apart else None,
         wanted=wanted,
-        of_one_file=any(is_url(file.path) for file in planned.catalog.files),
+        of_one_file=_in_store(planned.catalog),
     )
 
 
@@ -281,7 +281,7 @@ def shared_reader(
     buckets = buckets_for(planned, choice, ranks.rank, copies=copies)
     if buckets is None:
         return None
-    nbytes = bucket_bytes(choice.strategy, planned.io.staging_bytes)
+    nbytes = _bucket_bytes(planned, choice)
     plan = planned.from_buckets(buckets.tensors)
     transfers = plan.checks if copies else plan.transfers
     if choice.strategy == "node":
@@ -293,6 +293,15 @@ def shared_reader(
             "the process group has no backend for a device of this process", path=planned.catalog.root
         )
     return OnceReader(transfers, buckets, files, ranks, readers=choice.readers, device=on, nbytes=nbytes)
+
+
+def _bucket_bytes(planned: Planned, choice: Choice) -> int:
+    return bucket_bytes(choice.strategy, planned.io.staging_bytes, in_store=_in_store(planned.catalog))
+
+
+def _in_store(catalog: Catalog) -> bool:
+    """Whether files are objects of a store."""
+    return any(is_url(file.path) for file in catalog.files)
 
 
 def _union(spans: Iterator[Span]) -> list[Span]:

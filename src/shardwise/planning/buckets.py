@@ -7,6 +7,7 @@ lie in buckets: an ordinary plan of any rank then says what the rank takes from 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,8 +22,10 @@ __all__ = ["Bucket", "Buckets", "Range", "Span", "cut_into_buckets"]
 #: Ranges begin in a bucket where they begin in the file, modulo this: elements keep their alignment.
 _ALIGNMENT = 64
 #: A bucket of which less than this part is free takes no part of a tensor that goes on in the next. Where each bucket is a request,
-#: full ones cost less than the transfers of small parts.
+#: full ones cost less than the transfers of small parts; and no row is larger than that part, so that buckets can be filled.
 _NEARLY_FULL, _NEARLY_FULL_REQUEST = 8, 64
+#: What buckets of one file hold at least, of 32 parts: one in 64 is left free, and another for a row that does not fit.
+_FILLED = 32 - 1
 
 #: Bytes of a file at a path, from a first to one past the last.
 Span = tuple[str, int, int]
@@ -91,9 +94,10 @@ def cut_into_buckets(
 
     ``wanted``: leave out pieces that touch none of these spans, which are sorted and apart. ``piece_bytes`` bounds a
     piece; less bounds what is read beside ``wanted``, more makes fewer transfers. Default: a bucket. ``of_one_file``: no bucket has
-    parts of two files, each of which would be another request to a store.
+    parts of two files, each of which would be another request to a store; and the buckets of a file are alike in size, as short
+    ones would be requests of a few bytes.
     """
-    limit = min(piece_bytes or most_bytes, most_bytes) - _ALIGNMENT
+    most = min(piece_bytes or most_bytes, most_bytes) - _ALIGNMENT
     chunks = [
         (chunk.path, chunk.offset_bytes, name, chunk) for name in names for chunk in stored[name].chunks
     ]
@@ -101,13 +105,17 @@ def cut_into_buckets(
     found: dict[str, list[Chunk]] = {name: [] for name in names}
     buckets: list[Bucket] = []
     spans = _Spans(wanted)
+    nbytes = Counter[str]()
+    for path, _, name, chunk in chunks:
+        nbytes[path] += chunk.box.numel * itemsize(stored[name].dtype)
     for path, offset_bytes, name, chunk in chunks:
         size = itemsize(stored[name].dtype)
         last = partial(_last, buckets, path if of_one_file else None)
-        room = partial(
-            _room, last, limit, size, limit // (_NEARLY_FULL_REQUEST if of_one_file else _NEARLY_FULL)
-        )
-        for box, skipped, numel in _pieces(chunk.box, max(1, limit // size), room):
+        limit = _alike(nbytes[path], most) if of_one_file else most
+        least = limit // (_NEARLY_FULL_REQUEST if of_one_file else _NEARLY_FULL)
+        room = partial(_room, last, limit, size, least)
+        row = max(1, (least if of_one_file else limit) // size)
+        for box, skipped, numel in _pieces(chunk.box, max(1, limit // size), row, room):
             piece = _Piece(path, offset_bytes + skipped * size, numel * size, name, box)
             if spans.touch(piece):
                 at = _put(buckets, last(), piece, most_bytes)
@@ -115,6 +123,14 @@ def cut_into_buckets(
     return Buckets(
         {name: replace(stored[name], chunks=tuple(parts)) for name, parts in found.items()}, buckets
     )
+
+
+def _alike(nbytes: int, most: int) -> int:
+    """The most bytes of a bucket, so that buckets for ``nbytes`` are as few as with ``most``, and alike in size."""
+    if nbytes <= most:
+        return most
+    filled = -(-nbytes * (_FILLED + 1) // _FILLED)
+    return min(most, -(-filled // max(1, -(-filled // most))))
 
 
 def _last(buckets: Sequence[Bucket], path: str | None) -> Bucket | None:
@@ -131,16 +147,16 @@ def _room(last: Callable[[], Bucket | None], limit: int, size: int, least: int) 
     return (left if left >= least else limit) // size
 
 
-def _pieces(box: Box, most: int, room: Callable[[], int]) -> Iterator[tuple[Box, int, int]]:
+def _pieces(box: Box, most: int, most_of_row: int, room: Callable[[], int]) -> Iterator[tuple[Box, int, int]]:
     """Cut a row-major box into boxes that are contiguous in it, in order.
 
-    Each has at most ``most`` elements, and at most ``room()`` if one row is that small. Yields it with the number of
-    elements before it, and with its own. Nothing for a box without elements.
+    Each consists of rows of at most ``most_of_row`` elements. It has at most ``most`` elements, and at most ``room()`` if one row
+    is that small. Yields it with the number of elements before it, and with its own. Nothing for a box without elements.
     """
     sizes = box.sizes
     if not box.numel:
         return
-    dim = next((d for d in range(len(sizes)) if math.prod(sizes[d + 1 :]) <= most), len(sizes))
+    dim = next((d for d in range(len(sizes)) if math.prod(sizes[d + 1 :]) <= most_of_row), len(sizes))
     if dim == len(sizes):  # a scalar
         yield box, 0, 1
         return

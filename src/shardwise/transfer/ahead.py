@@ -105,8 +105,17 @@ class LookAhead:
         self._nbytes -= stop - start
 
 
-def steps(spans: Iterable[Span], step_bytes: int = STEP_BYTES, gap_bytes: int = GAP_BYTES) -> Iterator[Span]:
-    """Spans in the same order, in pieces of at most ``step_bytes``. Spans with gaps of at most ``gap_bytes`` become one."""
+def steps(
+    spans: Iterable[Span],
+    step_bytes: int = STEP_BYTES,
+    gap_bytes: int = GAP_BYTES,
+    last_bytes: int | None = None,
+) -> Iterator[Span]:
+    """Spans in the same order, in pieces of ``step_bytes``. Spans with gaps of at most ``gap_bytes`` become one.
+
+    The last piece of a span has fewer than ``last_bytes``: by default fewer than the others.
+    """
+    last_bytes = last_bytes or step_bytes
     path, start, stop = "", 0, 0
     for file, first, last in spans:
         if file == path and start <= first <= stop + gap_bytes:
@@ -115,7 +124,7 @@ def steps(spans: Iterable[Span], step_bytes: int = STEP_BYTES, gap_bytes: int = 
             if stop > start:
                 yield path, start, stop
             path, start, stop = file, first, last
-        while stop - start >= step_bytes:
+        while stop - start >= last_bytes:
             yield path, start, start + step_bytes
             start += step_bytes
     if stop > start:

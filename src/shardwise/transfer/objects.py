@@ -23,14 +23,26 @@ from ..planning.buckets import Span
 from ..storage import Moved, counted_here, fetch, is_url
 from .ahead import holds, steps
 
-__all__ = ["GAP_BYTES", "IN_FLIGHT_BYTES", "PART_BYTES", "REQUESTS", "ObjectReader", "requests_for"]
+__all__ = [
+    "GAP_BYTES",
+    "IN_FLIGHT_BYTES",
+    "LAST_BYTES",
+    "PART_BYTES",
+    "REQUESTS",
+    "ObjectReader",
+    "requests_for",
+]
 
-#: The most bytes of one request. Stores serve one stream at about 100 MB/s.
+#: Bytes of one request. Stores serve one stream at about 100 MB/s.
 PART_BYTES = 8 * 1024**2
-#: Requests at a time, and the bytes that they may hold.
+#: Requests at a time. Another one is made if it and those under way hold at most so many bytes, with ``PART_BYTES`` for each new one.
 REQUESTS, IN_FLIGHT_BYTES = 16, 48 * 1024**2
 #: A request also fetches a gap of at most so many bytes between two ranges: a second request would cost as much.
 GAP_BYTES = 64 * 1024
+#: The last request of a run of bytes asks for fewer than this, and so takes what would be a short request of its own. Thus the
+#: requests of a run are at most its bytes / ``PART_BYTES``, or one; a gap's worth is left, because a run of two parts may lack some
+#: bytes of them.
+LAST_BYTES = 2 * PART_BYTES - GAP_BYTES
 #: A smaller part gets memory of its own, a larger one a buffer that is used again.
 _SMALL_BYTES = 256 * 1024
 _LOOK_S = 0.2
@@ -38,7 +50,7 @@ _LOOK_S = 0.2
 
 def requests_for(spans: Iterable[Span]) -> Iterator[Span]:
     """What a reader of these spans asks stores for, one request each, in this order. Spans of local files are left out."""
-    return steps((span for span in spans if is_url(span[0])), PART_BYTES, GAP_BYTES)
+    return steps((span for span in spans if is_url(span[0])), PART_BYTES, GAP_BYTES, LAST_BYTES)
 
 
 @dataclass(slots=True)
@@ -53,7 +65,7 @@ class ObjectReader:
 
     ``files``: the objects, with the versions that are read; another one raises :class:`.Moved`. Of an object that is not among
     them, the version that is read first. ``bytes_read`` counts the bytes
-    that were asked for, ``requests`` the requests. Memory: ``IN_FLIGHT_BYTES``.
+    that were asked for, ``requests`` the requests. Memory: ``IN_FLIGHT_BYTES`` and ``PART_BYTES``.
     """
 
     def __init__(self, files: Iterable[StoredFile], on_progress: Callable[[int], None] | None = None) -> None:
@@ -99,7 +111,7 @@ class ObjectReader:
 
     def describe_reads(self) -> str:
         """How this reader reads, and how many requests it made."""
-        return f"{self.requests} requests of at most {PART_BYTES >> 20} MiB, at most {REQUESTS} at a time"
+        return f"{self.requests} requests of up to {2 * PART_BYTES >> 20} MiB, at most {REQUESTS} at a time"
 
     def read_into(self, path: str, offset_bytes: int, view: memoryview) -> None:
         """Fill ``view`` with the bytes at ``offset_bytes``. Raises :class:`SourceError`; :class:`IntegrityError` if the
@@ -190,12 +202,16 @@ class ObjectReader:
     def _buffer(self, nbytes: int) -> memoryview:
         if nbytes < _SMALL_BYTES:
             return memoryview(bytearray(nbytes))
-        return self._free.pop() if self._free else memoryview(mmap.mmap(-1, PART_BYTES))
+        for k, buffer in enumerate(self._free):
+            if buffer.nbytes >= nbytes:
+                return self._free.pop(k)
+        self._free.clear()
+        return memoryview(mmap.mmap(-1, max(PART_BYTES, nbytes)))
 
     def _forget(self, part: _Part) -> None:
         """Use a part's memory again, once nothing writes there."""
         self._nbytes -= part.buffer.nbytes
-        if part.buffer.nbytes == PART_BYTES and (part.coming.done() or part.coming.cancel()):
+        if part.buffer.nbytes >= PART_BYTES and (part.coming.done() or part.coming.cancel()):
             self._free.append(part.buffer)
 
     def _forget_all(self) -> None:

@@ -38,9 +38,14 @@ _PAUSE_S, _LONGEST_PAUSE_S = 5e-5, 5e-3
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def bucket_bytes(strategy: str, staging_bytes: int) -> int:
-    """Bytes of a bucket. What a rank holds for buckets takes at most seven eighths of ``staging_bytes``."""
-    return staging_bytes // (4 if strategy == "node" else 8)
+def bucket_bytes(strategy: str, staging_bytes: int, *, in_store: bool) -> int:
+    """Bytes of a bucket. What a rank holds for buckets takes at most seven eighths of ``staging_bytes``.
+
+    Of objects in stores, where each bucket is a request, a rank holds as much as that.
+    """
+    if strategy == "node":
+        return staging_bytes * 7 // 8 // _SLOTS if in_store else staging_bytes // 4
+    return staging_bytes // 8
 
 
 def spans_in_turn(buckets: Sequence[Bucket], readers: Sequence[int], rank: int) -> Iterator[Span]:
