@@ -25,20 +25,20 @@ def in_children(count: int, work: Path, timeout_s: float, function: Callable[[in
             _child(work, rank, function)
         children[pid] = rank
     ended: dict[int, str] = {}
-    deadline = time.monotonic() + timeout_s
+    deadline, late = time.monotonic() + timeout_s, f"no end after {timeout_s:g} s"
     while len(ended) < count:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid in children:
             code = os.waitstatus_to_exitcode(status)
             ended[children[pid]] = f"ended with status {code}"
-            if code:  # the others may wait for it for long
-                deadline = min(deadline, time.monotonic() + 15)
+            if code and time.monotonic() + 15 < deadline:  # the others may wait for it for long
+                deadline, late = time.monotonic() + 15, f"killed, 15 s after rank {children[pid]} had failed"
         elif time.monotonic() > deadline:
             for pid, rank in children.items():
                 if rank not in ended:
                     os.kill(pid, signal.SIGKILL)
                     os.waitpid(pid, 0)
-                    ended[rank] = f"no end after {timeout_s:g} s"
+                    ended[rank] = late
         else:
             time.sleep(0.01)
     return [_result_of(work, rank, ended[rank]) for rank in range(count)]
@@ -49,7 +49,8 @@ def _result_of(work: Path, rank: int, otherwise: str) -> Any:
         return pickle.loads((work / f"result-{rank}").read_bytes())
     except (OSError, EOFError, pickle.UnpicklingError):
         log = (work / f"log-{rank}").read_text(errors="replace").strip().splitlines()
-        return f"{otherwise}; last output: {' | '.join(log[-2:])[-300:]}"
+        errors = [line for line in log if "Error" in line and not line.startswith((" ", "frame"))]
+        return f"{otherwise}; last output: {' | '.join(errors[-1:] + log[-2:])[-500:]}"
 
 
 def _child(work: Path, rank: int, function: Callable[[int], Any]) -> None:

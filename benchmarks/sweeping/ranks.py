@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import socket
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -179,14 +179,16 @@ STEPS: dict[str, Callable[[Job], tuple[list[str], Ratios]]] = {
 
 def on_ranks(job: Job, timeout_s: float) -> dict[str, tuple[str, Ratios]]:
     """The steps of a job on its ranks: the first rank that is not right decides."""
-    port = _free_port()
+    work = job.work / f"ranks-{job.world_size}-{'-'.join(job.steps).replace(' ', '-')}"
+    (work / "port").unlink(missing_ok=True)
 
     def run(rank: int) -> dict[str, tuple[str, Ratios]]:
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-        dist.init_process_group("gloo", rank=rank, world_size=job.world_size)
+        os.environ.update(GLOO_SOCKET_IFNAME="lo")
+        store = _meet(rank, work / "port", timeout_s)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=job.world_size)
         return run_steps(job)
 
-    results = in_children(job.world_size, job.work / f"ranks-{job.world_size}-{port}", timeout_s, run)
+    results = in_children(job.world_size, work, timeout_s, run)
     outcomes: dict[str, tuple[str, Ratios]] = {}
     for step in job.steps:
         found = []
@@ -199,14 +201,23 @@ def on_ranks(job: Job, timeout_s: float) -> dict[str, tuple[str, Ratios]]:
             continue
         wrong = [f for f in found if f[0] != "right"]
         # A rank that only saw the others go is not the cause.
-        wrong.sort(key=lambda f: "ended with" in f[0] or "Connection closed" in f[0])
+        wrong.sort(key=lambda f: "failed: killed" in f[0] or "Connection closed" in f[0])
         outcomes[step] = wrong[0] if wrong else found[0]
         if wrong and wrong[0][0].startswith("failed"):
             break
     return outcomes
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _meet(rank: int, place: Path, timeout_s: float) -> dist.TCPStore:
+    """A store on a port that rank 0 gets from the system. A port that is chosen before may be taken by then: sweeps run side by side."""
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        place.with_suffix(".part").write_text(str(store.port))
+        place.with_suffix(".part").rename(place)
+        return store
+    deadline = time.monotonic() + timeout_s
+    while not place.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError("rank 0 has told no port")
+        time.sleep(0.01)
+    return dist.TCPStore("127.0.0.1", int(place.read_text()), is_master=False)

@@ -1003,6 +1003,27 @@ MUTATIONS = (
         "a reader takes bytes of two versions of an object",
     ),
     Mutation(
+        "transfer/ahead.py",
+        "        while stop - start >= last_bytes:",
+        "        while stop - start >= step_bytes:",
+        ("tests/storage/test_reads.py::test_parts",),
+        "the rest of a run costs a request of its own",
+    ),
+    Mutation(
+        "planning/buckets.py",
+        "        limit = _alike(nbytes[path], most) if of_one_file else most\n",
+        "        limit = most\n",
+        ("tests/planning/test_buckets.py::test_buckets_of_small_files_are_few_and_alike",),
+        "small objects cost a short request each",
+    ),
+    Mutation(
+        "transfer/objects.py",
+        "            if buffer.nbytes >= nbytes:\n",
+        "            if buffer.nbytes:\n",
+        ("tests/storage/test_reads.py::test_memory_of_small_parts_is_not_used_for_large_ones",),
+        "a large part gets the memory of a small one",
+    ),
+    Mutation(
         "transfer/objects.py",
         "part.buffer[at - start : stop - start]",
         "part.buffer[: stop - at]",

@@ -244,6 +244,17 @@ def test_memory_is_not_used_again_while_it_is_written(proxy: Proxy, content: byt
             assert later == content[PART_BYTES : 2 * PART_BYTES]
 
 
+def test_memory_of_small_parts_is_not_used_for_large_ones(proxy: Proxy, content: bytes) -> None:
+    url = f"{ROOT}/big"
+    with ObjectReader([StoredFile(url, len(content))]) as reader:
+        for start, stop in ((0, PART_BYTES), (PART_BYTES, PART_BYTES + LAST_BYTES - 1), (5, 1_000_000)):
+            with reader.expecting([(url, start, stop)]):
+                view = bytearray(stop - start)
+                reader.read_into(url, start, memoryview(view))
+                assert view == content[start:stop]
+        assert reader.requests == 3
+
+
 def test_too_short_and_gone(server: S3Server, proxy: Proxy) -> None:
     server.put("short", b"a" * 100)
     with pytest.raises(IntegrityError, match="has 100 bytes, but 200 were expected"):
