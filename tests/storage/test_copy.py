@@ -184,7 +184,7 @@ def test_a_source_that_changes(proxy: Proxy, server: S3Server, tmp_path: Path) -
     server.put("copies/changing/large", b"a" * 40_000_000)
 
     def replace(asked: Asked) -> Do | None:
-        late = asked.first and asked.first >= 30_000_000
+        late = asked.first and asked.first >= 20_000_000
         return Do(before=lambda: server.put("copies/changing/large", b"b" * 40_000_000)) if late else None
 
     proxy.reset(replace)
