@@ -4,7 +4,7 @@
     OMP_NUM_THREADS=1 python benchmarks/store.py --save
     OMP_NUM_THREADS=1 python benchmarks/store.py --short
 
-The server (moto's, or Ceph after ``make servers``) has processes of its own, with a proxy that delays replies and counts. Fresh processes
+The server (Ceph after ``make servers``, else moto's) has processes of its own, with a proxy that delays replies and counts. Fresh processes
 for every run, all in turn, minima compared; the bare client has the same number of requests at a time, of the same size, and keeps what it
 got. Peers whose package is not installed are left out: pip install s3torchconnector 'runai-model-streamer[s3]'. ``--save``: a checkpoint
 beside a bare multipart upload of the same bytes (moto holds it in memory, several times over). The exit status is 1 if a contract is broken.
@@ -37,6 +37,7 @@ from benchmarks.peers import FROM_STORES
 from benchmarks.stores.saving import measured_saves
 from benchmarks.stores.served import as_client, served
 from shardwise.transfer.objects import PART_BYTES
+from tests.harness.servers import ceph_is_installed
 
 MIB = 2**20
 RANKS = 4
@@ -52,13 +53,15 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--latency-ms", type=float, default=20.0)
-    parser.add_argument("--server", choices=("moto", "ceph"), default="moto")
+    parser.add_argument("--server", choices=("moto", "ceph"), help="without it, Ceph where it is installed")
+    parser.add_argument("--small-objects", action="store_true", help="24 objects of 23 MiB, as with moto")
     parser.add_argument("--save", action="store_true", help="saves; without it, loads")
     parser.add_argument("--gib", type=float, default=2.0, help="of a checkpoint that is saved")
     parser.add_argument("--short", action="store_true", help="tiny, once, both; no contract on seconds")
     args = parser.parse_args()
+    args.server = args.server or ("ceph" if ceph_is_installed() and not args.short else "moto")
     _ = transformers.Qwen3ForCausalLM, transformers.Qwen3MoeForCausalLM
-    results: dict[str, Any] = {}
+    results: dict[str, Any] = {"server": args.server}
     if args.save or args.short:
         gib, rounds = (0.02, 1) if args.short else (args.gib, args.rounds)
         results["save"] = measured_saves(RANKS, int(gib * 2**30), rounds, args.server, args.latency_ms)
@@ -67,12 +70,14 @@ def main() -> None:
             for kind in ("dense", "moe"):
                 results[kind] = _measured(kind, f"{root}/{kind}", args)
     print(json.dumps(results, indent=1))
-    broken = [name for found in results.values() for name in found.get("broken", ())]
+    broken = [name for kind in results.keys() - {"server"} for name in results[kind].get("broken", ())]
     sys.exit(bool(broken))
 
 
 def _measured(kind: str, directory: str, args: argparse.Namespace) -> dict[str, Any]:
-    _write(kind, f"{directory}/model", short=args.short, large=args.server == "ceph")
+    _write(
+        kind, f"{directory}/model", short=args.short, large=args.server == "ceph" and not args.small_objects
+    )
     case = Case(kind, f"{directory}/model", "dim 0", RANKS)
     left_out = {peer.NAME: reason for peer in FROM_STORES.values() if (reason := peer.supports(case))}
     peers = [name for name, peer in FROM_STORES.items() if peer.NAME not in left_out]

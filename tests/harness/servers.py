@@ -26,7 +26,7 @@ from typing import Any
 from tests.harness.object_store import BUCKET, SECRET, s3_server
 from tests.harness.process import ROOT
 
-__all__ = ["SERVERS", "NotInstalled", "Running", "allow_guest", "as_owner"]
+__all__ = ["SERVERS", "NotInstalled", "Running", "allow_guest", "as_owner", "ceph_is_installed"]
 
 #: Where ``make servers`` puts them.
 _INSTALLED = ROOT / "build" / "servers"
@@ -135,9 +135,17 @@ def _make_container(port: int, name: str) -> bool:
         connection.close()
 
 
-@contextmanager
-def _ceph(folder: Path) -> Iterator[Running]:
-    """Ceph's object gateway before a cluster of one monitor and one disk, which lies in memory."""
+def ceph_is_installed() -> bool:
+    """Whether ``make servers`` or the system has Ceph's programs."""
+    try:
+        _ceph_programs()
+    except NotInstalled:
+        return False
+    return True
+
+
+def _ceph_programs() -> tuple[dict[str, str], Path]:
+    """The environment they run in, and the folder of their libraries. Raises :class:`NotInstalled`."""
     prefix = _INSTALLED / "ceph" / "usr"
     if (prefix / "bin" / "radosgw").exists():
         libraries = next((prefix / "lib").glob("*-linux-gnu"))
@@ -148,13 +156,16 @@ def _ceph(folder: Path) -> Iterator[Running]:
             "LD_LIBRARY_PATH": ":".join(map(str, at)),
             "PYTHONPATH": f"{prefix}/lib/python3/dist-packages",
         }
-    elif all(shutil.which(name) for name in _CEPH_TOOLS):
-        libraries = next(Path("/usr/lib").glob("*-linux-gnu"))
-        env = dict(os.environ)
-    else:
-        raise NotInstalled(
-            "Ceph is not installed: make servers, or apt-get install radosgw ceph-mon ceph-osd"
-        )
+        return env, libraries
+    if all(shutil.which(name) for name in _CEPH_TOOLS):
+        return dict(os.environ), next(Path("/usr/lib").glob("*-linux-gnu"))
+    raise NotInstalled("Ceph is not installed: make servers, or apt-get install radosgw ceph-mon ceph-osd")
+
+
+@contextmanager
+def _ceph(folder: Path) -> Iterator[Running]:
+    """Ceph's object gateway before a cluster of one monitor and one disk, which lies in memory."""
+    env, libraries = _ceph_programs()
     monitor, old_monitor, gateway = (_free_port() for _ in range(3))
     cluster, disk = str(uuid.uuid4()), str(uuid.uuid4())
     for name in ("mon", "osd", "rgw"):
