@@ -24,7 +24,7 @@ from shardwise.planning import IOOptions, Plan, build_plan, records
 from shardwise.recipe.match import Matched, Recipe
 from shardwise.recipe.tiles import Loop, Tile, identity
 from shardwise.transfer import FileReader
-from shardwise.transfer.copy import Destination, FileFiller, Staging, compare, execute, write_back
+from shardwise.transfer.copy import Destination, FileFiller, Staging, compare, execute, fill, write_back
 from tests.harness.tiers import examples
 
 MIB = 1024**2
@@ -445,3 +445,19 @@ def test_a_requires_grad_parameter_is_filled_in_place(folder: Path) -> None:
     assert torch.equal(parameter.detach(), full)
     assert parameter.requires_grad
     assert parameter.data_ptr() == pointer
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16)])
+@pytest.mark.parametrize("shape", [(), (0, 3), (1, 70), (9, 7), (2, 1, 40)])
+def test_casts_between_halves(
+    monkeypatch: pytest.MonkeyPatch, dtypes: tuple[torch.dtype, torch.dtype], shape: tuple[int, ...]
+) -> None:
+    """By way of fp32, in pieces: what torch's own cast gives, and nothing beside it is written."""
+    monkeypatch.setattr("shardwise.transfer.copy._CAST_ELEMENTS", 16)
+    source = torch.randn(shape).mul_(1000).to(dtypes[0])
+    if source.dim():
+        source[..., :1] = math.nan
+    memory = torch.full((*shape, 2), 7, dtype=dtypes[1])
+    fill(memory[..., 0], source)
+    assert torch.equal(memory[..., 0].contiguous().view(torch.int16), source.to(dtypes[1]).view(torch.int16))
+    assert bool((memory[..., 1] == 7).all())

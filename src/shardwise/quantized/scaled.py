@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from ..dtypes import torch_dtype
 from ..layout.boxes import Box
-from .codes import floats
-from .scales import blocks_of, finite, in_step
+from .codes import lowered
+from .scales import blocks_of, finite, in_step, lifted
 
 if TYPE_CHECKING:
     import torch
@@ -35,8 +35,8 @@ class Scaled:
         return {"codes": box, "scales": blocks_of(box, self.block)}
 
     def decode(self, box: Box, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        found = floats(parts["codes"])
-        scales = finite(self.name, parts["scales"])
+        found, lift = lowered(parts["codes"])
+        scales = lifted(finite(self.name, parts["scales"]), found, lift)
         if box.numel:
             values, factors = in_step(found, scales, box, self.block)
             values.mul_(factors)
