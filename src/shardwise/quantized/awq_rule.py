@@ -65,5 +65,5 @@ def outputs_of(words: torch.Tensor) -> torch.Tensor:
     import torch
 
     shifts = torch.tensor(_FIELDS, dtype=torch.int32).mul_(4).view(1, 8, 1)
-    found = torch.bitwise_right_shift(words.t().contiguous().unsqueeze(1), shifts).bitwise_and_(15)
-    return found.reshape(-1, words.shape[0]).float()
+    shifted = torch.bitwise_right_shift(words.t().contiguous().unsqueeze(1), shifts)
+    return shifted.to(torch.int8).bitwise_and_(15).reshape(-1, words.shape[0]).float()

@@ -25,8 +25,8 @@ __all__ = ["DecodingReader", "spans_of_coded"]
 
 #: Elements that are decoded at a time: they and what comes between stay in a core's cache.
 _ELEMENTS = 512 * 1024
-#: Slabs whose parts are read at a time: each read has its own small plan.
-_SLABS_OF_READ = 8
+#: Bytes of parts that are read at a time: each read has its own small plan, and what lies transposed comes in longer runs.
+_READ_BYTES = 16 * 1024**2
 #: Rows of a slab are a multiple of it, if there are as many: blocks of scales that lie across rows are then seldom cut.
 _ROWS = 32
 
@@ -34,7 +34,7 @@ _ROWS = 32
 class DecodingReader:
     """Reads files. A path that names a tensor in parts reads boxes of its parts, and decodes them.
 
-    Rank-local. Memory: a few times ``_ELEMENTS`` elements in fp32, and the parts of ``_SLABS_OF_READ`` times as many, recorded in ``peak_bytes``.
+    Rank-local. Memory: a few times ``_ELEMENTS`` elements in fp32, and ``_READ_BYTES`` of parts, recorded in ``peak_bytes``.
     """
 
     def __init__(self, files: Reader, coded: Mapping[str, Coded], io: IOOptions) -> None:
@@ -82,7 +82,8 @@ class DecodingReader:
     def _elements(self, one: Coded, transfer: Transfer) -> Iterator[tuple[Transfer, torch.Tensor]]:
         transfer = transfer.along_dims(one.tensor.shape)
         slab_bytes = _slab_bytes(transfer)
-        for large in parts_of(transfer, _SLABS_OF_READ * slab_bytes):
+        slabs = _READ_BYTES * one.tensor.nbytes // (one.stored_bytes * slab_bytes)
+        for large in parts_of(transfer, max(1, slabs) * slab_bytes):
             boxes, parts = self._read(one, large.box_in(one.tensor.shape).box)
             for part in parts_of(large, slab_bytes):
                 found = part.box_in(one.tensor.shape)
