@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import socket
+import ssl
+import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -145,6 +150,40 @@ def test_an_endpoint_where_nothing_listens() -> None:
     )
     with pytest.raises(SourceError, match=r"no reply from http://127\.0\.0\.1:9 in 2 tries: it refuses conn"):
         sw.verify("s3://silent/x")
+
+
+@pytest.mark.skipif(
+    shutil.which("openssl") is None, reason="openssl, which makes the certificate, is not installed"
+)
+def test_a_certificate_that_no_authority_signed(tmp_path: Path) -> None:
+    """The server is openssl's own, so that both sides of the handshake are real."""
+    names = [str(tmp_path / one) for one in ("key.pem", "cert.pem")]
+    subject = ("-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost")
+    made = ("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", names[0], "-out", names[1])
+    subprocess.run([*made, *subject], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(names[1], names[0])
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+
+        def answer() -> None:
+            for _ in range(8):
+                try:
+                    context.wrap_socket(listening.accept()[0], server_side=True).close()
+                except (
+                    OSError
+                ):  # the client goes as soon as it sees the certificate; at the end, the listener does
+                    continue
+
+        threading.Thread(target=answer, daemon=True).start()
+        options = {
+            "skip_signature": True,
+            "retry_config": {"max_retries": 1},
+            "client_options": {"timeout": "5s"},
+        }
+        sw.storage_options("s3://untrusted", endpoint=f"https://localhost:{port}", **options)
+        with pytest.raises(SourceError, match=r"its certificate is not trusted \(SSL_CERT_FILE names"):
+            sw.verify("s3://untrusted/x")
 
 
 def test_a_file_where_a_directory_is_expected(proxy: Proxy, server: S3Server, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ _CONNECTIONS = {
     "ConnectionRefused": "it refuses connections",
     "TimedOut": "it takes too long",
     "timed out": "it takes too long",
-    "certificate": "its certificate is not accepted",
+    "InvalidCertificate": "its certificate is not trusted (SSL_CERT_FILE names a file of authorities)",
 }
 _LOOK_S = 5.0
 
