@@ -9,12 +9,13 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import click
 
 from ..errors import PlanError, RankError, ShardwiseError
+from ..phases.listeners import progress
 
 __all__ = ["FINE", "INTERRUPTED", "WRONG_DATA", "WRONG_USAGE", "Program", "print_json", "rank_of_launcher"]
 
@@ -44,15 +45,17 @@ class Program(click.Group):
         given = list(sys.argv[1:] if args is None else args)
         options = given[: given.index("--")] if "--" in given else given
         _take_any_text()
-        with _logging(debug="--debug" in options):
+        as_json = "--json" in options
+        with _logging(debug="--debug" in options, with_progress=not as_json):
             try:
-                status = super().main(given, prog_name, complete_var, standalone_mode=False, **extra)
+                with nullcontext() if as_json else progress():
+                    status = super().main(given, prog_name, complete_var, standalone_mode=False, **extra)
                 sys.stdout.flush()
             except BaseException as error:
                 if isinstance(error, SystemExit) or _is_broken_pipe(error):
                     status = _stop_writing(error)
                 else:
-                    status = _report(error, as_json="--json" in options, debug="--debug" in options)
+                    status = _report(error, as_json=as_json, debug="--debug" in options)
         sys.exit(status or FINE)
 
 
@@ -148,18 +151,24 @@ def _take_any_text() -> None:
 
 
 @contextmanager
-def _logging(*, debug: bool) -> Iterator[None]:
-    """Show the package's log on stderr while a command runs."""
-    logger, handler = logging.getLogger("shardwise"), logging.StreamHandler()
+def _logging(*, debug: bool, with_progress: bool) -> Iterator[None]:
+    """Show the package's log on stderr while a command runs; ``with_progress``: also lines of operations that have no bar."""
+    logger, lines, handler = (
+        logging.getLogger("shardwise"),
+        logging.getLogger("shardwise.progress"),
+        logging.StreamHandler(),
+    )
     handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
-    level = logger.level
+    before = [(one, one.level) for one in (logger, lines)]
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG if debug else logging.WARNING)
+    lines.setLevel(logging.INFO if with_progress else logging.WARNING)
     try:
         yield
     finally:
         logger.removeHandler(handler)
-        logger.setLevel(level)
+        for one, level in before:
+            one.setLevel(level)
 
 
 def _is_broken_pipe(error: BaseException) -> bool:
