@@ -15,13 +15,16 @@ from typing import Any, NoReturn
 import click
 
 from ..errors import PlanError, RankError, ShardwiseError
-from ..phases.listeners import progress
+from ..phases.bars import Bars
+from ..phases.listeners import following
 
 __all__ = ["FINE", "INTERRUPTED", "WRONG_DATA", "WRONG_USAGE", "Program", "print_json", "rank_of_launcher"]
 
 FINE, WRONG_DATA, WRONG_USAGE = 0, 1, 2
 INTERRUPTED = 130  # the status that shells expect after Ctrl-C
 
+#: Where no bar can be drawn, operations that take longer get lines on stderr.
+LINES_AFTER_S = 5.0
 #: Findings of one error that are shown; ``--json`` gives all.
 _SHOWN_PROBLEMS = 20
 
@@ -48,7 +51,7 @@ class Program(click.Group):
         as_json = "--json" in options
         with _logging(debug="--debug" in options, with_progress=not as_json):
             try:
-                with nullcontext() if as_json else progress():
+                with nullcontext() if as_json else following(Bars(lines_after_s=LINES_AFTER_S)):
                     status = super().main(given, prog_name, complete_var, standalone_mode=False, **extra)
                 sys.stdout.flush()
             except BaseException as error:
@@ -152,7 +155,7 @@ def _take_any_text() -> None:
 
 @contextmanager
 def _logging(*, debug: bool, with_progress: bool) -> Iterator[None]:
-    """Show the package's log on stderr while a command runs; ``with_progress``: also lines of operations that have no bar."""
+    """Show the package's log on stderr while a command runs; ``with_progress``: also the lines of operations without a bar."""
     logger, lines, handler = (
         logging.getLogger("shardwise"),
         logging.getLogger("shardwise.progress"),

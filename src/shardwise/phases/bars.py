@@ -23,9 +23,13 @@ _LEAST_LABEL_CHARS = 12
 
 
 class Bars:
-    """A bar for each operation, as long as it runs. Draws nothing while there is none; the caller's streams stay as they are."""
+    """A bar for each operation, as long as it runs. Draws nothing while there is none; the caller's streams stay as they are.
 
-    def __init__(self) -> None:
+    Where none can be drawn, the log gets lines of operations that take longer than ``lines_after_s``.
+    """
+
+    def __init__(self, *, lines_after_s: float = 0.0) -> None:
+        self.lines_after_s = lines_after_s
         self._lock = Lock()
         self._display: Display | None = None
         self._tasks: dict[int, TaskID] = {}

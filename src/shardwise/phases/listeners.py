@@ -13,7 +13,7 @@ from typing import Protocol
 from .bars import Bars
 from .records import Progress, size
 
-__all__ = ["Listener", "listeners_for", "progress"]
+__all__ = ["Listener", "following", "listeners_for", "progress"]
 
 #: Lines of operations; ``shardwise`` is its parent.
 _log = logging.getLogger("shardwise.progress")
@@ -51,7 +51,13 @@ def progress(hook: _Hook | None = None) -> Iterator[None]:
     """
     if hook is not None and not callable(hook):
         raise TypeError(f"hook must be callable with a Progress, got {hook!r}")
-    listener: Listener = Bars() if hook is None else _Called(hook)
+    with following(Bars() if hook is None else _Called(hook)):
+        yield
+
+
+@contextmanager
+def following(listener: Listener) -> Iterator[None]:
+    """In this block, tell ``listener`` of the operations of this process."""
     global _listening
     with _changing:
         _listening = (*_listening, listener)
@@ -79,7 +85,7 @@ def listeners_for(*, is_background: bool) -> list[Listener]:
         if bars and not is_background and bars[0].can_draw():
             found.append(bars[0])
         elif has_lines:
-            found.append(_Lines())
+            found.append(_Lines(bars[0].lines_after_s if bars else 0.0))
     return found
 
 
@@ -117,12 +123,15 @@ class _Called:
 
 
 class _Lines:
-    """Two lines of the log for one operation."""
+    """Two lines of the log for one operation, if it takes longer than ``after_s``."""
 
-    def __init__(self) -> None:
+    def __init__(self, after_s: float) -> None:
+        self._after_s = after_s
         self._has_begun = False
 
     def tell(self, found: Progress) -> None:
+        if found.seconds < self._after_s:
+            return
         what = f"{found.phase} of {found.path}"
         if not self._has_begun:
             self._has_begun = True
