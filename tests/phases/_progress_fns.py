@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import shardwise as sw
+from tests.harness.object_store import use_store
+from tests.recipe import _fallback_fns
 
 Found = list[sw.Progress]
 
@@ -138,3 +142,56 @@ def a_hook_that_fails(source: str) -> tuple[int, bytes]:
         sw.load(model, source)
         sw.load(model, source)
     return calls, model[0].weight.full_tensor().detach().numpy().tobytes()  # type: ignore[index,union-attr,operator]
+
+
+def converted_and_dequantised(no_map: str, fp8: str) -> list[str]:
+    """Loads of a source whose conversions have no map, and of one in FP8, by each strategy. Returns what the reports name."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    named: list[str] = []
+    for strategy in ("own", "node", "once"):
+        io = sw.IOOptions(strategy=strategy, staging_bytes=2**20)  # type: ignore[arg-type]
+        with _fallback_fns.registered():
+            many = replace(io, staging_bytes=2**25)
+            _, report = checked(
+                lambda many=many: sw.load_pretrained(no_map, mesh, io=many),  # type: ignore[misc]
+                "load",
+                lambda r: r[1].bytes_read,
+            )
+        _, other = checked(
+            lambda io=io: sw.load_pretrained(fp8, mesh, io=io),  # type: ignore[misc]
+            "load",
+            lambda r: r[1].bytes_read,
+        )
+        named += [f"{len(report.converted)} {len(other.dequantized)} {report.strategy.partition(':')[0]}"]
+    return named
+
+
+def there_and_back(root: str, folder: str, endpoint: str | None = None) -> None:
+    """Save, restore, load, resume, export and, on rank 0, verify and copy, with stores on one side."""
+    if endpoint is not None:
+        use_store(endpoint)
+    model, optimizer = trained()
+    state = sw.TrainState(model=model, optimizer=optimizer)
+    checked(lambda: sw.save(state, f"{root}/step", step=3), "save", lambda r: r.bytes_written)
+    planned = local_bytes(model)
+    for strategy in ("own", "node"):  # gaps between ranges, which a request also fetches, do not count
+        io = sw.IOOptions(strategy=strategy, staging_bytes=2**20)  # type: ignore[arg-type]
+        _, (found,) = recorded(lambda io=io: sw.load(model, f"{root}/step", io=io))  # type: ignore[misc]
+        check(found, "load", planned if strategy == "own" else found[0].total_bytes)
+    _, (found,) = recorded(lambda: sw.restore(state, f"{root}/step"))
+    check(found, "restore", found[-1].total_bytes)
+    with sw.Checkpointer(f"{root}/run", mode="async") as checkpoints:
+        saved, (found,) = recorded(lambda: (checkpoints.save(state, 1), checkpoints.wait())[1])
+        check(found, "save", saved.bytes_written)
+    checked(lambda: sw.export_hf(model, f"{root}/out"), "export", lambda r: r.bytes_written)
+    checked(lambda: sw.export_hf(f"{root}/step", f"{root}/out2"), "export", lambda r: r.bytes_written)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        checked(lambda: sw.verify(f"{root}/step"), "verify", lambda r: r.bytes_read)
+        copied = str(Path(folder, "copied"))
+        checked(lambda: sw.copy(f"{root}/step", copied), "copy", lambda r: 2 * r.nbytes)
+
+
+def local_bytes(model: nn.Module) -> int:
+    """Bytes of this rank's shards."""
+    tensors = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return sum(t.numel() * t.element_size() for t in tensors)

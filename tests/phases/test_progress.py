@@ -14,8 +14,11 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.phases import phase as phases
+from tests.harness import models
 from tests.harness.pool import RankPool
 from tests.phases import _progress_fns as fns
+from tests.quantized._made import fp8_directory
+from tests.recipe import _fallback_fns
 
 LOG = "shardwise.progress"
 
@@ -248,9 +251,10 @@ def test_a_copy_that_goes_on_never_falls_back(tmp_path: Path) -> None:
     assert report.files_sent == 3
 
 
-def test_parts_of_a_hub_model(tmp_path: Path) -> None:
-    model = nn.Linear(4, 4)
-    save_file({n: t.contiguous() for n, t in model.state_dict().items()}, tmp_path / "model.safetensors")
-    report, (found,) = fns.recorded(lambda: sw.load(model, tmp_path))
-    fns.check(found, "load", report.bytes_read)
-    assert torch.is_tensor(model.weight)
+def test_what_a_load_converts_and_dequantises(ranks: RankPool, tmp_path: Path) -> None:
+    """It counts what is read from files, not what becomes of it."""
+    _fallback_fns.make_checkpoint(tmp_path / "no-map")
+    models.write_hub_directory("qwen3", tmp_path / "plain", torch.bfloat16)
+    fp8_directory(tmp_path / "plain", tmp_path / "fp8", (4, 8))
+    named = ranks.run_ranks(2, fns.converted_and_dequantised, str(tmp_path / "no-map"), str(tmp_path / "fp8"))
+    assert named == [["6 1 own", "6 1 node", "6 1 once"]] * 2

@@ -26,8 +26,8 @@ class Progress:
     done_bytes: int
     """Read, written, or compared, by this rank. Never falls."""
     total_bytes: int
-    """Bytes that this rank will have done. Exact for a load, save, verification, conversion and copy; an estimate of a resume or
-    export until it is done."""
+    """Bytes that this rank will have done, by plan; an estimate of a resume or an export until it is done. Never less than
+    ``done_bytes``: it grows if more is read or written than planned."""
     seconds: float
     """Since the operation began: a load begins when it is planned."""
     number: int
