@@ -74,10 +74,10 @@ MUTATIONS = (
     ),
     Mutation(
         "loading/payload.py",
-        "            nbytes += 0 if host is last else host.source_bytes",
-        "            nbytes += host.source_bytes",
-        ("tests/phases/test_progress.py::test_what_a_load_converts_and_dequantises",),
-        "the total of a load counts a conversion for each of its results",
+        'replace(plan, transfers=()).bytes_to_read if choice.strategy == "node" else 0',
+        "0",
+        ("tests/phases/test_progress.py::test_second_copies_of_ties_count",),
+        "the total of a load lacks second copies of ties",
     ),
     Mutation(
         "store/copy.py",

@@ -258,3 +258,12 @@ def test_what_a_load_converts_and_dequantises(ranks: RankPool, tmp_path: Path) -
     fp8_directory(tmp_path / "plain", tmp_path / "fp8", (4, 8))
     named = ranks.run_ranks(2, fns.converted_and_dequantised, str(tmp_path / "no-map"), str(tmp_path / "fp8"))
     assert named == [["6 1 own", "6 1 node", "6 1 once"]] * 2
+
+
+def test_second_copies_of_ties_count(ranks: RankPool, tmp_path: Path) -> None:
+    """They are read to be compared, by each rank or by one for all."""
+    source = tmp_path / "model.safetensors"
+    weight = torch.rand(301, 64)
+    save_file({"0.weight": weight, "1.weight": weight.clone()}, source)
+    first, second = ranks.run_ranks(2, fns.ties_stored_twice, str(source))
+    assert [a + b for a, b in zip(first, second, strict=True)] == [2 * weight.nbytes] * 3

@@ -132,9 +132,9 @@ def _restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> 
         check_documents([*receivers, generators], stored.documents)
         own = OwnState(stored.documents, manifest, stored.places)
         referred = {name: referred_by(manifest, name, live) for name, live in lives.items()}
+        filled = Filled(lives, catalogs, ranks, io, started, referred)
+        filled.expect(lambda: _optimizer_bytes(state, manifest))
         _make_room(lives, manifest)  # the first that changes anything
-    filled = Filled(lives, catalogs, ranks, io, started, referred)
-    filled.expect(lambda: _optimizer_bytes(state, manifest))
     filled.fill_models(lives)
     filled.fill_models(own.give_to_models(lives, ranks))
     with ranks.agree("match names"):

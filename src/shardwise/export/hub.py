@@ -212,7 +212,6 @@ def _write_out(
     """Write and publish: the files appear at ``final`` complete or not at all. Returns this rank's bytes."""
     place = place_for(final, output, ranks, counted)
     place.prepare()
-    counted.guess(lambda: output.total_bytes // ranks.world_size)
     try:
         written, sums = place.write(job, contents, Staging(io))
         gathered = ranks.gather("bytes exported", np.array([written, *sums], dtype=np.uint64))

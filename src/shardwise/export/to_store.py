@@ -49,6 +49,8 @@ class ToStore:
         ranks = self._ranks
         objects = _Objects(self._url, self._output, ranks, self._counted)
         with ranks.agree("write export"):
+            own = self._windows_of(ranks.rank)
+            self._counted.expect(lambda: sum(window.nbytes for window in own))
             windows = job.windows(contents, self._output, staging, ranks)
             if not windows.is_spread:
                 for window in self._windows_of(ranks.rank):

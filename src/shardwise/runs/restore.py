@@ -84,8 +84,8 @@ def _restore_third_party(state: TrainState, path: str, ranks: Ranks, io: IOOptio
             part = trained_by(name, optimizer, lives)
             check_groups(optimizer, part.names(), _groups_of(part, optimizers[name]))
         step, world_size = run.step or 0, run.world_size
-    filled = Filled(lives, catalogs, ranks, io, started)
-    filled.expect(lambda: sum(one.catalog.nbytes for one in optimizers.values()))
+        filled = Filled(lives, catalogs, ranks, io, started)
+        filled.expect(lambda: sum(one.catalog.nbytes for one in optimizers.values()))
     filled.fill_models(lives)
     with ranks.agree("match names"):
         for optimizer in state.optimizers.values():
