@@ -18,6 +18,8 @@ from .loading.plan import plan as plan
 from .loading.pretrained import load_pretrained as load_pretrained
 from .loading.report import LoadReport as LoadReport
 from .models.meta_init import meta_init as meta_init
+from .phases.listeners import progress as progress
+from .phases.records import Progress as Progress
 from .planning.records import IOOptions as IOOptions
 from .runs.convert import ConvertReport as ConvertReport
 from .runs.convert import convert as convert

@@ -22,6 +22,7 @@ SOURCE = Path(__file__).resolve().parents[2] / "src" / "shardwise"
 ORDER = (
     *(
         "errors",
+        "phases",
         "storage",
         "limits",
         "gc_paused",

@@ -149,6 +149,7 @@ def test_every_call_is_looked_at() -> None:
     """Classes that hold options without being calls of this kind are named here."""
     others = {"ElasticSampler", "IOOptions", "ResumableLoader", "ShardPolicy", "TrainState", "meta_init"}
     others |= {"storage_options"}  # those of obstore and fsspec, under their names
+    others |= {"Progress", "progress"}  # a record, and a block around other calls
     public = {
         name
         for name in sw.__all__

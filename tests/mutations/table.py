@@ -45,6 +45,54 @@ DEVICE = "tests/device/test_devices.py"
 
 
 MUTATIONS = (
+    # ------------------------------------------------------------------------------------------- progress
+    Mutation(
+        "phases/listeners.py",
+        """        except Exception:
+            self._is_closed = True
+""",
+        """        except Exception:
+            raise
+""",
+        ("tests/phases/test_progress.py::test_a_hook_that_fails_is_logged_once",),
+        "an error of a progress hook stops the operation",
+    ),
+    Mutation(
+        "phases/phase.py",
+        """    except BaseException as error:
+        _within.reset(token)
+        heard.end("failed", error)
+        raise
+""",
+        """    except Exception as error:
+        _within.reset(token)
+        heard.end("done", error)
+        raise
+""",
+        ("tests/phases/test_progress.py::test_a_failure_comes_last",),
+        "a failed operation ends as one that is done",
+    ),
+    Mutation(
+        "loading/payload.py",
+        'replace(plan, transfers=()).bytes_to_read if choice.strategy == "node" else 0',
+        "0",
+        ("tests/phases/test_progress.py::test_second_copies_of_ties_count",),
+        "the total of a load lacks second copies of ties",
+    ),
+    Mutation(
+        "store/copy.py",
+        "            more = max(0, self._done - self._most)",
+        "            more = max(0, nbytes)",
+        ("tests/phases/test_progress.py::test_a_copy_that_goes_on_never_falls_back",),
+        "bytes of a file that is sent again count twice",
+    ),
+    Mutation(
+        "phases/bars.py",
+        "            return False\n\n    return Shown",
+        "            return super().show_cursor(show)\n\n    return Shown",
+        ("tests/phases/test_bars.py::test_killed_amid_a_bar",),
+        "a killed command leaves a terminal without a cursor",
+    ),
     # ------------------------------------------------------------------------------------- quantised sources
     Mutation(
         "export/as_source.py",
@@ -975,8 +1023,8 @@ MUTATIONS = (
     # ------------------------------------------------------------------------------------- copies
     Mutation(
         "store/copy.py",
-        "    for name in last:\n        work.one(name)\n",
-        "    for name in reversed(last):\n        work.one(name)\n",
+        "        for name in last:\n            work.one(name)\n",
+        "        for name in reversed(last):\n            work.one(name)\n",
         ("tests/storage/test_copy.py::test_what_says_that_it_is_whole_comes_last",),
         "the manifest is written before the config",
     ),

@@ -20,6 +20,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import CheckpointError, IntegrityError, SourceError
+from shardwise.phases import phase as phases
 from shardwise.storage import files_below
 from tests.harness.object_store import BUCKET, SIGNED, Asked, Do, Proxy, S3Server
 from tests.harness.tiers import long_but
@@ -43,12 +44,13 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def test_there_and_back(step: Path, proxy: Proxy, tmp_path: Path) -> None:
     url = f"{ROOT}/back/{step.name}"
-    seen: list[tuple[int, int]] = []
-    report = sw.copy(step, url, on_progress=lambda done, total: seen.append((done, total)))
+    seen: list[sw.Progress] = []
+    with sw.progress(seen.append):
+        report = sw.copy(step, url)
     assert report.files == report.files_sent == len(contents(step))
     assert report.nbytes == report.bytes_sent == sum(map(len, contents(step).values()))
-    assert seen[-1] == (2 * report.nbytes, 2 * report.nbytes)
-    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert (seen[-1].done_bytes, seen[-1].total_bytes) == (2 * report.nbytes, 2 * report.nbytes)
+    assert [one.done_bytes for one in seen] == sorted(one.done_bytes for one in seen)
     assert sw.verify(url).ok
     again = sw.copy(url, tmp_path / "new" / step.name)
     assert contents(tmp_path / "new" / step.name) == contents(step)
@@ -167,20 +169,23 @@ def test_leftovers_of_another_copy(step: Path, tmp_path: Path) -> None:
     assert step.exists()
 
 
-def test_a_source_that_changes(proxy: Proxy, server: S3Server, tmp_path: Path) -> None:
+def test_a_source_that_changes(
+    proxy: Proxy, server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No copy is a mixture: of a file that is written to, of an object that is replaced."""
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "large").write_bytes(b"a" * 20_000_000)
 
-    def rewrite(done: int, total: int) -> None:
-        if done and not written:
+    def rewrite(found: sw.Progress) -> None:
+        if found.done_bytes and not written:
             written.append(1)
             (folder / "large").write_bytes(b"b" * 20_000_000)
 
     written: list[int] = []
-    with pytest.raises(IntegrityError, match="was changed while it was copied"):
-        sw.copy(folder, tmp_path / "out", on_progress=rewrite)
+    monkeypatch.setattr(phases, "PERIOD_S", 0.0)
+    with sw.progress(rewrite), pytest.raises(IntegrityError, match="was changed while it was copied"):
+        sw.copy(folder, tmp_path / "out")
     server.put("copies/changing/large", b"a" * 40_000_000)
 
     def replace(asked: Asked) -> Do | None:

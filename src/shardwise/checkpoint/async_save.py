@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 
 from ..errors import CheckpointError, StateError
+from ..phases.phase import in_background
 from ..ranks.ranks import Ranks
 from ..storage import counting
 from ..store.target import Target
@@ -79,7 +80,7 @@ class AsyncSave:
         # Not a daemon: an ending process waits until the save is finished, or given up because other ranks made no
         # progress for ``timeout_s``.
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"shardwise-save-{self.step}")
+        self._thread = threading.Thread(target=self._run_beside, name=f"shardwise-save-{self.step}")
 
     @property
     def is_running(self) -> bool:
@@ -135,6 +136,10 @@ class AsyncSave:
             raise self._error
         assert self._report is not None
         return self._report
+
+    def _run_beside(self) -> None:
+        with in_background():
+            self._run()
 
     def _run(self) -> None:
         try:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -11,14 +12,16 @@ import xxhash
 
 from ..catalog import Catalog
 from ..catalog.checkpoint import catalog_of_checkpoint
-from ..dtypes import code_of
+from ..dtypes import code_of, itemsize
 from ..errors import StateError
 from ..format.manifest import CONVERTED, Manifest, TensorEntry
 from ..gc_paused import gc_paused
+from ..internals.torch import local_tensor
 from ..layout.live import LiveModel, describe
 from ..layout.placements import mesh_text
 from ..loading.load import Filling, FillOptions, fill
 from ..loading.report import LoadReport
+from ..phases.phase import phase
 from ..planning import IOOptions
 from ..ranks.ranks import Ranks
 from ..recipe.match import Rules
@@ -78,6 +81,18 @@ class Filled:
         """Bytes that this rank requested from storage, for models and optimizers."""
         return sum(load.bytes_read for load in self.loads) + sum(o.bytes_read for o in self.optimizers)
 
+    def expect(self, optimizer_bytes: Callable[[], int]) -> None:
+        """Tell listeners about how much this rank will read: its share of the models, and as much of their optimizers."""
+
+        def share() -> int:
+            tensors = [t.tensor for live in self.lives.values() for t in live.stored]
+            own, whole = sum(local_tensor(t).numel() for t in tensors), sum(t.numel() for t in tensors)
+            stored = sum(catalog.nbytes for catalog in self.catalogs.values()) + optimizer_bytes()
+            return stored * own // max(1, whole)
+
+        with phase("restore", "") as counted:  # within that of the caller
+            counted.guess(share)
+
     def fill_models(self, names: Iterable[str]) -> None:
         """Fill models from their catalogs, and compare digests where they are recorded. Collective.
 
@@ -117,8 +132,9 @@ def _restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> 
         check_documents([*receivers, generators], stored.documents)
         own = OwnState(stored.documents, manifest, stored.places)
         referred = {name: referred_by(manifest, name, live) for name, live in lives.items()}
+        filled = Filled(lives, catalogs, ranks, io, started, referred)
+        filled.expect(lambda: _optimizer_bytes(state, manifest))
         _make_room(lives, manifest)  # the first that changes anything
-    filled = Filled(lives, catalogs, ranks, io, started, referred)
     filled.fill_models(lives)
     filled.fill_models(own.give_to_models(lives, ranks))
     with ranks.agree("match names"):
@@ -161,6 +177,18 @@ def _restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> 
         caveats=caveats,
         rng=generators.plan.rule,
         functions=tuple(functions_left_out(state.scheduler)),
+    )
+
+
+def _optimizer_bytes(state: TrainState, manifest: Manifest) -> int:
+    """Stored bytes of the states of this run's optimizers that are spread over ranks."""
+    return sum(
+        itemsize(one.dtype) * math.prod(entry.shape_of(one))
+        for model in state.models
+        for entry in manifest.models[model].values()
+        for optimizer in state.optimizers
+        for one in entry.states.get(optimizer, {}).values()
+        if one.packed is None
     )
 
 

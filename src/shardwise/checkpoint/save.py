@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,10 +15,11 @@ from ..catalog.checkpoint import directory
 from ..digests.digest import partial_sum
 from ..errors import CheckpointError
 from ..format.manifest import FileEntry, Manifest
-from ..format.slices import Slice, file_name, rank_files
+from ..format.slices import Slice, file_name, header_bytes, rank_files
 from ..format.spread import file_count
 from ..format.steps import misnamed
 from ..limits import inside
+from ..phases.phase import Phase, phase
 from ..ranks.ranks import Ranks
 from ..state.train_state import TrainState
 from ..state.typed_json import Encoded
@@ -125,6 +127,20 @@ def publish_collected(
 
     Calls ``prove`` on rank 0 before the commit, with the digests of the written tensors.
     """
+    with phase("save", target.final) as counted:
+        return _publish(collected, target, ranks, contents, prove, counted, at_top=at_top)
+
+
+def _publish(
+    collected: Collected,
+    target: Target,
+    ranks: Ranks,
+    contents: Contents,
+    prove: Callable[[Manifest], None],
+    counted: Phase,
+    *,
+    at_top: bool,
+) -> int:
     final = target.final
     try:
         first_final, place = ranks.on_first("make temporary directory", lambda: _begin(target, collected))
@@ -137,7 +153,8 @@ def publish_collected(
             texts = _checked_texts(collected, ranks, final)
             if not is_url(place):
                 wait_for_folders(place, _folders(collected), ranks)
-            files, sums = _write_rank(place, collected, texts, ranks, contents)
+            counted.expect(lambda: _bytes_to_write(collected, texts, ranks.rank))
+            files, sums = _write_rank(place, collected, texts, ranks, contents, counted)
         gathered = ranks.gather("file records", file_records(files, sums))
 
         def publish() -> None:
@@ -188,22 +205,45 @@ def _checked_texts(collected: Collected, ranks: Ranks, final: str) -> dict[str, 
     }
 
 
+def _bytes_to_write(collected: Collected, texts: Mapping[str, bytes], rank: int) -> int:
+    """The bytes of this rank's files, but for tensors of documents: these are known when they are encoded."""
+    slices = [
+        one
+        for part in collected.snapshot.parts
+        for one in rank_files([v.stored for v in part.live if not v.refers], rank)
+    ]
+    small = [*texts.values(), *(collected.assets.values() if rank == 0 else ())]
+    return sum(len(header_bytes(file)) + sum(s.nbytes for s in file) for file in slices) + sum(
+        map(len, small)
+    )
+
+
 def _write_rank(
-    root: str, collected: Collected, texts: Mapping[str, bytes], ranks: Ranks, contents: Contents
+    root: str,
+    collected: Collected,
+    texts: Mapping[str, bytes],
+    ranks: Ranks,
+    contents: Contents,
+    counted: Phase,
 ) -> tuple[dict[str, FileEntry], list[int]]:
     """Write and sync this rank's files. Returns their entries and the digest sums of its copies of all tensors."""
     files: dict[str, FileEntry] = {}
     sums = _Sums(contents)
     for part in collected.snapshot.parts:
-        _write_tensors(root, part, files, ranks, sums)
+        _write_tensors(root, part, files, ranks, sums, counted)
     for stem, pieces_of_stem in _documents(collected, ranks).items():
         write_documents(root, stem, texts[stem], pieces_of_stem, files)
+        counted.add(len(texts[stem]))
+        if tensors := files.get(f"{stem}.safetensors"):
+            counted.expect(partial(int, tensors.nbytes))
+            counted.add(tensors.nbytes)
     if ranks.rank == 0:
         for name, content in collected.assets.items():
             file = inside(root, name)
             if not is_url(file):
                 make_directories(os.path.dirname(file))
             files[name] = write_file(file, content)
+            counted.add(len(content))
     return files, sums.finish()
 
 
@@ -240,7 +280,12 @@ class _Sums:
 
 
 def _write_tensors(
-    root: str, part: ModelPart | OptimizerPart, files: dict[str, FileEntry], ranks: Ranks, sums: _Sums
+    root: str,
+    part: ModelPart | OptimizerPart,
+    files: dict[str, FileEntry],
+    ranks: Ranks,
+    sums: _Sums,
+    counted: Phase,
 ) -> None:
     live = part.live
     sums.start(v for v in live if v.counted)
@@ -253,7 +298,9 @@ def _write_tensors(
 
     for k, slices in enumerate(rank_files(stored, ranks.rank)):
         name = f"{directory(part.kind, part.name)}/{file_name(part.kind, ranks.rank, k, count)}"
-        files[name] = write_slices(os.path.join(root, name), slices, slice_parts, ranks.tick)
+        files[name] = write_slices(
+            os.path.join(root, name), slices, slice_parts, counted.counting(ranks.tick)
+        )
     for v in replicas_of_others(live, ranks.rank):
         for held in boxes_on(v.stored, ranks.rank):
             for _ in sums.parts_of(Piece(v, held)):

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -31,13 +31,12 @@ from ..format.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry, Manifest, r
 from ..format.slices import Slice, SliceTensor, file_name, header_bytes, rank_files
 from ..format.steps import misnamed
 from ..limits import inside
+from ..phases.phase import Phase, phase
 from ..storage import Stat, absolute, files_below, is_url
 from ..transfer import SourceReader
 from .check import read_head
 
-__all__ = ["Progress", "VerifyReport", "boxes_of_run", "model_of", "runs_of", "verify"]
-
-Progress = Callable[[int, int], object]
+__all__ = ["VerifyReport", "boxes_of_run", "model_of", "runs_of", "verify"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +63,7 @@ class VerifyReport:
         return {**asdict(self), "ok": self.ok}
 
 
-def verify(
-    path: str | os.PathLike[str], *, threads: int | None = None, on_progress: Progress | None = None
-) -> VerifyReport:
+def verify(path: str | os.PathLike[str], *, threads: int | None = None) -> VerifyReport:
     """Check a stored checkpoint completely; reads all of it once, in blocks of 16 MiB, on one process.
 
     It checks the manifest's own checksum; that the directory holds exactly the manifest's files, with their sizes; the
@@ -75,8 +72,7 @@ def verify(
     every tensor's digest, recomputed from the stored bytes; and that a directory named after a step holds that step.
     Hard links of one file are read once.
 
-    Calls ``on_progress(done, total)`` with bytes, from one thread at a time. ``threads``: default all cores of the
-    process, at most 8; memory: 17 MiB each. Rank-local. Raises :class:`SourceError` (or a subclass) only if there is no
+    ``threads``: default all cores of the process, at most 8; memory: 17 MiB each. Rank-local. Raises :class:`SourceError` (or a subclass) only if there is no
     readable manifest; every other problem is a line in ``problems``.
     """
     started = time.perf_counter()
@@ -84,8 +80,9 @@ def verify(
     if threads is not None and threads < 1:
         raise ValueError(f"threads must be at least 1, got {threads}")
     manifest = read_manifest(root)
-    work = _Verification(root, manifest, on_progress)
-    work.run(threads or min(8, _cores()))
+    with phase("verify", root) as counted:
+        work = _Verification(root, manifest, counted)
+        work.run(threads or min(8, _cores()))
     return VerifyReport(
         path=root,
         step=manifest.step,
@@ -163,10 +160,10 @@ class _File:
 class _Verification:
     """One verification: its tasks (headers, and blocks of payload), which threads take in turn, and their findings."""
 
-    def __init__(self, root: str, manifest: Manifest, on_progress: Progress | None) -> None:
+    def __init__(self, root: str, manifest: Manifest, counted: Phase) -> None:
         self._root = root
         self._manifest = manifest
-        self._on_progress = on_progress
+        self._counted = counted
         self._lock = threading.Lock()
         self._stopped = False
         self._done = 0
@@ -195,6 +192,7 @@ class _Verification:
         # Only this check decodes documents; everything else needs the manifest alone.
         from .stored_documents import document_problems
 
+        self._counted.expect(lambda: self._total)
         with ThreadPoolExecutor(threads, thread_name_prefix="shardwise-verify") as pool:
             try:
                 for ended in [pool.submit(self._work) for _ in range(threads)]:
@@ -304,8 +302,7 @@ class _Verification:
     def _count(self, nbytes: int) -> None:
         with self._lock:
             self._done += nbytes
-            if self._on_progress is not None:
-                self._on_progress(min(self._done, self._total), self._total)
+        self._counted.add(nbytes)
 
 
 def _blocks_in(file: _File) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -158,7 +157,7 @@ def verify(path: str, threads: int | None, as_json: bool) -> int:
     from .render import console, show_verify
 
     if not is_root(path):
-        report = _verify_one(path, threads, as_json)
+        report = _verify_one(path, threads)
         if as_json:
             print_json(report.to_json())
         else:
@@ -177,10 +176,9 @@ def diff(first: str, second: str, as_json: bool) -> int:
     Compares the optimizers of two checkpoints, too. Status 1 if the sources differ.
     """
     from ..runs.diff import diff as diff_sources
-    from .render import console, progress, show_diff
+    from .render import console, show_diff
 
-    with progress("compared", enabled=not as_json) as on_progress:
-        report = diff_sources(first, second, on_progress=on_progress)
+    report = diff_sources(first, second)
     if as_json:
         print_json(report.to_json())
     else:
@@ -202,7 +200,7 @@ def _verify_steps(root: str, threads: int | None, as_json: bool) -> int:
     documents: list[dict[str, Any]] = []
     for step, path in steps.items():
         try:
-            report = _verify_one(path, threads, as_json)
+            report = _verify_one(path, threads)
             documents.append(report.to_json())
             if not as_json:
                 show_verify(console(), report)
@@ -216,12 +214,10 @@ def _verify_steps(root: str, threads: int | None, as_json: bool) -> int:
     return FINE if ok else WRONG_DATA
 
 
-def _verify_one(path: str, threads: int | None, as_json: bool) -> Any:
+def _verify_one(path: str, threads: int | None) -> Any:
     from ..checkpoint import verify as stored
-    from .render import progress
 
-    with progress(os.path.basename(os.path.abspath(path)), enabled=not as_json) as on_progress:
-        return stored.verify(path, on_progress=on_progress, threads=threads)
+    return stored.verify(path, threads=threads)
 
 
 @main.command()
@@ -235,10 +231,9 @@ def copy(path: str, out: str, as_json: bool) -> None:
     stopped, if it is started again.
     """
     from ..store.copy import copy as copied
-    from .render import console, progress, show_copy
+    from .render import console, show_copy
 
-    with progress(os.path.basename(path.rstrip("/")), enabled=not as_json) as on_progress:
-        report = copied(path, out, on_progress=on_progress)
+    report = copied(path, out)
     if as_json:
         print_json(report.to_json())
     else:

@@ -9,18 +9,22 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import click
 
 from ..errors import PlanError, RankError, ShardwiseError
+from ..phases.bars import Bars
+from ..phases.listeners import following
 
 __all__ = ["FINE", "INTERRUPTED", "WRONG_DATA", "WRONG_USAGE", "Program", "print_json", "rank_of_launcher"]
 
 FINE, WRONG_DATA, WRONG_USAGE = 0, 1, 2
 INTERRUPTED = 130  # the status that shells expect after Ctrl-C
 
+#: Where no bar can be drawn, operations that take longer get lines on stderr.
+LINES_AFTER_S = 5.0
 #: Findings of one error that are shown; ``--json`` gives all.
 _SHOWN_PROBLEMS = 20
 
@@ -44,15 +48,17 @@ class Program(click.Group):
         given = list(sys.argv[1:] if args is None else args)
         options = given[: given.index("--")] if "--" in given else given
         _take_any_text()
-        with _logging(debug="--debug" in options):
+        as_json = "--json" in options
+        with _logging(debug="--debug" in options, with_progress=not as_json):
             try:
-                status = super().main(given, prog_name, complete_var, standalone_mode=False, **extra)
+                with nullcontext() if as_json else following(Bars(lines_after_s=LINES_AFTER_S)):
+                    status = super().main(given, prog_name, complete_var, standalone_mode=False, **extra)
                 sys.stdout.flush()
             except BaseException as error:
                 if isinstance(error, SystemExit) or _is_broken_pipe(error):
                     status = _stop_writing(error)
                 else:
-                    status = _report(error, as_json="--json" in options, debug="--debug" in options)
+                    status = _report(error, as_json=as_json, debug="--debug" in options)
         sys.exit(status or FINE)
 
 
@@ -148,18 +154,24 @@ def _take_any_text() -> None:
 
 
 @contextmanager
-def _logging(*, debug: bool) -> Iterator[None]:
-    """Show the package's log on stderr while a command runs."""
-    logger, handler = logging.getLogger("shardwise"), logging.StreamHandler()
+def _logging(*, debug: bool, with_progress: bool) -> Iterator[None]:
+    """Show the package's log on stderr while a command runs; ``with_progress``: also the lines of operations without a bar."""
+    logger, lines, handler = (
+        logging.getLogger("shardwise"),
+        logging.getLogger("shardwise.progress"),
+        logging.StreamHandler(),
+    )
     handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
-    level = logger.level
+    before = [(one, one.level) for one in (logger, lines)]
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG if debug else logging.WARNING)
+    lines.setLevel(logging.INFO if with_progress else logging.WARNING)
     try:
         yield
     finally:
         logger.removeHandler(handler)
-        logger.setLevel(level)
+        for one, level in before:
+            one.setLevel(level)
 
 
 def _is_broken_pipe(error: BaseException) -> bool:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from ..phases.records import size
 from .inspection import CheckpointContents, Inspection, RootContents
 from .terminal import console
 from .tree import Node
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "console",
-    "progress",
     "show_contents",
     "show_convert",
     "show_export",
@@ -35,31 +33,7 @@ __all__ = [
     "size",
 ]
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _GREEN, _YELLOW, _RED = "green", "yellow", "bold red"
-
-
-def size(nbytes: int) -> str:
-    """Bytes for people: ``512 B``, ``1.50 MiB``, ``13.5 GiB``."""
-    power = min(max(nbytes.bit_length() - 1, 0) // 10, len(_UNITS) - 1)
-    if power == 0:
-        return f"{nbytes} B"
-    value = nbytes / 1024**power
-    digits = 2 if value < 10 else 1 if value < 100 else 0
-    return f"{value:.{digits}f} {_UNITS[power]}"
-
-
-@contextmanager
-def progress(label: str, *, enabled: bool) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on stderr if it is a terminal; yields the function to call with (bytes done, total bytes)."""
-    out = console(err=True)
-    if not enabled or not out.is_terminal:
-        yield lambda done, total: None
-        return
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(binary_units=True))
-    with Progress(*columns, TimeRemainingColumn(), console=out, transient=True) as bar:
-        task = bar.add_task(label, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -178,6 +178,10 @@ class AsSourceJob:
         stored = self._source.stored.tensors
         return {n: TensorSpec(t.dtype, t.shape) for n, t in stored.items() if n not in gone}
 
+    def share_bytes(self, contents: HubTensors, output: HubFiles, staging: Staging, ranks: Ranks) -> int:
+        """About what this rank writes."""
+        return output.total_bytes // ranks.world_size
+
     def write(
         self, contents: HubTensors, output: HubFiles, filler: Filler, staging: Staging, ranks: Ranks
     ) -> list[int]:

@@ -24,6 +24,7 @@ from ..internals.peft import has_adapters, peft_model
 from ..layout.live import LiveModel, describe
 from ..models.classes import import_code, in_turn
 from ..models.kept import has_blocks
+from ..phases.phase import Phase, phase
 from ..planning import IOOptions
 from ..ranks.ranks import Ranks
 from ..storage import absolute
@@ -156,7 +157,8 @@ def export_hf(
         with ranks.agree("plan export"):
             contents, output = job.lay_out(code, max_shard_bytes)
             assets = _with_dtype(job.assets(), code) if ranks.rank == 0 else {}
-        written = _write_out(job, contents, output, assets, final, ranks, io)
+        with phase("export", final) as counted:
+            written = _write_out(job, contents, output, assets, final, ranks, io, counted)
         report = ExportReport.of(output, final, written, started)
         return replace(report, as_source=job.report()) if isinstance(job, AsSourceJob) else report
 
@@ -205,9 +207,10 @@ def _write_out(
     final: str,
     ranks: Ranks,
     io: IOOptions,
+    counted: Phase,
 ) -> int:
     """Write and publish: the files appear at ``final`` complete or not at all. Returns this rank's bytes."""
-    place = place_for(final, output, ranks)
+    place = place_for(final, output, ranks, counted)
     place.prepare()
     try:
         written, sums = place.write(job, contents, Staging(io))

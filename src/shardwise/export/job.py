@@ -10,12 +10,15 @@ from typing import Protocol
 from ..checkpoint.verify import runs_of
 from ..dtypes import itemsize
 from ..layout.boxes import Box
+from ..layout.wanted import Wanted
+from ..planning.build import transfers_of
 from ..ranks.ranks import Ranks
+from ..recipe.tiles import Tile
 from ..transfer.copy import Filler, Staging
 from .files import HubFiles
 from .tensors import HubTensors
 
-__all__ = ["Job", "Together", "Window", "Windows", "windows_of"]
+__all__ = ["Job", "Together", "Window", "Windows", "bytes_in", "windows_of"]
 
 #: Writes what this rank made of what the ranks brought together. Rank-local.
 Together = Callable[[Filler], None]
@@ -57,6 +60,9 @@ class Windows(Protocol):
 class Job(Protocol):
     """One export: of a live model, or of a stored one."""
 
+    def share_bytes(self, contents: HubTensors, output: HubFiles, staging: Staging, ranks: Ranks) -> int:
+        """The bytes that :meth:`write` and :meth:`together` write on this rank; about, if that takes long to find out."""
+
     def write(
         self, contents: HubTensors, output: HubFiles, filler: Filler, staging: Staging, ranks: Ranks
     ) -> list[int]:
@@ -73,6 +79,12 @@ class Job(Protocol):
 
     def assets(self) -> Mapping[str, bytes]:
         """The small files beside the tensors."""
+
+
+def bytes_in(tiles: Iterable[Tile], wanted: Wanted, output: HubFiles) -> int:
+    """The bytes of files that the elements of a box fill."""
+    found = [one for tile in tiles for one in transfers_of(tile, wanted, output.tensors)]
+    return sum(one.numel * itemsize(one.source_dtype) for one in found)
 
 
 def windows_of(output: HubFiles, file: str) -> Iterator[Window]:

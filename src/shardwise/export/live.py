@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
@@ -18,11 +18,13 @@ from ..models.assets import asset_files
 from ..planning.build import transfers_of
 from ..ranks.ranks import Ranks
 from ..recipe.origin import recall
+from ..recipe.tiles import Tile
 from ..recipe.transformers import is_transformers_model, meta_instance
 from ..transfer.copy import Destination, Filler, Staging, write_back
 from .adapters import adapter_assets, chosen_adapters, lay_out_adapters
 from .files import HubFiles, lay_out
 from .from_devices import write_from_devices
+from .job import bytes_in
 from .live_windows import Brought, LiveWindows, brought_by
 from .tensors import HubTensors, as_named, inverted, reverted
 
@@ -79,14 +81,9 @@ class LiveJob:
     def write(
         self, contents: HubTensors, output: HubFiles, filler: Filler, staging: Staging, ranks: Ranks
     ) -> list[int]:
-        geometries = self.live.geometries
-        owned = assign_owners([SliceTensor(n, *spec, geometries[n]) for n, spec in self._specs().items()])
         destination = Destination(self.live.local_tensors())
         on_devices = []
-        for t in owned:
-            tensor, tiles = self._named[t.name].tensor, contents.tiles.get(t.name, ())
-            if ranks.rank not in owner_ranks(t.geometry, t.owner) or not tiles:
-                continue
+        for t, tensor, tiles in self._owned(contents, ranks.rank):
             if tensor.device.type != "cpu":
                 on_devices.append((Live(t, tensor), tiles))
                 continue
@@ -95,6 +92,22 @@ class LiveJob:
                 write_back(transfers_of(tile, wanted, output.tensors), filler, destination, staging)
         write_from_devices(on_devices, output, filler, staging, ranks.rank)
         return []
+
+    def _owned(
+        self, contents: HubTensors, rank: int
+    ) -> Iterator[tuple[SliceTensor, torch.Tensor, Sequence[Tile]]]:
+        """What a rank writes its boxes of, and the tiles that say where."""
+        geometries = self.live.geometries
+        owned = assign_owners([SliceTensor(n, *spec, geometries[n]) for n, spec in self._specs().items()])
+        for t in owned:
+            tiles = contents.tiles.get(t.name, ())
+            if tiles and rank in owner_ranks(t.geometry, t.owner):
+                yield t, self._named[t.name].tensor, tiles
+
+    def share_bytes(self, contents: HubTensors, output: HubFiles, staging: Staging, ranks: Ranks) -> int:
+        """What this rank writes."""
+        owned = self._owned(contents, ranks.rank)
+        return sum(bytes_in(tiles, wanted_of(t.name, x, t.geometry), output) for t, x, tiles in owned)
 
     def together(self, output: HubFiles) -> tuple[()]:
         """Nothing: each rank writes alone."""

@@ -172,6 +172,10 @@ class MergedJob:
         )
         return HubTensors(found.hub, {bases[base]: tiles for base, tiles in found.tiles.items()})
 
+    def share_bytes(self, contents: HubTensors, output: HubFiles, staging: Staging, ranks: Ranks) -> int:
+        """About what this rank writes."""
+        return output.total_bytes // ranks.world_size
+
     def write(
         self, contents: HubTensors, output: HubFiles, filler: Filler, staging: Staging, ranks: Ranks
     ) -> list[int]:

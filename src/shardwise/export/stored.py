@@ -33,6 +33,7 @@ from ..transfer.box import read_recipe, wanted_box
 from ..transfer.copy import Destination, Filler, Staging, write_back
 from ..transfer.page_cache import page_cache_for
 from .files import HubFiles, lay_out
+from .job import bytes_in
 from .stored_windows import StoredWindows, share_of
 from .tensors import HubTensors, as_named, inverted, reverted
 
@@ -176,12 +177,23 @@ class StoredJob:
     ) -> list[int]:
         """Write this rank's pieces. Returns its share of the digest sum of each tensor with a recorded digest."""
         sums = dict.fromkeys(self.recorded(), 0)
-        for name, box in share_of(self._stored.specs, staging.limit_bytes // 2, ranks):
+        for name, box in self._share(staging, ranks):
             tiles = contents.tiles.get(name, ())
             total = self.write_piece(name, box, tiles, output, filler, staging)
             if name in sums:
                 sums[name] = (sums[name] + total) % 2**64
         return list(sums.values())
+
+    def _share(self, staging: Staging, ranks: Ranks) -> Sequence[tuple[str, Box]]:
+        return share_of(self._stored.specs, staging.limit_bytes // 2, ranks)
+
+    def share_bytes(self, contents: HubTensors, output: HubFiles, staging: Staging, ranks: Ranks) -> int:
+        """What this rank writes."""
+        pieces = [
+            (contents.tiles.get(name, ()), wanted_box(name, *self._stored.specs[name], box))
+            for name, box in self._share(staging, ranks)
+        ]
+        return sum(bytes_in(tiles, wanted, output) for tiles, wanted in pieces)
 
     def together(self, output: HubFiles) -> tuple[()]:
         """Nothing: each rank writes alone."""

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 
 from ..errors import CheckpointError
 from ..limits import inside
+from ..phases.phase import Phase
 from ..ranks.patience import patiently, remove_tree
 from ..ranks.ranks import Ranks
 from ..store.publish import temporary_beside
@@ -23,8 +24,9 @@ __all__ = ["ToDirectory"]
 class ToDirectory:
     """As :class:`.Place`."""
 
-    def __init__(self, final: str, output: HubFiles, ranks: Ranks) -> None:
+    def __init__(self, final: str, output: HubFiles, ranks: Ranks, counted: Phase) -> None:
         self._final, self._output, self._ranks = final, output, ranks
+        self._counted = counted
         self._temporary = ""
 
     def prepare(self) -> None:
@@ -49,13 +51,15 @@ class ToDirectory:
 
     def write(self, job: Job, contents: HubTensors, staging: Staging) -> tuple[int, list[int]]:
         ranks = self._ranks
-        with ranks.agree("write export"), FileFiller(self._temporary, ranks.tick) as filler:
+        tick = self._counted.counting(ranks.tick)
+        with ranks.agree("write export"), FileFiller(self._temporary, tick) as filler:
+            self._counted.guess(lambda: job.share_bytes(contents, self._output, staging, ranks))
             sums = job.write(contents, self._output, filler, staging, ranks)
         together = job.together(self._output)
         if together == ():  # a round of agreement less
             return filler.bytes_written, sums
         with ExitStack() as stack:
-            more = stack.enter_context(FileFiller(self._temporary, ranks.tick))
+            more = stack.enter_context(FileFiller(self._temporary, tick))
             for write in together:
                 with ranks.agree("write export"):
                     write(more)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ..errors import CheckpointError
 from ..limits import inside
+from ..phases.phase import Phase
 from ..ranks.hosts import device_where_ranks_sum
 from ..ranks.patience import patiently
 from ..ranks.ranks import Ranks
@@ -32,8 +33,8 @@ __all__ = ["ToStore"]
 class ToStore:
     """As :class:`.Place`. Memory: two windows of 32 MiB, and what :class:`.ObjectWriter` takes."""
 
-    def __init__(self, url: str, output: HubFiles, ranks: Ranks) -> None:
-        self._url, self._output, self._ranks = url, output, ranks
+    def __init__(self, url: str, output: HubFiles, ranks: Ranks, counted: Phase) -> None:
+        self._url, self._output, self._ranks, self._counted = url, output, ranks, counted
 
     def prepare(self) -> None:
         self._url = self._ranks.on_first("claim the URL of the export", self._claim)
@@ -46,8 +47,10 @@ class ToStore:
 
     def write(self, job: Job, contents: HubTensors, staging: Staging) -> tuple[int, list[int]]:
         ranks = self._ranks
-        objects = _Objects(self._url, self._output, ranks)
+        objects = _Objects(self._url, self._output, ranks, self._counted)
         with ranks.agree("write export"):
+            own = self._windows_of(ranks.rank)
+            self._counted.expect(lambda: sum(window.nbytes for window in own))
             windows = job.windows(contents, self._output, staging, ranks)
             if not windows.is_spread:
                 for window in self._windows_of(ranks.rank):
@@ -130,9 +133,9 @@ class _Memory:
 class _Objects:
     """The objects that one rank writes, one after another."""
 
-    def __init__(self, url: str, output: HubFiles, ranks: Ranks) -> None:
+    def __init__(self, url: str, output: HubFiles, ranks: Ranks, counted: Phase) -> None:
         self.bytes_written = 0
-        self._url, self._output, self._ranks = url, output, ranks
+        self._url, self._output, self._ranks, self._counted = url, output, ranks, counted
         self._writer: ObjectWriter | None = None
 
     def write(self, window: Window, words: torch.Tensor) -> None:
@@ -146,6 +149,7 @@ class _Objects:
         assert self._writer is not None
         self._writer.write(words.view(torch.uint8).numpy().data[: window.nbytes])
         self.bytes_written += window.nbytes
+        self._counted.add(window.nbytes)
         if window.stop == nbytes:
             self._writer.close()
             self._writer = None

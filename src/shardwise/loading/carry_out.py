@@ -8,6 +8,7 @@ from functools import partial
 from ..layout.live import LiveModel
 from ..models.host_memory import HostMemory
 from ..models.memory import default_device
+from ..phases.phase import Phase
 from ..planning import IOOptions
 from ..planning.records import LEAST_STAGING_BYTES
 from ..ranks.ranks import Ranks
@@ -18,6 +19,7 @@ from ..transfer.copy import Destination, Staging, compare, execute
 from ..transfer.decoded import DecodingReader
 from ..transfer.page_cache import page_cache_for
 from ..transfer.shared import NotShared, SharedReader
+from .payload import payload_bytes
 from .report import ReadCost
 from .strategy import Choice, Planned, shared_reader
 
@@ -25,11 +27,12 @@ __all__ = ["carry_out"]
 
 
 def carry_out(
-    planned: Planned, choice: Choice, live: LiveModel, ranks: Ranks, memory: HostMemory
+    planned: Planned, choice: Choice, live: LiveModel, ranks: Ranks, memory: HostMemory, phase: Phase
 ) -> ReadCost:
     """Read into the shards of ``live``, and check second copies of ties.
 
-    Rank-local if each rank reads its own ranges; else every rank must call it. ``memory``: where the shards lie.
+    Rank-local if each rank reads its own ranges; else every rank must call it. ``memory``: where the shards lie. ``phase``
+    counts the bytes.
     """
     plan, io = planned.plan, planned.io
     local = live.local_tensors()
@@ -39,7 +42,9 @@ def carry_out(
     checks: SharedReader | None = None
     with (
         counting() as asked,
-        SourceReader(ranks.tick, files=planned.catalog.files, io=io, page_cache=page_cache) as files,
+        SourceReader(
+            phase.counting(ranks.tick), files=planned.catalog.files, io=io, page_cache=page_cache
+        ) as files,
     ):
         decoded = DecodingReader(files, planned.catalog.coded, io)
         reader = ConvertingReader(decoded, plan.conversions, planned.catalog.tensors)
@@ -51,6 +56,7 @@ def carry_out(
                 if choice.asked:
                     raise
                 choice = replace(choice, strategy="own", reason=f"ranks can't share memory ({error})")
+        phase.expect(partial(payload_bytes, planned, choice, ranks.rank))
         staging = Staging(_beside(planned, _held_by(fills)), plan.staging_bytes)
         if choice.strategy == "own":
             execute(plan.transfers, reader, destination, staging, memory)

@@ -29,6 +29,7 @@ from ..format.steps import STEP_NAME
 from ..layout.placements import Cut, Geometry
 from ..models.classes import import_code, in_turn
 from ..names import NamedTensor
+from ..phases.phase import phase
 from ..planning import IOOptions
 from ..ranks.ranks import Ranks
 from ..recipe.host_convert import HostConversion
@@ -130,7 +131,10 @@ def convert(
         software={**run.software, CONVERTED: run.kind},
         hub_tensors={n: m.hub_tensors for n, m in run.models.items() if m.hub_tensors is not None},
     )
-    with SourceReader(ranks.tick, files=files, io=io, page_cache=page_cache_for(io, ())) as reader:
+    with (
+        phase("convert", final),  # counts what is written
+        SourceReader(ranks.tick, files=files, io=io, page_cache=page_cache_for(io, ())) as reader,
+    ):
         stream = _Stream(run, reader, Staging(io))
         contents = InParts(stream.tensor_of, _PIECE_BYTES)
         written = publish_collected(

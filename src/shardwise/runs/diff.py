@@ -13,11 +13,12 @@ from ..catalog import Catalog, StoredTensor
 from ..catalog.checkpoint import catalog_of_checkpoint, catalog_of_optimizer
 from ..catalog.open import open_catalog
 from ..catalog.records import StoredFile
-from ..checkpoint.verify import Progress, model_of, runs_of
+from ..checkpoint.verify import model_of, runs_of
 from ..digests.digest import finish, partial_sum
 from ..dtypes import itemsize
 from ..format.manifest import read_manifest
 from ..layout.boxes import Box
+from ..phases.phase import phase
 from ..planning import IOOptions
 from ..recipe.tiles import identity
 from ..storage import absolute, is_file, is_url
@@ -70,16 +71,11 @@ class DiffReport:
         return {**asdict(self), "ok": self.ok}
 
 
-def diff(
-    first: str | os.PathLike[str],
-    second: str | os.PathLike[str],
-    *,
-    on_progress: Progress | None = None,
-) -> DiffReport:
+def diff(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> DiffReport:
     """Compare two sources tensor by tensor: two checkpoints with their optimizers, otherwise only the models.
 
     Call it in one process: ranks share no work. Memory: 32 MiB. Tensors whose recorded digests, dtypes and shapes are
-    equal are not read. ``on_progress(done, total)`` counts bytes. Raises :class:`SourceError` for a source that can't be
+    equal are not read. Raises :class:`SourceError` for a source that can't be
     read; its subclasses say which kind.
     """
     files: list[StoredFile] = []
@@ -87,9 +83,9 @@ def diff(
     if not (_is_checkpoint(first) and _is_checkpoint(second)):
         a, b = _models_only(a), _models_only(b)
     both = [n for n in a if n in b]
-    total = sum(a[n][0].nbytes for n in both)
-    changed, equal, by_digest, done = [], 0, 0, 0
-    with SourceReader(files=files) as reader:
+    changed, equal, by_digest = [], 0, 0
+    with phase("diff", os.fspath(second)) as counted, SourceReader(files=files) as reader:
+        counted.expect(lambda: sum(a[n][0].nbytes for n in both))
         for name in both:
             (x, x_digest), (y, y_digest) = a[name], b[name]
             same_kind = (x.dtype, x.shape) == (y.dtype, y.shape)
@@ -108,9 +104,7 @@ def diff(
                 equal += 1
             else:
                 changed.append(change)
-            done += x.nbytes
-            if on_progress is not None:
-                on_progress(done, total)
+            counted.add(x.nbytes)
         bytes_read = reader.bytes_read
     return DiffReport(
         first=os.fspath(first),

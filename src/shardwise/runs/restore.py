@@ -25,6 +25,7 @@ from ..errors import StateError
 from ..format.states import StateKey, by_name
 from ..layout.live import describe
 from ..limits import brief
+from ..phases.phase import phase
 from ..planning import IOOptions
 from ..ranks.ranks import Ranks
 from ..rng import derive_rng
@@ -54,7 +55,8 @@ def restore(state: TrainState, path: str | os.PathLike[str], *, io: IOOptions | 
     root, ranks = absolute(path), Ranks.current(timeout_s=io.timeout_s)
     with counting() as asked:
         is_other = ranks.on_first("look at checkpoint", lambda: is_third_party(root))
-        report = (_restore_third_party if is_other else restore_into)(state, root, ranks, io)
+        with phase("restore", root):
+            report = (_restore_third_party if is_other else restore_into)(state, root, ranks, io)
     return replace(report, requests=asked.total)
 
 
@@ -82,7 +84,8 @@ def _restore_third_party(state: TrainState, path: str, ranks: Ranks, io: IOOptio
             part = trained_by(name, optimizer, lives)
             check_groups(optimizer, part.names(), _groups_of(part, optimizers[name]))
         step, world_size = run.step or 0, run.world_size
-    filled = Filled(lives, catalogs, ranks, io, started)
+        filled = Filled(lives, catalogs, ranks, io, started)
+        filled.expect(lambda: sum(one.catalog.nbytes for one in optimizers.values()))
     filled.fill_models(lives)
     with ranks.agree("match names"):
         for optimizer in state.optimizers.values():

@@ -10,7 +10,7 @@ import os
 import stat as stat_mode
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -22,6 +22,7 @@ from ..catalog.records import StoredFile
 from ..errors import CheckpointError, IntegrityError, SourceError
 from ..format.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry, parse_manifest
 from ..limits import inside, read_small
+from ..phases.phase import Phase, phase
 from ..ranks.patience import remove_tree
 from ..storage import (
     Stat,
@@ -50,8 +51,6 @@ _AT_ONCE = 4
 LAST = ("config.json", "model.safetensors.index.json", MANIFEST_NAME)
 UNFINISHED = ".copying"
 
-Progress = Callable[[int, int], object]
-
 
 @dataclass(frozen=True, slots=True)
 class CopyReport:
@@ -72,9 +71,7 @@ class CopyReport:
         return asdict(self)
 
 
-def copy(
-    source: str | os.PathLike[str], out: str | os.PathLike[str], *, on_progress: Progress | None = None
-) -> CopyReport:
+def copy(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> CopyReport:
     """Copy a checkpoint, or a directory of a model, to ``out``; either may be a URL.
 
     Of a checkpoint, exactly the files of its manifest are copied, and each is compared with the manifest's checksums while it is
@@ -83,7 +80,7 @@ def copy(
     compared, and sent if they differ; a place in a store that holds anything else is refused. Two copies to one place at a time are
     an error of the caller, which the comparison finds if they differ. Links to files are followed.
 
-    ``on_progress(done, total)`` counts bytes, each once when it is sent and once when it is compared. Call it in one process.
+    Call it in one process. :func:`progress` counts each byte twice: when it is sent, and when it is compared.
     Memory: 48 MiB for each of 4 files that are read from a store at a time, else 8 MiB; and as much for writing to a store.
 
     Raises :class:`SourceError` for a source that can't be read, :class:`IntegrityError` if it is damaged or changes meanwhile,
@@ -102,15 +99,16 @@ def copy(
             raise CheckpointError(f"{final}: is a file; give the URL of a directory")
         for name in files:
             place_of(inside(final, name))  # raises for names that no store has
-    work = _Copy(origin, final if is_url(final) else final + UNFINISHED, files, on_progress)
-    last = [name for name in LAST if name in files]
-    work.check_target(last)
-    with ThreadPoolExecutor(_AT_ONCE, "shardwise-copy") as pool:
-        list(pool.map(work.one, [name for name in files if name not in last]))
-    for name in last:
-        work.one(name)
-    if not is_url(final):
-        _appear(final + UNFINISHED, final, set(files))
+    with phase("copy", final) as counted:
+        work = _Copy(origin, final if is_url(final) else final + UNFINISHED, files, counted)
+        last = [name for name in LAST if name in files]
+        work.check_target(last)
+        with ThreadPoolExecutor(_AT_ONCE, "shardwise-copy") as pool:
+            list(pool.map(work.one, [name for name in files if name not in last]))
+        for name in last:
+            work.one(name)
+        if not is_url(final):
+            _appear(final + UNFINISHED, final, set(files))
     return CopyReport(
         final,
         origin,
@@ -202,16 +200,15 @@ def _nbytes_of(path: str) -> int:
 class _Copy:
     """One copy: files, one by one, in several threads."""
 
-    def __init__(
-        self, origin: str, place: str, files: Mapping[str, _File], on_progress: Progress | None
-    ) -> None:
+    def __init__(self, origin: str, place: str, files: Mapping[str, _File], counted: Phase) -> None:
         self.files_sent = self.bytes_sent = 0
         self._origin, self._place, self._files = origin, place, files
         self._there = files_below(place) if is_directory(place) else {}
         self._lock = threading.Lock()
         self._stopped = False
-        self._done, self._total = 0, 2 * sum(file.nbytes for file in files.values())
-        self._on_progress = on_progress
+        self._done = self._most = 0
+        self._counted = counted
+        counted.expect(lambda: 2 * sum(file.nbytes for file in files.values()))
 
     def check_target(self, last: Sequence[str]) -> None:
         """Refuse a prefix of a store that holds something else than a part of this copy. Raises :class:`CheckpointError`."""
@@ -253,12 +250,12 @@ class _Copy:
         nbytes = self._files[name].nbytes
         if self._size_there(name) != nbytes:
             return False
-        digest, before = xxhash.xxh3_128(), self._done
+        digest = xxhash.xxh3_128()
         for piece in self._pieces(name):
             digest.update(piece)
         if self._digest(inside(self._place, name), nbytes) == digest.hexdigest():
             return True
-        self._count(before - self._done)
+        self._count(-2 * nbytes)  # it is sent and compared now
         return False
 
     def _size_there(self, name: str, *, anew: bool = False) -> int | None:
@@ -336,8 +333,9 @@ class _Copy:
     def _count(self, nbytes: int) -> None:
         with self._lock:
             self._done += nbytes
-            if self._on_progress is not None:
-                self._on_progress(max(0, min(self._done, self._total)), self._total)
+            more = max(0, self._done - self._most)
+            self._most += more
+        self._counted.add(more)
 
 
 def discard_copy(out: str) -> None:

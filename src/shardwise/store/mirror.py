@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from ..errors import ShardwiseError, SourceError, is_damage
 from ..format.manifest import MANIFEST_NAME
 from ..limits import read_small
+from ..phases.phase import in_background
 from ..ranks.patience import patiently
 from ..storage import join
 from .copy import copy, discard_copy
@@ -115,7 +116,8 @@ class Mirror:
         target = join(self.line.root, name)
         self._copying = step
         try:
-            copy(join(self._source.root, here[step]), target)
+            with in_background():
+                copy(join(self._source.root, here[step]), target)
         except ShardwiseError as error:
             discard_copy(target)
             gone = step not in self._source.seen_steps()

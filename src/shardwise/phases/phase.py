@@ -1,0 +1,171 @@
+"""One operation that counts its bytes: made by :func:`phase`, told to the listeners by whoever reads or writes.
+
+An operation within another one of its thread counts for the outer one: a resume with its loads is one. Without listeners
+there is nothing to count: callers get their own functions back.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from threading import Lock
+
+from .listeners import Listener, listeners_for
+from .records import PhaseName, Progress, State
+
+__all__ = ["PERIOD_S", "Phase", "in_background", "phase"]
+
+#: Listeners hear of an operation at most so often.
+PERIOD_S = 0.1
+_ERROR_CHARS = 300
+_numbers = itertools.count(1)
+
+Tick = Callable[[int], None]
+
+
+class Phase:
+    """An operation. This one has no listener: its methods do nothing."""
+
+    def expect(self, nbytes: Callable[[], int]) -> None:
+        """So many more bytes are to do: of a plan, exactly. The operation begins for listeners with the first call."""
+
+    def guess(self, nbytes: Callable[[], int]) -> None:
+        """So many bytes are to do in all, about; until :meth:`expect` has said more, or the end is there."""
+
+    def add(self, nbytes: int) -> None:
+        """So many bytes are done. Any thread may call it."""
+
+    def counting(self, tick: Tick) -> Tick:
+        """``tick``, which also counts its bytes here."""
+        return tick
+
+
+class _Heard(Phase):
+    """An operation with listeners."""
+
+    def __init__(
+        self, name: PhaseName, path: str, listeners: Sequence[Listener], *, is_background: bool
+    ) -> None:
+        self._name, self._path, self._is_background = name, path, is_background
+        self._listeners, self._number = listeners, next(_numbers)
+        self._started = time.monotonic()
+        self._due = 0.0
+        self._done = self._expected = self._guessed = 0
+        self._has_begun = self._has_ended = False
+        self._lock = Lock()
+        self._telling = Lock()
+
+    def expect(self, nbytes: Callable[[], int]) -> None:
+        self._expected += nbytes()
+        self._begin()
+
+    def guess(self, nbytes: Callable[[], int]) -> None:
+        self._guessed = nbytes()
+        self._begin()
+
+    def _begin(self) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self._tell()
+
+    def add(self, nbytes: int) -> None:
+        if nbytes:
+            with self._lock:
+                self._done += nbytes
+            if self._has_begun and time.monotonic() >= self._due:
+                self._tell()
+
+    def counting(self, tick: Tick) -> Tick:
+        def both(nbytes: int) -> None:
+            tick(nbytes)
+            self.add(nbytes)
+
+        return both
+
+    def _tell(self) -> None:
+        """Unless another thread does: it must not wait for the listeners."""
+        if self._telling.acquire(blocking=False):
+            try:
+                if not self._has_ended:
+                    self._tell_all("running")
+            finally:
+                self._telling.release()
+
+    def end(self, state: State, error: BaseException | None = None) -> None:
+        """Tell the last."""
+        if self._has_begun:
+            with self._telling:
+                self._has_ended = True
+                self._tell_all(state, "" if error is None else _in_words(error))
+
+    def _tell_all(self, state: State, error: str = "") -> None:
+        self._due = time.monotonic() + PERIOD_S
+        with self._lock:
+            done = self._done
+        total = self._expected if state == "done" else max(self._expected, self._guessed)
+        found = Progress(
+            phase=self._name,
+            path=self._path,
+            state=state,
+            done_bytes=done,
+            total_bytes=max(total, done),
+            seconds=time.monotonic() - self._started,
+            number=self._number,
+            is_background=self._is_background,
+            error=error,
+        )
+        within = _within.set(None)  # what a hook itself reads is no part of this
+        try:
+            for listener in self._listeners:
+                listener.tell(found)
+        finally:
+            _within.reset(within)
+
+
+def _in_words(error: BaseException) -> str:
+    text = ""
+    with suppress(Exception):  # of a caller's class
+        text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:_ERROR_CHARS]
+
+
+_SILENT = Phase()
+_within: ContextVar[_Heard | None] = ContextVar("phase", default=None)
+_in_background: ContextVar[bool] = ContextVar("phase_in_background", default=False)
+
+
+@contextmanager
+def phase(name: PhaseName, path: str) -> Iterator[Phase]:
+    """An operation, until the block is left; within another one of this thread, that one. Rank-local; costs microseconds."""
+    outer = _within.get()
+    if outer is not None:
+        yield outer
+        return
+    is_background = _in_background.get()
+    listeners = listeners_for(is_background=is_background)
+    if not listeners:
+        yield _SILENT
+        return
+    heard = _Heard(name, path, listeners, is_background=is_background)
+    token = _within.set(heard)
+    try:
+        yield heard
+    except BaseException as error:
+        _within.reset(token)
+        heard.end("failed", error)
+        raise
+    _within.reset(token)
+    heard.end("done")
+
+
+@contextmanager
+def in_background() -> Iterator[None]:
+    """The caller goes on while this thread's operations in the block run."""
+    token = _in_background.set(True)
+    try:
+        yield
+    finally:
+        _in_background.reset(token)

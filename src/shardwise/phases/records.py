@@ -1,0 +1,61 @@
+"""What a listener is told of an operation, and its words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["PhaseName", "Progress", "State", "size"]
+
+PhaseName = Literal["load", "save", "resume", "restore", "verify", "diff", "convert", "copy", "export"]
+State = Literal["running", "done", "failed"]
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far one operation is on this rank: bytes done, of the bytes to do."""
+
+    phase: PhaseName
+    """What is done. A resume is one phase, with the loads in it."""
+    path: str
+    """Path or URL that is read or, by a save, a conversion, a copy and an export, written."""
+    state: Literal["running", "done", "failed"]
+    """``done`` and ``failed`` come once, last."""
+    done_bytes: int
+    """Read, written, or compared, by this rank. Never falls."""
+    total_bytes: int
+    """Bytes that this rank will have done, by plan; an estimate of a resume or an export until it is done. Never less than
+    ``done_bytes``: it grows if more is read or written than planned."""
+    seconds: float
+    """Since the operation began: a load begins when it is planned."""
+    number: int
+    """Counts the operations of this process: operations at the same time have different ones."""
+    is_background: bool
+    """Whether the caller goes on meanwhile: an async save, a copy to a mirror."""
+    error: str = ""
+    """Of a failed operation, type and text of the error."""
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bytes in a second, since the operation began."""
+        return self.done_bytes / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def remaining_s(self) -> float | None:
+        """Seconds until the end at this rate; None before the first byte."""
+        left, rate = max(0, self.total_bytes - self.done_bytes), self.bytes_per_s
+        if left == 0:
+            return 0.0
+        return left / rate if rate > 0 else None
+
+
+def size(nbytes: int) -> str:
+    """Bytes for people: ``512 B``, ``1.50 MiB``, ``13.5 GiB``."""
+    power = min(max(nbytes.bit_length() - 1, 0) // 10, len(_UNITS) - 1)
+    if power == 0:
+        return f"{nbytes} B"
+    value = nbytes / 1024**power
+    digits = 2 if value < 10 else 1 if value < 100 else 0
+    return f"{value:.{digits}f} {_UNITS[power]}"

@@ -1,0 +1,269 @@
+"""What hooks and the log hear of operations: exactly the bytes of the reports, on every rank, also of failures."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import shardwise as sw
+from shardwise.phases import phase as phases
+from tests.harness import models
+from tests.harness.pool import RankPool
+from tests.phases import _progress_fns as fns
+from tests.quantized._made import fp8_directory
+from tests.recipe import _fallback_fns
+
+LOG = "shardwise.progress"
+
+
+@pytest.fixture(autouse=True)
+def every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks hear of each piece of this process, not ten times a second."""
+    monkeypatch.setattr(phases, "PERIOD_S", 0.0)
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("progress") / "step-00000003"
+    model, optimizer = fns.trained()
+    sw.save(sw.TrainState(model=model, optimizer=optimizer), path, step=3)
+    return path
+
+
+def test_one_process(tmp_path: Path) -> None:
+    fns.each_operation(str(tmp_path))
+
+
+def test_two_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    """Each rank counts its own bytes."""
+    ranks.run_ranks(2, fns.each_operation, str(tmp_path))
+
+
+def test_a_failure_comes_last(step: Path, tmp_path: Path) -> None:
+    """As a failure, after what was read; nothing comes after it."""
+    damaged = tmp_path / step.name
+    sw.copy(step, damaged)
+    file = max(damaged.glob("model/*.safetensors"), key=lambda p: p.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[-9] ^= 1
+    file.write_bytes(content)
+    model, _ = fns.trained()
+    heard: fns.Found = []
+    with sw.progress(heard.append), pytest.raises(sw.IntegrityError):
+        sw.load(model, damaged)
+    assert [one.state for one in heard].count("failed") == 1
+    assert heard[-1].state == "failed"
+    assert heard[-1].error.startswith("IntegrityError: ")
+    assert heard[-1].done_bytes == heard[-1].total_bytes, "all was read; the digest differs"
+    heard.clear()
+    with sw.progress(heard.append):
+        assert not sw.verify(damaged).ok
+    assert heard[-1].state == "done", "it has verified, and reports what is wrong"
+
+
+def test_all_ranks_hear_of_one_that_fails(ranks: RankPool, tmp_path: Path) -> None:
+    """Rank 1 fails while it reads, and rank 0 when it has read its own bytes and the ranks agree."""
+    source = tmp_path / "model.safetensors"
+    save_file({n: t.contiguous() for n, t in fns.trained()[0].state_dict().items()}, source)
+    first, second = ranks.run_ranks(2, fns.a_rank_fails, str(source))
+    assert first == ("running", "failed", "RankError", "[1]")
+    assert second == ("running", "failed", "RankError", "[1]")
+
+
+def test_a_hook_that_fails_stops_nothing(ranks: RankPool, step: Path) -> None:
+    (first, content), (second, same) = ranks.run_ranks(2, fns.a_hook_that_fails, str(step))
+    assert second == 1, "it failed, and was not called again"
+    assert first >= 4, "the other rank's goes on: begin and end of two loads"
+    assert content == same
+
+
+def test_a_hook_that_fails_is_logged_once(step: Path, caplog: pytest.LogCaptureFixture) -> None:
+    calls: list[str] = []
+
+    def hook(found: sw.Progress) -> None:
+        calls.append(found.state)
+        raise ValueError("of the hook")
+
+    with caplog.at_level(logging.WARNING, "shardwise"), sw.progress(hook):
+        assert sw.verify(step).ok
+        assert sw.verify(step).ok
+    assert calls == ["running"]
+    (record,) = caplog.records
+    assert "the progress hook failed, and is not called again; the verify goes on" in record.getMessage()
+    assert record.exc_info is not None
+    assert "of the hook" in str(record.exc_info[1])
+    with sw.progress(hook):
+        sw.verify(step)
+    assert calls == ["running"] * 2, "another block calls it again"
+
+
+def test_ctrl_c_in_a_hook_is_ctrl_c(step: Path) -> None:
+    model, _ = fns.trained()
+
+    def hook(found: sw.Progress) -> None:
+        if found.state == "running":
+            raise KeyboardInterrupt
+
+    with sw.progress(hook), pytest.raises(KeyboardInterrupt):
+        sw.load(model, step)
+
+
+def test_two_lines_of_the_log(step: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever the number of tensors; and none below INFO."""
+    model, _ = fns.trained()
+    with caplog.at_level(logging.INFO, "shardwise"):
+        report = sw.load(model, step)
+    amount = f"{report.bytes_read / 1024:.0f} KiB"
+    begin, end = [record.getMessage() for record in caplog.records if record.name == LOG]
+    assert begin == f"load of {step}: {amount} to do"
+    assert end.startswith(f"load of {step}: done, {amount} in 0.")
+    assert end.endswith("iB/s")
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "shardwise"), pytest.raises(sw.CheckpointError):
+        sw.save(sw.TrainState(model=nn.Linear(2, 2)), step, step=3)
+    assert [r for r in caplog.records if r.name == LOG] == [], "it had not begun"
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "shardwise"):
+        sw.load(model, step)
+    assert caplog.records == []
+
+
+def test_nothing_is_counted_for_nobody(step: Path) -> None:
+    """Without a listener an operation gets its own function back, and no total is made."""
+
+    def tick(nbytes: int) -> None:
+        raise AssertionError
+
+    def total() -> int:
+        raise AssertionError
+
+    with phases.phase("load", str(step)) as counted:
+        assert counted.counting(tick) is tick
+        counted.expect(total)
+        counted.guess(total)
+        counted.add(1)
+    with sw.progress(lambda found: None), phases.phase("load", str(step)) as counted:
+        assert counted.counting(tick) is not tick
+
+
+def test_background_saves_and_mirrors(tmp_path: Path) -> None:
+    """Threads of a Checkpointer tell the same hook; never two at a time of one operation."""
+    model, optimizer = fns.trained()
+    state = sw.TrainState(model=model, optimizer=optimizer)
+    heard: fns.Found = []
+    threads: set[str] = set()
+
+    def hook(found: sw.Progress) -> None:
+        heard.append(found)
+        threads.add(threading.current_thread().name)
+
+    with sw.progress(hook):
+        with sw.Checkpointer(tmp_path / "run", mode="async", mirror=tmp_path / "mirror") as checkpoints:
+            checkpoints.save(state, 1)
+            report = checkpoints.wait()
+        assert report is not None
+    by_phase = {name: [one for one in heard if one.phase == name] for name in ("save", "copy")}
+    fns.check(by_phase["save"], "save", report.bytes_written)
+    copied = sum(p.stat().st_size for p in (tmp_path / "mirror/step-00000001").rglob("*") if p.is_file())
+    fns.check(by_phase["copy"], "copy", 2 * copied)
+    assert all(one.is_background for one in heard)
+    assert "MainThread" not in threads
+    count = len(heard)
+    sw.verify(tmp_path / "run" / "step-00000001")
+    assert len(heard) == count, "the block was left"
+
+
+def test_no_call_after_the_block(tmp_path: Path) -> None:
+    """A background save that outlives the block goes on in silence."""
+    model, optimizer = fns.trained()
+    begun, calls = threading.Event(), []
+
+    def hook(found: sw.Progress) -> None:
+        begun.set()
+        calls.append(found)
+
+    with sw.Checkpointer(tmp_path / "run", mode="async") as checkpoints:
+        with sw.progress(hook):
+            checkpoints.save(sw.TrainState(model=model, optimizer=optimizer), 1)
+            assert begun.wait(30)
+        count = len(calls)
+        assert checkpoints.wait() is not None
+    assert len(calls) == count
+
+
+def test_what_a_hook_reads_is_not_counted(step: Path) -> None:
+    model, _ = fns.trained()
+    heard: fns.Found = []
+
+    def hook(found: sw.Progress) -> None:
+        heard.append(found)
+        if found.state == "running" and len(heard) == 1:
+            assert sw.verify(step).ok
+
+    with sw.progress(hook):
+        report = sw.load(model, step)
+    loads = [one for one in heard if one.phase == "load"]
+    fns.check(loads, "load", report.bytes_read)
+
+
+def test_a_hook_is_not_called_for_each_piece(step: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(phases, "PERIOD_S", 3600.0)
+    model, _ = fns.trained()
+    _, (found,) = fns.recorded(lambda: sw.load(model, step))
+    assert [one.state for one in found] == ["running", "done"]
+
+
+def test_rate_and_remaining_time() -> None:
+    with sw.progress((heard := []).append), phases.phase("load", "x") as counted:
+        counted.expect(lambda: 1000)
+        assert heard[0].remaining_s is None
+        time.sleep(0.05)
+        counted.add(250)
+        last = heard[-1]
+        assert last.bytes_per_s == pytest.approx(250 / last.seconds)
+        assert last.remaining_s == pytest.approx(3 * last.seconds)
+
+
+def test_a_hook_must_be_callable() -> None:
+    with pytest.raises(TypeError, match="hook must be callable"), sw.progress("bars"):  # type: ignore[arg-type]
+        pass
+
+
+def test_a_copy_that_goes_on_never_falls_back(tmp_path: Path) -> None:
+    """A file with other content is read twice, and counted once."""
+    source = tmp_path / "source"
+    source.mkdir()
+    for k in range(6):
+        (source / f"{k}.bin").write_bytes(bytes([k]) * 100_000)
+    begun = tmp_path / "copy.copying"
+    begun.mkdir()
+    for k in range(5):
+        (begun / f"{k}.bin").write_bytes(bytes([k * (k % 2)]) * 100_000)
+    report, (found,) = fns.recorded(lambda: sw.copy(source, tmp_path / "copy"))
+    fns.check(found, "copy", 2 * report.nbytes)
+    assert report.files_sent == 3
+
+
+def test_what_a_load_converts_and_dequantises(ranks: RankPool, tmp_path: Path) -> None:
+    """It counts what is read from files, not what becomes of it."""
+    _fallback_fns.make_checkpoint(tmp_path / "no-map")
+    models.write_hub_directory("qwen3", tmp_path / "plain", torch.bfloat16)
+    fp8_directory(tmp_path / "plain", tmp_path / "fp8", (4, 8))
+    named = ranks.run_ranks(2, fns.converted_and_dequantised, str(tmp_path / "no-map"), str(tmp_path / "fp8"))
+    assert named == [["6 1 own", "6 1 node", "6 1 once"]] * 2
+
+
+def test_second_copies_of_ties_count(ranks: RankPool, tmp_path: Path) -> None:
+    """They are read to be compared, by each rank or by one for all."""
+    source = tmp_path / "model.safetensors"
+    weight = torch.rand(301, 64)
+    save_file({"0.weight": weight, "1.weight": weight.clone()}, source)
+    first, second = ranks.run_ranks(2, fns.ties_stored_twice, str(source))
+    assert [a + b for a, b in zip(first, second, strict=True)] == [2 * weight.nbytes] * 3
