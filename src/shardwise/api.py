@@ -10,6 +10,7 @@ from .digests.live import digest as digest
 from .export.full import iter_full as iter_full
 from .export.hub import ExportReport as ExportReport
 from .export.hub import export_hf as export_hf
+from .ledgers.ledger import ledger as ledger
 from .loading.clone import clone as clone
 from .loading.initialize import initialize as initialize
 from .loading.load import load as load

@@ -40,6 +40,7 @@ ORDER = (
         "catalog",
         "quantized",
         "models",
+        "ledgers",
         "recipe",
         "adapters",
         "planning",
@@ -47,7 +48,7 @@ ORDER = (
         "loading",
         "state",
     ),
-    *("store", "checkpoint", "runs", "export", "api", "", "integrations", "demo", "cli", "__main__"),
+    *("store", "checkpoint", "runs", "export", "api", "", "integrations", "report", "demo", "cli", "__main__"),
 )
 MOST_LOOSE = 8
 

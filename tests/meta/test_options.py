@@ -38,6 +38,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "export_hf": sw.export_hf,
     "initialize": sw.initialize,
     "iter_full": sw.iter_full,
+    "ledger": sw.ledger,
     "load": sw.load,
     "load_pretrained": sw.load_pretrained,
     "plan": sw.plan,

@@ -12,6 +12,7 @@ from typing import Literal
 
 from ..errors import CheckpointError, ShardwiseError, is_damage, is_unreadable
 from ..format.steps import checked_step
+from ..ledgers.current import announced
 from ..planning import IOOptions
 from ..ranks.patience import patiently
 from ..ranks.ranks import Ranks
@@ -237,6 +238,7 @@ class Checkpointer:
         self._retain(step, ranks)
         return report
 
+    @announced("save", "step")
     def _save_async(
         self, state: TrainState, target: Target, step: int, lineage: Lineage, buffer: StagingBuffer
     ) -> SaveReport:
@@ -262,6 +264,7 @@ class Checkpointer:
             if ranks.rank == 0:
                 self._steps.after_save(step, ranks.tick)
 
+    @announced("resume", "step")
     def resume(self, state: TrainState, step: int | None = None) -> ResumeReport | None:
         """Restore the newest valid step (or exactly ``step``); None only if nothing was ever published here.
 

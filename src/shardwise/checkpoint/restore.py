@@ -17,6 +17,7 @@ from ..format.manifest import CONVERTED, Manifest, TensorEntry
 from ..gc_paused import gc_paused
 from ..layout.live import LiveModel, describe
 from ..layout.placements import mesh_text
+from ..ledgers.current import phase
 from ..loading.load import Filling, FillOptions, fill
 from ..loading.report import LoadReport
 from ..planning import IOOptions
@@ -125,9 +126,10 @@ def _restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> 
         stored = stored.under_names_of(lives)
         for optimizer in state.optimizers.values():  # before any is given its own: two may share parameters
             clear_gradients(optimizer)
-    for name, optimizer in state.optimizers.items():
-        part = trained_by(name, optimizer, lives)
-        filled.optimizers.append(restore_optimizer(part, stored, ranks, io))
+    with phase("optimizer"):
+        for name, optimizer in state.optimizers.items():
+            part = trained_by(name, optimizer, lives)
+            filled.optimizers.append(restore_optimizer(part, stored, ranks, io))
     with ranks.agree("give optimizers their own state"):
         own.give_to_optimizers(state.given_optimizers, state.optimizers)
     with ranks.agree("restore documents"):

@@ -17,6 +17,7 @@ from ..format.manifest import FileEntry, Manifest
 from ..format.slices import Slice, file_name, rank_files
 from ..format.spread import file_count
 from ..format.steps import misnamed
+from ..ledgers.current import announced, phase
 from ..limits import inside
 from ..ranks.ranks import Ranks
 from ..state.train_state import TrainState
@@ -90,6 +91,7 @@ class SaveReport:
         return asdict(self)
 
 
+@announced("save", "step")
 def write_checkpoint(
     state: TrainState, target: Target, step: int, lineage: Lineage, ranks: Ranks, *, at_top: bool = False
 ) -> SaveReport:
@@ -98,7 +100,8 @@ def write_checkpoint(
     ``at_top``: link the files of ``model/`` at the top, too (:mod:`.at_top`); for a local target.
     """
     started = time.perf_counter()
-    collected = collect(state, step, lineage, ranks)
+    with phase("collect"):
+        collected = collect(state, step, lineage, ranks)
     contents = LiveContents(pieces_of(collected, ranks.rank))
     with counting() as asked:
         written = publish_collected(collected, target, ranks, contents, at_top=at_top)
@@ -128,7 +131,7 @@ def publish_collected(
     final = target.final
     try:
         first_final, place = ranks.on_first("make temporary directory", lambda: _begin(target, collected))
-        with ranks.agree("write checkpoint"):
+        with phase("write"), ranks.agree("write checkpoint"):
             if first_final != final:
                 raise CheckpointError(
                     f"rank {ranks.rank} should save to {final}, rank 0 to {first_final}; give every rank the same path "

@@ -22,6 +22,7 @@ from ..dtypes import code_of, named_dtype, torch_dtype
 from ..errors import CheckpointError
 from ..internals.peft import has_adapters, peft_model
 from ..layout.live import LiveModel, describe
+from ..ledgers.current import announced
 from ..models.classes import import_code, in_turn
 from ..models.kept import has_blocks
 from ..planning import IOOptions
@@ -68,6 +69,7 @@ class ExportReport:
         return asdict(self)
 
 
+@announced("export", "out")
 def export_hf(
     model_or_path: nn.Module | str | os.PathLike[str],
     out: str | os.PathLike[str],

@@ -21,6 +21,7 @@ from ..errors import IntegrityError, PlanError, ShardError
 from ..gc_paused import gc_paused
 from ..internals.torch import local_tensor, version_of
 from ..layout.live import LiveModel, describe
+from ..ledgers.current import announced, phase
 from ..models.homes import remember_source
 from ..models.host_budget import HostBudget, host_budget, refuse_too_large
 from ..models.memory import default_device, materialize
@@ -56,6 +57,7 @@ __all__ = ["FillOptions", "Filling", "Names", "fill", "load"]
 Names = Mapping[str, str] | Callable[[str], str]
 
 
+@announced("load", "source")
 def load(
     model: nn.Module,
     source: str | os.PathLike[str],
@@ -201,10 +203,11 @@ def fill(prepare: Callable[[], Filling], ranks: Ranks) -> Filled:
     def chosen(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return choose(label, given.options.io.strategy, given.catalog.nbytes, facts)
 
-    choice = Choice(**ranks.combine(label, told, chosen))
+    with phase("plan"):
+        choice = Choice(**ranks.combine(label, told, chosen))
     plan, live, catalog, options = planned.plan, given.live, given.catalog, given.options
     read = time.perf_counter()
-    with ranks.agree("read"):
+    with phase("read"), ranks.agree("read"):
         memory = materialize(live.root, options.device or default_device(live.parameters), options.io.pages)
         live = live.refreshed()
         cost = carry_out(planned, choice, live, ranks, memory)
@@ -215,7 +218,8 @@ def fill(prepare: Callable[[], Filling], ranks: Ranks) -> Filled:
     forget_meta_buffers(live.root)
     compared = 0
     if options.verify != "cover" and catalog.digests:
-        compared = check_digests(live, catalog, plan, ranks)
+        with phase("compare digests"):
+            compared = check_digests(live, catalog, plan, ranks)
     if not catalog.has_module_names:
         remember(live.root, plan.recipes, catalog.tensors)
         remember_source((live.root, live.base), catalog)

@@ -24,6 +24,7 @@ from ..dtypes import torch_dtype
 from ..errors import StateError
 from ..format.states import StateKey, by_name
 from ..layout.live import describe
+from ..ledgers.current import announced
 from ..limits import brief
 from ..planning import IOOptions
 from ..ranks.ranks import Ranks
@@ -38,6 +39,7 @@ from .third_party import StoredOptimizer, ThirdPartyRun, find_run, is_third_part
 __all__ = ["restore"]
 
 
+@announced("restore", "path")
 def restore(state: TrainState, path: str | os.PathLike[str], *, io: IOOptions | None = None) -> ResumeReport:
     """Put the checkpoint at ``path`` back into the live objects of ``state``, and prove it by digests.
 
