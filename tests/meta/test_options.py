@@ -128,6 +128,7 @@ COMMANDS: dict[str, tuple[str | None, dict[str, str]]] = {
     ),
     "copy": ("copy", {}),
     "explain": (None, {}),
+    "report": (None, {"out": "one file", "plan": "a file to compare with"}),
     "demo": (None, {"out": "a folder to play in", "ranks": "as in plan"}),
 }
 

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from ..report.text import size
 from .inspection import CheckpointContents, Inspection, RootContents
 from .terminal import console
 from .tree import Node
@@ -35,18 +36,7 @@ __all__ = [
     "size",
 ]
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _GREEN, _YELLOW, _RED = "green", "yellow", "bold red"
-
-
-def size(nbytes: int) -> str:
-    """Bytes for people: ``512 B``, ``1.50 MiB``, ``13.5 GiB``."""
-    power = min(max(nbytes.bit_length() - 1, 0) // 10, len(_UNITS) - 1)
-    if power == 0:
-        return f"{nbytes} B"
-    value = nbytes / 1024**power
-    digits = 2 if value < 10 else 1 if value < 100 else 0
-    return f"{value:.{digits}f} {_UNITS[power]}"
 
 
 @contextmanager

@@ -1,0 +1,44 @@
+"""Numbers and names as readers see them."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+__all__ = ["plain", "seconds_text", "size", "time_text"]
+
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def size(nbytes: int) -> str:
+    """Bytes for people: ``512 B``, ``1.50 MiB``, ``13.5 GiB``."""
+    power = min(max(nbytes.bit_length() - 1, 0) // 10, len(_UNITS) - 1)
+    if power == 0:
+        return f"{nbytes} B"
+    value = nbytes / 1024**power
+    digits = 2 if value < 10 else 1 if value < 100 else 0
+    return f"{value:.{digits}f} {_UNITS[power]}"
+
+
+def seconds_text(seconds: float) -> str:
+    """``0.42 s``, ``3 min 20 s``, ``2 h 05 min``."""
+    if seconds < 100:
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 100:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def time_text(unix_s: float) -> str:
+    """``2026-01-31 12:00:00 UTC``."""
+    try:
+        return f"{datetime.fromtimestamp(unix_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    except (OverflowError, ValueError, OSError):
+        return "unknown"
+
+
+def plain(text: str, most: int = 200) -> str:
+    """A name from a file, without what moves a cursor or changes the direction of text, and cut."""
+    shown = "".join(c if c.isprintable() else "�" for c in text)
+    return shown if len(shown) <= most else f"{shown[: most - 1]}…"
