@@ -45,7 +45,7 @@ def find_material(paths: Sequence[str], plan: str | None = None) -> Material:
     Raises :class:`SourceError` for a path that holds none of these, and for a ``plan`` that is none.
     """
     material = Material(paths, plan=None if plan is None else _read_plan(Path(plan)))
-    files: dict[Path, None] = {}
+    files: dict[Path, Path] = {}  # real path -> as the caller reaches it
     for path in paths:
         if is_url(path):
             material.runs.append(steps_below(absolute(path)))
@@ -65,14 +65,14 @@ def find_material(paths: Sequence[str], plan: str | None = None) -> Material:
                 "no loss.jsonl; give the directory of a run, of its checkpoints or of its ledger",
                 path=path,
             )
-        files.update(dict.fromkeys(one.resolve() for one in found))
+        files.update({one.resolve(): one for one in found})
     processes = []
-    for file in files:
+    for file in files.values():
         if (process := read_process(file)) is not None:
             processes.append(process)
         elif points := _losses(file):
             material.losses.append(LossLog(str(file), points))
-        elif str(file) in {str(Path(p).resolve()) for p in paths}:
+        elif str(file) in map(str, map(Path, paths)):
             raise SourceError(
                 "is neither a ledger nor a loss log: JSON lines with step and loss", path=str(file)
             )

@@ -46,8 +46,9 @@ _KINDS = {
     "restore": "resume",
     "export": "export",
 }
-_MOST_POINTS = 600
+_MOST_POINTS = 400
 _MOST_BARS = 400
+_LONG_NUMBER = re.compile(r"(\d\.\d)\d+")  # in points: a tenth is finer than a screen
 _WIDTHS = {"wide": 8.6, "narrow": 4.1}
 
 
@@ -118,6 +119,7 @@ def _for_page(text: str, key: str, title: str, description: str) -> str:
     text = re.sub(r"<metadata>.*?</metadata>|<style[^>]*>.*?</style>", "", text, flags=re.DOTALL)
     text = re.sub(r'\bid="([^"]+)"', rf'id="{key}-\1"', text)
     text = re.sub(r'xlink:href="#|url\(#', lambda found: f"{found[0]}{key}-", text)
+    text = re.sub(r' d="[^"]*"', lambda found: _LONG_NUMBER.sub(r"\1", found[0]), text)
     text = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", text)
     text = re.sub(r" font-family: [^;\"]*;?", "", text)
     for colour, variable in _COLOURS.items():
@@ -338,6 +340,7 @@ def draw_sizes(steps: Sequence[tuple[int, int]], key: str) -> Drawn:
         axes.bar(places, [nbytes / 1024**2 for _, nbytes in shown], color=_BY_NAME["save"], width=0.7)
         every = max(1, -(-len(shown) // (16 if form == "wide" else 7)))
         axes.set_xticks(list(places)[::every], [str(step) for step, _ in shown][::every])
+        axes.set_xlim(-0.7, max(len(shown), 10) - 0.3)  # few bars stay narrow
         axes.set_xlabel("step")
         axes.set_ylabel("MiB")
 

@@ -35,6 +35,8 @@ class Part:
 
     heading: str = ""
     text: str = ""
+    key: bool = False
+    """The colours of phases."""
     drawn: Drawn | None = None
     table: Table | None = None
 

@@ -15,6 +15,7 @@ __all__ = ["load_section", "loss_section", "marks_of", "memory_section", "resume
 
 #: Ranks whose memory is drawn, for each start: the first, and those with the highest peaks.
 _DRAWN_RANKS = 6
+_DRAWN_IN_ALL = 16
 _DRAWN_STARTS = 6
 _MOST_ROWS = 200
 
@@ -57,18 +58,31 @@ def starts_section(starts: Sequence[Start]) -> Section:
     """Each process of each start, and how it ended."""
     rows = [
         cells(
-            start.number, p.rank, plain(p.host, 40), time_text(p.began_s), Cell(seconds_text(p.last_t), number=True),
-            _bytes(p.peak("resident")), _bytes(p.peak("anonymous")), _ending(p),
+            start.number, p.rank, _ending(p), Cell(seconds_text(p.last_t), number=True), _bytes(p.peak("resident")),
+            _bytes(p.peak("anonymous")), plain(p.host, 40), Cell(time_text(p.began_s), number=True),
         )
         for start in starts
         for p in start.processes
     ]  # fmt: skip
-    head = cells(">start", ">rank", "host", "began", ">lasted", ">peak resident", ">peak anonymous", "end")
+    head = cells(">start", ">rank", "end", ">lasted", ">peak resident", ">peak anonymous", "host", ">began")
     about = (
         "A start is one launch of the program. A process that stopped without a word was killed, or was still running when this "
         "report was made."
     )
-    return Section("starts", "Starts", about, [*_tables("Processes, by start and rank", head, rows)])
+    parts = [*_tables("Processes, by start and rank", head, rows)]
+    parts += [
+        Part(text=_who_was_first(start))
+        for start in starts
+        if not start.is_whole and len(start.processes) > 1
+    ]
+    return Section("starts", "Starts", about, parts)
+
+
+def _who_was_first(start: Start) -> str:
+    """The rank whose records end first: where one is killed, the launcher ends the others."""
+    first, second, *_ = sorted((p for p in start.processes), key=lambda p: (p.began_s + p.last_t, p.rank))
+    ahead = second.began_s + second.last_t - first.began_s - first.last_t
+    return f"Start {start.number}: the records of rank {first.rank} end first, {seconds_text(ahead)} before the next rank's."
 
 
 def _tables(caption: str, head: Sequence[Cell], rows: Sequence[Sequence[Cell]]) -> Iterator[Part]:
@@ -154,9 +168,7 @@ def _resume(start: Start, found: Sequence[tuple[Process, Note]]) -> Part:
     r = note.report
     is_exact = r.get("exact") is True
     digests = {str(other.report.get("digest")) for _, other in found}
-    exact = (
-        Cell("yes", tone="good") if is_exact else Cell(f"no: {_words(r.get('differences', ()))}", tone="bad")
-    )
+    exact = Cell("yes", tone="good") if is_exact else f"no: {_words(r.get('differences', ()))}"
     alike = (
         Cell(f"the same on all {len(found)} ranks: {plain(next(iter(digests)), 64)}", tone="good")
         if len(digests) == 1
@@ -211,7 +223,7 @@ def load_section(starts: Sequence[Start], plan: Mapping[str, Any] | None) -> Sec
         return None
     about = (
         "The floor of memory is a rank's shards; that of bytes over all ranks is the model, once. Memory added is the highest "
-        "anonymous memory during the load, less that before it; its first load in a process imports code as well."
+        "anonymous memory during the load, less that before it; the first load of a process imports code, too."
     )
     return Section("load", "Load against its floor" + (" and the plan" if plan else ""), about, parts)
 
@@ -293,13 +305,14 @@ def _against_plan(starts: Sequence[Start], plan: Mapping[str, Any]) -> Part:
 
 def memory_section(starts: Sequence[Start]) -> Section | None:
     """Memory over time of each start, and its phases."""
-    parts: list[Part] = []
+    parts: list[Part] = [Part(key=True)] if starts else []
+    most = min(_DRAWN_RANKS, _DRAWN_IN_ALL // max(1, min(len(starts), _DRAWN_STARTS)))
     for start in starts[-_DRAWN_STARTS:]:
         parts.append(
             Part(heading=f"Start {start.number}: {len(start.processes)} ranks, {seconds_text(start.seconds)}")
         )
         by_peak = sorted(start.processes[1:], key=lambda p: (-p.peak("resident"), p.rank))
-        shown = [*start.processes[:1], *by_peak[: _DRAWN_RANKS - 1]]
+        shown = [*start.processes[:1], *by_peak[: most - 1]]
         if len(shown) < len(start.processes):
             parts.append(
                 Part(
@@ -325,7 +338,7 @@ def _hosts(start: Start) -> Iterator[Part]:
     for process in start.processes:
         if process.peak("cgroup"):
             by_host.setdefault((process.host, process.cgroup), []).append(process)
-    for (host, _), processes in list(by_host.items())[:4]:
+    for (host, _), processes in list(by_host.items())[:2]:
         yield Part(drawn=draw_host(start, host, processes))
 
 

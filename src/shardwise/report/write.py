@@ -10,6 +10,7 @@ from pathlib import Path
 from .. import __version__
 from ..errors import ShardwiseError
 from ..runs.history import RootContents, StepSummary
+from ..storage import is_url
 from .material import Material, find_material
 from .plots import draw_sizes, plotting
 from .records import Cell, Page, Part, Section, Table, cells
@@ -58,7 +59,7 @@ def _page(material: Material) -> Page:
         _history(material.runs),
         _read(material),
     ]
-    names = ", ".join(plain(Path(p).name or p, 60) for p in material.paths)
+    names = ", ".join(plain(Path(p).absolute().name if not is_url(p) else p, 60) for p in material.paths)
     return Page(f"Run {names}", _cards(material), [s for s in found if s is not None], __version__)
 
 
@@ -113,7 +114,7 @@ def _history(runs: Sequence[RootContents]) -> Section | None:
             parts.append(Part(text=f"Leftovers of {len(run.leftovers)} stopped saves: {left}"))
     if not parts:
         return None
-    about = "By manifests and sizes of files; `shardwise verify` compares every byte. Steps that retention deleted are not here."
+    about = "By manifests and sizes of files; the command shardwise verify compares every byte. Steps that retention deleted are not here."
     return Section("checkpoints", "Checkpoints", about, parts)
 
 
