@@ -9,7 +9,7 @@ from .ledger_files import Note, Process, Start
 from .material import Material
 from .plots import Mark, draw_host, draw_losses, draw_memory
 from .records import Cell, Part, Section, Table, cells, facts
-from .text import plain, seconds_text, size, time_text
+from .text import counted, plain, seconds_text, size, time_text
 
 __all__ = ["load_section", "loss_section", "marks_of", "memory_section", "resume_section", "starts_section"]
 
@@ -142,9 +142,8 @@ def _trained_twice(logs: Sequence[Mapping[int, float]]) -> str:
         seen |= points
     if not differences:
         return ""
-    return (
-        f"{len(differences)} steps were trained twice: their losses differ by at most {max(differences):.2g}."
-    )
+    was = "step was" if len(differences) == 1 else "steps were"
+    return f"{len(differences)} {was} trained twice: losses differ by at most {max(differences):.2g}."
 
 
 def resume_section(starts: Sequence[Start]) -> Section | None:
@@ -170,15 +169,18 @@ def _resume(start: Start, found: Sequence[tuple[Process, Note]]) -> Part:
     digests = {str(other.report.get("digest")) for _, other in found}
     exact = Cell("yes", tone="good") if is_exact else f"no: {_words(r.get('differences', ()))}"
     alike = (
-        Cell(f"the same on all {len(found)} ranks: {plain(next(iter(digests)), 64)}", tone="good")
+        Cell(
+            f"{plain(next(iter(digests)), 64)}, the same on every rank that reports it ({len(found)})",
+            tone="good",
+        )
         if len(digests) == 1
         else Cell("DIFFERENT between ranks", tone="bad")
     )
     step = plain(str(r.get("step")), 20)
     rows: list[tuple[str, object]] = [
         ("checkpoint", plain(str(r.get("path", "")))),
-        ("saved by", f"{plain(str(r.get('saved_world_size')), 20)} ranks ({plain(str(r.get('saved_mesh', '')), 80)})"),
-        ("resumed on", f"{plain(str(r.get('world_size')), 20)} ranks ({plain(str(r.get('mesh', '')), 80)})"),
+        ("saved by", f"{counted(r.get('saved_world_size'), 'rank')} ({plain(str(r.get('saved_mesh', '')), 80)})"),
+        ("resumed on", f"{counted(r.get('world_size'), 'rank')} ({plain(str(r.get('mesh', '')), 80)})"),
         ("digests compared", f"{_words(r.get('tensors'))} tensors of the model, {_words(r.get('optimizer_tensors'))} of the optimizer"),
         ("digest of all", alike),
         ("bitwise as never stopped", exact),
@@ -293,7 +295,7 @@ def _against_plan(starts: Sequence[Start], plan: Mapping[str, Any]) -> Part:
         ">staging planned",
         ">measured",
     )
-    model = f"{plain(str(plan.get('model_class', '')), 60)} on {plain(str(plan.get('ranks')), 20)} ranks"
+    model = f"{plain(str(plan.get('model_class', '')), 60)} on {counted(plan.get('ranks'), 'rank')}"
     if not rows:
         return Part(heading="Plan against measured", text=f"No load of {model} is in the ledgers.")
     return Part(heading="Plan against measured", table=Table(f"Plan of {model}", head, rows[:_MOST_ROWS]))
@@ -309,7 +311,9 @@ def memory_section(starts: Sequence[Start]) -> Section | None:
     most = min(_DRAWN_RANKS, _DRAWN_IN_ALL // max(1, min(len(starts), _DRAWN_STARTS)))
     for start in starts[-_DRAWN_STARTS:]:
         parts.append(
-            Part(heading=f"Start {start.number}: {len(start.processes)} ranks, {seconds_text(start.seconds)}")
+            Part(
+                heading=f"Start {start.number}: {counted(len(start.processes), 'rank')}, {seconds_text(start.seconds)}"
+            )
         )
         by_peak = sorted(start.processes[1:], key=lambda p: (-p.peak("resident"), p.rank))
         shown = [*start.processes[:1], *by_peak[: most - 1]]

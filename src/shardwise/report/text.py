@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-__all__ = ["plain", "seconds_text", "size", "time_text"]
+__all__ = ["counted", "plain", "seconds_text", "size", "time_text"]
 
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -18,6 +18,11 @@ def size(nbytes: int) -> str:
     value = nbytes / 1024**power
     digits = 2 if value < 10 else 1 if value < 100 else 0
     return f"{value:.{digits}f} {_UNITS[power]}"
+
+
+def counted(number: object, what: str) -> str:
+    """``1 rank``, ``3 ranks``; a number from a file may be no number."""
+    return f"{plain(str(number), 20)} {what}{'' if number == 1 else 's'}"
 
 
 def seconds_text(seconds: float) -> str:
