@@ -232,3 +232,20 @@ def test_a_week_of_records_is_bounded() -> None:
 def test_without_a_ledger_nothing_is_announced() -> None:
     assert current.phase("load") is current.phase("save")
     current.note("load", {})
+
+
+@pytest.mark.processes
+def test_a_fork_has_no_ledger(tmp_path: Path) -> None:
+    """Neither current, nor by the object of its parent."""
+    script = (
+        "import os, sys, shardwise as sw\n"
+        "from shardwise.ledgers.current import current, note\n"
+        f"with sw.ledger({str(tmp_path)!r}) as ledger:\n"
+        "    if os.fork() == 0:\n"
+        "        note('of the child', {}); ledger.note('of the child', {})\n"
+        "        os._exit(0 if current() is None else 3)\n"
+        "    assert os.wait()[1] == 0\n"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=60)
+    (file,) = tmp_path.iterdir()
+    assert {r["kind"] for r in records(file)} <= {"begin", "sample", "end"}

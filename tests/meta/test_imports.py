@@ -48,7 +48,19 @@ ORDER = (
         "loading",
         "state",
     ),
-    *("store", "checkpoint", "runs", "export", "api", "", "integrations", "report", "demo", "cli", "__main__"),
+    *(
+        "store",
+        "checkpoint",
+        "runs",
+        "export",
+        "api",
+        "",
+        "integrations",
+        "report",
+        "demo",
+        "cli",
+        "__main__",
+    ),
 )
 MOST_LOOSE = 8
 

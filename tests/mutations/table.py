@@ -37,6 +37,7 @@ class Mutation:
         return text.replace(self.old, self.new)
 
 
+REPORT = "tests/report/test_report.py"
 NAMES = ("tests/test_names.py",)
 DIRECT = ("tests/store/test_direct.py",)
 DIFF = ("tests/runs/test_diff.py",)
@@ -1649,6 +1650,35 @@ MUTATIONS = (
         "in self.steps().items():",
         ("tests/integrations/test_trainer_place.py::test_a_run_that_lost_the_directory_renames_nothing",),
         "checkpoints of another run are renamed",
+    ),
+    # ----------------------------------------------------------------------------- ledgers, report
+    Mutation(
+        "ledgers/ledger.py",
+        "        for peak in (self._whole, self._since, *self._open.values()):",
+        "        for peak in (self._whole, self._since):",
+        ("tests/ledgers/test_ledger.py::test_its_peaks_are_the_kernels_within_two_percent",),
+        "a phase's peak is what it began with",
+    ),
+    Mutation(
+        "ledgers/current.py",
+        "    return _current if _current is not None and _current.pid == os.getpid() else None",
+        "    return _current",
+        ("tests/ledgers/test_ledger.py::test_a_fork_has_no_ledger",),
+        "a forked child writes into its parent's ledger",
+    ),
+    Mutation(
+        "report/ledger_files.py",
+        "        return min(left, key=lambda p: p.number) if left and not self.has_ended else None",
+        "        return max(left, key=lambda p: p.number) if left and not self.has_ended else None",
+        (f"{REPORT}::test_it_tells_the_story_of_a_run",),
+        "a killed rank is said to have stopped in the innermost phase",
+    ),
+    Mutation(
+        "report/write.py",
+        "Environment(autoescape=True)",
+        "Environment(autoescape=False)",
+        (f"{REPORT}::test_no_input_writes_html_into_it",),
+        "names from a ledger are HTML",
     ),
     # ------------------------------------------------------------------------------------- cli
     Mutation(

@@ -67,9 +67,9 @@ def run(*args: object) -> Result:
 
 
 def cut_in_last_save(file: Path) -> None:
-    """Leave of a ledger what a process leaves that is killed in its last save: the records up to there, and a torn line."""
+    """Leave of a ledger what a process leaves that is killed as it writes its last save: the records up to there, and a torn line."""
     lines = file.read_text().splitlines(keepends=True)
-    begun = max(k for k, line in enumerate(lines) if '"kind":"phase"' in line and '"name":"save"' in line)
+    begun = max(k for k, line in enumerate(lines) if '"kind":"phase"' in line and '"name":"write"' in line)
     file.write_text("".join(lines[: begun + 1]) + lines[begun + 1][:20])
 
 
