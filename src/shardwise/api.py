@@ -10,6 +10,7 @@ from .digests.live import digest as digest
 from .export.full import iter_full as iter_full
 from .export.hub import ExportReport as ExportReport
 from .export.hub import export_hf as export_hf
+from .ledgers.ledger import ledger as ledger
 from .loading.clone import clone as clone
 from .loading.initialize import initialize as initialize
 from .loading.load import load as load
@@ -18,8 +19,8 @@ from .loading.plan import plan as plan
 from .loading.pretrained import load_pretrained as load_pretrained
 from .loading.report import LoadReport as LoadReport
 from .models.meta_init import meta_init as meta_init
-from .phases.listeners import progress as progress
-from .phases.records import Progress as Progress
+from .operations.listeners import progress as progress
+from .operations.records import Progress as Progress
 from .planning.records import IOOptions as IOOptions
 from .runs.convert import ConvertReport as ConvertReport
 from .runs.convert import convert as convert

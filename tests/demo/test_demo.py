@@ -93,6 +93,14 @@ def test_the_whole_demo(masked_model: Path, tmp_path: Path) -> None:
         f"step-0000000{k}" for k in (6, 7, 8)
     ]
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    page = (out / "report.html").read_text()
+    for said in (
+        "stopped without a word, in save of step 6",
+        "Start 2: resume from step 5",
+        "Plan against",
+        "left its ledger",
+    ):
+        assert (said in page) == (said != "Plan against"), said
     for said in ("Resume report", "killed by SIGKILL", "retrieval accuracy", "DIFFERENT"):
         assert (said in text.getvalue()) == (said != "DIFFERENT")
 

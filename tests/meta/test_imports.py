@@ -22,7 +22,7 @@ SOURCE = Path(__file__).resolve().parents[2] / "src" / "shardwise"
 ORDER = (
     *(
         "errors",
-        "phases",
+        "operations",
         "storage",
         "limits",
         "gc_paused",
@@ -41,6 +41,7 @@ ORDER = (
         "catalog",
         "quantized",
         "models",
+        "ledgers",
         "recipe",
         "adapters",
         "planning",
@@ -48,7 +49,19 @@ ORDER = (
         "loading",
         "state",
     ),
-    *("store", "checkpoint", "runs", "export", "api", "", "integrations", "demo", "cli", "__main__"),
+    *(
+        "store",
+        "checkpoint",
+        "runs",
+        "export",
+        "api",
+        "",
+        "integrations",
+        "report",
+        "demo",
+        "cli",
+        "__main__",
+    ),
 )
 MOST_LOOSE = 8
 

@@ -38,6 +38,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "export_hf": sw.export_hf,
     "initialize": sw.initialize,
     "iter_full": sw.iter_full,
+    "ledger": sw.ledger,
     "load": sw.load,
     "load_pretrained": sw.load_pretrained,
     "plan": sw.plan,
@@ -127,6 +128,7 @@ COMMANDS: dict[str, tuple[str | None, dict[str, str]]] = {
     ),
     "copy": ("copy", {}),
     "explain": (None, {}),
+    "report": (None, {"out": "one file", "plan": "a file to compare with"}),
     "demo": (None, {"out": "a folder to play in", "ranks": "as in plan"}),
 }
 

@@ -37,6 +37,7 @@ class Mutation:
         return text.replace(self.old, self.new)
 
 
+REPORT = "tests/report/test_report.py"
 NAMES = ("tests/test_names.py",)
 DIRECT = ("tests/store/test_direct.py",)
 DIFF = ("tests/runs/test_diff.py",)
@@ -47,18 +48,18 @@ DEVICE = "tests/device/test_devices.py"
 MUTATIONS = (
     # ------------------------------------------------------------------------------------------- progress
     Mutation(
-        "phases/listeners.py",
+        "operations/listeners.py",
         """        except Exception:
             self._is_closed = True
 """,
         """        except Exception:
             raise
 """,
-        ("tests/phases/test_progress.py::test_a_hook_that_fails_is_logged_once",),
+        ("tests/operations/test_progress.py::test_a_hook_that_fails_is_logged_once",),
         "an error of a progress hook stops the operation",
     ),
     Mutation(
-        "phases/phase.py",
+        "operations/operation.py",
         """    except BaseException as error:
         _within.reset(token)
         heard.end("failed", error)
@@ -69,28 +70,28 @@ MUTATIONS = (
         heard.end("done", error)
         raise
 """,
-        ("tests/phases/test_progress.py::test_a_failure_comes_last",),
+        ("tests/operations/test_progress.py::test_a_failure_comes_last",),
         "a failed operation ends as one that is done",
     ),
     Mutation(
         "loading/payload.py",
         'replace(plan, transfers=()).bytes_to_read if choice.strategy == "node" else 0',
         "0",
-        ("tests/phases/test_progress.py::test_second_copies_of_ties_count",),
+        ("tests/operations/test_progress.py::test_second_copies_of_ties_count",),
         "the total of a load lacks second copies of ties",
     ),
     Mutation(
         "store/copy.py",
         "            more = max(0, self._done - self._most)",
         "            more = max(0, nbytes)",
-        ("tests/phases/test_progress.py::test_a_copy_that_goes_on_never_falls_back",),
+        ("tests/operations/test_progress.py::test_a_copy_that_goes_on_never_falls_back",),
         "bytes of a file that is sent again count twice",
     ),
     Mutation(
-        "phases/bars.py",
+        "operations/bars.py",
         "            return False\n\n    return Shown",
         "            return super().show_cursor(show)\n\n    return Shown",
-        ("tests/phases/test_bars.py::test_killed_amid_a_bar",),
+        ("tests/operations/test_bars.py::test_killed_amid_a_bar",),
         "a killed command leaves a terminal without a cursor",
     ),
     # ------------------------------------------------------------------------------------- quantised sources
@@ -1697,6 +1698,35 @@ MUTATIONS = (
         "in self.steps().items():",
         ("tests/integrations/test_trainer_place.py::test_a_run_that_lost_the_directory_renames_nothing",),
         "checkpoints of another run are renamed",
+    ),
+    # ----------------------------------------------------------------------------- ledgers, report
+    Mutation(
+        "ledgers/ledger.py",
+        "        for peak in (self._whole, self._since, *self._open.values()):",
+        "        for peak in (self._whole, self._since):",
+        ("tests/ledgers/test_ledger.py::test_its_peaks_are_the_kernels_within_two_percent",),
+        "a phase's peak is what it began with",
+    ),
+    Mutation(
+        "ledgers/current.py",
+        "    return _current if _current is not None and _current.pid == os.getpid() else None",
+        "    return _current",
+        ("tests/ledgers/test_ledger.py::test_a_fork_has_no_ledger",),
+        "a forked child writes into its parent's ledger",
+    ),
+    Mutation(
+        "report/ledger_files.py",
+        "        return min(left, key=lambda p: p.number) if left and not self.has_ended else None",
+        "        return max(left, key=lambda p: p.number) if left and not self.has_ended else None",
+        (f"{REPORT}::test_it_tells_the_story_of_a_run",),
+        "a killed rank is said to have stopped in the innermost phase",
+    ),
+    Mutation(
+        "report/write.py",
+        "Environment(autoescape=True)",
+        "Environment(autoescape=False)",
+        (f"{REPORT}::test_no_input_writes_html_into_it",),
+        "names from a ledger are HTML",
     ),
     # ------------------------------------------------------------------------------------- cli
     Mutation(

@@ -20,7 +20,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import CheckpointError, IntegrityError, SourceError
-from shardwise.phases import phase as phases
+from shardwise.operations import phase as phases
 from shardwise.storage import files_below
 from tests.harness.object_store import BUCKET, SIGNED, Asked, Do, Proxy, S3Server
 from tests.harness.tiers import long_but

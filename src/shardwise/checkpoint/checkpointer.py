@@ -12,7 +12,8 @@ from typing import Literal
 
 from ..errors import CheckpointError, ShardwiseError, is_damage, is_unreadable
 from ..format.steps import checked_step
-from ..phases.phase import phase
+from ..ledgers.current import announced
+from ..operations.operation import operation
 from ..planning import IOOptions
 from ..ranks.patience import patiently
 from ..ranks.ranks import Ranks
@@ -238,6 +239,7 @@ class Checkpointer:
         self._retain(step, ranks)
         return report
 
+    @announced("save", "step")
     def _save_async(
         self, state: TrainState, target: Target, step: int, lineage: Lineage, buffer: StagingBuffer
     ) -> SaveReport:
@@ -263,6 +265,7 @@ class Checkpointer:
             if ranks.rank == 0:
                 self._steps.after_save(step, ranks.tick)
 
+    @announced("resume", "step")
     def resume(self, state: TrainState, step: int | None = None) -> ResumeReport | None:
         """Restore the newest valid step (or exactly ``step``); None only if nothing was ever published here.
 
@@ -289,7 +292,7 @@ class Checkpointer:
                 with ranks.agree(f"check step {one.step}"):
                     if ranks.rank == 0:
                         patiently(quick_check, one.path, one.step, ranks.tick)
-                with phase("resume", one.path):
+                with operation("resume", one.path):
                     report = restore_into(state, one.path, ranks, self._io)
             except ShardwiseError as error:
                 if is_unreadable(error):

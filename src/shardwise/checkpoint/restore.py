@@ -19,9 +19,10 @@ from ..gc_paused import gc_paused
 from ..internals.torch import local_tensor
 from ..layout.live import LiveModel, describe
 from ..layout.placements import mesh_text
+from ..ledgers.current import phase
 from ..loading.load import Filling, FillOptions, fill
 from ..loading.report import LoadReport
-from ..phases.phase import phase
+from ..operations.operation import operation
 from ..planning import IOOptions
 from ..ranks.ranks import Ranks
 from ..recipe.match import Rules
@@ -90,7 +91,7 @@ class Filled:
             stored = sum(catalog.nbytes for catalog in self.catalogs.values()) + optimizer_bytes()
             return stored * own // max(1, whole)
 
-        with phase("restore", "") as counted:  # within that of the caller
+        with operation("restore", "") as counted:  # within that of the caller
             counted.guess(share)
 
     def fill_models(self, names: Iterable[str]) -> None:
@@ -141,9 +142,10 @@ def _restore_into(state: TrainState, path: str, ranks: Ranks, io: IOOptions) -> 
         stored = stored.under_names_of(lives)
         for optimizer in state.optimizers.values():  # before any is given its own: two may share parameters
             clear_gradients(optimizer)
-    for name, optimizer in state.optimizers.items():
-        part = trained_by(name, optimizer, lives)
-        filled.optimizers.append(restore_optimizer(part, stored, ranks, io))
+    with phase("optimizer"):
+        for name, optimizer in state.optimizers.items():
+            part = trained_by(name, optimizer, lives)
+            filled.optimizers.append(restore_optimizer(part, stored, ranks, io))
     with ranks.agree("give optimizers their own state"):
         own.give_to_optimizers(state.given_optimizers, state.optimizers)
     with ranks.agree("restore documents"):

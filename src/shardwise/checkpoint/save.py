@@ -18,8 +18,9 @@ from ..format.manifest import FileEntry, Manifest
 from ..format.slices import Slice, file_name, header_bytes, rank_files
 from ..format.spread import file_count
 from ..format.steps import misnamed
+from ..ledgers.current import announced, phase
 from ..limits import inside
-from ..phases.phase import Phase, phase
+from ..operations.operation import Operation, operation
 from ..ranks.ranks import Ranks
 from ..state.train_state import TrainState
 from ..state.typed_json import Encoded
@@ -92,6 +93,7 @@ class SaveReport:
         return asdict(self)
 
 
+@announced("save", "step")
 def write_checkpoint(
     state: TrainState, target: Target, step: int, lineage: Lineage, ranks: Ranks, *, at_top: bool = False
 ) -> SaveReport:
@@ -100,7 +102,8 @@ def write_checkpoint(
     ``at_top``: link the files of ``model/`` at the top, too (:mod:`.at_top`); for a local target.
     """
     started = time.perf_counter()
-    collected = collect(state, step, lineage, ranks)
+    with phase("collect"):
+        collected = collect(state, step, lineage, ranks)
     contents = LiveContents(pieces_of(collected, ranks.rank))
     with counting() as asked:
         written = publish_collected(collected, target, ranks, contents, at_top=at_top)
@@ -127,7 +130,7 @@ def publish_collected(
 
     Calls ``prove`` on rank 0 before the commit, with the digests of the written tensors.
     """
-    with phase("save", target.final) as counted:
+    with operation("save", target.final) as counted:
         return _publish(collected, target, ranks, contents, prove, counted, at_top=at_top)
 
 
@@ -137,14 +140,14 @@ def _publish(
     ranks: Ranks,
     contents: Contents,
     prove: Callable[[Manifest], None],
-    counted: Phase,
+    counted: Operation,
     *,
     at_top: bool,
 ) -> int:
     final = target.final
     try:
         first_final, place = ranks.on_first("make temporary directory", lambda: _begin(target, collected))
-        with ranks.agree("write checkpoint"):
+        with phase("write"), ranks.agree("write checkpoint"):
             if first_final != final:
                 raise CheckpointError(
                     f"rank {ranks.rank} should save to {final}, rank 0 to {first_final}; give every rank the same path "
@@ -224,7 +227,7 @@ def _write_rank(
     texts: Mapping[str, bytes],
     ranks: Ranks,
     contents: Contents,
-    counted: Phase,
+    counted: Operation,
 ) -> tuple[dict[str, FileEntry], list[int]]:
     """Write and sync this rank's files. Returns their entries and the digest sums of its copies of all tensors."""
     files: dict[str, FileEntry] = {}
@@ -285,7 +288,7 @@ def _write_tensors(
     files: dict[str, FileEntry],
     ranks: Ranks,
     sums: _Sums,
-    counted: Phase,
+    counted: Operation,
 ) -> None:
     live = part.live
     sums.start(v for v in live if v.counted)

@@ -31,7 +31,7 @@ from ..format.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry, Manifest, r
 from ..format.slices import Slice, SliceTensor, file_name, header_bytes, rank_files
 from ..format.steps import misnamed
 from ..limits import inside
-from ..phases.phase import Phase, phase
+from ..operations.operation import Operation, operation
 from ..storage import Stat, absolute, files_below, is_url
 from ..transfer import SourceReader
 from .check import read_head
@@ -80,7 +80,7 @@ def verify(path: str | os.PathLike[str], *, threads: int | None = None) -> Verif
     if threads is not None and threads < 1:
         raise ValueError(f"threads must be at least 1, got {threads}")
     manifest = read_manifest(root)
-    with phase("verify", root) as counted:
+    with operation("verify", root) as counted:
         work = _Verification(root, manifest, counted)
         work.run(threads or min(8, _cores()))
     return VerifyReport(
@@ -160,7 +160,7 @@ class _File:
 class _Verification:
     """One verification: its tasks (headers, and blocks of payload), which threads take in turn, and their findings."""
 
-    def __init__(self, root: str, manifest: Manifest, counted: Phase) -> None:
+    def __init__(self, root: str, manifest: Manifest, counted: Operation) -> None:
         self._root = root
         self._manifest = manifest
         self._counted = counted

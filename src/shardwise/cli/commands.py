@@ -340,6 +340,30 @@ def convert(
 
 
 @main.command()
+@click.argument("paths", type=click.Path(path_type=str), nargs=-1, required=True, metavar="RUN...")
+@click.option("--out", default="report.html", show_default=True, metavar="FILE", help="The file to write.")
+@click.option(
+    "--plan", default=None, metavar="FILE", help="What `shardwise plan --json` printed, to compare with."
+)
+@common
+def report(paths: tuple[str, ...], out: str, plan: str | None, as_json: bool) -> None:
+    """Write one HTML file about a run: losses, crashes, proof of each resume, memory by phase, checkpoints.
+
+    RUN is the directory of a run (with checkpoints, or with checkpoints/, ledger/ and loss.jsonl in it), a URL of
+    checkpoints, a directory of sw.ledger, or a file of JSON lines with step and loss. Several are put together. The file needs no network. Needs
+    the extra "plot".
+    """
+    from ..report.write import write_report
+
+    written = write_report(paths, out, plan=plan)
+    nbytes = written.stat().st_size
+    if as_json:
+        print_json({"path": str(written), "bytes": nbytes})
+    else:
+        click.echo(f"{written}: {nbytes / 1024:.0f} KiB, one file to open or to send")
+
+
+@main.command()
 @click.argument("error", type=click.Choice(ERRORS), metavar="ERROR")
 @common
 def explain(error: str, as_json: bool) -> None:

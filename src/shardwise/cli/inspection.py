@@ -5,24 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime
 from typing import Any
 
 from ..catalog.checkpoint import catalog_of_checkpoint
 from ..catalog.open import open_catalog
 from ..catalog.records import Catalog, StoredTensor
-from ..checkpoint.check import quick_check
 from ..dtypes import itemsize
-from ..errors import PlanError, ShardwiseError, SourceError, UnsupportedConversionError
-from ..format.head import HEAD_NAME
+from ..errors import PlanError, UnsupportedConversionError
 from ..format.manifest import MANIFEST_NAME, Manifest, read_manifest
 from ..layout.placements import Geometry
 from ..layout.spec import TensorSpec
 from ..limits import inside
 from ..quantized.dequantized import Dequantized, dequantized, described
-from ..storage import Stat, absolute, is_file, is_url, join, looking_once, stat_of_expected
-from ..store.line import line_of
-from ..store.publish import was_ever_published
+from ..runs.history import RootContents, StepSummary, is_root, steps_below
+from ..storage import Stat, absolute, is_file, is_url, looking_once, stat_of_expected
 from .tree import Node, tree_of
 
 __all__ = [
@@ -97,36 +93,6 @@ class CheckpointContents:
     """Frozen tensors of which it holds only digests."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepSummary:
-    """A step of a checkpoints directory, from its manifest, its headers and the sizes of its files."""
-
-    step: int
-    path: str
-    ok: bool
-    fate: str = "published"
-    """``published``; ``superseded`` or ``damaged`` for a step that a resume has set aside."""
-    problem: str | None = None
-    written: str | None = None
-    """When the manifest was written: local time with its offset, ISO 8601."""
-    run_id: str | None = None
-    parent_step: int | None = None
-    world_size: int | None = None
-    file_bytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RootContents:
-    """The steps of a checkpoints directory, newest first, and leftovers of stopped saves."""
-
-    kind: str = "checkpoints"
-    path: str
-    steps: tuple[StepSummary, ...]
-    set_aside: tuple[StepSummary, ...]
-    """Steps that a resume superseded or found damaged: in the history, but never resumed from."""
-    leftovers: tuple[str, ...]
-
-
 Inspection = SourceContents | CheckpointContents | RootContents
 
 
@@ -141,7 +107,7 @@ def contents_of(path: str) -> Inspection:
 
 def _contents_of(path: str) -> Inspection:
     if is_root(path):
-        return _root(path)
+        return steps_below(path)
     if is_file(os.path.join(path, MANIFEST_NAME)):
         return _checkpoint(path)
     catalog = open_catalog(path)
@@ -158,18 +124,6 @@ def _local(path: str) -> str:
     from ..ranks.ranks import Ranks
 
     return find_model(path, HubOptions(local_files_only=True), Ranks())
-
-
-def is_root(path: str) -> bool:
-    """Whether a path is a directory of checkpoints, or a store's prefix with a head, rather than one checkpoint."""
-    if is_file(os.path.join(path, MANIFEST_NAME)):
-        return False
-    if is_url(path):
-        return is_file(join(path, HEAD_NAME))
-    try:
-        return os.path.isdir(path) and was_ever_published(path)
-    except OSError as error:
-        raise SourceError(f"can't be read: {error.strerror or error}", path=path) from error
 
 
 def to_json(contents: Inspection) -> dict[str, Any]:
@@ -298,52 +252,3 @@ def _wrong_files(path: str, manifest: Manifest) -> Iterable[str]:
             yield f"{name}: lost"
         elif found.nbytes != entry.nbytes:
             yield f"{name}: {found.nbytes} bytes, expected {entry.nbytes}: truncated or overwritten"
-
-
-# ----------------------------------------------------------------------------------------------------
-# Directories of steps
-
-
-def _root(path: str) -> RootContents:
-    line = line_of(path)
-    aside = sorted(line.set_aside(), key=lambda one: -one.step)
-    return RootContents(
-        path=path,
-        steps=tuple(_step(step, join(path, name), "published") for step, name in line.seen_steps().items()),
-        set_aside=tuple(_step(one.step, join(path, one.name), one.why) for one in aside),
-        leftovers=tuple(line.leftovers()),
-    )
-
-
-def _step(step: int, path: str, fate: str) -> StepSummary:
-    try:
-        manifest = quick_check(path, step)
-        problem = None
-    except ShardwiseError as error:
-        problem = str(error)
-        try:
-            manifest = read_manifest(path)
-        except ShardwiseError:
-            return StepSummary(step=step, path=path, ok=False, fate=fate, problem=problem)
-    written = _written_s(os.path.join(path, MANIFEST_NAME))
-    return StepSummary(
-        step=step,
-        path=path,
-        ok=problem is None,
-        fate=fate,
-        problem=problem,
-        written=None
-        if written is None
-        else datetime.fromtimestamp(written).astimezone().isoformat(timespec="seconds"),
-        run_id=manifest.run_id,
-        parent_step=manifest.parent_step,
-        world_size=manifest.world_size,
-        file_bytes=sum(f.nbytes for f in manifest.files.values()),
-    )
-
-
-def _written_s(path: str) -> float | None:
-    if not is_url(path):
-        return os.stat(path).st_mtime
-    found = stat_of_expected(path)
-    return None if found is None else found.changed_s

@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 import click
 
 from ..errors import PlanError, RankError, ShardwiseError
-from ..phases.bars import Bars
-from ..phases.listeners import following
+from ..operations.bars import Bars
+from ..operations.listeners import following
 
 __all__ = ["FINE", "INTERRUPTED", "WRONG_DATA", "WRONG_USAGE", "Program", "print_json", "rank_of_launcher"]
 

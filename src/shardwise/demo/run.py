@@ -15,6 +15,7 @@ from rich.console import Console
 
 from ..errors import ShardwiseError
 from ..ranks.patience import patiently
+from ..report.write import write_report
 from ..storage import absolute, is_directory, is_url, join
 from .crash import published, unpublished_bytes
 from .data import docstring_pairs, split
@@ -85,8 +86,8 @@ def run_demo(
 ) -> dict[str, Any]:
     """Fine-tune a model on ``ranks`` ranks, kill one in a save, go on with ``ranks + 1``, export and use it.
 
-    Returns the report, which ``out/report.json`` holds too; ``out/loss.png`` shows the loss across the crash,
-    if matplotlib is installed. One to two minutes on two cores.
+    Returns the report, which ``out/report.json`` holds too; ``out/report.html`` shows the whole run, and ``out/loss.png`` the loss
+    across the crash, if matplotlib is installed. One to two minutes on two cores.
 
     Args:
         out: a new directory, or that of an earlier demo, which is cleared first. Or a URL, below which nothing lies, of an object
@@ -368,11 +369,18 @@ def _finish(
     print_table(report, console)
     console.print(f"{course.out / 'report.json'} holds all of it", highlight=False, markup=False)
     if drawn:
+        page = write_report(
+            [course.out, *([course.checkpoints] if is_url(course.checkpoints) else ())],
+            course.out / "report.html",
+        )
         console.print(
-            f"{course.out / 'loss.png'} shows the loss across the crash", highlight=False, markup=False
+            f"{course.out / 'loss.png'} shows the loss across the crash; {page.name}, beside it, all of the run: memory, phases, "
+            "saves, the crash, the proof of the resume",
+            highlight=False,
+            markup=False,
         )
     else:
         console.print(
-            "no loss curve was drawn, because matplotlib is missing: pip install 'shardwise[plot]'",
+            "no loss curve and no report.html were made, because matplotlib is missing: pip install 'shardwise[plot]'",
             markup=False,
         )

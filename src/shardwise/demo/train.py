@@ -176,7 +176,8 @@ def main() -> None:
     options = _options()
     dist.init_process_group("gloo")
     try:
-        train(options)
+        with sw.ledger(options.out / "ledger"):
+            train(options)
     except ShardwiseError as error:
         Record(options.out / options.name, dist.get_rank()).write("error", {"error": str(error)})
         raise SystemExit(1) from error

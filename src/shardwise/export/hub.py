@@ -22,9 +22,10 @@ from ..dtypes import code_of, named_dtype, torch_dtype
 from ..errors import CheckpointError
 from ..internals.peft import has_adapters, peft_model
 from ..layout.live import LiveModel, describe
+from ..ledgers.current import announced
 from ..models.classes import import_code, in_turn
 from ..models.kept import has_blocks
-from ..phases.phase import Phase, phase
+from ..operations.operation import Operation, operation
 from ..planning import IOOptions
 from ..ranks.ranks import Ranks
 from ..storage import absolute
@@ -69,6 +70,7 @@ class ExportReport:
         return asdict(self)
 
 
+@announced("export", "out")
 def export_hf(
     model_or_path: nn.Module | str | os.PathLike[str],
     out: str | os.PathLike[str],
@@ -157,7 +159,7 @@ def export_hf(
         with ranks.agree("plan export"):
             contents, output = job.lay_out(code, max_shard_bytes)
             assets = _with_dtype(job.assets(), code) if ranks.rank == 0 else {}
-        with phase("export", final) as counted:
+        with operation("export", final) as counted:
             written = _write_out(job, contents, output, assets, final, ranks, io, counted)
         report = ExportReport.of(output, final, written, started)
         return replace(report, as_source=job.report()) if isinstance(job, AsSourceJob) else report
@@ -207,7 +209,7 @@ def _write_out(
     final: str,
     ranks: Ranks,
     io: IOOptions,
-    counted: Phase,
+    counted: Operation,
 ) -> int:
     """Write and publish: the files appear at ``final`` complete or not at all. Returns this rank's bytes."""
     place = place_for(final, output, ranks, counted)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from ..phases.phase import Phase
+from ..operations.operation import Operation
 from ..ranks.ranks import Ranks
 from ..storage import is_url
 from ..transfer.copy import Staging
@@ -37,6 +37,6 @@ class Place(Protocol):
         """Delete what was written. For rank 0, after a failure since :meth:`prepare`."""
 
 
-def place_for(final: str, output: HubFiles, ranks: Ranks, counted: Phase) -> Place:
+def place_for(final: str, output: HubFiles, ranks: Ranks, counted: Operation) -> Place:
     """The place of a path or a URL. ``counted`` counts the payload that is written."""
     return (ToStore if is_url(final) else ToDirectory)(final, output, ranks, counted)

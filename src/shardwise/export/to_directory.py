@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 from ..errors import CheckpointError
 from ..limits import inside
-from ..phases.phase import Phase
+from ..operations.operation import Operation
 from ..ranks.patience import patiently, remove_tree
 from ..ranks.ranks import Ranks
 from ..store.publish import temporary_beside
@@ -24,7 +24,7 @@ __all__ = ["ToDirectory"]
 class ToDirectory:
     """As :class:`.Place`."""
 
-    def __init__(self, final: str, output: HubFiles, ranks: Ranks, counted: Phase) -> None:
+    def __init__(self, final: str, output: HubFiles, ranks: Ranks, counted: Operation) -> None:
         self._final, self._output, self._ranks = final, output, ranks
         self._counted = counted
         self._temporary = ""

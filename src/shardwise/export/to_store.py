@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ..errors import CheckpointError
 from ..limits import inside
-from ..phases.phase import Phase
+from ..operations.operation import Operation
 from ..ranks.hosts import device_where_ranks_sum
 from ..ranks.patience import patiently
 from ..ranks.ranks import Ranks
@@ -33,7 +33,7 @@ __all__ = ["ToStore"]
 class ToStore:
     """As :class:`.Place`. Memory: two windows of 32 MiB, and what :class:`.ObjectWriter` takes."""
 
-    def __init__(self, url: str, output: HubFiles, ranks: Ranks, counted: Phase) -> None:
+    def __init__(self, url: str, output: HubFiles, ranks: Ranks, counted: Operation) -> None:
         self._url, self._output, self._ranks, self._counted = url, output, ranks, counted
 
     def prepare(self) -> None:
@@ -133,7 +133,7 @@ class _Memory:
 class _Objects:
     """The objects that one rank writes, one after another."""
 
-    def __init__(self, url: str, output: HubFiles, ranks: Ranks, counted: Phase) -> None:
+    def __init__(self, url: str, output: HubFiles, ranks: Ranks, counted: Operation) -> None:
         self.bytes_written = 0
         self._url, self._output, self._ranks, self._counted = url, output, ranks, counted
         self._writer: ObjectWriter | None = None

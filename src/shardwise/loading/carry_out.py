@@ -8,7 +8,7 @@ from functools import partial
 from ..layout.live import LiveModel
 from ..models.host_memory import HostMemory
 from ..models.memory import default_device
-from ..phases.phase import Phase
+from ..operations.operation import Operation
 from ..planning import IOOptions
 from ..planning.records import LEAST_STAGING_BYTES
 from ..ranks.ranks import Ranks
@@ -27,11 +27,11 @@ __all__ = ["carry_out"]
 
 
 def carry_out(
-    planned: Planned, choice: Choice, live: LiveModel, ranks: Ranks, memory: HostMemory, phase: Phase
+    planned: Planned, choice: Choice, live: LiveModel, ranks: Ranks, memory: HostMemory, operation: Operation
 ) -> ReadCost:
     """Read into the shards of ``live``, and check second copies of ties.
 
-    Rank-local if each rank reads its own ranges; else every rank must call it. ``memory``: where the shards lie. ``phase``
+    Rank-local if each rank reads its own ranges; else every rank must call it. ``memory``: where the shards lie. ``operation``
     counts the bytes.
     """
     plan, io = planned.plan, planned.io
@@ -43,7 +43,7 @@ def carry_out(
     with (
         counting() as asked,
         SourceReader(
-            phase.counting(ranks.tick), files=planned.catalog.files, io=io, page_cache=page_cache
+            operation.counting(ranks.tick), files=planned.catalog.files, io=io, page_cache=page_cache
         ) as files,
     ):
         decoded = DecodingReader(files, planned.catalog.coded, io)
@@ -56,7 +56,7 @@ def carry_out(
                 if choice.asked:
                     raise
                 choice = replace(choice, strategy="own", reason=f"ranks can't share memory ({error})")
-        phase.expect(partial(payload_bytes, planned, choice, ranks.rank))
+        operation.expect(partial(payload_bytes, planned, choice, ranks.rank))
         staging = Staging(_beside(planned, _held_by(fills)), plan.staging_bytes)
         if choice.strategy == "own":
             execute(plan.transfers, reader, destination, staging, memory)

@@ -16,6 +16,7 @@ from ..internals.peft import has_adapters
 from ..internals.transformers import build_from_config, copy_conversions, is_transformers_model
 from ..layout.live import LiveModel, describe
 from ..layout.model import local_tensor
+from ..ledgers.current import phase
 from ..models.kept import blocks_in, put_into
 from ..models.memory import materialize
 from ..models.meta_init import forget_meta_buffers, meta_init
@@ -44,7 +45,7 @@ def clone(model: nn.Module, *, build: Callable[[], nn.Module] | None = None, tim
     again, or the second one differs), :class:`ShardError`, :class:`LayoutError` or :class:`RankError` alike on every
     rank.
     """
-    with Ranks.current(timeout_s=timeout_s).agree("clone model"):
+    with phase("clone"), Ranks.current(timeout_s=timeout_s).agree("clone model"):
         live = describe(model)
         second = build() if build is not None else _built_again(live)
         pairs = _paired(live, describe(second))

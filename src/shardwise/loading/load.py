@@ -21,13 +21,14 @@ from ..errors import IntegrityError, PlanError, ShardError
 from ..gc_paused import gc_paused
 from ..internals.torch import local_tensor, version_of
 from ..layout.live import LiveModel, describe
+from ..ledgers.current import announced, phase
 from ..models.homes import remember_source
 from ..models.host_budget import HostBudget, host_budget, refuse_too_large
 from ..models.memory import default_device, materialize
 from ..models.meta_init import forget_meta_buffers, meta_buffers
 from ..models.unquantized import forget_quantization
 from ..names import patterns_of
-from ..phases.phase import phase
+from ..operations.operation import operation
 from ..planning import IOOptions, Plan, build_plan
 from ..quantized.dequantized import dequantized
 from ..ranks.ranks import Ranks
@@ -57,6 +58,7 @@ __all__ = ["FillOptions", "Filling", "Names", "fill", "load"]
 Names = Mapping[str, str] | Callable[[str], str]
 
 
+@announced("load", "source")
 def load(
     model: nn.Module,
     source: str | os.PathLike[str],
@@ -202,11 +204,12 @@ def fill(prepare: Callable[[], Filling], ranks: Ranks) -> Filled:
     def chosen(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return choose(label, given.options.io.strategy, given.catalog.nbytes, facts)
 
-    choice = Choice(**ranks.combine(label, told, chosen))
+    with phase("plan"):
+        choice = Choice(**ranks.combine(label, told, chosen))
     plan, live, catalog, options = planned.plan, given.live, given.catalog, given.options
     read = time.perf_counter()
-    with phase("load", catalog.root) as counted:
-        with ranks.agree("read"):
+    with operation("load", catalog.root) as counted:
+        with phase("read"), ranks.agree("read"):
             memory = materialize(
                 live.root, options.device or default_device(live.parameters), options.io.pages
             )
@@ -219,7 +222,8 @@ def fill(prepare: Callable[[], Filling], ranks: Ranks) -> Filled:
         forget_meta_buffers(live.root)
         compared = 0
         if options.verify != "cover" and catalog.digests:
-            compared = check_digests(live, catalog, plan, ranks)
+            with phase("compare digests"):
+                compared = check_digests(live, catalog, plan, ranks)
     if not catalog.has_module_names:
         remember(live.root, plan.recipes, catalog.tensors)
         remember_source((live.root, live.base), catalog)

@@ -20,6 +20,7 @@ from ..errors import FormatError, ShardwiseError
 from ..format.manifest import read_manifest
 from ..internals.transformers import build_from_config, default_conversions, kept_in_fp32
 from ..layout.live import describe
+from ..ledgers.current import announced
 from ..limits import (
     MAX_BYTES_PER_STORED,
     MAX_MODULES,
@@ -135,6 +136,7 @@ def load_pretrained(
     return load_wrapped(request, wrap, filling)
 
 
+@announced("load")
 def load_wrapped(
     request: Pretrained, wrap: Callable[[Any], tuple[str, ...]], filling: FillOptions
 ) -> tuple[Any, LoadReport]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..errors import PlanError
 
-__all__ = ["HostBudget", "host_budget", "refuse_too_large"]
+__all__ = ["HostBudget", "host_budget", "memory_cgroups", "refuse_too_large"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,29 +70,36 @@ def refuse_too_large(nbytes: int, budget: HostBudget | None) -> None:
         )
 
 
-def _cgroups(root: Path, swap: int) -> Iterator[HostBudget]:
-    """The limits of this process's cgroups, from its own to the top. In a hybrid, one version has the memory controller."""
+def memory_cgroups(root: Path = Path("/")) -> Iterator[tuple[int, Path]]:
+    """The cgroups of this process that may count memory, from its own to the top, each with its version, 1 or 2.
+
+    In a hybrid, one version has the memory controller; the other's directories lack its files.
+    """
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, own = line.split(":", 2)
         if controllers == "":
-            mounted, read = root / "sys/fs/cgroup", _version_2
+            mounted, version = root / "sys/fs/cgroup", 2
         elif "memory" in controllers.split(","):
-            mounted, read = root / "sys/fs/cgroup/memory", _version_1
+            mounted, version = root / "sys/fs/cgroup/memory", 1
         else:
             continue
         # Where the path is that of another namespace, no such directory is mounted: the top is the process's own.
         directory = mounted if ".." in own.split("/") else mounted / own.lstrip("/")
         for level in (directory, *directory.parents):
-            found = read(level, swap)
-            if found is not None:
-                limit, file, with_swap, used = found
-                name = f"/{(level / file).relative_to(root)}"
-                free = max(0, limit - used)
-                yield HostBudget(
-                    limit_bytes=limit, limit_from=name, with_swap_bytes=with_swap, free_bytes=free
-                )
+            yield version, level
             if level == mounted:
                 break
+
+
+def _cgroups(root: Path, swap: int) -> Iterator[HostBudget]:
+    """The limits of this process's cgroups."""
+    for version, level in memory_cgroups(root):
+        found = (_version_2 if version == 2 else _version_1)(level, swap)
+        if found is not None:
+            limit, file, with_swap, used = found
+            name = f"/{(level / file).relative_to(root)}"
+            free = max(0, limit - used)
+            yield HostBudget(limit_bytes=limit, limit_from=name, with_swap_bytes=with_swap, free_bytes=free)
 
 
 #: Limit, the file that holds it, limit with swap, and bytes in use that can't be reclaimed.

@@ -29,7 +29,7 @@ from ..format.steps import STEP_NAME
 from ..layout.placements import Cut, Geometry
 from ..models.classes import import_code, in_turn
 from ..names import NamedTensor
-from ..phases.phase import phase
+from ..operations.operation import operation
 from ..planning import IOOptions
 from ..ranks.ranks import Ranks
 from ..recipe.host_convert import HostConversion
@@ -132,7 +132,7 @@ def convert(
         hub_tensors={n: m.hub_tensors for n, m in run.models.items() if m.hub_tensors is not None},
     )
     with (
-        phase("convert", final),  # counts what is written
+        operation("convert", final),  # counts what is written
         SourceReader(ranks.tick, files=files, io=io, page_cache=page_cache_for(io, ())) as reader,
     ):
         stream = _Stream(run, reader, Staging(io))

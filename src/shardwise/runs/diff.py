@@ -18,7 +18,7 @@ from ..digests.digest import finish, partial_sum
 from ..dtypes import itemsize
 from ..format.manifest import read_manifest
 from ..layout.boxes import Box
-from ..phases.phase import phase
+from ..operations.operation import operation
 from ..planning import IOOptions
 from ..recipe.tiles import identity
 from ..storage import absolute, is_file, is_url
@@ -84,7 +84,7 @@ def diff(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> DiffR
         a, b = _models_only(a), _models_only(b)
     both = [n for n in a if n in b]
     changed, equal, by_digest = [], 0, 0
-    with phase("diff", os.fspath(second)) as counted, SourceReader(files=files) as reader:
+    with operation("diff", os.fspath(second)) as counted, SourceReader(files=files) as reader:
         counted.expect(lambda: sum(a[n][0].nbytes for n in both))
         for name in both:
             (x, x_digest), (y, y_digest) = a[name], b[name]

@@ -24,8 +24,9 @@ from ..dtypes import torch_dtype
 from ..errors import StateError
 from ..format.states import StateKey, by_name
 from ..layout.live import describe
+from ..ledgers.current import announced
 from ..limits import brief
-from ..phases.phase import phase
+from ..operations.operation import operation
 from ..planning import IOOptions
 from ..ranks.ranks import Ranks
 from ..rng import derive_rng
@@ -39,6 +40,7 @@ from .third_party import StoredOptimizer, ThirdPartyRun, find_run, is_third_part
 __all__ = ["restore"]
 
 
+@announced("restore", "path")
 def restore(state: TrainState, path: str | os.PathLike[str], *, io: IOOptions | None = None) -> ResumeReport:
     """Put the checkpoint at ``path`` back into the live objects of ``state``, and prove it by digests.
 
@@ -55,7 +57,7 @@ def restore(state: TrainState, path: str | os.PathLike[str], *, io: IOOptions | 
     root, ranks = absolute(path), Ranks.current(timeout_s=io.timeout_s)
     with counting() as asked:
         is_other = ranks.on_first("look at checkpoint", lambda: is_third_party(root))
-        with phase("restore", root):
+        with operation("restore", root):
             report = (_restore_third_party if is_other else restore_into)(state, root, ranks, io)
     return replace(report, requests=asked.total)
 

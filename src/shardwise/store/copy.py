@@ -22,7 +22,7 @@ from ..catalog.records import StoredFile
 from ..errors import CheckpointError, IntegrityError, SourceError
 from ..format.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry, parse_manifest
 from ..limits import inside, read_small
-from ..phases.phase import Phase, phase
+from ..operations.operation import Operation, operation
 from ..ranks.patience import remove_tree
 from ..storage import (
     Stat,
@@ -99,7 +99,7 @@ def copy(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> CopyRep
             raise CheckpointError(f"{final}: is a file; give the URL of a directory")
         for name in files:
             place_of(inside(final, name))  # raises for names that no store has
-    with phase("copy", final) as counted:
+    with operation("copy", final) as counted:
         work = _Copy(origin, final if is_url(final) else final + UNFINISHED, files, counted)
         last = [name for name in LAST if name in files]
         work.check_target(last)
@@ -200,7 +200,7 @@ def _nbytes_of(path: str) -> int:
 class _Copy:
     """One copy: files, one by one, in several threads."""
 
-    def __init__(self, origin: str, place: str, files: Mapping[str, _File], counted: Phase) -> None:
+    def __init__(self, origin: str, place: str, files: Mapping[str, _File], counted: Operation) -> None:
         self.files_sent = self.bytes_sent = 0
         self._origin, self._place, self._files = origin, place, files
         self._there = files_below(place) if is_directory(place) else {}

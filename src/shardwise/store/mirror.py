@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from ..errors import ShardwiseError, SourceError, is_damage
 from ..format.manifest import MANIFEST_NAME
 from ..limits import read_small
-from ..phases.phase import in_background
+from ..operations.operation import in_background
 from ..ranks.patience import patiently
 from ..storage import join
 from .copy import copy, discard_copy

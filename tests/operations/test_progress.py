@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import shardwise as sw
-from shardwise.phases import phase as phases
+from shardwise.operations import phase as phases
 from tests.harness import models
 from tests.harness.pool import RankPool
 from tests.phases import _progress_fns as fns
@@ -144,12 +144,12 @@ def test_nothing_is_counted_for_nobody(step: Path) -> None:
     def total() -> int:
         raise AssertionError
 
-    with phases.phase("load", str(step)) as counted:
+    with phases.operation("load", str(step)) as counted:
         assert counted.counting(tick) is tick
         counted.expect(total)
         counted.guess(total)
         counted.add(1)
-    with sw.progress(lambda found: None), phases.phase("load", str(step)) as counted:
+    with sw.progress(lambda found: None), phases.operation("load", str(step)) as counted:
         assert counted.counting(tick) is not tick
 
 
@@ -169,7 +169,7 @@ def test_background_saves_and_mirrors(tmp_path: Path) -> None:
             checkpoints.save(state, 1)
             report = checkpoints.wait()
         assert report is not None
-    by_phase = {name: [one for one in heard if one.phase == name] for name in ("save", "copy")}
+    by_phase = {name: [one for one in heard if one.operation == name] for name in ("save", "copy")}
     fns.check(by_phase["save"], "save", report.bytes_written)
     copied = sum(p.stat().st_size for p in (tmp_path / "mirror/step-00000001").rglob("*") if p.is_file())
     fns.check(by_phase["copy"], "copy", 2 * copied)
@@ -209,7 +209,7 @@ def test_what_a_hook_reads_is_not_counted(step: Path) -> None:
 
     with sw.progress(hook):
         report = sw.load(model, step)
-    loads = [one for one in heard if one.phase == "load"]
+    loads = [one for one in heard if one.operation == "load"]
     fns.check(loads, "load", report.bytes_read)
 
 
@@ -221,7 +221,7 @@ def test_a_hook_is_not_called_for_each_piece(step: Path, monkeypatch: pytest.Mon
 
 
 def test_rate_and_remaining_time() -> None:
-    with sw.progress((heard := []).append), phases.phase("load", "x") as counted:
+    with sw.progress((heard := []).append), phases.operation("load", "x") as counted:
         counted.expect(lambda: 1000)
         assert heard[0].remaining_s is None
         time.sleep(0.05)

@@ -56,7 +56,7 @@ def checked(call: Callable[[], Any], phase: str, nbytes: Callable[[Any], int]) -
 
 def check(found: Found, phase: str, nbytes: int) -> None:
     """From 0 up to the bytes of the report, and one end."""
-    assert {one.phase for one in found} == {phase}
+    assert {one.operation for one in found} == {phase}
     assert [one.state for one in found[:-1]] == ["running"] * (len(found) - 1), found
     assert (found[0].done_bytes, found[0].state, found[-1].state) == (0, "running", "done")
     done = [one.done_bytes for one in found]

@@ -114,7 +114,7 @@ class _Called:
             self._is_closed = True
             _log.warning(
                 "the progress hook failed, and is not called again; the %s goes on",
-                found.phase,
+                found.operation,
                 exc_info=True,
             )
 
@@ -132,7 +132,7 @@ class _Lines:
     def tell(self, found: Progress) -> None:
         if found.seconds < self._after_s:
             return
-        what = f"{found.phase} of {found.path}"
+        what = f"{found.operation} of {found.path}"
         if not self._has_begun:
             self._has_begun = True
             _log.info("%s: %s to do", what, size(found.total_bytes))

@@ -1,4 +1,4 @@
-"""One operation that counts its bytes: made by :func:`phase`, told to the listeners by whoever reads or writes.
+"""One operation that counts its bytes: made by :func:`operation`, told to the listeners by whoever reads or writes.
 
 An operation within another one of its thread counts for the outer one: a resume with its loads is one. Without listeners
 there is nothing to count: callers get their own functions back.
@@ -14,9 +14,9 @@ from contextvars import ContextVar
 from threading import Lock
 
 from .listeners import Listener, listeners_for
-from .records import PhaseName, Progress, State
+from .records import OperationName, Progress, State
 
-__all__ = ["PERIOD_S", "Phase", "in_background", "phase"]
+__all__ = ["PERIOD_S", "Operation", "in_background", "operation"]
 
 #: Listeners hear of an operation at most so often.
 PERIOD_S = 0.1
@@ -26,7 +26,7 @@ _numbers = itertools.count(1)
 Tick = Callable[[int], None]
 
 
-class Phase:
+class Operation:
     """An operation. This one has no listener: its methods do nothing."""
 
     def expect(self, nbytes: Callable[[], int]) -> None:
@@ -43,11 +43,11 @@ class Phase:
         return tick
 
 
-class _Heard(Phase):
+class _Heard(Operation):
     """An operation with listeners."""
 
     def __init__(
-        self, name: PhaseName, path: str, listeners: Sequence[Listener], *, is_background: bool
+        self, name: OperationName, path: str, listeners: Sequence[Listener], *, is_background: bool
     ) -> None:
         self._name, self._path, self._is_background = name, path, is_background
         self._listeners, self._number = listeners, next(_numbers)
@@ -107,7 +107,7 @@ class _Heard(Phase):
             done = self._done
         total = self._expected if state == "done" else max(self._expected, self._guessed)
         found = Progress(
-            phase=self._name,
+            operation=self._name,
             path=self._path,
             state=state,
             done_bytes=done,
@@ -132,13 +132,13 @@ def _in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"[:_ERROR_CHARS]
 
 
-_SILENT = Phase()
-_within: ContextVar[_Heard | None] = ContextVar("phase", default=None)
-_in_background: ContextVar[bool] = ContextVar("phase_in_background", default=False)
+_SILENT = Operation()
+_within: ContextVar[_Heard | None] = ContextVar("operation", default=None)
+_in_background: ContextVar[bool] = ContextVar("operation_in_background", default=False)
 
 
 @contextmanager
-def phase(name: PhaseName, path: str) -> Iterator[Phase]:
+def operation(name: OperationName, path: str) -> Iterator[Operation]:
     """An operation, until the block is left; within another one of this thread, that one. Rank-local; costs microseconds."""
     outer = _within.get()
     if outer is not None:

@@ -30,7 +30,7 @@ ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 SCRIPT = """
 import fcntl, os, signal, struct, sys, termios, time
 import shardwise as sw
-from shardwise.phases.phase import in_background, phase
+from shardwise.operations.operation import in_background, operation
 
 def work(name="load", fails=False):
     with phase(name, "/data/a-model-with-quite-a-long-name/and-a-step-00000100") as counted:

@@ -69,7 +69,7 @@ class Bars:
             self._display = _display()
             self._display.start()
         if found.number not in self._tasks:
-            label = f"{found.phase} {_name_of(found.path)}"
+            label = f"{found.operation} {_name_of(found.path)}"
             self._tasks[found.number] = self._display.add_task(label, total=found.total_bytes)
         self._display.update(
             self._tasks[found.number], completed=found.done_bytes, total=found.total_bytes, refresh=False

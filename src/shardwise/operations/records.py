@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["PhaseName", "Progress", "State", "size"]
+__all__ = ["OperationName", "Progress", "State", "size"]
 
-PhaseName = Literal["load", "save", "resume", "restore", "verify", "diff", "convert", "copy", "export"]
+OperationName = Literal["load", "save", "resume", "restore", "verify", "diff", "convert", "copy", "export"]
 State = Literal["running", "done", "failed"]
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -17,8 +17,8 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 class Progress:
     """How far one operation is on this rank: bytes done, of the bytes to do."""
 
-    phase: PhaseName
-    """What is done. A resume is one phase, with the loads in it."""
+    operation: OperationName
+    """What is done. A resume is one operation, with the loads in it."""
     path: str
     """Path or URL that is read or, by a save, a conversion, a copy and an export, written."""
     state: Literal["running", "done", "failed"]

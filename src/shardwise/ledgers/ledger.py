@@ -1,0 +1,293 @@
+"""``ledger``: a thread that looks at this process's memory, and phases with an exact record at both ends."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from ..errors import CheckpointError
+from ..storage import is_url
+from .current import replace_current
+from .file import LedgerFile, rank_and_world_size, shortened
+from .sources import Look, Sources
+
+__all__ = ["Ledger", "ScalarWriter", "ledger"]
+
+_log = logging.getLogger(__name__)
+
+VERSION = 1
+#: Looks are never closer than this, and farther apart where one costs more than `_SHARE` of the time between two.
+_LEAST_PERIOD_S = 0.02
+_SHARE = 0.005
+#: A record of the looks is written so often at first, and half as often after each `_RECORDS_PER_PERIOD` of them.
+_FIRST_RECORDS_S = 0.1
+_RECORDS_PER_PERIOD = 2_000
+#: Phases of one name of which each is written; of the next 9,000 each tenth, and so on.
+_ALL_PHASES = 1_000
+_MOST_NAMES = 256
+
+
+class ScalarWriter(Protocol):
+    """TensorBoard's ``SummaryWriter``, or anything with its ``add_scalar``."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
+        """Take one value."""
+
+
+@dataclass(slots=True)
+class _Peak:
+    """The most of each kind since it began."""
+
+    anonymous_bytes: int = 0
+    resident_bytes: int = 0
+    cgroup_bytes: int = 0
+
+    def take(self, look: Look) -> None:
+        self.anonymous_bytes = max(self.anonymous_bytes, look.anonymous_bytes)
+        self.resident_bytes = max(self.resident_bytes, look.resident_bytes)
+        self.cgroup_bytes = max(self.cgroup_bytes, look.cgroup_bytes)
+
+    def to_json(self) -> dict[str, int]:
+        return {
+            "peak_anonymous_bytes": self.anonymous_bytes,
+            "peak_resident_bytes": self.resident_bytes,
+            "peak_cgroup_bytes": self.cgroup_bytes,
+        }
+
+
+@dataclass(slots=True)
+class _Pace:
+    """When the thread looks, and when it writes."""
+
+    look_s: float = _LEAST_PERIOD_S
+    records_s: float = _FIRST_RECORDS_S
+    written: int = 0
+
+    def looked(self, cost_s: float) -> None:
+        """A look with all around it has cost so much CPU time: on average at most `_SHARE` of the time may go there."""
+        self.look_s = max(_LEAST_PERIOD_S, 0.9 * self.look_s + 0.1 * cost_s / _SHARE, cost_s)
+
+    def wrote(self) -> None:
+        self.written += 1
+        if self.written % _RECORDS_PER_PERIOD == 0:
+            self.records_s *= 2
+
+
+@dataclass(slots=True)
+class _Counts:
+    """Which phases are written."""
+
+    seen: dict[str, int] = field(default_factory=dict)
+
+    def next(self, name: str) -> tuple[int, bool]:
+        """The number of this phase among those of its name, and whether it is written."""
+        key = name if name in self.seen or len(self.seen) < _MOST_NAMES else ""
+        count = self.seen[key] = self.seen.get(key, 0) + 1
+        every = 10 ** max(0, int(math.log10(count / _ALL_PHASES)) + 1) if count >= _ALL_PHASES else 1
+        return count, count % every == 0
+
+
+def ledger(path: str | os.PathLike[str], *, tensorboard: ScalarWriter | None = None) -> Ledger:
+    """Write down what this process uses while a block runs: memory and bytes, over time and by phase.
+
+    ::
+
+        with sw.ledger("runs/a/ledger") as ledger:
+            model, report = sw.load_pretrained(…)
+            with ledger.phase("warm-up"):
+                …
+
+    Any process may open one, alone; ranks may share ``path``. Each writes a file of its own into that directory, with rank and
+    host in its name: JSON lines, whole ones also if the process is killed. ``load``, ``save``, ``resume``, ``restore``,
+    ``clone`` and ``export_hf`` add their phases and reports by themselves; ``phase`` of the returned object adds yours, at about 1 ms each.
+    ``shardwise report`` draws it.
+
+    Recorded, in bytes: anonymous, file-backed, shared and swapped memory of the process, and ``VmHWM``; charge and page cache of
+    its cgroup (v1, v2), all its processes together; what torch allocated and reserved on devices in use; bytes read and written.
+    A thread looks every 20 ms, or less often where that takes more than 0.5 % of one core. Peaks are those of the looks; the peak of a
+    phase that raises ``VmHWM`` is exact. Records come every 0.1 s at first, and half as often after each 2,000 of them: about 10 MB
+    in a week. Of phases of one name the first 1,000 are written, then each tenth, then each hundredth.
+
+    Args:
+        path: a local directory; made if needed.
+        tensorboard: gets the same numbers as scalars ``ledger/…``, by its ``add_scalar(tag, value, step)``, from the thread.
+
+    A forked child writes nothing until it opens a ledger. Inside another ledger of the process, phases go to the innermost. Raises
+    :class:`CheckpointError` if ``path`` can't be written; a disk that fails later ends the ledger with a warning.
+    """
+    return Ledger(path, tensorboard=tensorboard)
+
+
+class Ledger:
+    """The ledger of one process, while its block runs; see :func:`ledger`."""
+
+    def __init__(self, path: str | os.PathLike[str], *, tensorboard: ScalarWriter | None = None) -> None:
+        self._directory = os.fspath(path)
+        self._writer = tensorboard
+        self._lock = threading.RLock()  # a handler of a signal may begin a phase inside of one's record
+        self._ids, self._counts = itertools.count(1), _Counts()
+        self._open: dict[int, _Peak] = {}
+        self._enclosing = threading.local()
+        self._whole, self._since = _Peak(), _Peak()
+        self._done, self._pace = threading.Event(), _Pace()
+        self.pid = os.getpid()
+        """The process that writes it."""
+
+    def __enter__(self) -> Self:
+        if is_url(self._directory):
+            raise CheckpointError(f"{self._directory}: a ledger is written to a local directory; give one")
+        self._file, self._sources = LedgerFile(self._directory), Sources()
+        self.pid, self._began_s = os.getpid(), time.perf_counter()
+        rank, world_size = rank_and_world_size()
+        self._write(
+            "begin",
+            version=VERSION,
+            time_s=time.time(),
+            rank=rank,
+            world_size=world_size,
+            host=socket.gethostname(),
+            pid=self.pid,
+            cgroup=self._sources.cgroup,
+            **self._exact(),
+        )
+        self._thread = threading.Thread(target=self._watch, name="shardwise-ledger", daemon=True)
+        self._thread.start()
+        self._before = replace_current(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.pid != os.getpid():  # a forked child leaves its parent's block
+            return
+        replace_current(self._before)
+        self._done.set()
+        self._thread.join()
+        with self._lock:
+            exact = self._exact()
+            self._write("end", **_told(error), **exact, **self._whole.to_json(), looks_s=self._pace.look_s)
+            self._file.close()
+            self._sources.close()
+
+    @property
+    def file(self) -> Path:
+        """The file of this process."""
+        return Path(self._file.path)
+
+    @contextmanager
+    def phase(self, name: str, **facts: object) -> Iterator[None]:
+        """A phase around a block. ``facts``, a few short values, stand in its record. Any thread may call it."""
+        if self.pid != os.getpid():  # a forked child, in which the lock may be held for ever
+            yield
+            return
+        with self._lock:
+            count, is_written = self._counts.next(name)
+        if not is_written:
+            yield
+            return
+        number, parent = next(self._ids), getattr(self._enclosing, "number", None)
+        began_s, peak = time.perf_counter(), _Peak()
+        with self._lock:
+            first = self._exact()
+            peak.take(self._last)
+            self._open[number] = peak
+            self._write(
+                "phase", id=number, name=name, parent=parent, count=count, facts=shortened(facts), **first
+            )
+        self._enclosing.number = number
+        raised: BaseException | None = None
+        try:
+            yield
+        except BaseException as error:
+            raised = error
+            raise
+        finally:
+            self._enclosing.number = parent
+            if self.pid == os.getpid():
+                self._end(number, name, began_s, first, raised)
+
+    def _end(
+        self, number: int, name: str, began_s: float, first: Mapping[str, int], raised: BaseException | None
+    ) -> None:
+        with self._lock:
+            last = self._exact()
+            peak = self._open.pop(number)
+            high = last.get("high_water_bytes", 0)
+            is_exact = high > first.get("high_water_bytes", 0)
+            if is_exact:  # the process never held more before: its high water is the phase's
+                peak.resident_bytes = high
+            self._write(
+                "phase-end",
+                id=number,
+                name=name,
+                seconds=round(time.perf_counter() - began_s, 6),
+                **_told(raised),
+                **last,
+                **peak.to_json(),
+                peak_is_exact=is_exact,
+            )
+
+    def note(self, name: str, report: Mapping[str, Any]) -> None:
+        """Write the outcome of something, a report for example; long lists in it are cut."""
+        if self.pid != os.getpid():
+            return
+        with self._lock:
+            _, is_written = self._counts.next(f"note {name}")
+            if is_written:
+                self._write("note", name=name, report=shortened(report))
+
+    def _watch(self) -> None:
+        pace = self._pace
+        due_s = time.perf_counter() + pace.records_s
+        before_s = time.thread_time()
+        while not self._done.wait(pace.look_s):
+            with self._lock:
+                look = self._look()
+                if time.perf_counter() >= due_s:
+                    self._write_sample(look)
+                    pace.wrote()
+                    due_s = time.perf_counter() + pace.records_s
+            after_s = time.thread_time()  # the wait costs something, too
+            pace.looked(after_s - before_s)
+            before_s = after_s
+
+    def _look(self) -> Look:
+        look = self._last = self._sources.look()
+        for peak in (self._whole, self._since, *self._open.values()):
+            peak.take(look)
+        return look
+
+    def _exact(self) -> dict[str, int]:
+        """What is used now, as a phase begins or ends."""
+        with self._lock:
+            return self._sources.record(self._look())
+
+    def _write_sample(self, look: Look) -> None:
+        found = {**self._sources.record(look), **self._since.to_json()}
+        self._since = _Peak()
+        self._write("sample", **found)
+        if self._writer is not None:
+            try:
+                for name, value in found.items():
+                    self._writer.add_scalar(f"ledger/{name}", value, self._pace.written)
+            except Exception as error:  # a writer may raise anything; the ledger goes on
+                _log.warning("the ledger's tensorboard writer failed, and gets no more: %s", error)
+                self._writer = None
+
+    def _write(self, kind: str, **values: object) -> None:
+        self._file.write({"kind": kind, "t": round(time.perf_counter() - self._began_s, 4), **values})
+
+
+def _told(error: BaseException | None) -> dict[str, str]:
+    return {} if error is None else {"error": shortened(f"{type(error).__name__}: {error}")[:300]}

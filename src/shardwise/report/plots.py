@@ -1,0 +1,347 @@
+"""Draws with matplotlib, as SVG for inside of a page: colours of the page's own variables, text as text, a title and a description.
+
+Each plot is drawn twice, wide and for a phone; the page shows one of them. The same data give the same text.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import ShardwiseError
+from .ledger_files import Phase, Process, Sample, Start
+from .material import LossLog
+from .text import plain, size
+
+__all__ = ["Drawn", "Mark", "draw_host", "draw_losses", "draw_memory", "draw_sizes", "plotting"]
+
+#: Stands for a colour in what matplotlib writes -> the page's variable.
+_COLOURS = {
+    "#0000f0": "currentColor",
+    "#0000f1": "var(--anonymous)",
+    "#0000f2": "var(--file)",
+    "#0000f3": "var(--shared)",
+    "#0000f4": "var(--device)",
+    "#0000f5": "var(--faint)",
+    "#0000e1": "var(--load)",
+    "#0000e2": "var(--save)",
+    "#0000e3": "var(--resume)",
+    "#0000e4": "var(--export)",
+    "#0000e5": "var(--other)",
+    "#0000e6": "var(--bad)",
+}
+_BY_NAME = {value.removeprefix("var(--").removesuffix(")"): name for name, value in _COLOURS.items()}
+_TEXT, _FAINT, _BAD = _BY_NAME["currentColor"], _BY_NAME["faint"], _BY_NAME["bad"]
+_SERIES = [_BY_NAME[n] for n in ("anonymous", "shared", "file", "device")]
+_KINDS = {
+    "load": "load",
+    "save": "save",
+    "background save": "save",
+    "resume": "resume",
+    "restore": "resume",
+    "export": "export",
+}
+_MOST_POINTS = 400
+_MOST_BARS = 400
+_LONG_NUMBER = re.compile(r"(\d\.\d)\d+")  # in points: a tenth is finer than a screen
+_WIDTHS = {"wide": 8.6, "narrow": 4.1}
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A plot for the page."""
+
+    title: str
+    wide: str
+    narrow: str
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Something that happened at a step."""
+
+    step: int
+    kind: str
+    """``save``, ``crash`` or ``resume``."""
+
+
+@contextmanager
+def plotting() -> Iterator[None]:
+    """Around all drawing. Raises :class:`ShardwiseError` without matplotlib; its settings are as before afterwards."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ShardwiseError(
+            "matplotlib is not installed, and draws the report's plots: pip install 'shardwise[plot]'"
+        ) from error
+    settings: Any = {
+        "svg.fonttype": "none",  # text stays text: it is searched, read aloud, and has the page's font
+        "text.parse_math": False,  # names from files are no formulas
+        "font.family": "DejaVu Sans",
+        "font.size": 9,
+        "axes.edgecolor": _FAINT,
+        "axes.labelcolor": _TEXT,
+        "axes.spines.right": False,
+        "axes.spines.top": False,
+        "axes.unicode_minus": False,
+        "text.color": _TEXT,
+        "xtick.color": _TEXT,
+        "ytick.color": _TEXT,
+        "legend.frameon": False,
+    }
+    with matplotlib.rc_context(settings):
+        yield
+
+
+def _drawn(key: str, title: str, description: str, height: float, draw: Callable[[Any, str], None]) -> Drawn:
+    found = {}
+    for form, width in _WIDTHS.items():
+        import matplotlib
+        from matplotlib.figure import Figure
+
+        with matplotlib.rc_context({"svg.hashsalt": f"{key}-{form}"}):
+            figure = Figure(figsize=(width, height), layout="constrained")
+            draw(figure, form)
+            stream = io.StringIO()
+            figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        found[form] = _for_page(stream.getvalue(), f"{key}-{form}", title, description)
+    return Drawn(title, found["wide"], found["narrow"])
+
+
+def _for_page(text: str, key: str, title: str, description: str) -> str:
+    """matplotlib's document as an element of the page: names of its own, the page's colours and font, accessible."""
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>|<style[^>]*>.*?</style>", "", text, flags=re.DOTALL)
+    text = re.sub(r'\bid="([^"]+)"', rf'id="{key}-\1"', text)
+    text = re.sub(r'xlink:href="#|url\(#', lambda found: f"{found[0]}{key}-", text)
+    text = re.sub(r' d="[^"]*"', lambda found: _LONG_NUMBER.sub(r"\1", found[0]), text)
+    text = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", text)
+    text = re.sub(r" font-family: [^;\"]*;?", "", text)
+    for colour, variable in _COLOURS.items():
+        text = text.replace(colour, variable)
+    named = f'role="img" aria-labelledby="{key}-t {key}-d"'
+    head = f'<title id="{key}-t">{html.escape(title)}</title><desc id="{key}-d">{html.escape(description)}</desc>'
+    text = re.sub(r'<svg ([^>]*?)width="([\d.]+)pt" height="[\d.]+pt"', rf"<svg {named} \1", text, count=1)
+    return re.sub(r"(<svg [^>]*>)", lambda found: found[1] + head, text, count=1)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Memory over time
+
+
+def draw_memory(start: Start, process: Process) -> Drawn:
+    """Memory of one rank over the time of its start, above its phases."""
+    title = f"Memory of rank {process.rank} in start {start.number}"
+    description = (
+        f"Resident memory over {start.seconds:.0f} seconds: at most {size(process.peak('resident'))}, of it anonymous at most "
+        f"{size(process.peak('anonymous'))}. Phases below: {_phases_in_words(process)}."
+    )
+    offset = process.began_s - start.began_s
+    samples = _thinned(process.samples)
+
+    def draw(figure: Any, form: str) -> None:
+        above, below = figure.subplots(2, 1, sharex=True, height_ratios=(5, 1.1))
+        times = [offset + s.t for s in samples]
+        stacked = [
+            [s.get(f"{kind}_bytes") / 1024**2 for s in samples] for kind in ("anonymous", "shared", "file")
+        ]
+        kinds = ("anonymous", "shared", "file-backed")
+        above.stackplot(times, *stacked, colors=_SERIES[:3], labels=kinds, alpha=0.75, linewidth=0)
+        peaks = [
+            max(
+                s.get("peak_resident_bytes"),
+                *(sum(s.get(f"{k}_bytes") for k in ("anonymous", "shared", "file")),),
+            )
+            / 1024**2
+            for s in samples
+        ]
+        above.plot(times, peaks, color=_TEXT, linewidth=0.8, label="peak between records")
+        if any(s.get("device_allocated_bytes") for s in samples):
+            device = [s.get("device_allocated_bytes") / 1024**2 for s in samples]
+            above.plot(times, device, color=_SERIES[3], linewidth=1.4, label="device, allocated")
+        above.set_ylabel("MiB")
+        above.set_ylim(bottom=0)
+        _legend(above, form)
+        _phase_bars(below, process, offset, start.seconds, form)
+        below.set_xlim(0, max(start.seconds, 1e-3))
+        below.set_xlabel("seconds since the start")
+
+    return _drawn(f"memory-{start.number}-{process.rank}", title, description, 3.1, draw)
+
+
+def _thinned(samples: Sequence[Sample]) -> Sequence[Sample]:
+    """At most so many records, of each run of neighbours the highest."""
+    ordered = sorted(samples, key=lambda s: s.t)
+    if len(ordered) <= _MOST_POINTS:
+        return ordered
+    every = -(-len(ordered) // _MOST_POINTS)
+    parts = [ordered[k : k + every] for k in range(0, len(ordered), every)]
+    return [
+        max(part, key=lambda s: max(s.get("peak_resident_bytes"), s.get("anonymous_bytes"))) for part in parts
+    ]
+
+
+def _legend(axes: Any, form: str) -> None:
+    columns = 5 if form == "wide" else 2
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, borderaxespad=0.2, fontsize=8)
+
+
+def _bars_of(process: Process) -> list[tuple[Phase, int]]:
+    """Phases to show, with their row: outer ones, then those directly within. The longest, if there are too many."""
+    outer = {n for n, p in process.phases.items() if p.parent is None}
+    found = [
+        (p, 0 if n in outer else 1) for n, p in process.phases.items() if n in outer or p.parent in outer
+    ]
+    found.sort(key=lambda one: -_length(one[0], process))
+    return sorted(found[:_MOST_BARS], key=lambda one: one[0].number)
+
+
+def _length(phase: Phase, process: Process) -> float:
+    return (process.last_t if phase.ended is None else phase.ended.t) - phase.began.t
+
+
+def _phase_bars(axes: Any, process: Process, offset: float, seconds: float, form: str) -> None:
+    for phase, row in _bars_of(process):
+        length = _length(phase, process)
+        is_cut = phase.ended is None and not process.has_ended
+        colour = _BAD if is_cut or phase.error else _BY_NAME[_KINDS.get(phase.name, "other")]
+        shown = max(length, seconds / 400)
+        axes.barh(
+            -row,
+            shown,
+            left=offset + phase.began.t,
+            height=0.8,
+            color=colour,
+            alpha=0.45 if row else 0.85,
+            linewidth=0,
+        )
+        words = plain(phase.name, 24) + (" (killed)" if is_cut else "")
+        if length / max(seconds, 1e-9) * _WIDTHS[form] > 0.085 * len(words):
+            axes.text(offset + phase.began.t + length / 2, -row, words, ha="center", va="center", fontsize=8)
+    axes.set_ylim(-1.5, 0.5)
+    axes.set_yticks([])
+    axes.spines.left.set_visible(False)
+
+
+def _phases_in_words(process: Process) -> str:
+    found: dict[str, int] = {}
+    for phase in process.phases.values():
+        if phase.parent is None:
+            found[plain(phase.name, 40)] = found.get(plain(phase.name, 40), 0) + 1
+    words = ", ".join(f"{name} × {count}" for name, count in list(found.items())[:12]) or "none"
+    stopped = process.stopped_in
+    return words if stopped is None else f"{words}; it stopped in {plain(stopped.name, 40)}"
+
+
+def draw_host(start: Start, host: str, processes: Sequence[Process]) -> Drawn:
+    """Charge and page cache of a host's cgroup, as the lowest of its ranks saw it."""
+    first = processes[0]
+    title = f"Cgroup of {plain(host, 40)} in start {start.number}"
+    description = (
+        f"Charge of {plain(first.cgroup, 120)}, all its processes together: at most {size(first.peak('cgroup'))}; page cache in it "
+        f"at most {size(first.peak('page_cache'))}."
+    )
+    samples = _thinned([s for s in first.samples if "cgroup_bytes" in s.values])
+    offset = first.began_s - start.began_s
+
+    def draw(figure: Any, form: str) -> None:
+        axes = figure.subplots()
+        times = [offset + s.t for s in samples]
+        cache = [s.get("page_cache_bytes") / 1024**2 for s in samples]
+        rest = [max(0.0, s.get("cgroup_bytes") / 1024**2 - c) for s, c in zip(samples, cache, strict=True)]
+        colours = (_SERIES[0], _SERIES[2])
+        axes.stackplot(
+            times, rest, cache, colors=colours, labels=("all else", "page cache"), alpha=0.75, linewidth=0
+        )
+        axes.set_ylabel("MiB")
+        axes.set_ylim(bottom=0)
+        axes.set_xlim(0, max(start.seconds, 1e-3))
+        axes.set_xlabel("seconds since the start")
+        _legend(axes, form)
+
+    return _drawn(f"host-{start.number}-{first.rank}", title, description, 2.2, draw)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Losses and checkpoints
+
+
+def draw_losses(losses: Sequence[LossLog], marks: Sequence[Mark]) -> Drawn:
+    """Losses by step, with what happened to the run."""
+    steps = [step for log in losses for step in log.points]
+    told = {kind: sorted({m.step for m in marks if m.kind == kind}) for kind in ("save", "crash", "resume")}
+    description = f"Losses of {len(losses)} starts, from step {min(steps)} to {max(steps)}. " + ". ".join(
+        f"{what} {', '.join(map(str, told[kind][:40])) or 'none'}"
+        for kind, what in (
+            ("save", "Saved steps:"),
+            ("crash", "Crashed at step:"),
+            ("resume", "Resumed from step:"),
+        )
+    )
+    shapes = ("o-", "x-", "s-", "^-", "v-", "d-")
+
+    def draw(figure: Any, form: str) -> None:
+        axes = figure.subplots()
+        for k, log in enumerate(losses):
+            points = sorted(log.points.items())
+            every = -(-len(points) // _MOST_POINTS)
+            shown = points[::every]
+            shape = shapes[k % len(shapes)] if len(points) < 100 else "-"
+            colour = (_SERIES[0], _SERIES[1], _SERIES[2], _SERIES[3])[k % 4]
+            axes.plot(
+                *zip(*shown, strict=True),
+                shape,
+                color=colour,
+                markersize=4,
+                linewidth=1.2,
+                label=f"log {k + 1}",
+            )
+        styles: Mapping[str, tuple[str, str, float]] = {
+            "crash": (_BAD, "--", 1.4),
+            "resume": (_BY_NAME["resume"], ":", 1.8),
+        }
+        for kind, (colour, style, width) in styles.items():
+            for k, step in enumerate(told[kind]):
+                label = {"crash": "stopped", "resume": "resumed from"}[kind] if k == 0 else None
+                axes.axvline(step, color=colour, linestyle=style, linewidth=width, label=label)
+        saved = told["save"][:: -(-max(1, len(told["save"])) // _MOST_POINTS)]
+        if saved:
+            low = axes.get_ylim()[0]
+            axes.plot(
+                saved,
+                [low] * len(saved),
+                "|",
+                color=_BY_NAME["save"],
+                markersize=12,
+                label="saved",
+                clip_on=False,
+            )
+            axes.set_ylim(bottom=low)
+        axes.set_xlabel("step")
+        axes.set_ylabel("loss")
+        _legend(axes, form)
+
+    return _drawn("loss", "Loss by step, with saves, stops and resumes", description, 3.2, draw)
+
+
+def draw_sizes(steps: Sequence[tuple[int, int]], key: str) -> Drawn:
+    """Bytes of the checkpoints of a run, by step."""
+    description = "; ".join(f"step {step}: {size(nbytes)}" for step, nbytes in steps[:40])
+
+    def draw(figure: Any, form: str) -> None:
+        axes = figure.subplots()
+        shown = steps[-_MOST_BARS:]
+        places = range(len(shown))
+        axes.bar(places, [nbytes / 1024**2 for _, nbytes in shown], color=_BY_NAME["save"], width=0.7)
+        every = max(1, -(-len(shown) // (16 if form == "wide" else 7)))
+        axes.set_xticks(list(places)[::every], [str(step) for step, _ in shown][::every])
+        axes.set_xlim(-0.7, max(len(shown), 10) - 0.3)  # few bars stay narrow
+        axes.set_xlabel("step")
+        axes.set_ylabel("MiB")
+
+    return _drawn(key, "Size of each stored checkpoint", description, 2.0, draw)

@@ -1,0 +1,381 @@
+"""The sections of a report that tell of a run: its starts, losses, resumes, loads, memory and phases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from .ledger_files import Note, Process, Start
+from .material import Material
+from .plots import Mark, draw_host, draw_losses, draw_memory
+from .records import Cell, Part, Section, Table, cells, facts
+from .text import counted, plain, seconds_text, size, time_text
+
+__all__ = ["load_section", "loss_section", "marks_of", "memory_section", "resume_section", "starts_section"]
+
+#: Ranks whose memory is drawn, for each start: the first, and those with the highest peaks.
+_DRAWN_RANKS = 6
+_DRAWN_IN_ALL = 16
+_DRAWN_STARTS = 6
+_MOST_ROWS = 200
+
+
+def _bytes(nbytes: object) -> Cell:
+    return Cell(size(nbytes) if isinstance(nbytes, int) and 0 <= nbytes < 2**62 else "–", number=True)
+
+
+def _ratio(part: object, whole: object) -> Cell:
+    ok = isinstance(part, int) and isinstance(whole, int) and whole > 0
+    return Cell(f"{part / whole:.3f} ×" if ok else "–", number=True)  # type: ignore[operator]
+
+
+def _words(values: object) -> str:
+    """A list from a report as one text."""
+    if isinstance(values, Mapping):
+        return "; ".join(f"{plain(str(k))}: {plain(str(v))}" for k, v in values.items()) or "none"
+    if isinstance(values, Sequence) and not isinstance(values, str):
+        return "; ".join(plain(str(v)) for v in values) or "none"
+    return plain(str(values))
+
+
+# ----------------------------------------------------------------------------------------------------
+# Starts
+
+
+def _ending(process: Process) -> Cell:
+    if process.error is not None:
+        return Cell(f"error: {plain(process.error)}", tone="bad")
+    if process.has_ended:
+        return Cell("left its ledger", tone="good")
+    phase = process.stopped_in
+    if phase is None:
+        return Cell("stopped without a word, in no phase", tone="bad")
+    step = "" if phase.step is None else f" of step {phase.step}"
+    return Cell(f"stopped without a word, in {plain(phase.name, 40)}{step}", tone="bad")
+
+
+def starts_section(starts: Sequence[Start]) -> Section:
+    """Each process of each start, and how it ended."""
+    rows = [
+        cells(
+            start.number, p.rank, _ending(p), Cell(seconds_text(p.last_t), number=True), _bytes(p.peak("resident")),
+            _bytes(p.peak("anonymous")), plain(p.host, 40), Cell(time_text(p.began_s), number=True),
+        )
+        for start in starts
+        for p in start.processes
+    ]  # fmt: skip
+    head = cells(">start", ">rank", "end", ">lasted", ">peak resident", ">peak anonymous", "host", ">began")
+    about = (
+        "A start is one launch of the program. A process that stopped without a word was killed, or was still running when this "
+        "report was made."
+    )
+    parts = [*_tables("Processes, by start and rank", head, rows)]
+    parts += [
+        Part(text=_who_was_first(start))
+        for start in starts
+        if not start.is_whole and len(start.processes) > 1
+    ]
+    return Section("starts", "Starts", about, parts)
+
+
+def _who_was_first(start: Start) -> str:
+    """The rank whose records end first: where one is killed, the launcher ends the others."""
+    first, second, *_ = sorted((p for p in start.processes), key=lambda p: (p.began_s + p.last_t, p.rank))
+    ahead = second.began_s + second.last_t - first.began_s - first.last_t
+    return f"Start {start.number}: the records of rank {first.rank} end first, {seconds_text(ahead)} before the next rank's."
+
+
+def _tables(caption: str, head: Sequence[Cell], rows: Sequence[Sequence[Cell]]) -> Iterator[Part]:
+    if len(rows) > _MOST_ROWS:
+        caption = f"{caption}: the first {_MOST_ROWS} of {len(rows)}"
+    yield Part(table=Table(caption, head, rows[:_MOST_ROWS]))
+
+
+# ----------------------------------------------------------------------------------------------------
+# Losses and resumes
+
+
+def marks_of(material: Material) -> list[Mark]:
+    """Saves, stops and resumes by step."""
+    found = {Mark(s.step, "save") for run in material.runs for s in (*run.steps, *run.set_aside)}
+    for start in material.starts:
+        for name, kind in (("save", "save"), ("resume", "resume"), ("restore", "resume")):
+            for _, note in start.notes(name):
+                step = note.report.get("step")
+                if isinstance(step, int) and 0 <= step < 2**53 and note.report.get("is_published", True):
+                    found.add(Mark(step, kind))
+        if not start.is_whole:
+            steps = [p.step for one in start.processes for p in one.phases.values() if p.step is not None]
+            open_ones = [one.stopped_in for one in start.processes if one.stopped_in is not None]
+            stopped = [p.step for p in open_ones if p.step is not None] or steps
+            if stopped:
+                found.add(Mark(max(stopped), "crash"))
+    return sorted(found, key=lambda m: (m.step, m.kind))
+
+
+def loss_section(material: Material) -> Section | None:
+    """The losses, with what happened to the run."""
+    losses = [log for log in material.losses if log.points]
+    if not losses:
+        return None
+    marks = marks_of(material)
+    rows = [
+        cells(
+            f"log {k}", plain(log.file), len(log.points), min(log.points), max(log.points),
+            Cell(f"{log.points[min(log.points)]:.4g}", number=True), Cell(f"{log.points[max(log.points)]:.4g}", number=True),
+        )
+        for k, log in enumerate(losses, 1)
+    ]  # fmt: skip
+    head = cells("name", "file", ">steps", ">first step", ">last step", ">first loss", ">last loss")
+    parts = [Part(drawn=draw_losses(losses, marks)), *_tables("Loss logs", head, rows)]
+    if twice := _trained_twice([log.points for log in losses]):
+        parts.append(Part(text=twice))
+    return Section("loss", "Loss", "", parts)
+
+
+def _trained_twice(logs: Sequence[Mapping[int, float]]) -> str:
+    """The largest difference of losses of a step that two logs have."""
+    seen: dict[int, float] = {}
+    differences = []
+    for points in logs:
+        differences += [abs(loss - seen[step]) for step, loss in points.items() if step in seen]
+        seen |= points
+    if not differences:
+        return ""
+    was = "step was" if len(differences) == 1 else "steps were"
+    return f"{len(differences)} {was} trained twice: losses differ by at most {max(differences):.2g}."
+
+
+def resume_section(starts: Sequence[Start]) -> Section | None:
+    """What each resume proved, by rank 0's report; and whether all ranks say the same."""
+    parts = []
+    for start in starts:
+        by_rank: dict[tuple[str, object], list[tuple[Process, Note]]] = {}
+        for name in ("resume", "restore"):
+            for process, note in start.notes(name):
+                by_rank.setdefault((name, note.report.get("step")), []).append((process, note))
+        for found in by_rank.values():
+            parts.append(_resume(start, found))
+    if not parts:
+        return None
+    about = "A resume compares the digest of every restored tensor with the one that the save recorded, before training goes on."
+    return Section("resumes", "Proof of each resume", about, parts)
+
+
+def _resume(start: Start, found: Sequence[tuple[Process, Note]]) -> Part:
+    process, note = found[0]
+    r = note.report
+    is_exact = r.get("exact") is True
+    digests = {str(other.report.get("digest")) for _, other in found}
+    exact = Cell("yes", tone="good") if is_exact else f"no: {_words(r.get('differences', ()))}"
+    alike = (
+        Cell(
+            f"{plain(next(iter(digests)), 64)}, the same on every rank that reports it ({len(found)})",
+            tone="good",
+        )
+        if len(digests) == 1
+        else Cell("DIFFERENT between ranks", tone="bad")
+    )
+    step = plain(str(r.get("step")), 20)
+    rows: list[tuple[str, object]] = [
+        ("checkpoint", plain(str(r.get("path", "")))),
+        ("saved by", f"{counted(r.get('saved_world_size'), 'rank')} ({plain(str(r.get('saved_mesh', '')), 80)})"),
+        ("resumed on", f"{counted(r.get('world_size'), 'rank')} ({plain(str(r.get('mesh', '')), 80)})"),
+        ("digests compared", f"{_words(r.get('tensors'))} tensors of the model, {_words(r.get('optimizer_tensors'))} of the optimizer"),
+        ("digest of all", alike),
+        ("bitwise as never stopped", exact),
+        ("restored besides", _words(r.get("documents", ()))),
+        ("skipped", _words(r.get("skipped", ()))),
+        ("caveats", _words(r.get("caveats", ()))),
+        ("random generators", _words(r.get("rng", ""))),
+        ("damaged steps skipped", _words(r.get("damaged", ()))),
+        ("newer steps set aside", _words(r.get("superseded", ()))),
+        ("run", plain(str(r.get("run_id", "")), 64)),
+        ("read by rank 0", f"{_bytes(r.get('bytes_read')).text} in {_seconds(r.get('seconds'))}"),
+    ]  # fmt: skip
+    heading = f"Start {start.number}: {plain(note.name, 20)} from step {step}"
+    return Part(heading=heading, table=facts(f"Report of rank {process.rank}", rows))
+
+
+def _seconds(value: object) -> str:
+    return seconds_text(float(value)) if isinstance(value, int | float) and 0 <= value < 2**40 else "–"
+
+
+# ----------------------------------------------------------------------------------------------------
+# Loads
+
+
+def load_section(starts: Sequence[Start], plan: Mapping[str, Any] | None) -> Section | None:
+    """Bytes and memory of each load beside their floors; beside a plan, if there is one."""
+    rows = []
+    for start in starts:
+        for process, note in start.notes("load"):
+            rows.append(_load_row(start, process, note))
+    parts: list[Part] = []
+    if rows:
+        head = cells(
+            ">start", ">rank", ">shards", ">memory added", ">of the shards", ">read", ">of the model", ">staging", ">plan",
+            ">read in", ">rate", "strategy",
+        )  # fmt: skip
+        parts += _tables("Loads, by start and rank", head, rows)
+        parts += _totals(starts)
+    if plan is not None:
+        parts.append(_against_plan(starts, plan))
+    if not parts:
+        return None
+    about = (
+        "The floor of memory is a rank's shards; that of bytes over all ranks is the model, once. Memory added is the highest "
+        "anonymous memory during the load, less that before it; the first load of a process imports code, too."
+    )
+    return Section("load", "Load against its floor" + (" and the plan" if plan else ""), about, parts)
+
+
+def _load_row(start: Start, process: Process, note: Note) -> list[Cell]:
+    r = note.report
+    seconds = r.get("seconds_read")
+    rate = "–"
+    if isinstance(seconds, int | float) and seconds > 0 and isinstance(r.get("bytes_read"), int):
+        rate = f"{size(int(r['bytes_read'] / seconds))}/s"
+    added = _added(process, note)
+    return cells(
+        start.number, process.rank, _bytes(r.get("local_bytes")), _bytes(added), _ratio(added, r.get("local_bytes")),
+        _bytes(r.get("bytes_read")), _ratio(r.get("bytes_read"), r.get("model_bytes")), _bytes(r.get("staging_peak_bytes")),
+        Cell(_seconds(r.get("seconds_plan")), number=True), Cell(_seconds(seconds), number=True), Cell(rate, number=True),
+        plain(str(r.get("strategy", "")).partition(":")[0], 20),
+    )  # fmt: skip
+
+
+def _added(process: Process, note: Note) -> int | None:
+    """Anonymous memory that the load of a note added at its peak: its phase is the last that ended before the note."""
+    ended = [
+        p for p in process.phases.values() if p.name == "load" and p.ended is not None and p.ended.t <= note.t
+    ]
+    if not ended:
+        return None
+    phase = max(ended, key=lambda p: p.ended.t if p.ended is not None else 0.0)
+    assert phase.ended is not None
+    return max(0, phase.ended.get("peak_anonymous_bytes") - phase.began.get("anonymous_bytes"))
+
+
+def _totals(starts: Iterable[Start]) -> Iterator[Part]:
+    for start in starts:
+        notes = [note.report for _, note in start.notes("load")]
+        read = [r["bytes_read"] for r in notes if isinstance(r.get("bytes_read"), int)]
+        model = notes[0].get("model_bytes") if notes else None
+        if read and isinstance(model, int) and model > 0 and len(read) == len(start.processes):
+            yield Part(
+                text=f"Start {start.number}: all ranks together read {size(sum(read))} = {sum(read) / model:.3f} × the model."
+            )
+
+
+def _against_plan(starts: Sequence[Start], plan: Mapping[str, Any]) -> Part:
+    planned = {one.get("rank"): one for one in plan["per_rank"] if isinstance(one, dict)}
+    rows = []
+    for start in starts:
+        for process, note in start.notes("load"):
+            one = planned.get(process.rank)
+            if one is None or process.world_size != plan.get("ranks"):
+                continue
+            pairs = (
+                ("shard_bytes", "local_bytes"),
+                ("bytes_read", "bytes_read"),
+                ("staging_bytes", "staging_peak_bytes"),
+            )
+            row: list[object] = [start.number, process.rank]
+            for was, now in pairs:
+                row += [_bytes(one.get(was)), _bytes(note.report.get(now))]
+            rows.append(cells(*row))
+    head = cells(
+        ">start",
+        ">rank",
+        ">shards planned",
+        ">measured",
+        ">reads planned",
+        ">measured",
+        ">staging planned",
+        ">measured",
+    )
+    model = f"{plain(str(plan.get('model_class', '')), 60)} on {counted(plan.get('ranks'), 'rank')}"
+    if not rows:
+        return Part(heading="Plan against measured", text=f"No load of {model} is in the ledgers.")
+    return Part(heading="Plan against measured", table=Table(f"Plan of {model}", head, rows[:_MOST_ROWS]))
+
+
+# ----------------------------------------------------------------------------------------------------
+# Memory and phases
+
+
+def memory_section(starts: Sequence[Start]) -> Section | None:
+    """Memory over time of each start, and its phases."""
+    parts: list[Part] = [Part(key=True)] if starts else []
+    most = min(_DRAWN_RANKS, _DRAWN_IN_ALL // max(1, min(len(starts), _DRAWN_STARTS)))
+    for start in starts[-_DRAWN_STARTS:]:
+        parts.append(
+            Part(
+                heading=f"Start {start.number}: {counted(len(start.processes), 'rank')}, {seconds_text(start.seconds)}"
+            )
+        )
+        by_peak = sorted(start.processes[1:], key=lambda p: (-p.peak("resident"), p.rank))
+        shown = [*start.processes[:1], *by_peak[: most - 1]]
+        if len(shown) < len(start.processes):
+            parts.append(
+                Part(
+                    text=f"Drawn: rank {shown[0].rank}, and the {len(shown) - 1} other ranks with the highest peaks."
+                )
+            )
+        parts += [Part(drawn=draw_memory(start, p)) for p in sorted(shown, key=lambda p: p.rank)]
+        parts += _hosts(start)
+        parts.append(Part(table=_phase_table(start)))
+    if not parts:
+        return None
+    about = (
+        "Resident memory of each rank, in parts: anonymous (what the program allocated), shared, and pages of mapped files, which "
+        "the kernel can take back. Below it the phases, on two rows: outer ones, and those directly within."
+    )
+    if len(starts) > _DRAWN_STARTS:
+        about += f" The last {_DRAWN_STARTS} of {len(starts)} starts are shown."
+    return Section("memory", "Memory over time", about, parts)
+
+
+def _hosts(start: Start) -> Iterator[Part]:
+    by_host: dict[tuple[str, str], list[Process]] = {}
+    for process in start.processes:
+        if process.peak("cgroup"):
+            by_host.setdefault((process.host, process.cgroup), []).append(process)
+    for (host, _), processes in list(by_host.items())[:2]:
+        yield Part(drawn=draw_host(start, host, processes))
+
+
+def _phase_table(start: Start) -> Table:
+    found: dict[str, list[tuple[Process, Any]]] = {}
+    for process in start.processes:
+        for phase in process.phases.values():
+            found.setdefault(phase.name, []).append((process, phase))
+    rows = []
+    for name, ones in list(found.items())[:_MOST_ROWS]:
+        ended = [(p, one) for p, one in ones if one.ended is not None]
+        lengths = [one.ended.t - one.began.t for _, one in ended]
+
+        def most(kind: str, ended: Sequence[tuple[Process, Any]] = ended) -> Cell:
+            return _bytes(max((one.ended.get(f"peak_{kind}_bytes") for _, one in ended), default=None))
+
+        def total(kind: str, ended: Sequence[tuple[Process, Any]] = ended) -> Cell:
+            return _bytes(sum(max(0, one.ended.get(kind) - one.began.get(kind)) for _, one in ended))
+
+        cut = len(ones) - len(ended)
+        rows.append(
+            cells(
+                plain(name, 60), len(ones), Cell(str(cut), number=True, tone="bad" if cut else ""),
+                Cell(seconds_text(max(lengths)) if lengths else "–", number=True), most("anonymous"), most("resident"),
+                most("cgroup"), total("asked_read_bytes"), total("asked_written_bytes"),
+            )
+        )  # fmt: skip
+    head = cells(
+        "phase", ">times, all ranks", ">not ended", ">longest", ">peak anonymous", ">peak resident", ">peak cgroup", ">read",
+        ">written",
+    )  # fmt: skip
+    return Table(
+        f"Phases of start {start.number}: the highest of any rank; bytes of all ranks, page cache included",
+        head,
+        rows,
+    )

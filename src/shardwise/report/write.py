@@ -1,0 +1,146 @@
+"""``shardwise report``: from what was found to one HTML file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+
+from .. import __version__
+from ..errors import ShardwiseError
+from ..runs.history import RootContents, StepSummary
+from ..storage import is_url
+from .material import Material, find_material
+from .plots import draw_sizes, plotting
+from .records import Cell, Page, Part, Section, Table, cells
+from .sections import load_section, loss_section, marks_of, memory_section, resume_section, starts_section
+from .text import plain, seconds_text, size
+
+__all__ = ["render", "write_report"]
+
+_MOST_STEPS = 200
+
+
+def write_report(
+    paths: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str], *, plan: str | None = None
+) -> Path:
+    """Write one HTML file about runs, from their steps, ledgers and loss logs; ``plan``: what ``shardwise plan --json`` printed.
+
+    Reads manifests, headers and logs, no payload; the same input gives the same file. Raises :class:`SourceError` naming a path with
+    nothing to report, :class:`ShardwiseError` without matplotlib (extra ``plot``) or if ``out`` can't be written.
+    """
+    text = render(find_material([os.fspath(p) for p in paths], plan))
+    try:
+        Path(out).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ShardwiseError(f"{os.fspath(out)}: can't be written: {error.strerror or error}") from error
+    return Path(out)
+
+
+def render(material: Material) -> str:
+    """The page as text."""
+    with plotting():
+        page = _page(material)
+    from jinja2 import Environment  # comes with torch
+
+    template = (files(__package__) / "page.html").read_text(encoding="utf-8")
+    return Environment(autoescape=True).from_string(template).render(page=page)
+
+
+def _page(material: Material) -> Page:
+    starts = material.starts
+    found = [
+        starts_section(starts) if starts else None,
+        loss_section(material),
+        resume_section(starts),
+        load_section(starts, material.plan),
+        memory_section(starts),
+        _history(material.runs),
+        _read(material),
+    ]
+    names = ", ".join(plain(Path(p).absolute().name if not is_url(p) else p, 60) for p in material.paths)
+    return Page(f"Run {names}", _cards(material), [s for s in found if s is not None], __version__)
+
+
+def _cards(material: Material) -> list[tuple[str, Cell]]:
+    marks = {kind: [m for m in marks_of(material) if m.kind == kind] for kind in ("save", "crash", "resume")}
+    cards = []
+    steps = [s.step for run in material.runs for s in run.steps if s.ok]
+    if steps:
+        cards.append(("newest valid step", Cell(str(max(steps)))))
+    if material.starts:
+        broken = sum(not start.is_whole for start in material.starts)
+        resumed = [
+            note.report.get("exact")
+            for s in material.starts
+            for n in ("resume", "restore")
+            for _, note in s.notes(n)
+        ]
+        cards += [
+            ("starts", Cell(str(len(material.starts)))),
+            ("of them stopped early", Cell(str(broken), tone="bad" if broken else "good")),
+            ("resumes", Cell(str(len(marks["resume"])) + (" (exact)" if resumed and all(resumed) else ""))),
+            (
+                "highest resident memory",
+                Cell(size(max(p.peak("resident") for s in material.starts for p in s.processes))),
+            ),
+            ("time in all", Cell(seconds_text(sum(s.seconds for s in material.starts)))),
+        ]
+    elif marks["save"]:
+        cards.append(("saved steps", Cell(str(len(marks["save"])))))
+    return cards
+
+
+def _history(runs: Sequence[RootContents]) -> Section | None:
+    parts = []
+    for k, run in enumerate(runs):
+        if len(runs) > 1:
+            parts.append(Part(heading=plain(run.path)))
+        ordered = sorted((*run.steps, *run.set_aside), key=lambda s: (s.step, s.fate, s.path))
+        sizes = [
+            (s.step, s.file_bytes) for s in ordered if s.file_bytes is not None and s.fate == "published"
+        ]
+        if sizes:
+            parts.append(Part(drawn=draw_sizes(sizes, f"sizes-{k}")))
+        shown = ordered[-_MOST_STEPS:]
+        caption = "Steps, oldest first" + (
+            f": the last {_MOST_STEPS} of {len(ordered)}" if len(shown) < len(ordered) else ""
+        )
+        head = cells(">step", "fate", "state", "written", ">went on from", ">ranks", ">size", "run")
+        parts.append(Part(table=Table(caption, head, [_step_row(s) for s in shown])))
+        if run.leftovers:
+            left = ", ".join(plain(name, 60) for name in run.leftovers[:10])
+            parts.append(Part(text=f"Leftovers of {len(run.leftovers)} stopped saves: {left}"))
+    if not parts:
+        return None
+    about = "By manifests and sizes of files; the command shardwise verify compares every byte. Steps that retention deleted are not here."
+    return Section("checkpoints", "Checkpoints", about, parts)
+
+
+def _step_row(step: StepSummary) -> list[Cell]:
+    state = Cell("whole", tone="good") if step.ok else Cell(plain(step.problem or "damaged"), tone="bad")
+    nbytes = Cell("–" if step.file_bytes is None else size(step.file_bytes), number=True)
+    return cells(
+        step.step,
+        step.fate,
+        state,
+        (step.written or "–").replace("T", " "),
+        Cell("–" if step.parent_step is None else str(step.parent_step), number=True),
+        Cell("–" if step.world_size is None else str(step.world_size), number=True),
+        nbytes,
+        plain(step.run_id or "–", 32),
+    )
+
+
+def _read(material: Material) -> Section:
+    """The files that the report was made from."""
+    rows = [
+        cells(f"start {s.number}, rank {p.rank}", plain(p.file, 400), p.skipped_lines)
+        for s in material.starts
+        for p in s.processes
+    ]
+    rows += [cells("losses", plain(log.file, 400), "") for log in material.losses]
+    rows += [cells("checkpoints", plain(run.path, 400), "") for run in material.runs]
+    table = Table("Sources of this report", cells("what", "file", ">lines skipped"), rows[:_MOST_STEPS])
+    return Section("sources", "Sources", "", [Part(table=table)])
