@@ -46,24 +46,24 @@ def recorded(call: Callable[[], Any]) -> tuple[Any, list[Found]]:
     return result, list(heard.values())
 
 
-def checked(call: Callable[[], Any], phase: str, nbytes: Callable[[Any], int]) -> Any:
+def checked(call: Callable[[], Any], name: str, nbytes: Callable[[Any], int]) -> Any:
     """Run one operation, and compare what the hook heard with the bytes of its report."""
     report, operations = recorded(call)
     (found,) = operations  # a resume is one, with the loads in it
-    check(found, phase, nbytes(report))
+    check(found, name, nbytes(report))
     return report
 
 
-def check(found: Found, phase: str, nbytes: int) -> None:
+def check(found: Found, name: str, nbytes: int) -> None:
     """From 0 up to the bytes of the report, and one end."""
-    assert {one.operation for one in found} == {phase}
+    assert {one.operation for one in found} == {name}
     assert [one.state for one in found[:-1]] == ["running"] * (len(found) - 1), found
     assert (found[0].done_bytes, found[0].state, found[-1].state) == (0, "running", "done")
     done = [one.done_bytes for one in found]
     assert done == sorted(done)
     assert (found[-1].done_bytes, found[-1].total_bytes) == (nbytes, nbytes), found[-1]
     assert all(one.done_bytes <= one.total_bytes for one in found)
-    if phase in ("load", "verify", "diff", "copy", "export"):
+    if name in ("load", "verify", "diff", "copy", "export"):
         assert {one.total_bytes for one in found} == {nbytes}, "known at the start"
     else:
         assert found[0].total_bytes > 0.9 * nbytes, "about known at the start"

@@ -33,7 +33,7 @@ import shardwise as sw
 from shardwise.operations.operation import in_background, operation
 
 def work(name="load", fails=False):
-    with phase(name, "/data/a-model-with-quite-a-long-name/and-a-step-00000100") as counted:
+    with operation(name, "/data/a-model-with-quite-a-long-name/and-a-step-00000100") as counted:
         counted.expect(lambda: 3 * 2**30)
         for k in range(4):
             counted.add(2**29)

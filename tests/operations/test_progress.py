@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 import shardwise as sw
-from shardwise.operations import phase as phases
+from shardwise.operations import operation as operations
 from tests.harness import models
 from tests.harness.pool import RankPool
-from tests.phases import _progress_fns as fns
+from tests.operations import _progress_fns as fns
 from tests.quantized._made import fp8_directory
 from tests.recipe import _fallback_fns
 
@@ -26,7 +26,7 @@ LOG = "shardwise.progress"
 @pytest.fixture(autouse=True)
 def every_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hooks hear of each piece of this process, not ten times a second."""
-    monkeypatch.setattr(phases, "PERIOD_S", 0.0)
+    monkeypatch.setattr(operations, "PERIOD_S", 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -144,12 +144,12 @@ def test_nothing_is_counted_for_nobody(step: Path) -> None:
     def total() -> int:
         raise AssertionError
 
-    with phases.operation("load", str(step)) as counted:
+    with operations.operation("load", str(step)) as counted:
         assert counted.counting(tick) is tick
         counted.expect(total)
         counted.guess(total)
         counted.add(1)
-    with sw.progress(lambda found: None), phases.operation("load", str(step)) as counted:
+    with sw.progress(lambda found: None), operations.operation("load", str(step)) as counted:
         assert counted.counting(tick) is not tick
 
 
@@ -169,10 +169,10 @@ def test_background_saves_and_mirrors(tmp_path: Path) -> None:
             checkpoints.save(state, 1)
             report = checkpoints.wait()
         assert report is not None
-    by_phase = {name: [one for one in heard if one.operation == name] for name in ("save", "copy")}
-    fns.check(by_phase["save"], "save", report.bytes_written)
+    by_name = {name: [one for one in heard if one.operation == name] for name in ("save", "copy")}
+    fns.check(by_name["save"], "save", report.bytes_written)
     copied = sum(p.stat().st_size for p in (tmp_path / "mirror/step-00000001").rglob("*") if p.is_file())
-    fns.check(by_phase["copy"], "copy", 2 * copied)
+    fns.check(by_name["copy"], "copy", 2 * copied)
     assert all(one.is_background for one in heard)
     assert "MainThread" not in threads
     count = len(heard)
@@ -214,14 +214,14 @@ def test_what_a_hook_reads_is_not_counted(step: Path) -> None:
 
 
 def test_a_hook_is_not_called_for_each_piece(step: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(phases, "PERIOD_S", 3600.0)
+    monkeypatch.setattr(operations, "PERIOD_S", 3600.0)
     model, _ = fns.trained()
     _, (found,) = fns.recorded(lambda: sw.load(model, step))
     assert [one.state for one in found] == ["running", "done"]
 
 
 def test_rate_and_remaining_time() -> None:
-    with sw.progress((heard := []).append), phases.operation("load", "x") as counted:
+    with sw.progress((heard := []).append), operations.operation("load", "x") as counted:
         counted.expect(lambda: 1000)
         assert heard[0].remaining_s is None
         time.sleep(0.05)

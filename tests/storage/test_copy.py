@@ -20,7 +20,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import CheckpointError, IntegrityError, SourceError
-from shardwise.operations import phase as phases
+from shardwise.operations import operation as operations
 from shardwise.storage import files_below
 from tests.harness.object_store import BUCKET, SIGNED, Asked, Do, Proxy, S3Server
 from tests.harness.tiers import long_but
@@ -183,7 +183,7 @@ def test_a_source_that_changes(
             (folder / "large").write_bytes(b"b" * 20_000_000)
 
     written: list[int] = []
-    monkeypatch.setattr(phases, "PERIOD_S", 0.0)
+    monkeypatch.setattr(operations, "PERIOD_S", 0.0)
     with sw.progress(rewrite), pytest.raises(IntegrityError, match="was changed while it was copied"):
         sw.copy(folder, tmp_path / "out")
     server.put("copies/changing/large", b"a" * 40_000_000)

@@ -13,8 +13,8 @@ from torch import nn
 import shardwise as sw
 from tests.harness.object_store import BUCKET, SECRET, Asked, Do, Proxy
 from tests.harness.pool import RankPool
-from tests.phases import _progress_fns as fns
-from tests.phases.test_bars import ESCAPE, in_terminal, screen
+from tests.operations import _progress_fns as fns
+from tests.operations.test_bars import ESCAPE, in_terminal, screen
 
 ROOT = f"s3://{BUCKET}/progress"
 
