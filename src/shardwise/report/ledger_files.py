@@ -14,8 +14,18 @@ from ..errors import SourceError
 __all__ = ["Note", "Phase", "Process", "Sample", "Start", "json_lines", "read_process", "starts_of"]
 
 #: Far above what a week writes; a longer file is read up to here.
-_MOST_LINES = 1_000_000
-_LONGEST_LINE = 1_000_000
+_MOST_BYTES = 256 * 1024**2
+_LONGEST_LINE = 256 * 1024
+#: Memory and bytes of a record; peaks have ``peak_`` before them.
+_VALUES = {
+    f"{name}_bytes"
+    for name in (
+        *("anonymous", "file", "shared", "swap", "high_water", "cgroup", "page_cache", "cgroup_high_water"),
+        *("device_allocated", "device_reserved", "device_high_water"),
+        *("read", "written", "asked_read", "asked_written"),
+        *("peak_anonymous", "peak_resident", "peak_cgroup"),
+    )
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +132,7 @@ def json_lines(path: Path) -> Iterator[dict[str, Any] | None]:
     """The objects of a file of JSON lines; None for a line that is none. Raises :class:`SourceError`."""
     try:
         with path.open("rb") as stream:
-            for _ in range(_MOST_LINES):
-                line = stream.readline(_LONGEST_LINE)
-                if not line:
-                    return
+            while stream.tell() < _MOST_BYTES and (line := stream.readline(_LONGEST_LINE)):
                 try:
                     found = json.loads(line)
                 except (ValueError, RecursionError):
@@ -192,7 +199,7 @@ def _take(process: Process, record: Mapping[str, Any]) -> bool:
 
 
 def _sample(record: Mapping[str, Any]) -> Sample:
-    values = {n: _count(v) for n, v in record.items() if n.endswith("_bytes")}
+    values = {n: _count(v) for n, v in record.items() if n in _VALUES}
     return Sample(_number(record.get("t")), values)
 
 
