@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -49,7 +50,8 @@ class Bars:
                 if not self._is_closed:
                     self._tell(found)
         except Exception:  # a terminal that is gone must not stop the operation
-            self._is_closed = True
+            with suppress(Exception):
+                self.close()
 
     def close(self) -> None:
         """Take all bars away."""
