@@ -110,7 +110,7 @@ def _look_in(path: str, found: _Found, end: float) -> None:
     if holds_checkpoint(path, names):
         checkpoint = look_at_checkpoint(path, names)
         found.checkpoints.append(checkpoint)
-        if checkpoint.kind != "step" and holds_weights(names):
+        if checkpoint.kind != "step" and any(name.endswith(".safetensors") for name in names):
             found.models.append(look_at_model(path))
         if checkpoint.kind == "steps":  # a run goes on in it
             found.places.append(look_at_place(path, _left(end)))

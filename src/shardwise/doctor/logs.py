@@ -12,7 +12,7 @@ from .facts import Log
 __all__ = ["KNOWN", "Known", "read_log"]
 
 #: Of a longer log, its beginning and its end are read.
-_BEGIN_BYTES, _END_BYTES = 8 * 1024**2, 56 * 1024**2
+_BEGIN_BYTES, _END_BYTES = 4 * 1024**2, 28 * 1024**2
 _LINE_CHARS = 400
 
 
@@ -161,7 +161,7 @@ KNOWN = (
 
 
 def read_log(path: str) -> Log:
-    """The known lines of a text file. Rank-local; reads at most 64 MiB. Raises :class:`SourceError`."""
+    """The known lines of a text file. Rank-local; reads at most 32 MiB. Raises :class:`SourceError`."""
     try:
         size = os.path.getsize(path)
         with open(path, "rb") as file:

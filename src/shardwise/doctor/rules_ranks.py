@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 
 from .facts import Facts, Meeting, Seen
@@ -14,10 +13,10 @@ _MOST_APART_S = 5.0
 
 
 def _odd(ranks: tuple[Seen, ...], value: Callable[[Seen], object]) -> tuple[object, list[Seen]]:
-    """What most ranks have (of equally many, the first rank's), and the ranks that have something else."""
-    counts = Counter(repr(value(one)) for one in ranks)
-    usual = max(counts, key=lambda text: (counts[text], text == repr(value(ranks[0]))))
-    return usual, [one for one in ranks if repr(value(one)) != usual]
+    """What most ranks have (of equally many, what the first rank has), and the ranks that have something else."""
+    values = [value(one) for one in ranks]
+    usual = max(values, key=lambda one: (values.count(one), one == values[0]))
+    return usual, [one for one, has in zip(ranks, values, strict=True) if has != usual]
 
 
 def _named(odd: list[Seen]) -> str:
@@ -100,7 +99,7 @@ def _files(facts: Facts) -> Iterator[Bite]:
             name, usual, odd = found[0]
             size = (odd[0].files or {}).get(name)
             what = "is not there" if size is None else f"has {size} bytes"
-            most = "it is not there" if usual == "None" else f"it has {usual}"
+            most = "it is not there" if usual is None else f"it has {usual}"
             more = f" ({len(found) - 1} more files differ)" if len(found) > 1 else ""
             yield Bite(
                 _named(odd),

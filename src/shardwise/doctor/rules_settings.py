@@ -82,7 +82,9 @@ def _fsdp1(facts: Facts) -> Iterator[Bite]:
 
 def _sharded_fp32(facts: Facts) -> Iterator[Bite]:
     for settings, fsdp, version in _fsdp_settings(facts):
-        kind = str(fsdp.get("state_dict_type", "SHARDED_STATE_DICT" if version == 2 else "")).upper()
+        # Accelerate's own default; the HF Trainer's is FULL_STATE_DICT.
+        default = "SHARDED_STATE_DICT" if settings in facts.accelerate else "FULL_STATE_DICT"
+        kind = str(fsdp.get("state_dict_type", default)).upper()
         is_mixed = str(settings.values.get("mixed_precision", "no")).lower() in ("bf16", "fp16")
         is_mixed |= bool(settings.values.get("bf16") or settings.values.get("fp16"))
         if version == 2 and kind in ("SHARDED_STATE_DICT", "3") and is_mixed:
