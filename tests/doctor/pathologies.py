@@ -343,6 +343,11 @@ PATHOLOGIES: tuple[Pathology, ...] = (
         ),
     ),
     Pathology(
+        "ranks.no-store",
+        "can't listen for the other ranks (address in use)",
+        replace(HEALTHY, meeting=replace(MEETING, ranks=(), missing=(), problem="address in use")),
+    ),
+    Pathology(
         "ranks.versions",
         "torch is 2.12.0 on rank 3 (node3)",
         _rank(3, versions={**SOFTWARE, "torch": "2.12.0"}),

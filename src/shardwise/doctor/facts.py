@@ -242,6 +242,8 @@ class Meeting:
     missing: tuple[int, ...]
     """Ranks that did not come in time."""
     waited_s: float
+    problem: str | None = None
+    """Why rank 0 could not let the other ranks in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -22,12 +23,12 @@ from .rule import Finding, number
 
 __all__ = ["Assembly", "assembly_of"]
 
-_CONNECT_S = 10.0
+_CONNECT_S = 8.0
 #: After its own facts, rank 0 waits so long for a rank that has started, and for one that has not.
-_STARTED_S, _ABSENT_S = 12.0, 6.0
+_STARTED_S, _ABSENT_S = 8.0, 6.0
 #: A file that another rank wrote must be seen within this time.
 _SEEN_S = 2.0
-_REPLY_S, _POLL_S = 5.0, 0.05
+_REPLY_S, _POLL_S = 4.0, 0.05
 _UNLIMITED = 1e18
 
 
@@ -43,13 +44,15 @@ class _Store(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assembly:
-    """This rank's seat among the ranks of a launch. ``store`` is None if rank 0's could not be reached."""
+    """This rank's seat among the ranks of a launch. ``store`` is None if there is a ``problem``."""
 
     rank: int
     world_size: int
     is_first_here: bool
     """Whether it is the first rank of its host."""
     store: _Store | None
+    problem: str
+    """Why the store can't be had."""
     began_s: float
     hosts_store: bool
 
@@ -133,15 +136,20 @@ class Assembly:
         return None
 
     def _alone(self) -> Meeting:
+        cant_host = self.hosts_store and self.store is None
         return Meeting(
-            world_size=self.world_size, ranks=(), missing=(0,), waited_s=time.monotonic() - self.began_s
+            world_size=self.world_size,
+            ranks=(),
+            missing=() if cant_host else (0,),
+            waited_s=time.monotonic() - self.began_s,
+            problem=self.problem if cant_host else None,
         )
 
 
 def assembly_of(environment: Mapping[str, str]) -> Assembly | None:
     """This rank's seat, if a launcher has set rank, world size and the store's address; otherwise None.
 
-    Every rank calls it, before it looks at anything. Connects within 10 s.
+    Every rank calls it, before it looks at anything. Connects within 8 s.
     """
     rank, world_size = number(environment.get("RANK")), number(environment.get("WORLD_SIZE"))
     address, port = environment.get("MASTER_ADDR"), number(environment.get("MASTER_PORT"))
@@ -151,8 +159,11 @@ def assembly_of(environment: Mapping[str, str]) -> Assembly | None:
         return None
     began = time.monotonic()
     hosts_store = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    store: _Store | None
+    store: _Store | None = None
+    problem = "" if hosts_store or _answers(address, port) else f"no answer from {address}:{port}"
     try:
+        if problem:
+            raise dist.DistError(problem)
         tcp = dist.TCPStore(  # type: ignore[attr-defined]  # public, without __all__
             address,
             port,
@@ -165,16 +176,29 @@ def assembly_of(environment: Mapping[str, str]) -> Assembly | None:
         prefix = f"shardwise-doctor/{environment.get('TORCHELASTIC_RESTART_COUNT', '')}"
         store = cast(_Store, dist.distributed_c10d.PrefixStore(prefix, tcp))
         store.add("started", 1)
-    except dist.DistError:
-        store = None
+    except dist.DistError as error:
+        store, problem = None, problem or " ".join(str(error).split())[:200]
     return Assembly(
         rank=rank,
         world_size=world_size,
         is_first_here=environment.get("LOCAL_RANK", "0") == "0",
         store=store,
+        problem=problem,
         began_s=began,
         hosts_store=hosts_store,
     )
+
+
+def _answers(address: str, port: int) -> bool:
+    """Whether something listens there, or does so soon: torch's own client takes twice its timeout, and prints stacks."""
+    end = time.monotonic() + _CONNECT_S
+    while time.monotonic() < end:
+        try:
+            socket.create_connection((address, port), timeout=2.0).close()
+            return True
+        except OSError:
+            time.sleep(4 * _POLL_S)
+    return False
 
 
 def _come(store: _Store, key: str, limit_s: float) -> bool:

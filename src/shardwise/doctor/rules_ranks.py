@@ -42,6 +42,16 @@ def _missing(facts: Facts) -> Iterator[Bite]:
         )
 
 
+def _no_store(facts: Facts) -> Iterator[Bite]:
+    if facts.meeting is not None and facts.meeting.problem is not None:
+        yield Bite(
+            "MASTER_ADDR, MASTER_PORT",
+            f"A run would not start: rank 0 can't listen for the other ranks ({facts.meeting.problem}).",
+            "Another program, often an earlier launch, has the port, or the address is not one of this host's.",
+            "End it, or choose a free MASTER_PORT.",
+        )
+
+
 def _versions(facts: Facts) -> Iterator[Bite]:
     for meeting in _meetings(facts):
         for name in sorted({n for one in meeting.ranks for n in one.versions}):
@@ -124,6 +134,12 @@ def _not_shared(facts: Facts) -> Iterator[Bite]:
 
 RANKS = (
     Rule(id="ranks.missing", about="a rank did not come in time", source="case 19", check=_missing),
+    Rule(
+        id="ranks.no-store",
+        about="rank 0 can't listen at MASTER_ADDR and MASTER_PORT",
+        source="torch.distributed",
+        check=_no_store,
+    ),
     Rule(id="ranks.versions", about="another version on some ranks", source="case 4", check=_versions),
     Rule(
         id="ranks.limits", about="memory, cores or limits lower on some ranks", source="case 2", check=_limits
