@@ -22,6 +22,15 @@ pytestmark = [pytest.mark.processes]
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = (sys.executable, "-m", "shardwise", "doctor", "--json", "--ranks", "1")
 LIMIT_S = 60
+#: The rules that the tests below show.
+NAMED = (
+    "ranks.missing",
+    "ranks.no-store",
+    "ranks.versions",
+    "ranks.limits",
+    "ranks.files",
+    "ranks.not-shared",
+)
 
 
 def free_port() -> int:

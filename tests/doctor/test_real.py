@@ -6,11 +6,13 @@ import json
 import os
 import resource
 import shutil
+import socket
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,14 @@ from torch import nn
 import shardwise as sw
 from shardwise.doctor.collect import collect
 from shardwise.doctor.logs import KNOWN
+from shardwise.doctor.mounts import mount_of
+from shardwise.doctor.probe import look_at_place
 from shardwise.doctor.rule import Finding
 from shardwise.doctor.table import findings_of
+from shardwise.models.host_budget import host_budget
 from shardwise.store.publish import set_aside
-from tests.faults.mounts import CanNotMount, mount_tmpfs, with_own_mounts
+from tests.faults.mounts import NEW_NAMES, CanNotMount, mount, mount_tmpfs, unshare, with_own_mounts
+from tests.harness.models import sparse_file
 from tests.loading.test_plan_promises import make_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,14 +84,16 @@ def check(findings: Iterable[Finding], here: set[str], *rules: str, words: str =
 # Configurations
 
 
+CASE_1 = ("accelerate.device-mesh", "accelerate.whole-model", "accelerate.sharded-fp32")
+
+
 def test_the_yaml_of_case_1_finds_what_its_author_met(here: set[str]) -> None:
     """FSDP2, RAM-efficient, bf16, inductor: the example's own file."""
     path = ROOT / "examples/accelerate_fsdp.yaml"
     settings = yaml.safe_load(path.read_text())
     assert settings["dynamo_config"] == {"dynamo_backend": "INDUCTOR"}
     findings = found(path, ranks=2)
-    rules = ("accelerate.device-mesh", "accelerate.whole-model", "accelerate.sharded-fp32")
-    check(findings, here, *rules, words="'Tensor' object has no attribute 'device_mesh'")
+    check(findings, here, *CASE_1, words="'Tensor' object has no attribute 'device_mesh'")
     first = findings[0]
     assert first.rule == "accelerate.device-mesh"
     assert "ShardwiseAccelerator" in first.do
@@ -389,6 +397,16 @@ def test_a_file_limit_that_the_probe_meets(tmp_path: Path, here: set[str]) -> No
 VARIABLES: dict[str, tuple[dict[str, str], str]] = {
     "launch.incomplete": ({"RANK": "0", "WORLD_SIZE": "8"}, "MASTER_ADDR, MASTER_PORT are not"),
     "launch.numbers": ({"LOCAL_RANK": "4", "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK=4"),
+    "launch.master-loopback": (
+        {
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "1",
+            "RANK": "0",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": "29500",
+        },
+        "MASTER_ADDR=localhost",
+    ),
     "launch.port": ({"MASTER_PORT": "port"}, "is no port"),
     "launch.slurm-world": ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "WORLD_SIZE": "4"}, "srun started 8"),
     "launch.torchrun-per-task": (
@@ -409,7 +427,7 @@ VARIABLES: dict[str, tuple[dict[str, str], str]] = {
 @pytest.mark.parametrize("rule", VARIABLES)
 def test_variables(rule: str, here: set[str]) -> None:
     env, words = VARIABLES[rule]
-    beside = {"launch.incomplete", "machine.cores"} | (
+    beside = {"launch.incomplete", "machine.cores", "network.loopback", "network.host-name"} | (
         {"machine.threads"} if "SLURM_PROCID" in env else set()
     )
     check(forked(env=env, ranks=2), (here | beside) - {rule}, rule, words=words)
@@ -445,6 +463,118 @@ def test_a_file_system(options: str, tmp_path: Path, here: set[str]) -> None:
     except CanNotMount as error:
         pytest.skip(str(error))
     check([Finding(**one) for one in said], here - WHERE, *rules, words=words)
+
+
+def _small_shm(folder: Path) -> list[Finding]:
+    mount_tmpfs(Path("/dev/shm"), "size=64m")
+    return found()
+
+
+def _container_layer(folder: Path) -> list[Finding]:
+    parts = [folder / name for name in ("lower", "upper", "work", "merged")]
+    for part in parts:
+        part.mkdir()
+    lower, upper, work, merged = parts
+    mount("overlay", merged, f"lowerdir={lower},upperdir={upper},workdir={work}")
+    return found(merged)
+
+
+def _named(host: str) -> list[Finding]:
+    """This host under another name, as one of two."""
+    unshare(NEW_NAMES)
+    socket.sethostname(host)
+    os.environ.update(
+        RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="1", MASTER_ADDR="node1", MASTER_PORT="29500"
+    )
+    return found()
+
+
+NAMESPACES: dict[str, tuple[Callable[[Path], list[Finding]], str]] = {
+    "machine.shm": (_small_shm, "/dev/shm has 64.0 MiB"),
+    "storage.overlay": (_container_layer, "gone with the container"),
+    "network.loopback": (lambda folder: _named("localhost"), "its name leads to 127.0.0.1"),
+    "network.host-name": (lambda folder: _named("no-such-host.invalid"), "can't be resolved"),
+}
+
+
+@pytest.mark.parametrize("rule", NAMESPACES)
+def test_a_namespace(rule: str, tmp_path: Path, here: set[str]) -> None:
+    work, words = NAMESPACES[rule]
+    try:
+        said = with_own_mounts(lambda: [f.to_json() for f in work(tmp_path)], tmp_path / "result")
+    except CanNotMount as error:
+        pytest.skip(str(error))
+    check([Finding(**one) for one in said], here - WHERE, rule, words=words)
+
+
+INSTALLED = {
+    "software.requires": ("transformers", "5.1.0", "transformers is 5.1.0"),
+    "software.peft": ("peft", "0.19.1", "peft 0.19.1 beside transformers"),
+    "software.torchvision": ("torchvision", "0.20.0", "torchvision 0.20.0 beside torch"),
+}
+
+
+@pytest.mark.parametrize("rule", INSTALLED)
+def test_an_installed_version(
+    rule: str, tmp_path: Path, here: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that comes first in the path says that it is installed there."""
+    name, version, words = INSTALLED[rule]
+    info = tmp_path / f"{name}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    check(found(), here, rule, words=words)
+
+
+MOUNTS = {
+    "storage.nfs-soft": "36 35 0:50 / {} rw,relatime shared:7 - nfs4 srv:/x rw,vers=4.2,soft,acdirmax=60",
+    "storage.nfs-late": "36 35 0:50 / {} rw,relatime - nfs4 srv:/x rw,vers=4.2,hard,actimeo=600",
+    "storage.nfs-locks": "36 35 0:50 /sub {} rw - nfs srv:/x rw,vers=3,hard,nolock",
+    "storage.over-object-store": "36 35 0:50 / {} rw,nosuid - fuse.gcsfuse bucket rw,user_id=0",
+}
+
+
+@pytest.mark.parametrize("rule", MOUNTS)
+def test_lines_of_the_kernel_s_table_of_mounts(rule: str, tmp_path: Path, here: set[str]) -> None:
+    """File systems that can't be mounted here, in the kernel's own words."""
+    table = tmp_path / "mountinfo"
+    lines = [
+        "28 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw",
+        MOUNTS[rule].format(tmp_path),
+        "40 28 0:9 / /proc rw - proc p rw",
+    ]
+    table.write_text("\n".join(lines) + "\n")
+    place = look_at_place(str(tmp_path))
+    facts = replace(collect(()), places=(replace(place, mount=mount_of(str(tmp_path / "x"), table)),))
+    check(findings_of(facts), here, rule)
+
+
+def test_a_path_of_no_known_kind(tmp_path: Path, here: set[str]) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    check(found(tmp_path / "config.json"), here, "path.unknown")
+
+
+def huge(folder: Path, nbytes: int) -> Path:
+    """A model of that size, which takes no room on the disk."""
+    folder.mkdir()
+    sparse_file(folder / "model.safetensors", {"w": (nbytes // 2,)})
+    return folder
+
+
+def test_a_model_larger_than_the_host(tmp_path: Path, here: set[str]) -> None:
+    budget = host_budget()
+    assert budget is not None
+    if torch.accelerator.current_accelerator(check_available=True) is None:
+        model = huge(tmp_path / "huge", budget.limit_bytes + 1024**3)
+        check(found(model), here, "model.too-large", words="does not fit on this host")
+    path = tmp_path / "config.yaml"
+    base = {"distributed_type": "FSDP", "mixed_precision": "bf16", "num_machines": 1, "num_processes": 2}
+    path.write_text(yaml.safe_dump({**base, "fsdp_config": FSDP2}))
+    model = huge(tmp_path / "half", int(0.7 * budget.free_bytes))
+    check(
+        found(model, path, ranks=2), here, "accelerate.not-ram-efficient", words="2 ranks hold 2 whole models"
+    )
 
 
 INJECTED = {
