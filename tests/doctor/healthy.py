@@ -130,7 +130,8 @@ MEETING = Meeting(
     missing=(),
     waited_s=2.0,
 )
-HEALTHY = Facts(ranks=8, machine=MACHINE, software=SOFTWARE, environment=TORCHRUN)
+REQUIRED = ("torch>=2.12", "transformers>=5.20", "safetensors>=0.8", "xxhash>=3.4.1", "click>=8.4.2")
+HEALTHY = Facts(ranks=8, machine=MACHINE, software=SOFTWARE, environment=TORCHRUN, requirements=REQUIRED)
 
 
 def settings(values: dict[str, Any], **fsdp: Any) -> Settings:
@@ -198,6 +199,7 @@ def hundred() -> Iterator[Facts]:
             machine=machine,
             software={n: v for n, v in SOFTWARE.items() if n in ("python", "torch") or draw.random() < 0.8},
             environment=environment,
+            requirements=REQUIRED,
             places=tuple(draw.sample(places, draw.randrange(3))),
             buckets=(BUCKET,) if draw.random() < 0.3 else (),
             accelerate=(yaml,) if fits and draw.random() < 0.7 else (),

@@ -128,7 +128,6 @@ PATHOLOGIES: tuple[Pathology, ...] = (
         "machine.cores",
         "8 ranks share 2 cores",
         _machine(cores=Cores(usable=2.0, machine=128, quota_from="/sys/fs/cgroup/cpu.max")),
-        ("machine.threads",),
     ),
     Pathology("machine.clock", "clock is before 2024", _machine(clock_s=1000.0)),
     Pathology("machine.gpus-unseen", "torch sees none of 8 GPUs", _machine(gpus=0)),

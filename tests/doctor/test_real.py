@@ -673,6 +673,26 @@ def test_hostile_text_does_not_move_the_cursor(tmp_path: Path) -> None:
     assert "[bold]x[/bold]" in shown
 
 
+def test_secrets_are_not_repeated(tmp_path: Path) -> None:
+    path = arguments(
+        tmp_path / "args.json", hub_token="hf_abcdef", fsdp_config={"version": 2, "api_key": "k-123"}
+    )
+    facts = collect([str(path)])
+    assert "hf_abcdef" not in repr(facts)
+    assert "k-123" not in repr(facts)
+    assert facts.arguments[0].values["hub_token"] == "…"
+
+
+def test_a_yaml_of_aliases_is_refused(tmp_path: Path) -> None:
+    """Nine lists of nine: a few hundred bytes that stand for billions of values."""
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{k}: &a{k} [{', '.join([f'*a{k - 1}'] * 9)}]" for k in range(1, 10)]
+    path = tmp_path / "bomb.yaml"
+    path.write_text("\n".join(lines))
+    with pytest.raises(sw.errors.FormatError, match="holds more than 100000 values"):
+        found(path)
+
+
 def test_a_yaml_that_runs_code_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "evil.yaml"
     path.write_text("distributed_type: !!python/object/apply:os.system ['touch /nope']\n")

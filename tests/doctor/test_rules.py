@@ -101,5 +101,7 @@ def test_the_page_lists_every_rule_as_the_table_has_it() -> None:
     assert real.keys() <= {r.id for r in RULES}
     assert len(real) >= 90
     row = r"^\| `([\w.-]+)` \| (.+?) \| (.+?) \| (.+?) \|$"
-    rows = re.findall(row, PAGE.read_text("utf-8"), re.MULTILINE)
+    text = PAGE.read_text("utf-8")
+    rows = re.findall(row, text, re.MULTILINE)
     assert rows == [(r.id, r.about, r.source, real.get(r.id, "facts")) for r in RULES]
+    assert f"Each of {len(PATHOLOGIES)} pathologies" in text

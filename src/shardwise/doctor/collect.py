@@ -17,7 +17,7 @@ from .machine import look_at_machine
 from .probe import PREFIX, look_at_place
 from .rule import number
 from .settings import is_accelerate, is_arguments, read_settings
-from .software import launch_variables, versions
+from .software import launch_variables, requirements, versions
 from .weights import holds_weights, look_at_model, look_at_stored_model
 
 __all__ = ["collect", "sizes_of"]
@@ -63,6 +63,7 @@ def collect(paths: Iterable[str], *, ranks: int | None = None) -> Facts:
         machine=machine,
         software=versions(),
         environment=environment,
+        requirements=requirements(),
         places=tuple(found.places),
         buckets=tuple(found.buckets),
         accelerate=tuple(found.accelerate),

@@ -257,6 +257,8 @@ class Facts:
     """Installed versions, by the name of the package, and ``python``."""
     environment: Mapping[str, str]
     """The variables by which launchers and libraries are told what to do."""
+    requirements: tuple[str, ...] = ()
+    """What shardwise requires, as its metadata say."""
     places: tuple[Place, ...] = ()
     buckets: tuple[Bucket, ...] = ()
     accelerate: tuple[Settings, ...] = ()

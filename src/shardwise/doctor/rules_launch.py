@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib import metadata
 
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
@@ -180,7 +179,7 @@ def _no_watchdog(facts: Facts) -> Iterator[Bite]:
 
 
 def _needs(facts: Facts) -> Iterator[Bite]:
-    for text in _requirements():
+    for text in facts.requirements:
         required = Requirement(text)
         if required.marker is None and not is_version(facts, required.name, str(required.specifier)):
             yield Bite(
@@ -189,13 +188,6 @@ def _needs(facts: Facts) -> Iterator[Bite]:
                 f"It needs {required.name}{required.specifier}; older releases lack what it uses, or describe shards wrongly.",
                 f"pip install '{required.name}{required.specifier}'",
             )
-
-
-def _requirements() -> list[str]:
-    try:
-        return metadata.requires("shardwise") or []
-    except metadata.PackageNotFoundError:  # run from a tree that is not installed
-        return []
 
 
 def _peft(facts: Facts) -> Iterator[Bite]:

@@ -91,7 +91,7 @@ def _locked(facts: Facts) -> Iterator[Bite]:
 def _threads(facts: Facts) -> Iterator[Bite]:
     cores, told = facts.machine.cores, facts.environment.get("OMP_NUM_THREADS")
     threads = number((told or "").partition(",")[0])
-    if threads is not None and facts.ranks > 1 and facts.ranks * threads > 2 * cores.usable:
+    if threads is not None and threads > 1 and facts.ranks > 1 and facts.ranks * threads > 2 * cores.usable:
         yield Bite(
             "OMP_NUM_THREADS",
             f"{facts.ranks} ranks × {threads} threads share {cores.usable:g} cores and slow each other down.",

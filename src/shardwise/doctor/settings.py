@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from ..errors import FormatError
-from ..limits import MAX_VALUE_BYTES, parse_json, read_small
+from ..limits import parse_json, read_small
 from .facts import Settings
+
+#: Real ones have a few KiB, and a few hundred values.
+_MOST_BYTES, _MOST_VALUES = 1024**2, 100_000
+#: What the facts, which ``--json`` prints, must not repeat.
+_SECRET = re.compile(r"token|secret|passw|credential|api_?key", re.IGNORECASE)
 
 __all__ = ["is_accelerate", "is_arguments", "read_settings"]
 
@@ -16,11 +22,36 @@ _OF_ARGUMENTS = {"output_dir", "per_device_train_batch_size", "gradient_accumula
 
 def read_settings(path: str) -> Settings:
     """The mapping in a ``.yaml``, ``.yml`` or ``.json`` file. Raises :class:`SourceError`, :class:`FormatError`."""
-    raw = read_small(path, "configuration", MAX_VALUE_BYTES)
+    raw = read_small(path, "configuration", _MOST_BYTES)
     found = parse_json(raw, path, "configuration") if path.endswith(".json") else _yaml(raw, path)
     if not isinstance(found, dict):
         raise FormatError("holds no settings: expected names and values", path=path)
-    return Settings(path=path, values=found)
+    if not _is_small(found):
+        raise FormatError(f"holds more than {_MOST_VALUES} values: no configuration", path=path)
+    return Settings(path=path, values=_without_secrets(found))
+
+
+def _is_small(found: Any) -> bool:
+    """Whether a walk meets few values: aliases of YAML let one stand for billions."""
+    waiting, count = [found], 0
+    while waiting:
+        value = waiting.pop()
+        count += 1
+        if count + len(waiting) > _MOST_VALUES:
+            return False
+        if isinstance(value, dict | list):
+            waiting += value.values() if isinstance(value, dict) else value
+    return True
+
+
+def _without_secrets(found: dict[Any, Any]) -> dict[Any, Any]:
+    """Values whose names say that they are secrets, as an ellipsis."""
+    return {
+        name: ("…" if value and _SECRET.search(str(name)) and isinstance(value, str) else value)
+        if not isinstance(value, dict)
+        else _without_secrets(value)
+        for name, value in found.items()
+    }
 
 
 def _yaml(raw: bytes, path: str) -> Any:

@@ -7,7 +7,7 @@ import platform
 from collections.abc import Mapping
 from importlib import metadata
 
-__all__ = ["launch_variables", "versions"]
+__all__ = ["launch_variables", "requirements", "versions"]
 
 _PACKAGES = (
     "accelerate",
@@ -50,6 +50,14 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+def requirements() -> tuple[str, ...]:
+    """What shardwise itself requires, without its extras; nothing if it runs from a tree that is not installed."""
+    try:
+        return tuple(text for text in metadata.requires("shardwise") or () if "extra ==" not in text)
+    except metadata.PackageNotFoundError:
+        return ()
 
 
 def launch_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
