@@ -149,6 +149,7 @@ PATHOLOGIES: tuple[Pathology, ...] = (
         _told_two(network=replace(NETWORK, interfaces=("lo", "eth0", "ib0")))(HEALTHY),
     ),
     # ------------------------------------------------------------------------------------- storage
+    Pathology("storage.no-answer", "did not answer in 10 s", replace(HEALTHY, silent={"/nfs/run": 10.0})),
     Pathology(
         "storage.not-writable", "Read-only file system", _place(failures={"write": "Read-only file system"})
     ),
@@ -184,7 +185,6 @@ PATHOLOGIES: tuple[Pathology, ...] = (
         "storage.clock", "900 s behind", replace(HEALTHY, buckets=(replace(BUCKET, clock_ahead_s=-900.0),))
     ),
     Pathology("bucket.refused", "can't list this prefix: no such bucket", _bucket(list="no such bucket")),
-    Pathology("bucket.refused", "no answer in 10 s", _bucket(answer="no answer in 10 s")),
     Pathology(
         "bucket.no-conditions",
         "may overwrite each other's steps",

@@ -9,7 +9,6 @@ import resource
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from tests.faults.mounts import CanNotMount, _leave_mounts, mount_tmpfs
 pytestmark = [pytest.mark.processes]
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = (sys.executable, "-m", "shardwise", "doctor", "--json", "--ranks", "1")
-LIMIT_S = 60
+LIMIT_S = 120
 #: The rules that the tests below show.
 NAMED = (
     "ranks.missing",
@@ -67,6 +66,14 @@ def of_ranks(document: Any) -> dict[str, str]:
     return {f["rule"]: f["bites"] for f in document["findings"] if f["rule"].startswith("ranks.")}
 
 
+def check_missing(document: Any, rank: int) -> None:
+    """That rank is named, in time: counted from the end of the imports, which other work on the machine delays."""
+    meeting = document["facts"]["meeting"]
+    assert meeting["missing"] == [rank]
+    assert meeting["waited_s"] < 27
+    assert f"rank {rank} of {meeting['world_size']} did not come" in of_ranks(document)["ranks.missing"]
+
+
 def other_accelerate(folder: Path) -> Path:
     """A place that comes first in the path, and says that another version is installed there."""
     info = folder / "accelerate-1.13.0.dist-info"
@@ -100,8 +107,9 @@ def can_mount() -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_the_odd_one_out_is_named(tmp_path: Path) -> None:
-    """Rank 2 has another version, a lower limit, other files, and a directory of its own in place of the shared one."""
+def test_the_odd_one_out_and_the_missing_one_are_named(tmp_path: Path) -> None:
+    """Rank 2 has another version, a lower limit, other files, and a directory of its own in place of the shared one; rank 3
+    does not come."""
     model, run, port = tmp_path / "model", tmp_path / "run", free_port()
     for folder in (model, run):
         folder.mkdir()
@@ -110,23 +118,27 @@ def test_the_odd_one_out_is_named(tmp_path: Path) -> None:
         "before": [str(other_accelerate(tmp_path / "site"))],
         "preexec_fn": hide(model, run, file="config.json"),
     }
-    began = time.monotonic()
-    ranks = [start(r, 3, port, model, run, **(odd if r == 2 else {})) for r in range(3)]
+    ranks = [start(r, 4, port, model, run, **(odd if r == 2 else {})) for r in range(3)]
     (status, document), *rest = [finish(one) for one in ranks]
-    assert time.monotonic() - began < 30
     assert status == 1
+    check_missing(document, 3)
     assert rest == [(0, None), (0, None)], "rank 0 alone speaks"
     said = of_ranks(document)
     host = socket.gethostname()
     assert f"accelerate is 1.13.0 on rank 2 ({host})" in said["ranks.versions"]
     assert f"RLIMIT_NOFILE is 512 on rank 2 ({host})" in said["ranks.limits"]
     if can_mount():
-        assert said.keys() == {"ranks.versions", "ranks.limits", "ranks.files", "ranks.not-shared"}
+        assert said.keys() == {
+            "ranks.missing",
+            "ranks.versions",
+            "ranks.limits",
+            "ranks.files",
+            "ranks.not-shared",
+        }
         assert f"config.json has 2 bytes on rank 2 ({host})" in said["ranks.files"]
         assert "did not see the file that rank" in said["ranks.not-shared"]
         places = [f["where"] for f in document["findings"] if f["rule"] == "storage.memory"]
         assert any(where.startswith(f"rank 2 ({host}): ") for where in places), "what only rank 2 has found"
-    assert document["facts"]["meeting"]["missing"] == []
     assert list(run.iterdir()) == []
 
 
@@ -149,16 +161,14 @@ def test_torchrun_with_healthy_ranks(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("missing", [1, pytest.param(0, marks=pytest.mark.slow)])
-def test_a_missing_rank_is_named(missing: int) -> None:
-    port = free_port()
-    began = time.monotonic()
-    status, document = finish(start(1 - missing, 2, port))
-    assert time.monotonic() - began < 30
+@pytest.mark.slow
+def test_rank_0_is_missing() -> None:
+    status, document = finish(start(1, 2, free_port()))
     assert status == 1
-    assert f"rank {missing} of 2 did not come" in of_ranks(document)["ranks.missing"]
+    check_missing(document, 0)
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -172,15 +182,13 @@ def test_a_port_that_is_taken() -> None:
 def test_a_rank_that_dies_meanwhile_is_named(tmp_path: Path) -> None:
     """It said that it is there, and was killed while it looked."""
     port = free_port()
-    began = time.monotonic()
     first = start(0, 2, port)
     late = [sys.executable, "-c", _DIES]
     env = {**os.environ, "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     assert subprocess.run(late, env=env, timeout=LIMIT_S, check=False).returncode == 9
     status, document = finish(first)
-    assert time.monotonic() - began < 40
     assert status == 1
-    assert "rank 1 of 2 did not come" in of_ranks(document)["ranks.missing"]
+    check_missing(document, 1)
 
 
 _DIES = """

@@ -580,6 +580,7 @@ def test_a_model_larger_than_the_host(tmp_path: Path, here: set[str]) -> None:
 INJECTED = {
     "storage.fsync": ("fsync:error=EIO", "Input/output error"),
     "storage.no-rename": ("rename,renameat,renameat2:error=EXDEV", "Invalid cross-device link"),
+    "storage.no-answer": ("statfs:delay_enter=18000000", "did not answer in 10 s"),
     "storage.slow-fsync": ("fsync:delay_enter=1500000", "one fsync of 4 KiB took 1.5 s"),
     "storage.slow-write": ("pwrite64:delay_enter=400000", "one process wrote"),
     "storage.slow-read": ("pread64:delay_enter=400000", "one process read"),
@@ -595,17 +596,21 @@ def test_system_calls_that_fail_or_wait(rule: str, tmp_path: Path, here: set[str
     what, words = INJECTED[rule]
     calls = what.partition(":")[0]
     (tmp_path / "run").mkdir()
+    one_path = ("-P", str(tmp_path / "run")) if rule == "storage.no-answer" else ("--seccomp-bpf",)
     command = [
-        *("strace", "-f", "-qq", "--seccomp-bpf", "-o", str(tmp_path / "trace"), "-e", f"trace={calls}"),
+        *("strace", "-f", "-qq", *one_path, "-o", str(tmp_path / "trace"), "-e", f"trace={calls}"),
         *("-e", f"inject={what}", sys.executable, "-m", "shardwise", "doctor", str(tmp_path / "run")),
         *("--ranks", "1", "--json"),
     ]
+    began = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, timeout=90)
     assert done.returncode == 1, done.stderr
     findings = [Finding(**one) for one in json.loads(done.stdout)["findings"]]
     slow = {"storage.slow-write"} if rule == "storage.slow-fsync" else set()
     check(findings, here | slow, rule, words=words)
     assert list((tmp_path / "run").iterdir()) == []
+    # strace ends only when the call that it holds has gone on
+    assert time.monotonic() - began < (60 if rule == "storage.no-answer" else 30)
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -1683,7 +1683,7 @@ MUTATIONS = (
         "doctor/meet.py",
         "            missing=tuple(r for r in range(self.world_size) if r not in known),\n",
         "            missing=(),\n",
-        ("tests/doctor/test_meet.py::test_a_missing_rank_is_named",),
+        ("tests/doctor/test_meet.py::test_the_odd_one_out_and_the_missing_one_are_named",),
         "a rank that does not come is not named",
     ),
     Mutation(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import threading
 import time
 
 from ..errors import ShardwiseError
@@ -14,22 +13,13 @@ from .facts import Bucket
 __all__ = ["look_at_bucket"]
 
 
-def look_at_bucket(url: str, limit_s: float = 15.0) -> Bucket:
-    """Facts of the prefix ``url``. Rank-local; ends after ``limit_s``, also where the store does not answer.
+def look_at_bucket(url: str) -> Bucket:
+    """Facts of the prefix ``url``. Rank-local; takes about ten requests.
 
     Asks for what a run needs: list, write, write only if absent, replace only if unchanged, delete.
     """
     failures: dict[str, str] = {}
-    ahead: list[float] = []
-    thread = threading.Thread(target=_look, args=(url, failures, ahead), daemon=True, name="shardwise-doctor")
-    thread.start()
-    thread.join(limit_s)
-    if thread.is_alive():
-        failures = {**failures, "answer": f"no answer in {limit_s:g} s"}
-    return Bucket(url=url, failures=failures, clock_ahead_s=ahead[0] if ahead else 0.0)
-
-
-def _look(url: str, failures: dict[str, str], ahead: list[float]) -> None:
+    ahead_s = 0.0
     step = "list"
     try:
         place = place_of(join(url, f".shardwise-doctor-{secrets.token_hex(8)}"))
@@ -44,7 +34,7 @@ def _look(url: str, failures: dict[str, str], ahead: list[float]) -> None:
         stat = store.stat(key)
         if stat is not None and stat.changed_s is not None:
             found_s = stat.changed_s - time.time()
-            ahead.append(0.0 if -2.0 <= found_s <= 0.0 else found_s)  # stores say whole seconds
+            ahead_s = 0.0 if -2.0 <= found_s <= 0.0 else found_s  # stores say whole seconds
         if store.create(key, second):
             failures["create"] = "a second write under 'only if absent' replaced the first"
         step = "replace"
@@ -65,6 +55,7 @@ def _look(url: str, failures: dict[str, str], ahead: list[float]) -> None:
                     failures["delete"] = "the object is still there"
         except (ShardwiseError, OSError) as error:
             failures["delete"] = str(error)
+    return Bucket(url=url, failures=failures, clock_ahead_s=ahead_s)
 
 
 def _content(number: int) -> bytes:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterable
+from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 
 from ..errors import SourceError
@@ -22,10 +24,13 @@ from .weights import holds_weights, look_at_model, look_at_stored_model
 
 __all__ = ["collect", "sizes_of"]
 
-#: All probes of one call end within this time.
-_PROBES_S = 12.0
+#: What all paths of one call may take, and one path.
+_ALL_S, _EACH_S = 12.0, 10.0
 #: Files of the given paths that ranks compare.
 _MOST_FILES = 2_000
+
+
+_KINDS = ("places", "buckets", "accelerate", "arguments", "models", "checkpoints", "logs", "unknown")
 
 
 @dataclass(slots=True)
@@ -40,6 +45,7 @@ class _Found:
     checkpoints: list[Checkpoint] = field(default_factory=list)
     logs: list[Log] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
+    silent: dict[str, float] = field(default_factory=dict)
 
 
 def collect(paths: Iterable[str], *, ranks: int | None = None) -> Facts:
@@ -53,9 +59,9 @@ def collect(paths: Iterable[str], *, ranks: int | None = None) -> Facts:
     Raises :class:`SourceError` for a path that can't be read.
     """
     found = _Found()
-    end = time.monotonic() + _PROBES_S
+    end = time.monotonic() + _ALL_S
     for path in paths:
-        _look_at(absolute(path), found, end)
+        _look_with_limit(absolute(path), found, max(2.0, min(_EACH_S, end - time.monotonic())))
     environment = launch_variables()
     machine = look_at_machine()
     return Facts(
@@ -72,6 +78,7 @@ def collect(paths: Iterable[str], *, ranks: int | None = None) -> Facts:
         checkpoints=tuple(found.checkpoints),
         logs=tuple(found.logs),
         unknown=tuple(found.unknown),
+        silent=found.silent,
     )
 
 
@@ -87,11 +94,33 @@ def _ranks_here(environment: dict[str, str], accelerate: list[Settings], gpus: i
     return max(1, gpus)
 
 
-def _look_at(path: str, found: _Found, end: float) -> None:
+def _look_with_limit(path: str, found: _Found, limit_s: float) -> None:
+    """Look in a thread: a call into storage that hangs does not return. What comes too late is left out."""
+    seen, errors = _Found(), list[Exception]()
+
+    def look() -> None:
+        try:
+            _look_at(path, seen)
+        except Exception as error:  # raised in the caller's thread
+            errors.append(error)
+
+    thread = threading.Thread(target=copy_context().run, args=(look,), daemon=True, name="shardwise-doctor")
+    thread.start()
+    thread.join(limit_s)
+    if thread.is_alive():
+        found.silent[path] = limit_s
+        return
+    for error in errors:
+        raise error
+    for name in _KINDS:
+        getattr(found, name).extend(getattr(seen, name))
+
+
+def _look_at(path: str, found: _Found) -> None:
     if is_url(path):
-        _look_at_url(path, found, end)
+        _look_at_url(path, found)
     elif os.path.isdir(path):
-        _look_in(path, found, end)
+        _look_in(path, found)
     elif os.path.lexists(path):
         _look_at_file(path, found)
     elif path.endswith((".yaml", ".yml", ".json", ".log", ".txt", ".out", ".err")):
@@ -100,10 +129,10 @@ def _look_at(path: str, found: _Found, end: float) -> None:
         above = path
         while not os.path.isdir(above):
             above = os.path.dirname(above)
-        found.places.append(replace(look_at_place(above, _left(end)), path=path))
+        found.places.append(replace(look_at_place(above), path=path))
 
 
-def _look_in(path: str, found: _Found, end: float) -> None:
+def _look_in(path: str, found: _Found) -> None:
     try:
         names = os.listdir(path)
     except OSError as error:
@@ -114,14 +143,14 @@ def _look_in(path: str, found: _Found, end: float) -> None:
         if checkpoint.kind != "step" and any(name.endswith(".safetensors") for name in names):
             found.models.append(look_at_model(path))
         if checkpoint.kind == "steps":  # a run goes on in it
-            found.places.append(look_at_place(path, _left(end)))
+            found.places.append(look_at_place(path))
     elif holds_weights(names):
         found.models.append(look_at_model(path))
     else:
-        found.places.append(look_at_place(path, _left(end)))
+        found.places.append(look_at_place(path))
 
 
-def _look_at_url(url: str, found: _Found, end: float) -> None:
+def _look_at_url(url: str, found: _Found) -> None:
     try:
         if is_file(url):
             found.unknown.append(url)
@@ -135,7 +164,7 @@ def _look_at_url(url: str, found: _Found, end: float) -> None:
     elif names and holds_weights(names):
         found.models.append(look_at_stored_model(url, names))
         return  # it may well be read-only
-    found.buckets.append(look_at_bucket(url, _left(end)))
+    found.buckets.append(look_at_bucket(url))
 
 
 def _look_at_file(path: str, found: _Found) -> None:
@@ -151,10 +180,6 @@ def _look_at_file(path: str, found: _Found) -> None:
         found.logs.append(read_log(path))
     else:
         found.unknown.append(path)
-
-
-def _left(end: float) -> float:
-    return max(1.0, min(10.0, end - time.monotonic()))
 
 
 def sizes_of(paths: Iterable[str]) -> dict[str, int]:

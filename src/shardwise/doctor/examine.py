@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ..storage import absolute
 from .collect import collect, sizes_of
 from .facts import Facts, Meeting
 from .meet import assembly_of
@@ -48,7 +49,8 @@ def examine(paths: Sequence[str] = (), *, ranks: int | None = None) -> Diagnosis
     findings = findings_of(facts)
     if assembly is None:
         return Diagnosis(facts=facts, findings=tuple(findings), speaks=True)
-    meeting = assembly.exchange(facts, findings, sizes_of(paths))
+    answering = [path for path in paths if absolute(path) not in facts.silent]
+    meeting = assembly.exchange(facts, findings, sizes_of(answering))
     if meeting is None:
         return Diagnosis(facts=facts, findings=tuple(findings), speaks=False)
     facts = replace(facts, meeting=meeting)

@@ -269,3 +269,5 @@ class Facts:
     meeting: Meeting | None = None
     unknown: tuple[str, ...] = ()
     """Paths that are none of these."""
+    silent: Mapping[str, float] = field(default_factory=dict)
+    """Paths whose storage did not answer, and the seconds that it had."""

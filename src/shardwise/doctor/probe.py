@@ -9,7 +9,6 @@ import random
 import shutil
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 
@@ -26,28 +25,8 @@ _BYTES, _PIECE_BYTES, _READ_BYTES = 64 * 1024**2, 4 * 1024**2, 8 * 1024**2
 _EACH_S = 1.5
 
 
-def look_at_place(path: str, limit_s: float = 10.0) -> Place:
-    """Facts of the directory ``path``, which exists. Rank-local; ends after ``limit_s``, also where the storage hangs."""
-    mount = mount_of(path)
-    found: list[Place] = []
-    failed: list[OSError] = []
-
-    def look() -> None:
-        try:
-            found.append(_look(path))
-        except OSError as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=look, daemon=True, name="shardwise-doctor")
-    thread.start()
-    thread.join(limit_s)
-    if found:
-        return found[0]
-    why = failed[0].strerror or str(failed[0]) if failed else f"no answer in {limit_s:g} s"
-    return Place(path=path, mount=mount, free_bytes=0, free_inodes=None, failures={"write": why})
-
-
-def _look(path: str) -> Place:
+def look_at_place(path: str) -> Place:
+    """Facts of the directory ``path``, which exists. Rank-local; takes a few seconds, unless the storage hangs."""
     space = os.statvfs(path)
     free_bytes = space.f_bavail * space.f_frsize
     failures: dict[str, str] = {}

@@ -36,6 +36,16 @@ def _mounts(facts: Facts) -> Iterator[tuple[Place, Mount]]:
             yield place, place.mount
 
 
+def _silent(facts: Facts) -> Iterator[Bite]:
+    for path, waited_s in facts.silent.items():
+        yield Bite(
+            path,
+            f"Every rank would hang here: the storage did not answer in {waited_s:.0f} s.",
+            "A server of files or objects is down, overloaded or unreachable, and calls wait for it without an end.",
+            "See whether ls answers there, and the mount, its server and the network.",
+        )
+
+
 def _read_only(facts: Facts) -> Iterator[Bite]:
     for place in facts.places:
         if why := place.failures.get("write"):
@@ -259,11 +269,11 @@ def _clocks(facts: Facts) -> Iterator[Bite]:
 
 def _bucket_refuses(facts: Facts) -> Iterator[Bite]:
     for bucket in facts.buckets:
-        for what in ("list", "write", "answer"):
+        for what in ("list", "write"):
             if why := bucket.failures.get(what):
                 yield Bite(
                     bucket.url,
-                    f"A run can't {'use' if what == 'answer' else what} this prefix: {why.partition(chr(10))[0]}.",
+                    f"A run can't {what} this prefix: {why.partition(chr(10))[0]}.",
                     "A checkpoint needs to list, write, read, replace under a condition, and delete.",
                     "See the endpoint, the region, the credentials and their rights for this prefix.",
                 )
@@ -300,6 +310,7 @@ def _rule(name: str, about: str, source: str, check: Callable[[Facts], Iterator[
 
 _NFS, _LOCKS = "nfs(5)", "docs/concepts/publish.md"
 STORAGE = (
+    _rule("storage.no-answer", "no answer in about 10 s", "torchtitan#3065", _silent),
     _rule("storage.not-writable", "nothing can be written", "errno(3)", _read_only),
     _rule("storage.fsync", "fsync or reading back fails", "Rebello et al., ATC '20", _fsync),
     _rule("storage.space", "less free than 1 GiB, or than 6 × the given model", "case 15", _space),
@@ -322,7 +333,7 @@ STORAGE = (
     ),
     _rule(
         "bucket.refused",
-        "list or write is refused, or no answer",
+        "list or write is refused",
         "docs/howto/object-stores.md",
         _bucket_refuses,
     ),
