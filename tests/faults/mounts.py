@@ -11,9 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-__all__ = ["CanNotMount", "mount_tmpfs", "with_own_mounts"]
+__all__ = ["NEW_NAMES", "CanNotMount", "mount", "mount_tmpfs", "unshare", "with_own_mounts"]
 
 T = TypeVar("T")
+#: A host name of its own.
+NEW_NAMES = 0x04000000
 _NEW_MOUNTS, _NEW_USER, _PRIVATE_RECURSIVE = 0x20000, 0x10000000, (1 << 18) | (1 << 14)
 
 
@@ -64,7 +66,17 @@ def _leave_mounts() -> None:
 
 def mount_tmpfs(path: Path, options: str) -> None:
     """Mount an empty file system in memory, as ``size=1m,nr_inodes=100`` says."""
-    _call("mount", b"tmpfs", os.fsencode(path), b"tmpfs", ctypes.c_ulong(0), options.encode())
+    mount("tmpfs", path, options)
+
+
+def mount(kind: str, path: Path, options: str) -> None:
+    """Mount a file system that has no device."""
+    _call("mount", kind.encode(), os.fsencode(path), kind.encode(), ctypes.c_ulong(0), options.encode())
+
+
+def unshare(what: int) -> None:
+    """Give this process a namespace of its own; for ``work`` of :func:`with_own_mounts`."""
+    _call("unshare", what)
 
 
 def _call(name: str, *arguments: object) -> None:

@@ -53,6 +53,7 @@ ORDER = (
         "store",
         "checkpoint",
         "runs",
+        "doctor",
         "export",
         "api",
         "",
@@ -313,7 +314,9 @@ def test_rules_find_what_they_forbid() -> None:
 
 
 #: Pinned although nothing names them: they come with what is named, in any version of it.
-COME_ALONG = {"tokenizers"}
+COME_ALONG = {"packaging", "pyyaml", "tokenizers"}
+#: Packages that are imported under another name.
+NAMED_OTHERWISE = {"yaml": "pyyaml"}
 
 #: Other loaders, which benchmarks/store.py measures where a developer has installed them.
 PEERS_IF_INSTALLED = {"s3torchconnector", "runai_model_streamer"}
@@ -340,7 +343,8 @@ def test_everything_that_is_imported_is_declared_and_pinned() -> None:
                     names = [node.module]
                 else:
                     continue
-                imported.update(dict.fromkeys((name.partition(".")[0] for name in names), path))
+                tops = (name.partition(".")[0] for name in names)
+                imported.update({NAMED_OTHERWISE.get(top, top): path for top in tops})
     known = ours | sys.stdlib_module_names | PEERS_IF_INSTALLED
     outside = {name: path for name, path in imported.items() if name not in known}
     assert {"torch", "trl"} <= set(outside)

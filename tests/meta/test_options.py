@@ -129,6 +129,7 @@ COMMANDS: dict[str, tuple[str | None, dict[str, str]]] = {
     "copy": ("copy", {}),
     "explain": (None, {}),
     "report": (None, {"out": "one file", "plan": "a file to compare with"}),
+    "doctor": (None, {"ranks": "on this host, where plan counts those of the run"}),
     "demo": (None, {"out": "a folder to play in", "ranks": "as in plan"}),
 }
 

@@ -1728,6 +1728,49 @@ MUTATIONS = (
         (f"{REPORT}::test_no_input_writes_html_into_it",),
         "names from a ledger are HTML",
     ),
+    # ------------------------------------------------------------------------------------- doctor
+    Mutation(
+        "doctor/rules_settings.py",
+        "        own = {name for name, value in settings.fsdp.items() if name not in _BY_DEFAULT or value}\n",
+        "        own = settings.fsdp\n",
+        ("tests/doctor/test_rules.py::test_a_hundred_healthy_runs_have_no_finding",),
+        "what TrainingArguments write by themselves is a finding",
+    ),
+    Mutation(
+        "doctor/rules_ranks.py",
+        "strict=True) if has != usual]",
+        "strict=True) if has == usual]",
+        ("tests/doctor/test_rules.py::test_a_pathology_is_named",),
+        "the ranks that are alike are named as odd",
+    ),
+    Mutation(
+        "doctor/mounts.py",
+        "len(point) >= len(found.point)",
+        "len(point) <= len(found.point)",
+        ("tests/doctor/test_real.py::test_lines_of_the_kernel_s_table_of_mounts",),
+        "a path's file system is that of the root",
+    ),
+    Mutation(
+        "doctor/probe.py",
+        "            shutil.rmtree(folder, ignore_errors=True)\n",
+        "            pass\n",
+        ("tests/doctor/test_real.py::test_a_file_limit_that_the_probe_meets",),
+        "a probe leaves its files",
+    ),
+    Mutation(
+        "doctor/meet.py",
+        "            missing=tuple(r for r in range(self.world_size) if r not in known),\n",
+        "            missing=(),\n",
+        ("tests/doctor/test_meet.py::test_the_odd_one_out_and_the_missing_one_are_named",),
+        "a rank that does not come is not named",
+    ),
+    Mutation(
+        "doctor/bucket.py",
+        "        if store.create(key, second):\n",
+        '        if store.create(f"{key}-two", second) is None:\n',
+        ("tests/storage/test_doctor.py",),
+        "a store without If-None-Match is fine",
+    ),
     # ------------------------------------------------------------------------------------- cli
     Mutation(
         "cli/options.py",

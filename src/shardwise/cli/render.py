@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "console",
+    "plain",
     "show_contents",
     "show_convert",
     "show_export",
@@ -91,7 +92,7 @@ def _folded(node: Node) -> str:
 
 
 def _line(name: str, detail: str) -> Text:
-    return Text.assemble((_plain(name), "bold"), "  ", (_plain(detail), "dim"))
+    return Text.assemble((plain(name), "bold"), "  ", (plain(detail), "dim"))
 
 
 def _checkpoint_facts(c: CheckpointContents) -> dict[str, str]:
@@ -130,13 +131,13 @@ def _show_root(out: Console, root: RootContents) -> None:
                 parent,
                 s.run_id or "-",
             ]
-            table.add_row(str(s.step), _verdict(s.ok), *(Text(_plain(cell)) for cell in row))
+            table.add_row(str(s.step), _verdict(s.ok), *(Text(plain(cell)) for cell in row))
         out.print(table)
     for s in history:
         if s.problem:
-            out.print(Text(_plain(f"{os.path.basename(s.path)}: {s.problem}"), _RED), soft_wrap=True)
+            out.print(Text(plain(f"{os.path.basename(s.path)}: {s.problem}"), _RED), soft_wrap=True)
     if root.leftovers:
-        out.print(Text(_plain(f"leftovers of stopped saves: {', '.join(root.leftovers)}")), soft_wrap=True)
+        out.print(Text(plain(f"leftovers of stopped saves: {', '.join(root.leftovers)}")), soft_wrap=True)
     if not root.steps:
         out.print(Text("no published step", _RED))
 
@@ -253,7 +254,7 @@ def show_diff(out: Console, report: Any) -> None:
         table = _table("changed", "what", ">elements", ">largest", ">relative")
         for change in report.changed:
             numbers = (f"{change.elements:,}", f"{change.largest:.3g}", f"{change.relative:.3g}")
-            table.add_row(_plain(change.name), change.what, *numbers)
+            table.add_row(plain(change.name), change.what, *numbers)
         out.print(table)
     out.print(Text("no difference", _GREEN) if report.ok else Text("they differ", _RED))
 
@@ -261,7 +262,7 @@ def show_diff(out: Console, report: Any) -> None:
 def show_problems(out: Console, problems: Iterable[str]) -> None:
     """A line for each finding."""
     for problem in problems:
-        out.print(Text(_plain(f"problem: {problem}"), _RED), soft_wrap=True)
+        out.print(Text(plain(f"problem: {problem}"), _RED), soft_wrap=True)
 
 
 def show_export(out: Console, report: Any) -> None:
@@ -309,12 +310,12 @@ def show_convert(out: Console, report: Any) -> None:
 def _facts(out: Console, title: str | None, facts: Mapping[str, str]) -> None:
     """A title and labelled lines under it."""
     if title is not None:
-        out.print(Text(_plain(title), "bold"), soft_wrap=True)
+        out.print(Text(plain(title), "bold"), soft_wrap=True)
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
     for label, value in facts.items():
-        grid.add_row(Text(_plain(label)), Text(_plain(value)))
+        grid.add_row(Text(plain(label)), Text(plain(value)))
     out.print(grid)
 
 
@@ -338,6 +339,6 @@ def _some(lines: Iterable[str], shown: int = 8) -> str:
     return ", ".join(found[:shown]) + more
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """Text without control characters: text from a file can't move the cursor."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

@@ -16,7 +16,7 @@ from ..errors import CheckpointError, LockedError
 from ..ranks.patience import patiently
 from .write import make_directories
 
-__all__ = ["DirectoryLock", "check_held"]
+__all__ = ["DirectoryLock", "check_held", "lock_file"]
 
 #: Locks of this process, by the real path of their directory.
 _HELD: dict[str, DirectoryLock] = {}
@@ -61,7 +61,7 @@ class DirectoryLock:
         _HELD[self._root] = self  # before locking: a fork from here on must close the file
         _close_in_forks()
         try:
-            patiently(_lock, self._fd)
+            patiently(lock_file, self._fd)
             self._note_holder()
         except OSError as error:
             holder = self._holder()
@@ -104,7 +104,7 @@ class DirectoryLock:
         try:
             if not self._has_its_name():
                 return "another file has its name"
-            patiently(_lock, self._fd)
+            patiently(lock_file, self._fd)
             holder = self._holder()
         except FileNotFoundError:
             return "the file was deleted"
@@ -143,7 +143,7 @@ def check_held(root: str) -> None:
         lock.check()
 
 
-def _lock(fd: int) -> None:
+def lock_file(fd: int) -> None:
     """Lock an open file, unless this process has locked it. Raises ``OSError``; with `_TAKEN` if another holds it."""
     if _SET_LOCK is not None:
         # struct flock: type, whence, start, length (0: all), pid (must be 0)

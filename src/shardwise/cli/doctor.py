@@ -1,0 +1,74 @@
+"""``shardwise doctor``: what will bite on this machine and with these files."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from .commands import main
+from .options import common
+from .program import FINE, WRONG_DATA, print_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..doctor.examine import Diagnosis
+
+__all__: list[str] = []
+
+
+@main.command()
+@click.argument("path", nargs=-1, type=click.Path(path_type=str))
+@click.option(
+    "--ranks",
+    type=click.IntRange(1, 16_384),
+    default=None,
+    metavar="N",
+    help="Ranks on this host. Default: as the launcher, a given YAML or the devices say.",
+)
+@common
+def doctor(path: tuple[str, ...], ranks: int | None, as_json: bool) -> int:
+    """Say what will bite on this machine and with these files, why, and what to do.
+
+    Each PATH may be an Accelerate YAML, TrainingArguments as JSON, a model directory, a checkpoint or a directory of them, a
+    log, or a directory or URL in which the run will write: that one is probed with a few files, which are deleted. Under
+    torchrun the ranks compare what they see, and rank 0 names the odd one out. Takes at most 30 s. Status 1 if there is a
+    finding.
+    """
+    from ..doctor.examine import examine
+    from .terminal import console
+
+    diagnosis = examine(path, ranks=ranks)
+    if not diagnosis.speaks:
+        return FINE  # a launcher ends all ranks when one fails: rank 0 must speak first
+    if as_json:
+        print_json(diagnosis.to_json())
+    else:
+        _show(console(), diagnosis)
+    return WRONG_DATA if diagnosis.findings else FINE
+
+
+def _show(out: Console, diagnosis: Diagnosis) -> None:
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    from ..doctor.table import RULES
+    from .render import plain
+
+    for finding in diagnosis.findings:
+        out.print(Text.assemble((finding.rule, "bold red"), "  ", plain(finding.where)))
+        lines = Table.grid(padding=(0, 1))
+        for label, text in (("what", finding.bites), ("why", finding.why), ("do", finding.do)):
+            lines.add_row(Text(label, style="dim"), Text(plain(text)))
+        lines.add_row(Text("see", style="dim"), Text(finding.source, style="dim"))
+        out.print(Padding(lines, (0, 0, 1, 2)))
+    facts, count = diagnosis.facts, len(diagnosis.findings)
+    met = (
+        ""
+        if facts.meeting is None
+        else f", {len(facts.meeting.ranks)} of {facts.meeting.world_size} ranks met"
+    )
+    verdict = "no finding" if not count else f"{count} finding{'s' if count > 1 else ''}"
+    out.print(Text(f"{verdict}: {len(RULES)} rules, {facts.ranks} ranks on this host{met}"))

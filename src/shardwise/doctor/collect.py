@@ -1,0 +1,205 @@
+"""Collects the facts: of this machine, and of each path that was given. Judges nothing."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterable
+from contextvars import copy_context
+from dataclasses import dataclass, field, replace
+
+from ..errors import SourceError
+from ..storage import absolute, is_directory, is_file, is_url, names_in
+from .bucket import look_at_bucket
+from .checkpoints import holds_checkpoint, look_at_checkpoint
+from .facts import Bucket, Checkpoint, Facts, Log, Model, Place, Settings
+from .logs import read_log
+from .machine import look_at_machine
+from .probe import PREFIX, look_at_place
+from .rule import number
+from .settings import is_accelerate, is_arguments, read_settings
+from .software import launch_variables, requirements, versions
+from .weights import holds_weights, look_at_model, look_at_stored_model
+
+__all__ = ["collect", "sizes_of"]
+
+#: What all paths of one call may take, and one path.
+_ALL_S, _EACH_S = 12.0, 10.0
+#: Files of the given paths that ranks compare.
+_MOST_FILES = 2_000
+
+
+_KINDS = ("places", "buckets", "accelerate", "arguments", "models", "checkpoints", "logs", "unknown")
+
+
+@dataclass(slots=True)
+class _Found:
+    """What the given paths turned out to be."""
+
+    places: list[Place] = field(default_factory=list)
+    buckets: list[Bucket] = field(default_factory=list)
+    accelerate: list[Settings] = field(default_factory=list)
+    arguments: list[Settings] = field(default_factory=list)
+    models: list[Model] = field(default_factory=list)
+    checkpoints: list[Checkpoint] = field(default_factory=list)
+    logs: list[Log] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    silent: dict[str, float] = field(default_factory=dict)
+
+
+def collect(paths: Iterable[str], *, ranks: int | None = None) -> Facts:
+    """Facts of this machine and of ``paths``. Rank-local.
+
+    A path may be an Accelerate YAML, TrainingArguments as JSON, a model directory, a checkpoint or a directory of them, a
+    log, a URL, or a directory in which a run will write; one that does not exist yet is looked at through the nearest
+    directory above it. ``ranks``: how many are to run on this host; None: as the launcher, the given YAML or the devices
+    say. Writes at most 64 MiB into each directory to be written, and deletes them. Takes at most about 20 s.
+
+    Raises :class:`SourceError` for a path that can't be read.
+    """
+    found = _Found()
+    end = time.monotonic() + _ALL_S
+    for path in paths:
+        _look_with_limit(absolute(path), found, max(2.0, min(_EACH_S, end - time.monotonic())))
+    environment = launch_variables()
+    machine = look_at_machine()
+    return Facts(
+        ranks=ranks or _ranks_here(environment, found.accelerate, machine.gpus),
+        machine=machine,
+        software=versions(),
+        environment=environment,
+        requirements=requirements(),
+        places=tuple(found.places),
+        buckets=tuple(found.buckets),
+        accelerate=tuple(found.accelerate),
+        arguments=tuple(found.arguments),
+        models=tuple(found.models),
+        checkpoints=tuple(found.checkpoints),
+        logs=tuple(found.logs),
+        unknown=tuple(found.unknown),
+        silent=found.silent,
+    )
+
+
+def _ranks_here(environment: dict[str, str], accelerate: list[Settings], gpus: int) -> int:
+    given = environment.get("LOCAL_WORLD_SIZE") or environment.get("SLURM_NTASKS_PER_NODE") or ""
+    if given.isdecimal() and int(given):
+        return int(given)
+    for settings in accelerate:
+        processes = number(settings.values.get("num_processes"))
+        machines = number(settings.values.get("num_machines"))
+        if processes:
+            return max(1, processes // (machines or 1))
+    return max(1, gpus)
+
+
+def _look_with_limit(path: str, found: _Found, limit_s: float) -> None:
+    """Look in a thread: a call into storage that hangs does not return. What comes too late is left out."""
+    seen, errors = _Found(), list[Exception]()
+
+    def look() -> None:
+        try:
+            _look_at(path, seen)
+        except Exception as error:  # raised in the caller's thread
+            errors.append(error)
+
+    thread = threading.Thread(target=copy_context().run, args=(look,), daemon=True, name="shardwise-doctor")
+    thread.start()
+    thread.join(limit_s)
+    if thread.is_alive():
+        found.silent[path] = limit_s
+        return
+    for error in errors:
+        raise error
+    for name in _KINDS:
+        getattr(found, name).extend(getattr(seen, name))
+
+
+def _look_at(path: str, found: _Found) -> None:
+    if is_url(path):
+        _look_at_url(path, found)
+    elif os.path.isdir(path):
+        _look_in(path, found)
+    elif os.path.lexists(path):
+        _look_at_file(path, found)
+    elif path.endswith((".yaml", ".yml", ".json", ".log", ".txt", ".out", ".err")):
+        raise SourceError("no such file", path=path)
+    else:
+        above = path
+        while not os.path.isdir(above):
+            above = os.path.dirname(above)
+        found.places.append(replace(look_at_place(above), path=path))
+
+
+def _look_in(path: str, found: _Found) -> None:
+    try:
+        names = os.listdir(path)
+    except OSError as error:
+        raise SourceError(f"can't be read: {error.strerror or error}", path=path) from error
+    if holds_checkpoint(path, names):
+        checkpoint = look_at_checkpoint(path, names)
+        found.checkpoints.append(checkpoint)
+        if checkpoint.kind != "step" and any(name.endswith(".safetensors") for name in names):
+            found.models.append(look_at_model(path))
+        if checkpoint.kind == "steps":  # a run goes on in it
+            found.places.append(look_at_place(path))
+    elif holds_weights(names):
+        found.models.append(look_at_model(path))
+    else:
+        found.places.append(look_at_place(path))
+
+
+def _look_at_url(url: str, found: _Found) -> None:
+    try:
+        if is_file(url):
+            found.unknown.append(url)
+            return
+        names = names_in(url)
+    except SourceError as error:
+        found.buckets.append(Bucket(url=url, failures={"list": str(error)}))
+        return
+    if names and holds_checkpoint(url, names):
+        found.checkpoints.append(look_at_checkpoint(url, names))
+    elif names and holds_weights(names):
+        found.models.append(look_at_stored_model(url, names))
+        return  # it may well be read-only
+    found.buckets.append(look_at_bucket(url))
+
+
+def _look_at_file(path: str, found: _Found) -> None:
+    if path.endswith((".yaml", ".yml", ".json")):
+        settings = read_settings(path)
+        if is_arguments(settings):
+            found.arguments.append(settings)
+        elif is_accelerate(settings):
+            found.accelerate.append(settings)
+        else:
+            found.unknown.append(path)
+    elif os.path.isfile(path) and not path.endswith((".safetensors", ".bin", ".pt", ".pth")):
+        found.logs.append(read_log(path))
+    else:
+        found.unknown.append(path)
+
+
+def sizes_of(paths: Iterable[str]) -> dict[str, int]:
+    """Bytes of every local file at or below ``paths``, for comparison with other ranks; at most 2,000 files."""
+    found: dict[str, int] = {}
+    for path in map(absolute, paths):
+        if is_url(path):
+            continue
+        if os.path.isfile(path):
+            found[path] = os.path.getsize(path)
+        elif is_directory(path):
+            for folder, folders, names in os.walk(path):
+                folders[:] = sorted(f for f in folders if not f.startswith(PREFIX))
+                for name in sorted(names):
+                    if name.startswith(PREFIX):
+                        continue
+                    try:
+                        found[os.path.join(folder, name)] = os.stat(os.path.join(folder, name)).st_size
+                    except OSError:
+                        continue
+                    if len(found) >= _MOST_FILES:
+                        return found
+    return found

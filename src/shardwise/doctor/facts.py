@@ -1,0 +1,273 @@
+"""What was seen, as plain records: of the machine, a place for files, the software, the launch, and files that were given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = [
+    "Bucket",
+    "Checkpoint",
+    "Cores",
+    "Facts",
+    "Limits",
+    "Log",
+    "Machine",
+    "Meeting",
+    "Memory",
+    "Model",
+    "Mount",
+    "Network",
+    "Place",
+    "Seen",
+    "Settings",
+    "Speeds",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """The host's memory, as this process may use it."""
+
+    limit_bytes: int
+    """The lowest of the limits of the process's cgroups and the machine's memory."""
+    limit_from: str
+    """The file that says so."""
+    free_bytes: int
+    is_unified: bool
+    """Whether the device uses the host's memory."""
+    shm_bytes: int | None
+    """Size of ``/dev/shm``; None if there is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Soft limits of this process; None is unlimited."""
+
+    open_files: int | None
+    locked_bytes: int | None
+    file_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cores:
+    """The cores that this process may use."""
+
+    usable: float
+    """By affinity and by the quota of its cgroups."""
+    machine: int
+    quota_from: str | None = None
+    """The file of the quota, if that is what binds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """The host's name, and where it leads."""
+
+    host: str
+    addresses: tuple[str, ...]
+    """Of the host's name; empty if it can't be resolved."""
+    interface: str | None
+    """The interface of this host that has the first of them."""
+    interfaces: tuple[str, ...]
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether the host's name leads to this host alone."""
+        return bool(self.addresses) and all(a.startswith("127.") or a == "::1" for a in self.addresses)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """This machine, seen by this process."""
+
+    memory: Memory | None
+    """None if the system does not report it."""
+    limits: Limits
+    cores: Cores
+    network: Network
+    clock_s: float
+    """Seconds since 1970."""
+    gpu_files: int
+    """NVIDIA devices in ``/dev``."""
+    gpus: int
+    """Devices that torch can use."""
+    has_rdma: bool
+    """Whether there is an InfiniBand or RoCE adapter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mount:
+    """The file system that holds a path."""
+
+    kind: str
+    """As the kernel calls it: ``ext4``, ``nfs4``, ``fuse.gcsfuse``, …"""
+    point: str
+    source: str
+    options: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speeds:
+    """What the probe measured. Small, short, of one process: a floor, not a benchmark."""
+
+    write_bytes_s: float
+    """Sequential, up to and with fsync."""
+    read_bytes_s: float
+    """Sequential, past the page cache where the system lets go of it."""
+    random_bytes_s: float
+    """8 MiB at random places."""
+    fsync_s: float
+    """Of 4 KiB."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A directory in which files are to be written."""
+
+    path: str
+    mount: Mount | None
+    free_bytes: int
+    free_inodes: int | None
+    """None where the file system has no fixed number."""
+    failures: Mapping[str, str] = field(default_factory=dict)
+    """What did not work, and the system's words: ``write``, ``fsync``, ``rename``, ``lock``, ``exclude``, ``direct``."""
+    speeds: Speeds | None = None
+    clock_ahead_s: float = 0.0
+    """The file system's clock minus this machine's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """A prefix in an object store, after a few small objects were written and deleted below it."""
+
+    url: str
+    failures: Mapping[str, str] = field(default_factory=dict)
+    """What did not work, and the store's words: ``list``, ``write``, ``create``, ``replace``, ``delete``."""
+    clock_ahead_s: float = 0.0
+    """The store's clock minus this machine's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """A configuration that was given: Accelerate's YAML, or TrainingArguments as JSON."""
+
+    path: str
+    values: Mapping[str, Any]
+
+    @property
+    def fsdp(self) -> Mapping[str, Any]:
+        """``fsdp_config``, without the prefix ``fsdp_`` of Accelerate's names; empty if FSDP is not used."""
+        found = self.values.get("fsdp_config")
+        found = found if isinstance(found, Mapping) else {}
+        return {str(name).removeprefix("fsdp_"): value for name, value in found.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A directory of weights, from names, sizes and headers."""
+
+    path: str
+    config: Mapping[str, Any]
+    nbytes: int
+    """Of all files of weights."""
+    lost: tuple[str, ...] = ()
+    """Files that the index names and the directory lacks."""
+    damaged: Mapping[str, str] = field(default_factory=dict)
+    """Files whose header or size is wrong, and how."""
+    outside: tuple[str, ...] = ()
+    """Names in the index that lead out of the directory."""
+    pointers: tuple[str, ...] = ()
+    """Files that are pointers of Git LFS."""
+    pickles: tuple[str, ...] = ()
+    """Pickled weights that stand for weights which no safetensors file holds."""
+    problem: str | None = None
+    """Why its index can't be read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint, or a directory of checkpoints."""
+
+    path: str
+    kind: str
+    """``steps`` or ``step`` of shardwise; ``dcp``, ``per-rank`` or ``full`` of other programs."""
+    steps: tuple[int, ...] = ()
+    set_aside: tuple[str, ...] = ()
+    leftovers: tuple[str, ...] = ()
+    damaged: Mapping[str, str] = field(default_factory=dict)
+    """Steps or files that are damaged, and how."""
+    per_rank: tuple[str, ...] = ()
+    """Files that hold parts of single ranks."""
+    pickles: tuple[str, ...] = ()
+    lacks_metadata: bool = False
+    """Parts of DCP without the file that says what they hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Log:
+    """A log, by the lines that are known."""
+
+    path: str
+    lines: Mapping[str, str]
+    """The first line of each kind, by the name of its pattern."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What one rank tells the other ranks."""
+
+    rank: int
+    host: str
+    versions: Mapping[str, str]
+    limits: Mapping[str, float]
+    """Numbers that should be alike on all ranks."""
+    clock_s: float
+    """When all ranks looked at their clocks."""
+    files: Mapping[str, int] | None = None
+    """Bytes of each file of the given paths; None on all ranks of a host but its first, which see the same."""
+    unseen: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """By directory: ranks whose file this rank did not see there."""
+    findings: tuple[Mapping[str, str], ...] = ()
+    """What the rules found on this rank, as JSON values; of the first rank of each host."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """All ranks that could be reached."""
+
+    world_size: int
+    ranks: tuple[Seen, ...]
+    missing: tuple[int, ...]
+    """Ranks that did not come in time."""
+    waited_s: float
+    problem: str | None = None
+    """Why rank 0 could not let the other ranks in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """All that was seen."""
+
+    ranks: int
+    """Ranks that are to run on this host."""
+    machine: Machine
+    software: Mapping[str, str]
+    """Installed versions, by the name of the package, and ``python``."""
+    environment: Mapping[str, str]
+    """The variables by which launchers and libraries are told what to do."""
+    requirements: tuple[str, ...] = ()
+    """What shardwise requires, as its metadata say."""
+    places: tuple[Place, ...] = ()
+    buckets: tuple[Bucket, ...] = ()
+    accelerate: tuple[Settings, ...] = ()
+    arguments: tuple[Settings, ...] = ()
+    models: tuple[Model, ...] = ()
+    checkpoints: tuple[Checkpoint, ...] = ()
+    logs: tuple[Log, ...] = ()
+    meeting: Meeting | None = None
+    unknown: tuple[str, ...] = ()
+    """Paths that are none of these."""
+    silent: Mapping[str, float] = field(default_factory=dict)
+    """Paths whose storage did not answer, and the seconds that it had."""

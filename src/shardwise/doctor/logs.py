@@ -1,0 +1,182 @@
+"""Known lines of logs: what each means, and where that was met. Reading a log finds the first line of each kind."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+from ..errors import SourceError
+from .facts import Log
+
+__all__ = ["KNOWN", "Known", "read_log"]
+
+#: Of a longer log, its beginning and its end are read.
+_BEGIN_BYTES, _END_BYTES = 4 * 1024**2, 28 * 1024**2
+_LINE_CHARS = 400
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """A line that says what happened, and the three sentences for it."""
+
+    name: str
+    pattern: str
+    source: str
+    bites: str
+    why: str
+    do: str
+
+
+KNOWN = (
+    Known(
+        name="device-mesh",
+        pattern=r"'Tensor' object has no attribute 'device_mesh'",
+        source="case 1; accelerate#3898",
+        bites="Accelerate's RAM-efficient loader met a tensor that is not sharded.",
+        why="It takes each entry of the state dict for a DTensor; a persistent buffer and an ignored parameter are none.",
+        do="Load with ShardwiseAccelerator (docs/cases/1-device-mesh.md), or set fsdp_cpu_ram_efficient_loading: false.",
+    ),
+    Known(
+        name="nccl-timeout",
+        pattern=r"Watchdog caught collective operation timeout|NCCL operations have failed or timed out|watchdog got stuck for",
+        source="transformers#48239; case 19",
+        bites="A rank waited in a collective until NCCL's timeout.",
+        why="Another rank died, raised or was still loading: look for the rank whose log ends first.",
+        do="Cure that rank's error; for slow loads let each rank read its own bytes (sw.load_pretrained).",
+    ),
+    Known(
+        name="cuda-oom",
+        pattern=r"CUDA out of memory|torch\.(cuda\.)?OutOfMemoryError|HIP out of memory",
+        source="docs/howto/does-it-fit.md",
+        bites="The device's memory did not suffice.",
+        why="Shards, gradients, optimizer state, the gathered module and activations share it.",
+        do="See what the weights take with shardwise plan, then use smaller groups, more ranks or CPU offload.",
+    ),
+    Known(
+        name="optimizer-key",
+        pattern=r"Missing key.*(optimizer|optim)|(optimizer|optim)\.state\.\S+.*(missing|not found)",
+        source="case 13; accelerate#3971",
+        bites="The optimizer's state lacks a parameter.",
+        why="A parameter that never got a gradient (a frozen tower, text-only training of a VLM) has no state, and DCP asks for it.",
+        do="Restore with shardwise.restore or swa.load_state, which resume without it.",
+    ),
+    Known(
+        name="no-space",
+        pattern=r"No space left on device|Errno 28|Disk quota exceeded|Errno 122",
+        source="case 15",
+        bites="The file system or a quota was full.",
+        why="torch's FileSystemWriter may report success although its writer thread failed.",
+        do="Make room, and check the newest checkpoint with shardwise verify before a resume.",
+    ),
+    Known(
+        name="oom-kill",
+        pattern=r"oom-kill|Out of memory: Killed process|exitcode\s*:\s*-9|Signal 9 \(SIGKILL\)|Memory cgroup out of memory",
+        source="case 2, 3; ms-swift#9980",
+        bites="The system killed a process, which is what it does when the host's memory runs out.",
+        why="Most often every rank of a host loaded the whole model.",
+        do="Compare memory.events of the cgroup or dmesg; load with sw.load_pretrained, which holds a rank's shards only.",
+    ),
+    Known(
+        name="hf-initialized",
+        pattern=r"unexpected keyword argument '_is_hf_initialized'",
+        source="case 4",
+        bites="A parameter class refuses what transformers passes on meta.",
+        why="device_map='meta' and init_empty_weights build each parameter anew, with keywords of their own.",
+        do="Build with sw.meta_init or sw.load_pretrained, which pass nothing to the class.",
+    ),
+    Known(
+        name="meta-copy",
+        pattern=r"Cannot copy out of meta tensor",
+        source="case 3",
+        bites="A model without memory was moved to a device.",
+        why="It was built on meta, and prepare or .to() ran before it got its weights.",
+        do="Shard it on meta and fill it (sw.load, swa.load, sw.initialize) before prepare.",
+    ),
+    Known(
+        name="mixed-dtensor",
+        pattern=r"got mixed torch\.Tensor and DTensor",
+        source="case 1",
+        bites="An operator met a DTensor beside a plain tensor.",
+        why="One module was left out of the sharding, or a hook touches parameters outside of FSDP2's forward.",
+        do="Wrap the root with fully_shard too, or give the plain one with allow_plain and keep it out of that operator.",
+    ),
+    Known(
+        name="initial-lr",
+        pattern=r"param 'initial_lr' is not specified",
+        source="case 14",
+        bites="The scheduler's place was lost with the optimizer's groups.",
+        why="The optimizer was restored without initial_lr, or was built anew after the scheduler.",
+        do="Put the scheduler into sw.TrainState(scheduler=…): both are restored together.",
+    ),
+    Known(
+        name="shared-memory",
+        pattern=r"Unexpected bus error encountered in worker|killed by signal: Bus error|workers are out of shared memory",
+        source="pytorch#5040",
+        bites="Workers of a data loader ran out of shared memory.",
+        why="Their batches lie in /dev/shm, which has 64 MiB in a container by default.",
+        do="Start the container with --ipc=host or a larger --shm-size, or use fewer workers.",
+    ),
+    Known(
+        name="open-files",
+        pattern=r"Too many open files|Errno 24\]",
+        source="getrlimit(2)",
+        bites="A process had as many open files as its limit allows.",
+        why="Files of shards, sockets and tensors that data loaders share each take one.",
+        do="Raise the limit before the start: ulimit -n 65536.",
+    ),
+    Known(
+        name="gloo-loopback",
+        pattern=r"onnect\w*.{0,120}refused.{0,60}remote=\[(127\.|::1)|Using the loopback address as fallback",
+        source="gloo#223; aws-do-eks#50",
+        bites="Ranks of different hosts tried to meet at 127.0.0.1.",
+        why="The host's name resolves to the loopback address, and gloo tells it to the other ranks.",
+        do="Set GLOO_SOCKET_IFNAME to the interface between the hosts, or correct /etc/hosts.",
+    ),
+    Known(
+        name="duplicate-gpu",
+        pattern=r"Duplicate GPU detected",
+        source="prismatic-vlms#39",
+        bites="Two ranks use one GPU.",
+        why="srun started torchrun once for each task, or LOCAL_RANK was not used to choose the device.",
+        do="Start torchrun with --ntasks-per-node=1, and call torch.cuda.set_device(LOCAL_RANK).",
+    ),
+    Known(
+        name="damaged-safetensors",
+        pattern=r"MetadataIncompleteBuffer|HeaderTooLarge|InvalidHeaderDeserialization|InvalidHeaderLength",
+        source="case 20",
+        bites="A safetensors file is truncated, or no safetensors file.",
+        why="A download or a copy ended early, or a Git LFS pointer stands in its place.",
+        do="Find it with shardwise doctor MODEL_DIRECTORY, and fetch it again.",
+    ),
+    Known(
+        name="nms",
+        pattern=r"operator torchvision::nms does not exist",
+        source="pytorch#157648",
+        bites="torchvision does not fit torch.",
+        why="It registers operators with the torch that it was built against.",
+        do="Install the torchvision that belongs to this torch (for 2.N that is 0.N+15), or remove it.",
+    ),
+)
+
+
+def read_log(path: str) -> Log:
+    """The known lines of a text file. Rank-local; reads at most 32 MiB. Raises :class:`SourceError`."""
+    try:
+        size = os.path.getsize(path)
+        with open(path, "rb") as file:
+            raw = file.read(_BEGIN_BYTES if size > _BEGIN_BYTES + _END_BYTES else _BEGIN_BYTES + _END_BYTES)
+            if size > _BEGIN_BYTES + _END_BYTES:
+                file.seek(-_END_BYTES, os.SEEK_END)
+                raw += b"\n" + file.read(_END_BYTES)
+    except OSError as error:
+        raise SourceError(f"can't be read: {error.strerror or error}", path=path) from error
+    text = raw.decode(errors="replace")
+    lines = {}
+    for known in KNOWN:
+        if found := re.search(known.pattern, text):
+            start = text.rfind("\n", 0, found.start()) + 1
+            end = text.find("\n", found.end())
+            line = text[max(start, found.start() - 200) : None if end < 0 else end]
+            lines[known.name] = " ".join(line.split())[:_LINE_CHARS]
+    return Log(path=path, lines=lines)

@@ -1,0 +1,96 @@
+"""What a rule is: a pure function over the facts, with an id, the versions it applies to, and where it was met."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from packaging.specifiers import SpecifierSet  # transformers and huggingface_hub require it
+from packaging.version import InvalidVersion, Version
+
+from .facts import Facts
+
+__all__ = ["Bite", "Finding", "Rule", "gib", "is_on", "is_version", "number"]
+
+
+@dataclass(frozen=True, slots=True)
+class Bite:
+    """What a rule says of one place: one sentence each."""
+
+    where: str
+    """The file, directory, variable or rank."""
+    bites: str
+    """What will go wrong, or has gone wrong."""
+    why: str
+    do: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A bite, with the rule that says so."""
+
+    rule: str
+    where: str
+    bites: str
+    why: str
+    do: str
+    source: str
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """A row of the table."""
+
+    id: str
+    about: str
+    """When it fires, for people."""
+    source: str
+    """The upstream thread, manual or case that it comes from."""
+    check: Callable[[Facts], Iterable[Bite]]
+    applies: Mapping[str, str] = field(default_factory=dict)
+    """Versions by package, as in requirements. A package that is not installed does not exclude the rule: the files may
+    be for another machine."""
+
+    def findings(self, facts: Facts) -> list[Finding]:
+        """What the rule finds. Pure."""
+        if not all(is_version(facts, package, wanted) for package, wanted in self.applies.items()):
+            return []
+        return [
+            Finding(rule=self.id, where=b.where, bites=b.bites, why=b.why, do=b.do, source=self.source)
+            for b in self.check(facts)
+        ]
+
+
+def is_version(facts: Facts, package: str, wanted: str) -> bool:
+    """Whether an installed package is of the versions ``wanted``; True if it is not installed."""
+    installed = facts.software.get(package)
+    if installed is None:
+        return True
+    try:
+        return SpecifierSet(wanted).contains(Version(installed), prereleases=True)
+    except InvalidVersion:
+        return True
+
+
+def number(value: object) -> int | None:
+    """A whole number, as a number or as text; None for anything else."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int):
+        return value
+    return int(value) if isinstance(value, str) and value.strip().isdecimal() else None
+
+
+def is_on(value: object) -> bool:
+    """Whether a setting or variable says yes, as Accelerate reads it."""
+    return str(value).strip().lower() in ("1", "true", "yes", "y", "on", "t")
+
+
+def gib(nbytes: float) -> str:
+    """Bytes for a sentence."""
+    return f"{nbytes / 1024**3:.1f} GiB" if nbytes >= 0.1 * 1024**3 else f"{nbytes / 1024**2:.1f} MiB"

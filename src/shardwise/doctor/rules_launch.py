@@ -1,0 +1,308 @@
+"""Rules over the launch (the variables that torchrun, Accelerate, SLURM and MPI set) and over installed versions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from packaging.requirements import Requirement
+from packaging.version import InvalidVersion, Version
+
+from .facts import Facts
+from .rule import Bite, Rule, is_on, is_version, number
+from .rules_machine import nodes_of
+
+__all__ = ["LAUNCH", "SOFTWARE"]
+
+_GROUP = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def _incomplete(facts: Facts) -> Iterator[Bite]:
+    told = facts.environment
+    given = [n for n in _GROUP if told.get(n)]
+    lost = [n for n in _GROUP if not told.get(n)]
+    ranked = {"RANK", "WORLD_SIZE"} & set(given)
+    if ranked and lost:
+        yield Bite(
+            ", ".join(lost),
+            f"init_process_group fails: {', '.join(given)} {'is' if len(given) == 1 else 'are'} set, "
+            f"and {', '.join(lost)} {'is' if len(lost) == 1 else 'are'} not.",
+            "env:// needs all four; one that is left from another launch is enough for libraries to take this for a rank.",
+            f"Start with torchrun, or unset {', '.join(given)}.",
+        )
+
+
+def _numbers(facts: Facts) -> Iterator[Bite]:
+    told = facts.environment
+    for inner, outer in (
+        ("RANK", "WORLD_SIZE"),
+        ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+        ("LOCAL_WORLD_SIZE", "WORLD_SIZE"),
+    ):
+        if not (told.get(inner) and told.get(outer)):
+            continue
+        low, high = number(told[inner]), number(told[outer])
+        is_rank = inner.endswith("RANK")
+        if low is None or high is None or low > high or (is_rank and low == high):
+            yield Bite(
+                f"{inner}, {outer}",
+                f"The ranks wait for one that can't come: {inner}={told[inner]} and {outer}={told[outer]}.",
+                "Ranks count from 0, and a host has at most all of them; two launchers have set them.",
+                "Start with one launcher, in a shell where neither is set.",
+            )
+
+
+def _port(facts: Facts) -> Iterator[Bite]:
+    given = facts.environment.get("MASTER_PORT")
+    found = number(given)
+    if given and (found is None or not 0 < found < 65_536):
+        yield Bite(
+            "MASTER_PORT",
+            f"init_process_group fails: {given!r} is no port.",
+            "A port is a number from 1 to 65535.",
+            "Set a free one, for example MASTER_PORT=29500.",
+        )
+
+
+def _master(facts: Facts) -> Iterator[Bite]:
+    address = facts.environment.get("MASTER_ADDR", "")
+    if (address.startswith("127.") or address in ("localhost", "::1")) and nodes_of(facts) > 1:
+        yield Bite(
+            "MASTER_ADDR",
+            f"Ranks of every host but the first wait until the timeout: MASTER_ADDR={address}.",
+            "On each host that address is the host itself.",
+            "Set it to the name of the first host that the other hosts can resolve.",
+        )
+
+
+def _many_torchruns(facts: Facts) -> Iterator[Bite]:
+    told = facts.environment
+    tasks = number(
+        (told.get("SLURM_NTASKS_PER_NODE") or told.get("SLURM_TASKS_PER_NODE") or "").partition("(")[0]
+    )
+    if tasks and tasks > 1 and any(n.startswith("TORCHELASTIC_") for n in told):
+        yield Bite(
+            "SLURM_NTASKS_PER_NODE",
+            f"Several ranks share each GPU: srun starts torchrun {tasks} times on every host.",
+            "torchrun starts the ranks of a host itself; NCCL then ends with 'Duplicate GPU detected', or the group waits.",
+            "Ask for --ntasks-per-node=1 with torchrun, or let srun start the ranks without it.",
+        )
+
+
+def _slurm_size(facts: Facts) -> Iterator[Bite]:
+    told = facts.environment
+    tasks, world = number(told.get("SLURM_NTASKS")), number(told.get("WORLD_SIZE"))
+    elastic = any(n.startswith("TORCHELASTIC_") for n in told)
+    if tasks and world and not elastic and "SLURM_PROCID" in told and tasks not in (1, world):
+        yield Bite(
+            "WORLD_SIZE, SLURM_NTASKS",
+            f"The group waits for ranks that do not exist, or leaves some out: WORLD_SIZE={world}, and srun started {tasks}.",
+            "The script sets WORLD_SIZE by hand, and the job was changed.",
+            "Set WORLD_SIZE=$SLURM_NTASKS and RANK=$SLURM_PROCID in the line that srun runs.",
+        )
+    task, rank = number(told.get("SLURM_PROCID")), number(told.get("RANK"))
+    if not elastic and tasks == world and tasks and task is not None and rank is not None and task != rank:
+        yield Bite(
+            "RANK, SLURM_PROCID",
+            f"Two ranks have one number: RANK={rank} in task {task}.",
+            "RANK was set before srun, which hands the same value to every task.",
+            "Set RANK=$SLURM_PROCID inside of srun: srun bash -c 'RANK=$SLURM_PROCID …'.",
+        )
+
+
+def _mpi_size(facts: Facts) -> Iterator[Bite]:
+    told = facts.environment
+    size, world = number(told.get("OMPI_COMM_WORLD_SIZE")), number(told.get("WORLD_SIZE"))
+    if size and world and size != world and not any(n.startswith("TORCHELASTIC_") for n in told):
+        yield Bite(
+            "WORLD_SIZE, OMPI_COMM_WORLD_SIZE",
+            f"The group waits, or leaves ranks out: WORLD_SIZE={world}, and mpirun started {size}.",
+            "mpirun sets its own variables, and WORLD_SIZE is left from elsewhere.",
+            "Set RANK and WORLD_SIZE from OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE.",
+        )
+
+
+def _devices(facts: Facts) -> Iterator[Bite]:
+    given = facts.environment.get("CUDA_VISIBLE_DEVICES")
+    if given is None or not given.strip() or given.strip() == "-1":
+        return
+    devices = [one.strip() for one in given.split(",") if one.strip()]
+    local = number(facts.environment.get("LOCAL_WORLD_SIZE"))
+    if len(set(devices)) < len(devices):
+        yield Bite(
+            "CUDA_VISIBLE_DEVICES",
+            f"torch sees no GPU, or fewer: {given} names one twice.",
+            "CUDA stops at a device that was named before.",
+            "Name each device once.",
+        )
+    elif local and local > len(devices):
+        yield Bite(
+            "CUDA_VISIBLE_DEVICES, LOCAL_WORLD_SIZE",
+            f"Rank {len(devices)} of this host finds no GPU: {len(devices)} are visible for {local} ranks.",
+            "Each rank takes the device of its LOCAL_RANK.",
+            f"Start {len(devices)} ranks here (--nproc-per-node), or show more devices.",
+        )
+
+
+def _ram_efficient_off(facts: Facts) -> Iterator[Bite]:
+    told = facts.environment
+    if is_on(told.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "")) and not is_on(
+        told.get("ACCELERATE_USE_FSDP", "")
+    ):
+        yield Bite(
+            "FSDP_CPU_RAM_EFFICIENT_LOADING",
+            "Every rank loads the whole model into host memory, although this variable asks for the contrary.",
+            "transformers and Accelerate heed it only with ACCELERATE_USE_FSDP=true, which accelerate launch sets.",
+            "Start with accelerate launch, set ACCELERATE_USE_FSDP=true, or load with sw.load_pretrained.",
+        )
+
+
+def _fsdp1(facts: Facts) -> Iterator[Bite]:
+    told = facts.environment
+    if is_on(told.get("ACCELERATE_USE_FSDP", "")) and told.get("FSDP_VERSION", "1") != "2":
+        yield Bite(
+            "FSDP_VERSION",
+            "shardwise refuses the model: this launch asks for FSDP1, whose flat parameters nothing here can fill or save.",
+            "Accelerate takes version 1 unless FSDP_VERSION says 2.",
+            "Set fsdp_version: 2 in the YAML, or FSDP_VERSION=2.",
+        )
+
+
+def _no_watchdog(facts: Facts) -> Iterator[Bite]:
+    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"):
+        if facts.environment.get(name) == "0":
+            yield Bite(
+                name,
+                "If a rank dies, the other ranks wait for ever in their collective.",
+                "With 0 the watchdog of NCCL does not end a process whose collective timed out.",
+                f"Unset {name}: torch then tears down, and the launcher sees it.",
+            )
+
+
+def _needs(facts: Facts) -> Iterator[Bite]:
+    for text in facts.requirements:
+        required = Requirement(text)
+        if required.marker is None and not is_version(facts, required.name, str(required.specifier)):
+            yield Bite(
+                required.name,
+                f"shardwise fails somewhere later: {required.name} is {facts.software[required.name]}.",
+                f"It needs {required.name}{required.specifier}; older releases lack what it uses, or describe shards wrongly.",
+                f"pip install '{required.name}{required.specifier}'",
+            )
+
+
+def _peft(facts: Facts) -> Iterator[Bite]:
+    if not {"peft", "transformers"} <= facts.software.keys():
+        return
+    if is_version(facts, "transformers", ">=5.20") and is_version(facts, "peft", "<0.20"):
+        yield Bite(
+            "peft",
+            f"An adapter can't be opened: peft {facts.software['peft']} beside transformers "
+            f"{facts.software['transformers']}.",
+            "It imports a name that transformers 5.20 no longer has.",
+            "pip install 'peft>=0.20'",
+        )
+
+
+def _vision(facts: Facts) -> Iterator[Bite]:
+    for name, offset in (("torchvision", 15), ("torchaudio", None)):
+        torch, other = _release(facts, "torch"), _release(facts, name)
+        if torch is None or other is None or torch[0] != 2:
+            continue
+        wanted = (0, torch[1] + offset) if offset is not None else torch
+        # torchaudio ended its pairing with torch at 2.9
+        if other != wanted and (offset is not None or torch < (2, 9)):
+            yield Bite(
+                name,
+                f"import {name} fails, and with it parts of transformers: {name} {facts.software[name]} "
+                f"beside torch {facts.software['torch']}.",
+                "It registers operators with the torch that it was built against ('operator torchvision::nms does not exist').",
+                f"pip install '{name}=={wanted[0]}.{wanted[1]}.*', or remove it.",
+            )
+
+
+def _release(facts: Facts, name: str) -> tuple[int, int] | None:
+    try:
+        found = Version(facts.software[name])
+    except (KeyError, InvalidVersion):
+        return None
+    return found.major, found.minor
+
+
+LAUNCH = (
+    Rule(
+        id="launch.incomplete",
+        about="RANK or WORLD_SIZE without the other variables of env://",
+        source="torch.distributed, environment variable initialization",
+        check=_incomplete,
+    ),
+    Rule(
+        id="launch.numbers",
+        about="a rank outside of its world, or more local ranks than ranks",
+        source="torch.distributed",
+        check=_numbers,
+    ),
+    Rule(id="launch.port", about="a MASTER_PORT that is no port", source="torch.distributed", check=_port),
+    Rule(
+        id="launch.master-loopback",
+        about="several hosts, and MASTER_ADDR is the loopback address",
+        source="torch.distributed",
+        check=_master,
+    ),
+    Rule(
+        id="launch.torchrun-per-task",
+        about="torchrun in a job with several tasks a node",
+        source="prismatic-vlms#39, pytorch#73656",
+        check=_many_torchruns,
+    ),
+    Rule(
+        id="launch.slurm-world",
+        about="WORLD_SIZE or RANK against SLURM's",
+        source="pytorch-lightning#4389",
+        check=_slurm_size,
+    ),
+    Rule(id="launch.mpi-world", about="WORLD_SIZE against Open MPI's", source="mpirun(1)", check=_mpi_size),
+    Rule(
+        id="launch.devices",
+        about="fewer visible GPUs than local ranks, or one named twice",
+        source="CUDA C++ programming guide, environment variables",
+        check=_devices,
+    ),
+    Rule(
+        id="launch.ram-efficient-off",
+        about="FSDP_CPU_RAM_EFFICIENT_LOADING without ACCELERATE_USE_FSDP",
+        source="ms-swift#9980",
+        check=_ram_efficient_off,
+    ),
+    Rule(
+        id="launch.fsdp1",
+        about="ACCELERATE_USE_FSDP without FSDP_VERSION=2",
+        source="docs/howto/accelerate.md",
+        check=_fsdp1,
+    ),
+    Rule(
+        id="launch.no-watchdog",
+        about="TORCH_NCCL_ASYNC_ERROR_HANDLING=0",
+        source="pytorch#155916",
+        check=_no_watchdog,
+    ),
+)
+SOFTWARE = (
+    Rule(
+        id="software.requires",
+        about="a package older than shardwise needs",
+        source="pyproject.toml",
+        check=_needs,
+    ),
+    Rule(
+        id="software.peft",
+        about="peft < 0.20 beside transformers ≥ 5.20",
+        source="pyproject.toml",
+        check=_peft,
+    ),
+    Rule(
+        id="software.torchvision",
+        about="torchvision or torchaudio of another torch",
+        source="pytorch#157648",
+        check=_vision,
+    ),
+)

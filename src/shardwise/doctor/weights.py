@@ -1,0 +1,117 @@
+"""Looks at a directory of weights: its index, sizes and headers of its files. Opens no pickle."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from ..catalog.safetensors import INDEX_NAME, catalog_of_safetensors
+from ..errors import ShardwiseError
+from ..format.header import read_header
+from ..limits import brief, is_inside, read_json, read_shallow_json
+from ..storage import is_url, join
+from .facts import Model
+
+__all__ = ["PICKLES", "holds_weights", "look_at_model", "look_at_stored_model"]
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_POINTER = b"version https://git-lfs"
+
+
+def holds_weights(names: Iterable[str]) -> bool:
+    """Whether a directory with these names holds a model as the hub has it."""
+    return any(n == "config.json" or n.endswith(".safetensors") or n == INDEX_NAME for n in names) or any(
+        n.startswith(("pytorch_model", "model")) and n.endswith(PICKLES) for n in names
+    )
+
+
+def look_at_model(path: str) -> Model:
+    """Facts of the local directory ``path``. Rank-local; reads headers only."""
+    names = sorted(os.listdir(path))
+    problem, outside, listed = _index(path) if INDEX_NAME in names else (None, (), ())
+    files = [n for n in names if n.endswith(".safetensors")]
+    damaged: dict[str, str] = {}
+    pointers = []
+    for name in files:
+        file = os.path.join(path, name)
+        if _is_pointer(file):
+            pointers.append(name)
+            continue
+        try:
+            read_header(file)
+        except ShardwiseError as error:
+            damaged[name] = _without(str(error), file)
+    lost = tuple(n for n in listed if n not in names)
+    pickles = [n for n in names if n.endswith(PICKLES) and n.startswith(("pytorch_model", "model"))]
+    if files and not (problem or outside or lost or damaged or pointers):
+        problem = _problem(path)
+    return Model(
+        path=path,
+        config=_config(os.path.join(path, "config.json")) if "config.json" in names else {},
+        nbytes=sum(os.path.getsize(os.path.join(path, n)) for n in files or pickles),
+        lost=lost,
+        damaged=damaged,
+        outside=outside,
+        pointers=tuple(pointers),
+        pickles=() if files else tuple(pickles),
+        problem=problem,
+    )
+
+
+def look_at_stored_model(url: str, names: Iterable[str]) -> Model:
+    """Facts of a model below a URL: a few requests for each file."""
+    known, problem, nbytes = list(names), None, 0
+    pickles = tuple(n for n in known if n.endswith(PICKLES))
+    files = any(n.endswith(".safetensors") for n in known)
+    if files:
+        try:
+            nbytes = sum(f.nbytes for f in catalog_of_safetensors(url).files)
+        except ShardwiseError as error:
+            problem = _without(str(error), url)
+    config = _config(join(url, "config.json")) if "config.json" in known else {}
+    return Model(path=url, config=config, nbytes=nbytes, pickles=() if files else pickles, problem=problem)
+
+
+def _index(path: str) -> tuple[str | None, tuple[str, ...], tuple[str, ...]]:
+    """Why the index can't be read, its names that lead outside, and the files that it names."""
+    try:
+        document = read_json(os.path.join(path, INDEX_NAME), "index")
+    except ShardwiseError as error:
+        return _without(str(error), path), (), ()
+    found = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(found, dict) or not found:
+        return f"{INDEX_NAME}: its weight_map is lost, empty or not an object", (), ()
+    files = list(dict.fromkeys(brief(f) if not isinstance(f, str) else f for f in found.values()))
+    outside = tuple(f for f in files if not is_inside(f) or "/" in f)
+    return None, outside, tuple(f for f in files if f not in outside)
+
+
+def _problem(path: str) -> str | None:
+    """What else would stop a load: tensors that an index lists and no file holds, or that are stored twice."""
+    try:
+        catalog_of_safetensors(path)
+    except ShardwiseError as error:
+        return _without(str(error), path)
+    return None
+
+
+def _config(path: str) -> dict[str, Any]:
+    try:
+        found = read_shallow_json(path)
+    except ShardwiseError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _is_pointer(file: str) -> bool:
+    try:
+        with open(file, "rb") as opened:
+            return opened.read(len(_POINTER)) == _POINTER
+    except OSError:
+        return False
+
+
+def _without(text: str, path: str) -> str:
+    """An error's text without the path that a finding names anyway."""
+    return text.removeprefix(f"{path}: ") if is_url(path) or path in text else text

@@ -1,0 +1,107 @@
+"""The rules, which are pure: each names its pathology, and a hundred healthy runs of different kinds have no finding."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from shardwise.doctor.rule import Finding
+from shardwise.doctor.table import RULES, findings_of
+from tests.doctor import test_meet, test_real
+from tests.doctor.healthy import HEALTHY, SOFTWARE, YAML, hundred, settings
+from tests.doctor.pathologies import PATHOLOGIES, Pathology
+from tests.storage import test_doctor
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "howto" / "doctor.md"
+
+
+@pytest.mark.parametrize("case", PATHOLOGIES, ids=lambda c: f"{c.rule}: {c.words}")
+def test_a_pathology_is_named(case: Pathology) -> None:
+    """By its own rule, in its own words, and by no rule that has nothing to do with it."""
+    found = findings_of(case.facts)
+    assert {f.rule for f in found} == {case.rule, *case.beside}
+    assert any(case.words in sentence for f in found if f.rule == case.rule for sentence in (f.bites, f.why))
+    for finding in found:
+        _is_three_sentences(finding)
+
+
+def _is_three_sentences(finding: Finding) -> None:
+    for sentence in (finding.bites, finding.why, finding.do):
+        assert sentence.strip()
+        assert "\n" not in sentence
+    assert finding.where
+    assert finding.source
+
+
+def test_every_rule_has_a_pathology() -> None:
+    assert {r.id for r in RULES} == {p.rule for p in PATHOLOGIES}
+    assert [name for name, count in Counter(r.id for r in RULES).items() if count > 1] == []
+
+
+def test_a_hundred_healthy_runs_have_no_finding() -> None:
+    runs = list(hundred())
+    assert len(runs) == 100
+    assert len({repr(run) for run in runs}) == 100
+    kinds = {
+        name: sum(bool(getattr(run, name)) for run in runs)
+        for name in (
+            "places",
+            "buckets",
+            "accelerate",
+            "arguments",
+            "models",
+            "checkpoints",
+            "logs",
+            "meeting",
+        )
+    }
+    assert min(kinds.values()) >= 10, kinds
+    assert [(f.rule, f.where, f.bites) for run in runs for f in findings_of(run)] == []
+
+
+def test_a_rule_holds_for_the_versions_that_it_names() -> None:
+    from dataclasses import replace
+
+    efficient = replace(HEALTHY, accelerate=(settings(YAML, fsdp_cpu_ram_efficient_loading=True),))
+
+    def rules(**versions: str) -> set[str]:
+        return {f.rule for f in findings_of(replace(efficient, software={**SOFTWARE, **versions}))}
+
+    both = {"accelerate.device-mesh", "accelerate.whole-model"}
+    assert rules() == both
+    assert rules(accelerate="1.16.0") == {"accelerate.whole-model"}
+    assert "accelerate.whole-model" not in rules(transformers="4.57.0")
+    without = {name: v for name, v in SOFTWARE.items() if name not in ("accelerate", "transformers")}
+    assert {f.rule for f in findings_of(replace(efficient, software=without))} == both, "for another machine"
+
+
+def shown_on() -> dict[str, str]:
+    """By rule: the real thing that a test shows it on; rules without one are shown on facts alone."""
+    found = dict.fromkeys((*test_real.YAMLS, *test_real.ARGUMENTS, *test_real.MODELS), "real file")
+    found |= {f"log.{name}": "real file" for name in test_real.LINES}
+    found |= {rule: "real file" for rules in test_real.CHECKPOINTS for rule in rules}
+    found |= dict.fromkeys(test_real.CASE_1, "real file")
+    found |= dict.fromkeys((*test_real.INSTALLED, "path.unknown", "model.too-large"), "real file")
+    found |= dict.fromkeys(("accelerate.not-ram-efficient", *test_real.MOUNTS), "real file")
+    found |= dict.fromkeys(test_real.NAMESPACES, "namespace")
+    found |= dict.fromkeys(test_real.INJECTED, "strace")
+    found |= {rule: "namespace" for rules, _ in test_real.FILE_SYSTEMS.values() for rule in rules}
+    found |= {rule: "S3 server" for rule, _, _ in test_doctor.SPOILT.values()}
+    found |= dict.fromkeys(test_meet.NAMED, "ranks")
+    found |= dict.fromkeys(test_real.VARIABLES, "variables")
+    return found | dict.fromkeys((*test_real.LIMITS, "machine.memory", "machine.cores"), "process")
+
+
+def test_the_page_lists_every_rule_as_the_table_has_it() -> None:
+    """And says what shows it. At least 90 rules are shown on the real thing."""
+    real = shown_on()
+    assert real.keys() <= {r.id for r in RULES}
+    assert len(real) >= 90
+    row = r"^\| `([\w.-]+)` \| (.+?) \| (.+?) \| (.+?) \|$"
+    text = PAGE.read_text("utf-8")
+    rows = re.findall(row, text, re.MULTILINE)
+    assert rows == [(r.id, r.about, r.source, real.get(r.id, "facts")) for r in RULES]
+    assert f"Each of {len(PATHOLOGIES)} pathologies" in text
