@@ -16,7 +16,7 @@ from ..catalog import Catalog
 from ..catalog.open import open_catalog
 from ..catalog.records import StoredTensor
 from ..dtypes import named_dtype, torch_dtype
-from ..errors import FormatError, ShardwiseError
+from ..errors import FormatError, ShardError, ShardwiseError
 from ..format.manifest import read_manifest
 from ..internals.transformers import build_from_config, default_conversions, kept_in_fp32
 from ..layout.live import describe
@@ -32,7 +32,7 @@ from ..models.arguments import Arguments, FromPretrained, Pretrained
 from ..models.classes import config_and_class, home_of, in_turn, read_config
 from ..models.homes import remember_home
 from ..models.hub import find_for_all
-from ..models.kept import asked_of, put_into
+from ..models.kept import asked_of, kept_in, put_into
 from ..models.meta_init import NotLarger, at_most, meta_init
 from ..models.unquantized import plain_config, refuse_source
 from ..names import named_tensors
@@ -43,6 +43,7 @@ from ..recipe.match import Rules, matches_any, same_names
 from ..recipe.transformers import HubRules, hub_rules, note_conversions
 from ..sharding.fsdp import ShardPolicy, shard
 from ..storage import counting
+from .as_stored import as_stored_in, kept_parts
 from .in_codes import in_codes
 from .load import Filling, FillOptions, fill
 from .report import LoadReport
@@ -126,6 +127,7 @@ def load_pretrained(
 
     def wrap(model: Any) -> tuple[str, ...]:
         if mesh is not None:
+            _refuse_casts(model, chosen)
             shard(model, mesh, chosen)
         return chosen.exclude
 
@@ -133,6 +135,16 @@ def load_pretrained(
         device = "cpu"
     filling = FillOptions(io=io or IOOptions(), device=device, seed=seed, verify=verify)
     return load_wrapped(request, wrap, filling)
+
+
+def _refuse_casts(model: Any, policy: ShardPolicy) -> None:
+    """Raises :class:`ShardError` where mixed precision would cast stored codes: FSDP2 casts float8, too."""
+    cast = policy.mixed_precision is not None and policy.mixed_precision.param_dtype is not None
+    if cast and (held := kept_in(model)):
+        raise ShardError(
+            f"ShardPolicy(mixed_precision=…) casts parameters, and {next(iter(held))!r} and {len(held) - 1} other layers hold "
+            f"stored codes and scales, which must not be cast; leave it out: the plain parameters have the dtype of dtype="
+        )
 
 
 def load_wrapped(
@@ -202,18 +214,21 @@ def prepare(
     config = plain_config(config, catalog, directory, given=request.config is not None)
     base = _build(config, model_class, directory, catalog, asked.dtype)
     layers = {} if settings is None else put_into(base, settings, base.dtype)
-    catalog = dequantized(catalog, lambda: named_tensors(base))
+    kept = kept_in(base)
+    catalog = kept_parts(catalog) if kept else dequantized(catalog, lambda: named_tensors(base))
     base.config.name_or_path = base.name_or_path = os.fspath(request.path)
     hub = hub_rules(base, request.key_mapping)
     rules = with_callers(hub, catalog, request.allow_unused, request.allow_missing)
-    if layers:
+    if kept:
+        rules = as_stored_in(catalog, rules, kept)
+    elif layers:
         catalog, rules = in_codes(catalog, rules, layers)
     inverted = _conversions_of_checkpoint(base, hub, catalog, directory) if catalog.has_module_names else None
     model = base
     if request.adapter is not None:
         model, adapters = attach(base, request.adapter)
         catalog, rules = combine(describe(model), catalog, rules, adapters)
-    if settings is not None:
+    if settings is not None and not kept:
         base.config.quantization_config = settings
     return Prepared(base, model, catalog, rules, lambda: hub.used() if inverted is None else inverted)
 

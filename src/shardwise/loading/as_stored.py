@@ -1,0 +1,66 @@
+"""The source of a model whose layers hold its codes and scales as they are stored: checked, and noted for reports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..catalog import Catalog
+from ..dtypes import code_of, torch_dtype
+from ..errors import PlanError
+from ..names import canonical_name
+from ..quantized.dequantized import dequantized
+from ..recipe.match import Made, Rules
+
+__all__ = ["as_stored_in", "kept_parts"]
+
+
+def kept_parts(catalog: Catalog) -> Catalog:
+    """The catalog, with a note of which tensors are codes and what goes with them. Pure.
+
+    Raises as :func:`.dequantized` does: parts that are missing, surplus, mis-shaped, or that contradict the config.
+    """
+    if catalog.has_module_names:
+        return catalog
+    return replace(catalog, kept=tuple(dequantized(catalog).coded.values()))
+
+
+def as_stored_in(catalog: Catalog, rules: Rules, layers: Mapping[str, Any]) -> Rules:
+    """The rules for a model on meta whose ``layers`` (:class:`.KeptLayer`, by path) take stored tensors bit for bit.
+
+    Gives packed zero points the shape in which they are stored. Raises :class:`PlanError` with every tensor that is stored in another
+    dtype or shape than its layer holds.
+    """
+    held = {f"{path}.{name}": (layer, name) for path, layer in layers.items() for name in layer.stored_dtypes}
+    made = list(rules.resolve(catalog.tensors))
+    problems = []
+    for one in made:
+        found = held.get(one.target) or held.get(canonical_name(one.target))
+        if found is not None and (problem := _misfit(one, *found)) is not None:
+            problems.append(f"{one.target!r}: {problem}")
+    if problems:
+        raise PlanError(
+            f"{catalog.root}: {len(problems)} tensors can't be kept as they are stored; take quantized='dequantize'",
+            tuple(problems),
+        )
+    return replace(rules, resolve=lambda _: made)
+
+
+def _misfit(made: Made, layer: Any, name: str) -> str | None:
+    """Why a layer can't hold a tensor; None if it can."""
+    wanted = getattr(layer, name)
+    if name == "weight_zero_point" and made.dtype == "I32" and len(made.shape) == wanted.dim():
+        # compressed-tensors packs them when it saves, and not on meta.
+        packed = torch.empty(made.shape, dtype=torch_dtype(made.dtype), device="meta")
+        layer.register_parameter(name, nn.Parameter(packed, False))
+        layer.stored_dtypes[name] = packed.dtype
+        return None
+    dtype, shape = code_of(wanted.dtype), tuple(wanted.shape)
+    is_exact = made.dtype == dtype or (dtype == "F32" and made.dtype in ("BF16", "F16") and "scale" in name)
+    if is_exact and made.shape == shape:
+        return None
+    return f"is stored as {made.dtype} {list(made.shape)}; the layer holds {dtype} {list(shape)}"
