@@ -97,11 +97,11 @@ def _averaged(gradient: torch.Tensor, ranks: int) -> torch.Tensor:
     return total / ranks
 
 
-def like_unsharded(source: str, quantized: Any) -> int:
+def like_unsharded(source: str, quantized: Any, unsharded_as: Any = None) -> int:
     """Ten steps beside the unsharded model: losses and gradients of adapters, bit for bit. Returns the gradients compared."""
     ranks = dist.get_world_size()
     model, _ = sharded(source, quantized)
-    reference = unsharded(source, quantized)
+    reference = unsharded(source, unsharded_as or quantized)
     copy_adapters(model, reference)
     both = [(model, optimizer_of(model)), (reference, optimizer_of(reference))]
     compared = 0

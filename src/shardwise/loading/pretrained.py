@@ -32,7 +32,7 @@ from ..models.arguments import Arguments, FromPretrained, Pretrained
 from ..models.classes import config_and_class, home_of, in_turn, read_config
 from ..models.homes import remember_home
 from ..models.hub import find_for_all
-from ..models.kept import asked_of, kept_in, put_into
+from ..models.kept import asked_of, kept_in, kept_in_checkpoint, put_into
 from ..models.meta_init import NotLarger, at_most, meta_init
 from ..models.unquantized import plain_config, refuse_source
 from ..names import named_tensors
@@ -266,7 +266,9 @@ def build_meta(
     config, model_class = config_and_class(path, config, auto_class, trust_remote_code=trust_remote_code)
     config = plain_config(config, catalog, directory, given=given)
     model = _build(config, model_class, directory, catalog, dtype)
-    if catalog is not None:
+    if catalog is not None and (settings := kept_in_checkpoint(config, catalog)) is not None:
+        put_into(model, settings, model.dtype)
+    elif catalog is not None:
         refuse_source(catalog, lambda: named_tensors(model))
     return model
 

@@ -14,7 +14,7 @@ from ..errors import UnsupportedConversionError
 from ..internals.bitsandbytes import with_modules_of
 from ..internals.quantizers import quantizer_of
 
-__all__ = ["Asked", "asked_of", "blocks_in", "has_blocks", "kept_in", "put_into"]
+__all__ = ["Asked", "asked_of", "blocks_in", "has_blocks", "kept_in", "kept_in_checkpoint", "put_into"]
 
 #: Methods whose modules hold the stored tensors as they are.
 _AS_STORED = ("compressed-tensors", "fp8")
@@ -121,9 +121,15 @@ def _put_as_stored(model: Any, settings: Any, dtype: torch.dtype, method: str) -
     else:
         from .kept_layers import put_compressed
 
-        found = put_compressed(model, quantizer)
+        found = put_compressed(model, quantizer, dtype)
     model.config.quantization_config = quantizer.quantization_config
     return found
+
+
+def kept_in_checkpoint(config: Any, catalog: Catalog) -> dict[str, Any] | None:
+    """The ``quantization_config`` of a checkpoint whose model held the source's codes; None for any other. Rank-local."""
+    is_ours = catalog.has_module_names and method_of_config(config) in _AS_STORED
+    return dict(settings_of_config(config)) if is_ours and quantized(catalog.tensors) is not None else None
 
 
 def kept_in(model: nn.Module) -> dict[str, Any]:

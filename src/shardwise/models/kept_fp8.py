@@ -22,8 +22,6 @@ class _Decoded(KeptLayer):
     """Weights of FP8 codes and scales, as transformers dequantises them: in fp32, rounded once."""
 
     block_size: tuple[int, int] | None
-    plain_dtype: torch.dtype
-    """Of the weights before they were quantised."""
 
     def decoded(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         spread, values = scales.float(), codes.float()
@@ -92,6 +90,5 @@ def put_fp8(model: Any, quantizer: Any, dtype: torch.dtype) -> dict[str, Any]:
         )
     for module in found.values():
         module.__class__ = _KEPT[type(module)]
-        module.plain_dtype = dtype
-        freeze(module)
+        freeze(module, dtype)
     return found

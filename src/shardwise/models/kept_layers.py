@@ -15,7 +15,7 @@ from torch import nn
 from ..errors import ShardError, UnsupportedConversionError
 from ..internals.quantizers import decompress, quantize_activations, with_compressed_modules
 
-__all__ = ["KeptCompressedLinear", "KeptLayer", "freeze", "product", "put_compressed"]
+__all__ = ["KeptCompressedLinear", "KeptLayer", "KeptPackedLinear", "freeze", "product", "put_compressed"]
 
 
 class KeptLayer(nn.Module):
@@ -23,6 +23,8 @@ class KeptLayer(nn.Module):
 
     stored_dtypes: Mapping[str, torch.dtype]
     """Of these parameters, by name. FSDP2's mixed precision would cast float8 codes, and lose their scales."""
+    plain_dtype: torch.dtype
+    """Of the weights before they were quantised."""
 
     def check_dtypes(self) -> None:
         """Raises :class:`ShardError` if a parameter is no longer of the dtype in which it is stored."""
@@ -35,8 +37,9 @@ class KeptLayer(nn.Module):
                 )
 
 
-def freeze(module: Any) -> None:
-    """Freeze what a layer holds of the source, and note its dtypes."""
+def freeze(module: Any, dtype: torch.dtype) -> None:
+    """Freeze what a layer holds of the source, and note its dtypes. ``dtype``: of the weights before they were quantised."""
+    module.plain_dtype = dtype
     held = {name: p for name, p in module.named_parameters(recurse=False) if name != "bias"}
     module.stored_dtypes = {name: p.dtype for name, p in held.items()}
     for parameter in module.parameters(recurse=False):
@@ -92,8 +95,33 @@ class KeptCompressedLinear(KeptLayer, nn.Linear):
         return product(self, input, self.bias, *(getattr(self, name) for name in self.stored_dtypes))
 
 
-def put_compressed(model: Any, quantizer: Any) -> dict[str, Any]:
-    """Swap layers of a model on meta for those of compressed-tensors; by path.
+class _NoWeight(torch.Tensor):
+    """Dtype, device and shape of a weight that no memory holds."""
+
+    @property
+    def data(self) -> Any:
+        raise ShardError(
+            "a layer of packed codes has no weight to write to or to merge into; load the model with quantized='dequantize'"
+        )
+
+    @data.setter
+    def data(self, _: Any) -> None:
+        self.data  # noqa: B018
+
+
+class KeptPackedLinear(KeptCompressedLinear):
+    """A :class:`KeptCompressedLinear` whose codes are not called ``weight``."""
+
+    @property
+    def weight(self) -> Any:
+        """PEFT asks for its dtype, device and shape, not for its elements. Merging fails, in place of merging nothing."""
+        of: torch.Tensor = self.weight_scale
+        one = torch.empty(1, dtype=self.plain_dtype, device=of.device)
+        return one.expand(self.out_features, self.in_features).as_subclass(_NoWeight)
+
+
+def put_compressed(model: Any, quantizer: Any, dtype: torch.dtype) -> dict[str, Any]:
+    """Swap layers of a model on meta for those of compressed-tensors; by path. ``dtype``: of the weights before.
 
     Raises :class:`UnsupportedConversionError` for what no shard can hold.
     """
@@ -117,6 +145,7 @@ def put_compressed(model: Any, quantizer: Any) -> dict[str, Any]:
         for name, parameter in module.named_parameters(recurse=False):
             if not parameter.is_meta:  # weight_shape
                 module.register_parameter(name, nn.Parameter(torch.empty_like(parameter, device="meta"), False))
-        module.__class__ = KeptCompressedLinear
-        freeze(module)
+        has_weight = "weight" in dict(module.named_parameters(recurse=False))
+        module.__class__ = KeptCompressedLinear if has_weight else KeptPackedLinear
+        freeze(module, dtype)
     return found
