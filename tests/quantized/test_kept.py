@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import transformers
 
+import shardwise as sw
+from shardwise.errors import PlanError, ShardError, UnsupportedConversionError
 from tests.harness import models
 from tests.harness.pool import RankPool
 from tests.harness.tiers import long_but
@@ -17,7 +19,8 @@ pytest.importorskip("compressed_tensors")
 pytest.importorskip("peft")
 
 from tests.quantized import _kept_fns as fns
-from tests.quantized._made import fp8_directory, plain_tensors, write_quantized
+from tests.quantized import _qlora_fns as qlora
+from tests.quantized._made import fp8_directory, gpt_oss_directory, plain_tensors, write_quantized
 from tests.quantized.compressed_cases import CASES
 from tests.quantized.compressed_models import write
 
@@ -94,11 +97,17 @@ def test_saved_at_two_exported_and_resumed_at_three(
         first, second = ranks.run_ranks(2, fns.saved_and_exported, str(source), str(root))
         assert first == second
         ranks.run_ranks(3, fns.resumed, str(source), str(root), first)
-        expected, found = plain_tensors(source), plain_tensors(root / "out")
-        assert expected.keys() == found.keys(), name
-        for tensor in expected:
-            assert expected[tensor].dtype == found[tensor].dtype, (name, tensor)
-            assert torch.equal(fns.raw(expected[tensor]), fns.raw(found[tensor])), (name, tensor)
+        sw.export_hf(root / "step", root / "stored")
+        expected = plain_tensors(source)
+        for found in (plain_tensors(root / "out"), plain_tensors(root / "stored")):
+            assert expected.keys() == found.keys(), name
+            for tensor in expected:
+                assert expected[tensor].dtype == found[tensor].dtype, (name, tensor)
+                assert torch.equal(fns.raw(expected[tensor]), fns.raw(found[tensor])), (name, tensor)
+        with pytest.raises(UnsupportedConversionError, match="quantised"):
+            sw.export_hf(root / "step", root / "cast", dtype="float32")
+        with pytest.raises(PlanError, match=r"holds the codes and scales of its source .*quantized='keep'"):
+            sw.load_pretrained(root / "step")
         settings = [
             json.loads((d / "config.json").read_text())["quantization_config"] for d in (source, root / "out")
         ]
@@ -107,3 +116,83 @@ def test_saved_at_two_exported_and_resumed_at_three(
 
 def test_casts_are_refused(sources: dict[str, tuple[str, str]], ranks: RankPool) -> None:
     ranks.run_ranks(2, fns.refuses_casts, [sources["fp8 qwen3"][0], sources["w4-group"][0]])
+
+
+def test_copies_plans_and_what_can_not_be_done_with_codes(
+    sources: dict[str, tuple[str, str]], tmp_path: Path
+) -> None:
+    for name, held in (("fp8 qwen3", "FP8 (E4M3) in blocks of 4 x 8, kept"), ("w4-group-zeros", None)):
+        model, _ = sw.load_pretrained(sources[name][0], quantized="keep")
+        assert torch.equal(fns.logits(sw.clone(model)), fns.logits(model))
+        (planned,) = sw.plan(sources[name][0], ranks=2, quantized="keep").dequantized
+        assert planned.nbytes == planned.stored_bytes
+        assert held in (None, planned.format)
+        for options in ({"dtype": "float32"}, {"quantize": "as-source"}):
+            with pytest.raises(ValueError, match="plain weights"):
+                sw.export_hf(model, tmp_path / "out", **options)
+        with pytest.raises(ShardError, match=r"was cast to torch\.float16"):
+            fns.logits(model.apply(_half))
+
+
+def _half(module: torch.nn.Module) -> None:
+    """transformers refuses ``model.half()``, and FSDP2's mixed precision does as this."""
+    for parameter in module.parameters(recurse=False):
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(torch.float16)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_are_not_merged_into_codes(sources: dict[str, tuple[str, str]], tmp_path: Path) -> None:
+    import peft
+
+    for name in ("fp8 qwen3", "w4-group"):
+        lora = peft.LoraConfig(target_modules=["q_proj"], r=2)
+        model, _ = sw.load_pretrained(sources[name][0], quantized="keep", adapter=lora)
+        qlora.set_adapters(model, 1)
+        before = fns.logits(model)
+        with pytest.raises(ValueError, match="merge=True needs plain weights"):
+            sw.export_hf(model, tmp_path / "out", merge=True)
+        for safe in (False, True):
+            with pytest.raises((ShardError, NotImplementedError, RuntimeError)):
+                model.merge_adapter(safe_merge=safe)
+        assert torch.equal(fns.logits(model), before)
+        dora = peft.LoraConfig(target_modules=["q_proj"], r=2, use_dora=True)
+        with pytest.raises(PlanError, match="use_dora"):
+            sw.load_pretrained(sources[name][0], quantized="keep", adapter=dora)
+
+
+def _altered(source: str, out: Path, **tensors: torch.Tensor | None) -> Path:
+    """A copy of a source in which tensors are others, or gone."""
+    settings = json.loads((Path(source) / "config.json").read_text())["quantization_config"]
+    found = plain_tensors(Path(source)) | {n: t for n, t in tensors.items() if t is not None}
+    write_quantized(
+        Path(source), out, settings, {n: t for n, t in found.items() if tensors.get(n, t) is not None}
+    )
+    return out
+
+
+def test_sources_that_no_layer_can_hold_are_named(
+    sources: dict[str, tuple[str, str]], tmp_path: Path
+) -> None:
+    gpt_oss_directory(tmp_path / "gpt-oss")
+    write(tmp_path / "embedding", CASES["embedding"][0], torch.bfloat16)
+    for kind, text in (
+        ("gpt-oss", "Triton kernel.*'dequantize'"),
+        ("embedding", "linear layers.*embed_tokens"),
+    ):
+        with pytest.raises(UnsupportedConversionError, match=text):
+            sw.load_pretrained(tmp_path / kind, quantized="keep")
+    stem = "model.layers.0.mlp.up_proj"
+    fp8, ints = sources["fp8 qwen3"][0], sources["int8-channel"][0]
+    plain = plain_tensors(Path(fp8))[f"{stem}.weight"].to(torch.bfloat16)
+    for k, (source, text, tensors) in enumerate(
+        (
+            (fp8, "missing: scales of the FP8 codes", {f"{stem}.weight_scale_inv": None}),
+            (fp8, "stored as BF16", {f"{stem}.weight": plain, f"{stem}.weight_scale_inv": None}),
+            (fp8, "mis-shaped", {f"{stem}.weight_scale_inv": torch.ones(3, 3)}),
+            (fp8, "both scale the codes", {f"{stem}.weight_scale": torch.ones(1)}),
+            (ints, "has no .*weight_scale beside it", {f"{stem}.weight_scale": None}),
+        )
+    ):
+        with pytest.raises(PlanError, match=text):
+            sw.load_pretrained(_altered(source, tmp_path / str(k), **tensors), quantized="keep")

@@ -252,9 +252,7 @@ def _refuse(
     for name, config in configs.items():
         problems += [f"adapter {name!r}: {reason}" for reason in _obstacles(config, name in files)]
         if is_ours and getattr(config, "use_dora", False):
-            problems.append(
-                f"adapter {name!r}: use_dora=True needs plain weights, and the base holds codes"
-            )
+            problems.append(f"adapter {name!r}: use_dora=True needs plain weights, and the base holds codes")
         if name in files:
             place = f"in {files[name].directory}/{CONFIG_NAME}"
             problems += _differences(name, config, files[name].config, place)

@@ -5,6 +5,7 @@ Importing this module imports neither; each function does.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -24,14 +25,14 @@ __all__ = [
 ]
 
 
-def quantizer_of(settings: Mapping[str, Any]) -> Any:
-    """transformers' quantizer for the ``quantization_config`` of a source that is quantised already.
+def quantizer_of(settings: Any) -> Any:
+    """transformers' quantizer for the ``quantization_config`` (a mapping or an object) of a source that is quantised already.
 
     Without it, what a config leaves out would have other defaults than ``from_pretrained`` gives it.
     """
     from transformers.quantizers.auto import AutoHfQuantizer
 
-    return AutoHfQuantizer.from_config(dict(settings), pre_quantized=True)
+    return AutoHfQuantizer.from_config(copy.deepcopy(settings), pre_quantized=True)
 
 
 def with_modules_of(model: Any, quantizer: Any) -> None:
@@ -79,14 +80,14 @@ def with_compressed_modules(model: Any, quantizer: Any) -> dict[str, Any]:
     ``compress_model`` runs where there is a process group, and without the hook that decompresses the whole model at its
     first forward. Without it, the layers would have other tensors than the library stores.
     """
-    import copy
-
     from compressed_tensors.compressors.base import compress_module
     from compressed_tensors.quantization import apply_quantization_config
 
     settings = copy.deepcopy(quantizer.compressor.quantization_config)
     apply_quantization_config(model, settings, run_compressed=False, show_progress=False)
-    found = {path: m for path, m in model.named_modules() if getattr(m, "quantization_scheme", None) is not None}
+    found = {
+        path: m for path, m in model.named_modules() if getattr(m, "quantization_scheme", None) is not None
+    }
     for module in found.values():
         compress_module(module)
         # An attribute of the module that quantises the weight again, in place of the forward of its class.

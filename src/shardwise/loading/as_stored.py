@@ -6,9 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import nn
-
 from ..catalog import Catalog
 from ..dtypes import code_of, torch_dtype
 from ..errors import PlanError
@@ -55,9 +52,7 @@ def _misfit(made: Made, layer: Any, name: str) -> str | None:
     wanted = getattr(layer, name)
     if name == "weight_zero_point" and made.dtype == "I32" and len(made.shape) == wanted.dim():
         # compressed-tensors packs them when it saves, and not on meta.
-        packed = torch.empty(made.shape, dtype=torch_dtype(made.dtype), device="meta")
-        layer.register_parameter(name, nn.Parameter(packed, False))
-        layer.stored_dtypes[name] = packed.dtype
+        layer.take_shape(name, torch_dtype(made.dtype), made.shape)
         return None
     dtype, shape = code_of(wanted.dtype), tuple(wanted.shape)
     is_exact = made.dtype == dtype or (dtype == "F32" and made.dtype in ("BF16", "F16") and "scale" in name)

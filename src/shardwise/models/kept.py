@@ -111,7 +111,7 @@ def _put_as_stored(model: Any, settings: Any, dtype: torch.dtype, method: str) -
         raise ImportError(f"quantized='keep' needs {method}: pip install {method}") from error
     except Exception as error:  # its own classes for settings raise errors of many types
         raise UnsupportedConversionError(
-            f"transformers can't read this quantization_config: {type(error).__name__}: {error:.500}; take "
+            f"transformers can't read this quantization_config: {type(error).__name__}: {str(error)[:500]}; take "
             f"quantized='dequantize'"
         ) from error
     if method == "fp8":

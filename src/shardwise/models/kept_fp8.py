@@ -30,13 +30,11 @@ class _Decoded(KeptLayer):
                 spread = spread.repeat_interleave(n, dim).narrow(dim, 0, values.shape[dim])
         return values.mul_(spread).to(self.plain_dtype)
 
-    def computed(
-        self, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def computed(self, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return nn.functional.linear(inputs, weight, bias)
 
 
-class KeptFP8Linear(_Decoded, FP8Linear):  # type: ignore[misc]
+class KeptFP8Linear(_Decoded, FP8Linear):
     """transformers' ``FP8Linear``. On a CPU the result is that of the dequantised weight."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -47,7 +45,7 @@ class KeptFP8Linear(_Decoded, FP8Linear):  # type: ignore[misc]
         return product(self, input, self.bias, self.weight, self.weight_scale_inv)
 
 
-class KeptFP8Experts(_Decoded, FP8Experts):  # type: ignore[misc]
+class KeptFP8Experts(_Decoded, FP8Experts):
     """transformers' ``FP8Experts``. On a CPU each expert's result is that of its dequantised weights."""
 
     def forward(self, hidden_states: torch.Tensor, *routing: torch.Tensor) -> torch.Tensor:
@@ -80,7 +78,9 @@ def put_fp8(model: Any, quantizer: Any, dtype: torch.dtype) -> dict[str, Any]:
     """
     with_modules_of(model, quantizer)
     found = fp8_modules(model)
-    odd = [f"{path!r}, a {type(module).__name__}" for path, module in found.items() if type(module) not in _KEPT]
+    odd = [
+        f"{path!r}, a {type(module).__name__}" for path, module in found.items() if type(module) not in _KEPT
+    ]
     if quantizer.quantization_config.modules_to_convert:
         odd.append("embeddings in FP8 (modules_to_convert)")
     if odd:

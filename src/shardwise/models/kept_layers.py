@@ -6,7 +6,7 @@ in :mod:`.kept_fp8`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,10 +21,15 @@ __all__ = ["KeptCompressedLinear", "KeptLayer", "KeptPackedLinear", "freeze", "p
 class KeptLayer(nn.Module):
     """A layer of which some parameters are a source's own codes and scales."""
 
-    stored_dtypes: Mapping[str, torch.dtype]
+    stored_dtypes: dict[str, torch.dtype]
     """Of these parameters, by name. FSDP2's mixed precision would cast float8 codes, and lose their scales."""
     plain_dtype: torch.dtype
     """Of the weights before they were quantised."""
+
+    def take_shape(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> None:
+        """Hold a tensor on meta of this dtype and shape: packed zero points, which compressed-tensors does not pack on meta."""
+        self.register_parameter(name, nn.Parameter(torch.empty(*shape, dtype=dtype, device="meta"), False))
+        self.stored_dtypes[name] = dtype
 
     def check_dtypes(self) -> None:
         """Raises :class:`ShardError` if a parameter is no longer of the dtype in which it is stored."""
@@ -83,9 +88,7 @@ class KeptCompressedLinear(KeptLayer, nn.Linear):
     def decoded(self, *held: torch.Tensor) -> torch.Tensor:
         return decompress(self, dict(zip(self.stored_dtypes, held, strict=True)))
 
-    def computed(
-        self, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def computed(self, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         rounded = quantize_activations(self, inputs, "input")
         return quantize_activations(self, nn.functional.linear(rounded, weight, bias), "output")
 
@@ -113,9 +116,9 @@ class KeptPackedLinear(KeptCompressedLinear):
     """A :class:`KeptCompressedLinear` whose codes are not called ``weight``."""
 
     @property
-    def weight(self) -> Any:
+    def weight(self) -> Any:  # type: ignore[override]
         """PEFT asks for its dtype, device and shape, not for its elements. Merging fails, in place of merging nothing."""
-        of: torch.Tensor = self.weight_scale
+        of: Any = self.weight_scale
         one = torch.empty(1, dtype=self.plain_dtype, device=of.device)
         return one.expand(self.out_features, self.in_features).as_subclass(_NoWeight)
 
@@ -144,7 +147,9 @@ def put_compressed(model: Any, quantizer: Any, dtype: torch.dtype) -> dict[str, 
     for module in found.values():
         for name, parameter in module.named_parameters(recurse=False):
             if not parameter.is_meta:  # weight_shape
-                module.register_parameter(name, nn.Parameter(torch.empty_like(parameter, device="meta"), False))
+                module.register_parameter(
+                    name, nn.Parameter(torch.empty_like(parameter, device="meta"), False)
+                )
         has_weight = "weight" in dict(module.named_parameters(recurse=False))
         module.__class__ = KeptCompressedLinear if has_weight else KeptPackedLinear
         freeze(module, dtype)

@@ -99,6 +99,11 @@ def dequantized(catalog: Catalog, own: Callable[[], Iterable[NamedTensor]] | Non
     names = [name for t in own() for name in t.names] if own is not None else []
     if looks is not None and (looks := quantized(catalog.tensors, names)) is None:
         return catalog  # the model's own codes
+    if looks is not None and catalog.kind == "checkpoint":
+        raise PlanError(
+            f"{catalog.root}: a checkpoint that holds the codes and scales of its source ({looks.codes!r} goes with "
+            f"{looks.beside!r}), and the model has plain weights: load_pretrained({catalog.root!r}, quantized='keep')"
+        )
     method = _method_of(catalog, looks)
     if not method or (looks is None and catalog.has_module_names):
         return catalog
