@@ -24,7 +24,7 @@ from .stored import reshaped
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SCALE_BYTES", "Blocks", "encoded", "joined"]
+__all__ = ["SCALE_BYTES", "Blocks", "Joined", "encoded", "joined"]
 
 #: A scale in fp32.
 SCALE_BYTES = 4
@@ -87,7 +87,7 @@ class Blocks:
 
 
 @dataclass(frozen=True, slots=True)
-class _Joined:
+class Joined:
     """Blocks of codes and scales that bitsandbytes stored. Implements :class:`.Rule`; parts as :class:`.FourBit`'s.
 
     Scales that are quantised, too, are decoded: a block then has the scale that bitsandbytes works out of them.
@@ -104,12 +104,16 @@ class _Joined:
     def boxes(self, box: Box) -> Mapping[str, Box]:
         return self.flat.boxes(self._elements(box))
 
+    def scales_of(self, box: Box, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """As :meth:`.FourBit.scales_of`."""
+        return self.flat.scales_of(self._elements(box), parts)
+
     def _elements(self, box: Box) -> Box:
         start, stop = self.blocks.elements(box)
         return Box((start,), (stop,))
 
     def decode(self, box: Box, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        scales = finite(self.flat.name, self.flat.scales_of(self._elements(box), parts))
+        scales = finite(self.flat.name, self.scales_of(box, parts))
         return self.blocks.joined(parts["codes"], scales)[:, box.start[1] : box.stop[1]]
 
 
@@ -160,7 +164,7 @@ def joined(one: Coded, dtype: str) -> tuple[Blocks, Coded] | None:
         role: reshaped(part, part.dtype, shapes[role]) if role in shapes else part
         for role, part in one.parts.items()
     }
-    return blocks, coded(one.tensor.name, "U8", blocks.stored_shape, parts, _Joined(blocks, flat))
+    return blocks, coded(one.tensor.name, "U8", blocks.stored_shape, parts, Joined(blocks, flat))
 
 
 def encoded(stored: StoredTensor, blocks: Blocks, *, is_transposed: bool) -> Coded:
