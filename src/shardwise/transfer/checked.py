@@ -16,7 +16,6 @@ from ..recipe.host_convert import HostConversion
 from .copy import parts_of
 
 __all__ = [
-    "ELEMENTS",
     "CheckedScales",
     "boxes_of_conversions",
     "boxes_of_spans",
@@ -24,10 +23,10 @@ __all__ = [
     "inside",
 ]
 
-#: Elements that are decoded at a time: they and what comes between stay in a core's cache.
-ELEMENTS = 512 * 1024
+#: Elements of which the scales are read at a time, where a transfer takes some of a box.
+_ELEMENTS = 512 * 1024
 #: Scales that a rank keeps from the check to the decoding, so that it reads them once. 1 GiB of MXFP4 has so many.
-MOST_BYTES = 64 * 2**20
+_MOST_BYTES = 64 * 2**20
 #: Scales of which codes have this many times the bytes are read twice, if there is no room to keep them.
 _FEW = 64
 
@@ -42,7 +41,7 @@ class CheckedScales:
     def has_room(self, one: Coded, boxes: Mapping[str, Box]) -> bool | None:
         """Whether the scales of a box can be kept; None if they can't, and are too many to be read twice."""
         nbytes = sum(box.numel * itemsize(one.parts[role].dtype) for role, box in boxes.items())
-        if self.nbytes + nbytes <= MOST_BYTES:
+        if self.nbytes + nbytes <= _MOST_BYTES:
             return True
         scales = sum(one.parts[role].nbytes for role in boxes)
         return False if scales * _FEW <= one.stored_bytes - scales else None
@@ -92,7 +91,7 @@ def _boxes(transfer: Transfer, shape: tuple[int, ...]) -> Iterator[Box]:
     if box.numel * itemsize(transfer.source_dtype) == transfer.bytes_to_read:
         yield box
         return
-    for part in parts_of(transfer, ELEMENTS * itemsize(transfer.source_dtype)):
+    for part in parts_of(transfer, _ELEMENTS * itemsize(transfer.source_dtype)):
         yield part.box_in(shape).box
 
 

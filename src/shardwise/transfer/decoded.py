@@ -18,17 +18,21 @@ from ..planning.source_box import boxes_of_range
 from ..quantized.finite_scales import check_scales, scales_in
 from ..recipe.tiles import identity
 from .box import read_box, wanted_box
-from .checked import ELEMENTS, CheckedScales, inside
+from .checked import CheckedScales, inside
 from .converted import Reader
 from .copy import Staging, parts_of, spans_of
 
 __all__ = ["DecodingReader", "spans_of_coded"]
 
 
+#: Elements that are decoded at a time: they and what comes between stay in a core's cache.
+_ELEMENTS = 512 * 1024
+
+
 class DecodingReader:
     """Reads files. A path that names a tensor in parts reads boxes of its parts, and decodes them.
 
-    Rank-local. Memory: a few times ``ELEMENTS`` elements; the parts are read through ``staging``, recorded in ``peak_bytes``.
+    Rank-local. Memory: a few times ``_ELEMENTS`` elements; the parts are read through ``staging``, recorded in ``peak_bytes``.
     """
 
     def __init__(self, files: Reader, coded: Mapping[str, Coded], io: IOOptions) -> None:
@@ -96,7 +100,7 @@ class DecodingReader:
 
     def _elements(self, one: Coded, transfer: Transfer) -> Iterator[tuple[Transfer, torch.Tensor]]:
         transfer = transfer.along_dims(one.tensor.shape)
-        for part in parts_of(transfer, ELEMENTS * itemsize(transfer.source_dtype)):
+        for part in parts_of(transfer, _ELEMENTS * itemsize(transfer.source_dtype)):
             found = part.box_in(one.tensor.shape)
             made = _decoded(one, found.box, self._read(one, found.box)[1])
             sizes = [loop.size for loop in part.loops]
@@ -136,15 +140,15 @@ def spans_of_coded(one: Coded, span: Span) -> Iterator[Span]:
 
 
 def _slabs(box: Box) -> Iterator[Box]:
-    """A contiguous box in contiguous parts of about ``ELEMENTS`` elements."""
+    """A contiguous box in contiguous parts of about ``_ELEMENTS`` elements."""
     dim = next((d for d, n in enumerate(box.sizes) if n > 1), None)
-    if dim is None or box.numel <= ELEMENTS:
+    if dim is None or box.numel <= _ELEMENTS:
         yield box
         return
-    step = max(1, ELEMENTS * box.sizes[dim] // box.numel)
+    step = max(1, _ELEMENTS * box.sizes[dim] // box.numel)
     for start in range(box.start[dim], box.stop[dim], step):
         stop = min(start + step, box.stop[dim])
         part = Box(
             (*box.start[:dim], start, *box.start[dim + 1 :]), (*box.stop[:dim], stop, *box.stop[dim + 1 :])
         )
-        yield from _slabs(part) if part.numel > ELEMENTS and stop - start == 1 else (part,)
+        yield from _slabs(part) if part.numel > _ELEMENTS and stop - start == 1 else (part,)
