@@ -19,7 +19,6 @@ __all__ = [
     "fp8_modules",
     "quantize_activations",
     "quantizer_of",
-    "scheme_of",
     "with_compressed_modules",
     "with_modules_of",
 ]
@@ -97,11 +96,6 @@ def with_compressed_modules(model: Any, quantizer: Any) -> dict[str, Any]:
     model.is_quantized = True
     model.quantization_method = quantizer.quantization_config.quant_method
     return found
-
-
-def scheme_of(module: Any) -> Any:
-    """How a module of :func:`with_compressed_modules` is quantised."""
-    return module.quantization_scheme
 
 
 def decompress(module: Any, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -95,9 +95,10 @@ def load_pretrained(
         adapter: a PEFT (LoRA) config, the directory of an adapter, or a mapping of adapter names to either, the
             active one first. The model is then the ``PeftModel`` around the sharded base. Its adapters are trainable;
             those without a directory are initialised by PEFT's own rule.
-        quantized: ``"dequantize"``: weights that the source stores in codes become plain ones. ``"keep"``: bitsandbytes' 4-bit
-            codes stay codes, 1/N on each rank. A ``BitsAndBytesConfig`` (4 bits): plain weights are quantised while they are
-            read. Frozen either way: see :class:`.ShardedLinear4bit`. Needs bitsandbytes.
+        quantized: ``"dequantize"``: weights that the source stores in codes become plain ones. ``"keep"``: codes and scales of FP8,
+            compressed-tensors and bitsandbytes' 4 bits stay as they are, 1/N on each rank. A ``BitsAndBytesConfig`` (4 bits): plain
+            weights are quantised while they are read. Frozen either way: see :class:`.KeptLayer`, :class:`.ShardedLinear4bit`.
+            Needs the method's library.
         seed: seed of initial values, which are the same at every world size.
         device: device of the shards. Default: the mesh's device type; ``"cpu"`` with CPU offload.
         io: staging and time limits.
