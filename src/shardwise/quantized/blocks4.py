@@ -75,9 +75,14 @@ class Blocks:
         )
         return values.view(-1)[:count]
 
+    def parts(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The codes of the whole weight, as many as bitsandbytes has of it, and the scales."""
+        codes, scales = self.split(rows)
+        return codes[: -(-math.prod(self.shape) // 2)], scales
+
     def weight(self, rows: torch.Tensor) -> torch.Tensor:
         """The weight that all blocks stand for. On the device of ``rows``."""
-        codes, scales = self.split(rows)
+        codes, scales = self.parts(rows)
         dtype = torch_dtype(self.dtype)
         return dequantize_4bit(codes, scales, self.shape, self.quant_type, self.block, dtype)
 
