@@ -13,7 +13,7 @@ import torch.distributed as dist
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 import shardwise as sw
 from shardwise.errors import ShardError
@@ -21,7 +21,7 @@ from shardwise.models.kept import kept_in
 from tests.quantized import _qlora_fns as qlora
 from tests.quantized._made import plain_tensors
 
-__all__ = ["as_stored", "refuses_casts", "saved_and_exported", "resumed", "trained"]
+__all__ = ["as_stored", "in_other_layouts", "refuses_casts", "saved_and_exported", "resumed", "trained"]
 
 
 def kept(source: str, **options: Any) -> tuple[Any, sw.LoadReport]:
@@ -113,6 +113,31 @@ def resumed(source: str, root: str, digests: dict[str, str]) -> None:
     again, _ = kept(f"{root}/step")
     assert qlora.digests(again) == digests
     assert torch.equal(logits(model), logits(again))
+
+
+def in_other_layouts(source: str, kind: str) -> None:
+    """Replicas (on four ranks), shards in host memory, columns, and codes that stay gathered: the same logits."""
+    world = dist.get_world_size()
+    expected = logits(sw.load_pretrained(source, quantized="keep")[0])
+    replicas = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    flat = init_device_mesh("cpu", (world,))
+    if "per tensor" in source:
+        with pytest.raises(ShardError, match="float8 codes alone, which gloo can't gather"):
+            kept(source, policy=sw.ShardPolicy(block_classes=(kind,)))
+    for mesh, policy in (
+        (replicas, sw.ShardPolicy()),
+        (flat, sw.ShardPolicy(cpu_offload=True)),
+        (flat, sw.ShardPolicy(reshard_after_forward=False)),
+        (flat, sw.ShardPolicy(block_classes=None if "per tensor" in source else (kind,))),
+        (
+            flat,
+            sw.ShardPolicy(
+                placement=lambda p: Shard(1) if p.dim() == 2 and p.shape[1] % world == 0 else None
+            ),
+        ),
+    ):
+        model, _ = sw.load_pretrained(source, mesh, policy=policy, quantized="keep")
+        assert torch.equal(logits(model), expected), policy
 
 
 def refuses_casts(sources: Sequence[str]) -> None:

@@ -113,6 +113,15 @@ def test_saved_at_two_exported_and_resumed_at_three(
         assert settings[0]["quant_method"] == settings[1]["quant_method"]
 
 
+@pytest.mark.parametrize("world_size", long_but((2, 4), 2))
+def test_other_layouts_compute_the_same(
+    world_size: int, sources: dict[str, tuple[str, str]], ranks: RankPool
+) -> None:
+    for name in ("fp8 qwen3", "fp8 per tensor", "w4-group-zeros"):
+        kind = "KeptFP8Linear" if name.startswith("fp8") else "KeptPackedLinear"
+        ranks.run_ranks(world_size, fns.in_other_layouts, sources[name][0], kind, timeout_s=200)
+
+
 def test_casts_are_refused(sources: dict[str, tuple[str, str]], ranks: RankPool) -> None:
     ranks.run_ranks(2, fns.refuses_casts, [sources["fp8 qwen3"][0], sources["w4-group"][0]])
 

@@ -6,14 +6,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from ..catalog import Catalog
 from ..dtypes import code_of, torch_dtype
-from ..errors import PlanError
+from ..errors import PlanError, ShardError
+from ..models.kept import kept_in
 from ..names import canonical_name
 from ..quantized.dequantized import dequantized
 from ..recipe.match import Made, Rules
+from ..sharding.fsdp import ShardPolicy
+from ..sharding.groups import find_wrapping
 
-__all__ = ["as_stored_in", "kept_parts"]
+__all__ = ["as_stored_in", "kept_parts", "refuse_policy"]
 
 
 def kept_parts(catalog: Catalog) -> Catalog:
@@ -45,6 +50,29 @@ def as_stored_in(catalog: Catalog, rules: Rules, layers: Mapping[str, Any]) -> R
             tuple(problems),
         )
     return replace(rules, resolve=lambda _: made)
+
+
+def refuse_policy(model: Any, mesh: DeviceMesh, policy: ShardPolicy) -> None:
+    """Raises :class:`ShardError` for a policy by which FSDP2 would cast stored codes (it casts float8, too), or could not gather them.
+
+    ``model``: on meta, not sharded yet.
+    """
+    held = kept_in(model)
+    if not held:
+        return
+    if policy.mixed_precision is not None and policy.mixed_precision.param_dtype is not None:
+        raise ShardError(
+            f"ShardPolicy(mixed_precision=…) casts parameters, and {next(iter(held))!r} and {len(held) - 1} other layers hold "
+            f"stored codes and scales, which must not be cast; leave it out: the plain parameters have the dtype of dtype="
+        )
+    if mesh.device_type != "cpu":
+        return
+    for candidate, own in find_wrapping(model, policy).groups:
+        if {p.dtype for p in own} and all(p.is_floating_point() and p.element_size() == 1 for p in own):
+            raise ShardError(
+                f"{candidate.path!r} would be an FSDP2 group of float8 codes alone, which gloo can't gather; leave out "
+                f"ShardPolicy(block_classes=…), so that they are gathered with their block"
+            )
 
 
 def _misfit(made: Made, layer: Any, name: str) -> str | None:

@@ -16,7 +16,7 @@ from ..catalog import Catalog
 from ..catalog.open import open_catalog
 from ..catalog.records import StoredTensor
 from ..dtypes import named_dtype, torch_dtype
-from ..errors import FormatError, ShardError, ShardwiseError
+from ..errors import FormatError, ShardwiseError
 from ..format.manifest import read_manifest
 from ..internals.transformers import build_from_config, default_conversions, kept_in_fp32
 from ..layout.live import describe
@@ -43,7 +43,7 @@ from ..recipe.match import Rules, matches_any, same_names
 from ..recipe.transformers import HubRules, hub_rules, note_conversions
 from ..sharding.fsdp import ShardPolicy, shard
 from ..storage import counting
-from .as_stored import as_stored_in, kept_parts
+from .as_stored import as_stored_in, kept_parts, refuse_policy
 from .in_codes import in_codes
 from .load import Filling, FillOptions, fill
 from .report import LoadReport
@@ -128,7 +128,7 @@ def load_pretrained(
 
     def wrap(model: Any) -> tuple[str, ...]:
         if mesh is not None:
-            _refuse_casts(model, chosen)
+            refuse_policy(model, mesh, chosen)
             shard(model, mesh, chosen)
         return chosen.exclude
 
@@ -136,16 +136,6 @@ def load_pretrained(
         device = "cpu"
     filling = FillOptions(io=io or IOOptions(), device=device, seed=seed, verify=verify)
     return load_wrapped(request, wrap, filling)
-
-
-def _refuse_casts(model: Any, policy: ShardPolicy) -> None:
-    """Raises :class:`ShardError` where mixed precision would cast stored codes: FSDP2 casts float8, too."""
-    cast = policy.mixed_precision is not None and policy.mixed_precision.param_dtype is not None
-    if cast and (held := kept_in(model)):
-        raise ShardError(
-            f"ShardPolicy(mixed_precision=…) casts parameters, and {next(iter(held))!r} and {len(held) - 1} other layers hold "
-            f"stored codes and scales, which must not be cast; leave it out: the plain parameters have the dtype of dtype="
-        )
 
 
 def load_wrapped(
