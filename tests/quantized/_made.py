@@ -102,13 +102,13 @@ def bitsandbytes_directory(plain: Path, out: Path, **options: Any) -> None:
     ).save_pretrained(out)
 
 
-def gpt_oss_directory(out: Path) -> None:
+def gpt_oss_directory(out: Path, experts: int = 3) -> None:
     """A tiny gpt-oss, whose experts are random codes: any byte is two of them."""
     import transformers
 
     config = transformers.GptOssConfig(
         num_hidden_layers=2,
-        num_local_experts=3,
+        num_local_experts=experts,
         num_experts_per_tok=2,
         vocab_size=101,
         hidden_size=64,
@@ -123,8 +123,8 @@ def gpt_oss_directory(out: Path) -> None:
     found = plain_tensors(plain)
     for name in list(found):
         if name.endswith(("gate_up_proj", "down_proj")):
-            experts, columns, rows = found.pop(name).shape
-            shape = (experts, rows, columns // 32)
+            count, columns, rows = found.pop(name).shape
+            shape = (count, rows, columns // 32)
             found[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
             found[f"{name}_scales"] = torch.randint(110, 130, shape, dtype=torch.uint8)
     write_quantized(plain, out, {"quant_method": "mxfp4"}, found)

@@ -260,3 +260,34 @@ def test_an_adapter_that_has_no_merged_form_is_named(root: Path, tmp_path: Path)
     model, _ = sw.load_pretrained(root / "plain", adapter=fns.lora(use_dora=True))
     with pytest.raises(CheckpointError, match="DoRA"):
         sw.export_hf(model, tmp_path / "out", merge=True)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+@pytest.mark.parametrize("module", ["lm_head", "embed_tokens"])
+def test_a_trained_copy_of_a_tied_tensor_is_not_merged(module: str, tmp_path: Path) -> None:
+    models.write_hub_directory("qwen3-tied", tmp_path / "tied", torch.bfloat16)
+    adapter = fns.lora(target_modules=["q_proj"], modules_to_save=[module])
+    model, _ = sw.load_pretrained(tmp_path / "tied", adapter=adapter)
+    with pytest.raises(
+        CheckpointError, match=rf"modules_to_save trains a copy of .*{module}\.weight \(tied with"
+    ):
+        sw.export_hf(model, tmp_path / "out", merge=True)
+    assert sw.export_hf(model, tmp_path / "adapter").tensors
+
+
+@pytest.mark.parametrize("world_size", long_but((1, 2, 5), 5))
+def test_weights_of_no_whole_number_of_blocks(world_size: int, tmp_path: Path, ranks: RankPool) -> None:
+    """The last block is filled up, some ranks hold none, and the merged model computes what the live one does."""
+    config = transformers.LlamaConfig(
+        vocab_size=72,
+        hidden_size=12,
+        intermediate_size=10,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        attention_bias=True,
+        head_dim=6,
+    )
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "plain")
+    ranks.run_ranks(world_size, fns.odd_blocks, str(tmp_path / "plain"), str(tmp_path))

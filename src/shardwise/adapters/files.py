@@ -16,7 +16,7 @@ from ..errors import FormatError, PlanError, SourceError
 from ..internals.peft import adapter_configs, base_of, peft_model
 from ..layout.live import LiveModel
 from ..limits import MAX_ADAPTER_RANK, brief, cause, check_pattern, read_shallow_json
-from ..models.kept import has_blocks
+from ..models.kept import has_blocks, kept_in
 from ..models.meta_init import meta_init
 from ..recipe.match import Made, Rules
 from ..recipe.transformers import is_transformers_model, meta_instance
@@ -243,7 +243,7 @@ def _refuse(
     """Raise :class:`PlanError` for what has no sharded form, or is not what ``configs``, the model's, say."""
     problems = []
     quantised = getattr(getattr(base, "config", None), "quantization_config", None)
-    is_ours = has_blocks(base)
+    is_ours = has_blocks(base) or bool(kept_in(base))
     if not is_ours and (quantised is not None or getattr(base, "hf_quantizer", None) is not None):
         problems.append(
             f"the base {type(base).__name__} is quantised ({type(quantised).__name__}), and can't be sharded; load it by "
@@ -252,9 +252,7 @@ def _refuse(
     for name, config in configs.items():
         problems += [f"adapter {name!r}: {reason}" for reason in _obstacles(config, name in files)]
         if is_ours and getattr(config, "use_dora", False):
-            problems.append(
-                f"adapter {name!r}: use_dora=True needs plain weights, and the base holds 4-bit codes"
-            )
+            problems.append(f"adapter {name!r}: use_dora=True needs plain weights, and the base holds codes")
         if name in files:
             place = f"in {files[name].directory}/{CONFIG_NAME}"
             problems += _differences(name, config, files[name].config, place)

@@ -204,6 +204,8 @@ class Catalog:
     quantization: Quantization = field(default_factory=lambda: Quantization({}, {}))
     coded: Mapping[str, Coded] = field(default_factory=dict)
     """Tensors that the source stores in parts, by the path of their chunk."""
+    kept: tuple[Coded, ...] = ()
+    """Tensors that the source stores in parts, and whose parts the model holds as they are stored."""
     referred: frozenset[str] = frozenset()
     """Names of tensors of which a checkpoint holds only digests; they are not among ``tensors``."""
 

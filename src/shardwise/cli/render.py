@@ -176,7 +176,10 @@ def show_plan(out: Console, report: PlanReport, host: ThisHost | None) -> None:
     if report.converted:
         facts["converted whole"] = _some([f"{c.name} ({c.reason})" for c in report.converted])
     if report.dequantized:
-        facts["dequantised"] = _some([_format(one) for one in report.dequantized])
+        held = [one for one in report.dequantized if one.format.endswith(", kept")]
+        plain = [one for one in report.dequantized if one not in held]
+        facts |= {"dequantised": _some([_format(one) for one in plain])} if plain else {}
+        facts |= {"held in codes": _some([_format(one) for one in held])} if held else {}
     if report.ignored_files:
         facts["ignored files"] = _some(report.ignored_files)
     if host is not None:

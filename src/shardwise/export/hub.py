@@ -24,7 +24,7 @@ from ..internals.peft import has_adapters, peft_model
 from ..layout.live import LiveModel, describe
 from ..ledgers.current import announced
 from ..models.classes import import_code, in_turn
-from ..models.kept import has_blocks
+from ..models.kept import has_blocks, kept_in
 from ..operations.operation import Operation, operation
 from ..planning import IOOptions
 from ..ranks.ranks import Ranks
@@ -143,7 +143,7 @@ def export_hf(
                 )
             job = _as_source(model_or_path, quantize, source, code, ranks, io)
         elif isinstance(model_or_path, nn.Module):
-            job = _live_job(describe(model_or_path), adapters, merge)
+            job = _live_job(describe(model_or_path), adapters, merge, code)
         elif merge:
             raise ValueError("merge= needs a live PeftModel; this one is stored")
         else:
@@ -193,6 +193,11 @@ def _as_source(
             "or leave quantize= out to write the adapters alone"
         )
     live = describe(model)
+    if kept_in(model):
+        raise ValueError(
+            "quantize='as-source' needs plain weights, and this model holds the source's own codes and scales: without quantize= they "
+            "are exported as they are, in the source's format"
+        )
     if has_blocks(model):
         raise ValueError(
             "quantize='as-source' needs plain weights, and this model holds 4-bit codes: without quantize= they are exported "
@@ -244,7 +249,19 @@ def dtype_code(dtype: torch.dtype | str | None) -> str | None:
     return code_of(found)
 
 
-def _live_job(live: LiveModel, adapters: str | Sequence[str] | None, merge: bool) -> LiveJob | MergedJob:
+def _refuse_for_kept(live: LiveModel, dtype: str | None, merge: bool) -> None:
+    """Raises :class:`ValueError` for what can't be done with a source's own codes: a cast would change their scales alone."""
+    held = kept_in(live.root)
+    if held and (dtype is not None or merge):
+        raise ValueError(
+            f"{next(iter(held))!r} and {len(held) - 1} other layers hold a source's codes and scales, which are written as they are: "
+            f"{'merge=True' if merge else 'dtype='} needs plain weights; load with quantized='dequantize'"
+        )
+
+
+def _live_job(
+    live: LiveModel, adapters: str | Sequence[str] | None, merge: bool, dtype: str | None
+) -> LiveJob | MergedJob:
     """The export of a live model: as it is, its adapters, or the base with them merged."""
     is_peft = peft_model(live.root) is not None
     if merge and (not is_peft or adapters is not None):
@@ -252,6 +269,7 @@ def _live_job(live: LiveModel, adapters: str | Sequence[str] | None, merge: bool
             "merge=True merges the active adapters of a live PeftModel (model.set_adapter chooses them); "
             + ("leave adapters= out" if is_peft else "this model is none")
         )
+    _refuse_for_kept(live, dtype, merge and not adapters)
     if not merge and (is_peft or not has_blocks(live.root)):
         return LiveJob(live, adapters)
     merged = MergedJob(live, merge=merge)

@@ -112,6 +112,8 @@ class MergedJob:
         self._names = wrapped_names(live)
         self._factors: dict[str, torch.Tensor] = {}
         ignored = ignored_on_save(live.base)
+        if merge:
+            _refuse_tied_copies(live, self._names)
         self._stored = {n: t for n, t in _of_the_base(live, self._names, merge) if n not in ignored}
         self._made = {
             one.held.name: one for one in _made(live, {t.name: t for t in self._stored.values()}, merge)
@@ -300,6 +302,21 @@ def _of_the_base(live: LiveModel, names: WrappedNames, merge: bool) -> Iterator[
         if slots[name.rpartition(".")[0]].copy_of in active and name in held:
             found[base] = held[name]
     yield from found.items()
+
+
+def _refuse_tied_copies(live: LiveModel, names: WrappedNames) -> None:
+    """Raises :class:`CheckpointError` for a trained copy of one of two tied tensors: merged, they differ, and the config ties them."""
+    slots, active = places(live.root), _active(live)
+    tied = [
+        f"{own} (tied with {', '.join(others)})"
+        for name, (own, *others) in names.copies.items()
+        if others and slots[name.rpartition(".")[0]].copy_of in active
+    ]
+    if tied:
+        raise CheckpointError(
+            f"modules_to_save trains a copy of {', '.join(tied)}: merged, the two would differ, and the model ties them. Export the "
+            f"adapter alone; or train with tie_word_embeddings=False in config="
+        )
 
 
 def _active(live: LiveModel) -> list[str]:

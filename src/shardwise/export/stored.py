@@ -117,7 +117,8 @@ class StoredJob:
 
     def _refuse_codes(self) -> None:
         """Codes stay what they are in any dtype, their scales would not. Raises :class:`UnsupportedConversionError`."""
-        if not has_module_names(self._catalog):
+        config = json.loads(self._documents.get("config.json", "{}"))
+        if not has_module_names(self._catalog) or method_of_config(config):
             refuse_source(self._catalog)
 
     def _refuse_blocks(self) -> None:

@@ -200,7 +200,9 @@ def transformers_conversions(meta_model: Any, key_mapping: Mapping[str, str] | N
     model_class: Any = type(meta_model)
     if original_class(meta_model) is not model_class:
         raise TypeError(f"{model_class.__name__} is wrapped: its conversions would come back empty")
-    return list(get_model_conversion_mapping(meta_model, dict(key_mapping) if key_mapping else None))
+    quantizer = getattr(meta_model, "hf_quantizer", None)  # of a model whose modules hold codes
+    mapping = dict(key_mapping) if key_mapping else None
+    return list(get_model_conversion_mapping(meta_model, mapping, quantizer))
 
 
 def default_conversions(meta_model: Any) -> list[Any]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
+from ..catalog.records import Coded
+from ..layout.boxes import Box
 from ..layout.live import LiveModel
 from ..models.host_memory import HostMemory
 from ..models.memory import default_device
@@ -14,6 +17,7 @@ from ..planning.records import LEAST_STAGING_BYTES
 from ..ranks.ranks import Ranks
 from ..storage import counting
 from ..transfer import SourceReader
+from ..transfer.checked import boxes_of_conversions, boxes_of_spans, boxes_of_transfers
 from ..transfer.converted import ConvertingReader
 from ..transfer.copy import Destination, Staging, compare, execute
 from ..transfer.decoded import DecodingReader
@@ -57,6 +61,9 @@ def carry_out(
                     raise
                 choice = replace(choice, strategy="own", reason=f"ranks can't share memory ({error})")
         operation.expect(partial(payload_bytes, planned, choice, ranks.rank))
+        if planned.catalog.coded:
+            with ranks.agree("check scales"):
+                decoded.check_scales(_scaled(planned, choice, fills))
         staging = Staging(_beside(planned, _held_by(fills)), plan.staging_bytes)
         if choice.strategy == "own":
             execute(plan.transfers, reader, destination, staging, memory)
@@ -82,6 +89,21 @@ def carry_out(
         reads=files.describe_reads(),
         strategy=choice.describe(),
     )
+
+
+def _scaled(planned: Planned, choice: Choice, fills: SharedReader | None) -> Iterator[tuple[Coded, Box]]:
+    """The boxes of tensors in parts that this rank is going to read."""
+    plan, catalog = planned.plan, planned.catalog
+    transfers = [
+        *(plan.transfers if choice.strategy == "own" else ()),
+        *(plan.checks if choice.strategy != "once" else ()),
+    ]
+    spans = [] if fills is None else list(fills.spans())
+    paths = {t.path for t in transfers} | {path for path, _, _ in spans}
+    hosts = [host for path, host in plan.conversions.items() if path in paths]
+    yield from boxes_of_transfers(transfers, catalog.coded)
+    yield from boxes_of_spans(spans, catalog.coded)
+    yield from boxes_of_conversions(hosts, catalog.coded, catalog.tensors)
 
 
 def _held_by(shared: SharedReader | None) -> int:

@@ -17,10 +17,10 @@ from ..internals.transformers import build_from_config, copy_conversions, is_tra
 from ..layout.live import LiveModel, describe
 from ..layout.model import local_tensor
 from ..ledgers.current import phase
-from ..models.kept import blocks_in, put_into
+from ..models.kept import blocks_in, kept_in, put_into
 from ..models.memory import materialize
 from ..models.meta_init import forget_meta_buffers, meta_init
-from ..names import NamedTensor, named_tensors
+from ..names import NamedTensor, canonical_name, named_tensors
 from ..ranks.ranks import Ranks
 from ..recipe.origin import inherit
 from ..sharding.fsdp import shard_alike
@@ -89,6 +89,12 @@ def _built_again(live: LiveModel) -> Any:
         dtype = torch_dtype(next(iter(layers.values())).blocks.dtype)
         put_into(second, inner.config.quantization_config, dtype)
     given = {t.name: t.tensor for t in live.tensors}
+    if kept := kept_in(inner):
+        put_into(second, inner.config.quantization_config, next(iter(kept.values())).plain_dtype)
+        for path, layer in kept_in(second).items():
+            for name in layer.stored_dtypes:
+                first = given[canonical_name(f"{path}.{name}")]
+                layer.take_shape(name, first.dtype, first.shape)
     for t in named_tensors(second):
         if t.kind == "parameter" and t.name in given:  # some classes keep some in fp32
             t.tensor.data = t.tensor.data.to(given[t.name].dtype)

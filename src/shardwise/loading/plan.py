@@ -129,7 +129,7 @@ class PlanReport:
             unused=first.unused,
             initialized=first.initialized,
             converted=tuple(host.describe() for host in dict.fromkeys(first.conversions.values())),
-            dequantized=described(first.coded.values()),
+            dequantized=described(first.coded.values(), first.kept),
             ignored_files=first.ignored_files,
             store=planned.store,
         )

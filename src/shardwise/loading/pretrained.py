@@ -33,7 +33,7 @@ from ..models.arguments import Arguments, FromPretrained, Pretrained
 from ..models.classes import config_and_class, home_of, in_turn, read_config
 from ..models.homes import remember_home
 from ..models.hub import find_for_all
-from ..models.kept import asked_of, put_into
+from ..models.kept import asked_of, kept_in, kept_in_checkpoint, put_into
 from ..models.meta_init import NotLarger, at_most, meta_init
 from ..models.unquantized import plain_config, refuse_source
 from ..names import named_tensors
@@ -44,6 +44,7 @@ from ..recipe.match import Rules, matches_any, same_names
 from ..recipe.transformers import HubRules, hub_rules, note_conversions
 from ..sharding.fsdp import ShardPolicy, shard
 from ..storage import counting
+from .as_stored import as_stored_in, kept_parts, refuse_policy
 from .in_codes import in_codes
 from .load import Filling, FillOptions, fill
 from .report import LoadReport
@@ -95,9 +96,10 @@ def load_pretrained(
         adapter: a PEFT (LoRA) config, the directory of an adapter, or a mapping of adapter names to either, the
             active one first. The model is then the ``PeftModel`` around the sharded base. Its adapters are trainable;
             those without a directory are initialised by PEFT's own rule.
-        quantized: ``"dequantize"``: weights that the source stores in codes become plain ones. ``"keep"``: bitsandbytes' 4-bit
-            codes stay codes, 1/N on each rank. A ``BitsAndBytesConfig`` (4 bits): plain weights are quantised while they are
-            read. Frozen either way: see :class:`.ShardedLinear4bit`. Needs bitsandbytes.
+        quantized: ``"dequantize"``: weights that the source stores in codes become plain ones. ``"keep"``: codes and scales of FP8,
+            compressed-tensors and bitsandbytes' 4 bits stay as they are, 1/N on each rank. A ``BitsAndBytesConfig`` (4 bits): plain
+            weights are quantised while they are read. Frozen either way: see :class:`.KeptLayer`, :class:`.ShardedLinear4bit`.
+            Needs the method's library.
         seed: seed of initial values, which are the same at every world size.
         device: device of the shards. Default: the mesh's device type; ``"cpu"`` with CPU offload.
         io: staging and time limits.
@@ -127,6 +129,7 @@ def load_pretrained(
 
     def wrap(model: Any) -> tuple[str, ...]:
         if mesh is not None:
+            refuse_policy(model, mesh, chosen)
             shard(model, mesh, chosen)
         return chosen.exclude
 
@@ -204,18 +207,21 @@ def prepare(
     config = plain_config(config, catalog, directory, given=request.config is not None)
     base = _build(config, model_class, directory, catalog, asked.dtype)
     layers = {} if settings is None else put_into(base, settings, base.dtype)
-    catalog = dequantized(catalog, lambda: named_tensors(base))
+    kept = kept_in(base)
+    catalog = kept_parts(catalog) if kept else dequantized(catalog, lambda: named_tensors(base))
     base.config.name_or_path = base.name_or_path = os.fspath(request.path)
     hub = hub_rules(base, request.key_mapping)
     rules = with_callers(hub, catalog, request.allow_unused, request.allow_missing)
-    if layers:
+    if kept:
+        rules = as_stored_in(catalog, rules, kept)
+    elif layers:
         catalog, rules = in_codes(catalog, rules, layers)
     inverted = _conversions_of_checkpoint(base, hub, catalog, directory) if catalog.has_module_names else None
     model = base
     if request.adapter is not None:
         model, adapters = attach(base, request.adapter)
         catalog, rules = combine(describe(model), catalog, rules, adapters)
-    if settings is not None:
+    if settings is not None and not kept:
         base.config.quantization_config = settings
     return Prepared(base, model, catalog, rules, lambda: hub.used() if inverted is None else inverted)
 
@@ -253,7 +259,9 @@ def build_meta(
     config, model_class = config_and_class(path, config, auto_class, trust_remote_code=trust_remote_code)
     config = plain_config(config, catalog, directory, given=given)
     model = _build(config, model_class, directory, catalog, dtype)
-    if catalog is not None:
+    if catalog is not None and (settings := kept_in_checkpoint(config, catalog)) is not None:
+        put_into(model, settings, model.dtype)
+    elif catalog is not None:
         refuse_source(catalog, lambda: named_tensors(model))
     return model
 

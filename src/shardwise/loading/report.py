@@ -100,7 +100,7 @@ class LoadReport:
             unused=plan.unused,
             initialized=plan.initialized,
             converted=tuple(host.describe() for host in dict.fromkeys(plan.conversions.values())),
-            dequantized=described(plan.coded.values()),
+            dequantized=described(plan.coded.values(), plan.kept),
             ignored_files=plan.ignored_files,
             verified="digest" if digests_compared and digests_compared == len(plan.recipes) else "cover",
             digests_compared=digests_compared,

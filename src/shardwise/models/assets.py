@@ -54,10 +54,11 @@ def asset_files(model: Any) -> dict[str, bytes]:
         return adapters
     config = copy.deepcopy(model.config)
     config.architectures = [original_class(model).__name__]
-    # The dtype of most elements: some classes keep their first parameters in fp32, and "auto" would use that for all.
+    # The dtype of most elements: some classes keep their first parameters in fp32, and "auto" would use that for all. Float8 are
+    # codes, in which no model can be built.
     floats: Counter[Any] = Counter()
     for parameter in model.parameters():
-        if parameter.is_floating_point():
+        if parameter.is_floating_point() and parameter.element_size() > 1:
             floats[parameter.dtype] += parameter.numel()
     config.dtype = str(max(floats, key=lambda d: floats[d])).removeprefix("torch.") if floats else None
     code = _code_of(model, config)

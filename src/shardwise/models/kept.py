@@ -12,9 +12,20 @@ from ..catalog import Catalog
 from ..catalog.quantized import method_of_config, quantized, settings_of_config
 from ..errors import UnsupportedConversionError
 from ..internals.bitsandbytes import with_modules_of
+from ..internals.quantizers import quantizer_of
 
-__all__ = ["Asked", "asked_of", "blocks_in", "has_blocks", "put_into"]
+__all__ = ["Asked", "asked_of", "blocks_in", "has_blocks", "kept_in", "kept_in_checkpoint", "put_into"]
 
+#: Methods whose modules hold the stored tensors as they are.
+_AS_STORED = ("compressed-tensors", "fp8")
+#: Methods that a load dequantises, and why no shard can hold their codes.
+_WHY_NOT = {
+    "awq": "its kernels take weights that are packed again when they are loaded",
+    "bitsandbytes": "bitsandbytes keeps the scales of 8 bits outside of the parameter, where FSDP2 does not see them",
+    "fbgemm_fp8": "its modules take kernels of fbgemm, for inference only",
+    "gptq": "its kernels take weights that are packed again when they are loaded",
+    "mxfp4": "transformers' experts hold tensors of a Triton kernel, swizzled when they are loaded, for inference only",
+}
 #: ``"dequantize"``, ``"keep"``, or a ``BitsAndBytesConfig``.
 Asked = Any
 
@@ -64,10 +75,12 @@ def _stored(config: Any, catalog: Catalog, path: str) -> Any:
             f"BitsAndBytesConfig to quantise it while it is loaded"
         )
     settings = dict(settings_of_config(config))
+    if method in _AS_STORED:
+        return settings
     if method != "bitsandbytes" or not (settings.get("load_in_4bit") or settings.get("_load_in_4bit")):
         raise UnsupportedConversionError(
-            f"{path}: quantized='keep' takes bitsandbytes' 4-bit codes, and this source is {method}"
-            f"{'' if method != 'bitsandbytes' else ' in 8 bits'}; leave quantized= out, and it is dequantised"
+            f"{path}: quantized='keep' can't hold {method}{'' if method != 'bitsandbytes' else ' in 8 bits'} in shards: "
+            f"{_WHY_NOT.get(method, 'its modules are not known')}. Take quantized='dequantize'"
         )
     from transformers import BitsAndBytesConfig
 
@@ -77,8 +90,11 @@ def _stored(config: Any, catalog: Catalog, path: str) -> Any:
 def put_into(model: Any, settings: Any, dtype: torch.dtype) -> dict[str, Any]:
     """Swap the layers of a model on meta for those that hold codes; by path. ``dtype``: of the weights before.
 
-    transformers chooses which. Raises :class:`ImportError` without bitsandbytes.
+    transformers chooses which. Raises :class:`ImportError` without the method's library.
     """
+    method = method_of_config({"quantization_config": settings})
+    if method in _AS_STORED:
+        return _put_as_stored(model, settings, dtype, method)
     try:
         from .linear4bit import shardable
     except ImportError as error:
@@ -86,6 +102,40 @@ def put_into(model: Any, settings: Any, dtype: torch.dtype) -> dict[str, Any]:
     with_modules_of(model, settings)
     model.is_loaded_in_4bit = True
     return dict(shardable(model, dtype))
+
+
+def _put_as_stored(model: Any, settings: Any, dtype: torch.dtype, method: str) -> dict[str, Any]:
+    try:
+        quantizer = quantizer_of(settings)
+    except ImportError as error:
+        raise ImportError(f"quantized='keep' needs {method}: pip install {method}") from error
+    except Exception as error:  # its own classes for settings raise errors of many types
+        raise UnsupportedConversionError(
+            f"transformers can't read this quantization_config: {type(error).__name__}: {str(error)[:500]}; take "
+            f"quantized='dequantize'"
+        ) from error
+    if method == "fp8":
+        from .kept_fp8 import put_fp8
+
+        found = put_fp8(model, quantizer, dtype)
+    else:
+        from .kept_layers import put_compressed
+
+        found = put_compressed(model, quantizer, dtype)
+    model.config.quantization_config = quantizer.quantization_config
+    return found
+
+
+def kept_in_checkpoint(config: Any, catalog: Catalog) -> dict[str, Any] | None:
+    """The ``quantization_config`` of a checkpoint whose model held the source's codes; None for any other. Rank-local."""
+    is_ours = catalog.has_module_names and method_of_config(config) in _AS_STORED
+    return dict(settings_of_config(config)) if is_ours and quantized(catalog.tensors) is not None else None
+
+
+def kept_in(model: nn.Module) -> dict[str, Any]:
+    """The layers of a model that hold a source's codes and scales as they are stored (:class:`.KeptLayer`), by path."""
+    kind = getattr(sys.modules.get(f"{__package__}.kept_layers"), "KeptLayer", ())
+    return {path: layer for path, layer in model.named_modules() if isinstance(layer, kind)}
 
 
 def blocks_in(model: nn.Module) -> dict[str, Any]:

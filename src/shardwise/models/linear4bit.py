@@ -38,7 +38,7 @@ class _Matmul(torch.autograd.Function):
         ctx.blocks = blocks
         ctx.bias_dtype = None if bias is None else bias.dtype
         dtype = torch_dtype(blocks.dtype)
-        codes, scales = blocks.split(rows)
+        codes, scales = blocks.parts(rows)
         return matmul_4bit(inputs, bias, codes, scales, blocks.shape, blocks.quant_type, blocks.block, dtype)
 
     @staticmethod

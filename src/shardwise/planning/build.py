@@ -47,6 +47,7 @@ def build_plan(catalog: Catalog, layout: Layout, matched: Matched, io: IOOptions
         source_bytes=source_bytes,
         conversions=dict(matched.conversions),
         coded=catalog.coded,
+        kept=catalog.kept,
     )
 
 

@@ -192,6 +192,8 @@ class Plan:
     """Whole-tensor conversions, by the path that transfers of their results name. The same on every rank."""
     coded: Mapping[str, Coded] = field(default_factory=dict)
     """Tensors that the source stores in parts, by the path that transfers of them name. The same on every rank."""
+    kept: tuple[Coded, ...] = ()
+    """Tensors whose parts the ranks hold as they are stored. The same on every rank."""
 
     @property
     def bytes_to_read(self) -> int:

@@ -24,7 +24,7 @@ from .stored import reshaped
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SCALE_BYTES", "Blocks", "encoded", "joined"]
+__all__ = ["SCALE_BYTES", "Blocks", "Joined", "encoded", "joined"]
 
 #: A scale in fp32.
 SCALE_BYTES = 4
@@ -75,9 +75,14 @@ class Blocks:
         )
         return values.view(-1)[:count]
 
+    def parts(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The codes of the whole weight, as many as bitsandbytes has of it, and the scales."""
+        codes, scales = self.split(rows)
+        return codes[: -(-math.prod(self.shape) // 2)], scales
+
     def weight(self, rows: torch.Tensor) -> torch.Tensor:
         """The weight that all blocks stand for. On the device of ``rows``."""
-        codes, scales = self.split(rows)
+        codes, scales = self.parts(rows)
         dtype = torch_dtype(self.dtype)
         return dequantize_4bit(codes, scales, self.shape, self.quant_type, self.block, dtype)
 
@@ -87,7 +92,7 @@ class Blocks:
 
 
 @dataclass(frozen=True, slots=True)
-class _Joined:
+class Joined:
     """Blocks of codes and scales that bitsandbytes stored. Implements :class:`.Rule`; parts as :class:`.FourBit`'s.
 
     Scales that are quantised, too, are decoded: a block then has the scale that bitsandbytes works out of them.
@@ -104,12 +109,16 @@ class _Joined:
     def boxes(self, box: Box) -> Mapping[str, Box]:
         return self.flat.boxes(self._elements(box))
 
+    def scales_of(self, box: Box, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """As :meth:`.FourBit.scales_of`."""
+        return self.flat.scales_of(self._elements(box), parts)
+
     def _elements(self, box: Box) -> Box:
         start, stop = self.blocks.elements(box)
         return Box((start,), (stop,))
 
     def decode(self, box: Box, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        scales = finite(self.flat.name, self.flat.scales_of(self._elements(box), parts))
+        scales = finite(self.flat.name, self.scales_of(box, parts))
         return self.blocks.joined(parts["codes"], scales)[:, box.start[1] : box.stop[1]]
 
 
@@ -160,7 +169,7 @@ def joined(one: Coded, dtype: str) -> tuple[Blocks, Coded] | None:
         role: reshaped(part, part.dtype, shapes[role]) if role in shapes else part
         for role, part in one.parts.items()
     }
-    return blocks, coded(one.tensor.name, "U8", blocks.stored_shape, parts, _Joined(blocks, flat))
+    return blocks, coded(one.tensor.name, "U8", blocks.stored_shape, parts, Joined(blocks, flat))
 
 
 def encoded(stored: StoredTensor, blocks: Blocks, *, is_transposed: bool) -> Coded:

@@ -45,19 +45,27 @@ class Dequantized:
     stored_bytes: int
     """Of codes, scales and all that goes with them."""
     nbytes: int
-    """Of the same tensors in the dtype that is computed from the codes, before a load casts it."""
+    """Of the same tensors in the dtype that is computed from the codes, before a load casts it; of codes that are kept, as they are
+    held."""
 
 
-def described(coded: Iterable[Coded]) -> tuple[Dequantized, ...]:
-    """The formats, those with the most stored bytes first."""
-    by_format: dict[str, list[Coded]] = {}
-    for one in coded:
-        by_format.setdefault(one.rule.format, []).append(one)
+def described(coded: Iterable[Coded], kept: Iterable[Coded] = ()) -> tuple[Dequantized, ...]:
+    """The formats, those with the most stored bytes first. ``kept``: those whose parts the model holds as they are stored."""
     found = [
         Dequantized(words, len(all_), sum(o.stored_bytes for o in all_), sum(o.tensor.nbytes for o in all_))
-        for words, all_ in by_format.items()
+        for words, all_ in _by_format(coded).items()
     ]
+    for words, all_ in _by_format(kept).items():
+        nbytes = sum(one.stored_bytes for one in all_)
+        found.append(Dequantized(f"{words}, kept", len(all_), nbytes, nbytes))
     return tuple(sorted(found, key=lambda one: -one.stored_bytes))
+
+
+def _by_format(coded: Iterable[Coded]) -> dict[str, list[Coded]]:
+    found: dict[str, list[Coded]] = {}
+    for one in coded:
+        found.setdefault(one.rule.format, []).append(one)
+    return found
 
 
 def _method_of(catalog: Catalog, looks: Quantized | None) -> str:
@@ -91,6 +99,11 @@ def dequantized(catalog: Catalog, own: Callable[[], Iterable[NamedTensor]] | Non
     names = [name for t in own() for name in t.names] if own is not None else []
     if looks is not None and (looks := quantized(catalog.tensors, names)) is None:
         return catalog  # the model's own codes
+    if looks is not None and catalog.kind == "checkpoint":
+        raise PlanError(
+            f"{catalog.root}: a checkpoint that holds the codes and scales of its source ({looks.codes!r} goes with "
+            f"{looks.beside!r}), and the model has plain weights: load_pretrained({catalog.root!r}, quantized='keep')"
+        )
     method = _method_of(catalog, looks)
     if not method or (looks is None and catalog.has_module_names):
         return catalog

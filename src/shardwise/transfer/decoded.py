@@ -16,12 +16,15 @@ from ..planning.buckets import Span
 from ..planning.build import transfers_of
 from ..planning.records import IOOptions, Transfer
 from ..planning.source_box import boxes_of_range
+from ..quantized.finite_scales import check_scales, scales_in
 from ..recipe.tiles import identity
 from .box import read_box, wanted_box
+from .checked import CheckedScales, inside
 from .converted import Reader
 from .copy import Staging, parts_of, spans_of
 
 __all__ = ["DecodingReader", "spans_of_coded"]
+
 
 #: Elements that are decoded at a time: they and what comes between stay in a core's cache.
 _ELEMENTS = 512 * 1024
@@ -43,6 +46,7 @@ class DecodingReader:
         self._coded = coded
         self._staging = Staging(io)
         self._rooms: dict[str, Staging] = {}
+        self._checked = CheckedScales()
         self._io = io
         if coded:
             _let_malloc_keep_memory()
@@ -50,7 +54,26 @@ class DecodingReader:
     @property
     def peak_bytes(self) -> int:
         """Host memory for parts."""
-        return self._staging.peak_bytes + sum(room.peak_bytes for room in self._rooms.values())
+        return (
+            self._checked.nbytes
+            + self._staging.peak_bytes
+            + sum(room.peak_bytes for room in self._rooms.values())
+        )
+
+    def check_scales(self, boxes: Iterable[tuple[Coded, Box]]) -> None:
+        """Read the scales of boxes, and keep them for the decoding, as far as there is room.
+
+        Raises :class:`IntegrityError` for scales that are NaN or infinite. Those that are too many to be kept are checked when their
+        codes are read.
+        """
+        for one, box in boxes:
+            asked = scales_in(one, box)
+            if not asked or (is_kept := self._checked.has_room(one, asked)) is None:
+                continue
+            parts = {role: self._box(role, one.parts[role], part) for role, part in asked.items()}
+            check_scales(one, box, parts)
+            for role, part in asked.items() if is_kept else ():
+                self._checked.keep(one.parts[role].name, part, parts[role])
 
     def expecting(self, spans: Iterable[Span]) -> AbstractContextManager[None]:
         """As :meth:`FileReader.expecting`. Each read of a box announces its own spans."""
@@ -98,6 +121,8 @@ class DecodingReader:
 
     def _box(self, role: str, stored: StoredTensor, box: Box) -> torch.Tensor:
         """A box of a stored tensor, in memory that the next box of this role takes again."""
+        if (kept := self._checked.find(stored.name, box)) is not None:
+            return kept
         wanted = wanted_box(stored.name, stored.dtype, stored.shape, box)
         if role not in self._rooms:
             self._rooms[role] = Staging(replace(self._io, staging_bytes=2**62))  # as much as the largest box
@@ -124,19 +149,13 @@ def _inner(
     one: Coded, box: Box, boxes: Mapping[str, Box], parts: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """The parts of a smaller box, from those of ``boxes``, with the strides that their shape has by itself."""
-    inner = {role: parts[role][_inside(boxes[role], part)] for role, part in one.rule.boxes(box).items()}
+    inner = {role: parts[role][inside(boxes[role], part)] for role, part in one.rule.boxes(box).items()}
     return {
         role: part
         if part.stride() == contiguous_strides(part.shape)
         else part.clone(memory_format=torch.contiguous_format)
         for role, part in inner.items()
     }
-
-
-def _inside(outer: Box, inner: Box) -> tuple[slice, ...]:
-    """The index of a box in the elements of another one that holds it."""
-    ends = zip(outer.start, inner.start, inner.stop, strict=True)
-    return tuple(slice(start - first, stop - first) for first, start, stop in ends)
 
 
 def spans_of_coded(one: Coded, span: Span) -> Iterator[Span]:

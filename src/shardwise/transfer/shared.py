@@ -81,9 +81,13 @@ class SharedReader(ABC):
         self._files, self._ranks, self._rounds = files, ranks, rounds
         self._now: dict[str, torch.Tensor] = {}
 
+    def spans(self) -> Iterator[Span]:
+        """What this rank reads, for itself and for others."""
+        return spans_in_turn(self._buckets, self._readers, self._ranks.rank)
+
     def __iter__(self) -> Iterator[Transfer]:
         """The transfers, each while its bytes are here."""
-        with self._files.expecting(spans_in_turn(self._buckets, self._readers, self._ranks.rank)):
+        with self._files.expecting(self.spans()):
             for number in range(self._rounds):
                 yield from self._round(number)
 

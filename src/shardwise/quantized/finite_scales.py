@@ -1,0 +1,40 @@
+"""Scales checked on their own, before any of the codes that they scale is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from ..catalog.records import Coded
+from ..layout.boxes import Box
+from .blocks4 import Joined
+from .fourbit import FourBit
+from .scales import finite
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["check_scales", "scales_in"]
+
+_ROLES = ("scales", "global", "nested", "book")
+
+
+def scales_in(one: Coded, box: Box) -> Mapping[str, Box]:
+    """The boxes of the parts, by role, that scale the elements of a box. None of a plain tensor that is quantised while it is read."""
+    return {role: part for role, part in one.rule.boxes(box).items() if role in _ROLES}
+
+
+def check_scales(one: Coded, box: Box, parts: Mapping[str, torch.Tensor]) -> None:
+    """Raises :class:`IntegrityError`, which names the tensor, if a scale of a box's elements is NaN or infinite.
+
+    ``parts``: the elements of :func:`scales_in`.
+    """
+    if not box.numel:
+        return
+    name = one.tensor.name
+    if isinstance(one.rule, FourBit | Joined):
+        finite(name, one.rule.scales_of(box, parts))
+        return
+    scales = finite(name, parts["scales"])
+    if "global" in parts:
+        finite(name, scales / parts["global"])

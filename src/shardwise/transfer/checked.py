@@ -1,0 +1,104 @@
+"""Which scales a load needs, and those that were read, and found right, before the first weight is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+
+from ..catalog.records import Coded, StoredTensor
+from ..dtypes import itemsize
+from ..layout.boxes import Box, whole
+from ..planning.buckets import Span
+from ..planning.records import Transfer
+from ..planning.source_box import boxes_of_range
+from ..recipe.host_convert import HostConversion
+from .copy import parts_of
+
+__all__ = [
+    "CheckedScales",
+    "boxes_of_conversions",
+    "boxes_of_spans",
+    "boxes_of_transfers",
+    "inside",
+]
+
+#: Elements of which the scales are read at a time, where a transfer takes some of a box.
+_ELEMENTS = 512 * 1024
+#: Scales that a rank keeps from the check to the decoding, so that it reads them once. 1 GiB of MXFP4 has so many.
+_MOST_BYTES = 64 * 2**20
+#: Scales of which codes have this many times the bytes are read twice, if there is no room to keep them.
+_FEW = 64
+
+
+class CheckedScales:
+    """Boxes of scales in memory, by the stored tensor that they are of."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._held: dict[str, list[tuple[Box, torch.Tensor]]] = {}
+
+    def has_room(self, one: Coded, boxes: Mapping[str, Box]) -> bool | None:
+        """Whether the scales of a box can be kept; None if they can't, and are too many to be read twice."""
+        nbytes = sum(box.numel * itemsize(one.parts[role].dtype) for role, box in boxes.items())
+        if self.nbytes + nbytes <= _MOST_BYTES:
+            return True
+        scales = sum(one.parts[role].nbytes for role in boxes)
+        return False if scales * _FEW <= one.stored_bytes - scales else None
+
+    def keep(self, name: str, box: Box, elements: torch.Tensor) -> None:
+        """Keep a copy of the elements of a box."""
+        self.nbytes += elements.nbytes
+        self._held.setdefault(name, []).append((box, elements.clone()))
+
+    def find(self, name: str, box: Box) -> torch.Tensor | None:
+        """A copy of the elements of a box, if they are kept."""
+        for outer, elements in self._held.get(name, ()):
+            if outer.contains(box):
+                return elements[inside(outer, box)].clone(memory_format=torch.contiguous_format)
+        return None
+
+
+def inside(outer: Box, inner: Box) -> tuple[slice, ...]:
+    """The index of a box in the elements of another one that holds it."""
+    ends = zip(outer.start, inner.start, inner.stop, strict=True)
+    return tuple(slice(start - first, stop - first) for first, start, stop in ends)
+
+
+def boxes_of_transfers(
+    transfers: Iterable[Transfer], coded: Mapping[str, Coded]
+) -> Iterator[tuple[Coded, Box]]:
+    """The boxes of tensors in parts that transfers read."""
+    for transfer in transfers:
+        if (one := coded.get(transfer.path)) is not None:
+            yield from ((one, box) for box in _boxes(transfer, one.tensor.shape))
+
+
+def boxes_of_conversions(
+    hosts: Iterable[HostConversion], coded: Mapping[str, Coded], stored: Mapping[str, StoredTensor]
+) -> Iterator[tuple[Coded, Box]]:
+    """The tensors in parts that host conversions read, whole."""
+    for name in dict.fromkeys(name for host in hosts for name in host.sources):
+        chunks = stored[name].chunks
+        if chunks and (one := coded.get(chunks[0].path)) is not None:
+            yield one, whole(one.tensor.shape)
+
+
+def _boxes(transfer: Transfer, shape: tuple[int, ...]) -> Iterator[Box]:
+    """One box, if the transfer takes all of its elements, otherwise those of its parts."""
+    transfer = transfer.along_dims(shape)
+    box = transfer.box_in(shape).box
+    if box.numel * itemsize(transfer.source_dtype) == transfer.bytes_to_read:
+        yield box
+        return
+    for part in parts_of(transfer, _ELEMENTS * itemsize(transfer.source_dtype)):
+        yield part.box_in(shape).box
+
+
+def boxes_of_spans(spans: Iterable[Span], coded: Mapping[str, Coded]) -> Iterator[tuple[Coded, Box]]:
+    """The boxes of tensors in parts that reads of spans need."""
+    for path, start, stop in spans:
+        if (one := coded.get(path)) is not None:
+            size = itemsize(one.tensor.dtype)
+            for box in boxes_of_range(start // size, -(-stop // size), one.tensor.shape):
+                yield one, box

@@ -1,0 +1,101 @@
+"""Scales that are NaN or infinite are one error, the same on every rank, before any weight is written; and are read once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import shardwise as sw
+from shardwise.catalog.open import open_catalog
+from shardwise.errors import IntegrityError
+from shardwise.quantized.dequantized import dequantized
+from tests.harness.pool import RankPool
+from tests.harness.tiers import long_rows
+from tests.quantized import _scales_fns as fns
+from tests.quantized._layout_fns import build_meta_of
+from tests.quantized._made import fp8_directory, quantised_directories
+
+#: In the last element, which the last rank reads.
+_NAN = {torch.uint8: 255, torch.float8_e4m3fn: float("nan")}
+
+
+#: Bytes read of those stored, where cuts lie inside words: as many as without the check.
+_SHARES = {"gptq": 1.62, "gptq by activation": 1.62, "awq": 1.63, "nested fp4": 1.07}
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return quantised_directories(tmp_path_factory.mktemp("quantised"))
+
+
+def _spoilt(directory: Path, out: Path) -> tuple[Path, str]:
+    """A copy whose last scale of its last quantised tensor is NaN, and that tensor's name."""
+    one = max(dequantized(open_catalog(directory)).coded.values(), key=lambda coded: coded.path)
+    role = "nested" if "nested" in one.parts else "scales"
+    out.mkdir(parents=True)
+    for file in directory.iterdir():
+        if file.suffix != ".safetensors":
+            (out / file.name).write_bytes(file.read_bytes())
+            continue
+        tensors = load_file(file)
+        scales = tensors.get(one.parts[role].name)
+        if scales is not None:
+            scales.reshape(-1)[-1] = _NAN.get(scales.dtype, float("nan"))
+        save_file(tensors, out / file.name, metadata={"format": "pt"})
+    return out, one.tensor.name
+
+
+@pytest.mark.parametrize(
+    ("world_size", "strategy"), [(2, "own"), *long_rows((1, "own"), (2, "once"), (3, "node"))]
+)
+def test_named_before_any_weight(
+    world_size: int, strategy: str, directories: list[Path], tmp_path: Path, ranks: RankPool
+) -> None:
+    spoilt = [_spoilt(directory, tmp_path / str(k)) for k, directory in enumerate(directories)]
+    found = ranks.run_ranks(
+        world_size, fns.messages, [str(path) for path, _ in spoilt], strategy, timeout_s=300
+    )
+    for k, (path, name) in enumerate(spoilt):
+        said = [messages[k] for messages in found]
+        assert all(f"{name}: a scale is NaN or infinite" in message for message in said), (
+            directories[k],
+            said,
+        )
+        assert path.exists()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "strategy"), [(2, "own"), *long_rows((1, "own"), (2, "once"), (3, "node"))]
+)
+def test_are_read_once(
+    world_size: int,
+    strategy: str,
+    directories: list[Path],
+    ranks: RankPool,
+) -> None:
+    """Rows are cut on blocks here, but for GPTQ and AWQ, whose words of eight rows two ranks need."""
+    found = ranks.run_ranks(world_size, fns.bytes_read, list(map(str, directories)), strategy, timeout_s=300)
+    for k, directory in enumerate(directories):
+        share = sum(one[k] for one in found) / dequantized(open_catalog(directory)).nbytes
+        assert share <= _SHARES.get(directory.name, 1.02), (directory.name, share)
+
+
+def test_without_room_to_keep_them(
+    directories: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same weights; many scales are then checked while their codes are read, few ones before, and read twice."""
+    monkeypatch.setattr("shardwise.transfer.checked._MOST_BYTES", 0)
+    fp8_directory(directories[0].parent.parent / "llama", tmp_path / "few", (64, 64))
+    for directory in (tmp_path / "few", *directories):
+        read = sw.load(model := build_meta_of(str(directory), "bfloat16"), directory).bytes_read
+        if directory.name == "few":
+            assert 1 < read / open_catalog(directory).nbytes < 1.02
+        expected, _ = sw.load_pretrained(directory, dtype="bfloat16")
+        for name, tensor in expected.state_dict().items():
+            assert torch.equal(model.state_dict()[name], tensor), (directory.name, name)
+        path, name = _spoilt(directory, tmp_path / "spoilt" / directory.name)
+        with pytest.raises(IntegrityError, match=f"{name}: a scale is NaN or infinite"):
+            sw.load(build_meta_of(str(path), "bfloat16"), path)
