@@ -36,6 +36,8 @@ from tests.faults.mounts import NEW_NAMES, CanNotMount, mount, mount_tmpfs, unsh
 from tests.harness.models import sparse_file
 from tests.loading.test_plan_promises import make_model
 
+#: Python 3.12 says so of every fork where a library has threads; these forks use none of them.
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 ROOT = Path(__file__).resolve().parents[2]
 #: What depends on where the tests run: a container's own layer, or /tmp in memory.
 WHERE = {"storage.overlay", "storage.memory"}
