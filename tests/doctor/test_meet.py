@@ -17,7 +17,12 @@ import pytest
 
 from tests.faults.mounts import CanNotMount, _leave_mounts, mount_tmpfs
 
-pytestmark = [pytest.mark.processes]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.filterwarnings(
+        "ignore:This process .* is multi-threaded:DeprecationWarning"
+    ),  # Python 3.12, of a fork that starts another program
+]
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = (sys.executable, "-m", "shardwise", "doctor", "--json", "--ranks", "1")
 LIMIT_S = 120

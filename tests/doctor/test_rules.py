@@ -10,7 +10,7 @@ import pytest
 
 from shardwise.doctor.rule import Finding
 from shardwise.doctor.table import RULES, findings_of
-from tests.doctor import test_meet, test_real
+from tests.doctor import test_files, test_meet, test_system
 from tests.doctor.healthy import HEALTHY, SOFTWARE, YAML, hundred, settings
 from tests.doctor.pathologies import PATHOLOGIES, Pathology
 from tests.storage import test_doctor
@@ -80,19 +80,19 @@ def test_a_rule_holds_for_the_versions_that_it_names() -> None:
 
 def shown_on() -> dict[str, str]:
     """By rule: the real thing that a test shows it on; rules without one are shown on facts alone."""
-    found = dict.fromkeys((*test_real.YAMLS, *test_real.ARGUMENTS, *test_real.MODELS), "real file")
-    found |= {f"log.{name}": "real file" for name in test_real.LINES}
-    found |= {rule: "real file" for rules in test_real.CHECKPOINTS for rule in rules}
-    found |= dict.fromkeys(test_real.CASE_1, "real file")
-    found |= dict.fromkeys((*test_real.INSTALLED, "path.unknown", "model.too-large"), "real file")
-    found |= dict.fromkeys(("accelerate.not-ram-efficient", *test_real.MOUNTS), "real file")
-    found |= dict.fromkeys(test_real.NAMESPACES, "namespace")
-    found |= dict.fromkeys(test_real.INJECTED, "strace")
-    found |= {rule: "namespace" for rules, _ in test_real.FILE_SYSTEMS.values() for rule in rules}
+    found = dict.fromkeys((*test_files.YAMLS, *test_files.ARGUMENTS, *test_files.MODELS), "real file")
+    found |= {f"log.{name}": "real file" for name in test_files.LINES}
+    found |= {rule: "real file" for rules in test_files.CHECKPOINTS for rule in rules}
+    found |= dict.fromkeys(test_files.CASE_1, "real file")
+    found |= dict.fromkeys((*test_files.INSTALLED, "path.unknown", "model.too-large"), "real file")
+    found |= dict.fromkeys(("accelerate.not-ram-efficient", *test_files.MOUNTS), "real file")
+    found |= dict.fromkeys(test_system.NAMESPACES, "namespace")
+    found |= dict.fromkeys(test_system.INJECTED, "strace")
+    found |= {rule: "namespace" for rules, _ in test_system.FILE_SYSTEMS.values() for rule in rules}
     found |= {rule: "S3 server" for rule, _, _ in test_doctor.SPOILT.values()}
     found |= dict.fromkeys(test_meet.NAMED, "ranks")
-    found |= dict.fromkeys(test_real.VARIABLES, "variables")
-    return found | dict.fromkeys((*test_real.LIMITS, "machine.memory", "machine.cores"), "process")
+    found |= dict.fromkeys(test_system.VARIABLES, "variables")
+    return found | dict.fromkeys((*test_system.LIMITS, "machine.memory", "machine.cores"), "process")
 
 
 def test_the_page_lists_every_rule_as_the_table_has_it() -> None:

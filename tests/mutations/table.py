@@ -1782,14 +1782,14 @@ MUTATIONS = (
         "doctor/mounts.py",
         "len(point) >= len(found.point)",
         "len(point) <= len(found.point)",
-        ("tests/doctor/test_real.py::test_lines_of_the_kernel_s_table_of_mounts",),
+        ("tests/doctor/test_files.py::test_lines_of_the_kernel_s_table_of_mounts",),
         "a path's file system is that of the root",
     ),
     Mutation(
         "doctor/probe.py",
         "            shutil.rmtree(folder, ignore_errors=True)\n",
         "            pass\n",
-        ("tests/doctor/test_real.py::test_a_file_limit_that_the_probe_meets",),
+        ("tests/doctor/test_system.py::test_a_file_limit_that_the_probe_meets",),
         "a probe leaves its files",
     ),
     Mutation(

@@ -1,0 +1,334 @@
+"""Pathologies in real files: configurations, models, checkpoints, logs, installed versions."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import yaml
+
+from shardwise.doctor.collect import collect
+from shardwise.doctor.logs import KNOWN
+from shardwise.doctor.mounts import mount_of
+from shardwise.doctor.probe import look_at_place
+from shardwise.doctor.table import findings_of
+from shardwise.models.host_budget import host_budget
+from shardwise.store.publish import set_aside
+from tests.doctor.real import FSDP2, NOISE, ROOT, arguments, check, found
+from tests.harness.models import sparse_file
+
+# ----------------------------------------------------------------------------------------------------
+# Configurations
+
+
+CASE_1 = ("accelerate.device-mesh", "accelerate.whole-model", "accelerate.sharded-fp32")
+
+
+def test_the_yaml_of_case_1_finds_what_its_author_met(here: set[str]) -> None:
+    """FSDP2, RAM-efficient, bf16, inductor: the example's own file."""
+    path = ROOT / "examples/accelerate_fsdp.yaml"
+    settings = yaml.safe_load(path.read_text())
+    assert settings["dynamo_config"] == {"dynamo_backend": "INDUCTOR"}
+    findings = found(path, ranks=2)
+    check(findings, here, *CASE_1, words="'Tensor' object has no attribute 'device_mesh'")
+    first = findings[0]
+    assert first.rule == "accelerate.device-mesh"
+    assert "ShardwiseAccelerator" in first.do
+
+
+YAMLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "accelerate.fsdp1": ({}, {"fsdp_version": 1}),
+    "accelerate.refused-by-fsdp2": ({}, {"fsdp_state_dict_type": "LOCAL_STATE_DICT"}),
+    "accelerate.one-group": ({}, {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}),
+    "accelerate.other-engine": ({"distributed_type": "MEGATRON_LM"}, {}),
+    "accelerate.parallelism": ({"parallelism_config": {"parallelism_config_cp_size": 2}}, {}),
+    "accelerate.processes": ({"num_processes": 3, "num_machines": 2, "main_process_ip": "10.0.0.1"}, {}),
+    "accelerate.main-process": ({"num_machines": 2, "main_process_ip": "127.0.0.1"}, {}),
+}
+
+
+@pytest.mark.parametrize("rule", YAMLS)
+def test_a_yaml(rule: str, tmp_path: Path, here: set[str]) -> None:
+    values, fsdp = YAMLS[rule]
+    several = {"network.loopback", "network.host-name"}  # as this machine's name has it
+    path = tmp_path / "config.yaml"
+    base = {"distributed_type": "FSDP", "mixed_precision": "bf16", "num_machines": 1, "num_processes": 2}
+    path.write_text(yaml.safe_dump({**base, **values, "fsdp_config": {**FSDP2, **fsdp}}))
+    check(found(path), here | several, rule)
+
+
+def test_accelerate_refuses_what_is_said_to_be_refused() -> None:
+    from accelerate import FullyShardedDataParallelPlugin
+
+    with pytest.raises(ValueError, match="forward_prefetch"):
+        FullyShardedDataParallelPlugin(fsdp_version=2, forward_prefetch=True)
+    with pytest.raises(ValueError, match="LOCAL_STATE_DICT"):
+        FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="LOCAL_STATE_DICT")
+
+
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "trainer.fsdp-config-ignored": {"fsdp": "", "fsdp_config": {"reshard_after_forward": True}},
+    "trainer.save-only-model": {"save_only_model": True},
+    "trainer.data-skip": {"ignore_data_skip": True},
+    "trainer.two-halves": {"fp16": True},
+    "trainer.checkpointing": {"gradient_checkpointing": True},
+    "trainer.low-bit-optimizer": {"optim": "paged_adamw_8bit"},
+}
+
+
+@pytest.mark.parametrize("rule", ARGUMENTS)
+def test_training_arguments(rule: str, tmp_path: Path, here: set[str]) -> None:
+    check(found(arguments(tmp_path / "args.json", **ARGUMENTS[rule])), here, rule)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Models
+
+
+def truncate(folder: Path) -> None:
+    file = folder / "model-00001-of-00002.safetensors"
+    os.truncate(file, file.stat().st_size - 7)
+
+
+def lead_outside(folder: Path) -> None:
+    index = folder / "model.safetensors.index.json"
+    document = json.loads(index.read_text())
+    document["weight_map"][next(iter(document["weight_map"]))] = "../../etc/passwd"
+    index.write_text(json.dumps(document))
+
+
+def leave_pointer(folder: Path) -> None:
+    text = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+    (folder / "model-00002-of-00002.safetensors").write_text(text)
+
+
+def pickle_it(folder: Path) -> None:
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    torch.save({"w": torch.zeros(2)}, folder / "pytorch_model.bin")
+
+
+def store_twice(folder: Path) -> None:
+    index = folder / "model.safetensors.index.json"
+    document = json.loads(index.read_text())
+    name = next(n for n, f in document["weight_map"].items() if f.startswith("model-00001"))
+    document["weight_map"][name] = "model-00002-of-00002.safetensors"
+    index.write_text(json.dumps(document))
+
+
+def few_experts(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_experts": 2}))
+
+
+def four_bits(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    quantized = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_storage": "uint8"}
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantized}))
+
+
+MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "model.lost-file": (
+        lambda folder: (folder / "model-00002-of-00002.safetensors").unlink(),
+        "model-00002-of",
+    ),
+    "model.damaged-file": (truncate, "model-00001-of-00002.safetensors is damaged"),
+    "model.outside": (lead_outside, "../../etc/passwd"),
+    "model.lfs-pointer": (leave_pointer, "pointer of Git LFS"),
+    "model.pickle": (pickle_it, "pytorch_model.bin"),
+    "model.index": (store_twice, "can't be loaded"),
+    "model.few-experts": (few_experts, "2 experts over 4 ranks"),
+    "model.quant-storage": (four_bits, "uint8"),
+}
+
+
+@pytest.mark.parametrize("rule", MODELS)
+def test_a_model(rule: str, copy: Path, here: set[str]) -> None:
+    spoil, words = MODELS[rule]
+    spoil(copy)
+    check(found(copy, ranks=4), here | {"machine.cores"}, rule, words=words)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Checkpoints
+
+
+def spoil_step(root: Path) -> Path:
+    file = next((root / "step-00000002/model").glob("*.safetensors"))
+    os.truncate(file, file.stat().st_size - 1)
+    return root
+
+
+def put_aside(root: Path) -> Path:
+    set_aside(str(root / "step-00000002"), "superseded")
+    return root
+
+
+def leave_temporary(root: Path) -> Path:
+    (root / ".tmp-step-00000003-0123456789abcdef").mkdir()
+    return root
+
+
+def per_rank(root: Path) -> Path:
+    for rank in range(2):
+        torch.save({}, root / f"pytorch_model_fsdp_rank{rank}.bin")
+    return root
+
+
+def of_dcp(root: Path) -> Path:
+    dcp.save({"w": torch.zeros(4)}, checkpoint_id=root / "other/pytorch_model_fsdp_0", no_dist=True)
+    return root / "other"
+
+
+def unfinished(root: Path) -> Path:
+    other = of_dcp(root)
+    (other / "pytorch_model_fsdp_0/.metadata").unlink()
+    return other
+
+
+CHECKPOINTS: dict[tuple[str, ...], Callable[[Path], Path]] = {
+    ("checkpoint.damaged",): spoil_step,
+    ("checkpoint.set-aside",): put_aside,
+    ("checkpoint.leftovers",): leave_temporary,
+    ("checkpoint.per-rank", "checkpoint.pickle"): per_rank,
+    ("checkpoint.pickle",): of_dcp,
+    ("checkpoint.unfinished",): unfinished,
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("rules", CHECKPOINTS, ids="+".join)
+def test_a_checkpoint(rules: tuple[str, ...], steps: Path, tmp_path: Path, here: set[str]) -> None:
+    root = Path(shutil.copytree(steps, tmp_path / "steps"))
+    if rules[0] == "checkpoint.per-rank":
+        root = tmp_path / "per-rank"
+        root.mkdir()
+    check(found(CHECKPOINTS[rules](root)), here, *rules)
+    assert not list(root.glob(".shardwise-doctor-*"))
+
+
+# ----------------------------------------------------------------------------------------------------
+# Logs
+
+#: As the programs write them.
+LINES = {
+    "device-mesh": "[rank0]: AttributeError: 'Tensor' object has no attribute 'device_mesh'",
+    "nccl-timeout": "[rank3]:[E ProcessGroupNCCL.cpp:629] [Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=12",
+    "cuda-oom": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.1 GiB",
+    "optimizer-key": "RuntimeError: Missing key in checkpoint state_dict: optimizer.state.unused.weight.step.",
+    "no-space": "OSError: [Errno 28] No space left on device: '/data/run/step-00000100'",
+    "oom-kill": "[77.1] Memory cgroup out of memory: Killed process 4242 (python) total-vm:88GiB, anon-rss:64GiB",
+    "hf-initialized": "TypeError: Parameter.__new__() got an unexpected keyword argument '_is_hf_initialized'",
+    "meta-copy": "NotImplementedError: Cannot copy out of meta tensor; no data!",
+    "mixed-dtensor": "RuntimeError: aten.mm.default: got mixed torch.Tensor and DTensor, need to convert all",
+    "initial-lr": "KeyError: \"param 'initial_lr' is not specified in param_groups[0] when resuming an optimizer\"",
+    "shared-memory": "ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory",
+    "open-files": "OSError: [Errno 24] Too many open files: '/models/a.safetensors'",
+    "gloo-loopback": "timed out connecting: SO_ERROR: Connection refused, remote=[127.0.0.1]:14215 (rank=8, size=16)",
+    "duplicate-gpu": "Last error: Duplicate GPU detected : rank 3 and rank 0 both on CUDA device 3000",
+    "damaged-safetensors": "safetensors_rust.SafetensorError: Error while deserializing header: MetadataIncompleteBuffer",
+    "nms": "RuntimeError: operator torchvision::nms does not exist",
+}
+
+
+@pytest.mark.parametrize("known", KNOWN, ids=lambda k: k.name)
+def test_a_log(known: Any, tmp_path: Path, here: set[str]) -> None:
+    path = tmp_path / "run.log"
+    path.write_text(f"{NOISE * 50}{LINES[known.name]}\n{NOISE}")
+    findings = found(path)
+    check(findings, here, f"log.{known.name}", words=LINES[known.name][:60])
+
+
+def test_a_long_log_is_read_at_both_ends(tmp_path: Path, here: set[str]) -> None:
+    path = tmp_path / "run.out"
+    with path.open("w") as file:
+        file.write(f"{LINES['oom-kill']}\n")
+        for _ in range(40):
+            file.write("x" * 1024**2 + "\n")
+        file.write(f"{LINES['no-space']}\n")
+    began = time.monotonic()
+    check(found(path), here, "log.oom-kill", "log.no-space")
+    assert time.monotonic() - began < 20
+
+
+# ----------------------------------------------------------------------------------------------------
+# Versions, mounts, large models
+
+
+INSTALLED = {
+    "software.requires": ("transformers", "5.1.0", "transformers is 5.1.0"),
+    "software.peft": ("peft", "0.19.1", "peft 0.19.1 beside transformers"),
+    "software.torchvision": ("torchvision", "0.20.0", "torchvision 0.20.0 beside torch"),
+}
+
+
+@pytest.mark.parametrize("rule", INSTALLED)
+def test_an_installed_version(
+    rule: str, tmp_path: Path, here: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that comes first in the path says that it is installed there."""
+    name, version, words = INSTALLED[rule]
+    info = tmp_path / f"{name}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    check(found(), here, rule, words=words)
+
+
+MOUNTS = {
+    "storage.nfs-soft": "36 35 0:50 / {} rw,relatime shared:7 - nfs4 srv:/x rw,vers=4.2,soft,acdirmax=60",
+    "storage.nfs-late": "36 35 0:50 / {} rw,relatime - nfs4 srv:/x rw,vers=4.2,hard,actimeo=600",
+    "storage.nfs-locks": "36 35 0:50 /sub {} rw - nfs srv:/x rw,vers=3,hard,nolock",
+    "storage.over-object-store": "36 35 0:50 / {} rw,nosuid - fuse.gcsfuse bucket rw,user_id=0",
+}
+
+
+@pytest.mark.parametrize("rule", MOUNTS)
+def test_lines_of_the_kernel_s_table_of_mounts(rule: str, tmp_path: Path, here: set[str]) -> None:
+    """File systems that can't be mounted here, in the kernel's own words."""
+    table = tmp_path / "mountinfo"
+    lines = [
+        "28 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw",
+        MOUNTS[rule].format(tmp_path),
+        "40 28 0:9 / /proc rw - proc p rw",
+    ]
+    table.write_text("\n".join(lines) + "\n")
+    place = look_at_place(str(tmp_path))
+    facts = replace(collect(()), places=(replace(place, mount=mount_of(str(tmp_path / "x"), table)),))
+    check(findings_of(facts), here, rule)
+
+
+def test_a_path_of_no_known_kind(tmp_path: Path, here: set[str]) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    check(found(tmp_path / "config.json"), here, "path.unknown")
+
+
+def huge(folder: Path, nbytes: int) -> Path:
+    """A model of that size, which takes no room on the disk."""
+    folder.mkdir()
+    sparse_file(folder / "model.safetensors", {"w": (nbytes // 2,)})
+    return folder
+
+
+def test_a_model_larger_than_the_host(tmp_path: Path, here: set[str]) -> None:
+    budget = host_budget()
+    assert budget is not None
+    if torch.accelerator.current_accelerator(check_available=True) is None:
+        model = huge(tmp_path / "huge", budget.limit_bytes + 1024**3)
+        check(found(model), here, "model.too-large", words="does not fit on this host")
+    path = tmp_path / "config.yaml"
+    base = {"distributed_type": "FSDP", "mixed_precision": "bf16", "num_machines": 1, "num_processes": 2}
+    path.write_text(yaml.safe_dump({**base, "fsdp_config": FSDP2}))
+    model = huge(tmp_path / "half", int(0.7 * budget.free_bytes))
+    check(
+        found(model, path, ranks=2), here, "accelerate.not-ram-efficient", words="2 ranks hold 2 whole models"
+    )
