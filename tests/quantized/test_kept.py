@@ -70,9 +70,11 @@ def test_shards_are_those_of_the_stored_tensors(
     world_size: int, sources: dict[str, tuple[str, str]], ranks: RankPool
 ) -> None:
     for name, (directory, reference) in sources.items():
-        for own, total, rows, compared in ranks.run_ranks(world_size, fns.as_stored, directory, reference):
+        found = ranks.run_ranks(world_size, fns.as_stored, directory, reference)
+        for own, total, rows, compared in found:
             assert compared >= 14, name
-            assert abs(own - total / world_size) <= rows, name
+            assert own <= total / world_size + rows, name  # the last ranks may hold less
+        assert sum(own for own, *_ in found) >= found[0][1], name
 
 
 @pytest.mark.parametrize("world_size", long_but((1, 2, 3), 2))
