@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 import shardwise as sw
 from shardwise.errors import PlanError, ShardError, UnsupportedConversionError
@@ -19,7 +20,14 @@ pytest.importorskip("peft")
 
 from tests.quantized import _kept_fns as fns
 from tests.quantized import _qlora_fns as qlora
-from tests.quantized._made import fp8_directory, gpt_oss_directory, plain_tensors, write_quantized
+from tests.quantized._made import (
+    bitsandbytes_directory,
+    fp8_directory,
+    gpt_oss_directory,
+    packed_directory,
+    plain_tensors,
+    write_quantized,
+)
 from tests.quantized.compressed_cases import CASES
 from tests.quantized.compressed_models import write
 
@@ -70,9 +78,11 @@ def test_shards_are_those_of_the_stored_tensors(
     world_size: int, sources: dict[str, tuple[str, str]], ranks: RankPool
 ) -> None:
     for name, (directory, reference) in sources.items():
-        for own, total, rows, compared in ranks.run_ranks(world_size, fns.as_stored, directory, reference):
+        found = ranks.run_ranks(world_size, fns.as_stored, directory, reference)
+        for own, total, rows, compared in found:
             assert compared >= 14, name
-            assert abs(own - total / world_size) <= rows, name
+            assert own <= total / world_size + rows, name  # the last ranks may hold less
+        assert sum(own for own, *_ in found) >= found[0][1], name
 
 
 @pytest.mark.parametrize("world_size", long_but((1, 2, 3), 2))
@@ -120,6 +130,17 @@ def test_other_layouts_compute_the_same(
     for name in ("fp8 qwen3", "fp8 per tensor", "w4-group-zeros"):
         kind = "KeptFP8Linear" if name.startswith("fp8") else "KeptPackedLinear"
         ranks.run_ranks(world_size, fns.in_other_layouts, sources[name][0], kind, timeout_s=200)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_gradients_pass_the_rounding_of_activations(sources: dict[str, tuple[str, str]]) -> None:
+    """compressed-tensors rounds without gradients: the adapters before a layer would learn nothing."""
+    adapter = qlora.lora(target_modules=["q_proj"])
+    model, _ = sw.load_pretrained(sources["int8-channel"][0], quantized="keep", adapter=adapter)
+    qlora.set_adapters(model, 1)
+    model(input_ids=qlora.batch(0), labels=qlora.batch(0)).loss.backward()
+    gradients = [p.grad for p in model.parameters() if p.requires_grad]
+    assert all(g is not None and g.abs().max() > 0 for g in gradients)
 
 
 def test_casts_are_refused(sources: dict[str, tuple[str, str]], ranks: RankPool) -> None:
@@ -183,6 +204,25 @@ def test_sources_that_no_layer_can_hold_are_named(
     sources: dict[str, tuple[str, str]], tmp_path: Path
 ) -> None:
     gpt_oss_directory(tmp_path / "gpt-oss")
+    packed = {
+        "bits": 4,
+        "group_size": 32,
+        "desc_act": False,
+        "sym": False,
+        "version": "gemm",
+        "zero_point": True,
+    }
+    plain_model = tmp_path / "llama"
+    config = transformers.LlamaConfig(
+        vocab_size=72, hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4
+    )
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(plain_model)
+    for method in ("gptq", "awq"):
+        packed_directory(plain_model, tmp_path / method, {"quant_method": method, **packed})
+    bitsandbytes_directory(plain_model, tmp_path / "int8", load_in_8bit=True)
+    for kind in ("gptq", "awq", "int8"):
+        with pytest.raises(UnsupportedConversionError, match=r"can't hold .* in shards: .*'dequantize'"):
+            sw.load_pretrained(tmp_path / kind, quantized="keep")
     write(tmp_path / "embedding", CASES["embedding"][0], torch.bfloat16)
     for kind, text in (
         ("gpt-oss", "Triton kernel.*'dequantize'"),
