@@ -120,7 +120,7 @@ def plan(
     """
     if ranks % replicas:
         raise click.BadParameter(f"{replicas} does not divide {ranks} ranks", param_hint="'--replicas'")
-    from ..loading.plan import plan as plan_model
+    from ..phases.plan import plan as plan_model
     from .render import console, show_plan
     from .this_host import ranks_here, this_host
 
