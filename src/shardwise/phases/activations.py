@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -30,6 +30,8 @@ class Step:
     error: float
     """Of the activations."""
     formula: str
+    has_narrow_experts: bool
+    """Whether experts run in two bytes an element."""
     called: frozenset[int]
     """The groups whose forward runs with text alone."""
     assumptions: tuple[str, ...]
@@ -65,6 +67,7 @@ def step_of(model: nn.Module, policy: ShardPolicy, shards: int, training: Traini
         peak=_peak(events, groups, policy, shards, training),
         error=0.15,
         formula=f"measured on tensors without memory{how}, {tokens}, {len(set(first.values()))} of {len(first)} blocks run",
+        has_narrow_experts=_has_narrow_experts(groups, compute),
         called=called,
         assumptions=tuple(assumptions),
     )
@@ -73,15 +76,19 @@ def step_of(model: nn.Module, policy: ShardPolicy, shards: int, training: Traini
 def _events(
     model: nn.Module, groups: Sequence[StepGroup], training: Training, compute: torch.dtype | None
 ) -> tuple[list[Event], str]:
-    """The events of a run, and how it was made: twice those in bf16, where there are no rules for fp32 (grouped products)."""
+    """The events of a run, and how it was made: in bf16 where there are no rules for fp32 (grouped products)."""
     try:
         return measure(model, groups, training, compute), ""
     except RuntimeError:
         if compute is not None or next(model.parameters()).dtype != torch.float32:
             raise
-    events = measure(model, groups, training, torch.bfloat16)
-    twice = [replace(e, nbytes=2 * e.nbytes, live=2 * e.live, peak=2 * e.peak) for e in events]
-    return twice, " in bfloat16, and doubled"
+    events = measure(model, groups, training, torch.bfloat16, widen=True)
+    return events, " in bfloat16, whose tensors count double"
+
+
+def _has_narrow_experts(groups: Sequence[StepGroup], compute: torch.dtype | None) -> bool:
+    dtypes = {compute or p.dtype for g in groups if g.kind == "experts" for p in g.parameters}
+    return any(dtype.itemsize == 2 for dtype in dtypes)
 
 
 def _peak(
@@ -110,7 +117,8 @@ def _by_formula(
 ) -> Step:
     """A step whose activations are counted by block, with a wide error bar."""
     settings = getattr(model, "config", None)
-    settings = settings.get_text_config() if hasattr(settings, "get_text_config") else settings
+    if settings is not None and hasattr(settings, "get_text_config"):
+        settings = settings.get_text_config()
     hidden = int(getattr(settings, "hidden_size", 0) or getattr(settings, "d_model", 0) or 1024)
     vocabulary = int(getattr(settings, "vocab_size", 0) or 0)
     blocks = sum(g.kind == "block" for g in groups)
@@ -126,6 +134,7 @@ def _by_formula(
         error=1.0,
         formula=f"tokens x (hidden x (blocks x {kept} + {_BYTES_PER_ELEMENT}) + 12 x vocabulary) = {tokens} x ({hidden} x "
         f"({blocks} x {kept} + {_BYTES_PER_ELEMENT}) + 12 x {vocabulary})",
+        has_narrow_experts=_has_narrow_experts(groups, None),
         called=frozenset(range(len(groups))),
         assumptions=(
             f"activations by a formula, because the model does not run on tensors without memory ({reason})",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from ..planning import IOOptions
@@ -28,12 +29,26 @@ _GIB, _MIB = 1024**3, 1024**2
 _PROCESS_BYTES, _PROCESS_ERROR = 3 * _GIB // 4, 0.4
 #: A CUDA context, its libraries' workspaces and NCCL's buffers: 0.5 to 2 GiB.
 _CONTEXT_BYTES, _CONTEXT_ERROR = 5 * _GIB // 4, 0.6
-#: A save's buffers besides the tensors, at most: 32 MiB. An export's window: 32 MiB for reads, and one for writes.
-_SAVE_BYTES, _EXPORT_BYTES = 16 * _MIB, 64 * _MIB
+#: A save's buffers besides the tensors, at most; an export's windows of 32 MiB for what is read and for what is written.
+_SAVE_BYTES, _EXPORT_BYTES = 32 * _MIB, 64 * _MIB
+#: Workspaces of kernels, autograd's graph, buffers of gloo, Python's objects; measured: up to 30 MiB.
+_SMALL_BYTES, _SMALL_UPPER_BYTES = 16 * _MIB, 64 * _MIB
+#: oneDNN keeps up to 1,024 compiled products, one for each shape; measured with experts in bf16: 0.5 MiB each.
+_PRIMITIVES_BYTES = 640 * _MIB
 #: Model, optimizer, and two of the rank's own state; manifest, state, two configs.
 _FILES_OF_A_RANK, _FILES_OF_ALL = 4, 4
 #: Of an upload to an object store.
 _PART_BYTES = 8 * _MIB
+
+
+def _amount(what: str, where: Where, nbytes: int, error: float, formula: str) -> Amount:
+    """An amount that may be larger by a fraction."""
+    return Amount(what, where, nbytes, math.ceil(nbytes * (1 + error)), formula)
+
+
+def _up_to(what: str, where: Where, nbytes: int, formula: str) -> Amount:
+    """An amount of which no more is known than its upper bound: a quarter of it is expected."""
+    return Amount(what, where, nbytes // 4, nbytes, formula)
 
 
 class _Run:
@@ -51,7 +66,7 @@ class _Run:
 
     def process(self) -> list[Amount]:
         found = [
-            Amount(
+            _amount(
                 "process",
                 "host",
                 _PROCESS_BYTES,
@@ -61,7 +76,7 @@ class _Run:
         ]
         if self.training.device != "cpu":
             text = "context of the device, workspaces of its libraries, buffers of NCCL: 0.5 to 2 GiB"
-            found.append(Amount("context", "device", _CONTEXT_BYTES, _CONTEXT_ERROR, text))
+            found.append(_amount("context", "device", _CONTEXT_BYTES, _CONTEXT_ERROR, text))
         return found
 
     def model(self) -> list[Amount]:
@@ -71,8 +86,8 @@ class _Run:
         if self.is_offloaded:
             nbytes, text = held.pinned_parameters, f"{text}; pinned: each rounded up to a power of two"
         return [
-            Amount("parameters", self.keeps, nbytes, 0.01, text),
-            Amount("buffers", self.works, held.buffers, 0.01, "whole on every rank"),
+            _amount("parameters", self.keeps, nbytes, 0.01, text),
+            _amount("buffers", self.works, held.buffers, 0.01, "whole on every rank"),
         ]
 
     def optimizer(self) -> list[Amount]:
@@ -81,14 +96,14 @@ class _Run:
             f"{bytes_each:.3f} bytes" if bytes_each is not None else f"bytes of {self.held.optimizer_dtype}"
         )
         text = f"{self.training.optimizer}: {self.held.trained} trained elements of the rank x {count} states x {each}"
-        return [Amount("optimizer state", self.keeps, self.held.optimizer, 0.01, text)]
+        return [_amount("optimizer state", self.keeps, self.held.optimizer, 0.01, text)]
 
     def gradients(self, nbytes: int | None = None) -> list[Amount]:
         # On the host, gradients that are offloaded are pinned: at most twice the size.
         error = 1.0 if self.is_offloaded else 0.01
         text = "trained elements of the rank x bytes of their dtype, from the backward to zero_grad"
         return [
-            Amount("gradients", self.keeps, self.held.gradients if nbytes is None else nbytes, error, text)
+            _amount("gradients", self.keeps, self.held.gradients if nbytes is None else nbytes, error, text)
         ]
 
     # -- what comes and goes -----------------------------------------------------------------------------
@@ -99,10 +114,10 @@ class _Run:
         # A caching allocator on a device keeps pools for several streams.
         error = 0.02 if self.training.device == "cpu" else 0.1
         return [
-            Amount(
+            _amount(
                 "gathered", place, peak.gathered_bytes, error, f"FSDP2's buffers and whole parameters {at}"
             ),
-            Amount(
+            _amount(
                 "reduced",
                 place,
                 peak.reduced_bytes,
@@ -110,10 +125,21 @@ class _Run:
                 f"whole gradients and reduce-scatter's buffers {at}",
             ),
             *self.gradients(peak.gradient_bytes),
-            Amount(
+            _amount(
                 "activations", place, peak.activation_bytes, self.step.error, f"{self.step.formula}; {at}"
             ),
         ]
+
+    def small(self) -> list[Amount]:
+        text = "workspaces of kernels, autograd's graph, Python's objects: at most 64 MiB"
+        found = [Amount("small objects", self.works, _SMALL_BYTES, _SMALL_UPPER_BYTES, text)]
+        if self.works == "host" and self.step.has_narrow_experts:
+            text = (
+                "oneDNN compiles a product of two bytes an element for each number of tokens of an expert: "
+                "at most 640 MiB"
+            )
+            found.append(_up_to("compiled products", "host", _PRIMITIVES_BYTES, text))
+        return found
 
     def update(self) -> list[Amount]:
         on_cpu = self.keeps == "host"
@@ -125,11 +151,11 @@ class _Run:
         )
         if self.training.optimizer == "sgd":
             nbytes = 0
-        return [*self.gradients(), Amount("optimizer's temporaries", self.keeps, nbytes, 0.1, text)]
+        return [*self.gradients(), _amount("optimizer's temporaries", self.keeps, nbytes, 0.1, text)]
 
     def a_step(self, before: list[Amount]) -> tuple[Amount, ...]:
         """The larger of forward with backward, and of the optimizer's update."""
-        base = [*self.process(), *self.model()]
+        base = [*self.process(), *self.model(), *self.small()]
         ways = [*base, *before, *self.forward_backward()], [*base, *self.optimizer(), *self.update()]
         return tuple(max(ways, key=lambda amounts: sum(a.upper_bytes for a in amounts)))
 
@@ -141,29 +167,26 @@ class _Run:
         text = "a copy of the rank's parameters and optimizer state, kept for the next save"
         if limit is not None:
             text += f", at most max_staging_bytes = {limit}"
-        return Amount("staging", "host", nbytes, 0.02, text)
+        return _amount("staging", "host", nbytes, 0.02, text)
 
     def written(self) -> Amount:
         nbytes = (self.held.stored_model + self.held.stored_optimizer) // self.ranks
-        return Amount("files", "page cache", nbytes, 1.0, "what the rank writes; the system can reclaim it")
+        return _amount("files", "page cache", nbytes, 1.0, "what the rank writes; the system can reclaim it")
 
     def at_rest(self) -> list[Amount]:
-        return [*self.process(), *self.model(), *self.optimizer(), *self.gradients()]
+        return [*self.process(), *self.model(), *self.optimizer(), *self.gradients(), *self.small()]
 
     # -- phases ------------------------------------------------------------------------------------------
 
     def phases(self) -> Iterable[Phase]:
-        reading = Amount(
+        reading = _up_to(
             "staging",
             "host",
             self.io.staging_bytes,
-            1.0,
-            f"IOOptions.staging_bytes = {self.io.staging_bytes}, and records of the plan",
+            f"at most IOOptions.staging_bytes = {self.io.staging_bytes}",
         )
-        saving = Amount("staging", "host", _SAVE_BYTES, 1.0, "buffers of the writer: at most 32 MiB")
-        export = Amount(
-            "staging", "host", _EXPORT_BYTES, 1.0, "windows of 32 MiB for what is read and written"
-        )
+        saving = _up_to("staging", "host", _SAVE_BYTES, "buffers of the writer: at most 32 MiB")
+        export = _up_to("staging", "host", _EXPORT_BYTES, "windows for what is read and written: 64 MiB")
         steady = self.a_step(self.optimizer())
         amounts: dict[str, tuple[Amount, ...]] = {
             "build": (*self.process(), *self.model()[1:]),

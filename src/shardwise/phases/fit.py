@@ -86,6 +86,8 @@ def verdict_of(run: RunPlan, limits: Limits, asked: Variant, plan: Callable[[Var
         return Verdict("fits", (), ())
     changes: list[Change] = []
     for what, variant in _changes(asked):
+        if changes and "batch size" in what and "batch size" in changes[-1].what:
+            continue  # a larger batch fits
         try:
             changed = plan(variant)
         except (ShardwiseError, ValueError):  # this model can't be changed so

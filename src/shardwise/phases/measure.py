@@ -25,10 +25,11 @@ __all__ = ["alike", "measure"]
 class _LiveBytes(TorchDispatchMode):
     """Bytes of live storages, and the most there were since the last event."""
 
-    def __init__(self, known: Iterator[torch.Tensor]) -> None:
-        super().__init__()
+    def __init__(self, known: Iterator[torch.Tensor], *, widen: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
         self.events: list[Event] = []
+        self._widen = widen
         self._sizes = {storage_key(tensor): 0 for tensor in known}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -42,19 +43,19 @@ class _LiveBytes(TorchDispatchMode):
         storage, key = tensor.untyped_storage(), storage_key(tensor)
         if key in self._sizes:
             return
-        self._sizes[key] = storage.nbytes()
-        self.live += storage.nbytes()
+        self._sizes[key] = self.size_of(tensor)
+        self.live += self._sizes[key]
         self.peak = max(self.peak, self.live)
         weakref.finalize(storage, self._gone, key)
 
+    def size_of(self, tensor: torch.Tensor) -> int:
+        """Bytes of a storage, as if what is in bfloat16 were in float32."""
+        return tensor.untyped_storage().nbytes() * (
+            2 if self._widen and tensor.dtype == torch.bfloat16 else 1
+        )
+
     def _gone(self, key: int) -> None:
         self.live -= self._sizes.pop(key, 0)
-
-    def forget(self, tensor: torch.Tensor) -> None:
-        """Count a storage no longer: it is followed elsewhere."""
-        key = storage_key(tensor)
-        self.live -= self._sizes.get(key, 0)
-        self._sizes[key] = 0
 
     def note(self, kind: str, group: int, nbytes: int = 0) -> None:
         self.events.append(Event(kind, group, nbytes, self.live, self.peak))
@@ -87,11 +88,16 @@ def _signature(module: nn.Module) -> Any:
 
 
 def measure(
-    model: nn.Module, groups: Sequence[StepGroup], training: Training, compute: torch.dtype | None
+    model: nn.Module,
+    groups: Sequence[StepGroup],
+    training: Training,
+    compute: torch.dtype | None,
+    *,
+    widen: bool = False,
 ) -> list[Event]:
     """The events of one forward and backward of ``model`` (unsharded, on meta), with the memory of its activations.
 
-    ``groups``: those that FSDP2 would make. Raises whatever the model's own code raises where it looks at values. Leaves the
+    ``groups``: those that FSDP2 would make. ``widen``: count what is in bfloat16 as float32. Raises whatever the model's own code raises where it looks at values. Leaves the
     model as it was; takes the memory of its buffers.
     """
     first = alike(groups)
@@ -104,7 +110,7 @@ def measure(
         outputs: dict[int, Any] = {}
         for index, rep in passed_over.items():
             stack.enter_context(_passing_on(groups[index].module, rep, outputs))
-        tracker = _LiveBytes(iter(parameters.values()))
+        tracker = _LiveBytes(iter(parameters.values()), widen=widen)
         _hook(stack, groups, tracker, outputs, parameters)
         ids = torch.zeros(training.batch_size, training.sequence_length, dtype=torch.int64)
         with tracker:
@@ -214,7 +220,7 @@ def _hook(
     def gradient(index: int) -> Callable[[torch.Tensor], None]:
         def hook(parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
-            nbytes = parameter.grad.nbytes
+            nbytes = tracker.size_of(parameter.grad)
             parameter.grad = None
             tracker.note("grad", index, nbytes)
 

@@ -17,15 +17,10 @@ class Amount:
     what: str
     where: Where
     nbytes: int
-    error: float
-    """The true value is at most this fraction away."""
+    upper_bytes: int
+    """The upper end of the error bar."""
     formula: str
     """How the number comes about."""
-
-    @property
-    def upper_bytes(self) -> int:
-        """The upper end of the error bar."""
-        return -int(-self.nbytes * (1 + self.error) // 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +99,4 @@ class RunPlan:
         document = asdict(self)
         for phase, entry in zip(self.phases, document["phases"], strict=True):
             entry["device_upper_bytes"], entry["host_upper_bytes"] = self.needed(phase)
-            for amount, written in zip(phase.amounts, entry["amounts"], strict=True):
-                written["upper_bytes"] = amount.upper_bytes
         return document | {"device_bytes": self.device_bytes, "host_bytes": self.host_bytes}
