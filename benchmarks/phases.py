@@ -124,14 +124,21 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--short", action="store_true", help="two tiny models")
-    parser.add_argument("--only", nargs="+", default=(), metavar="TEXT", help="cases whose names contain one")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=(),
+        metavar="TEXT",
+        help="cases of these names, or whose names contain one",
+    )
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
     if any(os.environ.get(name) != value for name, value in _GLIBC.items()):
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **_GLIBC})
     wanted = [c for c in CASES if not args.short or c.name in _SHORT]
     if args.only:
-        wanted = [c for c in CASES if any(text in c.name for text in args.only)]
+        wanted = [c for text in args.only for c in CASES if text == c.name]
+        wanted = wanted or [c for c in CASES if any(text in c.name for text in args.only)]
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as root:
         for case in wanted:

@@ -21,8 +21,8 @@ import shardwise as sw
 from shardwise.cli import main
 from shardwise.integrations import accelerate as swa
 from shardwise.integrations import trainer as swt
-from shardwise.loading import plan as planning
 from shardwise.models.arguments import FromPretrained
+from shardwise.phases import plan as planning
 from tests.harness import models
 
 API = Path(__file__).resolve().parents[2] / "docs" / "reference" / "api.md"
