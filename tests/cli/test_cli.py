@@ -297,6 +297,7 @@ def test_plan(model: Path) -> None:
     assert wide["model_bytes"] == 2 * document["model_bytes"]
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT's
 def test_plan_of_a_training(model: Path) -> None:
     asked = (
         "plan",

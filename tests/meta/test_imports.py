@@ -47,7 +47,19 @@ ORDER = (
         "loading",
         "state",
     ),
-    *("store", "checkpoint", "runs", "export", "api", "", "integrations", "demo", "cli", "__main__"),
+    *(
+        "store",
+        "checkpoint",
+        "runs",
+        "export",
+        "phases",
+        "api",
+        "",
+        "integrations",
+        "demo",
+        "cli",
+        "__main__",
+    ),
 )
 MOST_LOOSE = 8
 

@@ -90,6 +90,9 @@ FAMILIES: dict[tuple[str, str], tuple[dict[str, str], dict[str, str]]] = {
             "ranks": "instead of a mesh",
             "replicas": "instead of a mesh",
             "ranks_per_host": "ranks of a load find their hosts",
+            "training": "a load trains nothing",
+            "device_limit_bytes": "a load has the memory that there is",
+            "host_limit_bytes": "a load has the memory that there is",
         },
     ),
     ("accelerate.load_pretrained", "load_pretrained"): (
@@ -114,7 +117,19 @@ ODD = {
 #: Command -> its function, and options of the command that the function lacks, each with the reason.
 COMMANDS: dict[str, tuple[str | None, dict[str, str]]] = {
     "inspect": (None, {}),
-    "plan": ("plan", {}),
+    "plan": (
+        "plan",
+        {
+            **dict.fromkeys(
+                ("batch_size", "sequence_length", "optimizer", "checkpointing", "device", "bandwidth"),
+                "a field of training=",
+            ),
+            **dict.fromkeys(("param_dtype", "reduce_dtype", "offload"), "a field of policy="),
+            "fit": "device_limit_bytes=, as people say it",
+            "host": "host_limit_bytes=, as people say it",
+            "explain": "how much is shown",
+        },
+    ),
     "verify": ("verify", {}),
     "diff": ("diff", {}),
     "export": ("export_hf", {}),
@@ -147,7 +162,15 @@ def options_of(call: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 def test_every_call_is_looked_at() -> None:
     """Classes that hold options without being calls of this kind are named here."""
-    others = {"ElasticSampler", "IOOptions", "ResumableLoader", "ShardPolicy", "TrainState", "meta_init"}
+    others = {
+        "ElasticSampler",
+        "IOOptions",
+        "ResumableLoader",
+        "ShardPolicy",
+        "TrainState",
+        "Training",
+        "meta_init",
+    }
     others |= {"storage_options"}  # those of obstore and fsspec, under their names
     public = {
         name

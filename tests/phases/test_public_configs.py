@@ -10,6 +10,7 @@ import transformers
 
 import shardwise as sw
 from shardwise.errors import SourceError
+from tests.harness.tiers import long
 
 CONFIGS = Path(__file__).parent / "configs"
 #: Parameters, as their publishers count them or as the class builds them.
@@ -22,6 +23,7 @@ PARAMETERS = {
     "gpt-oss-120b": 116_829_156_672,
     "deepseek-v3": 671_026_404_352,
 }
+REST = ("llama-3-70b", "qwen3-32b", "qwen3-30b-a3b", "gpt-oss-120b")
 
 
 def planned(name: str, ranks: int, **options: object) -> sw.PlanReport:
@@ -29,9 +31,9 @@ def planned(name: str, ranks: int, **options: object) -> sw.PlanReport:
     return sw.plan(CONFIGS / f"{name}.json", ranks=ranks, ranks_per_host=8, training=training, **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize("name", ["llama-3-8b", "gpt-oss-20b", "deepseek-v3", *long(*REST)])
 def test_sizes(name: str) -> None:
-    report = planned(name, 64)
+    report = planned(name, 8)
     assert report.from_config
     assert report.run is not None
     narrow = 2 * PARAMETERS[name]
@@ -45,7 +47,8 @@ def test_sizes(name: str) -> None:
 def test_35b_over_three_ranks() -> None:
     auto_class = transformers.Qwen3_5MoeForCausalLM
     report = planned("qwen3.5-35b-a3b", 3, auto_class=auto_class)
-    assert round(report.max_shard_bytes / 1e9, 1) == 23.1
+    assert report.max_shard_bytes == pytest.approx(23.1e9, rel=0.01)  # without the vision tower
+    assert report.max_shard_bytes - report.model_bytes // 3 < 2**23
 
 
 def test_a_trillion_parameters_over_1024_ranks() -> None:

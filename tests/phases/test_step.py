@@ -60,8 +60,9 @@ def test_the_next_group_is_gathered_ahead_in_the_backward() -> None:
 
 def test_gradients_are_whole_until_they_are_reduced() -> None:
     # Beside the whole gradients there are the input of the reduce-scatter and the group that is gathered ahead.
-    wide = (event("back", 1), event("grad", 1, 300), event("back", 0))
-    assert peak(*FORWARD, *SECOND, *wide) == StepPeak(100, 400, 0, 0, "reduce 1")
+    in_fp32 = (replace(GROUPS[0], gathered_bytes=10), replace(GROUPS[1], reduced_bytes=200), GROUPS[2])
+    events = (*FORWARD, *SECOND, event("back", 1), event("grad", 1, 100), event("back", 0))
+    assert peak_of(events, in_fp32, shards=4) == StepPeak(10, 300, 0, 0, "reduce 1")
     # The input stays until the next group has its gradients.
     backward = (event("back", 1), event("grad", 1, 100), event("back", 0))
     assert peak(*FORWARD, *SECOND, *backward) == StepPeak(200, 100, 25, 0, "copy out 0")
