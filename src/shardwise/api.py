@@ -14,13 +14,14 @@ from .ledgers.ledger import ledger as ledger
 from .loading.clone import clone as clone
 from .loading.initialize import initialize as initialize
 from .loading.load import load as load
-from .loading.plan import PlanReport as PlanReport
-from .loading.plan import plan as plan
 from .loading.pretrained import load_pretrained as load_pretrained
 from .loading.report import LoadReport as LoadReport
 from .models.meta_init import meta_init as meta_init
 from .operations.listeners import progress as progress
 from .operations.records import Progress as Progress
+from .phases.plan import plan as plan
+from .phases.report import PlanReport as PlanReport
+from .phases.training import Training as Training
 from .planning.records import IOOptions as IOOptions
 from .runs.convert import ConvertReport as ConvertReport
 from .runs.convert import convert as convert

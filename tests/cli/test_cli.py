@@ -297,6 +297,34 @@ def test_plan(model: Path) -> None:
     assert wide["model_bytes"] == 2 * document["model_bytes"]
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT's
+def test_plan_of_a_training(model: Path) -> None:
+    asked = (
+        "plan",
+        model,
+        "--ranks",
+        4,
+        "--batch-size",
+        2,
+        "--sequence-length",
+        64,
+        "--reduce-dtype",
+        "float32",
+    )
+    document = run_json(*asked)
+    steady = next(p for p in document["run"]["phases"] if p["name"] == "steady step")
+    assert {"parameters", "optimizer state", "activations"} <= {a["what"] for a in steady["amounts"]}
+    shown = run(*asked, "--fit", "80GiB", "--explain")
+    assert shown.exit_code == 0
+    assert "save, async" in shown.stdout
+    assert "fits, at the upper ends" in shown.stdout
+    assert "trained elements of the rank" in shown.stdout
+    small = run(*asked, "--fit", "1MiB", "--host", "1MiB")
+    assert small.exit_code == 1
+    assert "does not fit" in small.stdout
+    assert run_json("plan", model, "--ranks", 4)["run"] is None
+
+
 def test_plan_says_what_the_host_has(model: Path) -> None:
     document = run_json("plan", model, "--ranks", 4)
     host, needed = document["host"], [c["shard_bytes"] + c["staging_bytes"] for c in document["per_rank"]]

@@ -16,7 +16,7 @@ import shardwise as sw
 from shardwise import IOOptions, ShardPolicy, TrainState, load_pretrained, save
 from shardwise.errors import FormatError, PlanError, ShardError, SourceError
 from shardwise.loading import load as loading
-from shardwise.loading import plan as planner
+from shardwise.phases import plan as planner
 from shardwise.planning import Plan
 from tests.harness.pool import RankPool
 

@@ -55,6 +55,7 @@ ORDER = (
         "runs",
         "doctor",
         "export",
+        "phases",
         "api",
         "",
         "integrations",

@@ -21,8 +21,8 @@ import shardwise as sw
 from shardwise.cli import main
 from shardwise.integrations import accelerate as swa
 from shardwise.integrations import trainer as swt
-from shardwise.loading import plan as planning
 from shardwise.models.arguments import FromPretrained
+from shardwise.phases import plan as planning
 from tests.harness import models
 
 API = Path(__file__).resolve().parents[2] / "docs" / "reference" / "api.md"
@@ -91,6 +91,9 @@ FAMILIES: dict[tuple[str, str], tuple[dict[str, str], dict[str, str]]] = {
             "ranks": "instead of a mesh",
             "replicas": "instead of a mesh",
             "ranks_per_host": "ranks of a load find their hosts",
+            "training": "a load trains nothing",
+            "device_limit_bytes": "a load has the memory that there is",
+            "host_limit_bytes": "a load has the memory that there is",
         },
     ),
     ("accelerate.load_pretrained", "load_pretrained"): (
@@ -115,7 +118,19 @@ ODD = {
 #: Command -> its function, and options of the command that the function lacks, each with the reason.
 COMMANDS: dict[str, tuple[str | None, dict[str, str]]] = {
     "inspect": (None, {}),
-    "plan": ("plan", {}),
+    "plan": (
+        "plan",
+        {
+            **dict.fromkeys(
+                ("batch_size", "sequence_length", "optimizer", "checkpointing", "device", "bandwidth"),
+                "a field of training=",
+            ),
+            **dict.fromkeys(("param_dtype", "reduce_dtype", "offload"), "a field of policy="),
+            "fit": "device_limit_bytes=, as people say it",
+            "host": "host_limit_bytes=, as people say it",
+            "explain": "how much is shown",
+        },
+    ),
     "verify": ("verify", {}),
     "diff": ("diff", {}),
     "export": ("export_hf", {}),
@@ -150,7 +165,15 @@ def options_of(call: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 def test_every_call_is_looked_at() -> None:
     """Classes that hold options without being calls of this kind are named here."""
-    others = {"ElasticSampler", "IOOptions", "ResumableLoader", "ShardPolicy", "TrainState", "meta_init"}
+    others = {
+        "ElasticSampler",
+        "IOOptions",
+        "ResumableLoader",
+        "ShardPolicy",
+        "TrainState",
+        "Training",
+        "meta_init",
+    }
     others |= {"storage_options"}  # those of obstore and fsspec, under their names
     others |= {"Progress", "progress"}  # a record, and a block around other calls
     public = {

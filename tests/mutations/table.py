@@ -777,6 +777,28 @@ MUTATIONS = (
         ("tests/adapters/test_peft.py::test_a_rule_that_can_not_be_repeated_beside_one_that_can",),
         "a rule that needs data is repeated",
     ),
+    # ------------------------------------------------------------------------------------- phases
+    Mutation(
+        "phases/step.py",
+        "            self.ahead[before] = size\n",
+        "",
+        ("tests/phases/test_step.py::test_the_next_group_is_gathered_ahead_in_the_backward",),
+        "the group that FSDP2 gathers ahead takes nothing",
+    ),
+    Mutation(
+        "phases/held.py",
+        "    return int(count * numel * bytes_each) + steps",
+        "    return int(numel * bytes_each) + steps",
+        ("tests/phases/test_phases.py::test_what_stays_follows_from_the_parameters",),
+        "AdamW holds one moment",
+    ),
+    Mutation(
+        "phases/fit.py",
+        "            if limit is not None and needed > limit:",
+        "            if limit is not None and needed > 2 * limit:",
+        ("tests/phases/test_phases.py::test_a_change_that_a_verdict_proposes_fits_when_it_is_planned",),
+        "what needs more than there is fits",
+    ),
     # ------------------------------------------------------------------------------------- planning
     Mutation(
         "planning/cuts.py",

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardwise as sw
 from shardwise.cli import main
 from shardwise.cli.render import size
-from shardwise.loading import plan as planning
 from shardwise.loading import strategy as choosing
+from shardwise.phases import plan as planning
 from shardwise.storage import bytes_below, counted_here, counting, files_below, stat_of, store_of
 from shardwise.store.in_store import ObjectWriter
 from shardwise.transfer.objects import PART_BYTES

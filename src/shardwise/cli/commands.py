@@ -26,6 +26,7 @@ from .options import (
     source_path,
     trust_remote_code,
 )
+from .phases import as_training, asked_training, show_phases
 from .program import FINE, WRONG_DATA, Program, print_json, rank_of_launcher
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ def _is_sound(contents: Inspection) -> bool:
     metavar="M",
     help="Ranks that share a host. Default: one for each device here, or all.",
 )
+@as_training
 @as_load_pretrained
 @config
 @trust_remote_code
@@ -110,20 +112,23 @@ def plan(
     quantized: str,
     as_json: bool,
     **options: Any,
-) -> None:
+) -> int:
     """Show what loading a transformers model over N ranks will take, without loading it.
 
     Makes the plan that load_pretrained would run on each rank, and proves that it is complete. PATH is a directory, the
     id of a model on the hub, which is downloaded if the cache lacks it, or a URL, to which the requests are counted.
     Warns if the memory of this host, or of its container, would not suffice for M ranks.
+
+    With any of the options of a training run (from --batch-size to --explain) it shows each phase of the run: load, steps,
+    saves, resume, export. PATH may then be a config.json alone. Status 1 if the run does not fit into --fit or --host.
     """
     if ranks % replicas:
         raise click.BadParameter(f"{replicas} does not divide {ranks} ranks", param_hint="'--replicas'")
-    from ..loading.plan import plan as plan_model
-    from .render import console, show_plan
+    from ..phases.plan import plan as plan_model
+    from .render import console, show_plan, size
     from .this_host import ranks_here, this_host
 
-    per_host = ranks_here(ranks, ranks_per_host)
+    per_host, asked = ranks_here(ranks, ranks_per_host), asked_training(options)
     report = plan_model(
         path,
         ranks=ranks,
@@ -136,6 +141,7 @@ def plan(
         allow_missing=allow_missing,
         adapter=new_adapter(adapter),
         quantized=quantized_as(quantized),
+        **asked.arguments,
         **options,
     )
     host = this_host(report, per_host)
@@ -143,6 +149,9 @@ def plan(
         print_json({**report.to_json(), "host": None if host is None else host.to_json()})
     else:
         show_plan(console(), report, host)
+        if report.run is not None:
+            show_phases(console(), report.run, report.verdict, explain=asked.explain, size=size)
+    return FINE if report.verdict is None or report.verdict.outcome == "fits" else WRONG_DATA
 
 
 @main.command()

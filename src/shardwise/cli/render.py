@@ -18,8 +18,8 @@ from .terminal import console
 from .tree import Node
 
 if TYPE_CHECKING:
-    from ..loading.plan import PlanReport
     from ..loading.store_requests import StoreRequests
+    from ..phases.report import PlanReport
     from ..quantized.dequantized import Dequantized
     from .this_host import ThisHost
 

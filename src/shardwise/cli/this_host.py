@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..loading.plan import PlanReport
 from ..models.host_budget import HostBudget, host_budget
+from ..phases.report import PlanReport
 from ..transfer.page_cache import shares_memory
 
 __all__ = ["ThisHost", "ranks_here", "this_host"]

@@ -5,6 +5,7 @@ Optimizers, schedulers and scalers: :mod:`.optim`. FSDP2's groups: :mod:`.fsdp`.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ __all__ = [
     "dtensor_like",
     "empty_like",
     "fake_store",
+    "fake_tensors",
     "is_checkpointed",
     "is_stateful_loader",
     "keep_metadata",
@@ -77,6 +79,25 @@ def fake_store() -> Any:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
+
+
+@contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Operations run on tensors without memory that say they are on the CPU; real ones may take part.
+
+    torch 2.12-2.14: ``torch._subclasses.FakeTensorMode``. Tensors on meta would choose other kernels (attention as one large
+    matrix), and models look at their values where they leave those of fake tensors alone. Its logger prints a traceback for
+    each operation that has no rule; the caller has the exception. Without it, activations could only be guessed.
+    """
+    from torch._subclasses import fake_tensor
+
+    log, quiet = logging.getLogger(fake_tensor.__name__), lambda record: False
+    log.addFilter(quiet)
+    try:
+        with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    finally:
+        log.removeFilter(quiet)
 
 
 def sibling_meshes(mesh: Any) -> torch.Tensor:

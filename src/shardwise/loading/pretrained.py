@@ -190,11 +190,12 @@ def prepare(
     directory: str,
     known: tuple[Any, Any] | None = None,
     catalog: Catalog | None = None,
+    base: Any = None,
 ) -> Prepared:
     """The part of a load before sharding, which a plan and a load share. Rank-local.
 
     ``asked``: ``request.understood()``. ``directory``: the model's files. ``known``: config and class, if the model's own
-    code is imported already. ``catalog``: its weights, where they lie elsewhere.
+    code is imported already. ``catalog``: its weights, where they lie elsewhere. ``base``: the model on meta, if it is built already.
     """
     catalog = catalog or open_catalog(directory, variant=asked.hub.variant)
     given = request.config, request.auto_class
@@ -205,7 +206,7 @@ def prepare(
         setattr(config, field, value)
     settings = asked_of(request.quantized, config, catalog, directory)
     config = plain_config(config, catalog, directory, given=request.config is not None)
-    base = _build(config, model_class, directory, catalog, asked.dtype)
+    base = base if base is not None else _build(config, model_class, directory, catalog, asked.dtype)
     layers = {} if settings is None else put_into(base, settings, base.dtype)
     kept = kept_in(base)
     catalog = kept_parts(catalog) if kept else dequantized(catalog, lambda: named_tensors(base))

@@ -1,11 +1,11 @@
-"""``plan``: the cost of a load on every rank, computed in one process without any ranks."""
+"""``plan``: the cost of a load on every rank, and of a training run by phases, in one process without any ranks."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
@@ -17,153 +17,29 @@ from ..errors import ShardError
 from ..internals.torch import fake_store
 from ..layout.live import LiveModel, describe
 from ..layout.model import local_tensor
+from ..loading.load import plan_load
+from ..loading.pretrained import Prepared
+from ..loading.store_requests import StoreTally
 from ..models.arguments import FromPretrained, Pretrained
-from ..models.hub import find_for_all
 from ..planning import IOOptions, Plan
-from ..quantized.dequantized import Dequantized, described
-from ..ranks.ranks import Ranks
-from ..recipe.host_convert import Converted
-from ..recipe.match import Declaration
 from ..sharding.fsdp import shard
-from ..sharding.groups import Group, ShardPolicy, describe_groups, largest_group
-from ..storage import Requests, counting, is_url
-from .load import plan_load
-from .pretrained import Prepared, prepare
-from .source import open_for_all
-from .store_requests import StoreRequests, StoreTally
+from ..sharding.groups import ShardPolicy, describe_groups
+from ..storage import Requests, is_url
+from .activations import step_of
+from .estimate import run_plan
+from .fit import Limits, Variant, verdict_of
+from .held import held_by_first
+from .records import RunPlan
+from .report import PlanReport, RankCost, RanksPlanned
+from .source import Source, source_of
+from .training import Training
 
-__all__ = ["EVERY_RANK_UP_TO", "MAX_RANKS", "PlanReport", "RankCost", "plan"]
+__all__ = ["EVERY_RANK_UP_TO", "MAX_RANKS", "plan"]
 
 #: Up to this number every rank is planned; above it, only the rank that holds most and the one that holds least.
 EVERY_RANK_UP_TO = 64
 #: Mistyped rank counts would fill the memory with meshes.
 MAX_RANKS = 16_384
-
-
-@dataclass(frozen=True, slots=True)
-class RankCost:
-    """The cost of one rank's plan."""
-
-    rank: int
-    shard_bytes: int
-    """Bytes of this rank's part of parameters and persistent buffers."""
-    bytes_read: int
-    """Bytes that the load reads from the source."""
-    staging_bytes: int
-    """Host memory besides the shards during the load, for a CPU target."""
-    reads: int
-    """Strided copies in the plan."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RanksPlanned:
-    """The plan of rank 0, and the cost of each rank that was planned; see :class:`PlanReport`."""
-
-    ranks: int
-    replicas: int
-    first: Plan
-    costs: tuple[RankCost, ...]
-    total_shard_bytes: int
-    store: StoreRequests | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanReport:
-    """The cost of loading a model over ``ranks`` ranks, from the plans that a load would run."""
-
-    path: str
-    model_class: str
-    """Class of the model; with adapters, of the base."""
-    dtypes: tuple[str, ...]
-    """Stored codes of the dtypes of the model's tensors, by falling bytes."""
-    ranks: int
-    replicas: int
-    """Copies of the model over all ranks: 1 for FSDP, more for HSDP."""
-    tensors: int
-    model_bytes: int
-    """Every distinct parameter and persistent buffer once."""
-    source_bytes: int
-    per_rank: tuple[RankCost, ...]
-    """Every rank up to 64 ranks; above, the one that holds most (rank 0) and the one that holds least (the last)."""
-    total_shard_bytes: int
-    """Sum over all ranks."""
-    total_bytes_read: int | None
-    """Sum over all ranks; None if not every rank was planned."""
-    groups: int
-    """Number of FSDP2 groups of the model."""
-    largest_group: Group
-    """The group that takes the most memory while it is gathered."""
-    replicated_bytes: int
-    """Bytes, on each rank, of parameters that FSDP2 can't shard: they stay whole."""
-    unused: tuple[Declaration, ...]
-    initialized: tuple[Declaration, ...]
-    converted: tuple[Converted, ...]
-    """Conversions that can't be compiled to byte ranges. Each rank with a part of a result runs them whole."""
-    dequantized: tuple[Dequantized, ...]
-    """Formats of tensors that the source stores as codes and scales, and the ranks hold dequantised."""
-    ignored_files: tuple[str, ...]
-    store: StoreRequests | None
-    """Requests of the load to object stores; None for local files."""
-
-    @classmethod
-    def of(cls, path: str, model_class: str, groups: tuple[Group, ...], planned: RanksPlanned) -> PlanReport:
-        """The report of a model's ``groups`` and of the plans of its ranks."""
-        first, costs = planned.first, planned.costs
-        is_complete = len(costs) == planned.ranks
-        assert not is_complete or planned.total_shard_bytes == sum(c.shard_bytes for c in costs)
-        return cls(
-            path=path,
-            model_class=model_class,
-            dtypes=_dtypes(first),
-            ranks=planned.ranks,
-            replicas=planned.replicas,
-            tensors=len(first.wanted),
-            model_bytes=sum(w.nbytes for w in first.wanted),
-            source_bytes=first.source_bytes,
-            per_rank=costs,
-            total_shard_bytes=planned.total_shard_bytes,
-            total_bytes_read=sum(c.bytes_read for c in costs) if is_complete else None,
-            groups=len(groups),
-            largest_group=largest_group(groups),
-            replicated_bytes=sum(g.replicated_bytes for g in groups),
-            unused=first.unused,
-            initialized=first.initialized,
-            converted=tuple(host.describe() for host in dict.fromkeys(first.conversions.values())),
-            dequantized=described(first.coded.values(), first.kept),
-            ignored_files=first.ignored_files,
-            store=planned.store,
-        )
-
-    @property
-    def is_every_rank(self) -> bool:
-        """Whether ``per_rank`` lists all ranks."""
-        return len(self.per_rank) == self.ranks
-
-    def host_bytes(self, ranks: int, *, shards: bool) -> int:
-        """Host memory that ``ranks`` ranks of one host need at the peak of a load: staging, and ``shards`` on the CPU.
-
-        For the ranks that need most. What their processes take without a model comes on top.
-        """
-        needs = sorted((c.staging_bytes + shards * c.shard_bytes for c in self.per_rank), reverse=True)
-        return sum(needs[:ranks]) if self.is_every_rank else ranks * needs[0]
-
-    @property
-    def max_shard_bytes(self) -> int:
-        """Shard bytes of the rank that holds most."""
-        return max(cost.shard_bytes for cost in self.per_rank)
-
-    @property
-    def min_shard_bytes(self) -> int:
-        """Shard bytes of the rank that holds least."""
-        return min(cost.shard_bytes for cost in self.per_rank)
-
-    def to_json(self) -> dict[str, Any]:
-        """The report as plain JSON values."""
-        return {
-            **asdict(self),
-            "max_shard_bytes": self.max_shard_bytes,
-            "min_shard_bytes": self.min_shard_bytes,
-        }
 
 
 def plan(
@@ -174,6 +50,9 @@ def plan(
     ranks_per_host: int | None = None,
     dtype: torch.dtype | str = "auto",
     policy: ShardPolicy | None = None,
+    training: Training | None = None,
+    device_limit_bytes: int | None = None,
+    host_limit_bytes: int | None = None,
     auto_class: Any = None,
     config: Any = None,
     trust_remote_code: bool = False,
@@ -191,14 +70,21 @@ def plan(
     plan of each rank as that rank would make it. Allocates the model's buffers and the plans. Call it in one process
     without a process group; afterwards it has none either. Not thread-safe.
 
+    With ``training`` the report says for each phase of a run (build, load, steps, saves, resume, export) what a rank holds,
+    with formulas and error bars: ``report.run``. With a limit, too, it says whether that fits, and if not which changes make
+    it fit, the cheapest first, each of them planned as well: ``report.verdict``.
+
     Args:
         path: local directory with ``config.json`` and safetensors files, or a checkpoint of such a model, or the id of
-            a model on the Hugging Face hub, which is downloaded if the cache lacks it.
+            a model on the Hugging Face hub, which is downloaded if the cache lacks it. With ``training`` also a config
+            alone: a JSON file, or a directory that holds config.json and no weights.
         ranks: number of ranks of the load, at most 16,384.
         replicas: number of ranks that hold the same shard; divides ``ranks``.
-        ranks_per_host: for the requests to a store, which ranks of one host share. Default: all.
+        ranks_per_host: ranks that share the memory of a host, and a store's requests. Default: all.
         dtype: as for ``load_pretrained``.
-        policy: how to wrap.
+        policy: how to wrap; with mixed precision and offload of the training.
+        training: batch, optimizer and device of a run. None: the load alone.
+        device_limit_bytes, host_limit_bytes: memory of one device, and of one host; with ``training``.
         auto_class, config, trust_remote_code, key_mapping, allow_unused, allow_missing, adapter, quantized, io, options: as for
             ``load_pretrained``.
 
@@ -206,6 +92,7 @@ def plan(
     complete, :class:`SourceError`, :class:`ShardError` or :class:`LayoutError`.
     """
     _check_counts(ranks, replicas, ranks_per_host)
+    _check_limits(training, device_limit_bytes, host_limit_bytes)
     dtype = _floating_dtype(dtype)
     request = Pretrained(
         path=path,
@@ -221,18 +108,41 @@ def plan(
         options=options,
     )
     policy, io = policy or ShardPolicy(), io or IOOptions()
-    asked = request.understood()
-    _floating_dtype(asked.dtype)
-    with counting() as looks:  # those of rank 0 of a load
-        found = find_for_all(path, asked.hub, Ranks(), with_code=trust_remote_code)
-        catalog = None if found.lent is None else open_for_all(found.lent, Ranks(), variant=asked.hub.variant)
-    prepared = prepare(request, asked, found.directory, catalog=catalog)
-    model_class = type(prepared.base).__name__  # before FSDP2 swaps it
-    groups = describe_groups(prepared.model, policy)
-    with _fake_ranks(ranks):
-        shard(prepared.model, _mesh(ranks, replicas), policy)
-        planned = _plan_ranks(prepared, io, looks, ranks, replicas, ranks_per_host or ranks)
-    return PlanReport.of(prepared.catalog.root, model_class, groups, planned)
+    _floating_dtype(request.understood().dtype)
+    per_host = min(ranks, ranks_per_host or ranks)
+    with source_of(request, may_lack_weights=training is not None) as source:
+        prepared = source.prepared(adapter)
+        model_class = type(prepared.base).__name__  # before FSDP2 swaps it
+        groups = describe_groups(prepared.model, policy)
+        this = Variant(ranks, replicas, per_host, policy, training or Training(), adapter)
+        step = None if training is None else step_of(prepared.model, policy, ranks // replicas, training)
+        with _fake_ranks(ranks):
+            shard(prepared.model, _mesh(ranks, replicas), policy)
+            planned = _plan_ranks(prepared, io, source.looks, ranks, replicas, ranks_per_host or ranks)
+            held = held_by_first(describe(prepared.model), this.training)
+        report = PlanReport.of(source.shown, model_class, groups, planned)
+        report = replace(report, from_config=source.is_config_alone)
+        if step is None:
+            return report
+        report = replace(report, run=run_plan(held, step, this, io))
+        if device_limit_bytes is None and host_limit_bytes is None:
+            return report
+        limits = Limits(device_limit_bytes, host_limit_bytes)
+        del prepared, step
+        assert report.run is not None
+        return replace(
+            report, verdict=verdict_of(report.run, limits, this, lambda other: _run_of(source, other, io))
+        )
+
+
+def _run_of(source: Source, variant: Variant, io: IOOptions) -> RunPlan:
+    """The phases of a run that is another one than asked for."""
+    prepared = source.prepared(variant.adapter)
+    step = step_of(prepared.model, variant.policy, variant.shards, variant.training)
+    with _fake_ranks(variant.ranks):
+        shard(prepared.model, _mesh(variant.ranks, variant.replicas), variant.policy)
+        held = held_by_first(describe(prepared.model), variant.training)
+    return run_plan(held, step, variant, io)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -246,6 +156,14 @@ def _check_counts(ranks: int, replicas: int, ranks_per_host: int | None) -> None
         raise ValueError(f"replicas must be at least 1 and divide the {ranks} ranks, got {replicas}")
     if ranks_per_host is not None and ranks_per_host < 1:
         raise ValueError(f"ranks_per_host must be at least 1, got {ranks_per_host}")
+
+
+def _check_limits(training: Training | None, *limits: int | None) -> None:
+    for limit in limits:
+        if limit is not None and training is None:
+            raise ValueError("a limit needs training=sw.Training(…): what is to fit")
+        if limit is not None and limit < 1:
+            raise ValueError(f"a limit must be at least 1 byte, got {limit}")
 
 
 def _floating_dtype(dtype: torch.dtype | str) -> torch.dtype | str:
@@ -337,10 +255,3 @@ def _over_all_ranks(live: LiveModel, ranks: int, replicas: int) -> int:
         nbytes = entry.tensor.numel() * entry.tensor.dtype.itemsize
         total += nbytes * (ranks if is_plain else replicas)
     return total
-
-
-def _dtypes(plan: Plan) -> tuple[str, ...]:
-    held: dict[str, int] = {}
-    for wanted in plan.wanted:
-        held[wanted.dtype] = held.get(wanted.dtype, 0) + wanted.nbytes
-    return tuple(sorted(held, key=lambda code: -held[code]))

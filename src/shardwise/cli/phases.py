@@ -1,0 +1,195 @@
+"""``plan`` of a training run: its options, and how its phases and the verdict are shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from .options import DTYPES, byte_count
+
+if TYPE_CHECKING:
+    from ..phases.fit import Verdict
+    from ..phases.records import Phase, RunPlan
+    from ..phases.training import Training
+    from ..sharding.groups import ShardPolicy
+
+__all__ = ["AskedTraining", "as_training", "asked_training", "show_phases"]
+
+_OPTIMIZERS = ("adamw", "adamw8bit", "sgd", "momentum")
+#: Options of which any one asks for the phases of a run.
+_NAMES = (
+    "batch_size",
+    "sequence_length",
+    "optimizer",
+    "checkpointing",
+    "param_dtype",
+    "reduce_dtype",
+    "offload",
+    "device",
+    "bandwidth",
+    "fit",
+    "host",
+    "explain",
+)
+
+
+def as_training(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that describe a training run. Any one of them asks for its phases."""
+    sizes: dict[str, Any] = {"callback": _size, "metavar": "SIZE", "default": None}
+    options = (
+        click.option(
+            "--batch-size", type=click.IntRange(1), default=None, help="Samples of a rank in a forward."
+        ),
+        click.option("--sequence-length", type=click.IntRange(1), default=None, help="Tokens of a sample."),
+        click.option("--optimizer", type=click.Choice(_OPTIMIZERS), default=None, help="Default: adamw."),
+        click.option("--checkpointing", is_flag=True, help="Activation checkpointing of each block."),
+        click.option(
+            "--param-dtype", type=click.Choice(DTYPES), default=None, help="Of mixed precision: the forward."
+        ),
+        click.option(
+            "--reduce-dtype", type=click.Choice(DTYPES), default=None, help="Of mixed precision: gradients."
+        ),
+        click.option("--offload", is_flag=True, help="Shards, gradients and optimizer state in host memory."),
+        click.option(
+            "--device", type=click.Choice(("cuda", "unified", "cpu")), default=None, help="Default: cuda."
+        ),
+        click.option("--bandwidth", help="Bytes per second of the checkpoints' storage.", **sizes),
+        click.option("--fit", help="Memory of a device: does the run fit, or with which change?", **sizes),
+        click.option("--host", help="Memory of a host: the same.", **sizes),
+        click.option("--explain", is_flag=True, help="Show each number with its formula and error bar."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def _size(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
+    return None if value is None else byte_count(context, parameter, value)
+
+
+@dataclass(frozen=True, slots=True)
+class AskedTraining:
+    """The run that the options describe, as arguments of ``plan``; without any of them, none."""
+
+    training: Training | None
+    policy: ShardPolicy | None
+    device_limit_bytes: int | None
+    host_limit_bytes: int | None
+    explain: bool
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        names = ("training", "policy", "device_limit_bytes", "host_limit_bytes")
+        return {name: getattr(self, name) for name in names}
+
+
+def asked_training(options: dict[str, Any]) -> AskedTraining:
+    """Take the options of :func:`as_training` out of ``options``."""
+    given = {name: options.pop(name) for name in _NAMES}
+    if not any(given.values()):
+        return AskedTraining(None, None, None, None, False)
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from ..dtypes import named_dtype
+    from ..phases.training import Training
+    from ..sharding.groups import ShardPolicy
+
+    fields: Mapping[str, Any] = {
+        "batch_size": given["batch_size"],
+        "sequence_length": given["sequence_length"],
+        "optimizer": given["optimizer"],
+        "checkpointing": given["checkpointing"],
+        "device": given["device"],
+        "bytes_per_s": given["bandwidth"],
+    }
+    mixed: dict[str, Any] = {
+        name: given[name] and named_dtype(given[name]) for name in ("param_dtype", "reduce_dtype")
+    }
+    precision = MixedPrecisionPolicy(**mixed) if any(mixed.values()) else None
+    return AskedTraining(
+        Training(**{name: value for name, value in fields.items() if value}),
+        ShardPolicy(mixed_precision=precision, cpu_offload=given["offload"]),
+        given["fit"],
+        given["host"],
+        given["explain"],
+    )
+
+
+def show_phases(
+    out: Console, run: RunPlan, verdict: Verdict | None, *, explain: bool, size: Callable[[int], str]
+) -> None:
+    """Print the phases of a run, and the verdict."""
+    hosted = f"host, {run.ranks_per_host} ranks"
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("phase", "device", "at most", hosted, "at most", "page cache"):
+        table.add_column(column, justify="left" if column == "phase" else "right")
+    for phase in run.phases:
+        table.add_row(phase.name, *(size(n) if n else "-" for n in _columns(run, phase)))
+    out.print(table)
+    stored = run.checkpoint
+    out.print(
+        Text(
+            f"a checkpoint: {size(stored.nbytes)} in {stored.files} files, {stored.seconds:.0f} s; in a store "
+            f"{stored.requests} requests\n"
+            f"largest all-gather {size(run.largest_gather_bytes)}, largest reduce-scatter "
+            f"{size(run.largest_reduce_bytes)}; a rank receives {size(run.network_bytes_per_step)} in each step\n"
+            f"assumed: {'; '.join(run.assumptions)}"
+        ),
+        soft_wrap=True,
+    )
+    if explain:
+        _show_formulas(out, run, size)
+    if verdict is not None:
+        _show_verdict(out, verdict, size)
+
+
+def _columns(run: RunPlan, phase: Phase) -> tuple[int, ...]:
+    device, host = phase.nbytes("device"), phase.nbytes("host")
+    device_upper, host_upper = run.needed(phase)
+    if run.is_unified:
+        device, host = device + host, device + host
+    return (
+        device,
+        device_upper,
+        host * run.ranks_per_host,
+        host_upper,
+        phase.nbytes("page cache") * run.ranks_per_host,
+    )
+
+
+def _show_formulas(out: Console, run: RunPlan, size: Callable[[int], str]) -> None:
+    for phase in run.phases:
+        out.print(Text(phase.name, "bold"))
+        for a in phase.amounts:
+            if a.nbytes:
+                line = f"  {a.what} ({a.where}): {size(a.nbytes)}, at most {size(a.upper_bytes)}: {a.formula}"
+                out.print(Text(line), soft_wrap=True)
+
+
+def _show_verdict(out: Console, verdict: Verdict, size: Callable[[int], str]) -> None:
+    if verdict.outcome == "fits":
+        out.print(Text("fits, at the upper ends of the error bars", "green"))
+        return
+    need = verdict.binds[0]
+    why = (
+        f"{need.phase} needs up to {size(need.needed_bytes)} of the {need.where}, which has {size(need.limit_bytes)}; "
+        f"most of it: {need.largest}"
+    )
+    if not verdict.changes:
+        out.print(
+            Text(f"does not fit, nor with any change that was tried: {why}", "bold red"), soft_wrap=True
+        )
+        return
+    out.print(Text(f"fits if one of these changes: {why}", "yellow"), soft_wrap=True)
+    for change in verdict.changes:
+        line = (
+            f"  {change.what}: {size(change.device_bytes)} of a device, {size(change.host_bytes)} of a host"
+        )
+        out.print(Text(line), soft_wrap=True)

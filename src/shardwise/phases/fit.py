@@ -1,0 +1,161 @@
+"""Whether a run fits into the memory there is, and which changes make it fit, the cheapest first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Any, Literal
+
+from ..errors import ShardwiseError
+from ..sharding.groups import ShardPolicy
+from .records import RunPlan
+from .training import Training
+
+__all__ = ["Change", "Limits", "Need", "Variant", "Verdict", "verdict_of"]
+
+#: So many changes that make it fit are shown.
+_MOST_CHANGES = 3
+_RANK_OF_LORA = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A run that can be planned."""
+
+    ranks: int
+    replicas: int
+    ranks_per_host: int
+    policy: ShardPolicy
+    training: Training
+    adapter: Any
+
+    @property
+    def shards(self) -> int:
+        """Ranks that hold one copy of the model together."""
+        return self.ranks // self.replicas
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The memory there is; None: not asked for."""
+
+    device_bytes: int | None
+    """Of one device."""
+    host_bytes: int | None
+    """Of one host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """A phase that needs more than there is."""
+
+    phase: str
+    where: Literal["device", "host"]
+    needed_bytes: int
+    """At the upper end of the error bar."""
+    limit_bytes: int
+    largest: str
+    """The amount that takes most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change with which the run fits: it was planned with it."""
+
+    what: str
+    device_bytes: int
+    host_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether a run fits. At the upper ends of error bars, so that "fits" is not too optimistic."""
+
+    outcome: Literal["fits", "fits if", "does not fit"]
+    binds: tuple[Need, ...]
+    """The phases that do not fit, the one that lacks most first."""
+    changes: tuple[Change, ...]
+    """The cheapest first."""
+
+
+def verdict_of(run: RunPlan, limits: Limits, asked: Variant, plan: Callable[[Variant], RunPlan]) -> Verdict:
+    """Compare ``run`` with ``limits``. If it does not fit, ``plan`` the changes of ``asked``, from the cheapest on."""
+    binds = _binding(run, limits)
+    if not binds:
+        return Verdict("fits", (), ())
+    changes: list[Change] = []
+    for what, variant in _changes(asked):
+        if changes and "batch size" in what and "batch size" in changes[-1].what:
+            continue  # a larger batch fits
+        try:
+            changed = plan(variant)
+        except (ShardwiseError, ValueError):  # this model can't be changed so
+            continue
+        if not _binding(changed, limits):
+            changes.append(Change(what, changed.device_bytes, changed.host_bytes))
+        if len(changes) == _MOST_CHANGES:
+            break
+    return Verdict("fits if" if changes else "does not fit", binds, tuple(changes))
+
+
+def _binding(run: RunPlan, limits: Limits) -> tuple[Need, ...]:
+    found: list[Need] = []
+    for phase in run.phases:
+        device, host = run.needed(phase)
+        for where, needed, limit in (
+            ("device", device, limits.device_bytes),
+            ("host", host, limits.host_bytes),
+        ):
+            if limit is not None and needed > limit:
+                places = ("device", "host") if run.is_unified else (where,)
+                largest = max((a for a in phase.amounts if a.where in places), key=lambda a: a.upper_bytes)
+                found.append(Need(phase.name, where, needed, limit, largest.what))  # type: ignore[arg-type]
+    return tuple(sorted(found, key=lambda need: need.limit_bytes / need.needed_bytes))
+
+
+def _changes(asked: Variant) -> Iterator[tuple[str, Variant]]:
+    """Changes by their price: time of a step, other results, more machines, another method."""
+    training = asked.training
+    leaner, named = asked, ""
+    if not training.checkpointing:
+        leaner = replace(asked, training=replace(training, checkpointing=True))
+        named = "activation checkpointing"
+        yield named, leaner
+    batch = training.batch_size
+    while batch > 1:
+        batch //= 2
+        what = f"batch size {batch} with gradient accumulation"
+        smaller = replace(leaner, training=replace(leaner.training, batch_size=batch))
+        yield _and(named, what), smaller
+    if training.batch_size > 1:
+        leaner, named = smaller, _and(named, "batch size 1 with gradient accumulation")
+    if training.optimizer == "adamw":
+        what = "an 8-bit AdamW (torchao)"
+        yield what, replace(asked, training=replace(training, optimizer="adamw8bit"))
+        if named:
+            eight = replace(leaner, training=replace(leaner.training, optimizer="adamw8bit"))
+            yield _and(named, what), eight
+    if not asked.policy.cpu_offload and training.device == "cuda":
+        offloaded = replace(leaner, policy=replace(leaner.policy, cpu_offload=True))
+        yield _and(named, "offload to the host (ShardPolicy(cpu_offload=True))"), offloaded
+    for times in (2, 4, 8):
+        yield (
+            _and(named, f"{times * asked.ranks} ranks, {asked.ranks_per_host} on each host"),
+            replace(leaner, ranks=times * asked.ranks),
+        )
+    if asked.adapter is None and find_spec("peft") is not None:
+        yield (
+            _and(named, f"LoRA of rank {_RANK_OF_LORA} on all linear layers"),
+            replace(leaner, adapter=_lora()),
+        )
+
+
+def _and(first: str, second: str) -> str:
+    return f"{first}, {second}" if first else second
+
+
+def _lora() -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(r=_RANK_OF_LORA, target_modules="all-linear", task_type="CAUSAL_LM")

@@ -1,0 +1,252 @@
+"""One forward and backward on tensors without memory, which shows how much memory activations take, and when.
+
+Only one of the blocks that are alike runs; :mod:`.timeline` puts its events where the other ones would run. The model is the
+unsharded one on meta. Storages are followed from their first operation until they are freed, as torch's ``MemTracker`` does.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..internals.torch import TorchDispatchMode, fake_tensors, storage_key, tree_leaves
+from .groups import Event, StepGroup
+from .training import Training
+
+__all__ = ["alike", "measure"]
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Bytes of live storages, and the most there were since the last event."""
+
+    def __init__(self, known: Iterator[torch.Tensor], *, widen: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = self.peak = 0
+        self.events: list[Event] = []
+        self._widen = widen
+        self._sizes = {storage_key(tensor): 0 for tensor in known}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._see(leaf)
+        return result
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        storage, key = tensor.untyped_storage(), storage_key(tensor)
+        if key in self._sizes:
+            return
+        self._sizes[key] = self.size_of(tensor)
+        self.live += self._sizes[key]
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._gone, key)
+
+    def size_of(self, tensor: torch.Tensor) -> int:
+        """Bytes of a storage, as if what is in bfloat16 were in float32."""
+        return tensor.untyped_storage().nbytes() * (
+            2 if self._widen and tensor.dtype == torch.bfloat16 else 1
+        )
+
+    def _gone(self, key: int) -> None:
+        self.live -= self._sizes.pop(key, 0)
+
+    def note(self, kind: str, group: int, nbytes: int = 0) -> None:
+        self.events.append(Event(kind, group, nbytes, self.live, self.peak))
+        self.peak = self.live
+
+
+def alike(groups: Sequence[StepGroup]) -> dict[int, int]:
+    """For each block, the first block of the same class, shapes and settings; itself, if it is the first."""
+    first: dict[Any, int] = {}
+    return {
+        g.index: first.setdefault(_signature(g.module), g.index)
+        for g in groups
+        if g.kind == "block" and not _is_inside_block(g, groups)
+    }
+
+
+def _is_inside_block(group: StepGroup, groups: Sequence[StepGroup]) -> bool:
+    return any(o.kind == "block" and group.path.startswith(f"{o.path}.") for o in groups)
+
+
+def _signature(module: nn.Module) -> Any:
+    settings = tuple(
+        (key, value)
+        for key, value in sorted(vars(module).items())
+        if isinstance(value, str | int | float | bool) and "idx" not in key and not key.startswith("_")
+    )
+    parts = tuple((type(m), getattr(m, "sliding_window", None), m.training) for m in module.modules())
+    shapes = tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in module.named_parameters())
+    return settings, parts, shapes
+
+
+def measure(
+    model: nn.Module,
+    groups: Sequence[StepGroup],
+    training: Training,
+    compute: torch.dtype | None,
+    *,
+    widen: bool = False,
+) -> list[Event]:
+    """The events of one forward and backward of ``model`` (unsharded, on meta), with the memory of its activations.
+
+    ``groups``: those that FSDP2 would make. ``widen``: count what is in bfloat16 as float32. Raises whatever the model's own code raises where it looks at values. Leaves the
+    model as it was; takes the memory of its buffers.
+    """
+    first = alike(groups)
+    passed_over = {i: rep for i, rep in first.items() if i != rep}
+    skipped = {id(m) for i in passed_over for m in groups[i].module.modules()}
+    with ExitStack() as stack:
+        stack.enter_context(_as_training(model, training.checkpointing))
+        stack.enter_context(fake_tensors())
+        parameters = stack.enter_context(_fake_parameters(model, skipped, compute))
+        outputs: dict[int, Any] = {}
+        for index, rep in passed_over.items():
+            stack.enter_context(_passing_on(groups[index].module, rep, outputs))
+        tracker = _LiveBytes(iter(parameters.values()), widen=widen)
+        _hook(stack, groups, tracker, outputs, parameters)
+        ids = torch.zeros(training.batch_size, training.sequence_length, dtype=torch.int64)
+        with tracker:
+            loss = _loss(model, ids)
+            tracker.note("loss", -1)
+            loss.backward()
+            del loss
+            tracker.note("end", -1)
+    return tracker.events
+
+
+@contextmanager
+def _as_training(model: Any, checkpointing: bool) -> Iterator[None]:
+    """The model in training mode, with or without activation checkpointing, and as it was afterwards."""
+    was_training = {m: m.training for m in model.modules()}
+    asked_inputs = checkpointing and not all(p.requires_grad for p in model.parameters())
+    model.train()
+    if checkpointing:
+        if asked_inputs:
+            model.enable_input_require_grads()  # as trainers do where the embedding is frozen
+        _switch_checkpointing(model, True)
+    try:
+        yield
+    finally:
+        if checkpointing:
+            _switch_checkpointing(model, False)
+            if asked_inputs:
+                model.disable_input_require_grads()
+        for module, mode in was_training.items():
+            module.training = mode
+
+
+def _switch_checkpointing(model: Any, on: bool) -> None:
+    """By transformers' own methods, whose names changed in 5.23."""
+    named = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    if on:
+        options = {f"{named}_checkpointing_kwargs": {"use_reentrant": False}}
+        getattr(model, f"{named}_checkpointing_enable")(**options)
+    else:
+        getattr(model, f"{named}_checkpointing_disable")()
+
+
+@contextmanager
+def _fake_parameters(
+    model: nn.Module, skipped: set[int], compute: torch.dtype | None
+) -> Iterator[dict[int, nn.Parameter]]:
+    """Parameters on the CPU, without memory, in the dtype of the forward, in the modules that run. By id of the own one."""
+    own: list[tuple[nn.Module, str, nn.Parameter]] = [
+        (module, name, parameter)
+        for module in model.modules()
+        if id(module) not in skipped
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+    ]
+    fake: dict[int, nn.Parameter] = {}
+    for _, _, p in own:
+        if id(p) not in fake:
+            dtype = compute if compute is not None and p.is_floating_point() else p.dtype
+            fake[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=dtype, device="cpu"), p.requires_grad)
+    try:
+        for module, name, p in own:
+            module.register_parameter(name, fake[id(p)])
+        yield fake
+    finally:
+        for module, name, p in own:
+            module.register_parameter(name, p)
+
+
+@contextmanager
+def _passing_on(module: nn.Module, rep: int, outputs: dict[int, Any]) -> Iterator[None]:
+    """A block that hands its input on, in the form in which the block alike returns its output."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        hidden, like = hidden.view_as(hidden), outputs[rep]
+        return hidden if like is None else (hidden, *like)
+
+    module.forward = forward  # on the object, for this run
+    try:
+        yield
+    finally:
+        del module.forward
+
+
+def _hook(
+    stack: ExitStack,
+    groups: Sequence[StepGroup],
+    tracker: _LiveBytes,
+    outputs: dict[int, Any],
+    parameters: dict[int, nn.Parameter],
+) -> None:
+    """Note when each group's forward begins and ends, when its backward begins, and when a gradient is there."""
+
+    def enter(index: int) -> Callable[..., None]:
+        return lambda *_: tracker.note("enter", index)
+
+    def leave(index: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            tracker.note("exit", index)
+            outputs[index] = output[1:] if isinstance(output, tuple) else None
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    leaf.register_hook(lambda _: tracker.note("back", index))
+                    break
+
+        return hook
+
+    def gradient(index: int) -> Callable[[torch.Tensor], None]:
+        def hook(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            nbytes = tracker.size_of(parameter.grad)
+            parameter.grad = None
+            tracker.note("grad", index, nbytes)
+
+        return hook
+
+    for group in groups:
+        for handle in (
+            group.module.register_forward_pre_hook(enter(group.index)),
+            group.module.register_forward_hook(leave(group.index)),
+        ):
+            stack.callback(handle.remove)
+        for original in group.parameters:
+            fake = parameters.get(id(original))
+            if fake is not None and fake.requires_grad:
+                fake.register_post_accumulate_grad_hook(gradient(group.index))
+
+
+def _loss(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """A loss as trainers compute it: the model's own where it takes labels of the input's shape, else a mean."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    accepts = inspect.signature(base.forward).parameters
+    given: dict[str, Any] = {"input_ids": ids}
+    if "use_cache" in accepts:
+        given["use_cache"] = False
+    if "labels" in accepts and base.get_output_embeddings() is not None:
+        loss: torch.Tensor = model(**given, labels=ids).loss
+        return loss
+    found = [t for t in tree_leaves(model(**given)) if isinstance(t, torch.Tensor) and t.requires_grad]
+    return found[0].float().mean()

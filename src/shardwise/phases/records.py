@@ -1,0 +1,102 @@
+"""The records of a plan by phases. Bytes are those of the rank that holds most, rank 0."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+__all__ = ["Amount", "Checkpoint", "Phase", "RunPlan", "Where"]
+
+Where = Literal["device", "host", "page cache"]
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """One part of the memory of a phase, at its peak."""
+
+    what: str
+    where: Where
+    nbytes: int
+    upper_bytes: int
+    """The upper end of the error bar."""
+    formula: str
+    """How the number comes about."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One phase of a run: what a rank holds at its peak."""
+
+    name: str
+    amounts: tuple[Amount, ...]
+
+    def nbytes(self, where: Where) -> int:
+        """Bytes of all amounts at one place."""
+        return sum(a.nbytes for a in self.amounts if a.where == where)
+
+    def upper_bytes(self, where: Where) -> int:
+        """The same at the upper ends of the error bars."""
+        return sum(a.upper_bytes for a in self.amounts if a.where == where)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """What one save stores."""
+
+    nbytes: int
+    """Payload over all ranks: parameters, buffers, optimizer state; replicas once."""
+    files: int
+    seconds: float
+    """At the bandwidth of :class:`Training`."""
+    requests: int
+    """Writes of parts to an object store: each file's parts, and one that begins and one that ends it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """What a training run takes on each rank, by phases."""
+
+    phases: tuple[Phase, ...]
+    ranks_per_host: int
+    is_unified: bool
+    """Whether device and host are one pool of memory."""
+    largest_gather_bytes: int
+    """Buffer of FSDP2's largest all-gather, with its padding, in the dtype of the forward."""
+    largest_reduce_bytes: int
+    """Input of FSDP2's largest reduce-scatter, in the dtype of the reduction."""
+    network_bytes_per_step: int
+    """Bytes that a rank receives over the network in one step."""
+    checkpoint: Checkpoint
+    assumptions: tuple[str, ...]
+    """What the numbers rest on, and a plan can't see."""
+
+    def phase(self, name: str) -> Phase:
+        """The phase of this name. Raises :class:`KeyError`."""
+        return {p.name: p for p in self.phases}[name]
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory of a rank at the upper end of the error bar, in the phase that needs most."""
+        return max(self.needed(p)[0] for p in self.phases)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of all ranks of a host at the upper end of the error bar, in the phase that needs most."""
+        return max(self.needed(p)[1] for p in self.phases)
+
+    def needed(self, phase: Phase) -> tuple[int, int]:
+        """Upper bounds of a phase: of the device of a rank, and of the host of ``ranks_per_host`` ranks, without page cache.
+
+        One pool of memory counts as the host's; each rank's share of it is then the first number, too.
+        """
+        device, host = phase.upper_bytes("device"), phase.upper_bytes("host")
+        if self.is_unified:
+            return device + host, (device + host) * self.ranks_per_host
+        return device, host * self.ranks_per_host
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        document = asdict(self)
+        for phase, entry in zip(self.phases, document["phases"], strict=True):
+            entry["device_upper_bytes"], entry["host_upper_bytes"] = self.needed(phase)
+        return document | {"device_bytes": self.device_bytes, "host_bytes": self.host_bytes}

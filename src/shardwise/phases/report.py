@@ -1,0 +1,157 @@
+"""The records of ``plan``: the cost of a load on every rank, and of a training run by phases."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..loading.store_requests import StoreRequests
+from ..planning import Plan
+from ..quantized.dequantized import Dequantized, described
+from ..recipe.host_convert import Converted
+from ..recipe.match import Declaration
+from ..sharding.groups import Group, largest_group
+from .fit import Verdict
+from .records import RunPlan
+
+__all__ = ["PlanReport", "RankCost", "RanksPlanned"]
+
+
+@dataclass(frozen=True, slots=True)
+class RankCost:
+    """The cost of one rank's plan."""
+
+    rank: int
+    shard_bytes: int
+    """Bytes of this rank's part of parameters and persistent buffers."""
+    bytes_read: int
+    """Bytes that the load reads from the source."""
+    staging_bytes: int
+    """Host memory besides the shards during the load, for a CPU target."""
+    reads: int
+    """Strided copies in the plan."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksPlanned:
+    """The plan of rank 0, and the cost of each rank that was planned; see :class:`PlanReport`."""
+
+    ranks: int
+    replicas: int
+    first: Plan
+    costs: tuple[RankCost, ...]
+    total_shard_bytes: int
+    store: StoreRequests | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanReport:
+    """The cost of loading a model over ``ranks`` ranks, from the plans that a load would run."""
+
+    path: str
+    model_class: str
+    """Class of the model; with adapters, of the base."""
+    dtypes: tuple[str, ...]
+    """Stored codes of the dtypes of the model's tensors, by falling bytes."""
+    ranks: int
+    replicas: int
+    """Copies of the model over all ranks: 1 for FSDP, more for HSDP."""
+    tensors: int
+    model_bytes: int
+    """Every distinct parameter and persistent buffer once."""
+    source_bytes: int
+    per_rank: tuple[RankCost, ...]
+    """Every rank up to 64 ranks; above, the one that holds most (rank 0) and the one that holds least (the last)."""
+    total_shard_bytes: int
+    """Sum over all ranks."""
+    total_bytes_read: int | None
+    """Sum over all ranks; None if not every rank was planned."""
+    groups: int
+    """Number of FSDP2 groups of the model."""
+    largest_group: Group
+    """The group that takes the most memory while it is gathered."""
+    replicated_bytes: int
+    """Bytes, on each rank, of parameters that FSDP2 can't shard: they stay whole."""
+    unused: tuple[Declaration, ...]
+    initialized: tuple[Declaration, ...]
+    converted: tuple[Converted, ...]
+    """Conversions that can't be compiled to byte ranges. Each rank with a part of a result runs them whole."""
+    dequantized: tuple[Dequantized, ...]
+    """Formats of tensors that the source stores as codes and scales, and the ranks hold dequantised."""
+    ignored_files: tuple[str, ...]
+    store: StoreRequests | None
+    """Requests of the load to object stores; None for local files."""
+    from_config: bool = False
+    """Planned from a config alone: the source is taken to hold the model's tensors in the model's dtypes."""
+    run: RunPlan | None = None
+    """The phases of the training; None without ``training=``."""
+    verdict: Verdict | None = None
+    """Whether they fit; None without a limit."""
+
+    @classmethod
+    def of(cls, path: str, model_class: str, groups: tuple[Group, ...], planned: RanksPlanned) -> PlanReport:
+        """The report of a model's ``groups`` and of the plans of its ranks: of the load alone."""
+        first, costs = planned.first, planned.costs
+        is_complete = len(costs) == planned.ranks
+        assert not is_complete or planned.total_shard_bytes == sum(c.shard_bytes for c in costs)
+        return cls(
+            path=path,
+            model_class=model_class,
+            dtypes=_dtypes(first),
+            ranks=planned.ranks,
+            replicas=planned.replicas,
+            tensors=len(first.wanted),
+            model_bytes=sum(w.nbytes for w in first.wanted),
+            source_bytes=first.source_bytes,
+            per_rank=costs,
+            total_shard_bytes=planned.total_shard_bytes,
+            total_bytes_read=sum(c.bytes_read for c in costs) if is_complete else None,
+            groups=len(groups),
+            largest_group=largest_group(groups),
+            replicated_bytes=sum(g.replicated_bytes for g in groups),
+            unused=first.unused,
+            initialized=first.initialized,
+            converted=tuple(host.describe() for host in dict.fromkeys(first.conversions.values())),
+            dequantized=described(first.coded.values(), first.kept),
+            ignored_files=first.ignored_files,
+            store=planned.store,
+        )
+
+    @property
+    def is_every_rank(self) -> bool:
+        """Whether ``per_rank`` lists all ranks."""
+        return len(self.per_rank) == self.ranks
+
+    def host_bytes(self, ranks: int, *, shards: bool) -> int:
+        """Host memory that ``ranks`` ranks of one host need at the peak of a load: staging, and ``shards`` on the CPU.
+
+        For the ranks that need most. What their processes take without a model comes on top.
+        """
+        needs = sorted((c.staging_bytes + shards * c.shard_bytes for c in self.per_rank), reverse=True)
+        return sum(needs[:ranks]) if self.is_every_rank else ranks * needs[0]
+
+    @property
+    def max_shard_bytes(self) -> int:
+        """Shard bytes of the rank that holds most."""
+        return max(cost.shard_bytes for cost in self.per_rank)
+
+    @property
+    def min_shard_bytes(self) -> int:
+        """Shard bytes of the rank that holds least."""
+        return min(cost.shard_bytes for cost in self.per_rank)
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain JSON values."""
+        return {
+            **asdict(self),
+            "run": None if self.run is None else self.run.to_json(),
+            "max_shard_bytes": self.max_shard_bytes,
+            "min_shard_bytes": self.min_shard_bytes,
+        }
+
+
+def _dtypes(plan: Plan) -> tuple[str, ...]:
+    held: dict[str, int] = {}
+    for wanted in plan.wanted:
+        held[wanted.dtype] = held.get(wanted.dtype, 0) + wanted.nbytes
+    return tuple(sorted(held, key=lambda code: -held[code]))

@@ -1,0 +1,124 @@
+"""What a plan is made of: a model directory with its weights, or a config alone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from ..catalog import Catalog
+from ..catalog.quantized import method_of_config
+from ..catalog.records import Chunk, StoredFile, StoredTensor
+from ..dtypes import code_of
+from ..errors import FormatError
+from ..layout.boxes import whole
+from ..layout.live import describe
+from ..limits import MAX_MODULES
+from ..loading.pretrained import Prepared, build_meta, prepare
+from ..loading.source import open_for_all
+from ..models.arguments import Arguments, Pretrained
+from ..models.classes import config_and_class
+from ..models.hub import find_for_all
+from ..models.meta_init import at_most
+from ..models.unquantized import forget_quantization
+from ..ranks.ranks import Ranks
+from ..storage import Requests, counting, is_url
+
+__all__ = ["Source", "source_of"]
+
+#: Files that may hold weights, by their ends.
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".distcp", ".index.json")
+#: Modules, parameters and buffers that a config alone may ask for.
+_MOST_PARTS = 50 * MAX_MODULES
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The model of a plan. :meth:`prepared` builds it on meta, each time anew."""
+
+    request: Pretrained
+    asked: Arguments
+    directory: str
+    catalog: Catalog | None
+    is_config_alone: bool
+    looks: Requests
+    """What looking at the source asked of an object store."""
+    shown: str
+    """The path in a report."""
+
+    def prepared(self, adapter: Any) -> Prepared:
+        """The model on meta, unsharded, with ``adapter``, its source and the rules of its load."""
+        request = replace(self.request, adapter=adapter)
+        if not self.is_config_alone:
+            return prepare(request, self.asked, self.directory, catalog=self.catalog)
+        given, trusted = (request.config, request.auto_class), request.trust_remote_code
+        config, model_class = config_and_class(self.directory, *given, trust_remote_code=trusted)
+        dtype = _dtype_of(config) if self.asked.dtype == "auto" else self.asked.dtype
+        forget_quantization(config)
+        for field, value in self.asked.implementations.items():
+            setattr(config, field, value)
+        refusal = FormatError(
+            f"asks for a model of more than {_MOST_PARTS} modules, parameters and buffers; see the numbers of layers",
+            path=self.shown,
+        )
+        with at_most(_MOST_PARTS, refusal):
+            base = build_meta(self.directory, dtype=dtype, auto_class=model_class, config=config)
+        catalog = _as_saved(base, self.shown)
+        return prepare(request, self.asked, self.directory, (base.config, type(base)), catalog, base)
+
+
+@contextmanager
+def source_of(request: Pretrained, *, may_lack_weights: bool) -> Iterator[Source]:
+    """The source of a request, while the context lasts: a config file gets a directory.
+
+    Raises :class:`SourceError` if there is none, or if it lacks weights and may not.
+    """
+    path, asked = os.fspath(request.path), request.understood()
+    with TemporaryDirectory(prefix="shardwise-plan-") as folder:
+        if may_lack_weights and not is_url(path) and _is_config_alone(path):
+            if os.path.isfile(path):
+                shutil.copyfile(path, os.path.join(folder, "config.json"))
+            directory = folder if os.path.isfile(path) else path
+            yield Source(request, asked, directory, None, True, Requests(), path)
+            return
+        with counting() as looks:  # those of rank 0 of a load
+            found = find_for_all(request.path, asked.hub, Ranks(), with_code=request.trust_remote_code)
+            lent = found.lent
+            catalog = open_for_all(
+                found.directory if lent is None else lent, Ranks(), variant=asked.hub.variant
+            )
+        yield Source(request, asked, found.directory, catalog, False, looks, catalog.root)
+
+
+def _is_config_alone(path: str) -> bool:
+    """Whether a path is a JSON file, or a directory with config.json and no weights."""
+    if os.path.isfile(path):
+        return path.endswith(".json")
+    if not os.path.isfile(os.path.join(path, "config.json")):
+        return False
+    return not any(name.endswith(_WEIGHTS) for name in os.listdir(path))
+
+
+def _dtype_of(config: Any) -> Any:
+    """The dtype that a config declares, or its text part; codes are dequantised to bfloat16; else transformers' default."""
+    for part in (config, config.get_text_config()):
+        if getattr(part, "dtype", None) is not None:
+            return part.dtype
+    return torch.bfloat16 if method_of_config(config) else torch.float32
+
+
+def _as_saved(model: Any, path: str) -> Catalog:
+    """A catalog as if ``model`` were saved under its own names, in one file that does not exist."""
+    tensors, end = {}, 0
+    for entry in describe(model).stored:
+        shape = tuple(entry.tensor.shape)
+        chunk = Chunk(whole(shape), path, end)
+        tensors[entry.name] = StoredTensor(entry.name, code_of(entry.tensor.dtype), shape, (chunk,))
+        end += tensors[entry.name].nbytes
+    return Catalog("slices", path, tensors, (StoredFile(path, end),))

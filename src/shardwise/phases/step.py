@@ -1,0 +1,174 @@
+"""The memory of one training step: events of a forward and backward, with what FSDP2 holds at each of them.
+
+FSDP2 (torch 2.12-2.14) gathers a group into a buffer and copies the parameters out of it. In the forward it keeps the buffer
+until the next group is gathered; in the backward it frees it, and gathers the next group ahead. Gradients of a group are
+copied into the input of a reduce-scatter, which is kept until the next group has its gradients. What gloo does on the CPU comes
+on top: it makes a copy of the buffers of a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from .groups import Event, StepGroup
+
+__all__ = ["StepPeak", "peak_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPeak:
+    """What a step holds beside parameters and optimizer state, at the instant at which that is most."""
+
+    gathered_bytes: int
+    """Gathered parameters, and buffers of all-gathers."""
+    reduced_bytes: int
+    """Whole gradients, and buffers of reduce-scatters."""
+    gradient_bytes: int
+    """This rank's part of the gradients, so far."""
+    activation_bytes: int
+    when: str
+    """The event, and the group at which it is."""
+
+    @property
+    def total_bytes(self) -> int:
+        return self.gathered_bytes + self.reduced_bytes + self.gradient_bytes + self.activation_bytes
+
+
+@dataclass(slots=True)
+class _Fsdp2:
+    """What FSDP2 holds now."""
+
+    groups: Sequence[StepGroup]
+    shards: int
+    copies: bool
+    """Collectives copy their buffers (gloo)."""
+    best: StepPeak = field(default_factory=lambda: StepPeak(0, 0, 0, 0, ""))
+    is_backward: bool = False
+    gathered: set[int] = field(default_factory=set)
+    buffer: int = 0
+    """Bytes of the buffer that is kept in the forward."""
+    ahead: dict[int, int] = field(default_factory=dict)
+    """Buffers of groups that are gathered ahead."""
+    order: list[int] = field(default_factory=list)
+    whole: dict[int, int] = field(default_factory=dict)
+    """Whole gradients of each group."""
+    reducing: int = 0
+    """Bytes of the input of the last reduce-scatter."""
+    gradients: int = 0
+    done: set[int] = field(default_factory=set)
+    finished: set[int] = field(default_factory=set)
+
+    def look(self, activations: int, when: str, more_gathered: int = 0, more_reduced: int = 0) -> None:
+        held = sum(self.groups[i].gathered_bytes for i in self.gathered)
+        now = StepPeak(
+            held + self.buffer + sum(self.ahead.values()) + more_gathered,
+            sum(self.whole.values()) + self.reducing + more_reduced,
+            self.gradients,
+            activations,
+            when,
+        )
+        if now.total_bytes > self.best.total_bytes:
+            self.best = now
+
+    # -- gathering ---------------------------------------------------------------------------------------
+
+    def gather(self, index: int, activations: int) -> None:
+        if index in self.gathered:
+            return
+        group, name = self.groups[index], self._name(index)
+        size = group.gathered_bytes if self.shards > 1 else 0
+        ahead = self.ahead.pop(index, None)
+        if ahead is None:
+            self.look(activations, f"gather {name}", size * (1 + self.copies) + group.cast_bytes)
+        self.buffer = 0
+        self.look(activations, f"copy out {name}", size + group.gathered_bytes)
+        self.gathered.add(index)
+        if not self.is_backward:
+            self.buffer = size
+
+    def gather_ahead(self, index: int, activations: int) -> None:
+        at = self.order.index(index) if index in self.order else 0
+        if at == 0 or self.shards == 1:
+            return
+        before = self.order[at - 1]
+        if before not in self.gathered and before not in self.ahead and before not in self.finished:
+            size = self.groups[before].gathered_bytes
+            more = size * self.copies + self.groups[before].cast_bytes
+            self.ahead[before] = size
+            self.look(activations, f"gather {self._name(before)} ahead", more)
+
+    # -- reducing ----------------------------------------------------------------------------------------
+
+    def finish(self, index: int, activations: int) -> None:
+        """A group's gradients are whole: reduce them, and free the group's parameters."""
+        group, name = self.groups[index], self._name(index)
+        self.gathered.discard(index)
+        self.ahead.pop(index, None)
+        self.finished.add(index)
+        if not self.whole.get(index):
+            return
+        self.reducing = 0
+        part = group.reduced_bytes // self.shards
+        self.look(activations, f"reduce {name}", more_reduced=group.reduced_bytes)
+        del self.whole[index]
+        copied = group.reduced_bytes if self.copies and self.shards > 1 else 0
+        self.look(activations, f"reduce {name}", more_reduced=group.reduced_bytes + copied + part)
+        self.reducing = group.reduced_bytes
+        own = group.gradient_bytes
+        self.look(activations, f"reduce {name}", more_reduced=part + own * group.is_reduced_apart)
+        self.gradients += own
+
+    def _name(self, index: int) -> str:
+        return self.groups[index].path or "root"
+
+
+def peak_of(
+    events: Iterable[Event],
+    groups: Sequence[StepGroup],
+    *,
+    shards: int,
+    keeps_gathered: bool = False,
+    copies: bool = False,
+) -> StepPeak:
+    """The instant of a step at which it needs most, beside parameters and optimizer state. ``events``: of the whole step."""
+    state, root = _Fsdp2(groups, shards, copies), len(groups) - 1
+    waiting: dict[int, int] = {}
+    for event in events:
+        state.look(event.peak, f"{event.kind} {groups[event.group].path if event.group >= 0 else ''}".strip())
+        if waiting and event.kind in ("back", "end", "grad"):
+            for index in [i for i in waiting if waiting[i] == 0 and i != event.group]:
+                state.finish(index, event.live)
+                del waiting[index]
+        match event.kind:
+            case "enter":
+                state.gather(event.group, event.live)
+            case "exit" if not state.is_backward:
+                state.order.append(event.group)
+                if event.group != root and not keeps_gathered:
+                    state.gathered.discard(event.group)
+            case "loss":
+                state.is_backward, state.buffer = True, 0
+            case "back":
+                _finish_frozen(state, event, waiting)
+                state.gather(event.group, event.live)
+                state.gather_ahead(event.group, event.live)
+                waiting[event.group] = sum(p.requires_grad for p in groups[event.group].parameters)
+            case "grad":
+                state.whole[event.group] = state.whole.get(event.group, 0) + event.nbytes
+                if event.group in waiting:
+                    waiting[event.group] = max(0, waiting[event.group] - 1)
+            case "end":
+                for index in sorted(state.whole):
+                    state.finish(index, event.live)
+    return state.best
+
+
+def _finish_frozen(state: _Fsdp2, event: Event, waiting: dict[int, int]) -> None:
+    """Groups that wait for a gradient which does not come are over when a group outside of them begins."""
+    here = state.groups[event.group].path
+    for index in list(waiting):
+        path = state.groups[index].path
+        if path and not here.startswith(f"{path}.") and here != path:
+            state.finish(index, event.live)
+            del waiting[index]

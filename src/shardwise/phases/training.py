@@ -1,0 +1,51 @@
+"""The training that a plan is made for: :class:`Training`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["OPTIMIZERS", "Device", "Optimizer", "Training"]
+
+Optimizer = Literal["adamw", "adamw8bit", "sgd", "momentum"]
+Device = Literal["cuda", "unified", "cpu"]
+
+#: States of an optimizer, each of the parameter's shape: how many, and bytes of each element (None: the parameter's dtype).
+OPTIMIZERS: dict[str, tuple[int, float | None]] = {
+    "adamw": (2, None),
+    "adamw8bit": (2, 1 + 4 / 256),
+    "sgd": (0, None),
+    "momentum": (1, None),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What a run does with the model, for :func:`shardwise.plan`. Dtypes and offload are those of ``policy=`` and ``dtype=``."""
+
+    batch_size: int = 1
+    """Samples of a rank in one forward."""
+    sequence_length: int = 2048
+    """Tokens of a sample."""
+    optimizer: Optimizer = "adamw"
+    """``adamw``: two moments in the dtype of the parameter; ``adamw8bit``: torchao's, one byte and a scale for each block of
+    256; ``sgd``: no state; ``momentum``: SGD with one state."""
+    checkpointing: bool = False
+    """Activation checkpointing of each block, as ``gradient_checkpointing_enable`` does it."""
+    device: Device = "cuda"
+    """Where the shards lie. ``unified``: a device that shares the host's memory (GB10, Grace); ``cpu``: no device."""
+    max_staging_bytes: int | None = None
+    """Of an async ``Checkpointer``; None: the whole state of the rank."""
+    bytes_per_s: float = 1e9
+    """What the storage of checkpoints takes from all ranks together."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "sequence_length", "bytes_per_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.max_staging_bytes is not None and self.max_staging_bytes < 1:
+            raise ValueError(f"max_staging_bytes must be at least 1 or None, got {self.max_staging_bytes}")
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {self.optimizer!r}")
+        if self.device not in ("cuda", "unified", "cpu"):
+            raise ValueError(f"device must be 'cuda', 'unified' or 'cpu', got {self.device!r}")

@@ -1,0 +1,226 @@
+"""What a plan says of a run's phases, against torch's own tracker of memory, and what a verdict promises."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import shardwise as sw
+from shardwise.internals.torch import fake_store
+from shardwise.internals.transformers import build_from_config
+from shardwise.phases.activations import step_of
+from tests.harness.tiers import long_rows
+
+QWEN = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 2048,
+    "dtype": "bfloat16",
+}
+MIXED = sw.ShardPolicy(mixed_precision=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a config and no weights."""
+    directory = tmp_path_factory.mktemp("phases")
+    transformers.Qwen3Config(**QWEN, architectures=["Qwen3ForCausalLM"]).save_pretrained(directory)
+    return directory
+
+
+def run_of(config: Path, training: sw.Training, ranks: int = 4, **options: Any) -> Any:
+    report = sw.plan(config, ranks=ranks, training=training, **options)
+    assert report.run is not None
+    return report.run
+
+
+def parts(phase: Any) -> dict[str, int]:
+    return {a.what: a.nbytes for a in phase.amounts}
+
+
+# ----------------------------------------------------------------------------------------------------
+# Parameters, gradients, optimizer state
+
+
+def test_what_stays_follows_from_the_parameters(config: Path) -> None:
+    parameters = sum(p.numel() for p in model_on_meta().parameters())
+    for optimizer, bytes_each in (("adamw", 4), ("momentum", 2), ("sgd", 0)):
+        at_rest = parts(run_of(config, sw.Training(optimizer=optimizer)).phase("save, sync"))  # type: ignore[arg-type]
+        assert at_rest["parameters"] == at_rest["gradients"] == parameters * 2 // 4
+        assert at_rest["optimizer state"] == pytest.approx(parameters * bytes_each // 4, abs=1000)
+    eight = parts(run_of(config, sw.Training(optimizer="adamw8bit")).phase("save, sync"))
+    assert eight["optimizer state"] == pytest.approx(parameters * 2 // 4, rel=0.03)
+
+
+def test_an_async_save_adds_a_copy_of_the_state(config: Path) -> None:
+    training = sw.Training(sequence_length=128)
+    run = run_of(config, training)
+    steady, saving = parts(run.phase("steady step")), run.phase("save, async")
+    (copy,) = [a for a in saving.amounts if a.what == "staging" and "copy" in a.formula]
+    assert copy.where == "host"
+    assert copy.nbytes == steady["parameters"] + 2 * steady["parameters"] + 4 * 69
+    small = run_of(config, replace(training, max_staging_bytes=2**20)).phase("save, async")
+    assert saving.nbytes("host") - small.nbytes("host") == copy.nbytes - 2**20
+
+
+def test_host_and_device_are_one_pool_where_they_share_memory(config: Path) -> None:
+    training = sw.Training(sequence_length=128)
+    apart = run_of(config, training, ranks_per_host=2)
+    shared = run_of(config, replace(training, device="unified"), ranks_per_host=2)
+    phase = apart.phase("steady step")
+    device, host = apart.needed(phase)
+    assert shared.needed(shared.phase("steady step")) == (device + host // 2, 2 * device + host)
+    on_cpu = run_of(config, replace(training, device="cpu"))
+    assert on_cpu.device_bytes == 0
+
+
+def test_offload_moves_the_state_to_the_host(config: Path) -> None:
+    run = run_of(config, sw.Training(sequence_length=128), policy=sw.ShardPolicy(cpu_offload=True))
+    places = {a.what: a.where for a in run.phase("steady step").amounts}
+    assert places["parameters"] == places["optimizer state"] == places["gradients"] == "host"
+    assert places["activations"] == "device"
+
+
+# ----------------------------------------------------------------------------------------------------
+# A step, against torch's tracker
+
+
+def model_on_meta() -> Any:
+    with sw.meta_init():
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**QWEN))
+    return model.to(torch.bfloat16)
+
+
+def tracked(ranks: int, replicas: int, policy: sw.ShardPolicy, training: sw.Training) -> int:
+    """Peak bytes of a step beside parameters, by ``FSDPMemTracker`` under fake tensors."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+
+    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=ranks)
+    try:
+        shape = (ranks,) if replicas == 1 else (replicas, ranks // replicas)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model = build_from_config(
+                transformers.Qwen3ForCausalLM, transformers.Qwen3Config(**QWEN), torch.bfloat16
+            )
+            if training.checkpointing:
+                model.activation_checkpointing_enable({"use_reentrant": False})
+            sw.shard(model, mesh, policy)
+            own = sum(p.to_local().nbytes for p in model.parameters())
+            ids = torch.zeros(training.batch_size, training.sequence_length, dtype=torch.int64)
+            tracker = FSDPMemTracker(model)
+            tracker.track_inputs((ids,))
+            with tracker, warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                model.train()
+                model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+    finally:
+        dist.destroy_process_group()
+    return int(peak) - own
+
+
+@pytest.mark.parametrize(
+    ("ranks", "replicas", "policy", "training"),
+    [
+        (3, 1, sw.ShardPolicy(), sw.Training(batch_size=2, sequence_length=128, checkpointing=True)),
+        (8, 2, MIXED, sw.Training(batch_size=2, sequence_length=128)),
+        *long_rows(
+            (4, 1, sw.ShardPolicy(), sw.Training(batch_size=2, sequence_length=64)),
+            (4, 1, sw.ShardPolicy(), sw.Training(batch_size=4, sequence_length=256)),
+            (2, 1, sw.ShardPolicy(reshard_after_forward=False), sw.Training(sequence_length=128)),
+        ),
+    ],
+)
+def test_steps_take_what_torch_tracks(
+    ranks: int, replicas: int, policy: sw.ShardPolicy, training: sw.Training
+) -> None:
+    step = step_of(model_on_meta(), policy, ranks // replicas, training)
+    expected = tracked(ranks, replicas, policy, training)
+    assert step.peak.total_bytes == pytest.approx(expected, rel=0.1)
+
+
+# ----------------------------------------------------------------------------------------------------
+# The verdict
+
+
+def test_a_change_that_a_verdict_proposes_fits_when_it_is_planned(config: Path) -> None:
+    training = sw.Training(batch_size=8, sequence_length=512)
+    needed = run_of(config, training).device_bytes
+    fits = sw.plan(config, ranks=4, training=training, device_limit_bytes=needed).verdict
+    assert fits is not None
+    assert (fits.outcome, fits.binds, fits.changes) == ("fits", (), ())
+    limit = needed - 1
+    verdict = sw.plan(config, ranks=4, training=training, device_limit_bytes=limit).verdict
+    assert verdict is not None
+    assert verdict.outcome == "fits if"
+    need, first = verdict.binds[0], verdict.changes[0]
+    assert (need.where, need.needed_bytes, need.limit_bytes) == ("device", needed, limit)
+    assert first.what == "activation checkpointing"
+    changed = run_of(config, replace(training, checkpointing=True))
+    assert first.device_bytes == changed.device_bytes <= limit
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT's
+def test_nothing_helps_against_what_is_too_small(config: Path) -> None:
+    training = sw.Training(sequence_length=64)
+    verdict = sw.plan(config, ranks=4, training=training, device_limit_bytes=2**20).verdict
+    assert verdict is not None
+    assert verdict.outcome == "does not fit"
+    assert {need.phase for need in verdict.binds} >= {"build", "load", "steady step", "export"}
+    host = sw.plan(config, ranks=4, training=training, host_limit_bytes=2**30).verdict
+    assert host is not None
+    assert {need.where for need in host.binds} == {"host"}
+
+
+def test_a_model_that_looks_at_values_is_planned_by_a_formula(tmp_path: Path) -> None:
+    config = transformers.SwitchTransformersConfig(
+        vocab_size=512,
+        d_model=64,
+        d_kv=16,
+        d_ff=64,
+        num_layers=2,
+        num_decoder_layers=2,
+        num_heads=4,
+        num_experts=4,
+    )
+    config.architectures = ["SwitchTransformersForConditionalGeneration"]
+    config.save_pretrained(tmp_path)
+    run = run_of(tmp_path, sw.Training(sequence_length=128))
+    assert any("by a formula" in text for text in run.assumptions)
+    (activations,) = [a for a in run.phase("steady step").amounts if a.what == "activations"]
+    assert activations.upper_bytes == 2 * activations.nbytes > 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"batch_size": 0},
+        {"optimizer": "lion"},
+        {"device": "tpu"},
+        {"max_staging_bytes": 0},
+        {"bytes_per_s": 0},
+    ],
+)
+def test_wrong_trainings_are_named(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        sw.Training(**wrong)
+
+
+def test_a_limit_needs_a_training(config: Path) -> None:
+    with pytest.raises(ValueError, match="training="):
+        sw.plan(config, ranks=2, device_limit_bytes=1)

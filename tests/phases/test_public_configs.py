@@ -1,0 +1,80 @@
+"""Plans of public models from their configs alone, without weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import shardwise as sw
+from shardwise.errors import SourceError
+from tests.harness.tiers import long
+
+CONFIGS = Path(__file__).parent / "configs"
+#: Parameters, as their publishers count them or as the class builds them.
+PARAMETERS = {
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
+    "deepseek-v3": 671_026_404_352,
+}
+REST = ("llama-3-70b", "qwen3-32b", "qwen3-30b-a3b", "gpt-oss-120b")
+
+
+def planned(name: str, ranks: int, **options: object) -> sw.PlanReport:
+    training = sw.Training(sequence_length=512, checkpointing=True)
+    return sw.plan(CONFIGS / f"{name}.json", ranks=ranks, ranks_per_host=8, training=training, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "gpt-oss-20b", "deepseek-v3", *long(*REST)])
+def test_sizes(name: str) -> None:
+    report = planned(name, 8)
+    assert report.from_config
+    assert report.run is not None
+    narrow = 2 * PARAMETERS[name]
+    # DeepSeek's router biases are buffers, in fp32.
+    assert narrow <= report.model_bytes < narrow + 2**20
+    assert narrow <= report.total_shard_bytes < narrow + 2**23  # buffers are whole on every rank
+    assert report.run.checkpoint.nbytes >= 3 * narrow
+    assert not any("by a formula" in text for text in report.run.assumptions)
+
+
+def test_35b_over_three_ranks() -> None:
+    auto_class = transformers.Qwen3_5MoeForCausalLM
+    report = planned("qwen3.5-35b-a3b", 3, auto_class=auto_class)
+    assert round(report.model_bytes / 3 / 1e9, 1) == 23.1  # without the vision tower
+    # 256 experts over three ranks: rank 0 holds 86 of each layer.
+    assert report.max_shard_bytes / report.model_bytes == pytest.approx(86 / 256, rel=0.002)
+
+
+def test_a_trillion_parameters_over_1024_ranks() -> None:
+    report = planned("kimi-k2", 1024, auto_class=transformers.DeepseekV3ForCausalLM)
+    assert report.run is not None
+    assert report.model_bytes > 2e12
+    # 384 experts over 1,024 ranks: FSDP2 pads them to 1,024.
+    assert report.run.largest_gather_bytes > 2.6 * 2 * 384 * 3 * 7168 * 2048
+
+
+def test_a_config_without_weights_needs_a_training(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((CONFIGS / "llama-3-8b.json").read_bytes())
+    with pytest.raises(SourceError, match=r"no \.safetensors file"):
+        sw.plan(tmp_path, ranks=2)
+    directory = sw.plan(tmp_path, ranks=2, training=sw.Training(sequence_length=128))
+    file = sw.plan(CONFIGS / "llama-3-8b.json", ranks=2, training=sw.Training(sequence_length=128))
+    assert directory.run == file.run
+    assert directory.dtypes == ("BF16",)
+
+
+def test_a_training_in_other_dtypes() -> None:
+    narrow = planned("llama-3-8b", 8).run
+    wide = planned("llama-3-8b", 8, dtype=torch.float32).run
+    assert narrow is not None
+    assert wide is not None
+    parts = [{a.what: a.nbytes for a in run.phase("save, sync").amounts} for run in (narrow, wide)]
+    for what in ("parameters", "gradients", "optimizer state"):
+        assert parts[1][what] == pytest.approx(2 * parts[0][what], rel=1e-4)
