@@ -92,6 +92,10 @@ def test_offload_moves_the_state_to_the_host(config: Path) -> None:
     places = {a.what: a.where for a in run.phase("steady step").amounts}
     assert places["parameters"] == places["optimizer state"] == places["gradients"] == "host"
     assert places["activations"] == "device"
+    # The device needs most in the forward or backward, the host when the optimizer steps.
+    at_most = {a.what: a.nbytes for a in run.phase("steady step").amounts}
+    assert at_most["gradients"] == sum(p.nbytes for p in model_on_meta().parameters()) // 4
+    assert "optimizer's temporaries" in at_most
 
 
 # ----------------------------------------------------------------------------------------------------

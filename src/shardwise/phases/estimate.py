@@ -154,10 +154,16 @@ class _Run:
         return [*self.gradients(), _amount("optimizer's temporaries", self.keeps, nbytes, 0.1, text)]
 
     def a_step(self, before: list[Amount]) -> tuple[Amount, ...]:
-        """The larger of forward with backward, and of the optimizer's update."""
+        """The larger of forward with backward, and of the optimizer's update; of each pool of memory."""
         base = [*self.process(), *self.model(), *self.small()]
         ways = [*base, *before, *self.forward_backward()], [*base, *self.optimizer(), *self.update()]
-        return tuple(max(ways, key=lambda amounts: sum(a.upper_bytes for a in amounts)))
+        if self.training.device == "unified":
+            return tuple(max(ways, key=lambda amounts: sum(a.upper_bytes for a in amounts)))
+        found: list[Amount] = []
+        for where in ("device", "host"):
+            parts = [[a for a in amounts if a.where == where] for amounts in ways]
+            found += max(parts, key=lambda amounts: sum(a.upper_bytes for a in amounts))
+        return tuple(found)
 
     def staging(self) -> Amount:
         held = self.held
