@@ -36,10 +36,10 @@ METHODS: dict[str, Any] = {"checkpoints": sw.Checkpointer}
 
 
 def reports() -> set[str]:
-    """Fields and methods of everything that a save, load, resume or export returns."""
+    """Fields and methods of everything that a plan, save, load, resume or export returns."""
     import shardwise.integrations.accelerate as swa
 
-    calls = (sw.load, sw.load_pretrained, sw.save, sw.restore, sw.verify, sw.export_hf)
+    calls = (sw.plan, sw.load, sw.load_pretrained, sw.save, sw.restore, sw.verify, sw.export_hf)
     found: set[str] = set()
     for call in (*calls, swa.load_state, sw.Checkpointer.resume):
         returned = get_type_hints(call)["return"]

@@ -40,6 +40,10 @@ def forked(
         status = 1
         try:
             os.environ.update(env or {})
+            os.closerange(
+                3, write
+            )  # of the other tests of this process, which may hold more than a limit allows
+            os.closerange(write + 1, 4096)
             for limit, soft in (limits or {}).items():
                 resource.setrlimit(limit, (soft, resource.getrlimit(limit)[1]))
             said = json.dumps([f.to_json() for f in found(*paths, ranks=ranks)]).encode()

@@ -106,7 +106,10 @@ def _network() -> Network:
         addresses = tuple(dict.fromkeys(str(one[4][0]) for one in found))
     except OSError:
         addresses = ()
-    interfaces = tuple(name for _, name in socket.if_nameindex())
+    try:
+        interfaces = tuple(name for _, name in socket.if_nameindex())
+    except OSError:
+        interfaces = ()
     owner = next((n for n in interfaces if addresses and _address_of(n) == addresses[0]), None)
     return Network(host=host, addresses=addresses, interface=owner, interfaces=interfaces)
 
@@ -117,11 +120,11 @@ def _address_of(interface: str) -> str | None:
     import struct
 
     get_address = 0x8915  # SIOCGIFADDR
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
-        try:
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
             reply = fcntl.ioctl(one.fileno(), get_address, struct.pack("256s", interface.encode()[:15]))
-        except OSError:
-            return None
+    except OSError:  # it has none, or this process may open no more files
+        return None
     return socket.inet_ntoa(reply[20:24])
 
 
