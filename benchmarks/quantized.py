@@ -57,7 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--short", action="store_true", help="tiny, once; no contract on seconds")
     args = parser.parse_args()
     count, rows, columns = (2, 256, 384) if args.short else (12, 4096, 7168)

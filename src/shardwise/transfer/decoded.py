@@ -136,7 +136,7 @@ def _let_malloc_keep_memory() -> None:
     glibc gives freed blocks back to the system, so that each slab faults in its pages anew, unless they are smaller than half
     of the largest block that was freed before (``M_MMAP_THRESHOLD``, mallopt(3)). This one is never touched.
     """
-    torch.empty(4 * _ELEMENTS, dtype=torch.float32)
+    torch.empty(_READ_BYTES, dtype=torch.uint8)
 
 
 def _decoded(one: Coded, box: Box, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
