@@ -188,7 +188,7 @@ MUTATIONS = (
     ),
     Mutation(
         "quantized/scales.py",
-        "    if not found.isfinite().all():\n        raise",
+        "    if not _all_finite(found):\n        raise",
         "    if found.isinf().all():\n        raise",
         ("tests/quantized/test_fp8.py::test_a_scale_that_is_no_number",),
         "NaN scales pass",
@@ -1149,6 +1149,13 @@ MUTATIONS = (
         "target_offset=transfer.target_offset,",
         ("tests/transfer/test_copy.py::test_every_rank_gets_its_shard",),
         "each part of a large read goes to the start",
+    ),
+    Mutation(
+        "transfer/copy.py",
+        "target.copy_(found if wide.sum().isnan() else wide)",
+        "target.copy_(wide)",
+        ("tests/transfer/test_copy.py::test_casts_between_halves",),
+        "NaN get other bits",
     ),
     Mutation(
         "transfer/copy.py",
