@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 
 from shardwise.catalog.records import Chunk, StoredTensor
 from shardwise.layout.boxes import whole
-from shardwise.planning.buckets import Bucket, Span, cut_into_buckets
+from shardwise.planning.buckets import Bucket, Buckets, Span, cut_into_buckets, one_reader_each
 from shardwise.transfer.objects import requests_for
 
 MOST = 1000
@@ -74,3 +75,25 @@ def test_buckets_of_small_files_are_few_and_alike(mib: float, columns: int) -> N
 
 def spans(bucket: Bucket) -> list[Span]:
     return [(f"s3://b/{r.path}", r.offset_bytes, r.offset_bytes + r.nbytes) for r in bucket.ranges]
+
+
+@pytest.mark.parametrize("readers", [1, 2, 3, 5])
+def test_one_reader_for_each_path(readers: int) -> None:
+    """All buckets of a path are of one of those who read in turns; tensors find their bytes where they were."""
+    tensors = {
+        name: StoredTensor(name, "F32", (rows, 16), (Chunk(whole((rows, 16)), name, 0),))
+        for name, rows in (("a", 40), ("b", 1), ("c", 100), ("d", 7), ("plain", 60))
+    }
+    before = cut_into_buckets(tensors, [*tensors], 1024, of_one_file=True)
+    after = one_reader_each(before, readers, {"a", "b", "c", "d"})
+    owners = {name: set[int]() for name in tensors}
+    for index, bucket in enumerate(after.buckets):
+        for part in bucket.ranges:
+            owners[part.path].add(index % readers)
+    assert all(len(owners[name]) == 1 for name in "abcd")
+    nbytes = [sum(bucket.bytes_to_read for bucket in after.buckets[k::readers]) for k in range(readers)]
+    assert max(nbytes) - min(nbytes) <= tensors["c"].nbytes
+    for name, tensor in before.tensors.items():
+        for chunk, moved in zip(tensor.chunks, after.tensors[name].chunks, strict=True):
+            assert replace(moved, path=chunk.path) == chunk
+            assert after.buckets[Buckets.index_of(moved.path)] is before.buckets[Buckets.index_of(chunk.path)]

@@ -64,6 +64,7 @@ def carry_out(
         if planned.catalog.coded:
             with ranks.agree("check scales"):
                 decoded.check_scales(_scaled(planned, choice, fills))
+                decoded.announce(_shared(planned, fills))
         staging = Staging(_beside(planned, _held_by(fills)), plan.staging_bytes)
         if choice.strategy == "own":
             execute(plan.transfers, reader, destination, staging, memory)
@@ -73,6 +74,7 @@ def carry_out(
         if choice.strategy != "once":
             compare(plan.checks, reader, destination, staging)
         elif (checks := share(copies=True)) is not None:
+            decoded.announce(_shared(planned, checks))
             compare(checks, checks, destination, staging)
             checks.close()
     shared = [one for one in (fills, checks) if one is not None]
@@ -104,6 +106,11 @@ def _scaled(planned: Planned, choice: Choice, fills: SharedReader | None) -> Ite
     yield from boxes_of_transfers(transfers, catalog.coded)
     yield from boxes_of_spans(spans, catalog.coded)
     yield from boxes_of_conversions(hosts, catalog.coded, catalog.tensors)
+
+
+def _shared(planned: Planned, reader: SharedReader | None) -> Iterator[tuple[Coded, Box]]:
+    """The boxes of tensors in parts that this rank reads for others, too."""
+    return boxes_of_spans(reader.spans() if reader is not None else (), planned.catalog.coded)
 
 
 def _held_by(shared: SharedReader | None) -> int:

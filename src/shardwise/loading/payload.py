@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ..dtypes import itemsize
 from ..planning.buckets import Span
-from ..planning.source_box import boxes_of_range
+from ..transfer.checked import boxes_of_spans
 from ..transfer.shared import spans_in_turn
 from .strategy import Choice, Planned, buckets_for
 
@@ -35,15 +34,13 @@ def _spans(planned: Planned, choice: Choice, rank: int) -> Iterator[Span]:
 def _bytes_of(planned: Planned, spans: Iterator[Span]) -> int:
     """Bytes of files for spans of tensors, which may be results of conversions, or stored in parts."""
     conversions, coded = planned.plan.conversions, planned.plan.coded
-    nbytes, last = 0, None
+    nbytes, last, in_parts = 0, None, list[Span]()
     for path, start, stop in spans:
         if (host := conversions.get(path)) is not None:
             nbytes += 0 if host is last else host.source_bytes  # the reader keeps the results of the last one
             last = host
-        elif (one := coded.get(path)) is not None:
-            size = itemsize(one.tensor.dtype)
-            boxes = boxes_of_range(start // size, -(-stop // size), one.tensor.shape)
-            nbytes += sum(map(one.bytes_of, boxes))
+        elif path in coded:
+            in_parts.append((path, start, stop))
         else:
             nbytes += stop - start
-    return nbytes
+    return nbytes + sum(one.bytes_of(box) for one, box in boxes_of_spans(in_parts, coded))

@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass, replace
 from ..planning.buckets import Buckets, Span
 from ..recipe.host_convert import HostConversion
 from ..storage import Requests
+from ..transfer.checked import boxes_of_spans
 from ..transfer.converted import spans_of_tensors
 from ..transfer.copy import spans_of
-from ..transfer.decoded import spans_of_coded
+from ..transfer.decoded import spans_of_box
 from ..transfer.objects import LAST_BYTES, requests_for
 from ..transfer.shared import spans_in_turn
 from .strategy import Choice, Planned, buckets_for, choose, facts_of
@@ -114,16 +115,20 @@ def _count(planned: Planned, announced: Iterable[Iterable[Span]]) -> tuple[int, 
     """The requests for spans, and for the sources of the conversions whose results are among them; and their bytes."""
     conversions, stored = planned.plan.conversions, planned.catalog.tensors
     run: list[HostConversion] = []
+    coded = planned.plan.coded
 
     def files(spans: Iterable[Span]) -> Iterator[Span]:
+        in_parts: list[Span] = []
         for span in spans:
             host = conversions.get(span[0])
-            if host is None and (one := planned.plan.coded.get(span[0])) is not None:
-                yield from spans_of_coded(one, span)
+            if host is None and span[0] in coded:
+                in_parts.append(span)
             elif host is None:
                 yield span
             elif not run or run[-1] is not host:  # the reader keeps the results of the last one
                 run.append(host)
+        for one, box in boxes_of_spans(in_parts, coded):
+            yield from spans_of_box(one, box)
 
     asked = [span for spans in announced for span in requests_for(files(spans))]
     for host in run:

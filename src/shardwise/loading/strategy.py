@@ -18,13 +18,14 @@ from ..dtypes import itemsize
 from ..errors import RankError, SourceError
 from ..layout.live import LiveModel
 from ..planning import IOOptions, Plan, Transfer, build_plan
-from ..planning.buckets import Buckets, Span, cut_into_buckets
+from ..planning.buckets import Buckets, Span, cut_into_buckets, one_reader_each
 from ..planning.build import with_results
 from ..planning.transfers import Transfers
 from ..ranks.hosts import device_of_group, host_key
 from ..ranks.ranks import Ranks, different
 from ..recipe.match import Matched
 from ..storage import is_url
+from ..transfer.checked import boxes_of_transfers
 from ..transfer.converted import Reader
 from ..transfer.shared import NodeReader, OnceReader, SharedReader, bucket_bytes
 
@@ -117,7 +118,7 @@ def facts_of(planned: Planned, fingerprint: str, words: str) -> Facts:
         network=network,
         in_store=in_store,
         read_bytes=planned.plan.bytes_to_read if network else 0,
-        short_bytes=_in_short_runs(planned.plan.transfers),
+        short_bytes=_in_short_runs(planned.plan.transfers) + _codes_in_short_runs(planned),
     )
 
 
@@ -194,6 +195,23 @@ def _in_short_runs(transfers: Sequence[Transfer]) -> int:
     return sum(counts[k] * like[k].numel * itemsize(like[k].source_dtype) for k in short)
 
 
+def _codes_in_short_runs(planned: Planned) -> int:
+    """Bytes of what is decoded from codes that a rank would read in short runs: formats may store them transposed."""
+    plan, found = planned.plan, 0
+    for one, box in boxes_of_transfers(plan.transfers, plan.coded) if plan.coded else ():
+        part, stored = one.rule.boxes(box).get("codes"), one.parts.get("codes")
+        if part is None or stored is None:
+            continue
+        run = itemsize(stored.dtype)
+        for n, of in zip(reversed(part.sizes), reversed(stored.shape), strict=True):
+            run *= n
+            if n != of:
+                break
+        if run < min(part.numel * itemsize(stored.dtype), _SHORT_BYTES):
+            found += box.numel * itemsize(one.tensor.dtype)
+    return found
+
+
 def _run_bytes(transfer: Transfer) -> int:
     return transfer.run_numel * itemsize(transfer.source_dtype)
 
@@ -261,14 +279,17 @@ def buckets_for(planned: Planned, choice: Choice, rank: int, *, copies: bool) ->
     peers = choice.peers_of(rank)
     apart = 0 < len(peers) < len(choice.hosts)  # hosts need different parts
     wanted = _union(span for peer in peers for span in planned.spans(peer)) if apart else None
-    return cut_into_buckets(
+    coded = planned.catalog.coded
+    found = cut_into_buckets(
         planned.stored,
         names,
         _bucket_bytes(planned, choice),
         piece_bytes=_PIECE_BYTES if apart else None,
         wanted=wanted,
-        of_one_file=_in_store(planned.catalog),
+        of_one_file=bool(coded) or _in_store(planned.catalog),
     )
+    # What a format stores transposed is read in large parts, of which ranks in turns would each read all.
+    return one_reader_each(found, len(choice.readers or peers), coded) if coded else found
 
 
 def shared_reader(

@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import product
+from itertools import groupby, product, zip_longest
 
 from ..catalog.records import Chunk, StoredTensor
 from ..dtypes import itemsize
 from ..layout.boxes import Box
 
-__all__ = ["Bucket", "Buckets", "Range", "Span", "cut_into_buckets"]
+__all__ = ["Bucket", "Buckets", "Range", "Span", "cut_into_buckets", "one_reader_each"]
 
 #: Ranges begin in a bucket where they begin in the file, modulo this: elements keep their alignment.
 _ALIGNMENT = 64
@@ -123,6 +123,34 @@ def cut_into_buckets(
     return Buckets(
         {name: replace(stored[name], chunks=tuple(parts)) for name, parts in found.items()}, buckets
     )
+
+
+def one_reader_each(found: Buckets, readers: int, paths: Collection[str]) -> Buckets:
+    """The same buckets in an order in which one of ``readers`` ranks, who read them in turns, reads all buckets of each of ``paths``.
+
+    No bucket may have parts of two paths. Ranks get about as many bytes each; where a rank has fewer buckets, empty ones take the turns.
+    """
+    queues: list[list[int]] = [[] for _ in range(readers)]
+    nbytes = [0] * readers
+    for _, group in groupby(range(len(found.buckets)), partial(_owned_by, found.buckets, paths)):
+        indices = [*group]
+        least = min(range(readers), key=nbytes.__getitem__)
+        queues[least] += indices
+        nbytes[least] += sum(found.buckets[index].bytes_to_read for index in indices)
+    order = [index for turn in zip_longest(*queues) for index in turn]
+    places = {
+        Buckets.path_of(index): Buckets.path_of(at) for at, index in enumerate(order) if index is not None
+    }
+    tensors = {
+        name: replace(t, chunks=tuple(replace(c, path=places[c.path]) for c in t.chunks))
+        for name, t in found.tensors.items()
+    }
+    return Buckets(tensors, [Bucket() if index is None else found.buckets[index] for index in order])
+
+
+def _owned_by(buckets: Sequence[Bucket], paths: Collection[str], index: int) -> str | int:
+    path = buckets[index].ranges[0].path
+    return path if path in paths else index
 
 
 def _alike(nbytes: int, most: int) -> int:

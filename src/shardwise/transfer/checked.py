@@ -16,13 +16,20 @@ from ..recipe.host_convert import HostConversion
 from .copy import parts_of
 
 __all__ = [
+    "READ_BYTES",
+    "ROWS",
     "CheckedScales",
     "boxes_of_conversions",
     "boxes_of_spans",
     "boxes_of_transfers",
+    "elements_at_a_time",
     "inside",
 ]
 
+#: Bytes of parts that are read at a time: each read has its own small plan, and what lies transposed comes in longer runs.
+READ_BYTES = 16 * 1024**2
+#: Rows that are read or decoded at a time are a multiple of it, if there are as many: blocks of scales across rows are then seldom cut.
+ROWS = 32
 #: Elements of which the scales are read at a time, where a transfer takes some of a box.
 _ELEMENTS = 512 * 1024
 #: Scales that a rank keeps from the check to the decoding, so that it reads them once. 1 GiB of MXFP4 has so many.
@@ -96,9 +103,43 @@ def _boxes(transfer: Transfer, shape: tuple[int, ...]) -> Iterator[Box]:
 
 
 def boxes_of_spans(spans: Iterable[Span], coded: Mapping[str, Coded]) -> Iterator[tuple[Coded, Box]]:
-    """The boxes of tensors in parts that reads of spans need."""
-    for path, start, stop in spans:
+    """The boxes of tensors in parts that :class:`.DecodingReader` reads at a time for spans that come in this order."""
+    for path, start, stop in _joined(spans):
         if (one := coded.get(path)) is not None:
             size = itemsize(one.tensor.dtype)
             for box in boxes_of_range(start // size, -(-stop // size), one.tensor.shape):
-                yield one, box
+                yield from ((one, part) for part in _in_parts(one, box))
+
+
+def _joined(spans: Iterable[Span]) -> Iterator[Span]:
+    """Spans of which one goes on where the one before ends, as one."""
+    last: Span | None = None
+    for span in spans:
+        if last is not None and (last[0], last[2]) == span[:2]:
+            last = (last[0], last[1], span[2])
+            continue
+        if last is not None:
+            yield last
+        last = span
+    if last is not None:
+        yield last
+
+
+def elements_at_a_time(one: Coded) -> int:
+    """Elements whose parts have :data:`READ_BYTES`."""
+    return max(1, READ_BYTES * one.tensor.nbytes // (max(1, one.stored_bytes) * itemsize(one.tensor.dtype)))
+
+
+def _in_parts(one: Coded, box: Box) -> Iterator[Box]:
+    """A contiguous box in rows, of :func:`elements_at_a_time`."""
+    dim = next((d for d, n in enumerate(box.sizes) if n > 1), None)
+    if dim is None:
+        yield box
+        return
+    rows = max(1, elements_at_a_time(one) * box.sizes[dim] // box.numel)
+    rows -= rows % ROWS if rows > ROWS else 0
+    for first in range(box.start[dim], box.stop[dim], rows):
+        last = min(first + rows, box.stop[dim])
+        yield Box(
+            (*box.start[:dim], first, *box.start[dim + 1 :]), (*box.stop[:dim], last, *box.stop[dim + 1 :])
+        )

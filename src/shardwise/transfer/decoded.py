@@ -19,25 +19,21 @@ from ..planning.source_box import boxes_of_range
 from ..quantized.finite_scales import check_scales, scales_in
 from ..recipe.tiles import identity
 from .box import read_box, wanted_box
-from .checked import CheckedScales, inside
+from .checked import READ_BYTES, ROWS, CheckedScales, elements_at_a_time, inside
 from .converted import Reader
 from .copy import Staging, parts_of, spans_of
 
-__all__ = ["DecodingReader", "spans_of_coded"]
+__all__ = ["DecodingReader", "spans_of_box"]
 
 
 #: Elements that are decoded at a time: they and what comes between stay in a core's cache.
 _ELEMENTS = 512 * 1024
-#: Bytes of parts that are read at a time: each read has its own small plan, and what lies transposed comes in longer runs.
-_READ_BYTES = 16 * 1024**2
-#: Rows of a slab are a multiple of it, if there are as many: blocks of scales that lie across rows are then seldom cut.
-_ROWS = 32
 
 
 class DecodingReader:
     """Reads files. A path that names a tensor in parts reads boxes of its parts, and decodes them.
 
-    Rank-local. Memory: a few times ``_ELEMENTS`` elements in fp32, and ``_READ_BYTES`` of parts, recorded in ``peak_bytes``.
+    Rank-local. Memory: a few times ``_ELEMENTS`` elements in fp32, and ``READ_BYTES`` of parts, recorded in ``peak_bytes``.
     """
 
     def __init__(self, files: Reader, coded: Mapping[str, Coded], io: IOOptions) -> None:
@@ -47,6 +43,8 @@ class DecodingReader:
         self._staging = Staging(io)
         self._rooms: dict[str, Staging] = {}
         self._checked = CheckedScales()
+        self._announced: dict[str, list[Box]] = {}
+        self._held: tuple[str, Box, Mapping[str, Box], dict[str, torch.Tensor]] | None = None
         self._io = io
         if coded:
             _let_malloc_keep_memory()
@@ -75,6 +73,12 @@ class DecodingReader:
             for role, part in asked.items() if is_kept else ():
                 self._checked.keep(one.parts[role].name, part, parts[role])
 
+    def announce(self, boxes: Iterable[tuple[Coded, Box]]) -> None:
+        """Parts of these boxes are read at a time, and kept for the reads of ranges of bytes within them: each is read once."""
+        self._announced = {}
+        for one, box in boxes:
+            self._announced.setdefault(one.path, []).append(box)
+
     def expecting(self, spans: Iterable[Span]) -> AbstractContextManager[None]:
         """As :meth:`FileReader.expecting`. Each read of a box announces its own spans."""
         return self._files.expecting(span for span in spans if span[0] not in self._coded)
@@ -90,12 +94,28 @@ class DecodingReader:
         assert start * size == offset_bytes, (path, offset_bytes)
         at = 0
         for box in boxes_of_range(start, start + view.nbytes // size, one.tensor.shape):
-            boxes, parts = self._read(one, box)
-            for slab in _slabs(box):
-                nbytes = slab.numel * size
-                made = _decoded(one, slab, _inner(one, slab, boxes, parts))
-                found[at : at + nbytes] = made.reshape(-1).view(torch.uint8)
-                at += nbytes
+            for piece, boxes, parts in self._pieces(one, box):
+                for slab in _slabs(piece):
+                    nbytes = slab.numel * size
+                    made = _decoded(one, slab, _inner(one, slab, boxes, parts))
+                    found[at : at + nbytes] = made.reshape(-1).view(torch.uint8)
+                    at += nbytes
+
+    def _pieces(
+        self, one: Coded, box: Box
+    ) -> Iterator[tuple[Box, Mapping[str, Box], Mapping[str, torch.Tensor]]]:
+        """A contiguous box in pieces, in order, each with the parts of an announced box around it."""
+        within = [
+            (around, piece)
+            for around in self._announced.get(one.path, ())
+            if (piece := around.intersect(box))
+        ]
+        if sum(piece.numel for _, piece in within) != box.numel:  # not announced
+            within = [(box, box)]
+        for around, piece in within:
+            if self._held is None or self._held[:2] != (one.path, around):
+                self._held = (one.path, around, *self._read(one, around))
+            yield piece, *self._held[2:]
 
     def elements(self, transfer: Transfer) -> Iterator[tuple[Transfer, torch.Tensor]] | None:
         """The elements of a transfer, in parts with their loops as dims; None if they lie in a file."""
@@ -105,7 +125,7 @@ class DecodingReader:
     def _elements(self, one: Coded, transfer: Transfer) -> Iterator[tuple[Transfer, torch.Tensor]]:
         transfer = transfer.along_dims(one.tensor.shape)
         slab_bytes = _slab_bytes(transfer)
-        slabs = _READ_BYTES * one.tensor.nbytes // (one.stored_bytes * slab_bytes)
+        slabs = elements_at_a_time(one) * itemsize(transfer.source_dtype) // slab_bytes
         for large in parts_of(transfer, max(1, slabs) * slab_bytes):
             boxes, parts = self._read(one, large.box_in(one.tensor.shape).box)
             for part in parts_of(large, slab_bytes):
@@ -115,8 +135,8 @@ class DecodingReader:
                 yield part, torch.as_strided(made, found.sizes, found.strides).reshape(sizes)
 
     def _read(self, one: Coded, box: Box) -> tuple[Mapping[str, Box], dict[str, torch.Tensor]]:
-        """The boxes of the parts, and their elements."""
-        boxes = one.rule.boxes(box)
+        """The boxes of the parts, and their elements, in memory that the next call takes again."""
+        self._held, boxes = None, one.rule.boxes(box)
         return boxes, {role: self._box(role, one.parts[role], part) for role, part in boxes.items()}
 
     def _box(self, role: str, stored: StoredTensor, box: Box) -> torch.Tensor:
@@ -136,7 +156,7 @@ def _let_malloc_keep_memory() -> None:
     glibc gives freed blocks back to the system, so that each slab faults in its pages anew, unless they are smaller than half
     of the largest block that was freed before (``M_MMAP_THRESHOLD``, mallopt(3)). This one is never touched.
     """
-    torch.empty(_READ_BYTES, dtype=torch.uint8)
+    torch.empty(READ_BYTES, dtype=torch.uint8)
 
 
 def _decoded(one: Coded, box: Box, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -158,23 +178,21 @@ def _inner(
     }
 
 
-def spans_of_coded(one: Coded, span: Span) -> Iterator[Span]:
-    """What a read of bytes of a tensor in parts reads from files."""
-    size, (_, start, stop) = itemsize(one.tensor.dtype), span
-    for box in boxes_of_range(start // size, -(-stop // size), one.tensor.shape):
-        for role, part in one.rule.boxes(box).items():
-            stored = one.parts[role]
-            wanted = wanted_box(stored.name, stored.dtype, stored.shape, part)
-            tile = identity(stored.name, stored.shape)
-            yield from spans_of(transfers_of(tile, wanted, {stored.name: stored}))
+def spans_of_box(one: Coded, box: Box) -> Iterator[Span]:
+    """What the parts of a box are read from."""
+    for role, part in one.rule.boxes(box).items():
+        stored = one.parts[role]
+        wanted = wanted_box(stored.name, stored.dtype, stored.shape, part)
+        tile = identity(stored.name, stored.shape)
+        yield from spans_of(transfers_of(tile, wanted, {stored.name: stored}))
 
 
 def _slab_bytes(transfer: Transfer) -> int:
     """Bytes of the slabs that a transfer is decoded in: about ``_ELEMENTS`` elements."""
     elements = _ELEMENTS
     row = transfer.numel // transfer.loops[0].size if transfer.loops else 1
-    if elements >= _ROWS * row:
-        elements -= elements % (_ROWS * row)
+    if elements >= ROWS * row:
+        elements -= elements % (ROWS * row)
     return elements * itemsize(transfer.source_dtype)
 
 
