@@ -28,6 +28,8 @@ from tests.quantized.compressed_cases import CASES
 from tests.quantized.compressed_models import write
 
 NESTED = "nested fp4"
+#: Directories whose models are exported from checkpoints in each run: conversions, ties, means and extremes of whole tensors.
+SAVED = ("qwen3-moe", "qwen3-tied", NESTED, "gptq", "fp8-tensor")
 
 
 @pytest.fixture(scope="module")
@@ -99,13 +101,15 @@ def _nearly(found: State, expected: State) -> None:
             expected[name] = found[name]
 
 
-@pytest.mark.parametrize("world_size", long_but((1, 2, 3), 2))
+@pytest.mark.parametrize("run", long_but(((1, True), (2, True), (3, True), (2, False)), (2, False)))
 def test_every_format_on_ranks(
-    world_size: int, directories: list[Path], ranks: RankPool, tmp_path: Path
+    run: tuple[int, bool], directories: list[Path], ranks: RankPool, tmp_path: Path
 ) -> None:
-    found = ranks.run_ranks(
-        world_size, export_all, [str(d) for d in directories], str(tmp_path), timeout_s=500
-    )
+    """``run``: ranks, and whether all formats go by way of a checkpoint, too."""
+    world_size, all_saved = run
+    given = [str(d) for d in directories]
+    saved = [str(d) for d in directories if all_saved or d.name in SAVED]
+    found = ranks.run_ranks(world_size, export_all, given, str(tmp_path), saved, timeout_s=500)
     assert all(len(one) == len(directories) for one in found)
     for k, directory in enumerate(directories):
         same, changed = (tmp_path / str(k) / name for name in ("same", "changed"))
@@ -113,6 +117,8 @@ def test_every_format_on_ranks(
         assert _config(same) == _config(directory), directory.name
         reports = [one[k][0] for one in found]
         assert sum(r["bytes_written"] for r in reports) == reports[0]["total_bytes"]
+        for name in ("same", "changed") if str(directory) in saved else ():
+            _same_from_a_checkpoint(tmp_path / str(k), name, directory)
         assert reports[0]["as_source"]["requantized"] == () == reports[0]["as_source"]["written"]
         expected, names, again = _expected(directory)
         assert again
@@ -127,6 +133,17 @@ def test_every_format_on_ranks(
         assert "model.norm.weight" in report["written"]
         assert not set(report["written"]) & set(again)
         assert _config(changed) == _config(directory)
+
+
+def _same_from_a_checkpoint(root: Path, name: str, source: Path) -> None:
+    """A checkpoint gives what the live model gave, on the ranks that saved it and in one process."""
+    live = plain_tensors(root / name)
+    assert _different(plain_tensors(root / f"stored {name}"), live) == [], source.name
+    step, out = root / f"stored {name} step", root / f"one process {name}"
+    report = sw.export_hf(step, out, quantize="as-source", source=source)
+    assert report.bytes_written == report.total_bytes
+    assert _different(plain_tensors(out), live) == [], source.name
+    assert _config(out) == _config(source) == _config(root / f"stored {name}")
 
 
 @pytest.mark.parametrize(
@@ -180,8 +197,10 @@ def test_options_that_do_not_go_together(directories: list[Path], tmp_path: Path
     ):
         with pytest.raises(ValueError, match=said):
             sw.export_hf(model, out, **options)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="needs a live model"):
+    with pytest.raises(ValueError, match="of a stored model needs source="):
         sw.export_hf(source, out, quantize="as-source")
+    with pytest.raises(UnsupportedConversionError, match=r"quantised .*which can't be taken here"):
+        sw.export_hf(source, out, quantize="as-source", source=source)
     assert not out.exists()
 
 
