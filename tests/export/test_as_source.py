@@ -11,11 +11,19 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from click.testing import CliRunner
 from safetensors.torch import save_file
 
 import shardwise as sw
 from shardwise.catalog.open import open_catalog
-from shardwise.errors import CheckpointError, PlanError, StateError, UnsupportedConversionError
+from shardwise.cli import main
+from shardwise.errors import (
+    CheckpointError,
+    IntegrityError,
+    PlanError,
+    StateError,
+    UnsupportedConversionError,
+)
 from shardwise.quantized.dequantized import dequantized
 from tests.export._as_source_fns import CHANGED, export_all, export_one, touch
 from tests.harness import models
@@ -29,7 +37,7 @@ from tests.quantized.compressed_models import write
 
 NESTED = "nested fp4"
 #: Directories whose models are exported from checkpoints in each run: conversions, ties, means and extremes of whole tensors.
-SAVED = ("qwen3-moe", "qwen3-tied", NESTED, "gptq", "fp8-tensor")
+SAVED = ("qwen3-moe", "qwen3-tied", NESTED, "fp8-tensor")
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +109,11 @@ def _nearly(found: State, expected: State) -> None:
             expected[name] = found[name]
 
 
-@pytest.mark.parametrize("run", long_but(((1, True), (2, True), (3, True), (2, False)), (2, False)))
+@pytest.mark.parametrize(
+    "run",
+    long_but(((1, True), (2, True), (3, True), (2, False)), (2, False)),
+    ids=lambda run: f"{run[0]}-{'all' if run[1] else 'some'}",
+)
 def test_every_format_on_ranks(
     run: tuple[int, bool], directories: list[Path], ranks: RankPool, tmp_path: Path
 ) -> None:
@@ -268,17 +280,52 @@ def test_a_changed_tensor_without_a_rule(tmp_path: Path) -> None:
 def test_ties_stored_twice_change_together(tmp_path: Path) -> None:
     """A stored copy of a tied tensor is not left behind with its old content."""
     models.write_hub_directory("qwen3-tied", tmp_path / "plain", torch.bfloat16)
-    fp8_directory(tmp_path / "plain", tmp_path / "fp8", (4, 8))
-    stored = plain_tensors(tmp_path / "fp8")
+    source = tmp_path / "fp8"
+    fp8_directory(tmp_path / "plain", source, (4, 8))
+    stored = plain_tensors(source)
     stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
-    save_file(stored, tmp_path / "fp8" / "model.safetensors", metadata={"format": "pt"})
-    model, _ = sw.load_pretrained(tmp_path / "fp8")
+    save_file(stored, source / "model.safetensors", metadata={"format": "pt"})
+    model, _ = sw.load_pretrained(source)
     touch(model, ("embed_tokens.weight",))
-    sw.export_hf(model, tmp_path / "out", quantize="as-source")
-    found = plain_tensors(tmp_path / "out")
-    assert _different(found, stored) == ["lm_head.weight", "model.embed_tokens.weight"]
-    assert torch.equal(found["lm_head.weight"], found["model.embed_tokens.weight"])
-    assert torch.equal(found["lm_head.weight"], model.model.embed_tokens.weight)
+    sw.save(sw.TrainState(model=model), tmp_path / "step")
+    for given in (model, tmp_path / "step"):
+        sw.export_hf(given, tmp_path / "out", quantize="as-source", source=source)
+        found = plain_tensors(tmp_path / "out")
+        assert _different(found, stored) == ["lm_head.weight", "model.embed_tokens.weight"]
+        assert torch.equal(found["lm_head.weight"], found["model.embed_tokens.weight"])
+        assert torch.equal(found["lm_head.weight"], model.model.embed_tokens.weight)
+        shutil.rmtree(tmp_path / "out")
+
+
+def test_a_damaged_checkpoint(fp8: Path, tmp_path: Path) -> None:
+    """What its digests do not fit is not taken for a change."""
+    model, _ = sw.load_pretrained(fp8)
+    sw.save(sw.TrainState(model=model), tmp_path / "step")
+    (file,) = (tmp_path / "step" / "model").glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(IntegrityError, match="content of 1 tensors differs from what was saved"):
+        sw.export_hf(tmp_path / "step", tmp_path / "out", quantize="as-source", source=fp8)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command(fp8: Path, tmp_path: Path) -> None:
+    model, _ = sw.load_pretrained(fp8)
+    touch(model)
+    sw.save(sw.TrainState(model=model), tmp_path / "step")
+    sw.export_hf(model, tmp_path / "live", quantize="as-source")
+    given = ["export", str(tmp_path / "step"), str(tmp_path / "out"), "--quantize", "as-source"]
+    failed = CliRunner().invoke(main, given)
+    assert failed.exit_code != 0
+    assert "needs source=" in " ".join(failed.stderr.split())
+    done = CliRunner().invoke(main, [*given, "--source", str(fp8)])
+    assert done.exit_code == 0, done.output
+    said = " ".join(done.stdout.split())
+    assert "from the source" in said
+    assert "quantised again (2) model.layers.0.mlp.down_proj.weight" in said
+    assert "Fp8Quantize" in said
+    assert _different(plain_tensors(tmp_path / "out"), plain_tensors(tmp_path / "live")) == []
 
 
 def test_nan_has_no_code(fp8: Path, tmp_path: Path, ranks: RankPool) -> None:

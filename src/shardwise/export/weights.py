@@ -26,6 +26,9 @@ from .tensors import HubTensors
 
 __all__ = ["LiveWeights", "StoredWeights", "Weights"]
 
+#: Bytes of a stored tensor that are read, compared and digested at a time, unless half the staging limit is less.
+_PIECE_BYTES = 8 * 1024**2
+
 
 class Weights(Protocol):
     """The tensors of a model. What reads elements gives memory that is used again for the next ones."""
@@ -112,10 +115,10 @@ class LiveWeights:
 
 
 class StoredWeights:
-    """A stored model's. Memory: half the staging limit for a piece, and what reading it takes."""
+    """A stored model's. Memory: a piece, and what reading it takes."""
 
     def __init__(self, job: StoredJob, limit_bytes: int) -> None:
-        self._job, self._limit_bytes = job, limit_bytes
+        self._job, self._piece_bytes = job, min(_PIECE_BYTES, limit_bytes // 2)
         self.home: str | None = job.home
         self._sums = dict.fromkeys(job.recorded(), 0)
 
@@ -128,7 +131,7 @@ class StoredWeights:
         specs = self._job.specs
         return [
             (wanted_box(name, *specs[name], box), contents.tiles.get(name, ()))
-            for name, box in share_of(specs, self._limit_bytes // 2, ranks)
+            for name, box in share_of(specs, self._piece_bytes, ranks)
         ]
 
     def whole(self, wanted: Wanted, staging: Staging) -> Destination:
