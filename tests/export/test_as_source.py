@@ -197,6 +197,8 @@ def test_into_files_by_a_model_without_a_directory(directories: list[Path], tmp_
     assert report.as_source is not None
     assert report.as_source.requantized == () == report.as_source.beside
     assert _different(plain_tensors(tmp_path / "out"), plain_tensors(source)) == []
+    sw.export_hf(tmp_path / "plain", tmp_path / "stored", quantize="as-source", source=source)
+    assert _different(plain_tensors(tmp_path / "stored"), plain_tensors(source)) == []
 
 
 def test_options_that_do_not_go_together(directories: list[Path], tmp_path: Path) -> None:
@@ -306,6 +308,14 @@ def test_a_damaged_checkpoint(fp8: Path, tmp_path: Path) -> None:
     content[-1] ^= 1
     file.write_bytes(content)
     with pytest.raises(IntegrityError, match="content of 1 tensors differs from what was saved"):
+        sw.export_hf(tmp_path / "step", tmp_path / "out", quantize="as-source", source=fp8)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_of_kept_codes(fp8: Path, tmp_path: Path) -> None:
+    model, _ = sw.load_pretrained(fp8, quantized="keep")
+    sw.save(sw.TrainState(model=model), tmp_path / "step")
+    with pytest.raises(UnsupportedConversionError, match=r"quantised \(fp8"):
         sw.export_hf(tmp_path / "step", tmp_path / "out", quantize="as-source", source=fp8)
     assert not (tmp_path / "out").exists()
 
