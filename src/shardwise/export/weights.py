@@ -142,7 +142,7 @@ class StoredWeights:
         return Destination({wanted.name: piece})
 
     def near(self, wanted: Wanted, part: Tile, staging: Staging) -> Iterator[tuple[Wanted, Destination]]:
-        box = _box(wanted).intersect(bounds(part, "target"))
+        box = _box(wanted).intersect(bounds(part, "target")) if part.numel else None
         if box is not None:
             held = wanted_box(wanted.name, wanted.dtype, wanted.shape, box)
             yield held, Destination({held.name: self._job.read(held, staging)})
