@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from torch import nn
 from .errors import LayoutError
 
 __all__ = [
+    "Named",
     "NamedTensor",
     "canonical_name",
     "children",
@@ -84,6 +85,14 @@ def unwrap(model: nn.Module) -> nn.Module:
             break
         model = inner
     return model
+
+
+class Named(Protocol):
+    """What has names: a tensor of a live model, or of a stored one."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The canonical name, then those of ties."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

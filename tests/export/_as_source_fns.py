@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
-from shardwise.export import requantised
+from shardwise.export import requantised, weights
 from tests.quantized import _layout_fns as layouts
 
 __all__ = ["CHANGED", "export_all", "export_one", "touch"]
@@ -37,23 +37,51 @@ def touch(model: nn.Module, ends: Sequence[str] = CHANGED) -> None:
                 parameter.mul_(1.3)
 
 
-def export_all(directories: Sequence[str], out: str) -> list[tuple[dict[str, Any], dict[str, Any] | str]]:
-    """Each directory, loaded and exported: untouched, and with changed parameters. Reports, or the error of the second."""
-    own, requantised._WINDOW_BYTES = requantised._WINDOW_BYTES, 4096
+def export_all(
+    directories: Sequence[str], out: str, saved: Sequence[str]
+) -> list[tuple[dict[str, Any], dict[str, Any] | str]]:
+    """Each directory, loaded and exported: untouched, and with changed parameters. Reports, or the error of the second.
+
+    The models of directories in ``saved`` are saved and exported from their checkpoints, too.
+    """
+    own = requantised._WINDOW_BYTES, weights._PIECE_BYTES
+    requantised._WINDOW_BYTES, weights._PIECE_BYTES = 4096, 1500
     try:
-        return [_both(directory, f"{out}/{k}") for k, directory in enumerate(directories)]
+        return [_both(directory, f"{out}/{k}", directory in saved) for k, directory in enumerate(directories)]
     finally:
-        requantised._WINDOW_BYTES = own
+        requantised._WINDOW_BYTES, weights._PIECE_BYTES = own
 
 
-def _both(directory: str, out: str) -> tuple[dict[str, Any], dict[str, Any] | str]:
+def _both(directory: str, out: str, save: bool) -> tuple[dict[str, Any], dict[str, Any] | str]:
     model = _loaded(directory)
     same = sw.export_hf(model, f"{out}/same", quantize="as-source", max_shard_bytes=20_000).to_json()
+    if save:
+        _stored(model, directory, f"{out}/stored same", same)
     touch(model)
     try:
-        return same, sw.export_hf(model, f"{out}/changed", quantize="as-source").to_json()
+        changed = sw.export_hf(model, f"{out}/changed", quantize="as-source").to_json()
+        if save:
+            _stored(model, directory, f"{out}/stored changed", changed)
+        return same, changed
     except sw.UnsupportedConversionError as error:
         return same, str(error)
+
+
+def _stored(model: nn.Module, directory: str, out: str, live: dict[str, Any]) -> None:
+    """Save, and export the checkpoint, which must report what the live model's export did."""
+    sw.save(sw.TrainState(model=model), f"{out} step")
+    report = sw.export_hf(f"{out} step", out, quantize="as-source", source=directory).to_json()
+    assert _in_any_order(report["as_source"]) == _in_any_order(live["as_source"])
+
+
+def _in_any_order(origin: dict[str, Any]) -> dict[str, Any]:
+    rules = {rule["reference"]: sorted(rule["names"]) for rule in origin["requantized"]}
+    return {
+        **origin,
+        "requantized": rules,
+        "written": sorted(origin["written"]),
+        "beside": sorted(origin["beside"]),
+    }
 
 
 def export_one(directory: str, out: str, ends: Sequence[str], fill: float) -> str:

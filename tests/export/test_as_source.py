@@ -11,11 +11,19 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from click.testing import CliRunner
 from safetensors.torch import save_file
 
 import shardwise as sw
 from shardwise.catalog.open import open_catalog
-from shardwise.errors import CheckpointError, PlanError, StateError, UnsupportedConversionError
+from shardwise.cli import main
+from shardwise.errors import (
+    CheckpointError,
+    IntegrityError,
+    PlanError,
+    StateError,
+    UnsupportedConversionError,
+)
 from shardwise.quantized.dequantized import dequantized
 from tests.export._as_source_fns import CHANGED, export_all, export_one, touch
 from tests.harness import models
@@ -28,6 +36,8 @@ from tests.quantized.compressed_cases import CASES
 from tests.quantized.compressed_models import write
 
 NESTED = "nested fp4"
+#: Directories whose models are exported from checkpoints in each run: conversions, ties, means and extremes of whole tensors.
+SAVED = ("qwen3-moe", "qwen3-tied", NESTED, "fp8-tensor")
 
 
 @pytest.fixture(scope="module")
@@ -99,13 +109,19 @@ def _nearly(found: State, expected: State) -> None:
             expected[name] = found[name]
 
 
-@pytest.mark.parametrize("world_size", long_but((1, 2, 3), 2))
+@pytest.mark.parametrize(
+    "run",
+    long_but(((1, True), (2, True), (3, True), (2, False)), (2, False)),
+    ids=lambda run: f"{run[0]}-{'all' if run[1] else 'some'}",
+)
 def test_every_format_on_ranks(
-    world_size: int, directories: list[Path], ranks: RankPool, tmp_path: Path
+    run: tuple[int, bool], directories: list[Path], ranks: RankPool, tmp_path: Path
 ) -> None:
-    found = ranks.run_ranks(
-        world_size, export_all, [str(d) for d in directories], str(tmp_path), timeout_s=500
-    )
+    """``run``: ranks, and whether all formats go by way of a checkpoint, too."""
+    world_size, all_saved = run
+    given = [str(d) for d in directories]
+    saved = [str(d) for d in directories if all_saved or d.name in SAVED]
+    found = ranks.run_ranks(world_size, export_all, given, str(tmp_path), saved, timeout_s=500)
     assert all(len(one) == len(directories) for one in found)
     for k, directory in enumerate(directories):
         same, changed = (tmp_path / str(k) / name for name in ("same", "changed"))
@@ -113,6 +129,8 @@ def test_every_format_on_ranks(
         assert _config(same) == _config(directory), directory.name
         reports = [one[k][0] for one in found]
         assert sum(r["bytes_written"] for r in reports) == reports[0]["total_bytes"]
+        for name in ("same", "changed") if str(directory) in saved else ():
+            _same_from_a_checkpoint(tmp_path / str(k), name, directory)
         assert reports[0]["as_source"]["requantized"] == () == reports[0]["as_source"]["written"]
         expected, names, again = _expected(directory)
         assert again
@@ -127,6 +145,17 @@ def test_every_format_on_ranks(
         assert "model.norm.weight" in report["written"]
         assert not set(report["written"]) & set(again)
         assert _config(changed) == _config(directory)
+
+
+def _same_from_a_checkpoint(root: Path, name: str, source: Path) -> None:
+    """A checkpoint gives what the live model gave, on the ranks that saved it and in one process."""
+    live = plain_tensors(root / name)
+    assert _different(plain_tensors(root / f"stored {name}"), live) == [], source.name
+    step, out = root / f"stored {name} step", root / f"one process {name}"
+    report = sw.export_hf(step, out, quantize="as-source", source=source)
+    assert report.bytes_written == report.total_bytes
+    assert _different(plain_tensors(out), live) == [], source.name
+    assert _config(out) == _config(source) == _config(root / f"stored {name}")
 
 
 @pytest.mark.parametrize(
@@ -168,6 +197,8 @@ def test_into_files_by_a_model_without_a_directory(directories: list[Path], tmp_
     assert report.as_source is not None
     assert report.as_source.requantized == () == report.as_source.beside
     assert _different(plain_tensors(tmp_path / "out"), plain_tensors(source)) == []
+    sw.export_hf(tmp_path / "plain", tmp_path / "stored", quantize="as-source", source=source)
+    assert _different(plain_tensors(tmp_path / "stored"), plain_tensors(source)) == []
 
 
 def test_options_that_do_not_go_together(directories: list[Path], tmp_path: Path) -> None:
@@ -180,8 +211,10 @@ def test_options_that_do_not_go_together(directories: list[Path], tmp_path: Path
     ):
         with pytest.raises(ValueError, match=said):
             sw.export_hf(model, out, **options)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="needs a live model"):
+    with pytest.raises(ValueError, match="of a stored model needs source="):
         sw.export_hf(source, out, quantize="as-source")
+    with pytest.raises(UnsupportedConversionError, match=r"quantised .*which can't be taken here"):
+        sw.export_hf(source, out, quantize="as-source", source=source)
     assert not out.exists()
 
 
@@ -249,17 +282,60 @@ def test_a_changed_tensor_without_a_rule(tmp_path: Path) -> None:
 def test_ties_stored_twice_change_together(tmp_path: Path) -> None:
     """A stored copy of a tied tensor is not left behind with its old content."""
     models.write_hub_directory("qwen3-tied", tmp_path / "plain", torch.bfloat16)
-    fp8_directory(tmp_path / "plain", tmp_path / "fp8", (4, 8))
-    stored = plain_tensors(tmp_path / "fp8")
+    source = tmp_path / "fp8"
+    fp8_directory(tmp_path / "plain", source, (4, 8))
+    stored = plain_tensors(source)
     stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
-    save_file(stored, tmp_path / "fp8" / "model.safetensors", metadata={"format": "pt"})
-    model, _ = sw.load_pretrained(tmp_path / "fp8")
+    save_file(stored, source / "model.safetensors", metadata={"format": "pt"})
+    model, _ = sw.load_pretrained(source)
     touch(model, ("embed_tokens.weight",))
-    sw.export_hf(model, tmp_path / "out", quantize="as-source")
-    found = plain_tensors(tmp_path / "out")
-    assert _different(found, stored) == ["lm_head.weight", "model.embed_tokens.weight"]
-    assert torch.equal(found["lm_head.weight"], found["model.embed_tokens.weight"])
-    assert torch.equal(found["lm_head.weight"], model.model.embed_tokens.weight)
+    sw.save(sw.TrainState(model=model), tmp_path / "step")
+    for given in (model, tmp_path / "step"):
+        sw.export_hf(given, tmp_path / "out", quantize="as-source", source=source)
+        found = plain_tensors(tmp_path / "out")
+        assert _different(found, stored) == ["lm_head.weight", "model.embed_tokens.weight"]
+        assert torch.equal(found["lm_head.weight"], found["model.embed_tokens.weight"])
+        assert torch.equal(found["lm_head.weight"], model.model.embed_tokens.weight)
+        shutil.rmtree(tmp_path / "out")
+
+
+def test_a_damaged_checkpoint(fp8: Path, tmp_path: Path) -> None:
+    """What its digests do not fit is not taken for a change."""
+    model, _ = sw.load_pretrained(fp8)
+    sw.save(sw.TrainState(model=model), tmp_path / "step")
+    (file,) = (tmp_path / "step" / "model").glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(IntegrityError, match="content of 1 tensors differs from what was saved"):
+        sw.export_hf(tmp_path / "step", tmp_path / "out", quantize="as-source", source=fp8)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_of_kept_codes(fp8: Path, tmp_path: Path) -> None:
+    model, _ = sw.load_pretrained(fp8, quantized="keep")
+    sw.save(sw.TrainState(model=model), tmp_path / "step")
+    with pytest.raises(UnsupportedConversionError, match=r"quantised \(fp8"):
+        sw.export_hf(tmp_path / "step", tmp_path / "out", quantize="as-source", source=fp8)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command(fp8: Path, tmp_path: Path) -> None:
+    model, _ = sw.load_pretrained(fp8)
+    touch(model)
+    sw.save(sw.TrainState(model=model), tmp_path / "step")
+    sw.export_hf(model, tmp_path / "live", quantize="as-source")
+    given = ["export", str(tmp_path / "step"), str(tmp_path / "out"), "--quantize", "as-source"]
+    failed = CliRunner().invoke(main, given)
+    assert failed.exit_code != 0
+    assert "needs source=" in " ".join(failed.stderr.split())
+    done = CliRunner().invoke(main, [*given, "--source", str(fp8)])
+    assert done.exit_code == 0, done.output
+    said = " ".join(done.stdout.split())
+    assert "from the source" in said
+    assert "quantised again (2) model.layers.0.mlp.down_proj.weight" in said
+    assert "Fp8Quantize" in said
+    assert _different(plain_tensors(tmp_path / "out"), plain_tensors(tmp_path / "live")) == []
 
 
 def test_nan_has_no_code(fp8: Path, tmp_path: Path, ranks: RankPool) -> None:

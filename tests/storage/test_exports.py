@@ -157,7 +157,7 @@ def test_merged_weights_are_the_files_of_a_directory(
 
 
 def export_as_source(endpoint: str, source: str, places: list[str]) -> list[dict[str, Any]]:
-    """A quantised source, loaded and changed, in its own format. The reports."""
+    """A quantised source, loaded and changed, in its own format: from the model, the last one from its checkpoint. The reports."""
     use(endpoint)
     own, job.WINDOW_BYTES, requantised._WINDOW_BYTES = (
         (job.WINDOW_BYTES, requantised._WINDOW_BYTES),
@@ -167,7 +167,11 @@ def export_as_source(endpoint: str, source: str, places: list[str]) -> list[dict
     try:
         model, _ = sw.load_pretrained(source, init_device_mesh("cpu", (dist.get_world_size(),)))
         touch(model)
-        return [sw.export_hf(model, place, quantize="as-source", **SHARDS).to_json() for place in places]
+        reports = [sw.export_hf(model, p, quantize="as-source", **SHARDS).to_json() for p in places[:-1]]
+        step = f"{ROOT}/step-{source.rpartition('-')[2]}"
+        sw.save(sw.TrainState(model=model), step)
+        last = sw.export_hf(step, places[-1], quantize="as-source", source=source, **SHARDS)
+        return [*reports, last.to_json()]
     finally:
         job.WINDOW_BYTES, requantised._WINDOW_BYTES = own
 
@@ -180,11 +184,11 @@ def test_as_source_from_a_store_into_a_store(
     fp8_directory(hub / kind, tmp_path / "source", (4, 8))
     for name, content in below(str(tmp_path / "source")).items():
         server.put(f"exports/source-{kind}/{name}", content)
-    places = [f"{ROOT}/as-source-{kind}", str(tmp_path / "out")]
+    places = [f"{ROOT}/as-source-{kind}", str(tmp_path / "out"), f"{ROOT}/again-{kind}"]
     found = ranks.run_ranks(2, export_as_source, proxy.endpoint, f"{ROOT}/source-{kind}", places)
     expected = below(places[1])
     assert len([n for n in expected if n.endswith(".safetensors")]) > 2
-    assert below(places[0]) == expected
+    assert below(places[0]) == expected == below(places[2])
     for reports in zip(*found, strict=True):
         assert sum(r["bytes_written"] for r in reports) == reports[0]["total_bytes"]
         origin = reports[0]["as_source"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -261,6 +261,15 @@ def copy(path: str, out: str, as_json: bool) -> None:
     metavar="SIZE",
     help="Per file.",
 )
+@click.option(
+    "--quantize",
+    type=click.Choice(["as-source"]),
+    default=None,
+    help="Write the format of --source. Default: plain weights.",
+)
+@click.option(
+    "--source", metavar="PATH", default=None, help="The quantised source that the model was loaded from."
+)
 @one_model
 @config
 @trust_remote_code
@@ -269,6 +278,8 @@ def export(
     path: str,
     out: str,
     dtype: str | None,
+    quantize: Literal["as-source"] | None,
+    source: str | None,
     max_shard_bytes: int,
     model: str | None,
     config: str | None,
@@ -278,7 +289,7 @@ def export(
     """Write the model at PATH (a checkpoint, DCP's too, or safetensors) as a Hugging Face directory OUT.
 
     PATH and OUT may be URLs of object stores. Runs in one process, or under torchrun, where all ranks share the work. A training run may save and delete steps
-    meanwhile.
+    meanwhile. With --quantize as-source, tensors that did not change are copied from the quantised source, byte for byte.
     """
     from ..export.hub import export_hf
     from .render import console, show_export
@@ -290,6 +301,8 @@ def export(
             model=model,
             config=config,
             dtype=dtype,
+            quantize=quantize,
+            source=source,
             max_shard_bytes=max_shard_bytes,
             trust_remote_code=trust_remote_code,
         )

@@ -274,6 +274,13 @@ def show_export(out: Console, report: Any) -> None:
         "wrote": f"{report.tensors} tensors, {size(report.total_bytes)} in {report.seconds:.1f} s",
         "files": _some(report.files),
     }
+    if report.as_source is not None:
+        origin = report.as_source
+        facts["from the source"] = f"{origin.copied + len(origin.beside)} tensors, which did not change"
+        for rule in origin.requantized:
+            facts[f"quantised again ({len(rule.names)})"] = f"{_some(rule.names)}; {rule.reference}"
+        if origin.written:
+            facts["changed, plain"] = _some(origin.written)
     if not os.path.isfile(os.path.join(report.path, "config.json")):
         facts["no config.json"] = (
             "the source has none, so from_pretrained can't open OUT, and tensors keep their names; export again with "

@@ -9,29 +9,28 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..catalog import StoredTensor
 from ..errors import PlanError, UnsupportedConversionError
 from ..layout.boxes import Box
 from ..layout.spec import TensorSpec
+from ..layout.wanted import Wanted
 from ..limits import brief
 from ..planning.build import transfers_of
 from ..quantized.encoders import NestedFourBitEncoder, encoder_of
 from ..ranks.ranks import Ranks
-from ..recipe.origin import recall
-from ..recipe.tiles import identity
+from ..recipe.tiles import Tile, identity
 from ..transfer.box import read_box, wanted_box
 from ..transfer.copy import Destination, Filler, Staging, holds, write_back
 from .files import HubFiles, lay_out
 from .job import Together, Window
-from .live import LiveJob
-from .live_windows import Brought, LiveWindows
+from .live_windows import LiveWindows, Piece, by_hub
 from .quantized_source import QuantizedSource
 from .requantised import Changed, Requantiser
 from .stored_windows import share_of
 from .tensors import HubTensors
+from .weights import Weights
 
 __all__ = ["AsSource", "AsSourceJob", "Requantized"]
 
@@ -60,11 +59,11 @@ class AsSource:
 
 
 class AsSourceJob:
-    """Export of a live model in the format of its source. Implements :class:`.Job`. :meth:`compare` comes first."""
+    """Export of a model in the format of its source. Implements :class:`.Job`. :meth:`compare` comes first."""
 
-    def __init__(self, job: LiveJob, source: QuantizedSource, staging: Staging) -> None:
-        self._job, self._source, self._room = job, source, staging
-        self._hub = _with_ties(job, source.meant.tensors)
+    def __init__(self, weights: Weights, source: QuantizedSource, staging: Staging) -> None:
+        self._weights, self._source, self._room = weights, source, staging
+        self._hub = HubTensors({}, {})
         self._touched: set[str] = set()
         self._changed: dict[str, Changed] = {}
         self._requantiser: Requantiser | None = None
@@ -73,39 +72,47 @@ class AsSourceJob:
     # What changed
 
     def compare(self, ranks: Ranks) -> None:
-        """Find the tensors that differ from what the source stores. Every rank must call it; reads each element of the source once.
+        """Find the tensors that differ from what the source stores. Every rank must call it; reads each element of the source once,
+        and of a stored model.
 
         A tensor counts as changed if any rank has an element that differs. Raises :class:`PlanError` if the tensors of model and source
         do not fit together, :class:`UnsupportedConversionError` for a changed one in a format that can't be quantised again.
         """
-        brought = self._job.brought(self._hub, ranks.rank)
         with ranks.agree("compare with the source"):
+            self._hub = self._weights.contents(self._source.meant.tensors)
             self._refuse_others()
+            pieces = self._weights.pieces(self._hub, ranks)
         differing = ranks.combine(
             "compare with the source",
-            lambda: [name for name in self._hub.hub if self._differs(name, brought)],
+            lambda: self._differing(pieces),
             lambda found: sorted({name for names in found for name in names}),
         )
         self._touched = set(differing)
         with ranks.agree("compare with the source"):
             self._changed = self._encoded()
         self._requantiser = Requantiser(
-            self._changed, brought, self._job.live.local_tensors(), self._source.files, self._room, ranks
+            self._changed, by_hub(pieces), self._near, self._source.files, self._room, ranks
         )
         means = self._requantiser.measure()
         with ranks.agree("compare with the source"):
             self._states = dict(self._state(name, mean) for name, mean in means.items())
 
-    def _differs(self, name: str, brought: Brought) -> bool:
-        stored = self._source.meant.tensors.get(name)
-        if stored is None or stored.shape != self._hub.hub[name].shape:
-            return True
-        local = Destination(self._job.live.local_tensors())
-        for wanted, tile in brought.get(name, ()):
-            transfers = transfers_of(tile, wanted, {name: stored})
-            if not holds(transfers, self._source.decoded, local, self._room):
-                return True
-        return False
+    def _differing(self, pieces: Sequence[Piece]) -> list[str]:
+        """The tensors of which this rank has an element that differs."""
+        stored = self._source.meant.tensors
+        found = {n for n, spec in self._hub.hub.items() if n not in stored or stored[n].shape != spec.shape}
+        for wanted, tiles in pieces:
+            elements = self._weights.whole(wanted, self._room)
+            for tile in tiles:
+                if tile.source in found:
+                    continue
+                transfers = transfers_of(tile, wanted, {tile.source: stored[tile.source]})
+                if not holds(transfers, self._source.decoded, elements, self._room):
+                    found.add(tile.source)
+        return sorted(found)
+
+    def _near(self, wanted: Wanted, part: Tile) -> Iterable[tuple[Wanted, Destination]]:
+        return self._weights.near(wanted, part, self._room)
 
     def _refuse_others(self) -> None:
         """Raise if codes of the source would be copied beside weights that stand for them under another name or shape."""
@@ -187,12 +194,12 @@ class AsSourceJob:
     ) -> list[int]:
         for dtype in dict.fromkeys(output.tensors[name].dtype for name in contents.hub):
             of_dtype = self._only([name for name in contents.hub if output.tensors[name].dtype == dtype])
-            self._job.write(of_dtype, output, filler, staging, ranks)
+            self._weights.write(of_dtype, output, filler, self._room, ranks)
         for name, box in share_of(self.copied(), staging.limit_bytes // 2, ranks):
             self.copy(name, box, output, filler)
         for name, content in self._states.items() if ranks.rank == 0 else ():
             self.write_state(name, 0, len(content), output, filler)
-        return []
+        return self._weights.sums()
 
     def write_state(self, name: str, start: int, stop: int, output: HubFiles, filler: Filler) -> None:
         """Write bytes of a small tensor that describes a changed one, if the name is of one. Rank-local."""
@@ -223,15 +230,20 @@ class AsSourceJob:
     def windows(
         self, contents: HubTensors, output: HubFiles, staging: Staging, ranks: Ranks
     ) -> AsSourceWindows:
-        live = self._job.windows(contents, output, staging, ranks)
-        return AsSourceWindows(self, live, output, ranks)
+        own = LiveWindows(self._near, by_hub(self._weights.pieces(contents, ranks)), output, staging)
+        return AsSourceWindows(self, own, output, ranks)
+
+    def sums(self) -> list[int]:
+        """This rank's shares of the digest sums of a stored model."""
+        return self._weights.sums()
 
     def check(self, sums: Sequence[int]) -> None:
-        """Does nothing: neither a live model nor a hub source has recorded digests."""
+        """Compare a stored model's digests. Neither a live model nor a hub source has recorded ones."""
+        self._weights.check(sums)
 
     def assets(self) -> Mapping[str, bytes]:
-        """Those of the live model, with the source's quantisation and dtype in its config."""
-        found = dict(self._job.assets())
+        """Those of the model, with the source's quantisation and dtype in its config."""
+        found = dict(self._weights.assets())
         config = json.loads(found["config.json"]) if "config.json" in found else dict(self._source.config)
         if config:
             text = json.dumps(self._source.as_quantized(config), indent=2, sort_keys=True)
@@ -252,9 +264,15 @@ class AsSourceJob:
             beside,
         )
 
+    @property
+    def home(self) -> str | None:
+        """Where a stored model's own code lies."""
+        return self._weights.home
+
     def close(self) -> None:
-        """Close the source's files."""
+        """Close the files of source and model."""
         self._source.close()
+        self._weights.close()
 
 
 class AsSourceWindows:
@@ -262,12 +280,12 @@ class AsSourceWindows:
 
     is_spread = True
 
-    def __init__(self, job: AsSourceJob, live: LiveWindows, output: HubFiles, ranks: Ranks) -> None:
-        self._job, self._live, self._output, self._ranks = job, live, output, ranks
+    def __init__(self, job: AsSourceJob, own: LiveWindows, output: HubFiles, ranks: Ranks) -> None:
+        self._job, self._own, self._output, self._ranks = job, own, output, ranks
         self._copied = job.copied()
 
     def fill(self, window: Window, filler: Filler) -> None:
-        self._live.fill(window, filler)
+        self._own.fill(window, filler)
         for name, box in window.parts:
             turn = zlib.crc32(f"{name} {box.start}".encode()) % self._ranks.world_size
             if name in self._copied and turn == self._ranks.rank:
@@ -279,23 +297,5 @@ class AsSourceWindows:
         self._job.requantiser.into(window, owner, filler, self._output)
 
     def finish(self) -> list[int]:
-        """Nothing: neither a live model nor a hub source has recorded digests."""
-        return []
-
-
-def _with_ties(job: LiveJob, stored: Mapping[str, StoredTensor]) -> HubTensors:
-    """The hub tensors of a model, with the further names under which the source stores tied ones."""
-    contents = job.contents()
-    hub, tiles = dict(contents.hub), {name: list(found) for name, found in contents.tiles.items()}
-    origin = recall(job.live.root)
-    for name, recipe in origin.recipes.items() if origin is not None else ():
-        for tile in (tile for copy in recipe.copies for tile in copy):
-            hub[tile.source] = TensorSpec(TensorSpec.of(job.tensors[name]).dtype, stored[tile.source].shape)
-            tiles[name].append(tile)
-    for tied in job.live.stored:
-        for alias in tied.names[1:] if tied.name in tiles else ():
-            spec = TensorSpec.of(tied.tensor)
-            if alias not in hub and alias in stored and stored[alias].shape == spec.shape:
-                hub[alias] = spec
-                tiles[tied.name].append(identity(alias, spec.shape))
-    return HubTensors(hub, {name: tuple(found) for name, found in tiles.items()})
+        """This rank's shares of digest sums, which the comparison found."""
+        return self._job.sums()

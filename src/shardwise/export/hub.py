@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -36,9 +37,10 @@ from .job import Job
 from .live import LiveJob
 from .merged import MergedJob
 from .places import place_for
-from .quantized_source import QuantizedSource
+from .quantized_source import QuantizedSource, place_of_source
 from .stored import StoredJob
 from .tensors import HubTensors
+from .weights import LiveWeights, StoredWeights
 
 __all__ = ["ExportReport", "dtype_code", "export_hf"]
 
@@ -103,12 +105,12 @@ def export_hf(
         adapters: of a live ``PeftModel``, one or several of its adapters. Default: all.
         merge: of a live ``PeftModel``, write the base with the active adapters merged into it, by PEFT's rule, instead of the
             adapters. Each rank merges its own shards; only the adapters are gathered.
-        quantize: ``"as-source"`` writes a live model in the format of the quantised source that it was loaded from: the same codes,
+        quantize: ``"as-source"`` writes a model in the format of the quantised source that it was loaded from: the same codes,
             scales, names and ``quantization_config``. A tensor that still equals, bit for bit, what the source's codes stand for is
             copied from there, byte for byte; any other one is quantised again by the format's own rule, which the report names.
             Default: plain weights.
-        source: with ``quantize``, the quantised source, a directory or a URL. Default: that of the model's last load, which must be as
-            it was then.
+        source: with ``quantize``, the quantised source, a directory or a URL. Default: that of the live model's last load, which must
+            be as it was then; a stored model has none.
         max_shard_bytes: payload per file, unless one tensor is larger.
         trust_remote_code: run the Python files of a checkpoint's model: they know its hub names. Only models with
             their own code need it.
@@ -141,7 +143,12 @@ def export_hf(
                 raise ValueError(
                     "merge= and quantize= both say what becomes of the weights: give one of them"
                 )
-            job = _as_source(model_or_path, quantize, source, code, ranks, io)
+            _check_as_source(model_or_path, quantize, code)
+            if isinstance(model_or_path, nn.Module):
+                job = _live_as_source(describe(model_or_path), source, ranks, io)
+            else:
+                stored = StoredJob(model_or_path, model, config, trust_remote_code, ranks.tick, io)
+                job = _stored_as_source(stored, source, ranks, io)
         elif isinstance(model_or_path, nn.Module):
             job = _live_job(describe(model_or_path), adapters, merge, code)
         elif merge:
@@ -151,11 +158,11 @@ def export_hf(
     with closing(job):
         if isinstance(job, MergedJob):
             job.gather(ranks)
+        home = job.home if isinstance(job, StoredJob | AsSourceJob) else None
+        if trust_remote_code and home is not None:
+            in_turn(ranks, partial(import_code, home))
         if isinstance(job, AsSourceJob):
             job.compare(ranks)
-        if trust_remote_code and isinstance(job, StoredJob):
-            home = job.home
-            in_turn(ranks, lambda: import_code(home))
         with ranks.agree("plan export"):
             contents, output = job.lay_out(code, max_shard_bytes)
             assets = _with_dtype(job.assets(), code) if ranks.rank == 0 else {}
@@ -165,45 +172,60 @@ def export_hf(
         return replace(report, as_source=job.report()) if isinstance(job, AsSourceJob) else report
 
 
-def _as_source(
-    model: object,
-    quantize: object,
-    source: str | os.PathLike[str] | None,
-    dtype: str | None,
-    ranks: Ranks,
-    io: IOOptions,
-) -> AsSourceJob:
-    """The export of a model in its source's format. Raises :class:`ValueError` for options that do not go together."""
+def _check_as_source(model: object, quantize: object, dtype: str | None) -> None:
+    """Raises :class:`ValueError` for options that do not go together."""
     if quantize != "as-source":
         raise ValueError(
             f"quantize must be 'as-source' or None, got {quantize!r}; source= goes with 'as-source'"
-        )
-    if not isinstance(model, nn.Module):
-        raise ValueError(
-            "quantize='as-source' needs a live model: load the stored one with load_pretrained. A copy of a quantised source keeps "
-            "its codes without quantize="
         )
     if dtype is not None:
         raise ValueError(
             "dtype= and quantize= exclude each other: the source says the dtypes; give one of them"
         )
-    if has_adapters(model):
+    if isinstance(model, nn.Module) and has_adapters(model):
         raise ValueError(
             "quantize='as-source' needs a model without adapters: merge them into the weights first (PEFT's merge_and_unload()), "
             "or leave quantize= out to write the adapters alone"
         )
-    live = describe(model)
-    if kept_in(model):
+
+
+def _live_as_source(
+    live: LiveModel, source: str | os.PathLike[str] | None, ranks: Ranks, io: IOOptions
+) -> AsSourceJob:
+    """The export of a live model in its source's format. Raises :class:`ValueError` if its weights are not plain."""
+    if kept_in(live.root):
         raise ValueError(
             "quantize='as-source' needs plain weights, and this model holds the source's own codes and scales: without quantize= they "
             "are exported as they are, in the source's format"
         )
-    if has_blocks(model):
+    if has_blocks(live.root):
         raise ValueError(
             "quantize='as-source' needs plain weights, and this model holds 4-bit codes: without quantize= they are exported "
             "dequantised; a load with quantized='dequantize' can be exported as its source"
         )
-    return AsSourceJob(LiveJob(live), QuantizedSource(live, source, ranks.tick, io), Staging(io))
+    found = QuantizedSource(place_of_source(live, source), lambda: live.tensors, ranks.tick, io)
+    return AsSourceJob(LiveWeights(LiveJob(live)), found, Staging(io))
+
+
+def _stored_as_source(
+    stored: StoredJob, source: str | os.PathLike[str] | None, ranks: Ranks, io: IOOptions
+) -> AsSourceJob:
+    """The export of a stored model in a source's format; takes over ``stored``.
+
+    Raises :class:`ValueError` without a source, :class:`UnsupportedConversionError` if the model is quantised itself.
+    """
+    try:
+        if source is None:
+            raise ValueError(
+                "quantize='as-source' of a stored model needs source=: the quantised source that it was loaded from"
+            )
+        stored.refuse_codes()
+        place = absolute(source), None
+        found = QuantizedSource(place, stored.named, ranks.tick, io)
+    except BaseException:
+        stored.close()
+        raise
+    return AsSourceJob(StoredWeights(stored, Staging(io).limit_bytes), found, Staging(io))
 
 
 def _write_out(

@@ -25,7 +25,7 @@ from .adapters import adapter_assets, chosen_adapters, lay_out_adapters
 from .files import HubFiles, lay_out
 from .from_devices import write_from_devices
 from .job import bytes_in
-from .live_windows import Brought, LiveWindows, brought_by
+from .live_windows import LiveWindows, Piece, by_hub, pieces_by
 from .tensors import HubTensors, as_named, inverted, reverted
 
 __all__ = ["LiveJob"]
@@ -115,11 +115,13 @@ class LiveJob:
 
     def windows(self, contents: HubTensors, output: HubFiles, staging: Staging, ranks: Ranks) -> LiveWindows:
         """The same, for files that are written from front to back."""
-        return LiveWindows(self.live, self.brought(contents, ranks.rank), output, staging)
+        local = Destination(self.live.local_tensors())
+        brought = by_hub(self.pieces(contents, ranks.rank))
+        return LiveWindows(lambda wanted, _: ((wanted, local),), brought, output, staging)
 
-    def brought(self, contents: HubTensors, rank: int) -> Brought:
-        """What a rank brings of each hub tensor: each element comes from one rank. Rank-local."""
-        return brought_by(rank, self.live, self.tensors, contents.tiles)
+    def pieces(self, contents: HubTensors, rank: int) -> list[Piece]:
+        """What a rank brings: each element comes from one rank. Rank-local."""
+        return pieces_by(rank, self.live, self.tensors, contents.tiles)
 
     def check(self, sums: Sequence[int]) -> None:
         """Does nothing: a live model has no recorded digests."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ..catalog import Catalog
@@ -13,13 +13,17 @@ from ..errors import CheckpointError, SourceError
 from ..layout.live import LiveModel
 from ..limits import read_shallow_json
 from ..models.homes import home_of, source_of, versions_of
+from ..names import Named
 from ..planning import IOOptions
 from ..quantized.dequantized import dequantized
 from ..storage import absolute, is_file, join
 from ..transfer import SourceReader
 from ..transfer.decoded import DecodingReader
 
-__all__ = ["QuantizedSource"]
+__all__ = ["QuantizedSource", "place_of_source"]
+
+#: Files of a source, with what tells versions apart.
+Versions = Mapping[str, tuple[int, object]]
 
 
 class QuantizedSource:
@@ -31,15 +35,16 @@ class QuantizedSource:
 
     def __init__(
         self,
-        live: LiveModel,
-        given: str | os.PathLike[str] | None,
+        place: tuple[str, Versions | None],
+        own: Callable[[], Iterable[Named]],
         on_progress: Callable[[int], None],
         io: IOOptions,
     ) -> None:
-        self.root, loaded = _place(live, given)
+        """``place``: where it lies, and its files as they were, if that is known. ``own`` gives the model's tensors."""
+        self.root, loaded = place
         try:
             self.stored: Catalog = open_catalog(self.root)
-            self.meant: Catalog = dequantized(self.stored, lambda: live.tensors)
+            self.meant: Catalog = dequantized(self.stored, own)
             if loaded is not None and versions_of(self.stored) != loaded:
                 raise CheckpointError(
                     f"{self.root}: was changed since the model was loaded from it: files, their sizes or their times are others. "
@@ -74,10 +79,8 @@ class QuantizedSource:
         self.files.close()
 
 
-def _place(
-    live: LiveModel, given: str | os.PathLike[str] | None
-) -> tuple[str, Mapping[str, tuple[int, object]] | None]:
-    """Where the source lies, and its files as they were, if that is known."""
+def place_of_source(live: LiveModel, given: str | os.PathLike[str] | None) -> tuple[str, Versions | None]:
+    """Where the source of a live model lies, and its files as they were, if that is known."""
     if given is not None:
         return absolute(given), None
     loaded = source_of(live.root) or source_of(live.base)

@@ -28,7 +28,7 @@ from ..transfer.converted import Reader
 from ..transfer.copy import Destination, Filler, Staging, write_back
 from .files import HubFiles
 from .job import Together, Window
-from .live_windows import Brought
+from .live_windows import Brought, Near
 
 __all__ = ["Changed", "Requantiser", "windows_in"]
 
@@ -82,12 +82,12 @@ class Requantiser:
         self,
         changed: Mapping[str, Changed],
         brought: Brought,
-        local: Mapping[str, torch.Tensor],
+        near: Near,
         files: Reader,
         staging: Staging,
         ranks: Ranks,
     ) -> None:
-        self._changed, self._brought, self._local = changed, brought, Destination(local)
+        self._changed, self._brought, self._near = changed, brought, near
         self._files, self._staging, self._ranks = files, staging, ranks
         self._measured: dict[str, tuple[torch.Tensor, ...]] = {}
 
@@ -146,13 +146,14 @@ class Requantiser:
                 yield elements
 
     def _parts(self, name: str, box: Box) -> Iterator[tuple[Transfer, torch.Tensor]]:
-        """This rank's elements of a window: views of them, and where they lie in it."""
+        """This rank's elements of a window: views of them, for now, and where they lie in it."""
         code, shape = self._changed[name].spec
         window = StoredTensor(name, code, shape, (Chunk(box, name, 0),))
         for wanted, tile in self._brought.get(name, ()):
             for part in cut(tile, "source", box):
-                for transfer in transfers_of(part, wanted, {name: window}):
-                    yield transfer, self._local.strided(transfer)
+                for held, elements in self._near(wanted, part):
+                    for transfer in transfers_of(part, held, {name: window}):
+                        yield transfer, elements.strided(transfer)
 
     def all_windows(self, output: HubFiles) -> Iterator[Together]:
         """Every window of every tensor, in turns of one for each rank; with each turn, what writes this rank's window.

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from ..catalog import Catalog, StoredTensor
 from ..catalog.checkpoint import catalog_of_checkpoint, check_size, directory, model_named, refuse_referred
@@ -15,6 +19,7 @@ from ..errors import CheckpointError, IntegrityError, SourceError
 from ..format.manifest import MANIFEST_NAME, Manifest, read_manifest
 from ..layout.boxes import Box
 from ..layout.spec import TensorSpec
+from ..layout.wanted import Wanted
 from ..limits import inside
 from ..loading.pretrained import build_meta
 from ..models.assets import ADAPTERS_NAME, read_assets
@@ -38,6 +43,13 @@ from .stored_windows import StoredWindows, share_of
 from .tensors import HubTensors, as_named, inverted, reverted
 
 __all__ = ["StoredJob"]
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """The names of a stored tensor. Implements :class:`.Named`."""
+
+    names: tuple[str, ...]
 
 
 class StoredJob:
@@ -115,7 +127,7 @@ class StoredJob:
             f"let the run keep this one (keep_last, keep_every)"
         )
 
-    def _refuse_codes(self) -> None:
+    def refuse_codes(self) -> None:
         """Codes stay what they are in any dtype, their scales would not. Raises :class:`UnsupportedConversionError`."""
         config = json.loads(self._documents.get("config.json", "{}"))
         if not has_module_names(self._catalog) or method_of_config(config):
@@ -135,7 +147,7 @@ class StoredJob:
     def lay_out(self, dtype: str | None, max_shard_bytes: int) -> tuple[HubTensors, HubFiles]:
         """What each stored tensor becomes, and where in which file it lies."""
         if dtype is not None:
-            self._refuse_codes()
+            self.refuse_codes()
         contents = self.contents()
         return contents, lay_out(contents.hub, dtype, max_shard_bytes)
 
@@ -153,7 +165,7 @@ class StoredJob:
         self._refuse_blocks()
         if self._manifest is None and not has_module_names(self._catalog):
             return as_named(specs)
-        model = build_meta(self.home, self._catalog, trust_remote_code=self._trust_remote_code)
+        model = self._on_meta()
         if self._manifest is None:
             self._stored = as_config_says(self._catalog, model, self._io)
             return reverted(model, self._stored.specs)
@@ -162,8 +174,7 @@ class StoredJob:
             return reverted(model, specs)
         # Run the class's conversions once more over the tensors that the model was loaded from.
         stored = {n: StoredTensor(n, _any_dtype(specs), s, ()) for n, s in shapes.items()}
-        entries = self._manifest.models[self._model]
-        by_name = {alias: n for n, t in entries.items() for alias in (n, *t.aliases)}
+        by_name = self._by_name()
         recipes = {
             by_name[made.target]: Recipe(
                 by_name[made.target], made.tiles, empty=() if made.tiles else made.sources
@@ -172,6 +183,28 @@ class StoredJob:
             if made.target in by_name
         }
         return inverted(specs, recipes, shapes)
+
+    def _on_meta(self) -> Any:
+        return build_meta(self.home, self._catalog, trust_remote_code=self._trust_remote_code)
+
+    def named(self) -> list[Names]:
+        """The names of each tensor: its own, then those of ties."""
+        if self._manifest is not None:
+            return [Names((n, *t.aliases)) for n, t in self._manifest.models[self._model].items()]
+        return [Names((n, *self._stored.aliases.get(n, ()))) for n in self._stored.specs]
+
+    def _by_name(self) -> dict[str, str]:
+        return {alias: tied.names[0] for tied in self.named() for alias in tied.names}
+
+    def copies(self, contents: HubTensors, stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tile]]:
+        """Tiles of tied tensors in further copies, which a source that holds ``stored`` has of them; by tensor."""
+        tied = {alias: found.names[0] for found in self.named() if found.names[1:] for alias in found.names}
+        if not tied or "config.json" not in self._documents:
+            return
+        for made in hub_rules(self._on_meta()).resolve(stored):
+            name = tied.get(made.target)
+            if name in contents.tiles and not any(tile.source in contents.hub for tile in made.tiles):
+                yield from ((name, tile) for tile in made.tiles)
 
     def write(
         self, contents: HubTensors, output: HubFiles, filler: Filler, staging: Staging, ranks: Ranks
@@ -242,15 +275,19 @@ class StoredJob:
         """Write one piece. Returns its digest sum as read."""
         dtype, shape = self._stored.specs[name]
         wanted = wanted_box(name, dtype, shape, box)
-        stored = self._stored.catalog.tensors
-        try:
-            piece = read_recipe(wanted, self._stored.recipes[name], stored, self._files, staging, self._room)
-        except SourceError as error:
-            raise self._unless_deleted(error) from error
+        piece = self.read(wanted, staging)
         destination = Destination({name: piece})
         for tile in tiles:
             write_back(transfers_of(tile, wanted, output.tensors), filler, destination, staging)
         return partial_sum(piece, box.start) if name in self._catalog.digests else 0
+
+    def read(self, wanted: Wanted, staging: Staging) -> torch.Tensor:
+        """The elements of a :func:`.wanted_box`, in memory that the next call uses again. Rank-local."""
+        recipe, stored = self._stored.recipes[wanted.name], self._stored.catalog.tensors
+        try:
+            return read_recipe(wanted, recipe, stored, self._files, staging, self._room)
+        except SourceError as error:
+            raise self._unless_deleted(error) from error
 
     def assets(self) -> Mapping[str, bytes]:
         """Config, tokenizer and own code."""

@@ -11,7 +11,7 @@ from ..catalog import Catalog
 from ..catalog.quantized import Quantized, method_of_config, quantized, stands_beside, way_out
 from ..catalog.records import Coded, Quantization
 from ..errors import FormatError, PlanError, SourceError, UnsupportedConversionError
-from ..names import NamedTensor
+from ..names import Named
 from .families import Family, Found, Source
 
 __all__ = ["Dequantized", "dequantized", "described", "has_family"]
@@ -86,7 +86,7 @@ def _method_of(catalog: Catalog, looks: Quantized | None) -> str:
     return said
 
 
-def dequantized(catalog: Catalog, own: Callable[[], Iterable[NamedTensor]] | None = None) -> Catalog:
+def dequantized(catalog: Catalog, own: Callable[[], Iterable[Named]] | None = None) -> Catalog:
     """The source, with each quantised tensor as one of the dtype that its codes stand for. The same catalog if none is.
 
     ``own`` gives the model's tensors; it is called only where the source looks quantised. A model that has scales of such a name itself
