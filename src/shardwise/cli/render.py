@@ -147,7 +147,8 @@ def _show_root(out: Console, root: RootContents) -> None:
 
 
 def _format(one: Dequantized) -> str:
-    return f"{one.tensors} tensors from {one.format}, {size(one.stored_bytes)} stored"
+    held = f"{size(one.nbytes)} {'held' if one.format.endswith(', kept') else 'decoded'}"
+    return f"{one.tensors} tensors from {one.format}, {size(one.stored_bytes)} stored, {held}"
 
 
 def show_plan(out: Console, report: PlanReport, host: ThisHost | None) -> None:
