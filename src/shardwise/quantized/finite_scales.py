@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..catalog.records import Coded
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["check_scales", "scales_in"]
 
+#: Scales that are checked at a time.
+_ELEMENTS = 512 * 1024
 _ROLES = ("scales", "global", "nested", "book")
 
 
@@ -35,6 +37,15 @@ def check_scales(one: Coded, box: Box, parts: Mapping[str, torch.Tensor]) -> Non
     if isinstance(one.rule, FourBit | Joined):
         finite(name, one.rule.scales_of(box, parts))
         return
-    scales = finite(name, parts["scales"])
-    if "global" in parts:
-        finite(name, scales / parts["global"])
+    for some in _pieces(parts["scales"]):
+        scales = finite(name, some)
+        if "global" in parts:
+            finite(name, scales / parts["global"])
+
+
+def _pieces(scales: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The scales in pieces along their first dim: in fp32, all of a large tensor would be fresh memory each time."""
+    if scales.numel() <= _ELEMENTS:
+        return (scales,)
+    pieces: Sequence[torch.Tensor] = scales.split(max(1, _ELEMENTS * scales.shape[0] // scales.numel()))
+    return pieces

@@ -12,7 +12,7 @@ from .codes import floats
 if TYPE_CHECKING:
     import torch
 
-_SLAB_ELEMENTS = 256 * 1024
+_SLAB_ELEMENTS = 512 * 1024
 
 __all__ = ["blocks_of", "finite", "in_step", "lifted", "slabs", "spread"]
 
