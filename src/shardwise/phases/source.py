@@ -80,20 +80,26 @@ def source_of(request: Pretrained, *, may_lack_weights: bool) -> Iterator[Source
     Raises :class:`SourceError` if there is none, or if it lacks weights and may not.
     """
     path, asked = os.fspath(request.path), request.understood()
-    with TemporaryDirectory(prefix="shardwise-plan-") as folder:
-        if may_lack_weights and not is_url(path) and _is_config_alone(path):
-            if os.path.isfile(path):
-                shutil.copyfile(path, os.path.join(folder, "config.json"))
-            directory = folder if os.path.isfile(path) else path
+    if may_lack_weights and not is_url(path) and _is_config_alone(path):
+        with _directory_of(path) as directory:
             yield Source(request, asked, directory, None, True, Requests(), path)
-            return
-        with counting() as looks:  # those of rank 0 of a load
-            found = find_for_all(request.path, asked.hub, Ranks(), with_code=request.trust_remote_code)
-            lent = found.lent
-            catalog = open_for_all(
-                found.directory if lent is None else lent, Ranks(), variant=asked.hub.variant
-            )
-        yield Source(request, asked, found.directory, catalog, False, looks, catalog.root)
+        return
+    with counting() as looks:  # those of rank 0 of a load
+        found = find_for_all(request.path, asked.hub, Ranks(), with_code=request.trust_remote_code)
+        lent = found.lent
+        catalog = open_for_all(found.directory if lent is None else lent, Ranks(), variant=asked.hub.variant)
+    yield Source(request, asked, found.directory, catalog, False, looks, catalog.root)
+
+
+@contextmanager
+def _directory_of(path: str) -> Iterator[str]:
+    """The directory of a config: its own, or a temporary one for a file of any name."""
+    if not os.path.isfile(path):
+        yield path
+        return
+    with TemporaryDirectory(prefix="shardwise-plan-") as folder:
+        shutil.copyfile(path, os.path.join(folder, "config.json"))
+        yield folder
 
 
 def _is_config_alone(path: str) -> bool:
