@@ -126,9 +126,9 @@ def cut_into_buckets(
 
 
 def one_reader_each(found: Buckets, readers: int, paths: Collection[str]) -> Buckets:
-    """The same buckets in an order in which one of ``readers`` ranks, who read them in turns, reads all buckets of each of ``paths``.
+    """The same buckets in another order: ``readers`` ranks read them in turns, and one rank reads all buckets of each of ``paths``.
 
-    No bucket may have parts of two paths. Ranks get about as many bytes each; where a rank has fewer buckets, empty ones take the turns.
+    No bucket may have parts of two paths. Each rank gets about as many bytes; a rank with fewer buckets gets empty ones for its turns.
     """
     queues: list[list[int]] = [[] for _ in range(readers)]
     nbytes = [0] * readers

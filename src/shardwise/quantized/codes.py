@@ -58,7 +58,7 @@ def floats(stored: torch.Tensor) -> torch.Tensor:
 
 
 def lowered(stored: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Stored numbers as fp32, divided by 2 to a power, and the power: who multiplies by scales anyway saves an operation."""
+    """Stored numbers as fp32, divided by 2 to a power, and the power. A caller that multiplies by scales saves an operation."""
     import torch
 
     if stored.is_cpu and stored.numel() >= _MANY:
