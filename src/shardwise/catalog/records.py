@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, overload
+from typing import TYPE_CHECKING, Any, Protocol, overload, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ __all__ = [
     "Chunk",
     "Chunks",
     "Coded",
+    "OpeningRule",
     "Quantization",
     "Rule",
     "SharedChunk",
@@ -143,6 +144,18 @@ class Rule(Protocol):
 
         ``parts``: the elements of :meth:`boxes`, each of its box's sizes and of its stored dtype. They may be overwritten by the
         next read. Memory: a few times the elements. Raises :class:`IntegrityError` for scales that are NaN or infinite.
+        """
+
+
+@runtime_checkable
+class OpeningRule(Rule, Protocol):
+    """A rule with work to do once per read, like transposing codes, before it decodes smaller boxes of what was read."""
+
+    def opened(self, box: Box, parts: Mapping[str, torch.Tensor]) -> Callable[[Box], torch.Tensor]:
+        """A function that decodes any box within ``box``, as :meth:`decode` does.
+
+        ``parts``: as for :meth:`decode`, of ``box``. The function may keep them, so they must not change while it is used. Memory: as
+        much as the parts. Raises :class:`IntegrityError` for scales that are NaN or infinite, at once.
         """
 
 

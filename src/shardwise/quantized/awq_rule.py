@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..layout.boxes import Box
 from .groups import scaled
 from .scales import finite
-from .words import covering
+from .words import Halves, covering
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +18,8 @@ __all__ = ["Awq", "outputs_of"]
 
 #: The field of a word that holds each of its 8 outputs. Source: AWQ_REVERSE_ORDER of AutoAWQ (MIT).
 _FIELDS = (0, 4, 1, 5, 2, 6, 3, 7)
+#: F16 with this many units: its mantissa's last bits are those of a small integer that was added to it.
+_LIFT = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +49,46 @@ class Awq:
         }
 
     def decode(self, box: Box, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return self.opened(box, parts)(box)
+
+    def opened(self, box: Box, parts: Mapping[str, torch.Tensor]) -> Callable[[Box], torch.Tensor]:
+        """Implements :class:`.OpeningRule`: codes, zero points and scales are transposed once."""
         import torch
 
         if not box.numel:
-            return torch.empty(box.sizes, dtype=torch.float16)
-        scales = finite(self.name, parts["scales"]).t().contiguous()
-        codes, zeros = (
-            outputs_of(parts[one]).narrow(0, box.start[0] % 8, box.sizes[0]) for one in ("codes", "zeros")
-        )
-        scaled(codes, zeros, scales, box.start[1], self.size)
-        # The product of a difference of codes and an F16 is exact in F32, so this is F16 arithmetic, and faster.
-        return codes.to(torch.float16)
+            return lambda inner: torch.empty(inner.sizes, dtype=torch.float16)
+        scales = parts["scales"].t().contiguous()
+        finite(self.name, scales)
+        # F16 holds codes and zero points exactly, both with _LIFT added.
+        zeros = outputs_of(parts["zeros"]).add_(_LIFT).narrow(0, box.start[0] % 8, box.sizes[0]).half()
+        codes, first = Halves.of(parts["codes"]), box.start[0] // 8
+
+        def decode(inner: Box) -> torch.Tensor:
+            (row, column), (row_end, column_end) = inner.start, inner.stop
+            word, word_end = covering(row, row_end, 8)
+            halves = slice(2 * (word - first), 2 * (word_end - first))
+            start, stop = column - box.start[1], column_end - box.start[1]
+            values = _lifted(codes.pairs(halves, start, stop))[row % 8 :, start % 2 :]
+            values = values[: inner.sizes[0], : inner.sizes[1]]
+            rows = slice(row - box.start[0], row_end - box.start[0])
+            groups = slice(column // self.size - box.start[1] // self.size, None)
+            scaled(values, zeros[rows, groups], scales[rows, groups], column, self.size)
+            return values
+
+        return decode
+
+
+def _lifted(pairs: torch.Tensor) -> torch.Tensor:
+    """The outputs of :class:`Halves`' pairs, one a row, in F16, with :data:`_LIFT` added."""
+    import torch
+
+    halves, width = pairs.shape
+    found = torch.empty((halves // 2, 4, 2, width), dtype=torch.int32)
+    words = pairs.unflatten(0, (-1, 2))
+    for k in range(4):  # field k of a half: output 2 * k of the first half of a word, 2 * k + 1 of the second
+        torch.bitwise_right_shift(words, 4 * k, out=found[:, k])
+    found.bitwise_and_(0x000F000F).bitwise_or_(0x64006400)
+    return found.view(torch.float16).flatten(0, 2)
 
 
 def outputs_of(words: torch.Tensor) -> torch.Tensor:

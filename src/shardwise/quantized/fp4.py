@@ -14,12 +14,14 @@ from ..layout.boxes import Box
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["FP4_LIFT", "Fp4Pairs", "numbers_of_words"]
+__all__ = ["FP4_LIFT", "Fp4Pairs", "numbers_of_pairs"]
 
 #: Numbers come divided by 2 to this power.
 FP4_LIFT = 14
 #: Sign, the two lowest bits of the exponent, the highest of the mantissa, of fp16 as int16.
 _MASK = 0x8E00 - 0x10000
+#: The same of two neighbours as one int32, and their signs.
+_PAIR, _SIGNS = 0x8E008E00 - 2**32, 0x80008000 - 2**32
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +45,12 @@ class Fp4Pairs:
         return numbers[:, first : first + box.sizes[1]].to(torch.float32)
 
 
-def numbers_of_words(words: torch.Tensor) -> torch.Tensor:
-    """The eight numbers of each int32 word, in a dim before the last, in fp16."""
+def numbers_of_pairs(pairs: torch.Tensor) -> torch.Tensor:
+    """The numbers of :class:`.Halves`' pairs, four rows for each, in fp16."""
     import torch
 
-    numbers = torch.empty((*words.shape[:-1], 8, words.shape[-1]), dtype=torch.int16, device=words.device)
-    for k in range(8):
-        numbers[..., k, :] = (words << (28 - 4 * k)).bitwise_right_shift_(16 + 3)
-    return numbers.bitwise_and_(_MASK).view(torch.float16)
+    found = torch.empty((pairs.shape[0], 4, pairs.shape[1]), dtype=torch.int32, device=pairs.device)
+    for k in range(4):
+        torch.bitwise_left_shift(pairs, 12 - 4 * k, out=found[:, k])
+    rest = (found >> 3).bitwise_and_(_PAIR & ~_SIGNS)
+    return found.bitwise_and_(_SIGNS).bitwise_or_(rest).view(torch.float16).flatten(0, 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -54,24 +54,38 @@ class Gptq:
         }
 
     def decode(self, box: Box, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return self.opened(box, parts)(box)
+
+    def opened(self, box: Box, parts: Mapping[str, torch.Tensor]) -> Callable[[Box], torch.Tensor]:
+        """Implements :class:`.OpeningRule`: codes, zero points and scales are transposed once."""
         import torch
 
         if not box.numel:
-            return torch.empty(box.sizes, dtype=torch.float16)
-        rows, columns = box.sizes
+            return lambda inner: torch.empty(inner.sizes, dtype=torch.float16)
         per_word = 32 // self.bits
-        codes = fields(parts["codes"].t(), self.bits).narrow(1, box.start[1] % per_word, columns)
-        zeros = fields(self.zero_words(parts["zeros"]), self.bits).narrow(1, box.start[0] % per_word, rows)
-        scales = finite(self.name, parts["scales"])
-        groups = self.checked(parts["groups"], box)
-        if self.size:
-            scaled(codes, zeros.t().contiguous(), scales.t().contiguous(), box.start[1], self.size)
-        else:
-            one_zero = bool((zeros == zeros[0, 0]).all())  # symmetric codes: nothing to gather
-            codes.sub_(zeros[0, 0] if one_zero else zeros.t().contiguous().index_select(1, groups))
-            codes.mul_(scales.t().contiguous().index_select(1, groups))
-        # The product of a difference of codes and an F16 is exact in F32, so this is F16 arithmetic, and faster.
-        return codes.to(torch.float16)
+        (first, first_column), (rows, _) = box.start, box.sizes
+        zeros = fields(self.zero_words(parts["zeros"]), self.bits).narrow(1, first % per_word, rows)
+        zeros, scales = zeros.t().contiguous(), finite(self.name, parts["scales"].t().contiguous())
+        groups, words = self.checked(parts["groups"], box), parts["codes"].t().contiguous()
+        one_zero = bool((zeros == zeros[0, 0]).all())  # symmetric codes: nothing to gather
+
+        def decode(inner: Box) -> torch.Tensor:
+            (row, column), (row_end, column_end) = inner.start, inner.stop
+            own = slice(row - first, row_end - first)
+            word, word_end = covering(column, column_end, per_word)
+            inside = slice(word - first_column // per_word, word_end - first_column // per_word)
+            codes = fields(words[own, inside], self.bits).narrow(1, column % per_word, inner.sizes[1])
+            if self.size:
+                near = slice(column // self.size - first_column // self.size, None)
+                scaled(codes, zeros[own, near], scales[own, near], column, self.size)
+            else:
+                of = groups[column - first_column : column_end - first_column]
+                codes.sub_(zeros[0, 0] if one_zero else zeros[own].index_select(1, of))
+                codes.mul_(scales[own].index_select(1, of))
+            # The product of a difference of codes and an F16 is exact in F32, so this is F16 arithmetic, and faster.
+            return codes.to(torch.float16)
+
+        return decode
 
     def zero_words(self, words: torch.Tensor) -> torch.Tensor:
         """Stored words of zero points, as the points themselves."""

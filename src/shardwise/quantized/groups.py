@@ -30,7 +30,7 @@ def pieces(values: torch.Tensor, start: int, size: int) -> Iterator[tuple[torch.
 def scaled(codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, start: int, size: int) -> None:
     """``(codes − zeros) × scales`` in place, of columns from ``start`` on, in groups of ``size``.
 
-    All in F32, where differences of codes are exact.
+    All in one dtype that holds differences of codes exactly: F32, or F16.
     """
     for view, groups in pieces(codes, start, size):
         view.sub_(zeros[:, groups].unsqueeze(-1)).mul_(scales[:, groups].unsqueeze(-1))

@@ -5,7 +5,7 @@ Source: ``convert_moe_packed_tensors`` in transformers' ``integrations/mxfp4.py`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,8 +13,9 @@ from ..catalog.records import StoredTensor
 from ..layout.boxes import Box
 from .coded import coded
 from .families import Found, Source
-from .fp4 import FP4_LIFT, numbers_of_words
+from .fp4 import FP4_LIFT, numbers_of_pairs
 from .scales import finite, lifted, spread
+from .words import Halves, covering
 
 if TYPE_CHECKING:
     import torch
@@ -85,7 +86,7 @@ def _wrong_dtype(part: StoredTensor) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Experts:
-    """Implements :class:`.Rule`. Codes are transposed by words of eight: numbers would be four times as many bytes."""
+    """Implements :class:`.Rule`. Codes are transposed four at a time: numbers would be four times as many bytes."""
 
     name: str
     format = "MXFP4 in blocks of 32"
@@ -100,26 +101,41 @@ class Mxfp4Experts:
         return {"codes": Box(scales.start + within.start, scales.stop + within.stop), "scales": scales}
 
     def decode(self, box: Box, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return self.opened(box, parts)(box)
+
+    def opened(self, box: Box, parts: Mapping[str, torch.Tensor]) -> Callable[[Box], torch.Tensor]:
+        """Implements :class:`.OpeningRule`: codes and scales are transposed once."""
         import torch
 
         if not box.numel:
-            return torch.empty(box.sizes, dtype=torch.bfloat16, device=parts["codes"].device)
+            return lambda inner: torch.empty(inner.sizes, dtype=torch.bfloat16)
+        experts = [Halves.of(octets) for octets in parts["codes"].flatten(2)]
         scales = finite(self.name, parts["scales"].transpose(1, 2).contiguous())
-        words = _words(parts["codes"].flatten(2)).transpose(1, 2).contiguous()
-        first = box.start[1] % (_BLOCK if scales.shape[1] > 1 else 8)
-        values = numbers_of_words(words).flatten(1, 2)[:, first : first + box.sizes[1]].to(torch.float32)
-        scales = lifted(scales, values, FP4_LIFT)
-        if first == 0 and box.sizes[1] % _BLOCK == 0:
-            values.unflatten(1, (-1, _BLOCK)).mul_(scales.unsqueeze(2))
-        else:
-            values.mul_(spread(scales, box, (1, _BLOCK, 1)))
-        return values.to(torch.bfloat16)
+        # Of one block, only some words were read.
+        unit = _BLOCK if scales.shape[1] > 1 else 8
+        first, first_block = box.start[1] // unit * unit, box.start[1] // _BLOCK
+
+        def decode(inner: Box) -> torch.Tensor:
+            (expert, column, row), (last_expert, last_column, last_row) = inner.start, inner.stop
+            start, stop = row - box.start[2], last_row - box.start[2]
+            word, last_word = covering(column, last_column, 8)
+            halves = slice(2 * word - first // 4, 2 * last_word - first // 4)
+            own = slice(expert - box.start[0], last_expert - box.start[0])
+            made = [numbers_of_pairs(one.pairs(halves, start, stop)) for one in experts[own]]
+            numbers = torch.stack(made) if len(made) > 1 else made[0].unsqueeze(0)
+            numbers = numbers[:, column - 8 * word :, start % 2 :][:, : inner.sizes[1], : inner.sizes[2]]
+            block, last_block = covering(column, last_column, _BLOCK)
+            near = scales[own, block - first_block : last_block - first_block, start:stop]
+            return _scaled(numbers.to(torch.float32), near, inner).to(torch.bfloat16)
+
+        return decode
 
 
-def _words(octets: torch.Tensor) -> torch.Tensor:
-    """Bytes as int32 words, which torch makes only of memory that begins at a word."""
-    import torch
-
-    if octets.stride(-1) != 1 or octets.storage_offset() % 4 or any(n % 4 for n in octets.stride()[:-1]):
-        octets = octets.clone(memory_format=torch.contiguous_format)
-    return octets.view(torch.int32)
+def _scaled(values: torch.Tensor, scales: torch.Tensor, box: Box) -> torch.Tensor:
+    """Numbers of FP4 [experts, columns, rows] times the scales of their blocks, in place."""
+    scales = lifted(scales, values, FP4_LIFT)
+    if box.start[1] % _BLOCK == 0 and box.sizes[1] % _BLOCK == 0:
+        values.unflatten(1, (-1, _BLOCK)).mul_(scales.unsqueeze(2))
+    else:
+        values.mul_(spread(scales, box, (1, _BLOCK, 1)))
+    return values

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
 
-from ..catalog.records import Coded, StoredTensor
+from ..catalog.records import Coded, OpeningRule, StoredTensor
 from ..dtypes import itemsize, torch_dtype
 from ..layout.boxes import Box
 from ..layout.wanted import contiguous_strides
@@ -28,12 +28,14 @@ __all__ = ["DecodingReader", "spans_of_box"]
 
 #: Elements that are decoded at a time: what comes between stays in a processor's cache, and calls of torch weigh little.
 _ELEMENTS = 1024 * 1024
+Decode = Callable[[Box], torch.Tensor]
 
 
 class DecodingReader:
     """Reads files. A path that names a tensor in parts reads boxes of its parts, and decodes them.
 
-    Rank-local. Memory: a few times ``_ELEMENTS`` elements in fp32, and ``READ_BYTES`` of parts, recorded in ``peak_bytes``.
+    Rank-local. Memory: a few times ``_ELEMENTS`` elements in fp32, and ``READ_BYTES`` of parts, twice for an :class:`.OpeningRule`;
+    the parts are recorded in ``peak_bytes``.
     """
 
     def __init__(self, files: Reader, coded: Mapping[str, Coded], io: IOOptions) -> None:
@@ -44,7 +46,8 @@ class DecodingReader:
         self._rooms: dict[str, Staging] = {}
         self._checked = CheckedScales()
         self._announced: dict[str, list[Box]] = {}
-        self._held: tuple[str, Box, Mapping[str, Box], dict[str, torch.Tensor]] | None = None
+        self._held: tuple[str, Box, Decode] | None = None
+        self._opened_bytes = 0
         self._io = io
         if coded:
             _let_malloc_keep_memory()
@@ -56,6 +59,7 @@ class DecodingReader:
             self._checked.nbytes
             + self._staging.peak_bytes
             + sum(room.peak_bytes for room in self._rooms.values())
+            + self._opened_bytes
         )
 
     def check_scales(self, boxes: Iterable[tuple[Coded, Box]]) -> None:
@@ -94,17 +98,15 @@ class DecodingReader:
         assert start * size == offset_bytes, (path, offset_bytes)
         at = 0
         for box in boxes_of_range(start, start + view.nbytes // size, one.tensor.shape):
-            for piece, boxes, parts in self._pieces(one, box):
+            for piece, decode in self._pieces(one, box):
                 for slab in _slabs(piece):
                     nbytes = slab.numel * size
-                    made = _decoded(one, slab, _inner(one, slab, boxes, parts))
+                    made = _checked(one, slab, decode(slab))
                     found[at : at + nbytes] = made.reshape(-1).view(torch.uint8)
                     at += nbytes
 
-    def _pieces(
-        self, one: Coded, box: Box
-    ) -> Iterator[tuple[Box, Mapping[str, Box], Mapping[str, torch.Tensor]]]:
-        """A contiguous box in pieces, in order, each with the parts of an announced box around it."""
+    def _pieces(self, one: Coded, box: Box) -> Iterator[tuple[Box, Decode]]:
+        """A contiguous box in pieces, in order, each with what decodes boxes within the announced box around it."""
         within = [
             (around, piece)
             for around in self._announced.get(one.path, ())
@@ -114,8 +116,8 @@ class DecodingReader:
             within = [(box, box)]
         for around, piece in within:
             if self._held is None or self._held[:2] != (one.path, around):
-                self._held = (one.path, around, *self._read(one, around))
-            yield piece, *self._held[2:]
+                self._held = (one.path, around, self._opened(one, around))
+            yield piece, self._held[2]
 
     def elements(self, transfer: Transfer) -> Iterator[tuple[Transfer, torch.Tensor]] | None:
         """The elements of a transfer, in parts with their loops as dims; None if they lie in a file."""
@@ -127,17 +129,21 @@ class DecodingReader:
         slab_bytes = _slab_bytes(transfer)
         slabs = elements_at_a_time(one) * itemsize(transfer.source_dtype) // slab_bytes
         for large in parts_of(transfer, max(1, slabs) * slab_bytes):
-            boxes, parts = self._read(one, large.box_in(one.tensor.shape).box)
+            decode = self._opened(one, large.box_in(one.tensor.shape).box)
             for part in parts_of(large, slab_bytes):
                 found = part.box_in(one.tensor.shape)
-                made = _decoded(one, found.box, _inner(one, found.box, boxes, parts))
+                made = _checked(one, found.box, decode(found.box))
                 sizes = [loop.size for loop in part.loops]
                 yield part, torch.as_strided(made, found.sizes, found.strides).reshape(sizes)
 
-    def _read(self, one: Coded, box: Box) -> tuple[Mapping[str, Box], dict[str, torch.Tensor]]:
-        """The boxes of the parts, and their elements, in memory that the next call takes again."""
+    def _opened(self, one: Coded, box: Box) -> Decode:
+        """Read the parts of a box, into memory that the next call takes again; what decodes boxes within it."""
         self._held, boxes = None, one.rule.boxes(box)
-        return boxes, {role: self._box(role, one.parts[role], part) for role, part in boxes.items()}
+        parts = {role: self._box(role, one.parts[role], part) for role, part in boxes.items()}
+        if not isinstance(one.rule, OpeningRule):
+            return lambda inner: one.rule.decode(inner, _inner(one, inner, boxes, parts))
+        self._opened_bytes = max(self._opened_bytes, sum(part.nbytes for part in parts.values()))
+        return one.rule.opened(box, parts)
 
     def _box(self, role: str, stored: StoredTensor, box: Box) -> torch.Tensor:
         """A box of a stored tensor, in memory that the next box of this role takes again."""
@@ -159,8 +165,7 @@ def _let_malloc_keep_memory() -> None:
     torch.empty(READ_BYTES, dtype=torch.uint8)
 
 
-def _decoded(one: Coded, box: Box, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    made = one.rule.decode(box, parts)
+def _checked(one: Coded, box: Box, made: torch.Tensor) -> torch.Tensor:
     assert (made.dtype, tuple(made.shape)) == (torch_dtype(one.tensor.dtype), box.sizes), one.tensor.name
     return made.contiguous()
 
