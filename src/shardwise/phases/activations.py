@@ -37,12 +37,14 @@ class Step:
     assumptions: tuple[str, ...]
 
 
-def step_of(model: nn.Module, policy: ShardPolicy, shards: int, training: Training) -> Step:
-    """The step of ``model``, unsharded and on meta, after it is sharded over ``shards`` ranks.
+def step_of(
+    model: nn.Module, policy: ShardPolicy, shards: int, training: Training, expert_shards: int | None = None
+) -> Step:
+    """The step of ``model``, unsharded and on meta, after it is sharded over ``shards`` ranks, its experts over others.
 
     Takes the memory of the model's buffers; 0.1 to 1 s, however many blocks are alike.
     """
-    groups = groups_of(model, policy, shards)
+    groups = groups_of(model, policy, shards, expert_shards)
     compute = policy.mixed_precision.param_dtype if policy.mixed_precision is not None else None
     first = alike(groups)
     tokens = f"{training.batch_size} x {training.sequence_length} tokens"
