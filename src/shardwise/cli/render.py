@@ -155,8 +155,11 @@ def show_plan(out: Console, report: PlanReport, host: ThisHost | None) -> None:
     """Print the result of ``plan``: the model, what each rank holds and reads, and whether a load fits on this host."""
     largest = report.largest_group
     shape = f"{report.ranks}"
-    if report.replicas > 1:
-        shape += f" ({report.replicas} replicas x {report.ranks // report.replicas} shards)"
+    axes = {"replicas": report.replicas, "tp": report.tp, "ep": report.ep}
+    if any(n > 1 for n in axes.values()):
+        shards = report.ranks // report.replicas // report.tp
+        named = [f"{n} {name}" for name, n in axes.items() if n > 1]
+        shape += f" ({', '.join([*named[: axes['replicas'] > 1], f'{shards} shards', *named[axes['replicas'] > 1 :]])})"
     total_read = "not counted" if report.total_bytes_read is None else size(report.total_bytes_read)
     facts = {
         "model": f"{report.model_class}, {', '.join(report.dtypes)}",
@@ -213,7 +216,7 @@ def show_plan(out: Console, report: PlanReport, host: ThisHost | None) -> None:
     if host is not None and not host.fits:
         warning = (
             f"warning: {host.ranks} ranks on {host.device} of this host need {size(host.needed_bytes)} of its memory while "
-            f"they load, and {size(host.budget.free_bytes)} are free; use more hosts (--ranks-per-host) or devices, or raise "
+            f"they load, and {size(host.budget.free_bytes)} are free; use more hosts (--nodes) or devices, or raise "
             f"the limit"
         )
         out.print(Text(warning, _YELLOW), soft_wrap=True)

@@ -79,7 +79,7 @@ def own_parts(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
     model of one rank's parts alone.
     """
     parts: dict[int, nn.Parameter] = {}
-    found = []
+    found: list[tuple[nn.Module, str, nn.Parameter]] = []
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if isinstance(parameter, DTensor):
@@ -94,7 +94,10 @@ def _part(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def put_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
-    """Register a parameter under a name that has one, and return that one; no hook of a registration runs."""
+    """Register a parameter under a name that has one, and return that one.
+
+    torch's ``_parameters``, as ``register_parameter`` sets it. Without it, hooks of registrations would see a parameter come and go.
+    """
     before = module._parameters[name]
     assert before is not None
     module._parameters[name] = parameter

@@ -221,7 +221,12 @@ class _Run:
 
 
 def run_plan(
-    held: Held, step: Step, variant: Variant, io: IOOptions, network: tuple[Flow, ...], files: tuple[Files, ...]
+    held: Held,
+    step: Step,
+    variant: Variant,
+    io: IOOptions,
+    network: tuple[Flow, ...],
+    files: tuple[Files, ...],
 ) -> RunPlan:
     """The phases of a run."""
     run, training = _Run(held, step, variant, io), variant.training

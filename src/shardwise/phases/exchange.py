@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
+
+from .activations import FORMULA_ERROR, Step
 
 __all__ = ["Exchange", "Sent"]
 
@@ -52,6 +54,18 @@ class Exchange:
         finally:
             handle.remove()
 
+    def counted(self, step: Step) -> Step:
+        """``step``, with what it assumes of the collectives; without any of them if the model did not run to its end."""
+        if self.tp == self.ep == 1:
+            return step
+        more = ["FSDP2's groups are those of shardwise.shard, not of transformers' fsdp_plan"]
+        if self.ep > 1:
+            more.append("each expert gets equally many tokens")
+        if step.error == FORMULA_ERROR:
+            self.sent.clear()
+            more.append("what tensor and expert parallelism send is not counted")
+        return replace(step, assumptions=(*step.assumptions, *more))
+
     def note(self, path: str, kind: str, axis: str, tensor: torch.Tensor) -> None:
         self.sent.append(Sent(path, kind, axis, tensor.numel(), tensor.dtype))
 
@@ -64,7 +78,9 @@ class Exchange:
         def stand_in(*args: Any, **kwargs: Any) -> Any:
             module = self.model.get_submodule(path)
             if args:  # attention gets names alone, and has nothing to be done before it
-                rest = (self._summed_later(path, a) for a in args[1:]) if style == "moe_tp_experts" else args[1:]
+                rest = (
+                    (self._summed_later(path, a) for a in args[1:]) if style == "moe_tp_experts" else args[1:]
+                )
                 args = (before(self, path, module, args[0]), *rest)
             return after(self, path, module, forward(*args, **kwargs))
 
@@ -73,29 +89,33 @@ class Exchange:
     def _summed_later(self, path: str, value: Any) -> Any:
         """The routing weights of experts: their gradients are summed."""
         is_weight = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return _SummedLater.apply(value, self, path) if is_weight else value
+        return _run(_SummedLater, value, self, path) if is_weight else value
 
     def _dispatched(self, path: str, experts: _Forward) -> _Forward:
         """Experts that other ranks send tokens to, as transformers' ``AllToAllEP``: each rank gets as many as it sends."""
 
-        def forward(hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        def forward(
+            hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        ) -> torch.Tensor:
             tokens, dtype = hidden.size(0), hidden.dtype
             if self.tp > 1:  # the ranks of tp have the same tokens: each takes its part
                 hidden, top_k_weights = (
-                    _OwnRows.apply(t, self, path, self.tp) for t in (hidden, top_k_weights)
+                    _run(_OwnRows, t, self, path, self.tp) for t in (hidden, top_k_weights)
                 )
                 top_k_index = top_k_index[: hidden.size(0)]
             order = torch.argsort(top_k_index.reshape(-1))
             sent = hidden[order // top_k_index.size(-1)]
-            got = _SentAround.apply(sent, self, path)
+            got = _run(_SentAround, sent, self, path)
             index = torch.zeros(got.size(0), 1, dtype=top_k_index.dtype, device=got.device)
-            result = _SentAround.apply(experts(got, index, torch.ones_like(index, dtype=got.dtype)), self, path)
+            result = _run(
+                _SentAround, experts(got, index, torch.ones_like(index, dtype=got.dtype)), self, path
+            )
             own = torch.empty_like(result)
             own[order] = result
             own = own.view(*top_k_weights.shape, result.size(-1))
             output = (own * top_k_weights.unsqueeze(-1)).sum(dim=1)
             if self.tp > 1:
-                output = _AllRows.apply(output, self, path, tokens)
+                output = _run(_AllRows, output, self, path, tokens)
             return output.to(dtype)
 
         return forward
@@ -103,6 +123,10 @@ class Exchange:
 
 # ----------------------------------------------------------------------------------------------------
 # Collectives that only take memory
+
+
+def _run(collective: type[torch.autograd.Function], *args: Any) -> Any:
+    return collective.apply(*args)  # type: ignore[no-untyped-call]
 
 
 class _SummedLater(torch.autograd.Function):
@@ -222,11 +246,11 @@ def _same(exchange: Exchange, path: str, module: Any, x: Any) -> Any:
 
 
 def _summed_later(exchange: Exchange, path: str, module: Any, x: Any) -> Any:
-    return _SummedLater.apply(x, exchange, path)
+    return _run(_SummedLater, x, exchange, path)
 
 
 def _summed_now(exchange: Exchange, path: str, module: Any, x: Any) -> Any:
-    return None if x is None else _SummedNow.apply(x, exchange, path)
+    return None if x is None else _run(_SummedNow, x, exchange, path)
 
 
 def _summed_in_place(exchange: Exchange, path: str, module: Any, x: Any) -> Any:
@@ -236,17 +260,17 @@ def _summed_in_place(exchange: Exchange, path: str, module: Any, x: Any) -> Any:
 
 def _gathered(exchange: Exchange, path: str, module: Any, x: Any) -> Any:
     size = module.out_features if hasattr(module, "out_features") else module.embedding_dim
-    return _Gathered.apply(x, exchange, path, size)
+    return _run(_Gathered, x, exchange, path, size)
 
 
 def _own_part(exchange: Exchange, path: str, module: Any, x: Any) -> Any:
-    return _OwnPart.apply(x, exchange, path, module.weight.size(-1))
+    return _run(_OwnPart, x, exchange, path, module.weight.size(-1))
 
 
 def _rope_summed_later(exchange: Exchange, path: str, module: Any, x: Any) -> Any:
     rope = module.config.qk_rope_head_dim
     passed, turned = x.split([x.size(-1) - rope, rope], dim=-1)
-    return torch.cat([passed, _SummedLater.apply(turned, exchange, path)], dim=-1)
+    return torch.cat([passed, _run(_SummedLater, turned, exchange, path)], dim=-1)
 
 
 def _divided(exchange: Exchange, path: str, module: Any, x: Any) -> Any:

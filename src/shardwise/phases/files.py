@@ -50,7 +50,11 @@ def with_cached_reads(
     keeps = io.page_cache == "keep" or (io.page_cache == "auto" and variant.training.device != "unified")
     if not keeps:
         return tuple(phases)
-    read = {f.phase: f.node_bytes // min(variant.ranks_per_host, variant.ranks) for f in files if f.verb == "reads"}
+    read = {
+        f.phase: f.node_bytes // min(variant.ranks_per_host, variant.ranks)
+        for f in files
+        if f.verb == "reads"
+    }
     text = "what the rank reads, at most; the system can reclaim it"
 
     def cached(phase: Phase) -> Phase:

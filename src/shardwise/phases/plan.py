@@ -29,7 +29,7 @@ from .files import files_of
 from .fit import Limits, verdict_of
 from .held import held_by_first
 from .network import flows_of
-from .records import RunPlan
+from .records import Flow, RunPlan
 from .report import PlanReport, RankCost, RanksPlanned
 from .source import Source, source_of
 from .spread import Spread
@@ -84,8 +84,8 @@ def plan(
             a model on the Hugging Face hub, which is downloaded if the cache lacks it. With ``training`` also a config
             alone: a JSON file, or a directory that holds config.json and no weights.
         ranks: number of ranks of the load, at most 16,384.
-        nodes: hosts over which consecutive ranks are spread, as evenly as can be: the ranks of one share its memory, and a
-            store's requests.
+        nodes: hosts, each with equally many consecutive ranks, or the last with fewer: the ranks of one share its memory, and
+            a store's requests.
         replicas: number of ranks that hold the same shard; divides ``ranks``.
         tp: ranks of tensor parallelism, which see the same batch; divides the ranks of a replica.
         ep: ranks of expert parallelism; a multiple of ``tp`` that divides the ranks of a replica.
@@ -142,14 +142,14 @@ def _report_of(
     """The load of a variant, and the phases of its run."""
     prepared = source.prepared(variant.adapter)
     model_class = type(prepared.base).__name__  # before FSDP2 swaps it
-    step, network = None, ()
+    step, network = None, tuple[Flow, ...]()
     with _fake_ranks(variant.ranks):
         spread = Spread.cut(prepared.model, variant)
         with spread.as_one_rank() as exchange:
             groups = describe_groups(prepared.model, variant.policy)
             if with_run:
                 shards = variant.shards, variant.training, variant.expert_shards
-                step = step_of(prepared.model, variant.policy, *shards)
+                step = exchange.counted(step_of(prepared.model, variant.policy, *shards))
                 network = flows_of(step, variant, exchange.sent, _itemsize(prepared.model, variant.policy))
         spread.shard()
         live = describe(prepared.model)

@@ -85,7 +85,7 @@ class RunPlan:
 
     phases: tuple[Phase, ...]
     nodes: int
-    """Hosts over which the ranks are spread, as evenly as can be."""
+    """Hosts of the run."""
     ranks_per_host: int
     is_unified: bool
     """Whether device and host are one pool of memory."""

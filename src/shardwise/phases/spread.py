@@ -59,7 +59,9 @@ class Spread:
         if not self.variant.is_parallel:
             yield exchange
             return
-        before = [(module, name, put_parameter(module, name, part)) for module, name, part in own_parts(self.model)]
+        before = [
+            (module, name, put_parameter(module, name, part)) for module, name, part in own_parts(self.model)
+        ]
         installed = {}
         for path, forward in self.forwards.items():
             module = self.model.get_submodule(path)
