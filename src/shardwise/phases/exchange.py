@@ -126,7 +126,7 @@ class Exchange:
 
 
 def _run(collective: type[torch.autograd.Function], *args: Any) -> Any:
-    return collective.apply(*args)  # type: ignore[no-untyped-call]
+    return collective.apply(*args)
 
 
 class _SummedLater(torch.autograd.Function):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ..dtypes import named_dtype
 from ..errors import ShardError
+from ..gc_paused import gc_paused
 from ..internals.torch import fake_store
 from ..layout.live import LiveModel, describe
 from ..loading.load import plan_load
@@ -136,6 +137,7 @@ def plan(
         return replace(report, verdict=verdict_of(run, limits, this, other_run))
 
 
+@gc_paused()
 def _report_of(
     source: Source, variant: Variant, io: IOOptions, *, with_run: bool
 ) -> tuple[PlanReport, RunPlan | None]:

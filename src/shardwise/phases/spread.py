@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..errors import ShardError
+from ..internals.fsdp import lazy_chunks
 from ..internals.parallel import ep_by_plan, own_parts, parallel_plans, put_parameter, tp_by_plan
 from ..internals.transformers import is_transformers_model
 from ..sharding.fsdp import shard, shard_with_experts
@@ -79,7 +80,10 @@ class Spread:
 
     def shard(self) -> None:
         """Apply FSDP2 over the ranks that are left."""
-        variant = self.variant
+        with lazy_chunks():
+            self._shard(self.variant)
+
+    def _shard(self, variant: Variant) -> None:
         if not variant.is_parallel:
             shard(self.model, _plain_mesh(variant), variant.policy)
             return
