@@ -155,11 +155,12 @@ def show_plan(out: Console, report: PlanReport, host: ThisHost | None) -> None:
     """Print the result of ``plan``: the model, what each rank holds and reads, and whether a load fits on this host."""
     largest = report.largest_group
     shape = f"{report.ranks}"
-    axes = {"replicas": report.replicas, "tp": report.tp, "ep": report.ep}
-    if any(n > 1 for n in axes.values()):
-        shards = report.ranks // report.replicas // report.tp
-        named = [f"{n} {name}" for name, n in axes.items() if n > 1]
-        shape += f" ({', '.join([*named[: axes['replicas'] > 1], f'{shards} shards', *named[axes['replicas'] > 1 :]])})"
+    shards = report.ranks // report.replicas // report.tp
+    axes = [f"{report.replicas} replicas"] * (report.replicas > 1) + [f"{shards} shards"]
+    axes += [f"{report.tp} of tensor parallelism"] * (report.tp > 1)
+    experts = f"; experts in {report.ep} parts" if report.ep > 1 else ""
+    if len(axes) > 1 or experts:
+        shape += f" ({' x '.join(axes)}{experts})"
     total_read = "not counted" if report.total_bytes_read is None else size(report.total_bytes_read)
     facts = {
         "model": f"{report.model_class}, {', '.join(report.dtypes)}",

@@ -135,9 +135,10 @@ def lazy_chunks() -> Iterator[None]:
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
-    own = _fsdp_param._chunk_with_empty
-    _fsdp_param._chunk_with_empty = _Chunks  # type: ignore[assignment]
+    module: Any = _fsdp_param
+    own = module._chunk_with_empty
+    module._chunk_with_empty = _Chunks
     try:
         yield
     finally:
-        _fsdp_param._chunk_with_empty = own
+        module._chunk_with_empty = own
