@@ -36,6 +36,7 @@ SCRIPTS = {
     "qlora.py": ([], ["--short"]),
     "store.py": (["--rounds", "3"], ["--short"]),
     "phases.py": ([], ["--short"]),
+    "plan_configs.py": ([], ["--short"]),
 }
 #: In the short form their bounds on seconds say nothing, so that 1 is no failure.
 JUDGES_SECONDS = ("save.py", "metadata.py", "page_cache.py")

@@ -331,7 +331,7 @@ def test_plan_says_what_the_host_has(model: Path) -> None:
     assert host["fits"]
     assert host["budget"]["limit_bytes"] >= host["budget"]["free_bytes"] > 0
     assert (host["ranks"], host["device"], host["needed_bytes"]) == (4, "cpu", sum(needed))
-    two = run_json("plan", model, "--ranks", 4, "--ranks-per-host", 2)["host"]
+    two = run_json("plan", model, "--ranks", 4, "--nodes", 2)["host"]
     assert (two["ranks"], two["needed_bytes"]) == (2, sum(sorted(needed)[-2:]))
     shown = run("plan", model, "--ranks", 4)
     assert f"({host['budget']['limit_from']})" in shown.stdout
@@ -358,7 +358,7 @@ def test_plan_warns_of_a_load_that_does_not_fit_on_the_host(tmp_path: Path) -> N
     assert result.exit_code == 0
     assert "warning: 2 ranks on cpu of this host need" in result.stdout
     assert not run_json("plan", path, "--ranks", 2)["host"]["fits"]
-    assert run_json("plan", path, "--ranks", 8, "--ranks-per-host", 1)["host"]["fits"]
+    assert run_json("plan", path, "--ranks", 8, "--nodes", 8)["host"]["fits"]
 
 
 def test_plan_prints_why_a_load_can_not_be_proved(tmp_path: Path) -> None:

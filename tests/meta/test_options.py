@@ -90,7 +90,9 @@ FAMILIES: dict[tuple[str, str], tuple[dict[str, str], dict[str, str]]] = {
         {
             "ranks": "instead of a mesh",
             "replicas": "instead of a mesh",
-            "ranks_per_host": "ranks of a load find their hosts",
+            "tp": "instead of a mesh",
+            "ep": "instead of a mesh",
+            "nodes": "ranks of a load find their hosts",
             "training": "a load trains nothing",
             "device_limit_bytes": "a load has the memory that there is",
             "host_limit_bytes": "a load has the memory that there is",

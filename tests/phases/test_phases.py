@@ -78,8 +78,8 @@ def test_an_async_save_adds_a_copy_of_the_state(config: Path) -> None:
 
 def test_host_and_device_are_one_pool_where_they_share_memory(config: Path) -> None:
     training = sw.Training(sequence_length=128)
-    apart = run_of(config, training, ranks_per_host=2)
-    shared = run_of(config, replace(training, device="unified"), ranks_per_host=2)
+    apart = run_of(config, training, nodes=2)
+    shared = run_of(config, replace(training, device="unified"), nodes=2)
     phase = apart.phase("steady step")
     device, host = apart.needed(phase)
     assert shared.needed(shared.phase("steady step")) == (device + host // 2, 2 * device + host)

@@ -28,7 +28,7 @@ REST = ("llama-3-70b", "qwen3-32b", "qwen3-30b-a3b", "gpt-oss-120b")
 
 def planned(name: str, ranks: int, **options: object) -> sw.PlanReport:
     training = sw.Training(sequence_length=512, checkpointing=True)
-    return sw.plan(CONFIGS / f"{name}.json", ranks=ranks, ranks_per_host=8, training=training, **options)  # type: ignore[arg-type]
+    return sw.plan(CONFIGS / f"{name}.json", ranks=ranks, nodes=-(-ranks // 8), training=training, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "gpt-oss-20b", "deepseek-v3", *long(*REST)])

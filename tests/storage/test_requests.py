@@ -122,7 +122,9 @@ def test_a_load_makes_the_requests_of_its_plan(
     for kind in KINDS:
         url = f"{ROOT}/{kind}"
         proxy.reset()
-        store = sw.plan(url, ranks=world_size, ranks_per_host=ranks_per_host, dtype=dtype, io=io).store
+        store = sw.plan(
+            url, ranks=world_size, nodes=-(-world_size // ranks_per_host), dtype=dtype, io=io
+        ).store
         assert store is not None
         assert store.looks == len(proxy.log)
         look_bytes = proxy.counts.bytes_out  # with the listings themselves
@@ -144,7 +146,7 @@ def test_many_ranks_are_counted_where_few_are_planned(
 
     def planned(strategy: Any, ranks_per_host: int) -> Any:
         io = sw.IOOptions(strategy=strategy, staging_bytes=1024**2)
-        return sw.plan(f"{ROOT}/large", ranks=6, ranks_per_host=ranks_per_host, io=io).store
+        return sw.plan(f"{ROOT}/large", ranks=6, nodes=-(-6 // ranks_per_host), io=io).store
 
     asked = [("auto", 6), ("auto", 2), ("own", 6), ("node", 2)]
     every = [planned(*one) for one in asked]
@@ -158,8 +160,8 @@ def test_many_ranks_are_counted_where_few_are_planned(
 
 def test_a_local_source_asks_for_nothing(hub: Path) -> None:
     assert sw.plan(hub / "gpt2", ranks=2).store is None
-    with pytest.raises(ValueError, match="ranks_per_host must be at least 1"):
-        sw.plan(hub / "gpt2", ranks=2, ranks_per_host=0)
+    with pytest.raises(ValueError, match="nodes must be from 1 to the 2 ranks"):
+        sw.plan(hub / "gpt2", ranks=2, nodes=0)
 
 
 def costs_line(plan: sw.PlanReport) -> str:
@@ -171,10 +173,10 @@ def costs_line(plan: sw.PlanReport) -> str:
 
 
 def test_the_command_says_it(hub: Path, proxy: Proxy) -> None:
-    plan = sw.plan(f"{ROOT}/large", ranks=2, ranks_per_host=1)
+    plan = sw.plan(f"{ROOT}/large", ranks=2, nodes=2)
     store = plan.store
     assert store is not None
-    ask = ["plan", f"{ROOT}/large", "--ranks", "2", "--ranks-per-host", "1"]
+    ask = ["plan", f"{ROOT}/large", "--ranks", "2", "--nodes", "2"]
     shown = CliRunner().invoke(main, ask, env={"COLUMNS": "300"})
     assert shown.exit_code == 0, shown.output
     assert costs_line(plan) in shown.stdout

@@ -86,12 +86,14 @@ def _is_sound(contents: Inspection) -> bool:
 @click.option(
     "--dtype", type=click.Choice(("auto", *DTYPES)), default="auto", help="Default: as the config says."
 )
+@click.option("--tp", type=click.IntRange(1), default=1, metavar="T", help="Ranks of tensor parallelism.")
+@click.option("--ep", type=click.IntRange(1), default=1, metavar="E", help="Ranks of expert parallelism.")
 @click.option(
-    "--ranks-per-host",
+    "--nodes",
     type=click.IntRange(1),
     default=None,
-    metavar="M",
-    help="Ranks that share a host. Default: one for each device here, or all.",
+    metavar="H",
+    help="Hosts of the ranks. Default: enough for one rank on each device, as many as here; without devices 1.",
 )
 @as_training
 @as_load_pretrained
@@ -102,8 +104,10 @@ def plan(
     path: str,
     ranks: int,
     replicas: int,
+    tp: int,
+    ep: int,
     dtype: str,
-    ranks_per_host: int | None,
+    nodes: int | None,
     auto_class: str | None,
     key_mapping: tuple[tuple[str, str], ...],
     allow_unused: tuple[str, ...],
@@ -117,23 +121,25 @@ def plan(
 
     Makes the plan that load_pretrained would run on each rank, and proves that it is complete. PATH is a directory, the
     id of a model on the hub, which is downloaded if the cache lacks it, or a URL, to which the requests are counted.
-    Warns if the memory of this host, or of its container, would not suffice for M ranks.
+    Warns if the memory of this host, or of its container, would not suffice for the ranks of one of H hosts.
 
     With any of the options of a training run (from --batch-size to --explain) it shows each phase of the run: load, steps,
     saves, resume, export. PATH may then be a config.json alone. Status 1 if the run does not fit into --fit or --host.
     """
-    if ranks % replicas:
-        raise click.BadParameter(f"{replicas} does not divide {ranks} ranks", param_hint="'--replicas'")
     from ..phases.plan import plan as plan_model
+    from .options import check_axes
     from .render import console, show_plan, size
-    from .this_host import ranks_here, this_host
+    from .this_host import nodes_like_this, this_host
 
-    per_host, asked = ranks_here(ranks, ranks_per_host), asked_training(options)
+    check_axes(ranks=ranks, nodes=nodes or 1, replicas=replicas, tp=tp, ep=ep)
+    nodes, asked = nodes or nodes_like_this(ranks), asked_training(options)
     report = plan_model(
         path,
         ranks=ranks,
+        nodes=nodes,
         replicas=replicas,
-        ranks_per_host=per_host,
+        tp=tp,
+        ep=ep,
         dtype=dtype,
         auto_class=model_class(auto_class),
         key_mapping=dict(key_mapping),
@@ -144,7 +150,7 @@ def plan(
         **asked.arguments,
         **options,
     )
-    host = this_host(report, per_host)
+    host = this_host(report, -(-ranks // nodes))
     if as_json:
         print_json({**report.to_json(), "host": None if host is None else host.to_json()})
     else:

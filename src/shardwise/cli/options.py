@@ -14,6 +14,7 @@ __all__ = [
     "DTYPES",
     "as_load_pretrained",
     "byte_count",
+    "check_axes",
     "common",
     "config",
     "debug",
@@ -44,6 +45,19 @@ def byte_count(context: click.Context, parameter: click.Parameter, value: str) -
             f"{value!r} is not a size; write for example 5GB, 500MiB or a number of bytes", context, parameter
         )
     return nbytes
+
+
+def check_axes(*, ranks: int, nodes: int, replicas: int, tp: int, ep: int) -> None:
+    """Raise ``BadParameter`` for counts of ranks that can't be arranged so."""
+    for name, value, of in (
+        ("nodes", ranks >= nodes, f"{nodes} nodes are more than {ranks} ranks"),
+        ("replicas", ranks % replicas == 0, f"{replicas} does not divide {ranks} ranks"),
+        ("tp", ranks % (replicas * tp) == 0, f"{tp} does not divide the ranks of a replica"),
+        ("ep", ranks % (replicas * ep) == 0, f"{ep} does not divide the ranks of a replica"),
+        ("ep", ep == 1 or ep % tp == 0, f"{ep} is no multiple of --tp {tp}"),
+    ):
+        if not value:
+            raise click.BadParameter(of, param_hint=f"'--{name}'")
 
 
 def common(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -133,21 +133,33 @@ def show_phases(
     for phase in run.phases:
         table.add_row(phase.name, *(size(n) if n else "-" for n in _columns(run, phase)))
     out.print(table)
-    stored = run.checkpoint
-    out.print(
-        Text(
-            f"a checkpoint: {size(stored.nbytes)} in {stored.files} files, {stored.seconds:.0f} s; in a store "
-            f"{stored.requests} requests\n"
-            f"largest all-gather {size(run.largest_gather_bytes)}, largest reduce-scatter "
-            f"{size(run.largest_reduce_bytes)}; a rank receives {size(run.network_bytes_per_step)} in each step\n"
-            f"assumed: {'; '.join(run.assumptions)}"
-        ),
-        soft_wrap=True,
-    )
+    out.print(Text("\n".join(_lines(run, size))), soft_wrap=True)
     if explain:
         _show_formulas(out, run, size)
     if verdict is not None:
         _show_verdict(out, verdict, size)
+
+
+def _lines(run: RunPlan, size: Callable[[int], str]) -> list[str]:
+    stored, nodes = run.checkpoint, "the node" if run.nodes == 1 else f"each of {run.nodes} nodes"
+    lines = [
+        f"a checkpoint: {size(stored.nbytes)} in {stored.files} files, {stored.seconds:.0f} s; in a store "
+        f"{stored.requests} requests"
+    ]
+    lines += [
+        f"{one.phase}: a rank {one.verb} {size(one.rank_bytes)}, {nodes} {size(one.node_bytes)}, all "
+        f"{size(one.total_bytes)}, {one.seconds:.0f} s"
+        for one in run.files
+    ]
+    between = "" if run.nodes == 1 else f", and {nodes} {size(run.node_bytes_per_step)} from other nodes"
+    parts = "; ".join(f"{flow.what} {size(flow.rank_bytes)}" for flow in run.network)
+    lines += [
+        f"largest all-gather {size(run.largest_gather_bytes)}, largest reduce-scatter {size(run.largest_reduce_bytes)}",
+        f"a rank receives {size(run.network_bytes_per_step)} in each step{between}"
+        + (f" ({parts})" if parts else ""),
+        f"assumed: {'; '.join(run.assumptions)}",
+    ]
+    return lines
 
 
 def _columns(run: RunPlan, phase: Phase) -> tuple[int, ...]:
@@ -171,6 +183,10 @@ def _show_formulas(out: Console, run: RunPlan, size: Callable[[int], str]) -> No
             if a.nbytes:
                 line = f"  {a.what} ({a.where}): {size(a.nbytes)}, at most {size(a.upper_bytes)}: {a.formula}"
                 out.print(Text(line), soft_wrap=True)
+    out.print(Text("network, each step", "bold"))
+    for flow in run.network:
+        line = f"  {flow.what}: a rank {size(flow.rank_bytes)}, a node {size(flow.node_bytes)} from others: {flow.formula}"
+        out.print(Text(line), soft_wrap=True)
 
 
 def _show_verdict(out: Console, verdict: Verdict, size: Callable[[int], str]) -> None:

@@ -155,8 +155,12 @@ def show_plan(out: Console, report: PlanReport, host: ThisHost | None) -> None:
     """Print the result of ``plan``: the model, what each rank holds and reads, and whether a load fits on this host."""
     largest = report.largest_group
     shape = f"{report.ranks}"
-    if report.replicas > 1:
-        shape += f" ({report.replicas} replicas x {report.ranks // report.replicas} shards)"
+    shards = report.ranks // report.replicas // report.tp
+    axes = [f"{report.replicas} replicas"] * (report.replicas > 1) + [f"{shards} shards"]
+    axes += [f"{report.tp} of tensor parallelism"] * (report.tp > 1)
+    experts = f"; experts in {report.ep} parts" if report.ep > 1 else ""
+    if len(axes) > 1 or experts:
+        shape += f" ({' x '.join(axes)}{experts})"
     total_read = "not counted" if report.total_bytes_read is None else size(report.total_bytes_read)
     facts = {
         "model": f"{report.model_class}, {', '.join(report.dtypes)}",
@@ -213,7 +217,7 @@ def show_plan(out: Console, report: PlanReport, host: ThisHost | None) -> None:
     if host is not None and not host.fits:
         warning = (
             f"warning: {host.ranks} ranks on {host.device} of this host need {size(host.needed_bytes)} of its memory while "
-            f"they load, and {size(host.budget.free_bytes)} are free; use more hosts (--ranks-per-host) or devices, or raise "
+            f"they load, and {size(host.budget.free_bytes)} are free; use more hosts (--nodes) or devices, or raise "
             f"the limit"
         )
         out.print(Text(warning, _YELLOW), soft_wrap=True)

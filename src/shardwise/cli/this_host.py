@@ -11,7 +11,7 @@ from ..models.host_budget import HostBudget, host_budget
 from ..phases.report import PlanReport
 from ..transfer.page_cache import shares_memory
 
-__all__ = ["ThisHost", "ranks_here", "this_host"]
+__all__ = ["ThisHost", "nodes_like_this", "this_host"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +35,11 @@ class ThisHost:
         return {**asdict(self), "fits": self.fits}
 
 
-def ranks_here(ranks: int, ranks_per_host: int | None) -> int:
-    """How many of ``ranks`` share a host. None: one for each device here, or all where there is none."""
-    if ranks_per_host is None and torch.accelerator.current_accelerator(check_available=True) is not None:
-        ranks_per_host = torch.accelerator.device_count()
-    return min(ranks, ranks_per_host or ranks)
+def nodes_like_this(ranks: int) -> int:
+    """How many hosts with the devices of this one ``ranks`` need, a device each; 1 where there are no devices."""
+    if torch.accelerator.current_accelerator(check_available=True) is None:
+        return 1
+    return -(-ranks // torch.accelerator.device_count())
 
 
 def this_host(report: PlanReport, ranks: int) -> ThisHost | None:

@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import ShardError
-from ..internals.transformers import is_transformers_model, tp_by_plan
+from ..internals.parallel import tp_by_plan
+from ..internals.transformers import is_transformers_model
 from ..names import NamedTensor, named_tensors
 from ..sharding.replicated import reduce_after_backward
 

@@ -37,7 +37,6 @@ __all__ = [
     "revert_to_hub",
     "set_conversions",
     "tie_map",
-    "tp_by_plan",
     "transformers_conversions",
     "without_initialization",
 ]
@@ -150,38 +149,6 @@ def ignored_on_save(module: nn.Module) -> set[str]:
     calls unexpected.
     """
     return set(getattr(module, "_keys_to_ignore_on_save", None) or ())
-
-
-# ----------------------------------------------------------------------------------------------------
-# Tensor parallelism
-
-
-def tp_by_plan(model: Any, mesh: Any) -> None:
-    """Tensor parallelism as ``from_pretrained(distributed_config=DistributedConfig(tp_size=…))`` applies it, on meta.
-
-    transformers 5.21-5.23: ``distributed.tensor_parallel.apply_tensor_parallelism``, which does not find tied
-    parameters under their second names; here they are cut too, and tied again afterwards. Without it, the user of
-    Accelerate's ``tp_size`` would have to call ``parallelize_module`` before the load.
-    """
-    from transformers import DistributedConfig
-    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
-
-    for name, style_name in model._expand_parallel_plan(model.tp_plan).items():
-        style = ALL_PARALLEL_STYLES[style_name]
-        path, _, last = name.rpartition(".")
-        module = model.get_submodule(path)
-        if last not in module._parameters:
-            module = model.get_submodule(name)
-            if style_name == "mla_kv_a_proj":
-                module.config = model.config.get_text_config()
-            style.install_forward(module, mesh)
-        elif module._parameters[last] is not None:
-            style.validate_param(module, last, mesh, parameter_name=name)
-            style.shard_param(module, last, mesh)
-        module._is_hooked = True
-    model.tie_weights()
-    model.config.distributed_config = DistributedConfig(tp_size=mesh.size())
-    model._tp_size = mesh.size()
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from .step import StepPeak, peak_of
 from .timeline import whole_step
 from .training import Training
 
-__all__ = ["Step", "step_of"]
+__all__ = ["FORMULA_ERROR", "Step", "step_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -37,12 +37,14 @@ class Step:
     assumptions: tuple[str, ...]
 
 
-def step_of(model: nn.Module, policy: ShardPolicy, shards: int, training: Training) -> Step:
-    """The step of ``model``, unsharded and on meta, after it is sharded over ``shards`` ranks.
+def step_of(
+    model: nn.Module, policy: ShardPolicy, shards: int, training: Training, expert_shards: int | None = None
+) -> Step:
+    """The step of ``model``, unsharded and on meta, after it is sharded over ``shards`` ranks, its experts over others.
 
     Takes the memory of the model's buffers; 0.1 to 1 s, however many blocks are alike.
     """
-    groups = groups_of(model, policy, shards)
+    groups = groups_of(model, policy, shards, expert_shards)
     compute = policy.mixed_precision.param_dtype if policy.mixed_precision is not None else None
     first = alike(groups)
     tokens = f"{training.batch_size} x {training.sequence_length} tokens"
@@ -107,6 +109,8 @@ def _peak(
     )
 
 
+#: The error bar of activations that are counted by a formula.
+FORMULA_ERROR = 1.0
 #: Bytes kept for each token, element of the hidden state and block, in 2 bytes each, without attention's matrix: Korthikanti
 #: et al. 2022 (arXiv 2205.05198) count 34 for a block with an MLP of four times the width; gated MLPs and norms in fp32 more.
 _BYTES_PER_ELEMENT = 64
@@ -131,7 +135,7 @@ def _by_formula(
     return Step(
         groups=groups,
         peak=StepPeak(3 * largest, 3 * reduced, gradients, activations, "all at once"),
-        error=1.0,
+        error=FORMULA_ERROR,
         formula=f"tokens x (hidden x (blocks x {kept} + {_BYTES_PER_ELEMENT}) + 12 x vocabulary) = {tokens} x ({hidden} x "
         f"({blocks} x {kept} + {_BYTES_PER_ELEMENT}) + 12 x {vocabulary})",
         has_narrow_experts=_has_narrow_experts(groups, None),

@@ -7,10 +7,11 @@ from collections.abc import Iterable
 
 from ..planning import IOOptions
 from .activations import Step
-from .fit import Variant
+from .files import with_cached_reads
 from .held import Held
-from .records import Amount, Checkpoint, Phase, RunPlan, Where
+from .records import Amount, Checkpoint, Files, Flow, Phase, RunPlan, Where
 from .training import OPTIMIZERS
+from .variant import Variant
 
 __all__ = ["PHASES", "run_plan"]
 
@@ -57,7 +58,7 @@ class _Run:
     def __init__(self, held: Held, step: Step, variant: Variant, io: IOOptions) -> None:
         training = variant.training
         self.held, self.step, self.training, self.io = held, step, training, io
-        self.ranks, self.shards = variant.ranks, variant.shards
+        self.ranks = variant.ranks
         self.is_offloaded = variant.policy.cpu_offload and training.device != "cpu"
         self.works: Where = "host" if training.device == "cpu" else "device"
         self.keeps: Where = "host" if self.is_offloaded else self.works
@@ -206,7 +207,7 @@ class _Run:
         }
         return [Phase(name, amounts[name]) for name in PHASES]
 
-    # -- checkpoint and network --------------------------------------------------------------------------
+    # -- checkpoint --------------------------------------------------------------------------
 
     def checkpoint(self) -> Checkpoint:
         nbytes = self.held.stored_model + self.held.stored_optimizer
@@ -218,18 +219,15 @@ class _Run:
             requests=-(-nbytes // _PART_BYTES) + 2 * files,
         )
 
-    def network(self) -> int:
-        """Bytes that a rank receives: gathers in forward and backward, the reduction, and the replicas' all-reduce."""
-        groups = [g for g in self.step.groups if g.index in self.step.called]
-        others = self.shards - 1
-        gathered = sum(g.gathered_bytes * (2 if g.path else 1) for g in groups)
-        reduced = sum(g.reduced_bytes for g in groups)
-        replicas = self.ranks // self.shards
-        over_replicas = 2 * reduced * (replicas - 1) // (self.shards * replicas)
-        return (gathered + reduced) * others // self.shards + over_replicas
 
-
-def run_plan(held: Held, step: Step, variant: Variant, io: IOOptions) -> RunPlan:
+def run_plan(
+    held: Held,
+    step: Step,
+    variant: Variant,
+    io: IOOptions,
+    network: tuple[Flow, ...],
+    files: tuple[Files, ...],
+) -> RunPlan:
     """The phases of a run."""
     run, training = _Run(held, step, variant, io), variant.training
     assumptions = list(step.assumptions)
@@ -238,12 +236,14 @@ def run_plan(held: Held, step: Step, variant: Variant, io: IOOptions) -> RunPlan
             "the device's memory is this process's alone, and its allocator wastes at most 10 %"
         )
     return RunPlan(
-        phases=tuple(run.phases()),
+        phases=with_cached_reads(run.phases(), files, variant, io),
+        nodes=variant.hosts,
         ranks_per_host=variant.ranks_per_host,
         is_unified=training.device == "unified",
         largest_gather_bytes=max((g.gathered_bytes for g in step.groups), default=0),
         largest_reduce_bytes=max((g.reduced_bytes for g in step.groups), default=0),
-        network_bytes_per_step=run.network(),
+        network=network,
+        files=files,
         checkpoint=run.checkpoint(),
         assumptions=tuple(assumptions),
     )

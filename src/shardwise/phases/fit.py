@@ -8,32 +8,14 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from ..errors import ShardwiseError
-from ..sharding.groups import ShardPolicy
 from .records import RunPlan
-from .training import Training
+from .variant import Variant
 
 __all__ = ["Change", "Limits", "Need", "Variant", "Verdict", "verdict_of"]
 
 #: So many changes that make it fit are shown.
 _MOST_CHANGES = 3
 _RANK_OF_LORA = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """A run that can be planned."""
-
-    ranks: int
-    replicas: int
-    ranks_per_host: int
-    policy: ShardPolicy
-    training: Training
-    adapter: Any
-
-    @property
-    def shards(self) -> int:
-        """Ranks that hold one copy of the model together."""
-        return self.ranks // self.replicas
 
 
 @dataclass(frozen=True, slots=True)

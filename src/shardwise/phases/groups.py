@@ -50,19 +50,28 @@ class StepGroup:
     """This rank's part of the gradients, padded, in the dtype of the parameters."""
     is_reduced_apart: bool
     """Whether the reduction has another dtype than the parameters: its output is cast."""
+    own_shards: int | None = None
+    """Ranks over which FSDP2 cuts it, if they are others than those of the step: experts under expert parallelism."""
 
     @property
     def is_trained(self) -> bool:
         return self.reduced_bytes > 0
 
 
-def groups_of(model: nn.Module, policy: ShardPolicy, shards: int) -> tuple[StepGroup, ...]:
-    """The groups that ``shard`` makes of an unsharded model over ``shards`` ranks, the root last."""
+def groups_of(
+    model: nn.Module, policy: ShardPolicy, shards: int, expert_shards: int | None = None
+) -> tuple[StepGroup, ...]:
+    """The groups that ``shard`` makes of an unsharded model over ``shards`` ranks, the root last.
+
+    ``expert_shards``: the ranks of experts, if they are others.
+    """
     precision = policy.mixed_precision
     compute = precision.param_dtype if precision is not None else None
     reduce = precision.reduce_dtype if precision is not None else None
-    found = []
+    found, of_all = [], shards
     for index, (candidate, parameters) in enumerate(find_wrapping(model, policy).groups):
+        is_apart = candidate.kind == "experts" and expert_shards not in (None, of_all)
+        shards = expert_shards if is_apart and expert_shards else of_all
         dtypes = {id(p): _dtype(p, compute) for p in parameters}
         padded = {id(p): _padded(p, policy, shards) for p in parameters}
         trained = [p for p in parameters if p.requires_grad]
@@ -85,6 +94,7 @@ def groups_of(model: nn.Module, policy: ShardPolicy, shards: int) -> tuple[StepG
                 is_reduced_apart=any(
                     dtype != p.dtype for p, (_, dtype) in zip(trained, reduced, strict=True)
                 ),
+                own_shards=shards if is_apart else None,
             )
         )
     return tuple(found)

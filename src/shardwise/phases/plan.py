@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,29 +11,31 @@ from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..dtypes import named_dtype
 from ..errors import ShardError
+from ..gc_paused import gc_paused
 from ..internals.torch import fake_store
 from ..layout.live import LiveModel, describe
-from ..layout.model import local_tensor
 from ..loading.load import plan_load
 from ..loading.pretrained import Prepared
 from ..loading.store_requests import StoreTally
 from ..models.arguments import FromPretrained, Pretrained
 from ..planning import IOOptions, Plan
-from ..sharding.fsdp import shard
 from ..sharding.groups import ShardPolicy, describe_groups
 from ..storage import Requests, is_url
 from .activations import step_of
 from .estimate import run_plan
-from .fit import Limits, Variant, verdict_of
+from .files import files_of
+from .fit import Limits, verdict_of
 from .held import held_by_first
-from .records import RunPlan
+from .network import flows_of
+from .records import Flow, RunPlan
 from .report import PlanReport, RankCost, RanksPlanned
 from .source import Source, source_of
+from .spread import Spread
 from .training import Training
+from .variant import Variant
 
 __all__ = ["EVERY_RANK_UP_TO", "MAX_RANKS", "plan"]
 
@@ -46,8 +49,10 @@ def plan(
     path: str | os.PathLike[str],
     *,
     ranks: int,
+    nodes: int = 1,
     replicas: int = 1,
-    ranks_per_host: int | None = None,
+    tp: int = 1,
+    ep: int = 1,
     dtype: torch.dtype | str = "auto",
     policy: ShardPolicy | None = None,
     training: Training | None = None,
@@ -67,7 +72,8 @@ def plan(
     """Plan ``load_pretrained`` of the model at ``path`` for every one of ``ranks`` ranks; loads nothing.
 
     Builds the model on meta, shards it over a fake process group, 1-D, or 2-D with ``replicas`` rows, and makes the
-    plan of each rank as that rank would make it. Allocates the model's buffers and the plans. Call it in one process
+    plan of each rank as that rank would make it. With ``tp`` or ``ep`` the class's own plans cut the model first, as transformers'
+    ``DistributedConfig(tp_size=…, ep_size=…)`` does, and FSDP2 over the ranks that are left; :func:`load` fills such models. Allocates the model's buffers and the plans. Call it in one process
     without a process group; afterwards it has none either. Not thread-safe.
 
     With ``training`` the report says for each phase of a run (build, load, steps, saves, resume, export) what a rank holds,
@@ -79,8 +85,11 @@ def plan(
             a model on the Hugging Face hub, which is downloaded if the cache lacks it. With ``training`` also a config
             alone: a JSON file, or a directory that holds config.json and no weights.
         ranks: number of ranks of the load, at most 16,384.
+        nodes: hosts, each with equally many consecutive ranks, or the last with fewer: the ranks of one share its memory, and
+            a store's requests.
         replicas: number of ranks that hold the same shard; divides ``ranks``.
-        ranks_per_host: ranks that share the memory of a host, and a store's requests. Default: all.
+        tp: ranks of tensor parallelism, which see the same batch; divides the ranks of a replica.
+        ep: ranks of expert parallelism; a multiple of ``tp`` that divides the ranks of a replica.
         dtype: as for ``load_pretrained``.
         policy: how to wrap; with mixed precision and offload of the training.
         training: batch, optimizer and device of a run. None: the load alone.
@@ -91,8 +100,12 @@ def plan(
     Raises :class:`ValueError` for invalid counts or an invalid dtype, :class:`PlanError` if the load can't be proved
     complete, :class:`SourceError`, :class:`ShardError` or :class:`LayoutError`.
     """
-    _check_counts(ranks, replicas, ranks_per_host)
+    _check_counts(ranks, nodes)
     _check_limits(training, device_limit_bytes, host_limit_bytes)
+    this = Variant(
+        ranks, replicas, -(-ranks // nodes), policy or ShardPolicy(), training or Training(), adapter, tp, ep
+    )
+    this.check()
     dtype = _floating_dtype(dtype)
     request = Pretrained(
         path=path,
@@ -107,55 +120,66 @@ def plan(
         quantized=quantized,
         options=options,
     )
-    policy, io = policy or ShardPolicy(), io or IOOptions()
+    io = io or IOOptions()
     _floating_dtype(request.understood().dtype)
-    per_host = min(ranks, ranks_per_host or ranks)
     with source_of(request, may_lack_weights=training is not None) as source:
-        prepared = source.prepared(adapter)
-        model_class = type(prepared.base).__name__  # before FSDP2 swaps it
-        groups = describe_groups(prepared.model, policy)
-        this = Variant(ranks, replicas, per_host, policy, training or Training(), adapter)
-        step = None if training is None else step_of(prepared.model, policy, ranks // replicas, training)
-        with _fake_ranks(ranks):
-            shard(prepared.model, _mesh(ranks, replicas), policy)
-            planned = _plan_ranks(prepared, io, source.looks, ranks, replicas, ranks_per_host or ranks)
-            held = held_by_first(describe(prepared.model), this.training)
-        report = PlanReport.of(source.shown, model_class, groups, planned)
-        report = replace(report, from_config=source.is_config_alone)
-        if step is None:
-            return report
-        report = replace(report, run=run_plan(held, step, this, io))
-        if device_limit_bytes is None and host_limit_bytes is None:
+        report, run = _report_of(source, this, io, with_run=training is not None)
+        report = replace(report, from_config=source.is_config_alone, run=run)
+        if run is None or (device_limit_bytes is None and host_limit_bytes is None):
             return report
         limits = Limits(device_limit_bytes, host_limit_bytes)
-        del prepared, step
-        assert report.run is not None
-        return replace(
-            report, verdict=verdict_of(report.run, limits, this, lambda other: _run_of(source, other, io))
-        )
+
+        def other_run(variant: Variant) -> RunPlan:
+            found = _report_of(source, variant, io, with_run=True)[1]
+            assert found is not None
+            return found
+
+        return replace(report, verdict=verdict_of(run, limits, this, other_run))
 
 
-def _run_of(source: Source, variant: Variant, io: IOOptions) -> RunPlan:
-    """The phases of a run that is another one than asked for."""
+@gc_paused()
+def _report_of(
+    source: Source, variant: Variant, io: IOOptions, *, with_run: bool
+) -> tuple[PlanReport, RunPlan | None]:
+    """The load of a variant, and the phases of its run."""
     prepared = source.prepared(variant.adapter)
-    step = step_of(prepared.model, variant.policy, variant.shards, variant.training)
+    model_class = type(prepared.base).__name__  # before FSDP2 swaps it
+    step, network = None, tuple[Flow, ...]()
     with _fake_ranks(variant.ranks):
-        shard(prepared.model, _mesh(variant.ranks, variant.replicas), variant.policy)
-        held = held_by_first(describe(prepared.model), variant.training)
-    return run_plan(held, step, variant, io)
+        spread = Spread.cut(prepared.model, variant)
+        with spread.as_one_rank() as exchange:
+            groups = describe_groups(prepared.model, variant.policy)
+            if with_run:
+                shards = variant.shards, variant.training, variant.expert_shards
+                step = exchange.counted(step_of(prepared.model, variant.policy, *shards))
+                network = flows_of(step, variant, exchange.sent, _itemsize(prepared.model, variant.policy))
+        spread.shard()
+        live = describe(prepared.model)
+        planned = _plan_ranks(live, prepared, io, source.looks, variant)
+        report = PlanReport.of(source.shown, model_class, groups, planned)
+        if step is None:
+            return report, None
+        held = held_by_first(live, variant.training)
+    files = files_of(held, variant, [cost.bytes_read for cost in planned.costs])
+    return report, run_plan(held, step, variant, io, network, files)
+
+
+def _itemsize(model: Any, policy: ShardPolicy) -> int:
+    """Bytes of an element of activations: the dtype of the forward."""
+    precision = policy.mixed_precision
+    given = precision.param_dtype if precision is not None else None
+    return (given or next(p.dtype for p in model.parameters() if p.is_floating_point())).itemsize
 
 
 # ----------------------------------------------------------------------------------------------------
 # Arguments
 
 
-def _check_counts(ranks: int, replicas: int, ranks_per_host: int | None) -> None:
+def _check_counts(ranks: int, nodes: int) -> None:
     if not 1 <= ranks <= MAX_RANKS:
         raise ValueError(f"ranks must be from 1 to {MAX_RANKS}, got {ranks}")
-    if replicas < 1 or ranks % replicas:
-        raise ValueError(f"replicas must be at least 1 and divide the {ranks} ranks, got {replicas}")
-    if ranks_per_host is not None and ranks_per_host < 1:
-        raise ValueError(f"ranks_per_host must be at least 1, got {ranks_per_host}")
+    if not 1 <= nodes <= ranks:
+        raise ValueError(f"nodes must be from 1 to the {ranks} ranks, got {nodes}")
 
 
 def _check_limits(training: Training | None, *limits: int | None) -> None:
@@ -195,13 +219,6 @@ def _fake_ranks(ranks: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _mesh(ranks: int, replicas: int) -> DeviceMesh:
-    # Boxes depend only on the sizes of the axes: a CPU mesh gives the same ones as GPUs.
-    if replicas == 1:
-        return init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
-    return init_device_mesh("cpu", (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard"))
-
-
 def _ranks_to_plan(ranks: int) -> list[int]:
     """All ranks, or the first and the last: torch.chunk never gives a later shard more than an earlier one."""
     return list(range(ranks)) if ranks <= EVERY_RANK_UP_TO else [0, ranks - 1]
@@ -212,10 +229,10 @@ def _ranks_to_plan(ranks: int) -> list[int]:
 
 
 def _plan_ranks(
-    prepared: Prepared, io: IOOptions, looks: Requests, ranks: int, replicas: int, ranks_per_host: int
+    live: LiveModel, prepared: Prepared, io: IOOptions, looks: Requests, variant: Variant
 ) -> RanksPlanned:
     """Make each rank's plan as ``load_pretrained`` makes it there. Keeps rank 0's plan, and the cost of each plan."""
-    live, catalog = describe(prepared.model), prepared.catalog
+    catalog, ranks = prepared.catalog, variant.ranks
     in_store = any(is_url(file.path) for file in catalog.files)
     costs, first, tally = [], None, None
     for rank in _ranks_to_plan(ranks):
@@ -224,15 +241,17 @@ def _plan_ranks(
         first = first or planned.plan
         costs.append(_cost(rank, planned.plan))
         if in_store:
-            tally = tally or StoreTally(planned, ranks=ranks, ranks_per_host=ranks_per_host)
+            tally = tally or StoreTally(planned, ranks=ranks, ranks_per_host=variant.ranks_per_host)
             tally.add(rank, planned)
     assert first is not None
     return RanksPlanned(
         ranks=ranks,
-        replicas=replicas,
+        replicas=variant.replicas,
+        tp=variant.tp,
+        ep=variant.ep,
         first=first,
         costs=tuple(costs),
-        total_shard_bytes=_over_all_ranks(live, ranks, replicas),
+        total_shard_bytes=_over_all_ranks(live, ranks),
         store=None if tally is None else tally.result(looks),
     )
 
@@ -247,11 +266,12 @@ def _cost(rank: int, plan: Plan) -> RankCost:
     )
 
 
-def _over_all_ranks(live: LiveModel, ranks: int, replicas: int) -> int:
-    """Bytes that all ranks hold together: sharded tensors count once per replica, plain tensors once per rank."""
+def _over_all_ranks(live: LiveModel, ranks: int) -> int:
+    """Bytes that all ranks hold together: a tensor counts once for each set of ranks that share its shards."""
     total = 0
     for entry in live.stored:
-        is_plain = local_tensor(entry.tensor) is entry.tensor
-        nbytes = entry.tensor.numel() * entry.tensor.dtype.itemsize
-        total += nbytes * (ranks if is_plain else replicas)
+        geometry = live.geometries[entry.name]
+        cuts = zip(geometry.axis_sizes, geometry.cuts, strict=True)
+        shards = math.prod(size for size, cut in cuts if cut.kind != "replicate")
+        total += entry.tensor.numel() * entry.tensor.dtype.itemsize * (ranks // shards)
     return total

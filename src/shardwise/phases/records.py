@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-__all__ = ["Amount", "Checkpoint", "Phase", "RunPlan", "Where"]
+__all__ = ["Amount", "Checkpoint", "Files", "Flow", "Phase", "RunPlan", "Where"]
 
 Where = Literal["device", "host", "page cache"]
 
@@ -52,11 +52,40 @@ class Checkpoint:
     """Writes of parts to an object store: each file's parts, and one that begins and one that ends it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """Bytes over the network in one step, for one purpose."""
+
+    what: str
+    rank_bytes: int
+    """What each rank receives from other ranks."""
+    node_bytes: int
+    """What each node receives from other nodes."""
+    formula: str
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """What a phase reads from the storage of models and checkpoints, or writes to it."""
+
+    phase: str
+    verb: Literal["reads", "writes"]
+    rank_bytes: int
+    """Of the rank with most."""
+    node_bytes: int
+    """Of all ranks of a node."""
+    total_bytes: int
+    seconds: float
+    """Of all ranks together, at the bandwidth of :class:`Training`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
     """What a training run takes on each rank, by phases."""
 
     phases: tuple[Phase, ...]
+    nodes: int
+    """Hosts of the run."""
     ranks_per_host: int
     is_unified: bool
     """Whether device and host are one pool of memory."""
@@ -64,8 +93,10 @@ class RunPlan:
     """Buffer of FSDP2's largest all-gather, with its padding, in the dtype of the forward."""
     largest_reduce_bytes: int
     """Input of FSDP2's largest reduce-scatter, in the dtype of the reduction."""
-    network_bytes_per_step: int
-    """Bytes that a rank receives over the network in one step."""
+    network: tuple[Flow, ...]
+    """Bytes over the network in one step, by their purpose."""
+    files: tuple[Files, ...]
+    """Bytes of files, by phase."""
     checkpoint: Checkpoint
     assumptions: tuple[str, ...]
     """What the numbers rest on, and a plan can't see."""
@@ -73,6 +104,16 @@ class RunPlan:
     def phase(self, name: str) -> Phase:
         """The phase of this name. Raises :class:`KeyError`."""
         return {p.name: p for p in self.phases}[name]
+
+    @property
+    def network_bytes_per_step(self) -> int:
+        """Bytes that a rank receives from other ranks in one step."""
+        return sum(flow.rank_bytes for flow in self.network)
+
+    @property
+    def node_bytes_per_step(self) -> int:
+        """Bytes that a node receives from other nodes in one step."""
+        return sum(flow.node_bytes for flow in self.network)
 
     @property
     def device_bytes(self) -> int:
@@ -99,4 +140,9 @@ class RunPlan:
         document = asdict(self)
         for phase, entry in zip(self.phases, document["phases"], strict=True):
             entry["device_upper_bytes"], entry["host_upper_bytes"] = self.needed(phase)
-        return document | {"device_bytes": self.device_bytes, "host_bytes": self.host_bytes}
+        return document | {
+            "device_bytes": self.device_bytes,
+            "host_bytes": self.host_bytes,
+            "network_bytes_per_step": self.network_bytes_per_step,
+            "node_bytes_per_step": self.node_bytes_per_step,
+        }

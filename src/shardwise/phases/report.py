@@ -38,6 +38,8 @@ class RanksPlanned:
 
     ranks: int
     replicas: int
+    tp: int
+    ep: int
     first: Plan
     costs: tuple[RankCost, ...]
     total_shard_bytes: int
@@ -56,6 +58,10 @@ class PlanReport:
     ranks: int
     replicas: int
     """Copies of the model over all ranks: 1 for FSDP, more for HSDP."""
+    tp: int
+    """Ranks of tensor parallelism; 1 without it."""
+    ep: int
+    """Ranks of expert parallelism; 1 without it."""
     tensors: int
     model_bytes: int
     """Every distinct parameter and persistent buffer once."""
@@ -100,6 +106,8 @@ class PlanReport:
             dtypes=_dtypes(first),
             ranks=planned.ranks,
             replicas=planned.replicas,
+            tp=planned.tp,
+            ep=planned.ep,
             tensors=len(first.wanted),
             model_bytes=sum(w.nbytes for w in first.wanted),
             source_bytes=first.source_bytes,

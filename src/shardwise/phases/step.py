@@ -59,6 +59,9 @@ class _Fsdp2:
     done: set[int] = field(default_factory=set)
     finished: set[int] = field(default_factory=set)
 
+    def shards_of(self, group: StepGroup) -> int:
+        return group.own_shards or self.shards
+
     def look(self, activations: int, when: str, more_gathered: int = 0, more_reduced: int = 0) -> None:
         held = sum(self.groups[i].gathered_bytes for i in self.gathered)
         now = StepPeak(
@@ -77,7 +80,7 @@ class _Fsdp2:
         if index in self.gathered:
             return
         group, name = self.groups[index], self._name(index)
-        size = group.gathered_bytes if self.shards > 1 else 0
+        size = group.gathered_bytes if self.shards_of(group) > 1 else 0
         ahead = self.ahead.pop(index, None)
         if ahead is None:
             self.look(activations, f"gather {name}", size * (1 + self.copies) + group.cast_bytes)
@@ -89,7 +92,7 @@ class _Fsdp2:
 
     def gather_ahead(self, index: int, activations: int) -> None:
         at = self.order.index(index) if index in self.order else 0
-        if at == 0 or self.shards == 1:
+        if at == 0 or self.shards_of(self.groups[self.order[at - 1]]) == 1:
             return
         before = self.order[at - 1]
         if before not in self.gathered and before not in self.ahead and before not in self.finished:
@@ -109,10 +112,10 @@ class _Fsdp2:
         if not self.whole.get(index):
             return
         self.reducing = 0
-        part = group.reduced_bytes // self.shards
+        part = group.reduced_bytes // self.shards_of(group)
         self.look(activations, f"reduce {name}", more_reduced=group.reduced_bytes)
         del self.whole[index]
-        copied = group.reduced_bytes if self.copies and self.shards > 1 else 0
+        copied = group.reduced_bytes if self.copies and self.shards_of(group) > 1 else 0
         self.look(activations, f"reduce {name}", more_reduced=group.reduced_bytes + copied + part)
         self.reducing = group.reduced_bytes
         own = group.gradient_bytes

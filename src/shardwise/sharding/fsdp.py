@@ -32,6 +32,7 @@ __all__ = [
     "remember_sharding",
     "shard",
     "shard_alike",
+    "shard_with_experts",
 ]
 
 # The function that shards a second model alike. Keyed by the model object, not stored on it.
@@ -73,18 +74,33 @@ def shard(model: nn.Module, mesh: DeviceMesh, policy: ShardPolicy | None = None)
         ShardError: the model can't be wrapped as asked; names every obstacle. The model is unchanged.
     """
     policy = policy or ShardPolicy()
+    _shard(model, mesh, mesh, policy)
+    remember_sharding(model, lambda second: shard(second, mesh, policy))
+    return model
+
+
+def shard_with_experts(
+    model: nn.Module, mesh: DeviceMesh, expert_mesh: DeviceMesh, policy: ShardPolicy
+) -> nn.Module:
+    """As :func:`shard`, with the experts over ``expert_mesh``: where expert parallelism leaves them fewer ranks.
+
+    For plans: it does not set by what FSDP2 divides the experts' gradients.
+    """
+    _shard(model, mesh, expert_mesh, policy)
+    return model
+
+
+def _shard(model: nn.Module, mesh: DeviceMesh, expert_mesh: DeviceMesh, policy: ShardPolicy) -> None:
     _check_mesh(mesh)
     wrapping = find_wrapping(model, policy)
     _check_wrappable(model, wrapping)
     _check_replicated(wrapping)
     _check_placements(wrapping, mesh, policy)
     _move_plain(wrapping.plain, mesh)
-    _wrap(wrapping, mesh, policy)
+    _wrap(wrapping, mesh, expert_mesh, policy)
     if wrapping.replicated:
         places = [tensor.owners[0] for tensor, _ in wrapping.replicated]
         reduce_after_backward(places, [c.module for c, _ in reversed(wrapping.groups)], mesh)
-    remember_sharding(model, lambda second: shard(second, mesh, policy))
-    return model
 
 
 def remember_sharding(model: nn.Module, again: Callable[[nn.Module], object]) -> None:
@@ -192,7 +208,7 @@ def _check_placements(wrapping: Wrapping, mesh: DeviceMesh, policy: ShardPolicy)
 # Wrapping
 
 
-def _wrap(wrapping: Wrapping, mesh: DeviceMesh, policy: ShardPolicy) -> None:
+def _wrap(wrapping: Wrapping, mesh: DeviceMesh, expert_mesh: DeviceMesh, policy: ShardPolicy) -> None:
     """Wrap the groups bottom-up: ``fully_shard`` gives a module all its parameters that no group inside it has.
 
     Groups for a dtype take only some of their parameters, and the group around them takes the rest. So the outer group
@@ -207,7 +223,8 @@ def _wrap(wrapping: Wrapping, mesh: DeviceMesh, policy: ShardPolicy) -> None:
         others = set(candidate.module.parameters()) - set(own) if candidate.kind == "dtype" else apart
         ignored = {*wrapping.plain, *others}
         options = _options(candidate, policy)
-        fully_shard(candidate.module, mesh=mesh, ignored_params=ignored or None, **options)
+        over = expert_mesh if candidate.kind == "experts" else mesh
+        fully_shard(candidate.module, mesh=over, ignored_params=ignored or None, **options)
 
 
 def _options(candidate: Candidate, policy: ShardPolicy) -> dict[str, Any]:

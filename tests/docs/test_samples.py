@@ -1,0 +1,13 @@
+"""Outputs on the pages are what the commands print."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.docs.samples import SAMPLES, Sample
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.title)
+def test_the_page_shows_what_the_command_prints(sample: Sample) -> None:
+    text, start, stop = sample.block()
+    assert text[start:stop] == sample.printed(), "python -m tests.docs.samples writes it"
