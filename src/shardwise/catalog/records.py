@@ -140,7 +140,7 @@ class Rule(Protocol):
         """The box of each part (by its role) that a box of the tensor is made from."""
 
     def decode(self, box: Box, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The elements of ``box``, with its sizes, in the dtype of :attr:`Coded.tensor`.
+        """The elements of ``box``, with its sizes, in the dtype of :attr:`Coded.tensor`, or in F32 if that dtype holds them exactly.
 
         ``parts``: the elements of :meth:`boxes`, each of its box's sizes and of its stored dtype. They may be overwritten by the
         next read. Memory: a few times the elements. Raises :class:`IntegrityError` for scales that are NaN or infinite.

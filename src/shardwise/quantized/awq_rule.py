@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..layout.boxes import Box
 from .groups import scaled
 from .scales import finite
-from .words import Halves, covering
+from .words import covering, transposed_halves
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +19,7 @@ __all__ = ["Awq", "outputs_of"]
 #: The field of a word that holds each of its 8 outputs. Source: AWQ_REVERSE_ORDER of AutoAWQ (MIT).
 _FIELDS = (0, 4, 1, 5, 2, 6, 3, 7)
 #: F16 with this many units: its mantissa's last bits are those of a small integer that was added to it.
-_LIFT = 1024
+_LIFT, _LIFT_BITS = 1024, 0x6400
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,34 +61,31 @@ class Awq:
         finite(self.name, scales)
         # F16 holds codes and zero points exactly, both with _LIFT added.
         zeros = outputs_of(parts["zeros"]).add_(_LIFT).narrow(0, box.start[0] % 8, box.sizes[0]).half()
-        codes, first = Halves.of(parts["codes"]), box.start[0] // 8
+        codes, first = transposed_halves(parts["codes"]), box.start[0] // 8
 
         def decode(inner: Box) -> torch.Tensor:
             (row, column), (row_end, column_end) = inner.start, inner.stop
             word, word_end = covering(row, row_end, 8)
             halves = slice(2 * (word - first), 2 * (word_end - first))
             start, stop = column - box.start[1], column_end - box.start[1]
-            values = _lifted(codes.pairs(halves, start, stop))[row % 8 :, start % 2 :]
-            values = values[: inner.sizes[0], : inner.sizes[1]]
+            values = _lifted(codes[halves, start:stop])[row % 8 :][: inner.sizes[0]]
             rows = slice(row - box.start[0], row_end - box.start[0])
             groups = slice(column // self.size - box.start[1] // self.size, None)
             scaled(values, zeros[rows, groups], scales[rows, groups], column, self.size)
-            return values
+            return values.to(torch.float32)
 
         return decode
 
 
-def _lifted(pairs: torch.Tensor) -> torch.Tensor:
-    """The outputs of :class:`Halves`' pairs, one a row, in F16, with :data:`_LIFT` added."""
+def _lifted(halves: torch.Tensor) -> torch.Tensor:
+    """The outputs of halves of words, one a row, in F16, with :data:`_LIFT` added."""
     import torch
 
-    halves, width = pairs.shape
-    found = torch.empty((halves // 2, 4, 2, width), dtype=torch.int32)
-    words = pairs.unflatten(0, (-1, 2))
+    words = halves.unflatten(0, (-1, 2))
+    found = torch.empty((words.shape[0], 4, 2, words.shape[2]), dtype=torch.int16)
     for k in range(4):  # field k of a half: output 2 * k of the first half of a word, 2 * k + 1 of the second
         torch.bitwise_right_shift(words, 4 * k, out=found[:, k])
-    found.bitwise_and_(0x000F000F).bitwise_or_(0x64006400)
-    return found.view(torch.float16).flatten(0, 2)
+    return found.bitwise_and_(15).bitwise_or_(_LIFT_BITS).view(torch.float16).flatten(0, 2)
 
 
 def outputs_of(words: torch.Tensor) -> torch.Tensor:

@@ -14,14 +14,12 @@ from ..layout.boxes import Box
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["FP4_LIFT", "Fp4Pairs", "numbers_of_pairs"]
+__all__ = ["FP4_LIFT", "Fp4Pairs", "numbers_of_halves"]
 
 #: Numbers come divided by 2 to this power.
 FP4_LIFT = 14
 #: Sign, the two lowest bits of the exponent, the highest of the mantissa, of fp16 as int16.
 _MASK = 0x8E00 - 0x10000
-#: The same of two neighbours as one int32, and their signs.
-_PAIR, _SIGNS = 0x8E008E00 - 2**32, 0x80008000 - 2**32
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +43,11 @@ class Fp4Pairs:
         return numbers[:, first : first + box.sizes[1]].to(torch.float32)
 
 
-def numbers_of_pairs(pairs: torch.Tensor) -> torch.Tensor:
-    """The numbers of :class:`.Halves`' pairs, four rows for each, in fp16."""
+def numbers_of_halves(halves: torch.Tensor) -> torch.Tensor:
+    """The four numbers of each int16, in rows one after another, in fp16."""
     import torch
 
-    found = torch.empty((pairs.shape[0], 4, pairs.shape[1]), dtype=torch.int32, device=pairs.device)
+    found = torch.empty((halves.shape[0], 4, halves.shape[1]), dtype=torch.int16, device=halves.device)
     for k in range(4):
-        torch.bitwise_left_shift(pairs, 12 - 4 * k, out=found[:, k])
-    rest = (found >> 3).bitwise_and_(_PAIR & ~_SIGNS)
-    return found.bitwise_and_(_SIGNS).bitwise_or_(rest).view(torch.float16).flatten(0, 1)
+        torch.bitwise_left_shift(halves, 12 - 4 * k, out=found[:, k])
+    return found.bitwise_right_shift_(3).bitwise_and_(_MASK).view(torch.float16).flatten(0, 1)

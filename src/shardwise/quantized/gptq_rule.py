@@ -83,7 +83,7 @@ class Gptq:
                 codes.sub_(zeros[0, 0] if one_zero else zeros[own].index_select(1, of))
                 codes.mul_(scales[own].index_select(1, of))
             # The product of a difference of codes and an F16 is exact in F32, so this is F16 arithmetic, and faster.
-            return codes.to(torch.float16)
+            return codes.copy_(codes.to(torch.float16))
 
         return decode
 

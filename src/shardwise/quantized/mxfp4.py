@@ -13,9 +13,9 @@ from ..catalog.records import StoredTensor
 from ..layout.boxes import Box
 from .coded import coded
 from .families import Found, Source
-from .fp4 import FP4_LIFT, numbers_of_pairs
-from .scales import finite, lifted, spread
-from .words import Halves, covering
+from .fp4 import FP4_LIFT, numbers_of_halves
+from .scales import finite, lifted_scales, spread
+from .words import covering, transposed_halves
 
 if TYPE_CHECKING:
     import torch
@@ -109,8 +109,10 @@ class Mxfp4Experts:
 
         if not box.numel:
             return lambda inner: torch.empty(inner.sizes, dtype=torch.bfloat16)
-        experts = [Halves.of(octets) for octets in parts["codes"].flatten(2)]
+        experts = [transposed_halves(octets) for octets in parts["codes"].flatten(2)]
         scales = finite(self.name, parts["scales"].transpose(1, 2).contiguous())
+        high = lifted_scales(scales, FP4_LIFT)
+        factors = scales if high is None else high
         # Of one block, only some words were read.
         unit = _BLOCK if scales.shape[1] > 1 else 8
         first, first_block = box.start[1] // unit * unit, box.start[1] // _BLOCK
@@ -121,19 +123,19 @@ class Mxfp4Experts:
             word, last_word = covering(column, last_column, 8)
             halves = slice(2 * word - first // 4, 2 * last_word - first // 4)
             own = slice(expert - box.start[0], last_expert - box.start[0])
-            made = [numbers_of_pairs(one.pairs(halves, start, stop)) for one in experts[own]]
+            made = [numbers_of_halves(one[halves, start:stop]) for one in experts[own]]
             numbers = torch.stack(made) if len(made) > 1 else made[0].unsqueeze(0)
-            numbers = numbers[:, column - 8 * word :, start % 2 :][:, : inner.sizes[1], : inner.sizes[2]]
+            numbers = numbers[:, column - 8 * word :][:, : inner.sizes[1]]
             block, last_block = covering(column, last_column, _BLOCK)
-            near = scales[own, block - first_block : last_block - first_block, start:stop]
-            return _scaled(numbers.to(torch.float32), near, inner).to(torch.bfloat16)
+            near = factors[own, block - first_block : last_block - first_block, start:stop]
+            values = numbers.to(torch.float32)
+            return _scaled(values.mul_(2.0**FP4_LIFT) if high is None else values, near, inner)
 
         return decode
 
 
 def _scaled(values: torch.Tensor, scales: torch.Tensor, box: Box) -> torch.Tensor:
-    """Numbers of FP4 [experts, columns, rows] times the scales of their blocks, in place."""
-    scales = lifted(scales, values, FP4_LIFT)
+    """Numbers of FP4 [experts, columns, rows] times the scales of their blocks, in place. BF16 holds the products exactly."""
     if box.start[1] % _BLOCK == 0 and box.sizes[1] % _BLOCK == 0:
         values.unflatten(1, (-1, _BLOCK)).mul_(scales.unsqueeze(2))
     else:

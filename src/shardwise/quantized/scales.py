@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _SLAB_ELEMENTS = 512 * 1024
 
-__all__ = ["blocks_of", "finite", "in_step", "lifted", "slabs", "spread"]
+__all__ = ["blocks_of", "finite", "in_step", "lifted", "lifted_scales", "slabs", "spread"]
 
 
 def blocks_of(box: Box, block: tuple[int, ...]) -> Box:
@@ -46,13 +46,17 @@ def in_step(
 
 def lifted(scales: torch.Tensor, values: torch.Tensor, lift: int) -> torch.Tensor:
     """The scales times ``2 ** lift``, which ``values`` lack. Values take it themselves if a scale would overflow."""
-    if not lift:
-        return scales
-    found = scales * 2.0**lift
-    if _all_finite(found):
+    if lift and (found := lifted_scales(scales, lift)) is not None:
         return found
-    values.mul_(2.0**lift)
+    if lift:
+        values.mul_(2.0**lift)
     return scales
+
+
+def lifted_scales(scales: torch.Tensor, lift: int) -> torch.Tensor | None:
+    """The scales times ``2 ** lift``; None if one would overflow."""
+    found = scales * 2.0**lift
+    return found if _all_finite(found) else None
 
 
 def slabs(box: Box) -> Iterator[Box]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Halves", "covering", "fields", "looked_up"]
+__all__ = ["covering", "fields", "looked_up", "transposed_halves"]
 
 
 def covering(start: int, stop: int, unit: int) -> tuple[int, int]:
@@ -52,33 +51,10 @@ def fields(words: torch.Tensor, bits: int) -> torch.Tensor:
     return found.to(torch.float32)
 
 
-@dataclass(frozen=True, slots=True)
-class Halves:
-    """A matrix of codes of 4 bits, transposed by 16 bits: what lay in a column of the stored matrix lies in a row.
+def transposed_halves(matrix: torch.Tensor) -> torch.Tensor:
+    """A matrix of words, or of bytes in whole words, as int16, transposed: each column of 16 bits becomes a row. Memory: as much."""
+    import torch
 
-    Torch shifts numbers of 32 bits fast, and those of 16 bits one at a time. So two neighbours of a row are shifted as one number,
-    and masks remove what goes from one into the other.
-    """
-
-    stored: torch.Tensor
-    """int16 [halves, an even number of rows of the stored matrix]."""
-
-    @classmethod
-    def of(cls, matrix: torch.Tensor) -> Halves:
-        """Of a matrix of words, or of bytes in whole words. Memory: as much."""
-        import torch
-
-        if matrix.stride(-1) != 1 or (matrix.storage_offset() | matrix.stride(0)) * matrix.itemsize % 2:
-            matrix = matrix.clone(memory_format=torch.contiguous_format)
-        halves = matrix.view(torch.int16).t()
-        if halves.shape[1] % 2 == 0:
-            return cls(halves.contiguous())
-        even = halves.new_zeros((halves.shape[0], halves.shape[1] + 1))
-        even[:, :-1] = halves
-        return cls(even)
-
-    def pairs(self, halves: slice, start: int, stop: int) -> torch.Tensor:
-        """Columns from ``start`` on, as int32 of two each, from the even one at or before ``start`` to that after ``stop``."""
-        import torch
-
-        return self.stored[halves, start - start % 2 : stop + stop % 2].view(torch.int32)
+    if matrix.stride(-1) != 1 or (matrix.storage_offset() | matrix.stride(0)) * matrix.itemsize % 2:
+        matrix = matrix.clone(memory_format=torch.contiguous_format)
+    return matrix.view(torch.int16).t().contiguous()
