@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..dtypes import torch_dtype
 from ..layout.boxes import Box, whole
 from .codes import Codes
-from .scales import blocks_of, finite, in_step, lifted, slabs
+from .scales import blocks_of, factors, in_step, slabs, widened
 
 if TYPE_CHECKING:
     import torch
@@ -58,9 +58,10 @@ class Grouped:
         if not box.numel:
             return torch.empty(box.sizes, dtype=torch_dtype(self.dtype), device=parts["codes"].device)
         blocks = self._blocks(box)
-        scales = finite(self.name, parts["scales"].reshape(blocks.sizes))
+        scales = parts["scales"].reshape(blocks.sizes)
         if self.global_shape is not None:
-            scales = finite(self.name, scales / parts["global"])
+            scales = widened(scales) / parts["global"]
+        scales, rest = factors(self.name, scales, self.codes.lift)
         zeros = None
         if self.zeros is not None:
             zeros = self.zeros.floats(blocks, parts["zeros"]).reshape(blocks.sizes)
@@ -76,7 +77,9 @@ class Grouped:
             if zeros is not None:
                 some, each = self._in_step(values, zeros[own], slab)
                 some.sub_(each)
-            some, each = self._in_step(values, lifted(scales[own], values, self.codes.lift), slab)
+            if rest != 1:
+                values.mul_(rest)
+            some, each = self._in_step(values, scales[own], slab)
             some.mul_(each)
             found[rows] = values
         return found

@@ -14,7 +14,7 @@ from ..layout.boxes import Box
 from .coded import coded
 from .families import Found, Source
 from .fp4 import FP4_LIFT, numbers_of_halves
-from .scales import finite, lifted_scales, spread
+from .scales import factors, spread
 from .words import covering, transposed_halves
 
 if TYPE_CHECKING:
@@ -110,9 +110,7 @@ class Mxfp4Experts:
         if not box.numel:
             return lambda inner: torch.empty(inner.sizes, dtype=torch.bfloat16)
         experts = [transposed_halves(octets) for octets in parts["codes"].flatten(2)]
-        scales = finite(self.name, parts["scales"].transpose(1, 2).contiguous())
-        high = lifted_scales(scales, FP4_LIFT)
-        factors = scales if high is None else high
+        scales, rest = factors(self.name, parts["scales"].transpose(1, 2).contiguous(), FP4_LIFT)
         # Of one block, only some words were read.
         unit = _BLOCK if scales.shape[1] > 1 else 8
         first, first_block = box.start[1] // unit * unit, box.start[1] // _BLOCK
@@ -127,9 +125,9 @@ class Mxfp4Experts:
             numbers = torch.stack(made) if len(made) > 1 else made[0].unsqueeze(0)
             numbers = numbers[:, column - 8 * word :][:, : inner.sizes[1]]
             block, last_block = covering(column, last_column, _BLOCK)
-            near = factors[own, block - first_block : last_block - first_block, start:stop]
+            near = scales[own, block - first_block : last_block - first_block, start:stop]
             values = numbers.to(torch.float32)
-            return _scaled(values.mul_(2.0**FP4_LIFT) if high is None else values, near, inner)
+            return _scaled(values if rest == 1 else values.mul_(rest), near, inner)
 
         return decode
 

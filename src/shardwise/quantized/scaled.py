@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..dtypes import torch_dtype
 from ..layout.boxes import Box
 from .codes import lowered
-from .scales import blocks_of, finite, in_step, lifted
+from .scales import blocks_of, factors, in_step
 
 if TYPE_CHECKING:
     import torch
@@ -36,8 +36,10 @@ class Scaled:
 
     def decode(self, box: Box, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
         found, lift = lowered(parts["codes"])
-        scales = lifted(finite(self.name, parts["scales"]), found, lift)
+        scales, rest = factors(self.name, parts["scales"], lift)
+        if rest != 1:
+            found.mul_(rest)
         if box.numel:
-            values, factors = in_step(found, scales, box, self.block)
-            values.mul_(factors)
+            values, each = in_step(found, scales, box, self.block)
+            values.mul_(each)
         return found.to(torch_dtype(self.dtype))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import isfinite
 from typing import TYPE_CHECKING
 
 from ..errors import IntegrityError
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 _SLAB_ELEMENTS = 512 * 1024
 
-__all__ = ["blocks_of", "finite", "in_step", "lifted", "lifted_scales", "slabs", "spread"]
+__all__ = ["blocks_of", "factors", "finite", "in_step", "slabs", "spread", "widened"]
 
 
 def blocks_of(box: Box, block: tuple[int, ...]) -> Box:
@@ -44,21 +45,6 @@ def in_step(
     return values, spread(scales, box, block)
 
 
-def lifted(scales: torch.Tensor, values: torch.Tensor, lift: int) -> torch.Tensor:
-    """The scales times ``2 ** lift``, which ``values`` lack. Values take it themselves if a scale would overflow."""
-    if lift and (found := lifted_scales(scales, lift)) is not None:
-        return found
-    if lift:
-        values.mul_(2.0**lift)
-    return scales
-
-
-def lifted_scales(scales: torch.Tensor, lift: int) -> torch.Tensor | None:
-    """The scales times ``2 ** lift``; None if one would overflow."""
-    found = scales * 2.0**lift
-    return found if _all_finite(found) else None
-
-
 def slabs(box: Box) -> Iterator[Box]:
     """The box in pieces along its first dim, whose numbers in fp32 stay in a core's own cache from one operation to the next."""
     rows = max(1, _SLAB_ELEMENTS * box.sizes[0] // max(1, box.numel))
@@ -67,17 +53,31 @@ def slabs(box: Box) -> Iterator[Box]:
         yield Box((start, *box.start[1:]), (stop, *box.stop[1:]))
 
 
-def finite(name: str, scales: torch.Tensor) -> torch.Tensor:
-    """The scales in fp32; those of a byte are exponents of two (UE8M0). Raises :class:`IntegrityError` if one is NaN or infinite."""
+def widened(scales: torch.Tensor) -> torch.Tensor:
+    """The scales in fp32; those of a byte are exponents of two (UE8M0)."""
     import torch
 
-    found = scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales
-    found = floats(found)
+    return floats(scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales)
+
+
+def finite(name: str, scales: torch.Tensor) -> torch.Tensor:
+    """:func:`widened` scales. Raises :class:`IntegrityError` if one is NaN or infinite."""
+    found = widened(scales)
     if not _all_finite(found):
         raise IntegrityError(f"{name}: a scale is NaN or infinite")
     return found
 
 
+def factors(name: str, scales: torch.Tensor, lift: int) -> tuple[torch.Tensor, float]:
+    """:func:`finite` scales times ``2 ** lift``, which values lack, and 1; or the scales and ``2 ** lift``, if one would overflow."""
+    found = widened(scales)
+    if lift:
+        high = found * 2.0**lift
+        if _all_finite(high):
+            return high, 1.0
+    return finite(name, found), 2.0**lift
+
+
 def _all_finite(numbers: torch.Tensor) -> bool:
     """Whether no number is NaN or infinite. Their sum would be, too, and takes a fraction of the time; it may also overflow."""
-    return bool(numbers.sum().isfinite()) or bool(numbers.isfinite().all())
+    return isfinite(numbers.sum().item()) or bool(numbers.isfinite().all())
