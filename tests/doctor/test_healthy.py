@@ -55,7 +55,7 @@ def test_the_command(tmp_path: Path, here: set[str]) -> None:
     shown = CliRunner().invoke(main, ["doctor", yaml_of_case_1, "--ranks", "1"])
     assert shown.exit_code == 1
     assert "accelerate.device-mesh" in shown.stdout
-    assert "3 findings" in shown.stdout or here > WHERE
+    assert "2 findings, 1 note" in shown.stdout or here > WHERE
     said = CliRunner().invoke(main, ["doctor", yaml_of_case_1, "--ranks", "1", "--json"])
     document = json.loads(said.stdout)
     assert not document["ok"]
