@@ -54,16 +54,6 @@ def _full_disk(folder: Path) -> None:
         file.write(b"x")
 
 
-def _initialized(folder: Path) -> None:
-    """A parameter that transformers has marked, built anew by Accelerate."""
-    from accelerate import init_empty_weights
-
-    with init_empty_weights():
-        weight = nn.Parameter(torch.zeros(2))
-        weight._is_hf_initialized = True  # type: ignore[attr-defined]
-        nn.Module().register_parameter("weight", weight)
-
-
 def _meta_copy(folder: Path) -> None:
     nn.Linear(2, 2, device="meta").to("cpu")
 
@@ -90,7 +80,6 @@ def _truncated(folder: Path) -> None:
 RAISED: dict[str, Callable[[Path], None]] = {
     "log.optimizer-key": _no_optimizer_state,
     "log.no-space": _full_disk,
-    "log.hf-initialized": _initialized,
     "log.meta-copy": _meta_copy,
     "log.initial-lr": _no_initial_lr,
     "log.open-files": _open_files,
@@ -179,6 +168,7 @@ def test_weights_that_from_pretrained_does_not_find(
 # Files
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of torch.compile
 def test_names_of_a_compiled_model(copy: Path, here: set[str]) -> None:
     for file in copy.glob("*.safetensors*"):
         file.unlink()
@@ -187,6 +177,9 @@ def test_names_of_a_compiled_model(copy: Path, here: set[str]) -> None:
     check(found(copy), here, "model.internal-names", words="_orig_mod.bias")
 
 
+@pytest.mark.filterwarnings(
+    "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
+)  # PEFT asks for it
 def test_an_adapter_of_one_rank(copy: Path, tmp_path: Path, here: set[str]) -> None:
     """PEFT's own files are healthy; rank 0's rows of each matrix are not."""
     peft = pytest.importorskip("peft")

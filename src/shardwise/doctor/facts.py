@@ -128,7 +128,8 @@ class Place:
 
     path: str
     mount: Mount | None
-    free_bytes: int
+    free_bytes: int | None
+    """None where the file system does not say (ramfs)."""
     free_inodes: int | None
     """None where the file system has no fixed number."""
     failures: Mapping[str, str] = field(default_factory=dict)

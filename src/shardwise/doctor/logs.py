@@ -154,7 +154,7 @@ KNOWN = (
     ),
     Known(
         name="damaged-safetensors",
-        pattern=r"MetadataIncompleteBuffer|HeaderTooLarge|InvalidHeaderDeserialization|InvalidHeaderLength",
+        pattern=r"Error while deserializing header|MetadataIncompleteBuffer|HeaderTooLarge|InvalidHeaderDeserialization|InvalidHeaderLength",
         source="case 20",
         bites="A safetensors file is truncated, or no safetensors file.",
         why="A download or a copy ended early, or a Git LFS pointer stands in its place.",

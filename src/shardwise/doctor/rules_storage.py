@@ -76,7 +76,7 @@ def _silent(facts: Facts) -> Iterator[Bite]:
 def _space(facts: Facts) -> Iterator[Bite]:
     needed = max([_LEAST_FREE_BYTES, *(_STATE_PER_WEIGHT * m.nbytes for m in facts.models)])
     for place in _written(facts):
-        if place.free_bytes < needed:
+        if place.free_bytes is not None and place.free_bytes < needed:
             what = "A checkpoint of the given model with AdamW" if facts.models else "A checkpoint"
             yield Bite(
                 place.path,
