@@ -12,34 +12,23 @@ import torch.distributed as dist
 from torch import nn
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.register_buffer("seen", torch.zeros(1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.as_tensor(self.linear(x))
-
-
-def device_mesh() -> None:
-    """Accelerate's RAM-efficient loader and a persistent buffer."""
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
-
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, cpu_ram_efficient_loading=True, transformer_cls_names_to_wrap=["Block"]
-    )
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
-    model = nn.Sequential(Block(), Block())
-    accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-
-
 def mixed_dtensor() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import distribute_tensor
 
     mesh = init_device_mesh("cpu", (1,))
     print(distribute_tensor(torch.ones(4, 4), mesh) @ torch.ones(4, 4))
+
+
+def tied_groups() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8, bias=False))
+    model[1].weight = model[0].weight
+    fully_shard(model[0])
+    fully_shard(model)
+    model(torch.arange(4))
 
 
 def gloo_loopback() -> None:
@@ -67,6 +56,4 @@ def shared_memory() -> None:
 
 
 if __name__ == "__main__":
-    {f.__name__: f for f in (device_mesh, mixed_dtensor, gloo_loopback, oom_kill, shared_memory)}[
-        sys.argv[1]
-    ]()
+    globals()[sys.argv[1]]()

@@ -164,6 +164,17 @@ def test_weights_that_from_pretrained_does_not_find(
     check(found(log, copy), here, "log.missing-weights", "log.random-loss", "model.internal-names")
 
 
+@pytest.mark.processes
+def test_torch_refuses_a_tied_embedding_in_a_group_of_its_own() -> None:
+    """What accelerate.tied-groups says beforehand."""
+    command = [sys.executable, FAILING, "tied_groups"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False).stderr
+    assert "is shared with a parameter already managed by another FSDP group" in said
+
+
+#: The rules that the tests above show.
+FAILED = (*RAISED, *PRINTED, "log.missing-weights", "log.random-loss")
+
 # ----------------------------------------------------------------------------------------------------
 # Files
 
@@ -220,6 +231,15 @@ def test_a_tied_embedding_in_a_group_of_its_own(copy: Path, tmp_path: Path, here
     path.write_text(yaml.safe_dump({**base, "fsdp_config": wrapped}))
     check(found(path, copy), here, "accelerate.tied-groups", words="names Embedding")
 
+
+#: The rules that the tests above show.
+FILES = (
+    "accelerate.tied-groups",
+    "model.internal-names",
+    "model.adapter-slice",
+    "model.conversion",
+    "checkpoint.merge",
+)
 
 # ----------------------------------------------------------------------------------------------------
 # System calls that a filter refuses, as a container's profile does

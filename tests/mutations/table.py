@@ -1808,9 +1808,9 @@ MUTATIONS = (
     ),
     # ------------------------------------------------------------------------------------- doctor
     Mutation(
-        "doctor/rules_settings.py",
-        "        own = {name for name, value in settings.fsdp.items() if name not in _BY_DEFAULT or value}\n",
-        "        own = settings.fsdp\n",
+        "doctor/rules_trainer.py",
+        "    own = {name for name, value in settings.fsdp.items() if name not in _BY_DEFAULT or value}\n",
+        "    own = settings.fsdp\n",
         ("tests/doctor/test_rules.py::test_a_hundred_healthy_runs_have_no_finding",),
         "what TrainingArguments write by themselves is a finding",
     ),

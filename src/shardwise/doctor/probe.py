@@ -37,7 +37,9 @@ def look_at_place(path: str) -> Place:
         failures["write"] = error.strerror or str(error)
     else:
         try:
-            speeds, ahead_s = _measure(folder, _BYTES if free_bytes is None else min(_BYTES, free_bytes // 4), failures)
+            speeds, ahead_s = _measure(
+                folder, _BYTES if free_bytes is None else min(_BYTES, free_bytes // 4), failures
+            )
             _try(failures, "rename", lambda: _rename(folder))
             _try(failures, "lock", lambda: _lock(folder, failures))
             _try(failures, "direct", lambda: _write_direct(folder))
