@@ -1822,6 +1822,20 @@ MUTATIONS = (
         "the ranks that are alike are named as odd",
     ),
     Mutation(
+        "cli/doctor.py",
+        "    return WRONG_DATA if diagnosis.bites else FINE\n",
+        "    return WRONG_DATA if diagnosis.findings else FINE\n",
+        ("tests/doctor/test_healthy.py::test_the_command",),
+        "a note fails the command",
+    ),
+    Mutation(
+        "doctor/logs.py",
+        "(?m)^(?!.*shared memory).*No space left on device",
+        "No space left on device",
+        ("tests/doctor/test_conditions.py::test_the_log_of_a_program_that_fails",),
+        "a full /dev/shm is called a full disk",
+    ),
+    Mutation(
         "doctor/mounts.py",
         "len(point) >= len(found.point)",
         "len(point) <= len(found.point)",
