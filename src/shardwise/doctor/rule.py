@@ -82,9 +82,7 @@ class Rule:
 
 def each(
     items: Callable[[Facts], Iterable[T]],
-    id: str,
-    about: str,
-    source: str,
+    row: tuple[str, str, str],
     *,
     when: Callable[[T], object],
     bites: str | Callable[[T], str],
@@ -94,7 +92,10 @@ def each(
     applies: Mapping[str, str] | None = None,
     kind: Kind = "bites",
 ) -> Rule:
-    """A rule that looks at one thing at a time, and has one thing to say of it. ``where``: by default its path."""
+    """A rule that looks at one thing at a time, and has one thing to say of it.
+
+    ``row``: its id, when it fires and its source. ``where``: by default the thing's path.
+    """
 
     def check(facts: Facts) -> Iterable[Bite]:
         for item in items(facts):
@@ -102,7 +103,7 @@ def each(
                 bitten, because, then = (t if isinstance(t, str) else t(item) for t in (bites, why, do))
                 yield Bite(where(item), bitten, because, then)
 
-    return Rule(id, about, source, check, applies=applies or {}, kind=kind)
+    return Rule(*row, check, applies=applies or {}, kind=kind)
 
 
 def is_version(facts: Facts, package: str, wanted: str) -> bool:

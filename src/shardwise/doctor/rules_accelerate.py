@@ -194,9 +194,7 @@ def _lacks_main_process(settings: Settings) -> bool:
 ACCELERATE = (
     each(
         _fsdp2,
-        "accelerate.device-mesh",
-        "FSDP2 with cpu_ram_efficient_loading",
-        "case 1; accelerate#3898",
+        ("accelerate.device-mesh", "FSDP2 with cpu_ram_efficient_loading", "case 1; accelerate#3898"),
         applies={"accelerate": "<1.16"},
         when=lambda one: one.says("cpu_ram_efficient_loading"),
         bites="prepare() ends in \"AttributeError: 'Tensor' object has no attribute 'device_mesh'\" for a model with a "
@@ -207,9 +205,11 @@ ACCELERATE = (
     ),
     each(
         _fsdp2,
-        "accelerate.whole-model",
-        "FSDP2 with cpu_ram_efficient_loading under transformers 5",
-        "case 2; transformers#43749",
+        (
+            "accelerate.whole-model",
+            "FSDP2 with cpu_ram_efficient_loading under transformers 5",
+            "case 2; transformers#43749",
+        ),
         applies={"transformers": ">=5.0"},
         when=lambda one: one.says("cpu_ram_efficient_loading"),
         bites="from_pretrained puts the whole model into host memory on every rank for a while, although the option asks "
@@ -225,9 +225,7 @@ ACCELERATE = (
     ),
     each(
         _fsdp,
-        "accelerate.fsdp1",
-        "FSDP1",
-        "docs/howto/accelerate.md",
+        ("accelerate.fsdp1", "FSDP1", "docs/howto/accelerate.md"),
         when=lambda one: one.version != 2,
         bites="shardwise refuses the model: this asks for FSDP1, whose flat parameters nothing here can fill or save.",
         why="Accelerate's YAML means version 1 unless fsdp_version says 2; transformers calls FSDP1 deprecated.",
@@ -235,9 +233,11 @@ ACCELERATE = (
     ),
     each(
         _fsdp2,
-        "accelerate.sharded-fp32",
-        "FSDP2, mixed precision and SHARDED_STATE_DICT",
-        "case 5; accelerate#3971",
+        (
+            "accelerate.sharded-fp32",
+            "FSDP2, mixed precision and SHARDED_STATE_DICT",
+            "case 5; accelerate#3971",
+        ),
         kind="note",
         when=_stores_masters,
         bites="Checkpoints have twice the bytes of the model (fp32), and people met a loss spike at the first step after a "
@@ -254,9 +254,7 @@ ACCELERATE = (
     ),
     each(
         _fsdp2,
-        "accelerate.one-group",
-        "FSDP2 without a wrap policy, or by size 0",
-        "docs/howto/does-it-fit.md",
+        ("accelerate.one-group", "FSDP2 without a wrap policy, or by size 0", "docs/howto/does-it-fit.md"),
         when=lambda one: one.is_yaml and (one.policy == "NO_WRAP" or _by_size_zero(one)),
         bites="Each forward gathers the whole model on every rank, so that sharding saves no memory at the peak.",
         why=lambda one: (
@@ -274,9 +272,7 @@ ACCELERATE = (
     ),
     each(
         _accelerate,
-        "accelerate.other-engine",
-        "DeepSpeed or Megatron-LM",
-        "docs/howto/accelerate.md",
+        ("accelerate.other-engine", "DeepSpeed or Megatron-LM", "docs/howto/accelerate.md"),
         when=lambda s: str(s.values.get("distributed_type", "")).upper() in ("DEEPSPEED", "MEGATRON_LM"),
         bites=lambda s: (
             f"shardwise refuses the accelerator: distributed_type is {s.values['distributed_type']}."
@@ -298,9 +294,7 @@ ACCELERATE = (
     ),
     each(
         _accelerate,
-        "accelerate.main-process",
-        "several hosts without a reachable main_process_ip",
-        "accelerate launch",
+        ("accelerate.main-process", "several hosts without a reachable main_process_ip", "accelerate launch"),
         when=_lacks_main_process,
         bites=lambda s: (
             f"Every host waits for itself: num_machines is {s.values.get('num_machines')}, and main_process_ip is "

@@ -50,9 +50,7 @@ CHECKPOINTS = (
     Rule("checkpoint.damaged", "one of the newest steps is damaged", "docs/format.md", _damaged),
     each(
         _checkpoints,
-        "checkpoint.set-aside",
-        "steps that a resume set aside",
-        "docs/format.md",
+        ("checkpoint.set-aside", "steps that a resume set aside", "docs/format.md"),
         kind="note",
         when=lambda c: c.set_aside,
         bites=_aside,
@@ -61,9 +59,7 @@ CHECKPOINTS = (
     ),
     each(
         _checkpoints,
-        "checkpoint.leftovers",
-        "leftovers of killed saves",
-        "docs/concepts/publish.md",
+        ("checkpoint.leftovers", "leftovers of killed saves", "docs/concepts/publish.md"),
         kind="note",
         when=lambda c: c.leftovers,
         bites=lambda c: f"A save was killed or is under way: {some(c.leftovers)}.",
@@ -72,9 +68,7 @@ CHECKPOINTS = (
     ),
     each(
         _checkpoints,
-        "checkpoint.per-rank",
-        "parts of single ranks",
-        "accelerate#4105",
+        ("checkpoint.per-rank", "parts of single ranks", "accelerate#4105"),
         when=lambda c: c.per_rank,
         bites=lambda c: (
             f"The checkpoint can be resumed at the same number of ranks only ({some(c.per_rank)})."
@@ -84,9 +78,7 @@ CHECKPOINTS = (
     ),
     each(
         _checkpoints,
-        "checkpoint.pickle",
-        "pickled files",
-        "case 20",
+        ("checkpoint.pickle", "pickled files", "case 20"),
         kind="note",
         when=lambda c: c.pickles,
         bites=lambda c: (
@@ -104,9 +96,7 @@ CHECKPOINTS = (
     ),
     each(
         _checkpoints,
-        "checkpoint.unfinished",
-        "parts of DCP without .metadata",
-        "torch.distributed.checkpoint",
+        ("checkpoint.unfinished", "parts of DCP without .metadata", "torch.distributed.checkpoint"),
         when=lambda c: c.lacks_metadata,
         bites="The checkpoint can't be loaded: it has parts of DCP and no .metadata.",
         why="Rank 0 writes that file last: the save was killed, or is still under way.",

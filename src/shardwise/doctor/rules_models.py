@@ -123,9 +123,7 @@ def _too_large(facts: Facts) -> Iterator[Bite]:
 MODELS = (
     each(
         _models,
-        "model.lost-file",
-        "the index names a file that is not there",
-        "case 20",
+        ("model.lost-file", "the index names a file that is not there", "case 20"),
         when=lambda m: m.lost,
         bites=lambda m: (
             f"The model can't be loaded: {some(m.lost)} {'is' if len(m.lost) == 1 else 'are'} not there."
@@ -136,9 +134,7 @@ MODELS = (
     Rule("model.damaged-file", "a header that does not fit the file", "case 20; vllm#53537", _damaged),
     each(
         _models,
-        "model.outside",
-        "the index leads out of the directory",
-        "case 20",
+        ("model.outside", "the index leads out of the directory", "case 20"),
         when=lambda m: m.outside,
         bites=lambda m: f"Do not load this model: its index leads out of the directory ({some(m.outside)}).",
         why="A reader that trusts it opens any file that the user may read; only a damaged or hostile index does so.",
@@ -146,9 +142,7 @@ MODELS = (
     ),
     each(
         _models,
-        "model.lfs-pointer",
-        "a pointer of Git LFS in place of weights",
-        "git-lfs-pointer(5)",
+        ("model.lfs-pointer", "a pointer of Git LFS in place of weights", "git-lfs-pointer(5)"),
         when=lambda m: m.pointers,
         bites=lambda m: (
             f"The model can't be loaded: {some(m.pointers)} {'holds' if len(m.pointers) == 1 else 'hold'} no weights."
@@ -158,9 +152,7 @@ MODELS = (
     ),
     each(
         _models,
-        "model.pickle",
-        "pickled weights alone",
-        "case 20",
+        ("model.pickle", "pickled weights alone", "case 20"),
         kind="note",
         when=lambda m: m.pickles,
         bites=lambda m: f"torch.load of {some(m.pickles)} can run any code that its writer put in.",
@@ -169,9 +161,7 @@ MODELS = (
     ),
     each(
         _models,
-        "model.index",
-        "index and files do not belong together",
-        "case 12",
+        ("model.index", "index and files do not belong together", "case 12"),
         when=lambda m: m.problem,
         bites=lambda m: f"The model can't be loaded: {(m.problem or '').partition(chr(10))[0]}.",
         why="Index and files do not belong together.",
@@ -179,9 +169,11 @@ MODELS = (
     ),
     each(
         _models,
-        "model.internal-names",
-        "tensors under names of a wrapper (_orig_mod, base_model.model, …)",
-        "case 16; case 10",
+        (
+            "model.internal-names",
+            "tensors under names of a wrapper (_orig_mod, base_model.model, …)",
+            "case 16; case 10",
+        ),
         when=lambda m: m.wrapped,
         bites=lambda m: (
             f"from_pretrained leaves the weights random: it looks for other names than {some(m.wrapped)}."
@@ -191,9 +183,7 @@ MODELS = (
     ),
     each(
         _models,
-        "model.adapter-slice",
-        "LoRA matrices of another rank than adapter_config.json says",
-        "case 10",
+        ("model.adapter-slice", "LoRA matrices of another rank than adapter_config.json says", "case 10"),
         when=lambda m: m.slices,
         bites=lambda m: f"The adapter can't be loaded, or is cut: {some(m.slices)}.",
         why="One rank saved its own slice of each sharded matrix.",
@@ -201,9 +191,11 @@ MODELS = (
     ),
     each(
         _models,
-        "model.conversion",
-        "an architecture whose conversion cuts dim 0",
-        "case 6; docs/supported-models.md",
+        (
+            "model.conversion",
+            "an architecture whose conversion cuts dim 0",
+            "case 6; docs/supported-models.md",
+        ),
         kind="note",
         applies={"transformers": ">=5.0"},
         when=lambda m: m.config.get("model_type") in CUT_ON_DIM_0,

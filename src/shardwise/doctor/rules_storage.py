@@ -49,13 +49,11 @@ def _mounted(*kinds: str) -> Callable[[Facts], Iterator[Place]]:
     return places
 
 
-def _failed(id: str, about: str, source: str, step: str, *, bites: str, why: str, do: str) -> Rule:
+def _failed(row: tuple[str, str, str], step: str, *, bites: str, why: str, do: str) -> Rule:
     """A rule over one step of the probe; ``bites`` says where the system's words stand."""
     return each(
         _places,
-        id,
-        about,
-        source,
+        row,
         when=lambda place: step in place.failures,
         bites=lambda place: bites.format(why=place.failures[step]),
         why=why,
@@ -143,7 +141,7 @@ def _failure(bucket: Bucket, *steps: str) -> tuple[str, str] | None:
     return next(((s, bucket.failures[s].partition("\n")[0]) for s in steps if s in bucket.failures), None)
 
 
-def _bucket(id: str, about: str, source: str, *steps: str, bites: str, why: str, do: str) -> Rule:
+def _bucket(row: tuple[str, str, str], *steps: str, bites: str, why: str, do: str) -> Rule:
     """A rule over steps of the probe of a store; ``bites`` says where step and words stand."""
 
     def check(facts: Facts) -> Iterator[Bite]:
@@ -151,16 +149,14 @@ def _bucket(id: str, about: str, source: str, *steps: str, bites: str, why: str,
             if failure := _failure(bucket, *steps):
                 yield Bite(bucket.url, bites.format(step=failure[0], why=failure[1]), why, do)
 
-    return Rule(id, about, source, check)
+    return Rule(*row, check)
 
 
 _NFS, _LOCKS = "nfs(5)", "docs/concepts/publish.md"
 STORAGE = (
     Rule("storage.no-answer", "no answer in about 10 s", "torchtitan#3065", _silent),
     _failed(
-        "storage.not-writable",
-        "nothing can be written",
-        "errno(3)",
+        ("storage.not-writable", "nothing can be written", "errno(3)"),
         "write",
         bites="A save fails: nothing can be written here ({why}).",
         why="The system refused a file of a few MiB: by the mount, by rights, by a quota or by a limit of the process.",
@@ -168,9 +164,7 @@ STORAGE = (
     ),
     each(
         _places,
-        "storage.fsync",
-        "fsync or reading back fails",
-        "Rebello et al., ATC '20",
+        ("storage.fsync", "fsync or reading back fails", "Rebello et al., ATC '20"),
         when=lambda p: p.failures.keys() & {"fsync", "read"},
         bites=lambda p: (
             f"A save fails or is lost: fsync or reading back failed here ({p.failures.get('fsync') or p.failures['read']})."
@@ -181,9 +175,7 @@ STORAGE = (
     Rule("storage.space", "less free than 1 GiB, or than 6 × the given model", "case 15", _space),
     each(
         _written,
-        "storage.inodes",
-        "fewer than 10,000 inodes",
-        "statvfs(3)",
+        ("storage.inodes", "fewer than 10,000 inodes", "statvfs(3)"),
         when=lambda p: p.free_inodes is not None and p.free_inodes < _LEAST_INODES,
         bites=lambda p: (
             f"Saves end in 'No space left on device' although bytes are free: {p.free_inodes} inodes are left."
@@ -193,9 +185,7 @@ STORAGE = (
     ),
     each(
         _mounted(*_IN_MEMORY),
-        "storage.memory",
-        "tmpfs or ramfs",
-        "tmpfs(5)",
+        ("storage.memory", "tmpfs or ramfs", "tmpfs(5)"),
         when=lambda p: True,
         bites="Checkpoints here are gone after a restart, and take the memory that training needs.",
         why=lambda p: f"{_point(p)}: its files are pages of the host's memory, charged to the cgroup.",
@@ -203,9 +193,7 @@ STORAGE = (
     ),
     each(
         _mounted("overlay", "fuse.fuse-overlayfs", "aufs"),
-        "storage.overlay",
-        "a container's writable layer",
-        "overlayfs of Linux",
+        ("storage.overlay", "a container's writable layer", "overlayfs of Linux"),
         when=lambda p: True,
         bites="Checkpoints here are gone with the container.",
         why="The path lies in the container's own writable layer (overlay), not in a volume.",
@@ -213,9 +201,7 @@ STORAGE = (
     ),
     each(
         _places,
-        "storage.slow-write",
-        "under 30 MiB/s with fsync",
-        "NeMo-RL#3624",
+        ("storage.slow-write", "under 30 MiB/s with fsync", "NeMo-RL#3624"),
         when=lambda p: _write_speed(p) < _LEAST_BYTES_S,
         bites=lambda p: f"Saves are slow: one process wrote {_write_speed(p) / _MIB:.0f} MiB/s with fsync.",
         why=lambda p: (
@@ -226,9 +212,7 @@ STORAGE = (
     ),
     each(
         _places,
-        "storage.slow-read",
-        "under 30 MiB/s",
-        "transformers#48239",
+        ("storage.slow-read", "under 30 MiB/s", "transformers#48239"),
         when=lambda p: _read_speed(p) < _LEAST_BYTES_S,
         bites=lambda p: (
             f"Loads are slow: one process read {_read_speed(p) / _MIB:.0f} MiB/s in pieces of 8 MiB."
@@ -238,36 +222,28 @@ STORAGE = (
     ),
     each(
         _places,
-        "storage.slow-fsync",
-        "over 1 s for 4 KiB",
-        "fsync(2)",
+        ("storage.slow-fsync", "over 1 s for 4 KiB", "fsync(2)"),
         when=lambda p: _fsync_s(p) > _MOST_FSYNC_S,
         bites=lambda p: f"Every save waits: one fsync of 4 KiB took {_fsync_s(p):.1f} s.",
         why="A published step needs several, one after the other, for files and directories.",
         do="Ask whose writes fill this file system, or save to a local disk with a mirror.",
     ),
     _failed(
-        "storage.no-locks",
-        "files can't be locked",
-        _LOCKS,
+        ("storage.no-locks", "files can't be locked", _LOCKS),
         "lock",
         bites="A Checkpointer refuses this directory: files can't be locked ({why}).",
         why="The lock keeps a second run from writing into the same steps; Lustre and NFS may be mounted without locks.",
         do="Mount it with locks (Lustre: flock; NFS: without nolock), or use a local disk or an object store.",
     ),
     _failed(
-        "storage.no-exclusion",
-        "a lock is granted twice",
-        _LOCKS,
+        ("storage.no-exclusion", "a lock is granted twice", _LOCKS),
         "exclude",
         bites="Two runs may write into one directory: the file system grants one lock twice.",
         why="Locks are accepted and do nothing, as with local_lock or some FUSE file systems.",
         do="Give each run a directory of its own, or mount the file system with real locks.",
     ),
     _failed(
-        "storage.no-rename",
-        "renaming fails",
-        _LOCKS,
+        ("storage.no-rename", "renaming fails", _LOCKS),
         "rename",
         bites="No step can be published: renaming failed ({why}).",
         why="A checkpoint appears whole by one rename; file systems over object stores have none for directories.",
@@ -275,9 +251,7 @@ STORAGE = (
     ),
     each(
         _written,
-        "storage.no-direct",
-        "O_DIRECT fails, not in memory",
-        "docs/figures.md",
+        ("storage.no-direct", "O_DIRECT fails, not in memory", "docs/figures.md"),
         kind="note",
         when=lambda p: "direct" in p.failures and p.mount is not None and p.mount.kind not in _IN_MEMORY,
         bites=lambda p: (
@@ -289,9 +263,7 @@ STORAGE = (
     ),
     each(
         _mounted(*_OVER_STORES),
-        "storage.over-object-store",
-        "s3fs, gcsfuse, rclone and the like",
-        _LOCKS,
+        ("storage.over-object-store", "s3fs, gcsfuse, rclone and the like", _LOCKS),
         when=lambda p: True,
         bites="A reader may see half a checkpoint, and locks do not reach other hosts.",
         why=lambda p: f"{_point(p)}, files over an object store, where a rename copies object by object.",
@@ -299,9 +271,7 @@ STORAGE = (
     ),
     each(
         _mounted("nfs"),
-        "storage.nfs-locks",
-        "NFS with nolock or local_lock",
-        _NFS,
+        ("storage.nfs-locks", "NFS with nolock or local_lock", _NFS),
         when=_no_locks,
         bites=lambda p: (
             f"Runs on two hosts may write into one directory: NFS is mounted with {_no_locks(p)[0]}."
@@ -311,9 +281,7 @@ STORAGE = (
     ),
     each(
         _mounted("nfs"),
-        "storage.nfs-soft",
-        "NFS mounted soft",
-        _NFS,
+        ("storage.nfs-soft", "NFS mounted soft", _NFS),
         when=lambda p: _options(p, "soft", "softerr"),
         bites="A slow server makes a save fail, or loses bytes without an error.",
         why="NFS is mounted soft: after a few timeouts the client gives up on a write that was accepted.",
@@ -321,9 +289,7 @@ STORAGE = (
     ),
     each(
         _mounted("nfs"),
-        "storage.nfs-late",
-        "NFS with attribute caches over 60 s",
-        _NFS,
+        ("storage.nfs-late", "NFS with attribute caches over 60 s", _NFS),
         when=lambda p: _late_s(p)[0],
         bites=lambda p: (
             f"Other hosts see a new step up to {_late_s(p)[0]} s late: NFS is mounted with {_late_s(p)[1]}."
@@ -337,9 +303,7 @@ STORAGE = (
         "storage.clock", "storage's clock over 5 s from this machine's", "RequestTimeTooSkewed of S3", _clocks
     ),
     _bucket(
-        "bucket.refused",
-        "list or write is refused",
-        "docs/howto/object-stores.md",
+        ("bucket.refused", "list or write is refused", "docs/howto/object-stores.md"),
         "list",
         "write",
         bites="A run can't {step} this prefix: {why}.",
@@ -347,9 +311,7 @@ STORAGE = (
         do="See the endpoint, the region, the credentials and their rights for this prefix.",
     ),
     _bucket(
-        "bucket.no-conditions",
-        "conditional writes do not hold",
-        "verl#7641",
+        ("bucket.no-conditions", "conditional writes do not hold", "verl#7641"),
         "create",
         "replace",
         bites="Two runs may overwrite each other's steps: {why}.",
@@ -358,9 +320,7 @@ STORAGE = (
         do="Use a store or a release with conditional writes, or give each run a prefix of its own.",
     ),
     _bucket(
-        "bucket.no-delete",
-        "nothing can be deleted",
-        "docs/howto/runs-in-a-store.md",
+        ("bucket.no-delete", "nothing can be deleted", "docs/howto/runs-in-a-store.md"),
         "delete",
         bites="Old steps stay for ever, and cost: nothing can be deleted ({why}).",
         why="Retention deletes steps; the credentials lack that right, or a retention lock holds the objects.",

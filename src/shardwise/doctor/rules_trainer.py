@@ -55,9 +55,7 @@ def _is_low_bit(settings: Settings) -> bool:
 TRAINER = (
     each(
         _arguments,
-        "trainer.fsdp-config-ignored",
-        "fsdp_config without fsdp",
-        "TrainingArguments of transformers 5.23",
+        ("trainer.fsdp-config-ignored", "fsdp_config without fsdp", "TrainingArguments of transformers 5.23"),
         when=_ignores_fsdp,
         bites="Each GPU holds the whole model: fsdp_config is there, and fsdp is not set.",
         why="The Trainer reads fsdp_config only with fsdp.",
@@ -71,9 +69,7 @@ TRAINER = (
     ),
     each(
         _arguments,
-        "trainer.data-skip",
-        "ignore_data_skip",
-        "case 17; accelerate#2016",
+        ("trainer.data-skip", "ignore_data_skip", "case 17; accelerate#2016"),
         when=lambda s: s.values.get("ignore_data_skip"),
         bites="After a resume the run trains on some samples again, and never on the rest.",
         why="ignore_data_skip begins the data anew at the step of the checkpoint.",
@@ -81,9 +77,7 @@ TRAINER = (
     ),
     each(
         _arguments,
-        "trainer.two-halves",
-        "bf16 and fp16",
-        "TrainingArguments of transformers 5.23",
+        ("trainer.two-halves", "bf16 and fp16", "TrainingArguments of transformers 5.23"),
         when=lambda s: s.values.get("bf16") and s.values.get("fp16"),
         bites="TrainingArguments raises a ValueError: bf16 and fp16 are both on.",
         why="A run has one half precision.",
@@ -91,9 +85,7 @@ TRAINER = (
     ),
     each(
         _arguments,
-        "trainer.checkpointing",
-        "gradient_checkpointing under FSDP",
-        "transformers#30404",
+        ("trainer.checkpointing", "gradient_checkpointing under FSDP", "transformers#30404"),
         when=lambda s: s.values.get("gradient_checkpointing") and s.values.get("fsdp"),
         bites="Each backward gathers every block once more than it needs to.",
         why="gradient_checkpointing wraps inside of FSDP's groups, whose forward runs again with its all-gather.",
@@ -101,9 +93,11 @@ TRAINER = (
     ),
     each(
         _arguments,
-        "trainer.low-bit-optimizer",
-        "an optimizer of bitsandbytes under FSDP",
-        "bitsandbytes#89, axolotl#2744",
+        (
+            "trainer.low-bit-optimizer",
+            "an optimizer of bitsandbytes under FSDP",
+            "bitsandbytes#89, axolotl#2744",
+        ),
         when=_is_low_bit,
         bites=lambda s: (
             f"A checkpoint of this run can't be resumed, or saving it fails: optim is {s.values['optim']}."
