@@ -113,9 +113,13 @@ ARGUMENTS: dict[str, Any] = {
     "fsdp": "full_shard auto_wrap",
     "fsdp_config": {"version": 2, "state_dict_type": "FULL_STATE_DICT", "activation_checkpointing": True},
 }
-MODEL = Model(path="/models/qwen", config={"model_type": "qwen3", "num_experts": 128}, nbytes=16 * GIB)
+MODEL = Model(
+    path="/models/qwen",
+    config={"model_type": "qwen3", "num_experts": 128, "vocab_size": 151_936},
+    nbytes=16 * GIB,
+)
 CHECKPOINT = Checkpoint(path="/data/run", kind="steps", steps=(300, 200, 100))
-LOG = Log(path="/logs/run.log", lines={})
+LOG = Log(path="/logs/run.log", lines={}, first_loss=2.31)
 SEEN = Seen(
     rank=0,
     host="node3",

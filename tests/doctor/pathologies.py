@@ -15,6 +15,7 @@ from tests.doctor.healthy import (
     GIB,
     HEALTHY,
     LAUNCH,
+    LOG,
     MACHINE,
     MEETING,
     MODEL,
@@ -108,6 +109,9 @@ def _told_two(**changes: Any) -> Callable[[Facts], Facts]:
 
 
 _BNB = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+_TIED = replace(
+    MODEL, config={"text_config": {"tie_word_embeddings": True, "vocab_size": 1024, "hidden_size": 1024}}
+)
 _EFFICIENT = {"fsdp_cpu_ram_efficient_loading": True}
 
 PATHOLOGIES: tuple[Pathology, ...] = (
@@ -255,6 +259,18 @@ PATHOLOGIES: tuple[Pathology, ...] = (
         "fsdp_reshard_after_forward is 'FULL_SHARD'",
         _yaml(fsdp_reshard_after_forward="FULL_SHARD"),
     ),
+    Pathology(
+        "accelerate.tied-groups",
+        "names Embedding",
+        replace(_yaml(fsdp_transformer_layer_cls_to_wrap="Block,Embedding"), models=(_TIED,)),
+    ),
+    Pathology(
+        "accelerate.tied-groups",
+        "less than the embedding's 1048576 parameters",
+        replace(
+            _yaml(fsdp_auto_wrap_policy="SIZE_BASED_WRAP", fsdp_min_num_params=1_000_000), models=(_TIED,)
+        ),
+    ),
     Pathology("accelerate.one-group", "gathers the whole model", _yaml(fsdp_auto_wrap_policy="NO_WRAP")),
     Pathology(
         "accelerate.other-engine", "distributed_type is DEEPSPEED", _yaml({"distributed_type": "DEEPSPEED"})
@@ -294,6 +310,13 @@ PATHOLOGIES: tuple[Pathology, ...] = (
     Pathology("model.pickle", "can run any code", _model(pickles=("pytorch_model.bin",))),
     Pathology("model.index", "tensor 'a' is stored twice", _model(problem="tensor 'a' is stored twice")),
     Pathology(
+        "model.internal-names", "_orig_mod.lm_head.weight", _model(wrapped=("_orig_mod.lm_head.weight",))
+    ),
+    Pathology("model.adapter-slice", "has rank 2", _model(slices=("q.lora_A.weight has rank 2",))),
+    Pathology(
+        "model.conversion", "without an error: olmo_hybrid", _model(config={"model_type": "olmo_hybrid"})
+    ),
+    Pathology(
         "model.few-experts", "4 experts over 8 ranks", _model(config={"text_config": {"num_experts": 4}})
     ),
     Pathology("model.quant-storage", "stored as uint8", _model(config=_BNB)),
@@ -324,6 +347,11 @@ PATHOLOGIES: tuple[Pathology, ...] = (
         ),
     ),
     Pathology("checkpoint.pickle", "can run any code", _checkpoint(kind="dcp", pickles=("scheduler.bin",))),
+    Pathology(
+        "checkpoint.merge",
+        "600.0 GiB of parts, 480.0 GiB of free memory",
+        _checkpoint(kind="dcp", nbytes=600 * GIB),
+    ),
     Pathology("checkpoint.unfinished", "no .metadata", _checkpoint(kind="dcp", lacks_metadata=True)),
     *(
         Pathology(
@@ -332,6 +360,15 @@ PATHOLOGIES: tuple[Pathology, ...] = (
             replace(HEALTHY, logs=(Log(path="/l", lines={known.name: "x"}),)),
         )
         for known in KNOWN
+    ),
+    Pathology(
+        "log.random-loss",
+        "its first loss was 11.9, and guessing among 151936 tokens costs 11.9",
+        replace(
+            HEALTHY,
+            logs=(replace(LOG, first_loss=11.9),),
+            models=(replace(MODEL, config={"vocab_size": 151_936}),),
+        ),
     ),
     # ------------------------------------------------------------------------------------- ranks
     Pathology(

@@ -236,6 +236,7 @@ LINES = {
     "gloo-loopback": "timed out connecting: SO_ERROR: Connection refused, remote=[127.0.0.1]:14215 (rank=8, size=16)",
     "duplicate-gpu": "Last error: Duplicate GPU detected : rank 3 and rank 0 both on CUDA device 3000",
     "damaged-safetensors": "safetensors_rust.SafetensorError: Error while deserializing header: MetadataIncompleteBuffer",
+    "missing-weights": "base_model.model.model.layers.{0, 1}.self_attn.q_proj.base_layer.weight | MISSING |",
     "nms": "RuntimeError: operator torchvision::nms does not exist",
 }
 

@@ -55,11 +55,21 @@ def test_the_command(tmp_path: Path, here: set[str]) -> None:
     shown = CliRunner().invoke(main, ["doctor", yaml_of_case_1, "--ranks", "1"])
     assert shown.exit_code == 1
     assert "accelerate.device-mesh" in shown.stdout
-    assert "3 findings" in shown.stdout or here > WHERE
+    assert "2 findings, 1 note" in shown.stdout or here > WHERE
     said = CliRunner().invoke(main, ["doctor", yaml_of_case_1, "--ranks", "1", "--json"])
     document = json.loads(said.stdout)
     assert not document["ok"]
     assert document["facts"]["accelerate"][0]["path"] == yaml_of_case_1
+    quiet = tmp_path / "quiet.yaml"
+    base = {"distributed_type": "FSDP", "mixed_precision": "bf16", "num_machines": 1, "num_processes": 1}
+    quiet.write_text(
+        yaml.safe_dump({**base, "fsdp_config": {**FSDP2, "fsdp_state_dict_type": "SHARDED_STATE_DICT"}})
+    )
+    noted = CliRunner().invoke(main, ["doctor", str(quiet), "--ranks", "1"])
+    assert "note: accelerate.sharded-fp32" in noted.stdout
+    if here == WHERE:
+        assert noted.exit_code == 0, "a note is no failure"
+        assert "no finding, 1 note" in noted.stdout
     lost = CliRunner().invoke(main, ["doctor", str(tmp_path / "no.yaml")])
     assert lost.exit_code == 1
     assert "no such file" in lost.stderr

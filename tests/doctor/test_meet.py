@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import resource
+import shutil
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.doctor.test_conditions import other_clock
 from tests.faults.mounts import CanNotMount, _leave_mounts, mount_tmpfs
 
 pytestmark = [
@@ -32,6 +34,7 @@ NAMED = (
     "ranks.no-store",
     "ranks.versions",
     "ranks.limits",
+    "ranks.clocks",
     "ranks.files",
     "ranks.not-shared",
 )
@@ -56,6 +59,7 @@ def start(rank: int, world_size: int, port: int, *paths: Path, **options: Any) -
     env["PYTHONPATH"] = os.pathsep.join(
         [*options.pop("before", ()), *env.get("PYTHONPATH", "").split(os.pathsep)]
     )
+    env |= options.pop("env", {})
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen([*COMMAND, *map(str, paths)], env=env, **pipes, **options)
 
@@ -145,6 +149,58 @@ def test_the_odd_one_out_and_the_missing_one_are_named(tmp_path: Path) -> None:
         places = [f["where"] for f in document["findings"] if f["rule"] == "storage.memory"]
         assert any(where.startswith(f"rank 2 ({host}): ") for where in places), "what only rank 2 has found"
     assert list(run.iterdir()) == []
+
+
+#: Two hosts: namespaces of network, names and mounts, and a cable between them. Host 2 has a run directory of its own, another
+#: limit, and another version.
+_TWO_HOSTS = """
+mount --make-rprivate / && mount -t tmpfs t /run && ip netns add two
+ip link set lo up && ip link add eth0 type veth peer name eth0 netns two
+ip addr add 10.1.0.1/24 dev eth0 && ip link set eth0 up
+ip -n two link set lo up && ip -n two addr add 10.1.0.2/24 dev eth0 && ip -n two link set eth0 up
+mount --bind "$1/hosts" /etc/hosts
+echo made
+launch="$2 -m torch.distributed.run --nnodes 2 --nproc-per-node 1 --master-addr 10.1.0.1 --master-port 29500"
+doctor="-m shardwise doctor --json $1/run"
+ip netns exec two unshare -u -m sh -c "hostname node2 && ulimit -n 512 && mount -t tmpfs -o size=2g t $1/run &&
+  PYTHONPATH=$1/site:$PYTHONPATH exec $launch --node-rank 1 $doctor" > "$1/two" 2>&1 &
+unshare -u -m sh -c "hostname node1 && exec $launch --node-rank 0 $doctor" > "$1/one" 2> "$1/one.err"
+wait
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    os.getuid() != 0 or shutil.which("ip") is None, reason="needs root, for namespaces, and ip"
+)
+def test_torchrun_on_two_hosts(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "hosts").write_text("127.0.0.1 localhost\n10.1.0.1 node1\n10.1.0.2 node2\n")
+    other_accelerate(tmp_path / "site")
+    inside = ["unshare", "-n", "-m", "sh", "-ec", _TWO_HOSTS, "sh", str(tmp_path), sys.executable]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(inside, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    if "made" not in done.stdout:
+        pytest.skip(f"no namespaces with a pair of interfaces: {done.stderr}")
+    document = json.loads((tmp_path / "one").read_text())
+    hosts = [(one["rank"], one["host"]) for one in document["facts"]["meeting"]["ranks"]]
+    assert hosts == [(0, "node1"), (1, "node2")]
+    said = of_ranks(document)
+    assert said.keys() == {"ranks.versions", "ranks.limits", "ranks.not-shared"}
+    assert "accelerate is 1.13.0 on rank 1 (node2)" in said["ranks.versions"]
+    assert "RLIMIT_NOFILE is 512 on rank 1 (node2)" in said["ranks.limits"]
+    assert document["facts"]["machine"]["network"]["interface"] == "eth0"
+    places = [f["where"] for f in document["findings"] if f["rule"] == "storage.memory"]
+    assert any(where.startswith("rank 1 (node2): ") for where in places), "what only host 2 has found"
+
+
+@pytest.mark.slow
+def test_a_clock_of_one_rank(tmp_path: Path) -> None:
+    port = free_port()
+    late = start(1, 2, port, env=other_clock(tmp_path, -60))
+    _, document = finish(start(0, 2, port))
+    finish(late)
+    assert "is 60 s" in of_ranks(document)["ranks.clocks"]
 
 
 @pytest.mark.slow

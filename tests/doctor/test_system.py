@@ -32,8 +32,9 @@ def forked(
     ranks: int = 1,
     env: Mapping[str, str] | None = None,
     limits: Mapping[int, int] | None = None,
+    before: Callable[[], object] = lambda: None,
 ) -> list[Finding]:
-    """What is found in a fork with these variables and limits."""
+    """What is found in a fork with these variables and limits, after ``before``."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -46,6 +47,7 @@ def forked(
             os.closerange(write + 1, 4096)
             for limit, soft in (limits or {}).items():
                 resource.setrlimit(limit, (soft, resource.getrlimit(limit)[1]))
+            before()
             said = json.dumps([f.to_json() for f in found(*paths, ranks=ranks)]).encode()
             os.write(write, said)
             status = 0

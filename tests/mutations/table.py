@@ -1808,9 +1808,9 @@ MUTATIONS = (
     ),
     # ------------------------------------------------------------------------------------- doctor
     Mutation(
-        "doctor/rules_settings.py",
-        "        own = {name for name, value in settings.fsdp.items() if name not in _BY_DEFAULT or value}\n",
-        "        own = settings.fsdp\n",
+        "doctor/rules_trainer.py",
+        "    own = {name for name, value in settings.fsdp.items() if name not in _BY_DEFAULT or value}\n",
+        "    own = settings.fsdp\n",
         ("tests/doctor/test_rules.py::test_a_hundred_healthy_runs_have_no_finding",),
         "what TrainingArguments write by themselves is a finding",
     ),
@@ -1820,6 +1820,20 @@ MUTATIONS = (
         "strict=True) if has == usual]",
         ("tests/doctor/test_rules.py::test_a_pathology_is_named",),
         "the ranks that are alike are named as odd",
+    ),
+    Mutation(
+        "cli/doctor.py",
+        "    return WRONG_DATA if diagnosis.bites else FINE\n",
+        "    return WRONG_DATA if diagnosis.findings else FINE\n",
+        ("tests/doctor/test_healthy.py::test_the_command",),
+        "a note fails the command",
+    ),
+    Mutation(
+        "doctor/logs.py",
+        "(?m)^(?!.*shared memory).*No space left on device",
+        "No space left on device",
+        ("tests/doctor/test_conditions.py::test_the_log_of_a_program_that_fails",),
+        "a full /dev/shm is called a full disk",
     ),
     Mutation(
         "doctor/mounts.py",

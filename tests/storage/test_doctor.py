@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import pytest
@@ -73,3 +74,24 @@ def test_a_bucket(what: str, proxy: Proxy, server: S3Server) -> None:
     assert found.keys() == {rule}
     assert words in found[rule]
     server.clear("doctor")
+
+
+@pytest.mark.parametrize(
+    ("action", "rule", "words"),
+    [
+        ("s3:PutObject", "bucket.refused", "can't write this prefix"),
+        ("s3:DeleteObject", "bucket.no-delete", "nothing can be deleted"),
+    ],
+)
+def test_a_policy_that_denies(action: str, rule: str, words: str, proxy: Proxy, server: S3Server) -> None:
+    """The server itself refuses, as the bucket's policy says."""
+    deny = {"Effect": "Deny", "Principal": "*", "Action": action, "Resource": f"arn:aws:s3:::{BUCKET}/*"}
+    policy = json.dumps({"Version": "2012-10-17", "Statement": [deny]}).encode()
+    server.call("PUT", f"/{BUCKET}?policy", policy)
+    try:
+        found = rules(URL)
+    finally:
+        server.call("DELETE", f"/{BUCKET}?policy")
+        server.clear("doctor")
+    assert found.keys() == {rule}
+    assert words in found[rule]

@@ -33,8 +33,8 @@ def doctor(path: tuple[str, ...], ranks: int | None, as_json: bool) -> int:
 
     Each PATH may be an Accelerate YAML, TrainingArguments as JSON, a model directory, a checkpoint or a directory of them, a
     log, or a directory or URL in which the run will write: that one is probed with a few files, which are deleted. Under
-    torchrun the ranks compare what they see, and rank 0 names the odd one out. Takes at most 30 s. Status 1 if there is a
-    finding.
+    torchrun the ranks compare what they see, and rank 0 names the odd one out. Takes at most 30 s. Status 1 if something will
+    fail, or cost time, memory or data; a note, which is worth knowing, leaves it 0.
     """
     from ..doctor.examine import examine
     from .terminal import console
@@ -46,7 +46,7 @@ def doctor(path: tuple[str, ...], ranks: int | None, as_json: bool) -> int:
         print_json(diagnosis.to_json())
     else:
         _show(console(), diagnosis)
-    return WRONG_DATA if diagnosis.findings else FINE
+    return WRONG_DATA if diagnosis.bites else FINE
 
 
 def _show(out: Console, diagnosis: Diagnosis) -> None:
@@ -58,17 +58,21 @@ def _show(out: Console, diagnosis: Diagnosis) -> None:
     from .render import plain
 
     for finding in diagnosis.findings:
-        out.print(Text.assemble((finding.rule, "bold red"), "  ", plain(finding.where)))
+        head = (finding.rule, "bold red") if finding.kind == "bites" else (f"note: {finding.rule}", "bold")
+        out.print(Text.assemble(head, "  ", plain(finding.where)))
         lines = Table.grid(padding=(0, 1))
         for label, text in (("what", finding.bites), ("why", finding.why), ("do", finding.do)):
             lines.add_row(Text(label, style="dim"), Text(plain(text)))
         lines.add_row(Text("see", style="dim"), Text(finding.source, style="dim"))
         out.print(Padding(lines, (0, 0, 1, 2)))
-    facts, count = diagnosis.facts, len(diagnosis.findings)
+    facts = diagnosis.facts
+    notes = sum(finding.kind == "note" for finding in diagnosis.findings)
+    count = len(diagnosis.findings) - notes
     met = (
         ""
         if facts.meeting is None
         else f", {len(facts.meeting.ranks)} of {facts.meeting.world_size} ranks met"
     )
     verdict = "no finding" if not count else f"{count} finding{'s' if count > 1 else ''}"
+    verdict += f", {notes} note{'s' if notes > 1 else ''}" if notes else ""
     out.print(Text(f"{verdict}: {len(RULES)} rules, {facts.ranks} ranks on this host{met}"))

@@ -98,5 +98,6 @@ def _of_others(path: str) -> Checkpoint:
         kind="per-rank" if per_rank else "dcp" if parts or described else "full",
         per_rank=per_rank,
         pickles=tuple(n for n in files if n.endswith(PICKLES) or os.path.basename(n) == METADATA_NAME),
+        nbytes=sum(os.path.getsize(os.path.join(path, n)) for n in files),
         lacks_metadata=bool(parts - described),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from ..storage import absolute
 from .collect import collect, sizes_of
@@ -27,10 +27,15 @@ class Diagnosis:
     speaks: bool
     """Whether this rank reports: rank 0, one without a launcher, or one that does not hear of rank 0."""
 
+    @property
+    def bites(self) -> bool:
+        """Whether a finding is more than a note."""
+        return any(finding.kind == "bites" for finding in self.findings)
+
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
         return {
-            "ok": not self.findings,
+            "ok": not self.bites,
             "rules": len(RULES),
             "findings": [finding.to_json() for finding in self.findings],
             "facts": _plain(asdict(self.facts)),
@@ -64,7 +69,7 @@ def _of_other_hosts(meeting: Meeting, own: Iterable[Finding]) -> list[Finding]:
     found = []
     for seen in meeting.ranks:
         for raw in seen.findings:
-            one = Finding(**raw)
+            one = Finding(**cast(Any, raw))
             if (one.rule, one.bites) not in known:
                 known.add((one.rule, one.bites))
                 found.append(replace(one, where=f"rank {seen.rank} ({seen.host}): {one.where}"))

@@ -128,7 +128,8 @@ class Place:
 
     path: str
     mount: Mount | None
-    free_bytes: int
+    free_bytes: int | None
+    """None where the file system does not say (ramfs)."""
     free_inodes: int | None
     """None where the file system has no fixed number."""
     failures: Mapping[str, str] = field(default_factory=dict)
@@ -184,6 +185,16 @@ class Model:
     """Pickled weights that stand for weights which no safetensors file holds."""
     problem: str | None = None
     """Why its index can't be read."""
+    wrapped: tuple[str, ...] = ()
+    """Tensors under names that a wrapper gave them."""
+    slices: tuple[str, ...] = ()
+    """Matrices of an adapter that have not the rank of its config, and both."""
+
+    @property
+    def text_config(self) -> Mapping[str, Any]:
+        """The config, with the text model's part where it has one of its own."""
+        found = self.config.get("text_config")
+        return {**found, **self.config} if isinstance(found, Mapping) else self.config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,6 +212,8 @@ class Checkpoint:
     per_rank: tuple[str, ...] = ()
     """Files that hold parts of single ranks."""
     pickles: tuple[str, ...] = ()
+    nbytes: int = 0
+    """Of all files; of other programs' checkpoints."""
     lacks_metadata: bool = False
     """Parts of DCP without the file that says what they hold."""
 
@@ -212,6 +225,8 @@ class Log:
     path: str
     lines: Mapping[str, str]
     """The first line of each kind, by the name of its pattern."""
+    first_loss: float | None = None
+    """Of training, as the first line that has one says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

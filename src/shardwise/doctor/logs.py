@@ -14,6 +14,8 @@ __all__ = ["KNOWN", "Known", "read_log"]
 #: Of a longer log, its beginning and its end are read.
 _BEGIN_BYTES, _END_BYTES = 4 * 1024**2, 28 * 1024**2
 _LINE_CHARS = 400
+#: ``{'loss': 2.31, …``, ``loss=2.31``, ``loss: 2.31``; not ``eval_loss``.
+_LOSS = re.compile(r"(?<![\w-])loss['\"]?\s*[:=]\s*['\"]?(\d+\.\d+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +24,7 @@ class Known:
 
     name: str
     pattern: str
+    """Must not look far from where it begins: a log may have lines of many MiB."""
     source: str
     bites: str
     why: str
@@ -63,7 +66,7 @@ KNOWN = (
     ),
     Known(
         name="no-space",
-        pattern=r"No space left on device|Errno 28|Disk quota exceeded|Errno 122",
+        pattern=r"(?m)^(?!.*shared memory).*No space left on device|Errno 28|Disk quota exceeded|Errno 122",
         source="case 15",
         bites="The file system or a quota was full.",
         why="torch's FileSystemWriter may report success although its writer thread failed.",
@@ -102,6 +105,14 @@ KNOWN = (
         do="Wrap the root with fully_shard too, or give the plain one with allow_plain and keep it out of that operator.",
     ),
     Known(
+        name="missing-weights",
+        pattern=r"\b(?:layers?|blocks?|h|embed_tokens|wte)\.[^|\n]{1,300}\| MISSING",
+        source="case 10; case 12",
+        bites="from_pretrained found no weights for a part of the model, and left it random.",
+        why="The names do not fit: the base of an adapter was renamed by PEFT, or a file is not the model's.",
+        do="Load with sw.load_pretrained, which raises before it reads, and lists each tensor with its nearest name.",
+    ),
+    Known(
         name="initial-lr",
         pattern=r"param 'initial_lr' is not specified",
         source="case 14",
@@ -111,7 +122,7 @@ KNOWN = (
     ),
     Known(
         name="shared-memory",
-        pattern=r"Unexpected bus error encountered in worker|killed by signal: Bus error|workers are out of shared memory",
+        pattern=r"Unexpected bus error encountered in worker|killed by signal: Bus error|workers are out of shared memory|unable to allocate shared memory",
         source="pytorch#5040",
         bites="Workers of a data loader ran out of shared memory.",
         why="Their batches lie in /dev/shm, which has 64 MiB in a container by default.",
@@ -143,7 +154,7 @@ KNOWN = (
     ),
     Known(
         name="damaged-safetensors",
-        pattern=r"MetadataIncompleteBuffer|HeaderTooLarge|InvalidHeaderDeserialization|InvalidHeaderLength",
+        pattern=r"Error while deserializing header|MetadataIncompleteBuffer|HeaderTooLarge|InvalidHeaderDeserialization|InvalidHeaderLength",
         source="case 20",
         bites="A safetensors file is truncated, or no safetensors file.",
         why="A download or a copy ended early, or a Git LFS pointer stands in its place.",
@@ -179,4 +190,5 @@ def read_log(path: str) -> Log:
             end = text.find("\n", found.end())
             line = text[max(start, found.start() - 200) : None if end < 0 else end]
             lines[known.name] = " ".join(line.split())[:_LINE_CHARS]
-    return Log(path=path, lines=lines)
+    loss = _LOSS.search(text)
+    return Log(path=path, lines=lines, first_loss=float(loss[1]) if loss else None)

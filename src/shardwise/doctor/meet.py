@@ -29,6 +29,8 @@ _STARTED_S, _ABSENT_S = 8.0, 6.0
 #: A file that another rank wrote must be seen within this time.
 _SEEN_S = 2.0
 _REPLY_S, _POLL_S = 4.0, 0.05
+#: All waits end so long after the rank has looked for the store, whatever its own facts took; the last ones get a second.
+_ALL_S = 26.0
 _UNLIMITED = 1e18
 
 
@@ -96,12 +98,12 @@ class Assembly:
         """The ranks that are there, as rank 0 says; None if it does not."""
         assert self.store is not None
         if self.rank != 0:
-            ends_s = _STARTED_S + _REPLY_S
-            return json.loads(self.store.get("present")) if _come(self.store, "present", ends_s) else None
-        began = time.monotonic()
+            # rank 0 may look for longer than this rank did
+            return json.loads(self.store.get("present")) if self._comes("present", _ALL_S) else None
+        started, absent = self._end(_STARTED_S), self._end(_ABSENT_S)
         while self.store.add("here", 0) < self.world_size:
-            waited = time.monotonic() - began
-            if waited > _STARTED_S or (waited > _ABSENT_S and self.store.add("started", 0) < self.world_size):
+            now = time.monotonic()
+            if now > started or (now > absent and self.store.add("started", 0) < self.world_size):
                 break
             time.sleep(_POLL_S)
         present = [r for r in range(self.world_size) if self.store.check([f"here/{r}"])]
@@ -110,14 +112,14 @@ class Assembly:
 
     def _gathered(self, present: list[int]) -> Meeting:
         assert self.store is not None
-        end = time.monotonic() + _SEEN_S + _REPLY_S
+        end = self._end(_SEEN_S + _REPLY_S)
         while self.store.add("seen", 0) < len(present) and time.monotonic() < end:
             time.sleep(_POLL_S)
         known = [r for r in present if self.store.check([f"seen/{r}"])]
         ranks = tuple(_read(self.store.get(f"seen/{r}")) for r in known)
         self.store.set("done", b"1")
         if self.hosts_store:  # it ends with this process
-            end = time.monotonic() + _REPLY_S
+            end = self._end(_REPLY_S)
             while self.store.add("left", 0) < len(known) - 1 and time.monotonic() < end:
                 time.sleep(_POLL_S)
         return Meeting(
@@ -130,10 +132,19 @@ class Assembly:
     def _heard(self) -> Meeting | None:
         """After rank 0 has all: None. Otherwise rank 0 is missing."""
         assert self.store is not None
-        if not _come(self.store, "done", _SEEN_S + 2 * _REPLY_S):
+        if not self._comes("done", _SEEN_S + 2 * _REPLY_S):
             return self._alone()
         self.store.add("left", 1)
         return None
+
+    def _end(self, limit_s: float) -> float:
+        """When a wait of ``limit_s`` ends, of which all waits leave at least a second."""
+        now = time.monotonic()
+        return now + max(1.0, min(limit_s, self.began_s + _ALL_S - now))
+
+    def _comes(self, key: str, limit_s: float) -> bool:
+        assert self.store is not None
+        return _come(self.store, key, self._end(limit_s) - time.monotonic())
 
     def _alone(self) -> Meeting:
         cant_host = self.hosts_store and self.store is None

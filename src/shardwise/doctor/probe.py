@@ -28,7 +28,7 @@ _EACH_S = 1.5
 def look_at_place(path: str) -> Place:
     """Facts of the directory ``path``, which exists. Rank-local; takes a few seconds, unless the storage hangs."""
     space = os.statvfs(path)
-    free_bytes = space.f_bavail * space.f_frsize
+    free_bytes = space.f_bavail * space.f_frsize if space.f_blocks else None
     failures: dict[str, str] = {}
     speeds, ahead_s = None, 0.0
     try:
@@ -37,7 +37,9 @@ def look_at_place(path: str) -> Place:
         failures["write"] = error.strerror or str(error)
     else:
         try:
-            speeds, ahead_s = _measure(folder, min(_BYTES, free_bytes // 4), failures)
+            speeds, ahead_s = _measure(
+                folder, _BYTES if free_bytes is None else min(_BYTES, free_bytes // 4), failures
+            )
             _try(failures, "rename", lambda: _rename(folder))
             _try(failures, "lock", lambda: _lock(folder, failures))
             _try(failures, "direct", lambda: _write_direct(folder))

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from packaging.specifiers import SpecifierSet  # transformers and huggingface_hub require it
 from packaging.version import InvalidVersion, Version
 
 from .facts import Facts
 
-__all__ = ["Bite", "Finding", "Rule", "gib", "is_on", "is_version", "number"]
+__all__ = ["Bite", "Finding", "Kind", "Rule", "each", "gib", "is_on", "is_version", "number"]
+
+T = TypeVar("T")
+#: ``bites``: the run will fail, or cost time, memory or data; the exit status is 1. ``note``: worth knowing, no more.
+Kind = Literal["bites", "note"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,7 @@ class Finding:
     """A bite, with the rule that says so."""
 
     rule: str
+    kind: Kind
     where: str
     bites: str
     why: str
@@ -42,7 +47,7 @@ class Finding:
         return asdict(self)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Rule:
     """A row of the table."""
 
@@ -52,18 +57,53 @@ class Rule:
     source: str
     """The upstream thread, manual or case that it comes from."""
     check: Callable[[Facts], Iterable[Bite]]
-    applies: Mapping[str, str] = field(default_factory=dict)
+    applies: Mapping[str, str] = field(default_factory=dict, kw_only=True)
     """Versions by package, as in requirements. A package that is not installed does not exclude the rule: the files may
     be for another machine."""
+    kind: Kind = field(default="bites", kw_only=True)
 
     def findings(self, facts: Facts) -> list[Finding]:
         """What the rule finds. Pure."""
         if not all(is_version(facts, package, wanted) for package, wanted in self.applies.items()):
             return []
         return [
-            Finding(rule=self.id, where=b.where, bites=b.bites, why=b.why, do=b.do, source=self.source)
+            Finding(
+                rule=self.id,
+                kind=self.kind,
+                where=b.where,
+                bites=b.bites,
+                why=b.why,
+                do=b.do,
+                source=self.source,
+            )
             for b in self.check(facts)
         ]
+
+
+def each(
+    items: Callable[[Facts], Iterable[T]],
+    row: tuple[str, str, str],
+    *,
+    when: Callable[[T], object],
+    bites: str | Callable[[T], str],
+    why: str | Callable[[T], str],
+    do: str | Callable[[T], str],
+    where: Callable[[T], str] = lambda item: str(item.path),  # type: ignore[attr-defined]
+    applies: Mapping[str, str] | None = None,
+    kind: Kind = "bites",
+) -> Rule:
+    """A rule that looks at one thing at a time, and has one thing to say of it.
+
+    ``row``: its id, when it fires and its source. ``where``: by default the thing's path.
+    """
+
+    def check(facts: Facts) -> Iterable[Bite]:
+        for item in items(facts):
+            if when(item):
+                bitten, because, then = (t if isinstance(t, str) else t(item) for t in (bites, why, do))
+                yield Bite(where(item), bitten, because, then)
+
+    return Rule(*row, check, applies=applies or {}, kind=kind)
 
 
 def is_version(facts: Facts, package: str, wanted: str) -> bool:

@@ -133,28 +133,18 @@ def _not_shared(facts: Facts) -> Iterator[Bite]:
 
 
 RANKS = (
-    Rule(id="ranks.missing", about="a rank did not come in time", source="case 19", check=_missing),
+    Rule("ranks.missing", "a rank did not come in time", "case 19", _missing),
     Rule(
-        id="ranks.no-store",
-        about="rank 0 can't listen at MASTER_ADDR and MASTER_PORT",
-        source="torch.distributed",
-        check=_no_store,
+        "ranks.no-store", "rank 0 can't listen at MASTER_ADDR and MASTER_PORT", "torch.distributed", _no_store
     ),
-    Rule(id="ranks.versions", about="another version on some ranks", source="case 4", check=_versions),
+    Rule("ranks.versions", "another version on some ranks", "case 4", _versions),
+    Rule("ranks.limits", "memory, cores or limits lower on some ranks", "case 2", _limits),
+    Rule("ranks.clocks", "a clock over 5 s from the other ranks'", "docs/errors.md", _clocks),
+    Rule("ranks.files", "given files differ in size", "case 18", _files),
     Rule(
-        id="ranks.limits", about="memory, cores or limits lower on some ranks", source="case 2", check=_limits
-    ),
-    Rule(
-        id="ranks.clocks",
-        about="a clock over 5 s from the other ranks'",
-        source="docs/errors.md",
-        check=_clocks,
-    ),
-    Rule(id="ranks.files", about="given files differ in size", source="case 18", check=_files),
-    Rule(
-        id="ranks.not-shared",
-        about="a rank does not see the other ranks' files in a directory to be written",
-        source="case 18; verl#7641",
-        check=_not_shared,
+        "ranks.not-shared",
+        "a rank does not see the other ranks' files in a directory to be written",
+        "case 18; verl#7641",
+        _not_shared,
     ),
 )

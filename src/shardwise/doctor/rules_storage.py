@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
-from .facts import Facts, Mount, Place
-from .rule import Bite, Rule, gib
+from .facts import Bucket, Facts, Place, Speeds
+from .rule import Bite, Rule, each, gib
 
 __all__ = ["STORAGE"]
 
@@ -30,10 +31,34 @@ _OVER_STORES += ("fuse.mountpoint-s3", "fuse.geesefs", "fuse.ossfs")
 _IN_MEMORY = ("tmpfs", "ramfs")
 
 
-def _mounts(facts: Facts) -> Iterator[tuple[Place, Mount]]:
-    for place in facts.places:
-        if place.mount is not None:
-            yield place, place.mount
+def _places(facts: Facts) -> Iterator[Place]:
+    return iter(facts.places)
+
+
+def _written(facts: Facts) -> Iterator[Place]:
+    """Places in which a file could be written: of the rest one rule speaks."""
+    return (place for place in facts.places if "write" not in place.failures)
+
+
+def _mounted(*kinds: str) -> Callable[[Facts], Iterator[Place]]:
+    """Places on file systems whose kind begins so."""
+
+    def places(facts: Facts) -> Iterator[Place]:
+        return (p for p in facts.places if p.mount is not None and p.mount.kind.startswith(kinds))
+
+    return places
+
+
+def _failed(row: tuple[str, str, str], step: str, *, bites: str, why: str, do: str) -> Rule:
+    """A rule over one step of the probe; ``bites`` says where the system's words stand."""
+    return each(
+        _places,
+        row,
+        when=lambda place: step in place.failures,
+        bites=lambda place: bites.format(why=place.failures[step]),
+        why=why,
+        do=do,
+    )
 
 
 def _silent(facts: Facts) -> Iterator[Bite]:
@@ -46,33 +71,10 @@ def _silent(facts: Facts) -> Iterator[Bite]:
         )
 
 
-def _read_only(facts: Facts) -> Iterator[Bite]:
-    for place in facts.places:
-        if why := place.failures.get("write"):
-            yield Bite(
-                place.path,
-                f"A save fails: nothing can be written here ({why}).",
-                f"A file system {place.mount.kind if place.mount else ''} is mounted at "
-                f"{place.mount.point if place.mount else 'this path'}; the system refused a file of a few MiB.",
-                "Give the run a directory that it may write, or mount this one with the right user and rw.",
-            )
-
-
-def _fsync(facts: Facts) -> Iterator[Bite]:
-    for place in facts.places:
-        if why := place.failures.get("fsync") or place.failures.get("read"):
-            yield Bite(
-                place.path,
-                f"A save fails or is lost: fsync or reading back failed here ({why}).",
-                "After a failed fsync the pages count as clean, so that a second try reports success without the bytes.",
-                "Look at dmesg for errors of the disk, and write elsewhere.",
-            )
-
-
 def _space(facts: Facts) -> Iterator[Bite]:
     needed = max([_LEAST_FREE_BYTES, *(_STATE_PER_WEIGHT * m.nbytes for m in facts.models)])
-    for place in facts.places:
-        if place.free_bytes < needed and "write" not in place.failures:
+    for place in _written(facts):
+        if place.free_bytes is not None and place.free_bytes < needed:
             what = "A checkpoint of the given model with AdamW" if facts.models else "A checkpoint"
             yield Bite(
                 place.path,
@@ -83,173 +85,40 @@ def _space(facts: Facts) -> Iterator[Bite]:
             )
 
 
-def _inodes(facts: Facts) -> Iterator[Bite]:
-    for place in facts.places:
-        if (
-            place.free_inodes is not None
-            and place.free_inodes < _LEAST_INODES
-            and "write" not in place.failures
-        ):
-            yield Bite(
-                place.path,
-                f"Saves end in 'No space left on device' although bytes are free: {place.free_inodes} inodes are left.",
-                "Each file and directory takes one; each rank writes files of its own at each step.",
-                "Delete small files (caches, old logs), or ask for a larger quota of files.",
-            )
+def _point(place: Place) -> str:
+    return f"{place.mount.point} is a {place.mount.kind}" if place.mount else "This is memory"
 
 
-def _in_memory(facts: Facts) -> Iterator[Bite]:
-    for place, mount in _mounts(facts):
-        if mount.kind in _IN_MEMORY:
-            yield Bite(
-                place.path,
-                "Checkpoints here are gone after a restart, and take the memory that training needs.",
-                f"{mount.point} is a {mount.kind}: its files are pages of the host's memory, charged to the cgroup.",
-                "Give a directory on a disk or a shared file system, or a URL of an object store.",
-            )
+def _speed(what: Callable[[Speeds], float]) -> Callable[[Place], float]:
+    """A speed of the probe; infinite where it measured none."""
+    return lambda place: math.inf if place.speeds is None else what(place.speeds)
 
 
-def _overlay(facts: Facts) -> Iterator[Bite]:
-    for place, mount in _mounts(facts):
-        if mount.kind in ("overlay", "fuse.fuse-overlayfs", "aufs"):
-            yield Bite(
-                place.path,
-                "Checkpoints here are gone with the container.",
-                "The path lies in the container's own writable layer (overlay), not in a volume.",
-                "Mount a volume or a shared file system there, or give a URL of an object store.",
-            )
+_write_speed = _speed(lambda speeds: speeds.write_bytes_s)
+_read_speed = _speed(lambda speeds: min(speeds.read_bytes_s, speeds.random_bytes_s))
 
 
-def _slow(facts: Facts) -> Iterator[Bite]:
-    for place in facts.places:
-        if place.speeds is not None and place.speeds.write_bytes_s < _LEAST_BYTES_S:
-            yield Bite(
-                place.path,
-                f"Saves are slow: one process wrote {place.speeds.write_bytes_s / _MIB:.0f} MiB/s with fsync.",
-                f"At that rate 10 GiB a rank take {10 * 1024 * _MIB / place.speeds.write_bytes_s / 60:.0f} minutes, and "
-                "collectives time out after 10.",
-                "Save in the background (Checkpointer(mode='async')) to a local disk with a mirror, or use faster storage.",
-            )
+def _fsync_s(place: Place) -> float:
+    return 0.0 if place.speeds is None else place.speeds.fsync_s
 
 
-def _slow_reads(facts: Facts) -> Iterator[Bite]:
-    for place in facts.places:
-        if place.speeds is None:
-            continue
-        slowest = min(place.speeds.read_bytes_s, place.speeds.random_bytes_s)
-        if slowest < _LEAST_BYTES_S:
-            yield Bite(
-                place.path,
-                f"Loads are slow: one process read {slowest / _MIB:.0f} MiB/s in pieces of 8 MiB.",
-                "1.4 TB took 31 minutes that way on 8 nodes, long enough for NCCL's timeout to end the job.",
-                "Copy the files to a local disk once, or let ranks read each byte once (IOOptions, docs/concepts/strategies.md).",
-            )
+def _options(place: Place, *names: str) -> list[str]:
+    """Which of these options it is mounted with."""
+    return [o for o in names if place.mount is not None and o in place.mount.options]
 
 
-def _slow_fsync(facts: Facts) -> Iterator[Bite]:
-    for place in facts.places:
-        if place.speeds is not None and place.speeds.fsync_s > _MOST_FSYNC_S:
-            yield Bite(
-                place.path,
-                f"Every save waits: one fsync of 4 KiB took {place.speeds.fsync_s:.1f} s.",
-                "A published step needs several, one after the other, for files and directories.",
-                "Ask whose writes fill this file system, or save to a local disk with a mirror.",
-            )
+def _no_locks(place: Place) -> list[str]:
+    return _options(place, "nolock", "local_lock=all", "local_lock=posix")
 
 
-def _no_lock(facts: Facts) -> Iterator[Bite]:
-    for place in facts.places:
-        if why := place.failures.get("lock"):
-            yield Bite(
-                place.path,
-                f"A Checkpointer refuses this directory: files can't be locked ({why}).",
-                "The lock keeps a second run from writing into the same steps; Lustre and NFS may be mounted without locks.",
-                "Mount it with locks (Lustre: flock; NFS: without nolock), or use a local disk or an object store.",
-            )
-
-
-def _no_exclusion(facts: Facts) -> Iterator[Bite]:
-    for place in facts.places:
-        if "exclude" in place.failures:
-            yield Bite(
-                place.path,
-                "Two runs may write into one directory: the file system grants one lock twice.",
-                "Locks are accepted and do nothing, as with local_lock or some FUSE file systems.",
-                "Give each run a directory of its own, or mount the file system with real locks.",
-            )
-
-
-def _no_rename(facts: Facts) -> Iterator[Bite]:
-    for place in facts.places:
-        if why := place.failures.get("rename"):
-            yield Bite(
-                place.path,
-                f"No step can be published: renaming failed ({why}).",
-                "A checkpoint appears whole by one rename; file systems over object stores have none for directories.",
-                "Give the URL of the store (s3://…, gs://…) in place of its mount.",
-            )
-
-
-def _no_direct(facts: Facts) -> Iterator[Bite]:
-    for place, mount in _mounts(facts):
-        if "direct" in place.failures and mount.kind not in _IN_MEMORY and "write" not in place.failures:
-            yield Bite(
-                place.path,
-                f"Saves go through the page cache, which took three times as long: O_DIRECT fails "
-                f"({place.failures['direct']}).",
-                f"{mount.kind} does not take writes past the cache, and cached bytes count against the cgroup.",
-                "Nothing is wrong with the data; for speed use ext4, xfs or a parallel file system.",
-            )
-
-
-def _over_store(facts: Facts) -> Iterator[Bite]:
-    for place, mount in _mounts(facts):
-        if mount.kind in _OVER_STORES:
-            yield Bite(
-                place.path,
-                "A reader may see half a checkpoint, and locks do not reach other hosts.",
-                f"{mount.kind} puts files over an object store, where a rename copies object by object.",
-                "Give the URL of the store (s3://…, gs://…): there a step appears by one conditional write.",
-            )
-
-
-def _nfs_locks(facts: Facts) -> Iterator[Bite]:
-    for place, mount in _mounts(facts):
-        bad = [o for o in mount.options if o in ("nolock", "local_lock=all", "local_lock=posix")]
-        if mount.kind.startswith("nfs") and bad:
-            yield Bite(
-                place.path,
-                f"Runs on two hosts may write into one directory: NFS is mounted with {bad[0]}.",
-                "Locks then stay on this host, and the other one never hears of them.",
-                f"Mount it without {bad[0]}.",
-            )
-
-
-def _nfs_soft(facts: Facts) -> Iterator[Bite]:
-    for place, mount in _mounts(facts):
-        if mount.kind.startswith("nfs") and {"soft", "softerr"} & set(mount.options):
-            yield Bite(
-                place.path,
-                "A slow server makes a save fail, or loses bytes without an error.",
-                "NFS is mounted soft: after a few timeouts the client gives up on a write that was accepted.",
-                "Mount it hard, which is the default.",
-            )
-
-
-def _nfs_late(facts: Facts) -> Iterator[Bite]:
-    for place, mount in _mounts(facts):
-        if not mount.kind.startswith("nfs"):
-            continue
-        for option in mount.options:
-            name, _, value = option.partition("=")
-            if name in ("acdirmax", "acregmax", "actimeo") and value.isdecimal() and int(value) > 60:
-                yield Bite(
-                    place.path,
-                    f"Other hosts see a new step up to {value} s late: NFS is mounted with {option}.",
-                    "The client answers from its cache of names and sizes until that time has passed.",
-                    f"Mount it with the default (60 s) or less, or wait {value} s before another host reads a step.",
-                )
-                break
+def _late_s(place: Place) -> tuple[int, str]:
+    """The longest time that NFS's client answers from its cache, over the default; and the option."""
+    found = [(0, "")]
+    for option in place.mount.options if place.mount else ():
+        name, _, value = option.partition("=")
+        if name in ("acdirmax", "acregmax", "actimeo") and value.isdecimal() and int(value) > 60:
+            found.append((int(value), option))
+    return max(found)
 
 
 def _clocks(facts: Facts) -> Iterator[Bite]:
@@ -267,76 +136,194 @@ def _clocks(facts: Facts) -> Iterator[Bite]:
             )
 
 
-def _bucket_refuses(facts: Facts) -> Iterator[Bite]:
-    for bucket in facts.buckets:
-        for what in ("list", "write"):
-            if why := bucket.failures.get(what):
-                yield Bite(
-                    bucket.url,
-                    f"A run can't {what} this prefix: {why.partition(chr(10))[0]}.",
-                    "A checkpoint needs to list, write, read, replace under a condition, and delete.",
-                    "See the endpoint, the region, the credentials and their rights for this prefix.",
-                )
+def _failure(bucket: Bucket, *steps: str) -> tuple[str, str] | None:
+    """The first of these steps that failed, and the first line of the store's words."""
+    return next(((s, bucket.failures[s].partition("\n")[0]) for s in steps if s in bucket.failures), None)
 
 
-def _bucket_conditions(facts: Facts) -> Iterator[Bite]:
-    for bucket in facts.buckets:
-        for what in ("create", "replace"):
-            if why := bucket.failures.get(what):
-                yield Bite(
-                    bucket.url,
-                    f"Two runs may overwrite each other's steps: {why.partition(chr(10))[0]}.",
-                    "A step is published by one write under a condition (If-None-Match, If-Match), which this store ignores "
-                    "or refuses.",
-                    "Use a store or a release with conditional writes, or give each run a prefix of its own.",
-                )
-                break
+def _bucket(row: tuple[str, str, str], *steps: str, bites: str, why: str, do: str) -> Rule:
+    """A rule over steps of the probe of a store; ``bites`` says where step and words stand."""
 
+    def check(facts: Facts) -> Iterator[Bite]:
+        for bucket in facts.buckets:
+            if failure := _failure(bucket, *steps):
+                yield Bite(bucket.url, bites.format(step=failure[0], why=failure[1]), why, do)
 
-def _bucket_deletes(facts: Facts) -> Iterator[Bite]:
-    for bucket in facts.buckets:
-        if why := bucket.failures.get("delete"):
-            yield Bite(
-                bucket.url,
-                f"Old steps stay for ever, and cost: nothing can be deleted ({why.partition(chr(10))[0]}).",
-                "Retention deletes steps; the credentials lack that right, or a retention lock holds the objects.",
-                "Give the right to delete below this prefix, or let a rule of the bucket expire old objects.",
-            )
-
-
-def _rule(name: str, about: str, source: str, check: Callable[[Facts], Iterator[Bite]]) -> Rule:
-    return Rule(id=name, about=about, source=source, check=check)
+    return Rule(*row, check)
 
 
 _NFS, _LOCKS = "nfs(5)", "docs/concepts/publish.md"
 STORAGE = (
-    _rule("storage.no-answer", "no answer in about 10 s", "torchtitan#3065", _silent),
-    _rule("storage.not-writable", "nothing can be written", "errno(3)", _read_only),
-    _rule("storage.fsync", "fsync or reading back fails", "Rebello et al., ATC '20", _fsync),
-    _rule("storage.space", "less free than 1 GiB, or than 6 × the given model", "case 15", _space),
-    _rule("storage.inodes", "fewer than 10,000 inodes", "statvfs(3)", _inodes),
-    _rule("storage.memory", "tmpfs or ramfs", "tmpfs(5)", _in_memory),
-    _rule("storage.overlay", "a container's writable layer", "overlayfs of Linux", _overlay),
-    _rule("storage.slow-write", "under 30 MiB/s with fsync", "NeMo-RL#3624", _slow),
-    _rule("storage.slow-read", "under 30 MiB/s", "transformers#48239", _slow_reads),
-    _rule("storage.slow-fsync", "over 1 s for 4 KiB", "fsync(2)", _slow_fsync),
-    _rule("storage.no-locks", "files can't be locked", _LOCKS, _no_lock),
-    _rule("storage.no-exclusion", "a lock is granted twice", _LOCKS, _no_exclusion),
-    _rule("storage.no-rename", "renaming fails", _LOCKS, _no_rename),
-    _rule("storage.no-direct", "O_DIRECT fails, not in memory", "docs/figures.md", _no_direct),
-    _rule("storage.over-object-store", "s3fs, gcsfuse, rclone and the like", _LOCKS, _over_store),
-    _rule("storage.nfs-locks", "NFS with nolock or local_lock", _NFS, _nfs_locks),
-    _rule("storage.nfs-soft", "NFS mounted soft", _NFS, _nfs_soft),
-    _rule("storage.nfs-late", "NFS with attribute caches over 60 s", _NFS, _nfs_late),
-    _rule(
+    Rule("storage.no-answer", "no answer in about 10 s", "torchtitan#3065", _silent),
+    _failed(
+        ("storage.not-writable", "nothing can be written", "errno(3)"),
+        "write",
+        bites="A save fails: nothing can be written here ({why}).",
+        why="The system refused a file of a few MiB: by the mount, by rights, by a quota or by a limit of the process.",
+        do="Give the run a directory that it may write, or mount this one with the right user and rw.",
+    ),
+    each(
+        _places,
+        ("storage.fsync", "fsync or reading back fails", "Rebello et al., ATC '20"),
+        when=lambda p: p.failures.keys() & {"fsync", "read"},
+        bites=lambda p: (
+            f"A save fails or is lost: fsync or reading back failed here ({p.failures.get('fsync') or p.failures['read']})."
+        ),
+        why="After a failed fsync the pages count as clean, so that a second try reports success without the bytes.",
+        do="Look at dmesg for errors of the disk, and write elsewhere.",
+    ),
+    Rule("storage.space", "less free than 1 GiB, or than 6 × the given model", "case 15", _space),
+    each(
+        _written,
+        ("storage.inodes", "fewer than 10,000 inodes", "statvfs(3)"),
+        when=lambda p: p.free_inodes is not None and p.free_inodes < _LEAST_INODES,
+        bites=lambda p: (
+            f"Saves end in 'No space left on device' although bytes are free: {p.free_inodes} inodes are left."
+        ),
+        why="Each file and directory takes one; each rank writes files of its own at each step.",
+        do="Delete small files (caches, old logs), or ask for a larger quota of files.",
+    ),
+    each(
+        _mounted(*_IN_MEMORY),
+        ("storage.memory", "tmpfs or ramfs", "tmpfs(5)"),
+        when=lambda p: True,
+        bites="Checkpoints here are gone after a restart, and take the memory that training needs.",
+        why=lambda p: f"{_point(p)}: its files are pages of the host's memory, charged to the cgroup.",
+        do="Give a directory on a disk or a shared file system, or a URL of an object store.",
+    ),
+    each(
+        _mounted("overlay", "fuse.fuse-overlayfs", "aufs"),
+        ("storage.overlay", "a container's writable layer", "overlayfs of Linux"),
+        when=lambda p: True,
+        bites="Checkpoints here are gone with the container.",
+        why="The path lies in the container's own writable layer (overlay), not in a volume.",
+        do="Mount a volume or a shared file system there, or give a URL of an object store.",
+    ),
+    each(
+        _places,
+        ("storage.slow-write", "under 30 MiB/s with fsync", "NeMo-RL#3624"),
+        when=lambda p: _write_speed(p) < _LEAST_BYTES_S,
+        bites=lambda p: f"Saves are slow: one process wrote {_write_speed(p) / _MIB:.0f} MiB/s with fsync.",
+        why=lambda p: (
+            f"At that rate 10 GiB a rank take {10 * 1024 * _MIB / _write_speed(p) / 60:.0f} minutes, and collectives time "
+            "out after 10."
+        ),
+        do="Save in the background (Checkpointer(mode='async')) to a local disk with a mirror, or use faster storage.",
+    ),
+    each(
+        _places,
+        ("storage.slow-read", "under 30 MiB/s", "transformers#48239"),
+        when=lambda p: _read_speed(p) < _LEAST_BYTES_S,
+        bites=lambda p: (
+            f"Loads are slow: one process read {_read_speed(p) / _MIB:.0f} MiB/s in pieces of 8 MiB."
+        ),
+        why="1.4 TB took 31 minutes that way on 8 nodes, long enough for NCCL's timeout to end the job.",
+        do="Copy the files to a local disk once, or let ranks read each byte once (IOOptions, docs/concepts/strategies.md).",
+    ),
+    each(
+        _places,
+        ("storage.slow-fsync", "over 1 s for 4 KiB", "fsync(2)"),
+        when=lambda p: _fsync_s(p) > _MOST_FSYNC_S,
+        bites=lambda p: f"Every save waits: one fsync of 4 KiB took {_fsync_s(p):.1f} s.",
+        why="A published step needs several, one after the other, for files and directories.",
+        do="Ask whose writes fill this file system, or save to a local disk with a mirror.",
+    ),
+    _failed(
+        ("storage.no-locks", "files can't be locked", _LOCKS),
+        "lock",
+        bites="A Checkpointer refuses this directory: files can't be locked ({why}).",
+        why="The lock keeps a second run from writing into the same steps; Lustre and NFS may be mounted without locks.",
+        do="Mount it with locks (Lustre: flock; NFS: without nolock), or use a local disk or an object store.",
+    ),
+    _failed(
+        ("storage.no-exclusion", "a lock is granted twice", _LOCKS),
+        "exclude",
+        bites="Two runs may write into one directory: the file system grants one lock twice.",
+        why="Locks are accepted and do nothing, as with local_lock or some FUSE file systems.",
+        do="Give each run a directory of its own, or mount the file system with real locks.",
+    ),
+    _failed(
+        ("storage.no-rename", "renaming fails", _LOCKS),
+        "rename",
+        bites="No step can be published: renaming failed ({why}).",
+        why="A checkpoint appears whole by one rename; file systems over object stores have none for directories.",
+        do="Give the URL of the store (s3://…, gs://…) in place of its mount.",
+    ),
+    each(
+        _written,
+        ("storage.no-direct", "O_DIRECT fails, not in memory", "docs/figures.md"),
+        kind="note",
+        when=lambda p: "direct" in p.failures and p.mount is not None and p.mount.kind not in _IN_MEMORY,
+        bites=lambda p: (
+            "Saves go through the page cache, which took three times as long: O_DIRECT fails "
+            f"({p.failures['direct']})."
+        ),
+        why="This file system does not take writes past the cache, and cached bytes count against the cgroup.",
+        do="Nothing is wrong with the data; for speed use ext4, xfs or a parallel file system.",
+    ),
+    each(
+        _mounted(*_OVER_STORES),
+        ("storage.over-object-store", "s3fs, gcsfuse, rclone and the like", _LOCKS),
+        when=lambda p: True,
+        bites="A reader may see half a checkpoint, and locks do not reach other hosts.",
+        why=lambda p: f"{_point(p)}, files over an object store, where a rename copies object by object.",
+        do="Give the URL of the store (s3://…, gs://…): there a step appears by one conditional write.",
+    ),
+    each(
+        _mounted("nfs"),
+        ("storage.nfs-locks", "NFS with nolock or local_lock", _NFS),
+        when=_no_locks,
+        bites=lambda p: (
+            f"Runs on two hosts may write into one directory: NFS is mounted with {_no_locks(p)[0]}."
+        ),
+        why="Locks then stay on this host, and the other one never hears of them.",
+        do=lambda p: f"Mount it without {_no_locks(p)[0]}.",
+    ),
+    each(
+        _mounted("nfs"),
+        ("storage.nfs-soft", "NFS mounted soft", _NFS),
+        when=lambda p: _options(p, "soft", "softerr"),
+        bites="A slow server makes a save fail, or loses bytes without an error.",
+        why="NFS is mounted soft: after a few timeouts the client gives up on a write that was accepted.",
+        do="Mount it hard, which is the default.",
+    ),
+    each(
+        _mounted("nfs"),
+        ("storage.nfs-late", "NFS with attribute caches over 60 s", _NFS),
+        when=lambda p: _late_s(p)[0],
+        bites=lambda p: (
+            f"Other hosts see a new step up to {_late_s(p)[0]} s late: NFS is mounted with {_late_s(p)[1]}."
+        ),
+        why="The client answers from its cache of names and sizes until that time has passed.",
+        do=lambda p: (
+            f"Mount it with the default (60 s) or less, or wait {_late_s(p)[0]} s before another host reads a step."
+        ),
+    ),
+    Rule(
         "storage.clock", "storage's clock over 5 s from this machine's", "RequestTimeTooSkewed of S3", _clocks
     ),
-    _rule(
-        "bucket.refused",
-        "list or write is refused",
-        "docs/howto/object-stores.md",
-        _bucket_refuses,
+    _bucket(
+        ("bucket.refused", "list or write is refused", "docs/howto/object-stores.md"),
+        "list",
+        "write",
+        bites="A run can't {step} this prefix: {why}.",
+        why="A checkpoint needs to list, write, read, replace under a condition, and delete.",
+        do="See the endpoint, the region, the credentials and their rights for this prefix.",
     ),
-    _rule("bucket.no-conditions", "conditional writes do not hold", "verl#7641", _bucket_conditions),
-    _rule("bucket.no-delete", "nothing can be deleted", "docs/howto/runs-in-a-store.md", _bucket_deletes),
+    _bucket(
+        ("bucket.no-conditions", "conditional writes do not hold", "verl#7641"),
+        "create",
+        "replace",
+        bites="Two runs may overwrite each other's steps: {why}.",
+        why="A step is published by one write under a condition (If-None-Match, If-Match), which this store ignores or "
+        "refuses.",
+        do="Use a store or a release with conditional writes, or give each run a prefix of its own.",
+    ),
+    _bucket(
+        ("bucket.no-delete", "nothing can be deleted", "docs/howto/runs-in-a-store.md"),
+        "delete",
+        bites="Old steps stay for ever, and cost: nothing can be deleted ({why}).",
+        why="Retention deletes steps; the credentials lack that right, or a retention lock holds the objects.",
+        do="Give the right to delete below this prefix, or let a rule of the bucket expire old objects.",
+    ),
 )

@@ -6,13 +6,15 @@ from collections.abc import Iterator
 
 from .facts import Facts
 from .rule import Bite, Finding, Rule
-from .rules_files import FILES
+from .rules_accelerate import ACCELERATE
+from .rules_checkpoints import CHECKPOINTS
 from .rules_launch import LAUNCH, SOFTWARE
 from .rules_logs import LOGS
 from .rules_machine import MACHINE
+from .rules_models import MODELS
 from .rules_ranks import RANKS
-from .rules_settings import SETTINGS
 from .rules_storage import STORAGE
+from .rules_trainer import TRAINER
 
 __all__ = ["RULES", "findings_of"]
 
@@ -32,16 +34,13 @@ RULES: tuple[Rule, ...] = (
     *STORAGE,
     *LAUNCH,
     *SOFTWARE,
-    *SETTINGS,
-    *FILES,
+    *ACCELERATE,
+    *TRAINER,
+    *MODELS,
+    *CHECKPOINTS,
     *LOGS,
     *RANKS,
-    Rule(
-        id="path.unknown",
-        about="a given file of no known kind",
-        source="docs/howto/doctor.md",
-        check=_unknown,
-    ),
+    Rule("path.unknown", "a given file of no known kind", "docs/howto/doctor.md", _unknown),
 )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..catalog.safetensors import INDEX_NAME, catalog_of_safetensors
@@ -16,6 +17,10 @@ from .facts import Model
 __all__ = ["PICKLES", "holds_weights", "look_at_model", "look_at_stored_model"]
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_ADAPTER = "adapter_config.json"
+#: Names that torch.compile, DDP, FSDP1 and PEFT put before a model's own.
+_WRAPPED = re.compile(r"_orig_mod\.|module\.|_fsdp_wrapped_module\.|base_model\.model\.")
+_LORA = re.compile(r"\.lora_(A|B)\b")
 _POINTER = b"version https://git-lfs"
 
 
@@ -32,14 +37,14 @@ def look_at_model(path: str) -> Model:
     problem, outside, listed = _index(path) if INDEX_NAME in names else (None, (), ())
     files = [n for n in names if n.endswith(".safetensors")]
     damaged: dict[str, str] = {}
-    pointers = []
+    pointers, shapes = [], dict[str, tuple[int, ...]]()
     for name in files:
         file = os.path.join(path, name)
         if _is_pointer(file):
             pointers.append(name)
             continue
         try:
-            read_header(file)
+            shapes |= {n: entry.shape for n, entry in read_header(file).entries.items()}
         except ShardwiseError as error:
             damaged[name] = _without(str(error), file)
     lost = tuple(n for n in listed if n not in names)
@@ -56,7 +61,28 @@ def look_at_model(path: str) -> Model:
         pointers=tuple(pointers),
         pickles=() if files else tuple(pickles),
         problem=problem,
+        wrapped=tuple(sorted(filter(_WRAPPED.match, shapes)))
+        if "config.json" in names and _ADAPTER not in names
+        else (),
+        slices=_slices(_config(os.path.join(path, _ADAPTER)), shapes) if _ADAPTER in names else (),
     )
+
+
+def _slices(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
+    """LoRA matrices whose rank is not that of the adapter's config: A has one row for each, B one column."""
+    if (
+        not isinstance(rank := config.get("r"), int)
+        or config.get("rank_pattern")
+        or config.get("target_parameters")
+    ):
+        return ()  # no rank, or several
+    found = []
+    for name, shape in sorted(shapes.items()):
+        matrix = _LORA.search(name)
+        has = None if matrix is None or len(shape) != 2 else shape[0 if matrix[1] == "A" else 1]
+        if has is not None and has != rank:
+            found.append(f"{name} has rank {has}, and {_ADAPTER} says {rank}")
+    return tuple(found)
 
 
 def look_at_stored_model(url: str, names: Iterable[str]) -> Model:

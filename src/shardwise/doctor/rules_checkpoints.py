@@ -1,0 +1,105 @@
+"""Rules over given checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .facts import Checkpoint, Facts
+from .rule import Bite, Rule, each, gib
+from .rules_models import some
+
+__all__ = ["CHECKPOINTS"]
+
+
+def _checkpoints(facts: Facts) -> Iterator[Checkpoint]:
+    return iter(facts.checkpoints)
+
+
+def _damaged(facts: Facts) -> Iterator[Bite]:
+    for checkpoint in facts.checkpoints:
+        for name, how in checkpoint.damaged.items():
+            yield Bite(
+                f"{checkpoint.path}: {name}",
+                f"A resume passes this step by, or fails: {how.partition(chr(10))[0]}",
+                "Its files are not those that its manifest lists.",
+                "See every step with shardwise verify PATH, and copy it again from a mirror if there is one.",
+            )
+
+
+def _aside(checkpoint: Checkpoint) -> str:
+    what = "and they keep their bytes" if checkpoint.steps else "and no other is left to resume from"
+    return (
+        f"A resume counts {len(checkpoint.set_aside)} steps no more ({some(checkpoint.set_aside)}), {what}."
+    )
+
+
+def _merge(facts: Facts) -> Iterator[Bite]:
+    memory = facts.machine.memory
+    for checkpoint in facts.checkpoints:
+        if memory is not None and checkpoint.kind == "dcp" and checkpoint.nbytes > memory.free_bytes:
+            yield Bite(
+                checkpoint.path,
+                f"accelerate merge-weights and dcp_to_torch_save are killed on this host: {gib(checkpoint.nbytes)} of parts, "
+                f"{gib(memory.free_bytes)} of free memory.",
+                "One process reads the whole checkpoint, and then writes it.",
+                "shardwise export PATH OUT holds a few tensors at a time, and writes files of the hub's size.",
+            )
+
+
+CHECKPOINTS = (
+    Rule("checkpoint.damaged", "one of the newest steps is damaged", "docs/format.md", _damaged),
+    each(
+        _checkpoints,
+        ("checkpoint.set-aside", "steps that a resume set aside", "docs/format.md"),
+        kind="note",
+        when=lambda c: c.set_aside,
+        bites=_aside,
+        why="An earlier resume began at an older step and set the newer ones aside, or found one damaged.",
+        do="Compare with shardwise inspect PATH; delete what you do not want, or resume from one by its path.",
+    ),
+    each(
+        _checkpoints,
+        ("checkpoint.leftovers", "leftovers of killed saves", "docs/concepts/publish.md"),
+        kind="note",
+        when=lambda c: c.leftovers,
+        bites=lambda c: f"A save was killed or is under way: {some(c.leftovers)}.",
+        why="Such folders are no steps; their bytes count until the next Checkpointer opens the directory and deletes them.",
+        do="If no run writes here now, look why the last one ended (memory, disk, time limit) before you start the next.",
+    ),
+    each(
+        _checkpoints,
+        ("checkpoint.per-rank", "parts of single ranks", "accelerate#4105"),
+        when=lambda c: c.per_rank,
+        bites=lambda c: (
+            f"The checkpoint can be resumed at the same number of ranks only ({some(c.per_rank)})."
+        ),
+        why="Each file holds one rank's part without its place in the tensors (use_dcp=False, or an RL engine's own).",
+        do="Resume once where it was saved, and save there with DCP (use_dcp=True) or with shardwise.",
+    ),
+    each(
+        _checkpoints,
+        ("checkpoint.pickle", "pickled files", "case 20"),
+        kind="note",
+        when=lambda c: c.pickles,
+        bites=lambda c: (
+            f"Opening this checkpoint can run any code that its writer put in: {some(c.pickles)}."
+        ),
+        why="These files are pickles, and torch.load(weights_only=False) and DCP's reader execute them.",
+        do="If it is not your own, read it with shardwise alone: shardwise convert PATH OUT --to checkpoint.",
+    ),
+    Rule(
+        "checkpoint.merge",
+        "parts of DCP that have more bytes than this host's free memory",
+        "case 16; accelerate merge-weights",
+        _merge,
+        kind="note",
+    ),
+    each(
+        _checkpoints,
+        ("checkpoint.unfinished", "parts of DCP without .metadata", "torch.distributed.checkpoint"),
+        when=lambda c: c.lacks_metadata,
+        bites="The checkpoint can't be loaded: it has parts of DCP and no .metadata.",
+        why="Rank 0 writes that file last: the save was killed, or is still under way.",
+        do="Take the checkpoint before it.",
+    ),
+)
