@@ -16,7 +16,7 @@ from contextlib import nullcontext
 import torch
 
 import shardwise as sw
-from shardwise.ledgers.current import phase
+from shardwise.operations.recorder import phase
 
 _MOST = 0.01
 _ROUNDS = 3

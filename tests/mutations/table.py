@@ -1786,7 +1786,7 @@ MUTATIONS = (
         "a phase's peak is what it began with",
     ),
     Mutation(
-        "ledgers/current.py",
+        "operations/recorder.py",
         "    return _current if _current is not None and _current.pid == os.getpid() else None",
         "    return _current",
         ("tests/ledgers/test_ledger.py::test_a_fork_has_no_ledger",),

@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 import shardwise as sw
 from shardwise.cli import main
 from shardwise.errors import ShardwiseError, SourceError
-from shardwise.ledgers.current import phase
+from shardwise.operations.recorder import phase
 from shardwise.report.ledger_files import read_process, starts_of
 from shardwise.report.material import find_material
 from shardwise.report.sections import marks_of

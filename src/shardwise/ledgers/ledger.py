@@ -17,8 +17,8 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from ..errors import CheckpointError
+from ..operations.recorder import replace_current
 from ..storage import is_url
-from .current import replace_current
 from .file import LedgerFile, rank_and_world_size, shortened
 from .sources import Look, Sources
 
