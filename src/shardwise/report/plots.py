@@ -18,7 +18,17 @@ from .ledger_files import Phase, Process, Sample, Start
 from .material import LossLog
 from .text import plain, size
 
-__all__ = ["Drawn", "Mark", "draw_host", "draw_losses", "draw_memory", "draw_sizes", "plotting"]
+__all__ = [
+    "Drawn",
+    "Mark",
+    "Planned",
+    "draw_host",
+    "draw_losses",
+    "draw_memory",
+    "draw_plan",
+    "draw_sizes",
+    "plotting",
+]
 
 #: Stands for a colour in what matplotlib writes -> the page's variable.
 _COLOURS = {
@@ -68,6 +78,17 @@ class Mark:
     step: int
     kind: str
     """``save``, ``crash`` or ``resume``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What a plan says that a rank holds in a phase, at one place."""
+
+    phase: str
+    where: str
+    nbytes: int
+    upper_bytes: int
+    """The upper end of the error bar."""
 
 
 @contextmanager
@@ -345,3 +366,34 @@ def draw_sizes(steps: Sequence[tuple[int, int]], key: str) -> Drawn:
         axes.set_ylabel("MiB")
 
     return _drawn(key, "Size of each stored checkpoint", description, 2.0, draw)
+
+
+def draw_plan(found: Sequence[tuple[Planned, int]]) -> Drawn:
+    """Planned amounts with their error bars, and the measured ones, by phase."""
+    names = [p.phase if p.where == "host" else f"{p.phase} ({p.where})" for p, _ in found]
+    description = "; ".join(
+        f"{name}: planned {size(p.nbytes)}, at most {size(p.upper_bytes)}, measured {size(nbytes)}"
+        for name, (p, nbytes) in zip(names, found, strict=True)
+    )
+
+    def draw(figure: Any, form: str) -> None:
+        axes = figure.subplots()
+        rows = [-k for k in range(len(found))]
+        planned, upper = (
+            [n / 1024**2 for n in of]
+            for of in zip(*((p.nbytes, p.upper_bytes) for p, _ in found), strict=True)
+        )
+        bars = [u - n for n, u in zip(planned, upper, strict=True)]
+        axes.barh(
+            rows, bars, left=planned, height=0.5, color=_SERIES[2], linewidth=0, label="planned, to at most"
+        )
+        measured = [nbytes / 1024**2 for _, nbytes in found]
+        axes.plot(measured, rows, "D", color=_SERIES[0], markersize=6, label="measured")
+        axes.set_yticks(rows, names)
+        axes.set_xlim(left=0)
+        axes.set_xlabel("MiB of a rank")
+        _legend(axes, form)
+
+    return _drawn(
+        "plan", "Memory of each phase: planned and measured", description, 1.3 + 0.28 * len(found), draw
+    )

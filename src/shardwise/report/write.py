@@ -11,6 +11,7 @@ from .. import __version__
 from ..errors import ShardwiseError
 from ..runs.history import RootContents, StepSummary
 from ..storage import is_url
+from .against_plan import plan_section
 from .material import Material, find_material
 from .plots import draw_sizes, plotting
 from .records import Cell, Page, Part, Section, Table, cells
@@ -54,7 +55,8 @@ def _page(material: Material) -> Page:
         starts_section(starts) if starts else None,
         loss_section(material),
         resume_section(starts),
-        load_section(starts, material.plan),
+        load_section(starts),
+        plan_section(starts, material.plan),
         memory_section(starts),
         _history(material.runs),
         _read(material),
