@@ -365,7 +365,10 @@ def convert(
 @click.argument("paths", type=click.Path(path_type=str), nargs=-1, required=True, metavar="RUN...")
 @click.option("--out", default="report.html", show_default=True, metavar="FILE", help="The file to write.")
 @click.option(
-    "--plan", default=None, metavar="FILE", help="What `shardwise plan --json` printed, to compare with."
+    "--plan",
+    default=None,
+    metavar="FILE",
+    help="What `shardwise plan --json` printed, to compare with. Default: RUN/plan*.json.",
 )
 @common
 def report(paths: tuple[str, ...], out: str, plan: str | None, as_json: bool) -> None:

@@ -11,11 +11,11 @@ from ..operations.records import OperationName
 from .ledger_files import Phase, Process, Start
 from .plots import Planned, draw_plan
 from .records import Cell, Part, Section, Table, bytes_cell, cells
-from .text import counted, plain
+from .text import counted, plain, size
 
 __all__ = ["plan_section"]
 
-_MOST_ROWS = 200
+_MOST_ROWS, _MOST_PLANS = 200, 8
 #: A phase of a plan -> the phases of a ledger.
 _OPERATIONS = {
     "load": ("load",),
@@ -27,8 +27,7 @@ _OPERATIONS = {
 _STEPS = ("first step", "steady step")
 #: Of operations.
 _NAMES = {*get_args(OperationName), "clone"}
-#: Of the memory that a plan tells of at a place, what a ledger measures.
-_MEASURED = {"host": "anonymous", "device": "allocated"}
+_PLACES = ("host", "device")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +41,19 @@ class _Peak:
     process: Process
 
 
-def plan_section(starts: Sequence[Start], plan: Mapping[str, Any] | None) -> Section | None:
-    """The plan beside the starts that have its number of ranks; None without a plan."""
-    if plan is None:
+def plan_section(starts: Sequence[Start], plans: Sequence[Mapping[str, Any]]) -> Section | None:
+    """Each plan beside the starts that have its number of ranks; None without a plan."""
+    if not plans:
         return None
-    model = f"{plain(str(plan.get('model_class', '')), 60)} on {counted(plan.get('ranks'), 'rank')}"
-    same = [s for s in starts if all(p.world_size == plan.get("ranks") for p in s.processes)]
-    parts = [*_phases(same, plan, model), *_loads(same, plan, model)]
-    if not parts:
-        parts = [Part(text=f"No start of {model} is in the ledgers.")]
+    parts: list[Part] = []
+    for k, plan in enumerate(plans[:_MOST_PLANS], 1):
+        model = f"{plain(str(plan.get('model_class', '')), 60)} on {counted(plan.get('ranks'), 'rank')}"
+        same = [s for s in starts if all(p.world_size == plan.get("ranks") for p in s.processes)]
+        found = [*_phases(same, plan, f"plan-{k}"), *_loads(same, plan)]
+        parts += [
+            Part(heading=f"Plan of {model}"),
+            *(found or [Part(text="No start with as many ranks is in the ledgers.")]),
+        ]
     about = (
         "What shardwise plan said before, beside the highest that any rank of a start with as many ranks held. A plan gives each "
         "number an error bar, from what it expects to what it takes for the most; above that it was wrong."
@@ -62,22 +65,29 @@ def plan_section(starts: Sequence[Start], plan: Mapping[str, Any] | None) -> Sec
 # Phases
 
 
-def _phases(starts: Sequence[Start], plan: Mapping[str, Any], model: str) -> Iterator[Part]:
+def _phases(starts: Sequence[Start], plan: Mapping[str, Any], key: str) -> Iterator[Part]:
     planned = {(one.phase, one.where): one for one in _planned(plan)}
     found = [(planned[p.phase, p.where], p) for p in _peaks(starts) if (p.phase, p.where) in planned]
     if not found:
         if planned and starts:
             yield Part(text="No phase of the plan is in the ledgers.")
         return
-    yield Part(drawn=draw_plan([(one, peak.nbytes) for one, peak in found]))
-    head = cells("phase", "memory", ">planned", ">at most", ">measured", ">error", "", ">start", ">rank")
-    yield Part(table=Table(f"Phases of {model}", head, [_row(one, peak) for one, peak in found][:_MOST_ROWS]))
+    yield Part(drawn=draw_plan([(one, peak.nbytes) for one, peak in found], key))
+    head = cells("phase", ">planned", ">at most", ">measured", ">error", "", ">start", ">rank")
+    yield Part(
+        table=Table(
+            "Phases: the highest of any rank", head, [_row(one, peak) for one, peak in found][:_MOST_ROWS]
+        )
+    )
     seen = {one.phase for one, _ in found}
     missing = [name for name in dict.fromkeys(phase for phase, _ in planned) if name not in seen]
     about = (
-        "Host memory is anonymous memory of the process, by looks of its ledger; device memory what torch's allocator gave out. "
-        "Steps are the time outside of loads, saves and other operations, once a model was loaded."
+        "Anonymous memory of the process, by looks of its ledger; of devices what torch's allocator gave out. Steps are the time "
+        "outside of loads, saves and other operations, once a model was loaded."
     )
+    if bare := [a for a in _amounts(plan) if a.get("what") == "process"]:
+        nbytes, upper = (size(_count(bare[0].get(key))) for key in ("nbytes", "upper_bytes"))
+        about += f" In each phase {nbytes}, at most {upper}, are planned for the process itself: most of the error of a small model."
     if missing:
         about += f" Planned, and not measured: {'; '.join(plain(name, 40) for name in missing)}."
     yield Part(text=about)
@@ -88,30 +98,38 @@ def _row(planned: Planned, peak: _Peak) -> list[Cell]:
     fits = peak.nbytes <= planned.upper_bytes
     verdict = Cell("within the bar", tone="good") if fits else Cell("above the bar", tone="bad")
     return cells(
-        planned.phase, f"{peak.where}, {_MEASURED[peak.where]}", bytes_cell(planned.nbytes), bytes_cell(planned.upper_bytes),
+        planned.label, bytes_cell(planned.nbytes), bytes_cell(planned.upper_bytes),
         bytes_cell(peak.nbytes), Cell(error, number=True), verdict, peak.start.number, peak.process.rank,
     )  # fmt: skip
 
 
 def _planned(plan: Mapping[str, Any]) -> Iterator[Planned]:
-    """What a rank holds in each phase, from the plan's document; what does not fit is skipped. The larger of both steps is "steps"."""
+    """What a rank holds in each phase, from the plan's document. The larger of both steps is "steps"."""
+    sums: dict[tuple[str, str], tuple[int, int]] = {}
+    for amount in _amounts(plan):
+        key = amount["phase"], str(amount.get("where"))
+        nbytes, upper = sums.get(key, (0, 0))
+        sums[key] = nbytes + _count(amount.get("nbytes")), upper + _count(amount.get("upper_bytes"))
+    steps: dict[str, Planned] = {}
+    for (name, where), (nbytes, upper) in sums.items():
+        if where not in _PLACES or not nbytes:
+            continue
+        if name not in _STEPS:
+            yield Planned(name, where, nbytes, upper)
+        elif where not in steps or upper > steps[where].upper_bytes:
+            steps[where] = Planned("steps", where, nbytes, upper)
+    yield from steps.values()
+
+
+def _amounts(plan: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The amounts of all phases, each with its ``phase``; what does not fit is skipped: the file may be any."""
     run = plan.get("run")
     phases = run.get("phases") if isinstance(run, Mapping) else None
-    steps: dict[str, Planned] = {}
     for entry in phases if isinstance(phases, list) else ():
-        if not isinstance(entry, Mapping) or not isinstance(entry.get("amounts"), list):
-            continue
-        name = str(entry.get("name", ""))
-        for where in _MEASURED:
-            amounts = [a for a in entry["amounts"] if isinstance(a, Mapping) and a.get("where") == where]
-            nbytes, upper = (sum(_count(a.get(key)) for a in amounts) for key in ("nbytes", "upper_bytes"))
-            if not nbytes:
-                continue
-            if name not in _STEPS:
-                yield Planned(name, where, nbytes, upper)
-            elif where not in steps or upper > steps[where].upper_bytes:
-                steps[where] = Planned("steps", where, nbytes, upper)
-    yield from steps.values()
+        amounts = entry.get("amounts") if isinstance(entry, Mapping) else None
+        for amount in amounts if isinstance(amounts, list) else ():
+            if isinstance(amount, Mapping):
+                yield {**amount, "phase": str(entry.get("name", ""))}
 
 
 def _count(value: object) -> int:
@@ -127,8 +145,8 @@ def _peaks(starts: Iterable[Start]) -> list[_Peak]:
                 before = highest.get((phase, where))
                 if nbytes and (before is None or nbytes > before.nbytes):
                     highest[phase, where] = _Peak(phase, where, nbytes, start, process)
-    order = {name: k for k, name in enumerate(("load", "steps", *_OPERATIONS))}
-    return sorted(highest.values(), key=lambda p: (order[p.phase], p.where != "host"))
+    order = ["load", "steps", *list(_OPERATIONS)[1:]]
+    return sorted(highest.values(), key=lambda p: (order.index(p.phase), p.where != "host"))
 
 
 def _in_operations(process: Process) -> Iterator[tuple[str, str, int]]:
@@ -175,7 +193,7 @@ def _in_steps(process: Process) -> Iterator[tuple[str, str, int]]:
 # Loads
 
 
-def _loads(starts: Iterable[Start], plan: Mapping[str, Any], model: str) -> Iterator[Part]:
+def _loads(starts: Iterable[Start], plan: Mapping[str, Any]) -> Iterator[Part]:
     """Shards, reads and staging of each load beside those planned for its rank."""
     planned = {one.get("rank"): one for one in plan["per_rank"] if isinstance(one, dict)}
     pairs = (
@@ -196,4 +214,4 @@ def _loads(starts: Iterable[Start], plan: Mapping[str, Any], model: str) -> Iter
     if rows:
         measured = ("shards", "reads", "staging")
         head = cells(">start", ">rank", *(h for name in measured for h in (f">{name} planned", ">measured")))
-        yield Part(table=Table(f"Loads of {model}", head, rows[:_MOST_ROWS]))
+        yield Part(table=Table("Loads, by start and rank", head, rows[:_MOST_ROWS]))
