@@ -291,6 +291,12 @@ def export(
     PATH and OUT may be URLs of object stores. Runs in one process, or under torchrun, where all ranks share the work. A training run may save and delete steps
     meanwhile. With --quantize as-source, tensors that did not change are copied from the quantised source, byte for byte.
     """
+    if (quantize is None) != (source is None):
+        raise click.UsageError("--quantize as-source and --source go together: give both, or neither")
+    if quantize is not None and dtype is not None:
+        raise click.UsageError(
+            "--dtype and --quantize exclude each other: the source says the dtypes; give one of them"
+        )
     from ..export.hub import export_hf
     from .render import console, show_export
 
