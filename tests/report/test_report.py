@@ -240,6 +240,11 @@ def test_steps_are_what_lies_outside_of_operations(tmp_path: Path) -> None:
         record(8, "phase", 50, 60, high=9, id=4, name="save", parent=3),
         record(9, "phase-end", 50, 700, high=9, id=4),
         record(10, "phase-end", 50, 700, high=9, id=3),
+        record(11, "phase", 50, 60, high=9, id=5, name="resume"),
+        record(12, "phase-end", 50, 900, high=9, id=5),  # without a report: it found nothing
+        record(13, "phase", 50, 60, high=9, id=6, name="resume"),
+        record(14, "phase-end", 50, 400, high=9, id=6),
+        json.dumps({"kind": "note", "t": 14, "name": "resume", "report": {}}) + "\n",
     ]
     (tmp_path / "rank-00000.jsonl").write_text("".join(lines))
     process = read_process(tmp_path / "rank-00000.jsonl")
@@ -247,7 +252,7 @@ def test_steps_are_what_lies_outside_of_operations(tmp_path: Path) -> None:
     found = {(p.phase, p.where): p.nbytes // MIB for p in _peaks(starts_of([process]))}
     assert found == {
         ("load", "host"): 800, ("load", "device"): 3, ("save, sync", "host"): 700, ("save, sync", "device"): 9,
-        ("steps", "host"): 200, ("steps", "device"): 1,
+        ("steps", "host"): 200, ("steps", "device"): 1, ("resume", "host"): 400, ("resume", "device"): 1,
     }  # fmt: skip
 
 

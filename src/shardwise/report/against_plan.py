@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -73,7 +74,7 @@ def _phases(starts: Sequence[Start], plan: Mapping[str, Any], key: str) -> Itera
             yield Part(text="No phase of the plan is in the ledgers.")
         return
     yield Part(drawn=draw_plan([(one, peak.nbytes) for one, peak in found], key))
-    head = cells("phase", ">planned", ">at most", ">measured", ">error", "", ">start", ">rank")
+    head = cells("phase", ">planned", ">at most", ">measured", ">error", "verdict", ">start", ">rank")
     yield Part(
         table=Table(
             "Phases: the highest of any rank", head, [_row(one, peak) for one, peak in found][:_MOST_ROWS]
@@ -154,9 +155,23 @@ def _in_operations(process: Process) -> Iterator[tuple[str, str, int]]:
     if any(p.name == "background save" for p in process.phases.values()):
         names["save"] = "save, async"  # what an async save does before it returns
     for phase in process.phases.values():
-        if phase.name in names and phase.ended is not None and phase.error is None:
+        if (
+            phase.name in names
+            and phase.ended is not None
+            and phase.error is None
+            and _has_done(process, phase)
+        ):
             yield names[phase.name], "host", phase.ended.get("peak_anonymous_bytes")
             yield names[phase.name], "device", _device_peak(phase)
+
+
+def _has_done(process: Process, phase: Phase) -> bool:
+    """Whether a phase that ended did something: a resume that found no step has no report."""
+    if phase.name not in ("resume", "restore") or phase.ended is None:
+        return True
+    later = [p.ended.t for p in process.phases.values() if p.name == phase.name and p.ended is not None]
+    until = min((t for t in later if t > phase.ended.t), default=math.inf)
+    return any(n.name == phase.name and phase.ended.t <= n.t < until for n in process.notes)
 
 
 def _device_peak(phase: Phase) -> int:
