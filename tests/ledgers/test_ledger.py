@@ -123,18 +123,19 @@ def test_calls_announce_their_phases_and_reports(tmp_path: Path) -> None:
             checkpoints.save(state, 2)
         sw.clone(model)
         sw.export_hf(model, tmp_path / "export")
+        sw.verify(tmp_path / "run" / "step-00000001")
     assert recorder.current() is None
     found = records(ledger.file)
     assert (found[0]["rank"], found[0]["world_size"]) == (rank, 2)
     names = {r["id"]: r["name"] for r in found if r["kind"] == "phase"}
     outer = [r["name"] for r in found if r["kind"] == "phase" and r["parent"] is None]
-    assert outer == ["load", "save", "resume", "save", "background save", "clone", "export"]
+    assert outer == ["load", "save", "resume", "save", "background save", "clone", "export", "verify"]
     within = {(names[r["parent"]], r["name"]) for r in found if r["kind"] == "phase" and r["parent"]}
     assert {("load", "plan"), ("load", "read"), ("save", "collect"), ("save", "write")} <= within
     assert {("resume", "compare digests"), ("resume", "optimizer"), ("background save", "write")} <= within
     assert sorted(r["id"] for r in found if r["kind"] == "phase-end") == sorted(names)
     notes = [(r["name"], r["report"]) for r in found if r["kind"] == "note"]
-    assert [name for name, _ in notes] == ["load", "save", "resume", "save", "save", "export"]
+    assert [name for name, _ in notes] == ["load", "save", "resume", "save", "save", "export", "verify"]
     assert [r["is_published"] for n, r in notes if n == "save"] == [True, False, True]
     assert notes[2][1]["digest"] == resumed.digest
     assert [r["facts"].get("step") for r in found if r["kind"] == "phase" and r["name"] == "save"] == [1, 2]
