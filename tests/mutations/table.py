@@ -1796,7 +1796,7 @@ MUTATIONS = (
         "operations/operation.py",
         "self._path, self._expected, self._guessed = path, self._done, 0",
         "self._path = path",
-        ("tests/operations/test_progress.py::test_a_resume_that_skips_a_damaged_step_is_one_operation",),
+        ("tests/operations/test_progress.py::test_what_was_expected_of_a_damaged_step_is_forgotten",),
         "the total of a resume counts what a damaged step had",
     ),
     Mutation(

@@ -204,6 +204,21 @@ def test_a_resume_that_skips_a_damaged_step_is_one_operation(tmp_path: Path) -> 
     assert [one.done_bytes for one in found] == sorted(one.done_bytes for one in found)
 
 
+def test_what_was_expected_of_a_damaged_step_is_forgotten() -> None:
+    """Where a try ended amid its reads."""
+    with sw.progress((heard := []).append), operations.operation("resume") as counted:
+        counted.begin_again("second")
+        counted.expect(lambda: 100)
+        counted.add(40)
+        counted.begin_again("first")
+        counted.guess(lambda: 50)
+        counted.add(10)
+        assert (heard[-1].path, heard[-1].done_bytes, heard[-1].total_bytes) == ("first", 50, 90)
+        counted.expect(lambda: 50)
+        counted.add(40)
+    assert (heard[-1].state, heard[-1].done_bytes, heard[-1].total_bytes) == ("done", 90, 90)
+
+
 def test_no_call_after_the_block(tmp_path: Path) -> None:
     """A background save that outlives the block goes on in silence."""
     model, optimizer = fns.trained()
