@@ -97,10 +97,13 @@ def test_the_whole_demo(masked_model: Path, tmp_path: Path) -> None:
     for said in (
         "stopped without a word, in save of step 6",
         "Start 2: resume from step 5",
-        "Plan against",
+        "Plan of BertModel on 2 ranks",
+        "Plan of BertModel on 3 ranks",
+        "within the bar",
         "left its ledger",
     ):
-        assert (said in page) == (said != "Plan against"), said
+        assert said in page, said
+    assert "above the bar" not in page
     for said in ("Resume report", "killed by SIGKILL", "retrieval accuracy", "DIFFERENT"):
         assert (said in text.getvalue()) == (said != "DIFFERENT")
 

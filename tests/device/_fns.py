@@ -388,6 +388,22 @@ def parts_alike(sources: str, root: str, device: torch.device) -> dict[str, tupl
     return found | {"attention": outcome(alike.attended, device)}
 
 
+def in_a_ledger(root: str, device: torch.device) -> tuple[dict[str, Any], int, int, int]:
+    """What a ledger says as a phase ends that holds 5 MiB and held 8; beside bytes used before, now, and at most."""
+    module: Any = torch.get_device_module(device)
+    devices = range(module.device_count())
+    before = sum(module.used_bytes(d) for d in devices)
+    for d in devices:
+        module.reset_peak(d)
+    with sw.ledger(root) as ledger, ledger.phase("hold"):
+        kept = torch.empty(5 * 2**20, dtype=torch.uint8, device=device)
+        torch.empty(3 * 2**20, dtype=torch.uint8, device=device)
+    used, peak = (sum(of(d) for d in devices) for of in (module.used_bytes, module.peak_bytes))
+    del kept
+    (ended,) = [r for r in map(json.loads, ledger.file.read_text().splitlines()) if r["kind"] == "phase-end"]
+    return ended, before, used, peak
+
+
 def on_two_visible(source: str, root: str, sources: str) -> dict[str, tuple[str, Any]]:
     """All that a process sees which sees both devices, as under torchrun."""
     device = enter(2)
@@ -416,6 +432,7 @@ def on_two_visible(source: str, root: str, sources: str) -> dict[str, tuple[str,
         "own tensors": outcome(saves.optimizer_with_own_tensors, f"{root}/own", device),
         "side stream": outcome(saves.async_save_on_a_side_stream, f"{root}/side", device),
         "on the cpu": outcome(saves.save_of_a_cpu_model, f"{root}/cpu", device),
+        "ledger": outcome(in_a_ledger, f"{root}/ledger", device),
     }
 
 

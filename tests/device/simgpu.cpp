@@ -256,7 +256,15 @@ struct DeviceAllocator final : c10::DeviceAllocator {
     auto found = live_.find(ptr.get());
     if (found != live_.end() && stream.id() != found->second.stream) found->second.others.insert(stream.id());
   }
-  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex) override { return {}; }
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex device) override {
+    Lock lock(mutex_);
+    c10::CachingDeviceAllocator::DeviceStats stats;
+    auto all = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+    stats.allocated_bytes[all].current = used_[device].now;
+    stats.allocated_bytes[all].peak = used_[device].peak;
+    stats.reserved_bytes[all].current = stats.reserved_bytes[all].peak = top_[device];
+    return stats;
+  }
   void resetAccumulatedStats(DeviceIndex) override {}
   void resetPeakStats(DeviceIndex) override {}
 };

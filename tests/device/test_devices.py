@@ -323,6 +323,15 @@ def test_digests_of_many_tensors_wait_once(two: Parts) -> None:
             assert not {k for k in counts if "to a device" in k}
 
 
+def test_a_ledger_asks_the_allocator_of_any_device(two: Parts) -> None:
+    """By ``torch.accelerator``: of all devices of the process."""
+    for ended, before, used, peak in of(two, "ledger"):
+        assert (used - before, peak - before) == (5 * MIB, 8 * MIB)
+        assert ended["device_allocated_bytes"] == used
+        assert ended["device_high_water_bytes"] == peak
+        assert ended["device_reserved_bytes"] >= peak
+
+
 def test_a_save_from_a_device_without_a_name(two: Parts) -> None:
     assert of(two, "nameless") == [True, True]
 

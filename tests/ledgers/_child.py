@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import shardwise as sw
-from shardwise.ledgers.current import phase
+from shardwise.operations.recorder import phase
 
 TAKEN_BYTES = 256 * 1024**2
 

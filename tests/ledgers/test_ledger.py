@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from shardwise.errors import CheckpointError
-from shardwise.ledgers import current
 from shardwise.ledgers.ledger import _SHARE, _Counts, _Pace
 from shardwise.models.host_budget import memory_cgroups
+from shardwise.operations import recorder
 from tests.harness import models
 from tests.harness.on_ranks import on_ranks
 from tests.ledgers._child import TAKEN_BYTES
@@ -123,18 +123,19 @@ def test_calls_announce_their_phases_and_reports(tmp_path: Path) -> None:
             checkpoints.save(state, 2)
         sw.clone(model)
         sw.export_hf(model, tmp_path / "export")
-    assert current.current() is None
+        sw.verify(tmp_path / "run" / "step-00000001")
+    assert recorder.current() is None
     found = records(ledger.file)
     assert (found[0]["rank"], found[0]["world_size"]) == (rank, 2)
     names = {r["id"]: r["name"] for r in found if r["kind"] == "phase"}
     outer = [r["name"] for r in found if r["kind"] == "phase" and r["parent"] is None]
-    assert outer == ["load", "save", "resume", "save", "background save", "clone", "export"]
+    assert outer == ["load", "save", "resume", "save", "background save", "clone", "export", "verify"]
     within = {(names[r["parent"]], r["name"]) for r in found if r["kind"] == "phase" and r["parent"]}
     assert {("load", "plan"), ("load", "read"), ("save", "collect"), ("save", "write")} <= within
     assert {("resume", "compare digests"), ("resume", "optimizer"), ("background save", "write")} <= within
     assert sorted(r["id"] for r in found if r["kind"] == "phase-end") == sorted(names)
     notes = [(r["name"], r["report"]) for r in found if r["kind"] == "note"]
-    assert [name for name, _ in notes] == ["load", "save", "resume", "save", "save", "export"]
+    assert [name for name, _ in notes] == ["load", "save", "resume", "save", "save", "export", "verify"]
     assert [r["is_published"] for n, r in notes if n == "save"] == [True, False, True]
     assert notes[2][1]["digest"] == resumed.digest
     assert [r["facts"].get("step") for r in found if r["kind"] == "phase" and r["name"] == "save"] == [1, 2]
@@ -156,7 +157,7 @@ def test_where_no_ledger_can_be_written(tmp_path: Path) -> None:
     ):
         with pytest.raises(CheckpointError, match=said), sw.ledger(path):
             pytest.fail("it was opened")
-    assert current.current() is None
+    assert recorder.current() is None
 
 
 def test_a_full_disk_ends_the_ledger_and_not_the_program(
@@ -230,8 +231,8 @@ def test_a_week_of_records_is_bounded() -> None:
 
 
 def test_without_a_ledger_nothing_is_announced() -> None:
-    assert current.phase("load") is current.phase("save")
-    current.note("load", {})
+    assert recorder.phase("load") is recorder.phase("save")
+    recorder.note("load", {})
 
 
 @pytest.mark.processes
@@ -239,7 +240,7 @@ def test_a_fork_has_no_ledger(tmp_path: Path) -> None:
     """Neither current, nor by the object of its parent."""
     script = (
         "import os, sys, shardwise as sw\n"
-        "from shardwise.ledgers.current import current, note\n"
+        "from shardwise.operations.recorder import current, note\n"
         f"with sw.ledger({str(tmp_path)!r}) as ledger:\n"
         "    if os.fork() == 0:\n"
         "        note('of the child', {}); ledger.note('of the child', {})\n"

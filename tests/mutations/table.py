@@ -1095,8 +1095,8 @@ MUTATIONS = (
     # ------------------------------------------------------------------------------------- copies
     Mutation(
         "store/copy.py",
-        "        for name in last:\n            work.one(name)\n",
-        "        for name in reversed(last):\n            work.one(name)\n",
+        "    for name in last:\n        work.one(name)\n",
+        "    for name in reversed(last):\n        work.one(name)\n",
         ("tests/storage/test_copy.py::test_what_says_that_it_is_whole_comes_last",),
         "the manifest is written before the config",
     ),
@@ -1786,11 +1786,25 @@ MUTATIONS = (
         "a phase's peak is what it began with",
     ),
     Mutation(
-        "ledgers/current.py",
+        "operations/recorder.py",
         "    return _current if _current is not None and _current.pid == os.getpid() else None",
         "    return _current",
         ("tests/ledgers/test_ledger.py::test_a_fork_has_no_ledger",),
         "a forked child writes into its parent's ledger",
+    ),
+    Mutation(
+        "operations/operation.py",
+        "self._path, self._expected, self._guessed = path, self._done, 0",
+        "self._path = path",
+        ("tests/operations/test_progress.py::test_what_was_expected_of_a_damaged_step_is_forgotten",),
+        "the total of a resume counts what a damaged step had",
+    ),
+    Mutation(
+        "report/against_plan.py",
+        "        if since >= min(ready) and not any(a < sample.t and since < b for a, b in busy):",
+        "        if since >= min(ready):",
+        (f"{REPORT}::test_steps_are_what_lies_outside_of_operations",),
+        "the memory of saves counts as that of steps",
     ),
     Mutation(
         "report/ledger_files.py",

@@ -176,6 +176,66 @@ def test_no_bar(env: dict[str, str]) -> None:
     assert (status, shown) == (0, "")
 
 
+EACH = """
+import logging, os, sys
+import torch
+import shardwise as sw
+
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+root = sys.argv[1]
+model = torch.nn.Linear(2000, 4000)
+optimizer = torch.optim.AdamW(model.parameters())
+model(torch.ones(2000)).sum().backward()
+optimizer.step()
+optimizer.zero_grad()
+state = sw.TrainState(model=model, optimizer=optimizer)
+with sw.progress():
+    with sw.Checkpointer(f"{root}/run") as checkpoints:
+        checkpoints.save(state, 1)
+        checkpoints.resume(state)
+    step = f"{root}/run/step-00000001"
+    sw.load(model, step)
+    sw.verify(step)
+    sw.copy(step, f"{root}/copied")
+    sw.export_hf(model, f"{root}/exported")
+    sw.convert(f"{root}/exported", f"{root}/converted")
+"""
+OPERATIONS = {  # MiB of the whole, and what its bar is called
+    "save": (91.6, "step-00000001"), "resume": (91.6, "step-00000001"), "load": (30.5, "step-00000001"),
+    "verify": (91.6, "step-00000001"), "copy": (183, "copied"), "export": (30.5, "exported"), "convert": (30.5, "converted"),
+}  # fmt: skip
+
+
+def test_each_operation_on_a_terminal(tmp_path: Path) -> None:
+    """Its total from the first line on, a rate, and the remaining time."""
+    status, _, shown = in_terminal([sys.executable, "-c", EACH, str(tmp_path)])
+    assert status == 0, shown
+    lines = frames(shown)
+    for name, (mib, label) in OPERATIONS.items():
+        own = [line for line in lines if line.startswith(f"{name} {label} ")]
+        assert own, (name, lines)
+        found = [
+            re.search(r"([\d.]+) [KM]?i?B/([\d.]+) MiB +([\d.]+) ([KMG]i)?B/s (\S+)", line) for line in own
+        ]
+        assert None not in found, own
+        assert {float(one[2]) for one in found if one} == {mib}, own
+        assert re.fullmatch(r"-:--:--|0:00:\d\d", found[-1][5]), own  # type: ignore[index]
+    assert screen(shown) == []
+
+
+def test_each_operation_in_a_log(tmp_path: Path) -> None:
+    """Two lines for each where there is no terminal."""
+    command = [sys.executable, "-c", EACH, str(tmp_path)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=env)
+    lines = [line for line in done.stderr.splitlines() if re.match(r"\w+ of /", line)]
+    for (begin, end), (name, (mib, _)) in zip(
+        zip(lines[::2], lines[1::2], strict=True), OPERATIONS.items(), strict=True
+    ):
+        assert re.fullmatch(rf"{name} of /.*: {mib} MiB to do", begin), begin
+        assert re.fullmatch(rf"{name} of /.*: done, {mib} MiB in [\d.]+ s, [\d.]+ [MG]iB/s", end), end
+
+
 @pytest.fixture(scope="module")
 def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("bars") / "step-00000003"

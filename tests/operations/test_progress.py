@@ -180,6 +180,45 @@ def test_background_saves_and_mirrors(tmp_path: Path) -> None:
     assert len(heard) == count, "the block was left"
 
 
+def test_a_resume_that_skips_a_damaged_step_is_one_operation(tmp_path: Path) -> None:
+    """Its bytes are those of both tries; its total is that of the second one, once that has begun."""
+    model, optimizer = fns.trained()
+    state = sw.TrainState(model=model, optimizer=optimizer)
+    with sw.Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(state, 1)
+        checkpoints.save(state, 2)
+        file = max((tmp_path / "step-00000002").glob("model/*.safetensors"), key=lambda p: p.stat().st_size)
+        content = bytearray(file.read_bytes())
+        content[-9] ^= 1
+        file.write_bytes(content)
+        report, (found,) = fns.recorded(lambda: checkpoints.resume(state))
+    assert report is not None
+    assert (report.step, list(report.damaged)) == (1, [2])
+    assert [one.state for one in found[:-1]] == ["running"] * (len(found) - 1)
+    assert [Path(found[k].path).name for k in (0, -1)] == ["step-00000002", "step-00000001"]
+    begun = next(k for k, one in enumerate(found) if one.path.endswith("step-00000001"))
+    before = found[begun - 1].done_bytes
+    assert before > 0
+    assert found[-1].done_bytes == before + report.bytes_read == found[-1].total_bytes
+    assert found[begun].total_bytes == pytest.approx(before + report.bytes_read, rel=0.1)
+    assert [one.done_bytes for one in found] == sorted(one.done_bytes for one in found)
+
+
+def test_what_was_expected_of_a_damaged_step_is_forgotten() -> None:
+    """Where a try ended amid its reads."""
+    with sw.progress((heard := []).append), operations.operation("resume") as counted:
+        counted.begin_again("second")
+        counted.expect(lambda: 100)
+        counted.add(40)
+        counted.begin_again("first")
+        counted.guess(lambda: 50)
+        counted.add(10)
+        assert (heard[-1].path, heard[-1].done_bytes, heard[-1].total_bytes) == ("first", 50, 90)
+        counted.expect(lambda: 50)
+        counted.add(40)
+    assert (heard[-1].state, heard[-1].done_bytes, heard[-1].total_bytes) == ("done", 90, 90)
+
+
 def test_no_call_after_the_block(tmp_path: Path) -> None:
     """A background save that outlives the block goes on in silence."""
     model, optimizer = fns.trained()

@@ -19,7 +19,12 @@ from click.testing import CliRunner, Result
 import shardwise as sw
 from shardwise.cli import main
 from shardwise.errors import ShardwiseError, SourceError
-from shardwise.ledgers.current import phase
+from shardwise.operations.recorder import phase
+from shardwise.operations.records import size
+from shardwise.phases.records import Amount, Checkpoint, RunPlan
+from shardwise.phases.records import Phase as PlannedPhase
+from shardwise.report import plots
+from shardwise.report.against_plan import _peaks
 from shardwise.report.ledger_files import read_process, starts_of
 from shardwise.report.material import find_material
 from shardwise.report.sections import marks_of
@@ -169,6 +174,129 @@ def test_it_is_one_accessible_file(page: str) -> None:
     assert not re.search(r"#0000[ef]\d", page), "a colour of matplotlib that the page does not replace"
 
 
+def plan_of(path: Path, phases: dict[str, tuple[int, int]]) -> Path:
+    """A plan of one rank, as ``shardwise plan --json`` prints it, with these bytes on the host: planned, and at most."""
+    amounts = {
+        n: (Amount("process", "host", a, b, ""), Amount("files", "page cache", 1, 1, ""))
+        for n, (a, b) in phases.items()
+    }
+    run = RunPlan(
+        phases=tuple(PlannedPhase(name, of) for name, of in amounts.items()),
+        ranks_per_host=1, is_unified=False, largest_gather_bytes=0, largest_reduce_bytes=0, network_bytes_per_step=0,
+        checkpoint=Checkpoint(nbytes=0, files=0, seconds=0.0, requests=0), assumptions=(),
+    )  # fmt: skip
+    document = {"per_rank": [], "ranks": 1, "model_class": "Linear", "run": run.to_json()}
+    path.write_text(json.dumps(document))
+    return path
+
+
+def test_the_phases_of_a_plan_beside_the_measured_ones(finished: Path, tmp_path: Path) -> None:
+    records = [
+        json.loads(line) for f in (finished / "ledger").iterdir() for line in f.read_text().splitlines()[:-1]
+    ]
+    ended = [(r["name"], r["peak_anonymous_bytes"]) for r in records if r["kind"] == "phase-end"]
+    saved, resumed = (max(nbytes for name, nbytes in ended if name == of) for of in ("save", "resume"))
+    phases = {"save, sync": (saved // 2, saved), "resume": (resumed // 2, resumed - 1)}
+    phases |= {"first step": (2**20, 2**21), "steady step": (2**22, 2**40), "export": (1, 1)}
+    plan = plan_of(tmp_path / "plan.json", phases)
+    text = Page(write_report([finished], tmp_path / "a.html", plan=str(plan)).read_text()).text
+    assert "Plan of Linear on 1 rank" in text
+    half, whole = size(saved // 2), size(saved)
+    assert re.search(rf"save, sync {half} {whole} {whole} \+100\.0% within the bar \d 0 ", text), text
+    assert re.search(rf"resume {size(resumed // 2)} .* \+100\.0% above the bar 2 0 ", text)
+    assert "steps 4.00 MiB 1.00 TiB " in text, "the larger of both"
+    assert "Planned, and not measured: export." in text
+    assert f"In each phase {half}, at most {whole}, are planned for the process itself" in text
+    # Beside the run it needs no option; what is no plan is passed by.
+    (finished / "plan-other.json").write_text('{"ranks": 1}')
+    shutil.copy(plan, finished)
+    try:
+        found = find_material([str(finished)]).plans
+    finally:
+        for file in finished.glob("plan*.json"):
+            file.unlink()
+    assert found == [json.loads(plan.read_text())]
+
+
+def test_steps_are_what_lies_outside_of_operations(tmp_path: Path) -> None:
+    """Also where a phase of the caller's own has a save in it; and peaks of devices by phase."""
+    MIB = 2**20
+
+    def record(t: float, kind: str, anonymous: int, peak: int = 0, high: int = 1, **more: Any) -> str:
+        device = {"device_allocated_bytes": MIB, "device_high_water_bytes": high * MIB}
+        host = {"anonymous_bytes": anonymous * MIB, "peak_anonymous_bytes": peak * MIB}
+        return json.dumps({"kind": kind, "t": t, **host, **device, **more}) + "\n"
+
+    lines = [
+        record(0, "begin", 10, time_s=1e9, rank=0, world_size=1),
+        record(1, "phase", 10, 900, id=1, name="load"),
+        record(2, "phase-end", 20, 800, high=3, id=1),
+        record(3, "sample", 50, 100, high=3),
+        record(4, "phase", 60, 150, high=3, id=2, name="save"),
+        record(4.5, "sample", 60, 700, high=9),
+        record(5, "phase-end", 60, 700, high=9, id=2),
+        record(6, "sample", 50, 200, high=9),
+        record(7, "phase", 50, 60, high=9, id=3, name="epoch"),
+        record(8, "phase", 50, 60, high=9, id=4, name="save", parent=3),
+        record(9, "phase-end", 50, 700, high=9, id=4),
+        record(10, "phase-end", 50, 700, high=9, id=3),
+        record(11, "phase", 50, 60, high=9, id=5, name="resume"),
+        record(12, "phase-end", 50, 900, high=9, id=5),  # without a report: it found nothing
+        record(13, "phase", 50, 60, high=9, id=6, name="resume"),
+        record(14, "phase-end", 50, 400, high=9, id=6),
+        json.dumps({"kind": "note", "t": 14, "name": "resume", "report": {}}) + "\n",
+    ]
+    (tmp_path / "rank-00000.jsonl").write_text("".join(lines))
+    process = read_process(tmp_path / "rank-00000.jsonl")
+    assert process is not None
+    found = {(p.phase, p.where): p.nbytes // MIB for p in _peaks(starts_of([process]))}
+    assert found == {
+        ("load", "host"): 800, ("load", "device"): 3, ("save, sync", "host"): 700, ("save, sync", "device"): 9,
+        ("steps", "host"): 200, ("steps", "device"): 1, ("resume", "host"): 400, ("resume", "device"): 1,
+    }  # fmt: skip
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance, as WCAG 2 defines it."""
+    parts = [int(colour[k : k + 2], 16) / 255 for k in (1, 3, 5)]
+    r, g, b = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b
+
+
+def contrast(one: str, other: str) -> float:
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def blended(colour: str, paper: str, alpha: float) -> str:
+    pairs = [(int(colour[k : k + 2], 16), int(paper[k : k + 2], 16)) for k in (1, 3, 5)]
+    return "#" + "".join(f"{round(alpha * a + (1 - alpha) * b):02x}" for a, b in pairs)
+
+
+def test_text_and_drawings_have_contrast(page: str) -> None:
+    """Light, dark and printed: 4.5 for text, also on the bars of phases, and 3 for what is drawn (WCAG 2.2, AA)."""
+    style = page[page.index("<style>") : page.index("</style>")]
+    roots = re.findall(r":root \{(.*?)\}", style, re.DOTALL)
+    schemes = [dict(re.findall(r"--([\w-]+): (#\w+)", one)) for one in roots]
+    assert len(schemes) == 3
+    assert {"currentColor", *(f"var(--{name})" for name in schemes[0])} >= set(plots._COLOURS.values())
+    for short in schemes:
+        assert short.keys() == schemes[0].keys()
+        found = {n: "#" + "".join(c * (1 if len(v) == 7 else 2) for c in v[1:]) for n, v in short.items()}
+        paper = found["paper"]
+        for name in ("ink", "soft", "link", "good", "bad"):
+            for under in ("paper", "panel"):
+                assert contrast(found[name], found[under]) >= 4.5, (name, under, found)
+        for name in ("load", "save", "resume", "export", "other", "bad"):
+            outer, within = (blended(found[name], paper, alpha) for alpha in plots.BAR_ALPHAS)
+            assert contrast(found["on-bar"], outer) >= 4.5, (name, found)
+            assert contrast(found["ink"], within) >= 4.5, (name, found)
+            assert contrast(found[name], paper) >= 3, (name, found)
+        for name in ("anonymous", "shared", "file"):
+            assert contrast(blended(found[name], paper, plots.AREA_ALPHA), paper) >= 3, (name, found)
+        assert contrast(found["device"], paper) >= 3
+
+
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)>\"'&$\\frac{ \u202e\x00"
 
 
@@ -216,7 +344,19 @@ def test_no_input_writes_html_into_it(tmp_path: Path) -> None:
     ]
     (root / "loss.jsonl").write_text("".join(json.dumps(line) + "\n" for line in losses))
     (tmp_path / "plan.json").write_text(
-        json.dumps({"per_rank": [HOSTILE, {"rank": 0}], "model_class": HOSTILE})
+        json.dumps(
+            {
+                "per_rank": [HOSTILE, {"rank": 0}],
+                "model_class": HOSTILE,
+                "ranks": 0,
+                "run": {
+                    "phases": [
+                        HOSTILE,
+                        {"name": HOSTILE, "amounts": [HOSTILE, {"where": "host", "nbytes": -1}]},
+                    ]
+                },
+            }
+        )
     )
     out = write_report([root], tmp_path / "report.html", plan=str(tmp_path / "plan.json"))
     found = Page(out.read_text())

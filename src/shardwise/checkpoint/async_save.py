@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 
 from ..errors import CheckpointError, StateError
-from ..ledgers.current import note, phase
-from ..operations.operation import in_background
+from ..operations.operation import in_background, operation
+from ..operations.recorder import note
 from ..ranks.ranks import Ranks
 from ..storage import counting
 from ..store.target import Target
@@ -147,7 +147,7 @@ class AsyncSave:
             if threading.current_thread() is self._thread:
                 _lower_priority()
             contents = StagedContents(self._staging, self._buffer)
-            with phase("background save", step=self.step), counting() as asked:
+            with operation("save", step=self.step), counting() as asked:
                 written = publish_collected(self._collected, self._target, self._ranks, contents)
             self._report = self._report_of(written, asked.total, is_published=True)
             note("save", self._report.to_json())

@@ -12,8 +12,8 @@ from typing import Literal
 
 from ..errors import CheckpointError, ShardwiseError, is_damage, is_unreadable
 from ..format.steps import checked_step
-from ..ledgers.current import announced
-from ..operations.operation import operation
+from ..operations.announced import announced
+from ..operations.operation import this_operation
 from ..planning import IOOptions
 from ..ranks.patience import patiently
 from ..ranks.ranks import Ranks
@@ -292,8 +292,8 @@ class Checkpointer:
                 with ranks.agree(f"check step {one.step}"):
                     if ranks.rank == 0:
                         patiently(quick_check, one.path, one.step, ranks.tick)
-                with operation("resume", one.path):
-                    report = restore_into(state, one.path, ranks, self._io)
+                this_operation().begin_again(one.path)
+                report = restore_into(state, one.path, ranks, self._io)
             except ShardwiseError as error:
                 if is_unreadable(error):
                     ranks.on_first("look at the steps again", self._steps.raise_if_taken)

@@ -21,7 +21,7 @@ from ..layout.model import local_tensor, wanted_states
 from ..layout.placements import Geometry
 from ..layout.wanted import Layout, Wanted, whole_tensor
 from ..models.host_memory import HostMemory
-from ..operations.operation import operation
+from ..operations.operation import this_operation
 from ..planning import IOOptions, Plan, build_plan
 from ..recipe.match import Rules, match_rules, renamed
 from ..state.gradients import GRADIENT
@@ -150,12 +150,12 @@ class OptimizerFill:
         local = {n: local_tensor(t) for n, t in by_name(self.tensors).items()} | dict(self.stored.whole)
         page_cache = page_cache_for(self.io, (t.device for t in local.values()))
         files = self.stored.catalog.files
-        with operation("load", self.stored.catalog.root) as counted:
-            counted.expect(lambda: self.plan.bytes_to_read)
-            tick = counted.counting(tick)
-            with SourceReader(tick, files=files, io=self.io, page_cache=page_cache) as reader:
-                staging = Staging(self.io, self.plan.staging_bytes)
-                execute(self.plan.transfers, reader, Destination(local), staging, self.memory)
+        counted = this_operation()
+        counted.expect(lambda: self.plan.bytes_to_read)
+        tick = counted.counting(tick)
+        with SourceReader(tick, files=files, io=self.io, page_cache=page_cache) as reader:
+            staging = Staging(self.io, self.plan.staging_bytes)
+            execute(self.plan.transfers, reader, Destination(local), staging, self.memory)
         return reader.bytes_read
 
     def place(self) -> None:

@@ -19,10 +19,10 @@ from ..gc_paused import gc_paused
 from ..internals.torch import local_tensor
 from ..layout.live import LiveModel, describe
 from ..layout.placements import mesh_text
-from ..ledgers.current import phase
 from ..loading.load import Filling, FillOptions, fill
 from ..loading.report import LoadReport
-from ..operations.operation import operation
+from ..operations.operation import this_operation
+from ..operations.recorder import phase
 from ..planning import IOOptions
 from ..ranks.ranks import Ranks
 from ..recipe.match import Rules
@@ -91,8 +91,7 @@ class Filled:
             stored = sum(catalog.nbytes for catalog in self.catalogs.values()) + optimizer_bytes()
             return stored * own // max(1, whole)
 
-        with operation("restore", "") as counted:  # within that of the caller
-            counted.guess(share)
+        this_operation().guess(share)
 
     def fill_models(self, names: Iterable[str]) -> None:
         """Fill models from their catalogs, and compare digests where they are recorded. Collective.

@@ -18,9 +18,10 @@ from ..format.manifest import FileEntry, Manifest
 from ..format.slices import Slice, file_name, header_bytes, rank_files
 from ..format.spread import file_count
 from ..format.steps import misnamed
-from ..ledgers.current import announced, phase
 from ..limits import inside
-from ..operations.operation import Operation, operation
+from ..operations.announced import announced
+from ..operations.operation import Operation, this_operation
+from ..operations.recorder import phase
 from ..ranks.ranks import Ranks
 from ..state.train_state import TrainState
 from ..state.typed_json import Encoded
@@ -130,21 +131,7 @@ def publish_collected(
 
     Calls ``prove`` on rank 0 before the commit, with the digests of the written tensors.
     """
-    with operation("save", target.final) as counted:
-        return _publish(collected, target, ranks, contents, prove, counted, at_top=at_top)
-
-
-def _publish(
-    collected: Collected,
-    target: Target,
-    ranks: Ranks,
-    contents: Contents,
-    prove: Callable[[Manifest], None],
-    counted: Operation,
-    *,
-    at_top: bool,
-) -> int:
-    final = target.final
+    final, counted = target.final, this_operation(target.final)
     try:
         first_final, place = ranks.on_first("make temporary directory", lambda: _begin(target, collected))
         with phase("write"), ranks.agree("write checkpoint"):

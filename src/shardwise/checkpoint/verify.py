@@ -31,7 +31,8 @@ from ..format.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry, Manifest, r
 from ..format.slices import Slice, SliceTensor, file_name, header_bytes, rank_files
 from ..format.steps import misnamed
 from ..limits import inside
-from ..operations.operation import Operation, operation
+from ..operations.announced import announced
+from ..operations.operation import Operation, this_operation
 from ..storage import Stat, absolute, files_below, is_url
 from ..transfer import SourceReader
 from .check import read_head
@@ -63,6 +64,7 @@ class VerifyReport:
         return {**asdict(self), "ok": self.ok}
 
 
+@announced("verify", "path")
 def verify(path: str | os.PathLike[str], *, threads: int | None = None) -> VerifyReport:
     """Check a stored checkpoint completely; reads all of it once, in blocks of 16 MiB, on one process.
 
@@ -80,9 +82,8 @@ def verify(path: str | os.PathLike[str], *, threads: int | None = None) -> Verif
     if threads is not None and threads < 1:
         raise ValueError(f"threads must be at least 1, got {threads}")
     manifest = read_manifest(root)
-    with operation("verify", root) as counted:
-        work = _Verification(root, manifest, counted)
-        work.run(threads or min(8, _cores()))
+    work = _Verification(root, manifest, this_operation(root))
+    work.run(threads or min(8, _cores()))
     return VerifyReport(
         path=root,
         step=manifest.step,

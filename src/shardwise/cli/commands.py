@@ -297,6 +297,12 @@ def export(
     PATH and OUT may be URLs of object stores. Runs in one process, or under torchrun, where all ranks share the work. A training run may save and delete steps
     meanwhile. With --quantize as-source, tensors that did not change are copied from the quantised source, byte for byte.
     """
+    if (quantize is None) != (source is None):
+        raise click.UsageError("--quantize as-source and --source go together: give both, or neither")
+    if quantize is not None and dtype is not None:
+        raise click.UsageError(
+            "--dtype and --quantize exclude each other: the source says the dtypes; give one of them"
+        )
     from ..export.hub import export_hf
     from .render import console, show_export
 
@@ -371,7 +377,10 @@ def convert(
 @click.argument("paths", type=click.Path(path_type=str), nargs=-1, required=True, metavar="RUN...")
 @click.option("--out", default="report.html", show_default=True, metavar="FILE", help="The file to write.")
 @click.option(
-    "--plan", default=None, metavar="FILE", help="What `shardwise plan --json` printed, to compare with."
+    "--plan",
+    default=None,
+    metavar="FILE",
+    help="What `shardwise plan --json` printed, to compare with. Default: RUN/plan*.json.",
 )
 @common
 def report(paths: tuple[str, ...], out: str, plan: str | None, as_json: bool) -> None:

@@ -6,8 +6,6 @@ import json
 import re
 import tempfile
 import time
-from dataclasses import dataclass
-from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -17,63 +15,19 @@ from ..errors import ShardwiseError
 from ..ranks.patience import patiently
 from ..report.write import write_report
 from ..storage import absolute, is_directory, is_url, join
+from .course import Course
 from .crash import published, unpublished_bytes
 from .data import docstring_pairs, split
-from .prepare import Prepared, clear_output, default_model, prepare_model
+from .outcome import Losses, report_of
+from .planned import plan_starts
+from .prepare import clear_output, default_model, prepare_model
 from .processes import read_model, torchrun
 from .summary import draw_loss, print_resume, print_table, read_losses, records
 
 __all__ = ["run_demo"]
 
 _HELD_OUT = 250
-_MIN_BATCH = 24
 _MAX_RANKS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class _Course:
-    """The length of the run, the step of the kill, and the paths of its files."""
-
-    out: Path
-    """A local directory."""
-    checkpoints: str
-    """The directory or URL of the checkpoints."""
-    model: Prepared
-    ranks: int
-    steps: int
-
-    @property
-    def save_every(self) -> int:
-        return max(1, self.steps // 8)
-
-    @property
-    def kill_step(self) -> int:
-        """The sixth save: after several good ones, and not at the start of the second pass over the pairs."""
-        return 6 * self.save_every
-
-    @property
-    def kill_rank(self) -> int:
-        return min(1, self.ranks - 1)
-
-    @property
-    def batch_size(self) -> int:
-        """Rows of the global batch. Both starts use it, so both numbers of ranks must divide it."""
-        unit = lcm(self.ranks, self.ranks + 1)
-        return unit * -(-_MIN_BATCH // unit)
-
-    @property
-    def pairs(self) -> int:
-        """Number of training pairs. The run sees each pair twice, and its loss falls in the second pass."""
-        return self.batch_size * self.pass_steps
-
-    @property
-    def pass_steps(self) -> int:
-        """Steps in one pass over the pairs."""
-        return -(-self.steps // 2)
-
-    @property
-    def held_out(self) -> Path:
-        return self.out / "held-out.json"
 
 
 def run_demo(
@@ -106,10 +60,11 @@ def run_demo(
     console = console or Console()
     prepared = prepare_model((model or default_model()).absolute())
     local, checkpoints = _places(str(out))
-    course = _Course(local, checkpoints, prepared, ranks, steps)
+    course = Course(local, checkpoints, prepared, ranks, steps)
     clear_output(course.out)
     _write_pairs(course)
     _introduce(course, console)
+    plan_starts(course, console)
 
     console.print("1. Plain transformers measures the model as it is", style="bold")
     before = _measure(course, prepared.directory, console)
@@ -126,26 +81,8 @@ def run_demo(
     after = _measure(course, course.out / "export", console)
 
     losses = read_losses(course.out / "run-1"), read_losses(course.out / "run-2")
-    report = {
-        "model": {
-            "path": str(prepared.directory),
-            "class": prepared.kind,
-            "allow_unused": prepared.allow_unused,
-            "allow_missing": prepared.allow_missing,
-        },
-        "ranks": ranks,
-        "steps": steps,
-        "pass_steps": course.pass_steps,
-        "load": _load_report(course),
-        "crash": crash,
-        "resume": resume[0],
-        "digests": _compare_digests(course, resume[0]["step"]),
-        "trained_twice": _trained_twice(*losses),
-        "loss": _loss_report(*losses),
-        "before": before,
-        "after": after,
-        "seconds": time.perf_counter() - started,
-    }
+    report = report_of(course, crash, resume[0], losses)
+    report |= {"before": before, "after": after, "seconds": time.perf_counter() - started}
     _finish(course, report, losses, console)
     _require_proof(report)
     return report
@@ -171,7 +108,7 @@ def _check_counts(ranks: int, steps: int) -> None:
         raise ValueError(f"steps must be at least 8, got {steps}")
 
 
-def _measure(course: _Course, model: Path, console: Console) -> dict[str, Any]:
+def _measure(course: Course, model: Path, console: Console) -> dict[str, Any]:
     """Measure a model directory with plain transformers on the held-out pairs, and print the result."""
     found = read_model(model, course.held_out)
     console.print(
@@ -192,13 +129,13 @@ def _require_proof(report: dict[str, Any]) -> None:
         raise ShardwiseError("; ".join(what for what, is_so in wrong.items() if is_so) + ": see report.json")
 
 
-def _write_pairs(course: _Course) -> None:
+def _write_pairs(course: Course) -> None:
     train, held_out = split(docstring_pairs(course.pairs + _HELD_OUT), _HELD_OUT)
     for path, pairs in ((course.out / "pairs.json", train), (course.held_out, held_out)):
         path.write_text(json.dumps(pairs), encoding="utf-8")
 
 
-def _introduce(course: _Course, console: Console) -> None:
+def _introduce(course: Course, console: Console) -> None:
     console.print(f"{course.model.kind} from {course.model.directory}", highlight=False, markup=False)
     console.print(
         f"docstrings of the standard library, {course.pairs} to train on and {_HELD_OUT} held out: find the rest by the "
@@ -218,7 +155,7 @@ def _introduce(course: _Course, console: Console) -> None:
             console.print(f"declared for the load, {what}: {shown}", highlight=False, markup=False)
 
 
-def _arguments(course: _Course, name: str) -> list[str]:
+def _arguments(course: Course, name: str) -> list[str]:
     arguments = ["--model", str(course.model.directory), "--out", str(course.out), "--name", name]
     arguments += ["--checkpoints", course.checkpoints]
     arguments += ["--pairs", str(course.out / "pairs.json"), "--steps", str(course.steps)]
@@ -228,7 +165,7 @@ def _arguments(course: _Course, name: str) -> list[str]:
     return arguments
 
 
-def _train_and_crash(course: _Course, console: Console) -> dict[str, Any]:
+def _train_and_crash(course: Course, console: Console) -> dict[str, Any]:
     """Run the first start. It must end by SIGKILL, before the step of the save is published."""
     folder = course.out / "run-1"
     folder.mkdir()
@@ -270,7 +207,7 @@ def _killed_rank(log: Path) -> int | None:
     return int(found.group(1)) if found else None
 
 
-def _resume_and_export(course: _Course, console: Console) -> None:
+def _resume_and_export(course: Course, console: Console) -> None:
     folder = course.out / "run-2"
     folder.mkdir()
     status = torchrun(
@@ -290,77 +227,14 @@ def _failure(folder: Path, what: str) -> ShardwiseError:
     return ShardwiseError(f"{what}; see {folder / 'stderr.log'}")
 
 
-def _load_report(course: _Course) -> dict[str, Any]:
-    ranks = records(course.out / "run-1", "load")
-    bytes_read = sum(r["bytes_read"] for r in ranks)
-    return {
-        "seconds": max(r["seconds_plan"] + r["seconds_read"] for r in ranks),
-        "model_bytes": ranks[0]["model_bytes"],
-        "bytes_read": bytes_read,
-        "bytes_read_ratio": bytes_read / ranks[0]["model_bytes"],
-        "ranks": [
-            {k: r[k] for k in ("rank", "local_bytes", "bytes_read", "memory_added", "memory_kept")}
-            for r in ranks
-        ],
-    }
-
-
-def _compare_digests(course: _Course, step: int) -> dict[str, Any]:
-    """Compare live weights at the save and after the restore, and the last live weights with the export."""
-    saved = _digests(course.out / "run-1" / f"digests-saving-{step}.json")
-    restored = _digests(course.out / "run-2" / f"digests-resumed-{step}.json")
-    live = _digests(course.out / "run-2" / f"digests-exported-{course.steps}.json")
-    return {
-        "step": step,
-        "tensors": len(restored),
-        "resume_equal": saved == restored,
-        "export_equal": set(live.values()) == _stored_digests(course.out / "export"),
-    }
-
-
-def _digests(path: Path) -> dict[str, str]:
-    found: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
-    return found
-
-
-def _stored_digests(directory: Path) -> set[str]:
-    """Digests of the tensors in safetensors files; a digest covers dtype and shape, but not the name."""
-    from safetensors import safe_open
-
-    from ..digests.digest import tensor_digest
-
-    found = set()
-    for path in sorted(directory.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            found |= {f"{tensor_digest(file.get_tensor(name)):016x}" for name in file.keys()}  # noqa: SIM118
-    return found
-
-
 def _ranks(count: int) -> str:
     return "1 rank trains" if count == 1 else f"{count} ranks train"
 
 
-def _trained_twice(before: dict[int, float], after: dict[int, float]) -> dict[str, Any]:
-    """The losses of the steps after the last good save, which were lost and trained again."""
-    steps = sorted(before.keys() & after.keys())
-    return {
-        "steps": steps,
-        "largest_difference": max((abs(before[s] - after[s]) for s in steps), default=0.0),
-    }
-
-
-def _loss_report(before: dict[int, float], after: dict[int, float]) -> dict[str, Any]:
-    """Training loss at the beginning and at the end, averaged over a few steps because batches differ."""
-    curve = {**before, **after}
-    values = [curve[step] for step in sorted(curve)]
-    over = min(5, len(values) // 2)
-    return {"first": sum(values[:over]) / over, "last": sum(values[-over:]) / over, "over": over}
-
-
 def _finish(
-    course: _Course,
+    course: Course,
     report: dict[str, Any],
-    losses: tuple[dict[int, float], dict[int, float]],
+    losses: tuple[Losses, Losses],
     console: Console,
 ) -> None:
     drawn = draw_loss(course.out / "loss.png", *losses, report)

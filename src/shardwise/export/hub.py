@@ -23,10 +23,10 @@ from ..dtypes import code_of, named_dtype, torch_dtype
 from ..errors import CheckpointError
 from ..internals.peft import has_adapters, peft_model
 from ..layout.live import LiveModel, describe
-from ..ledgers.current import announced
 from ..models.classes import import_code, in_turn
 from ..models.kept import has_blocks, kept_in
-from ..operations.operation import Operation, operation
+from ..operations.announced import announced
+from ..operations.operation import Operation, this_operation
 from ..planning import IOOptions
 from ..ranks.ranks import Ranks
 from ..storage import absolute
@@ -125,6 +125,7 @@ def export_hf(
     io = io or IOOptions()
     ranks = Ranks.current(timeout_s=io.timeout_s)
     final = absolute(out)
+    counted = this_operation(final)
     with ranks.agree("open source"):
         if max_shard_bytes < 1:
             raise ValueError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
@@ -166,8 +167,7 @@ def export_hf(
         with ranks.agree("plan export"):
             contents, output = job.lay_out(code, max_shard_bytes)
             assets = _with_dtype(job.assets(), code) if ranks.rank == 0 else {}
-        with operation("export", final) as counted:
-            written = _write_out(job, contents, output, assets, final, ranks, io, counted)
+        written = _write_out(job, contents, output, assets, final, ranks, io, counted)
         report = ExportReport.of(output, final, written, started)
         return replace(report, as_source=job.report()) if isinstance(job, AsSourceJob) else report
 

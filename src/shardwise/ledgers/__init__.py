@@ -1,1 +1,1 @@
-"""``sw.ledger``: memory and bytes of a process over time, by phases; and the hook through which calls announce their phases."""
+"""``sw.ledger``: memory and bytes of a process over time, and by the phases of its operations."""

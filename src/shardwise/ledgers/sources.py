@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +33,12 @@ _FILES = {
         rb"^total_shmem (\d+)$",
     ),
 }
+#: What ``torch.accelerator.memory_stats`` calls it.
+_DEVICE = (
+    ("device_allocated_bytes", "allocated_bytes.all.current"),
+    ("device_reserved_bytes", "reserved_bytes.all.current"),
+    ("device_high_water_bytes", "allocated_bytes.all.peak"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,22 +109,24 @@ class Sources:
         if io := _IO.search(_read(self._io)):
             names = ("asked_read_bytes", "asked_written_bytes", "read_bytes", "written_bytes")
             found.update(zip(names, map(int, io.groups()), strict=True))
-        return found | dict(_device())
+        return found | _device()
 
 
-def _device() -> Iterator[tuple[str, int]]:
-    """Memory that torch holds on all devices that this process uses. Starts no device, and does not import torch."""
+def _device() -> dict[str, int]:
+    """Memory that torch holds on all devices that this process uses. Starts no device, and does not import torch.
+
+    Empty before the device is started, and for a kind of device whose allocator keeps no statistics.
+    """
     torch: Any = sys.modules.get("torch")
-    for kind in ("cuda", "xpu"):
-        module = getattr(torch, kind, None)
-        with suppress(AttributeError, RuntimeError):  # torch is being imported, or the device was lost
-            if module is None or not module.is_initialized():
-                continue
-            devices = range(module.device_count())
-            yield "device_allocated_bytes", sum(module.memory_allocated(d) for d in devices)
-            yield "device_reserved_bytes", sum(module.memory_reserved(d) for d in devices)
-            yield "device_high_water_bytes", sum(module.max_memory_allocated(d) for d in devices)
-            return
+    with suppress(
+        AttributeError, RuntimeError
+    ):  # torch is being imported, the device was lost, or none is told
+        kind = torch.accelerator.current_accelerator()
+        if kind is not None and torch.get_device_module(kind).is_initialized():
+            devices = range(torch.accelerator.device_count())
+            stats = [found for d in devices if (found := torch.accelerator.memory_stats(d))]
+            return {name: sum(s[key] for s in stats) for name, key in _DEVICE if stats and key in stats[0]}
+    return {}
 
 
 def _opened(path: Path) -> int | None:

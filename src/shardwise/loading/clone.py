@@ -16,11 +16,11 @@ from ..internals.peft import has_adapters
 from ..internals.transformers import build_from_config, copy_conversions, is_transformers_model
 from ..layout.live import LiveModel, describe
 from ..layout.model import local_tensor
-from ..ledgers.current import phase
 from ..models.kept import blocks_in, kept_in, put_into
 from ..models.memory import materialize
 from ..models.meta_init import forget_meta_buffers, meta_init
 from ..names import NamedTensor, canonical_name, named_tensors
+from ..operations.recorder import phase
 from ..ranks.ranks import Ranks
 from ..recipe.origin import inherit
 from ..sharding.fsdp import shard_alike

@@ -21,14 +21,15 @@ from ..errors import IntegrityError, PlanError, ShardError
 from ..gc_paused import gc_paused
 from ..internals.torch import local_tensor, version_of
 from ..layout.live import LiveModel, describe
-from ..ledgers.current import announced, phase
 from ..models.homes import remember_source
 from ..models.host_budget import HostBudget, host_budget, refuse_too_large
 from ..models.memory import default_device, materialize
 from ..models.meta_init import forget_meta_buffers, meta_buffers
 from ..models.unquantized import forget_quantization
 from ..names import patterns_of
-from ..operations.operation import operation
+from ..operations.announced import announced
+from ..operations.operation import this_operation
+from ..operations.recorder import phase
 from ..planning import IOOptions, Plan, build_plan
 from ..quantized.dequantized import dequantized
 from ..ranks.ranks import Ranks
@@ -208,22 +209,19 @@ def fill(prepare: Callable[[], Filling], ranks: Ranks) -> Filled:
         choice = Choice(**ranks.combine(label, told, chosen))
     plan, live, catalog, options = planned.plan, given.live, given.catalog, given.options
     read = time.perf_counter()
-    with operation("load", catalog.root) as counted:
-        with phase("read"), ranks.agree("read"):
-            memory = materialize(
-                live.root, options.device or default_device(live.parameters), options.io.pages
-            )
-            live = live.refreshed()
-            cost = carry_out(planned, choice, live, ranks, memory, counted)
-        if new:
-            # A separate round: DoRA's magnitudes may be gathered, and no rank may wait there for one that failed.
-            with ranks.agree("initialize"):
-                fill_by_rule(live, options.seed, new)
-        forget_meta_buffers(live.root)
-        compared = 0
-        if options.verify != "cover" and catalog.digests:
-            with phase("compare digests"):
-                compared = check_digests(live, catalog, plan, ranks)
+    with phase("read"), ranks.agree("read"):
+        memory = materialize(live.root, options.device or default_device(live.parameters), options.io.pages)
+        live = live.refreshed()
+        cost = carry_out(planned, choice, live, ranks, memory, this_operation(catalog.root))
+    if new:
+        # A separate round: DoRA's magnitudes may be gathered, and no rank may wait there for one that failed.
+        with ranks.agree("initialize"):
+            fill_by_rule(live, options.seed, new)
+    forget_meta_buffers(live.root)
+    compared = 0
+    if options.verify != "cover" and catalog.digests:
+        with phase("compare digests"):
+            compared = check_digests(live, catalog, plan, ranks)
     if not catalog.has_module_names:
         remember(live.root, plan.recipes, catalog.tensors)
         remember_source((live.root, live.base), catalog)

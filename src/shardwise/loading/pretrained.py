@@ -20,7 +20,6 @@ from ..errors import FormatError, ShardwiseError
 from ..format.manifest import read_manifest
 from ..internals.transformers import build_from_config, default_conversions, kept_in_fp32
 from ..layout.live import describe
-from ..ledgers.current import announced
 from ..limits import (
     MAX_BYTES_PER_STORED,
     MAX_MODULES,
@@ -37,6 +36,7 @@ from ..models.kept import asked_of, kept_in, kept_in_checkpoint, put_into
 from ..models.meta_init import NotLarger, at_most, meta_init
 from ..models.unquantized import plain_config, refuse_source
 from ..names import named_tensors
+from ..operations.announced import announced
 from ..planning import IOOptions
 from ..quantized.dequantized import dequantized
 from ..ranks.ranks import Ranks

@@ -1,7 +1,8 @@
-"""One operation that counts its bytes: made by :func:`operation`, told to the listeners by whoever reads or writes.
+"""One operation: a phase of the ledger, and bytes that are counted for whoever follows its progress.
 
-An operation within another one of its thread counts for the outer one: a resume with its loads is one. Without listeners
-there is nothing to count: callers get their own functions back.
+:func:`operation` announces it to both. What reads or writes counts for :func:`this_operation`. An operation within another one of its
+thread is a phase within that one's, and counts for it: a resume with its loads is one. Without listeners there is nothing to count:
+callers get their own functions back.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from contextvars import ContextVar
 from threading import Lock
 
 from .listeners import Listener, listeners_for
+from .recorder import phase
 from .records import OperationName, Progress, State
 
-__all__ = ["PERIOD_S", "Operation", "in_background", "operation"]
+__all__ = ["PERIOD_S", "Operation", "in_background", "operation", "this_operation"]
 
 #: Listeners hear of an operation at most so often.
 PERIOD_S = 0.1
@@ -28,6 +30,12 @@ Tick = Callable[[int], None]
 
 class Operation:
     """An operation. This one has no listener: its methods do nothing."""
+
+    def lies_at(self, path: str) -> None:
+        """Its path, if it has none yet: that of a resume is the step's, not that of the model in it."""
+
+    def begin_again(self, path: str) -> None:
+        """At another path, because the one before is damaged. What is done stays done; what was expected there is forgotten."""
 
     def expect(self, nbytes: Callable[[], int]) -> None:
         """So many more bytes are to do: of a plan, exactly. The operation begins for listeners with the first call."""
@@ -51,24 +59,30 @@ class _Heard(Operation):
     ) -> None:
         self._name, self._path, self._is_background = name, path, is_background
         self._listeners, self._number = listeners, next(_numbers)
-        self._started = time.monotonic()
-        self._due = 0.0
+        self._started = self._due = 0.0
         self._done = self._expected = self._guessed = 0
         self._has_begun = self._has_ended = False
         self._lock = Lock()
         self._telling = Lock()
+
+    def lies_at(self, path: str) -> None:
+        self._path = self._path or path
+
+    def begin_again(self, path: str) -> None:
+        with self._lock:
+            self._path, self._expected, self._guessed = path, self._done, 0
 
     def expect(self, nbytes: Callable[[], int]) -> None:
         self._expected += nbytes()
         self._begin()
 
     def guess(self, nbytes: Callable[[], int]) -> None:
-        self._guessed = nbytes()
+        self._guessed = self._expected + nbytes()
         self._begin()
 
     def _begin(self) -> None:
         if not self._has_begun:
-            self._has_begun = True
+            self._has_begun, self._started = True, time.monotonic()
             self._tell()
 
     def add(self, nbytes: int) -> None:
@@ -138,27 +152,41 @@ _in_background: ContextVar[bool] = ContextVar("operation_in_background", default
 
 
 @contextmanager
-def operation(name: OperationName, path: str) -> Iterator[Operation]:
-    """An operation, until the block is left; within another one of this thread, that one. Rank-local; costs microseconds."""
-    outer = _within.get()
-    if outer is not None:
-        yield outer
-        return
-    is_background = _in_background.get()
-    listeners = listeners_for(is_background=is_background)
-    if not listeners:
-        yield _SILENT
-        return
-    heard = _Heard(name, path, listeners, is_background=is_background)
+def operation(name: OperationName, path: str = "", /, **facts: object) -> Iterator[Operation]:
+    """An operation, until the block is left; within another one of this thread, part of that one. Rank-local; costs microseconds.
+
+    Listeners hear of it from its first bytes to do; the recorder at once, with ``facts``, a few short values.
+    """
+    is_background, outer = _in_background.get(), _within.get()
+    with phase(f"background {name}" if is_background else name, **facts):
+        if outer is not None:
+            yield outer
+        elif listeners := listeners_for(is_background=is_background):
+            heard = _Heard(name, path, listeners, is_background=is_background)
+            with _followed(heard):
+                yield heard
+        else:
+            yield _SILENT
+
+
+@contextmanager
+def _followed(heard: _Heard) -> Iterator[None]:
     token = _within.set(heard)
     try:
-        yield heard
+        yield
     except BaseException as error:
         _within.reset(token)
         heard.end("failed", error)
         raise
     _within.reset(token)
     heard.end("done")
+
+
+def this_operation(path: str = "") -> Operation:
+    """The operation that this thread is in, to count for it. ``path``: where it reads or writes, unless it has been told."""
+    found = _within.get() or _SILENT
+    found.lies_at(path)
+    return found
 
 
 @contextmanager

@@ -18,9 +18,9 @@ class Progress:
     """How far one operation is on this rank: bytes done, of the bytes to do."""
 
     operation: OperationName
-    """What is done. A resume is one operation, with the loads in it."""
+    """What is done. A resume is one operation, with the loads in it, and with the steps that it skips because they are damaged."""
     path: str
-    """Path or URL that is read or, by a save, a conversion, a copy and an export, written."""
+    """Path or URL that is read or, by a save, a conversion, a copy and an export, written. Of a resume the step's."""
     state: Literal["running", "done", "failed"]
     """``done`` and ``failed`` come once, last."""
     done_bytes: int
@@ -29,7 +29,7 @@ class Progress:
     """Bytes that this rank will have done, by plan; an estimate of a resume or an export until it is done. Never less than
     ``done_bytes``: it grows if more is read or written than planned."""
     seconds: float
-    """Since the operation began: a load begins when it is planned."""
+    """Since its bytes to do were known: a load's plan is made before."""
     number: int
     """Counts the operations of this process: operations at the same time have different ones."""
     is_background: bool

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,17 +35,17 @@ class Material:
     runs: list[RootContents] = field(default_factory=list)
     starts: list[Start] = field(default_factory=list)
     losses: list[LossLog] = field(default_factory=list)
-    plan: Mapping[str, Any] | None = None
-    """The document of ``shardwise plan --json``."""
+    plans: list[Mapping[str, Any]] = field(default_factory=list)
+    """Documents of ``shardwise plan --json``."""
 
 
 def find_material(paths: Sequence[str], plan: str | None = None) -> Material:
     """Look at each path: a directory of checkpoints, or one that holds ``checkpoints``, ``ledger`` or ``loss.jsonl``; a URL of
-    checkpoints; a ledger or a loss log.
+    checkpoints; a ledger or a loss log. Without ``plan``, those are taken that lie in a directory of ``paths`` as ``plan*.json``.
 
     Raises :class:`SourceError` for a path that holds none of these, and for a ``plan`` that is none.
     """
-    material = Material(paths, plan=None if plan is None else _read_plan(Path(plan)))
+    material = Material(paths, plans=[] if plan is None else [_read_plan(Path(plan))])
     files: dict[Path, Path] = {}  # real path -> as the caller reaches it
     for path in paths:
         if is_url(path):
@@ -55,6 +56,8 @@ def find_material(paths: Sequence[str], plan: str | None = None) -> Material:
             roots = [str(one) for one in (place, place / "checkpoints") if one.is_dir() and is_root(str(one))]
             found = _files_of(place)
             material.runs += [steps_below(root) for root in roots]
+            if plan is None:
+                material.plans += _plans_in(place)
         elif place.is_file():
             roots, found = [], [place]
         else:
@@ -92,6 +95,12 @@ def _losses(file: Path) -> dict[int, float]:
         if isinstance(step, int) and isinstance(loss, int | float) and 0 <= step < 2**53:
             points[step] = float(loss) if abs(loss) < 2**62 else math.nan
     return points
+
+
+def _plans_in(place: Path) -> Iterator[Mapping[str, Any]]:
+    for file in sorted(place.glob("plan*.json")):
+        with suppress(SourceError):  # another program's plan
+            yield _read_plan(file)
 
 
 def _read_plan(file: Path) -> Mapping[str, Any]:

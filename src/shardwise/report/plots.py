@@ -18,7 +18,19 @@ from .ledger_files import Phase, Process, Sample, Start
 from .material import LossLog
 from .text import plain, size
 
-__all__ = ["Drawn", "Mark", "draw_host", "draw_losses", "draw_memory", "draw_sizes", "plotting"]
+__all__ = [
+    "AREA_ALPHA",
+    "BAR_ALPHAS",
+    "Drawn",
+    "Mark",
+    "Planned",
+    "draw_host",
+    "draw_losses",
+    "draw_memory",
+    "draw_plan",
+    "draw_sizes",
+    "plotting",
+]
 
 #: Stands for a colour in what matplotlib writes -> the page's variable.
 _COLOURS = {
@@ -34,6 +46,7 @@ _COLOURS = {
     "#0000e4": "var(--export)",
     "#0000e5": "var(--other)",
     "#0000e6": "var(--bad)",
+    "#0000e7": "var(--on-bar)",
 }
 _BY_NAME = {value.removeprefix("var(--").removesuffix(")"): name for name, value in _COLOURS.items()}
 _TEXT, _FAINT, _BAD = _BY_NAME["currentColor"], _BY_NAME["faint"], _BY_NAME["bad"]
@@ -46,6 +59,8 @@ _KINDS = {
     "restore": "resume",
     "export": "export",
 }
+#: Of areas, and of the bars of phases: outer ones, and those within.
+AREA_ALPHA, BAR_ALPHAS = 0.9, (0.85, 0.45)
 _MOST_POINTS = 400
 _MOST_BARS = 400
 _LONG_NUMBER = re.compile(r"(\d\.\d)\d+")  # in points: a tenth is finer than a screen
@@ -68,6 +83,22 @@ class Mark:
     step: int
     kind: str
     """``save``, ``crash`` or ``resume``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What a plan says that a rank holds in a phase, at one place."""
+
+    phase: str
+    where: str
+    nbytes: int
+    upper_bytes: int
+    """The upper end of the error bar."""
+
+    @property
+    def label(self) -> str:
+        """For a row."""
+        return plain(self.phase, 40) + ("" if self.where == "host" else f", {self.where}")
 
 
 @contextmanager
@@ -151,7 +182,7 @@ def draw_memory(start: Start, process: Process) -> Drawn:
             [s.get(f"{kind}_bytes") / 1024**2 for s in samples] for kind in ("anonymous", "shared", "file")
         ]
         kinds = ("anonymous", "shared", "file-backed")
-        above.stackplot(times, *stacked, colors=_SERIES[:3], labels=kinds, alpha=0.75, linewidth=0)
+        above.stackplot(times, *stacked, colors=_SERIES[:3], labels=kinds, alpha=AREA_ALPHA, linewidth=0)
         peaks = [
             max(
                 s.get("peak_resident_bytes"),
@@ -217,12 +248,14 @@ def _phase_bars(axes: Any, process: Process, offset: float, seconds: float, form
             left=offset + phase.began.t,
             height=0.8,
             color=colour,
-            alpha=0.45 if row else 0.85,
+            alpha=BAR_ALPHAS[row],
             linewidth=0,
         )
         words = plain(phase.name, 24) + (" (killed)" if is_cut else "")
         if length / max(seconds, 1e-9) * _WIDTHS[form] > 0.085 * len(words):
-            axes.text(offset + phase.began.t + length / 2, -row, words, ha="center", va="center", fontsize=8)
+            on = _TEXT if row else _BY_NAME["on-bar"]
+            middle = offset + phase.began.t + length / 2
+            axes.text(middle, -row, words, ha="center", va="center", fontsize=8, color=on)
     axes.set_ylim(-1.5, 0.5)
     axes.set_yticks([])
     axes.spines.left.set_visible(False)
@@ -256,7 +289,13 @@ def draw_host(start: Start, host: str, processes: Sequence[Process]) -> Drawn:
         rest = [max(0.0, s.get("cgroup_bytes") / 1024**2 - c) for s, c in zip(samples, cache, strict=True)]
         colours = (_SERIES[0], _SERIES[2])
         axes.stackplot(
-            times, rest, cache, colors=colours, labels=("all else", "page cache"), alpha=0.75, linewidth=0
+            times,
+            rest,
+            cache,
+            colors=colours,
+            labels=("all else", "page cache"),
+            alpha=AREA_ALPHA,
+            linewidth=0,
         )
         axes.set_ylabel("MiB")
         axes.set_ylim(bottom=0)
@@ -345,3 +384,34 @@ def draw_sizes(steps: Sequence[tuple[int, int]], key: str) -> Drawn:
         axes.set_ylabel("MiB")
 
     return _drawn(key, "Size of each stored checkpoint", description, 2.0, draw)
+
+
+def draw_plan(found: Sequence[tuple[Planned, int]], key: str) -> Drawn:
+    """Planned amounts with their error bars, and the measured ones, by phase."""
+    names = [p.label for p, _ in found]
+    description = "; ".join(
+        f"{name}: planned {size(p.nbytes)}, at most {size(p.upper_bytes)}, measured {size(nbytes)}"
+        for name, (p, nbytes) in zip(names, found, strict=True)
+    )
+
+    def draw(figure: Any, form: str) -> None:
+        axes = figure.subplots()
+        rows = [-k for k in range(len(found))]
+        planned, upper = (
+            [n / 1024**2 for n in of]
+            for of in zip(*((p.nbytes, p.upper_bytes) for p, _ in found), strict=True)
+        )
+        bars = [u - n for n, u in zip(planned, upper, strict=True)]
+        axes.barh(
+            rows, bars, left=planned, height=0.5, color=_SERIES[2], linewidth=0, label="planned, to at most"
+        )
+        measured = [nbytes / 1024**2 for _, nbytes in found]
+        axes.plot(measured, rows, "D", color=_SERIES[0], markersize=6, label="measured")
+        axes.set_yticks(rows, names)
+        axes.set_xlim(left=0)
+        axes.set_xlabel("MiB of a rank")
+        _legend(axes, form)
+
+    return _drawn(
+        key, "Memory of each phase: planned and measured", description, 1.3 + 0.28 * len(found), draw
+    )

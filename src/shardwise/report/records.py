@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .plots import Drawn
+from .text import size
 
-__all__ = ["Cell", "Page", "Part", "Section", "Table", "cells", "facts"]
+__all__ = ["Cell", "Page", "Part", "Section", "Table", "bytes_cell", "cells", "facts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,11 @@ def cells(*values: object) -> list[Cell]:
             text = str(value)
             found.append(Cell(text.removeprefix(">"), number=text.startswith(">")))
     return found
+
+
+def bytes_cell(nbytes: object) -> Cell:
+    """Bytes from a file, which may hold anything."""
+    return Cell(size(nbytes) if isinstance(nbytes, int) and 0 <= nbytes < 2**62 else "–", number=True)
 
 
 def facts(caption: str, rows: Iterable[tuple[str, object]]) -> Table:

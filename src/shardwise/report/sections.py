@@ -8,7 +8,7 @@ from typing import Any
 from .ledger_files import Note, Process, Start
 from .material import Material
 from .plots import Mark, draw_host, draw_losses, draw_memory
-from .records import Cell, Part, Section, Table, cells, facts
+from .records import Cell, Part, Section, Table, bytes_cell, cells, facts
 from .text import counted, plain, seconds_text, size, time_text
 
 __all__ = ["load_section", "loss_section", "marks_of", "memory_section", "resume_section", "starts_section"]
@@ -18,10 +18,6 @@ _DRAWN_RANKS = 6
 _DRAWN_IN_ALL = 16
 _DRAWN_STARTS = 6
 _MOST_ROWS = 200
-
-
-def _bytes(nbytes: object) -> Cell:
-    return Cell(size(nbytes) if isinstance(nbytes, int) and 0 <= nbytes < 2**62 else "–", number=True)
 
 
 def _ratio(part: object, whole: object) -> Cell:
@@ -58,8 +54,8 @@ def starts_section(starts: Sequence[Start]) -> Section:
     """Each process of each start, and how it ended."""
     rows = [
         cells(
-            start.number, p.rank, _ending(p), Cell(seconds_text(p.last_t), number=True), _bytes(p.peak("resident")),
-            _bytes(p.peak("anonymous")), plain(p.host, 40), Cell(time_text(p.began_s), number=True),
+            start.number, p.rank, _ending(p), Cell(seconds_text(p.last_t), number=True), bytes_cell(p.peak("resident")),
+            bytes_cell(p.peak("anonymous")), plain(p.host, 40), Cell(time_text(p.began_s), number=True),
         )
         for start in starts
         for p in start.processes
@@ -191,7 +187,7 @@ def _resume(start: Start, found: Sequence[tuple[Process, Note]]) -> Part:
         ("damaged steps skipped", _words(r.get("damaged", ()))),
         ("newer steps set aside", _words(r.get("superseded", ()))),
         ("run", plain(str(r.get("run_id", "")), 64)),
-        ("read by rank 0", f"{_bytes(r.get('bytes_read')).text} in {_seconds(r.get('seconds'))}"),
+        ("read by rank 0", f"{bytes_cell(r.get('bytes_read')).text} in {_seconds(r.get('seconds'))}"),
     ]  # fmt: skip
     heading = f"Start {start.number}: {plain(note.name, 20)} from step {step}"
     return Part(heading=heading, table=facts(f"Report of rank {process.rank}", rows))
@@ -205,8 +201,8 @@ def _seconds(value: object) -> str:
 # Loads
 
 
-def load_section(starts: Sequence[Start], plan: Mapping[str, Any] | None) -> Section | None:
-    """Bytes and memory of each load beside their floors; beside a plan, if there is one."""
+def load_section(starts: Sequence[Start]) -> Section | None:
+    """Bytes and memory of each load beside their floors."""
     rows = []
     for start in starts:
         for process, note in start.notes("load"):
@@ -219,15 +215,13 @@ def load_section(starts: Sequence[Start], plan: Mapping[str, Any] | None) -> Sec
         )  # fmt: skip
         parts += _tables("Loads, by start and rank", head, rows)
         parts += _totals(starts)
-    if plan is not None:
-        parts.append(_against_plan(starts, plan))
     if not parts:
         return None
     about = (
         "The floor of memory is a rank's shards; that of bytes over all ranks is the model, once. Memory added is the highest "
         "anonymous memory during the load, less that before it; the first load of a process imports code, too."
     )
-    return Section("load", "Load against its floor" + (" and the plan" if plan else ""), about, parts)
+    return Section("load", "Load against its floor", about, parts)
 
 
 def _load_row(start: Start, process: Process, note: Note) -> list[Cell]:
@@ -238,8 +232,8 @@ def _load_row(start: Start, process: Process, note: Note) -> list[Cell]:
         rate = f"{size(int(r['bytes_read'] / seconds))}/s"
     added = _added(process, note)
     return cells(
-        start.number, process.rank, _bytes(r.get("local_bytes")), _bytes(added), _ratio(added, r.get("local_bytes")),
-        _bytes(r.get("bytes_read")), _ratio(r.get("bytes_read"), r.get("model_bytes")), _bytes(r.get("staging_peak_bytes")),
+        start.number, process.rank, bytes_cell(r.get("local_bytes")), bytes_cell(added), _ratio(added, r.get("local_bytes")),
+        bytes_cell(r.get("bytes_read")), _ratio(r.get("bytes_read"), r.get("model_bytes")), bytes_cell(r.get("staging_peak_bytes")),
         Cell(_seconds(r.get("seconds_plan")), number=True), Cell(_seconds(seconds), number=True), Cell(rate, number=True),
         plain(str(r.get("strategy", "")).partition(":")[0], 20),
     )  # fmt: skip
@@ -266,39 +260,6 @@ def _totals(starts: Iterable[Start]) -> Iterator[Part]:
             yield Part(
                 text=f"Start {start.number}: all ranks together read {size(sum(read))} = {sum(read) / model:.3f} × the model."
             )
-
-
-def _against_plan(starts: Sequence[Start], plan: Mapping[str, Any]) -> Part:
-    planned = {one.get("rank"): one for one in plan["per_rank"] if isinstance(one, dict)}
-    rows = []
-    for start in starts:
-        for process, note in start.notes("load"):
-            one = planned.get(process.rank)
-            if one is None or process.world_size != plan.get("ranks"):
-                continue
-            pairs = (
-                ("shard_bytes", "local_bytes"),
-                ("bytes_read", "bytes_read"),
-                ("staging_bytes", "staging_peak_bytes"),
-            )
-            row: list[object] = [start.number, process.rank]
-            for was, now in pairs:
-                row += [_bytes(one.get(was)), _bytes(note.report.get(now))]
-            rows.append(cells(*row))
-    head = cells(
-        ">start",
-        ">rank",
-        ">shards planned",
-        ">measured",
-        ">reads planned",
-        ">measured",
-        ">staging planned",
-        ">measured",
-    )
-    model = f"{plain(str(plan.get('model_class', '')), 60)} on {counted(plan.get('ranks'), 'rank')}"
-    if not rows:
-        return Part(heading="Plan against measured", text=f"No load of {model} is in the ledgers.")
-    return Part(heading="Plan against measured", table=Table(f"Plan of {model}", head, rows[:_MOST_ROWS]))
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -357,10 +318,10 @@ def _phase_table(start: Start) -> Table:
         lengths = [one.ended.t - one.began.t for _, one in ended]
 
         def most(kind: str, ended: Sequence[tuple[Process, Any]] = ended) -> Cell:
-            return _bytes(max((one.ended.get(f"peak_{kind}_bytes") for _, one in ended), default=None))
+            return bytes_cell(max((one.ended.get(f"peak_{kind}_bytes") for _, one in ended), default=None))
 
         def total(kind: str, ended: Sequence[tuple[Process, Any]] = ended) -> Cell:
-            return _bytes(sum(max(0, one.ended.get(kind) - one.began.get(kind)) for _, one in ended))
+            return bytes_cell(sum(max(0, one.ended.get(kind) - one.began.get(kind)) for _, one in ended))
 
         cut = len(ones) - len(ended)
         rows.append(

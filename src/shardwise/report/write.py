@@ -11,6 +11,7 @@ from .. import __version__
 from ..errors import ShardwiseError
 from ..runs.history import RootContents, StepSummary
 from ..storage import is_url
+from .against_plan import plan_section
 from .material import Material, find_material
 from .plots import draw_sizes, plotting
 from .records import Cell, Page, Part, Section, Table, cells
@@ -25,7 +26,9 @@ _MOST_STEPS = 200
 def write_report(
     paths: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str], *, plan: str | None = None
 ) -> Path:
-    """Write one HTML file about runs, from their steps, ledgers and loss logs; ``plan``: what ``shardwise plan --json`` printed.
+    """Write one HTML file about runs, from their steps, ledgers and loss logs.
+
+    ``plan``: a file that holds what ``shardwise plan --json`` printed. Default: each ``plan*.json`` in a directory of ``paths``.
 
     Reads manifests, headers and logs, no payload; the same input gives the same file. Raises :class:`SourceError` naming a path with
     nothing to report, :class:`ShardwiseError` without matplotlib (extra ``plot``) or if ``out`` can't be written.
@@ -54,7 +57,8 @@ def _page(material: Material) -> Page:
         starts_section(starts) if starts else None,
         loss_section(material),
         resume_section(starts),
-        load_section(starts, material.plan),
+        load_section(starts),
+        plan_section(starts, material.plans),
         memory_section(starts),
         _history(material.runs),
         _read(material),

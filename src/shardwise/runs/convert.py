@@ -29,7 +29,8 @@ from ..format.steps import STEP_NAME
 from ..layout.placements import Cut, Geometry
 from ..models.classes import import_code, in_turn
 from ..names import NamedTensor
-from ..operations.operation import operation
+from ..operations.announced import announced
+from ..operations.operation import this_operation
 from ..planning import IOOptions
 from ..ranks.ranks import Ranks
 from ..recipe.host_convert import HostConversion
@@ -75,6 +76,7 @@ class ConvertReport:
         return asdict(self)
 
 
+@announced("convert", "source", "out")
 def convert(
     source: str | os.PathLike[str],
     out: str | os.PathLike[str],
@@ -131,10 +133,8 @@ def convert(
         software={**run.software, CONVERTED: run.kind},
         hub_tensors={n: m.hub_tensors for n, m in run.models.items() if m.hub_tensors is not None},
     )
-    with (
-        operation("convert", final),  # counts what is written
-        SourceReader(ranks.tick, files=files, io=io, page_cache=page_cache_for(io, ())) as reader,
-    ):
+    this_operation(final)  # counts what is written
+    with SourceReader(ranks.tick, files=files, io=io, page_cache=page_cache_for(io, ())) as reader:
         stream = _Stream(run, reader, Staging(io))
         contents = InParts(stream.tensor_of, _PIECE_BYTES)
         written = publish_collected(

@@ -18,7 +18,8 @@ from ..digests.digest import finish, partial_sum
 from ..dtypes import itemsize
 from ..format.manifest import read_manifest
 from ..layout.boxes import Box
-from ..operations.operation import operation
+from ..operations.announced import announced
+from ..operations.operation import this_operation
 from ..planning import IOOptions
 from ..recipe.tiles import identity
 from ..storage import absolute, is_file, is_url
@@ -71,6 +72,7 @@ class DiffReport:
         return {**asdict(self), "ok": self.ok}
 
 
+@announced("diff", "first", "second")
 def diff(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> DiffReport:
     """Compare two sources tensor by tensor: two checkpoints with their optimizers, otherwise only the models.
 
@@ -84,7 +86,8 @@ def diff(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> DiffR
         a, b = _models_only(a), _models_only(b)
     both = [n for n in a if n in b]
     changed, equal, by_digest = [], 0, 0
-    with operation("diff", os.fspath(second)) as counted, SourceReader(files=files) as reader:
+    counted = this_operation(os.fspath(second))
+    with SourceReader(files=files) as reader:
         counted.expect(lambda: sum(a[n][0].nbytes for n in both))
         for name in both:
             (x, x_digest), (y, y_digest) = a[name], b[name]

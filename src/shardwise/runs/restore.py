@@ -24,9 +24,9 @@ from ..dtypes import torch_dtype
 from ..errors import StateError
 from ..format.states import StateKey, by_name
 from ..layout.live import describe
-from ..ledgers.current import announced
 from ..limits import brief
-from ..operations.operation import operation
+from ..operations.announced import announced
+from ..operations.operation import this_operation
 from ..planning import IOOptions
 from ..ranks.ranks import Ranks
 from ..rng import derive_rng
@@ -57,8 +57,8 @@ def restore(state: TrainState, path: str | os.PathLike[str], *, io: IOOptions | 
     root, ranks = absolute(path), Ranks.current(timeout_s=io.timeout_s)
     with counting() as asked:
         is_other = ranks.on_first("look at checkpoint", lambda: is_third_party(root))
-        with operation("restore", root):
-            report = (_restore_third_party if is_other else restore_into)(state, root, ranks, io)
+        this_operation(root)
+        report = (_restore_third_party if is_other else restore_into)(state, root, ranks, io)
     return replace(report, requests=asked.total)
 
 

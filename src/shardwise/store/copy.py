@@ -22,7 +22,8 @@ from ..catalog.records import StoredFile
 from ..errors import CheckpointError, IntegrityError, SourceError
 from ..format.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry, parse_manifest
 from ..limits import inside, read_small
-from ..operations.operation import Operation, operation
+from ..operations.announced import announced
+from ..operations.operation import Operation, this_operation
 from ..ranks.patience import remove_tree
 from ..storage import (
     Stat,
@@ -71,6 +72,7 @@ class CopyReport:
         return asdict(self)
 
 
+@announced("copy", "source", "out")
 def copy(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> CopyReport:
     """Copy a checkpoint, or a directory of a model, to ``out``; either may be a URL.
 
@@ -99,16 +101,15 @@ def copy(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> CopyRep
             raise CheckpointError(f"{final}: is a file; give the URL of a directory")
         for name in files:
             place_of(inside(final, name))  # raises for names that no store has
-    with operation("copy", final) as counted:
-        work = _Copy(origin, final if is_url(final) else final + UNFINISHED, files, counted)
-        last = [name for name in LAST if name in files]
-        work.check_target(last)
-        with ThreadPoolExecutor(_AT_ONCE, "shardwise-copy") as pool:
-            list(pool.map(work.one, [name for name in files if name not in last]))
-        for name in last:
-            work.one(name)
-        if not is_url(final):
-            _appear(final + UNFINISHED, final, set(files))
+    work = _Copy(origin, final if is_url(final) else final + UNFINISHED, files, this_operation(final))
+    last = [name for name in LAST if name in files]
+    work.check_target(last)
+    with ThreadPoolExecutor(_AT_ONCE, "shardwise-copy") as pool:
+        list(pool.map(work.one, [name for name in files if name not in last]))
+    for name in last:
+        work.one(name)
+    if not is_url(final):
+        _appear(final + UNFINISHED, final, set(files))
     return CopyReport(
         final,
         origin,

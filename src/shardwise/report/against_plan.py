@@ -1,0 +1,232 @@
+"""A plan beside what was measured: each load's shards and reads, and the peak of each phase with its error bar."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from ..operations.records import OperationName
+from .ledger_files import Phase, Process, Start
+from .plots import Planned, draw_plan
+from .records import Cell, Part, Section, Table, bytes_cell, cells
+from .text import counted, plain, size
+
+__all__ = ["plan_section"]
+
+_MOST_ROWS, _MOST_PLANS = 200, 8
+#: A phase of a plan -> the phases of a ledger.
+_OPERATIONS = {
+    "load": ("load",),
+    "save, sync": ("save",),
+    "save, async": ("background save",),
+    "resume": ("resume", "restore"),
+    "export": ("export",),
+}
+_STEPS = ("first step", "steady step")
+#: Of operations.
+_NAMES = {*get_args(OperationName), "clone"}
+_PLACES = ("host", "device")
+
+
+@dataclass(frozen=True, slots=True)
+class _Peak:
+    """The highest that a rank held in a phase, at one place."""
+
+    phase: str
+    where: str
+    nbytes: int
+    start: Start
+    process: Process
+
+
+def plan_section(starts: Sequence[Start], plans: Sequence[Mapping[str, Any]]) -> Section | None:
+    """Each plan beside the starts that have its number of ranks; None without a plan."""
+    if not plans:
+        return None
+    parts: list[Part] = []
+    for k, plan in enumerate(plans[:_MOST_PLANS], 1):
+        model = f"{plain(str(plan.get('model_class', '')), 60)} on {counted(plan.get('ranks'), 'rank')}"
+        same = [s for s in starts if all(p.world_size == plan.get("ranks") for p in s.processes)]
+        found = [*_phases(same, plan, f"plan-{k}"), *_loads(same, plan)]
+        parts += [
+            Part(heading=f"Plan of {model}"),
+            *(found or [Part(text="No start with as many ranks is in the ledgers.")]),
+        ]
+    about = (
+        "What shardwise plan said before, beside the highest that any rank of a start with as many ranks held. A plan gives each "
+        "number an error bar, from what it expects to what it takes for the most; above that it was wrong."
+    )
+    return Section("plan", "Plan against measured", about, parts)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Phases
+
+
+def _phases(starts: Sequence[Start], plan: Mapping[str, Any], key: str) -> Iterator[Part]:
+    planned = {(one.phase, one.where): one for one in _planned(plan)}
+    found = [(planned[p.phase, p.where], p) for p in _peaks(starts) if (p.phase, p.where) in planned]
+    if not found:
+        if planned and starts:
+            yield Part(text="No phase of the plan is in the ledgers.")
+        return
+    yield Part(drawn=draw_plan([(one, peak.nbytes) for one, peak in found], key))
+    head = cells("phase", ">planned", ">at most", ">measured", ">error", "verdict", ">start", ">rank")
+    yield Part(
+        table=Table(
+            "Phases: the highest of any rank", head, [_row(one, peak) for one, peak in found][:_MOST_ROWS]
+        )
+    )
+    seen = {one.phase for one, _ in found}
+    missing = [name for name in dict.fromkeys(phase for phase, _ in planned) if name not in seen]
+    about = (
+        "Anonymous memory of the process, by looks of its ledger; of devices what torch's allocator gave out. Steps are the time "
+        "outside of loads, saves and other operations, once a model was loaded."
+    )
+    if bare := [a for a in _amounts(plan) if a.get("what") == "process"]:
+        nbytes, upper = (size(_count(bare[0].get(key))) for key in ("nbytes", "upper_bytes"))
+        about += f" In each phase {nbytes}, at most {upper}, are planned for the process itself: most of the error of a small model."
+    if missing:
+        about += f" Planned, and not measured: {'; '.join(plain(name, 40) for name in missing)}."
+    yield Part(text=about)
+
+
+def _row(planned: Planned, peak: _Peak) -> list[Cell]:
+    error = f"{peak.nbytes / planned.nbytes - 1:+.1%}" if planned.nbytes else "–"
+    fits = peak.nbytes <= planned.upper_bytes
+    verdict = Cell("within the bar", tone="good") if fits else Cell("above the bar", tone="bad")
+    return cells(
+        planned.label, bytes_cell(planned.nbytes), bytes_cell(planned.upper_bytes),
+        bytes_cell(peak.nbytes), Cell(error, number=True), verdict, peak.start.number, peak.process.rank,
+    )  # fmt: skip
+
+
+def _planned(plan: Mapping[str, Any]) -> Iterator[Planned]:
+    """What a rank holds in each phase, from the plan's document. The larger of both steps is "steps"."""
+    sums: dict[tuple[str, str], tuple[int, int]] = {}
+    for amount in _amounts(plan):
+        key = amount["phase"], str(amount.get("where"))
+        nbytes, upper = sums.get(key, (0, 0))
+        sums[key] = nbytes + _count(amount.get("nbytes")), upper + _count(amount.get("upper_bytes"))
+    steps: dict[str, Planned] = {}
+    for (name, where), (nbytes, upper) in sums.items():
+        if where not in _PLACES or not nbytes:
+            continue
+        if name not in _STEPS:
+            yield Planned(name, where, nbytes, upper)
+        elif where not in steps or upper > steps[where].upper_bytes:
+            steps[where] = Planned("steps", where, nbytes, upper)
+    yield from steps.values()
+
+
+def _amounts(plan: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The amounts of all phases, each with its ``phase``; what does not fit is skipped: the file may be any."""
+    run = plan.get("run")
+    phases = run.get("phases") if isinstance(run, Mapping) else None
+    for entry in phases if isinstance(phases, list) else ():
+        amounts = entry.get("amounts") if isinstance(entry, Mapping) else None
+        for amount in amounts if isinstance(amounts, list) else ():
+            if isinstance(amount, Mapping):
+                yield {**amount, "phase": str(entry.get("name", ""))}
+
+
+def _count(value: object) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**62 else 0
+
+
+def _peaks(starts: Iterable[Start]) -> list[_Peak]:
+    """The highest of all starts and ranks, for each phase and place."""
+    highest: dict[tuple[str, str], _Peak] = {}
+    for start in starts:
+        for process in start.processes:
+            for phase, where, nbytes in (*_in_operations(process), *_in_steps(process)):
+                before = highest.get((phase, where))
+                if nbytes and (before is None or nbytes > before.nbytes):
+                    highest[phase, where] = _Peak(phase, where, nbytes, start, process)
+    order = ["load", "steps", *list(_OPERATIONS)[1:]]
+    return sorted(highest.values(), key=lambda p: (order.index(p.phase), p.where != "host"))
+
+
+def _in_operations(process: Process) -> Iterator[tuple[str, str, int]]:
+    names = {ledger: name for name, ledgers in _OPERATIONS.items() for ledger in ledgers}
+    if any(p.name == "background save" for p in process.phases.values()):
+        names["save"] = "save, async"  # what an async save does before it returns
+    for phase in process.phases.values():
+        if (
+            phase.name in names
+            and phase.ended is not None
+            and phase.error is None
+            and _has_done(process, phase)
+        ):
+            yield names[phase.name], "host", phase.ended.get("peak_anonymous_bytes")
+            yield names[phase.name], "device", _device_peak(phase)
+
+
+def _has_done(process: Process, phase: Phase) -> bool:
+    """Whether a phase that ended did something: a resume that found no step has no report."""
+    if phase.name not in ("resume", "restore") or phase.ended is None:
+        return True
+    later = [p.ended.t for p in process.phases.values() if p.name == phase.name and p.ended is not None]
+    until = min((t for t in later if t > phase.ended.t), default=math.inf)
+    return any(n.name == phase.name and phase.ended.t <= n.t < until for n in process.notes)
+
+
+def _device_peak(phase: Phase) -> int:
+    """The allocator's peak, if this phase raised it; else the more of both ends."""
+    assert phase.ended is not None
+    high = phase.ended.get("device_high_water_bytes")
+    if high > phase.began.get("device_high_water_bytes"):
+        return high
+    return max(one.get("device_allocated_bytes") for one in (phase.began, phase.ended))
+
+
+def _in_steps(process: Process) -> Iterator[tuple[str, str, int]]:
+    """Records whose time since the one before lies in no operation, after the first load, resume or restore."""
+    phases = list(process.phases.values())
+    ready = [p.ended.t for p in phases if p.name in ("load", "resume", "restore") and p.ended is not None]
+    if not ready:
+        return
+    operations = [p for p in phases if p.name.removeprefix("background ") in _NAMES]
+    busy = [(p.began.t, process.last_t if p.ended is None else p.ended.t) for p in operations]
+    ends = {
+        p.ended.t: p.began.t for p in phases if p.ended is not None
+    }  # a peak there is that of the whole phase
+    ordered = sorted(process.samples, key=lambda s: s.t)
+    for before, sample in itertools.pairwise(ordered):
+        since = ends.get(sample.t, before.t)
+        if since >= min(ready) and not any(a < sample.t and since < b for a, b in busy):
+            yield "steps", "host", max(sample.get("peak_anonymous_bytes"), sample.get("anonymous_bytes"))
+            yield "steps", "device", sample.get("device_allocated_bytes")
+            if sample.get("device_high_water_bytes") > before.get("device_high_water_bytes"):
+                yield "steps", "device", sample.get("device_high_water_bytes")
+
+
+# ----------------------------------------------------------------------------------------------------
+# Loads
+
+
+def _loads(starts: Iterable[Start], plan: Mapping[str, Any]) -> Iterator[Part]:
+    """Shards, reads and staging of each load beside those planned for its rank."""
+    planned = {one.get("rank"): one for one in plan["per_rank"] if isinstance(one, dict)}
+    pairs = (
+        ("shard_bytes", "local_bytes"),
+        ("bytes_read", "bytes_read"),
+        ("staging_bytes", "staging_peak_bytes"),
+    )
+    rows = [
+        cells(
+            start.number,
+            process.rank,
+            *(bytes_cell(of) for a, b in pairs for of in (planned[process.rank].get(a), note.report.get(b))),
+        )
+        for start in starts
+        for process, note in start.notes("load")
+        if process.rank in planned
+    ]
+    if rows:
+        measured = ("shards", "reads", "staging")
+        head = cells(">start", ">rank", *(h for name in measured for h in (f">{name} planned", ">measured")))
+        yield Part(table=Table("Loads, by start and rank", head, rows[:_MOST_ROWS]))
