@@ -17,6 +17,7 @@ from shardwise.dtypes import torch_dtype
 from shardwise.layout.boxes import Box, whole
 from shardwise.quantized.coded import Coded
 from shardwise.quantized.families import Found, Source
+from tests.quantized._opened import check_opened, exactly
 
 State = dict[str, torch.Tensor]
 Find = Callable[[Source], Found]
@@ -53,8 +54,7 @@ def cut(one: Coded, state: State, box: Box) -> torch.Tensor:
         assert tuple(parts[role].shape) == asked[role].sizes
     found = one.rule.decode(box, parts)
     assert tuple(found.shape) == box.sizes
-    assert found.dtype == torch_dtype(one.tensor.dtype)
-    return found
+    return exactly(one, found)
 
 
 def boxes_of(shape: tuple[int, ...], count: int = 30) -> Iterator[Box]:
@@ -82,6 +82,7 @@ def check_boxes(one: Coded, state: State, expected: torch.Tensor) -> None:
     assert one.tensor.shape == tuple(expected.shape)
     for box in boxes_of(one.tensor.shape):
         assert same(cut(one, state, box), expected[box.slices]), (one.tensor.name, box)
+    check_opened(one, state, expected)
 
 
 def read_elements(one: Coded, box: Box) -> dict[str, int]:

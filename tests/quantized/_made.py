@@ -17,6 +17,7 @@ from shardwise.catalog.records import Coded
 from shardwise.layout.boxes import Box, whole
 from shardwise.quantized.dequantized import dequantized
 from tests.harness import models
+from tests.quantized._opened import exactly
 from tests.quantized._packed import awq_parts, gptq_parts
 from tests.quantized.compressed_cases import CASES
 from tests.quantized.compressed_models import write
@@ -208,4 +209,4 @@ def decoded(one: Coded, stored: Mapping[str, torch.Tensor], box: Box) -> torch.T
         role: stored[one.parts[role].name].reshape(one.parts[role].shape)[part.slices].clone()
         for role, part in one.rule.boxes(box).items()
     }
-    return one.rule.decode(box, parts)
+    return exactly(one, one.rule.decode(box, parts))

@@ -15,6 +15,7 @@ from shardwise.catalog.records import StoredTensor
 from shardwise.layout.boxes import Box, whole
 from shardwise.quantized.coded import Coded
 from shardwise.quantized.families import Source
+from tests.quantized._opened import check_opened, exactly
 
 
 def source_of(root: str | os.PathLike[str], settings: dict) -> Source:
@@ -56,7 +57,7 @@ def decoded(coded: Coded, box: Box, stored: dict[str, torch.Tensor]) -> torch.Te
         parts[role] = stored[coded.parts[role].name][part.slices].clone()
     found = coded.rule.decode(box, parts)
     assert tuple(found.shape) == box.sizes
-    return found
+    return exactly(coded, found)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -96,3 +97,4 @@ def check_boxes(coded: Coded, expected: torch.Tensor, stored: dict[str, torch.Te
     assert coded.tensor.shape == tuple(expected.shape)
     for box in boxes_of(coded.tensor.shape):
         assert same_bits(decoded(coded, box, stored), expected[box.slices]), (coded.tensor.name, box)
+    check_opened(coded, stored, expected)
