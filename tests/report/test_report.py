@@ -23,7 +23,7 @@ from shardwise.operations.recorder import phase
 from shardwise.operations.records import size
 from shardwise.phases.records import Amount, Checkpoint, RunPlan
 from shardwise.phases.records import Phase as PlannedPhase
-from shardwise.report import plots
+from shardwise.report import drawing
 from shardwise.report.against_plan import _peaks
 from shardwise.report.ledger_files import read_process, starts_of
 from shardwise.report.material import find_material
@@ -156,13 +156,13 @@ def test_it_is_one_accessible_file(page: str) -> None:
     assert set(links) <= identifiers.keys()
     drawings = found.all("svg")
     assert len(drawings) >= 8
-    for drawing in drawings:
-        assert drawing["role"] == "img"
-        title, description = str(drawing["aria-labelledby"]).split()
+    for svg in drawings:
+        assert svg["role"] == "img"
+        title, description = str(svg["aria-labelledby"]).split()
         assert f'<title id="{title}">' in page
         assert f'<desc id="{description}">' in page
-        assert "width" not in drawing
-        assert "viewbox" in drawing
+        assert "width" not in svg
+        assert "viewbox" in svg
     assert len(found.all("caption")) == len(found.all("table")) > 4
     assert all("scope" in cell for cell in found.all("th"))
     levels = [int(tag[1]) for tag, _ in found.elements if re.fullmatch(r"h[1-6]", tag)]
@@ -279,7 +279,7 @@ def test_text_and_drawings_have_contrast(page: str) -> None:
     roots = re.findall(r":root \{(.*?)\}", style, re.DOTALL)
     schemes = [dict(re.findall(r"--([\w-]+): (#\w+)", one)) for one in roots]
     assert len(schemes) == 3
-    assert {"currentColor", *(f"var(--{name})" for name in schemes[0])} >= set(plots._COLOURS.values())
+    assert {"currentColor", *(f"var(--{name})" for name in schemes[0])} >= set(drawing.COLOURS.values())
     for short in schemes:
         assert short.keys() == schemes[0].keys()
         found = {n: "#" + "".join(c * (1 if len(v) == 7 else 2) for c in v[1:]) for n, v in short.items()}
@@ -288,12 +288,12 @@ def test_text_and_drawings_have_contrast(page: str) -> None:
             for under in ("paper", "panel"):
                 assert contrast(found[name], found[under]) >= 4.5, (name, under, found)
         for name in ("load", "save", "resume", "export", "other", "bad"):
-            outer, within = (blended(found[name], paper, alpha) for alpha in plots.BAR_ALPHAS)
+            outer, within = (blended(found[name], paper, alpha) for alpha in drawing.BAR_ALPHAS)
             assert contrast(found["on-bar"], outer) >= 4.5, (name, found)
             assert contrast(found["ink"], within) >= 4.5, (name, found)
             assert contrast(found[name], paper) >= 3, (name, found)
         for name in ("anonymous", "shared", "file"):
-            assert contrast(blended(found[name], paper, plots.AREA_ALPHA), paper) >= 3, (name, found)
+            assert contrast(blended(found[name], paper, drawing.AREA_ALPHA), paper) >= 3, (name, found)
         assert contrast(found["device"], paper) >= 3
 
 

@@ -1,56 +1,18 @@
-"""Draws with matplotlib, as SVG for inside of a page: colours of the page's own variables, text as text, a title and a description.
-
-Each plot is drawn twice, wide and for a phone; the page shows one of them. The same data give the same text.
-"""
+"""The plots of a report, drawn with matplotlib."""
 
 from __future__ import annotations
 
-import html
-import io
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import ShardwiseError
+from .drawing import AREA_ALPHA, BAD, BAR_ALPHAS, BY_NAME, SERIES, TEXT, WIDTHS, Drawn, drawn, legend
 from .ledger_files import Phase, Process, Sample, Start
 from .material import LossLog
 from .text import plain, size
 
-__all__ = [
-    "AREA_ALPHA",
-    "BAR_ALPHAS",
-    "Drawn",
-    "Mark",
-    "Planned",
-    "draw_host",
-    "draw_losses",
-    "draw_memory",
-    "draw_plan",
-    "draw_sizes",
-    "plotting",
-]
+__all__ = ["Mark", "Planned", "draw_host", "draw_losses", "draw_memory", "draw_plan", "draw_sizes"]
 
-#: Stands for a colour in what matplotlib writes -> the page's variable.
-_COLOURS = {
-    "#0000f0": "currentColor",
-    "#0000f1": "var(--anonymous)",
-    "#0000f2": "var(--file)",
-    "#0000f3": "var(--shared)",
-    "#0000f4": "var(--device)",
-    "#0000f5": "var(--faint)",
-    "#0000e1": "var(--load)",
-    "#0000e2": "var(--save)",
-    "#0000e3": "var(--resume)",
-    "#0000e4": "var(--export)",
-    "#0000e5": "var(--other)",
-    "#0000e6": "var(--bad)",
-    "#0000e7": "var(--on-bar)",
-}
-_BY_NAME = {value.removeprefix("var(--").removesuffix(")"): name for name, value in _COLOURS.items()}
-_TEXT, _FAINT, _BAD = _BY_NAME["currentColor"], _BY_NAME["faint"], _BY_NAME["bad"]
-_SERIES = [_BY_NAME[n] for n in ("anonymous", "shared", "file", "device")]
 _KINDS = {
     "load": "load",
     "save": "save",
@@ -59,21 +21,8 @@ _KINDS = {
     "restore": "resume",
     "export": "export",
 }
-#: Of areas, and of the bars of phases: outer ones, and those within.
-AREA_ALPHA, BAR_ALPHAS = 0.9, (0.85, 0.45)
 _MOST_POINTS = 400
 _MOST_BARS = 400
-_LONG_NUMBER = re.compile(r"(\d\.\d)\d+")  # in points: a tenth is finer than a screen
-_WIDTHS = {"wide": 8.6, "narrow": 4.1}
-
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """A plot for the page."""
-
-    title: str
-    wide: str
-    narrow: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,66 +50,6 @@ class Planned:
         return plain(self.phase, 40) + ("" if self.where == "host" else f", {self.where}")
 
 
-@contextmanager
-def plotting() -> Iterator[None]:
-    """Around all drawing. Raises :class:`ShardwiseError` without matplotlib; its settings are as before afterwards."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ShardwiseError(
-            "matplotlib is not installed, and draws the report's plots: pip install 'shardwise[plot]'"
-        ) from error
-    settings: Any = {
-        "svg.fonttype": "none",  # text stays text: it is searched, read aloud, and has the page's font
-        "text.parse_math": False,  # names from files are no formulas
-        "font.family": "DejaVu Sans",
-        "font.size": 9,
-        "axes.edgecolor": _FAINT,
-        "axes.labelcolor": _TEXT,
-        "axes.spines.right": False,
-        "axes.spines.top": False,
-        "axes.unicode_minus": False,
-        "text.color": _TEXT,
-        "xtick.color": _TEXT,
-        "ytick.color": _TEXT,
-        "legend.frameon": False,
-    }
-    with matplotlib.rc_context(settings):
-        yield
-
-
-def _drawn(key: str, title: str, description: str, height: float, draw: Callable[[Any, str], None]) -> Drawn:
-    found = {}
-    for form, width in _WIDTHS.items():
-        import matplotlib
-        from matplotlib.figure import Figure
-
-        with matplotlib.rc_context({"svg.hashsalt": f"{key}-{form}"}):
-            figure = Figure(figsize=(width, height), layout="constrained")
-            draw(figure, form)
-            stream = io.StringIO()
-            figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-        found[form] = _for_page(stream.getvalue(), f"{key}-{form}", title, description)
-    return Drawn(title, found["wide"], found["narrow"])
-
-
-def _for_page(text: str, key: str, title: str, description: str) -> str:
-    """matplotlib's document as an element of the page: names of its own, the page's colours and font, accessible."""
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>|<style[^>]*>.*?</style>", "", text, flags=re.DOTALL)
-    text = re.sub(r'\bid="([^"]+)"', rf'id="{key}-\1"', text)
-    text = re.sub(r'xlink:href="#|url\(#', lambda found: f"{found[0]}{key}-", text)
-    text = re.sub(r' d="[^"]*"', lambda found: _LONG_NUMBER.sub(r"\1", found[0]), text)
-    text = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", text)
-    text = re.sub(r" font-family: [^;\"]*;?", "", text)
-    for colour, variable in _COLOURS.items():
-        text = text.replace(colour, variable)
-    named = f'role="img" aria-labelledby="{key}-t {key}-d"'
-    head = f'<title id="{key}-t">{html.escape(title)}</title><desc id="{key}-d">{html.escape(description)}</desc>'
-    text = re.sub(r'<svg ([^>]*?)width="([\d.]+)pt" height="[\d.]+pt"', rf"<svg {named} \1", text, count=1)
-    return re.sub(r"(<svg [^>]*>)", lambda found: found[1] + head, text, count=1)
-
-
 # ----------------------------------------------------------------------------------------------------
 # Memory over time
 
@@ -182,7 +71,7 @@ def draw_memory(start: Start, process: Process) -> Drawn:
             [s.get(f"{kind}_bytes") / 1024**2 for s in samples] for kind in ("anonymous", "shared", "file")
         ]
         kinds = ("anonymous", "shared", "file-backed")
-        above.stackplot(times, *stacked, colors=_SERIES[:3], labels=kinds, alpha=AREA_ALPHA, linewidth=0)
+        above.stackplot(times, *stacked, colors=SERIES[:3], labels=kinds, alpha=AREA_ALPHA, linewidth=0)
         peaks = [
             max(
                 s.get("peak_resident_bytes"),
@@ -191,18 +80,18 @@ def draw_memory(start: Start, process: Process) -> Drawn:
             / 1024**2
             for s in samples
         ]
-        above.plot(times, peaks, color=_TEXT, linewidth=0.8, label="peak between records")
+        above.plot(times, peaks, color=TEXT, linewidth=0.8, label="peak between records")
         if any(s.get("device_allocated_bytes") for s in samples):
             device = [s.get("device_allocated_bytes") / 1024**2 for s in samples]
-            above.plot(times, device, color=_SERIES[3], linewidth=1.4, label="device, allocated")
+            above.plot(times, device, color=SERIES[3], linewidth=1.4, label="device, allocated")
         above.set_ylabel("MiB")
         above.set_ylim(bottom=0)
-        _legend(above, form)
+        legend(above, form)
         _phase_bars(below, process, offset, start.seconds, form)
         below.set_xlim(0, max(start.seconds, 1e-3))
         below.set_xlabel("seconds since the start")
 
-    return _drawn(f"memory-{start.number}-{process.rank}", title, description, 3.1, draw)
+    return drawn(f"memory-{start.number}-{process.rank}", title, description, 3.1, draw)
 
 
 def _thinned(samples: Sequence[Sample]) -> Sequence[Sample]:
@@ -215,11 +104,6 @@ def _thinned(samples: Sequence[Sample]) -> Sequence[Sample]:
     return [
         max(part, key=lambda s: max(s.get("peak_resident_bytes"), s.get("anonymous_bytes"))) for part in parts
     ]
-
-
-def _legend(axes: Any, form: str) -> None:
-    columns = 5 if form == "wide" else 2
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, borderaxespad=0.2, fontsize=8)
 
 
 def _bars_of(process: Process) -> list[tuple[Phase, int]]:
@@ -240,7 +124,7 @@ def _phase_bars(axes: Any, process: Process, offset: float, seconds: float, form
     for phase, row in _bars_of(process):
         length = _length(phase, process)
         is_cut = phase.ended is None and not process.has_ended
-        colour = _BAD if is_cut or phase.error else _BY_NAME[_KINDS.get(phase.name, "other")]
+        colour = BAD if is_cut or phase.error else BY_NAME[_KINDS.get(phase.name, "other")]
         shown = max(length, seconds / 400)
         axes.barh(
             -row,
@@ -252,8 +136,8 @@ def _phase_bars(axes: Any, process: Process, offset: float, seconds: float, form
             linewidth=0,
         )
         words = plain(phase.name, 24) + (" (killed)" if is_cut else "")
-        if length / max(seconds, 1e-9) * _WIDTHS[form] > 0.085 * len(words):
-            on = _TEXT if row else _BY_NAME["on-bar"]
+        if length / max(seconds, 1e-9) * WIDTHS[form] > 0.085 * len(words):
+            on = TEXT if row else BY_NAME["on-bar"]
             middle = offset + phase.began.t + length / 2
             axes.text(middle, -row, words, ha="center", va="center", fontsize=8, color=on)
     axes.set_ylim(-1.5, 0.5)
@@ -287,7 +171,7 @@ def draw_host(start: Start, host: str, processes: Sequence[Process]) -> Drawn:
         times = [offset + s.t for s in samples]
         cache = [s.get("page_cache_bytes") / 1024**2 for s in samples]
         rest = [max(0.0, s.get("cgroup_bytes") / 1024**2 - c) for s, c in zip(samples, cache, strict=True)]
-        colours = (_SERIES[0], _SERIES[2])
+        colours = (SERIES[0], SERIES[2])
         axes.stackplot(
             times,
             rest,
@@ -301,9 +185,9 @@ def draw_host(start: Start, host: str, processes: Sequence[Process]) -> Drawn:
         axes.set_ylim(bottom=0)
         axes.set_xlim(0, max(start.seconds, 1e-3))
         axes.set_xlabel("seconds since the start")
-        _legend(axes, form)
+        legend(axes, form)
 
-    return _drawn(f"host-{start.number}-{first.rank}", title, description, 2.2, draw)
+    return drawn(f"host-{start.number}-{first.rank}", title, description, 2.2, draw)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -331,7 +215,7 @@ def draw_losses(losses: Sequence[LossLog], marks: Sequence[Mark]) -> Drawn:
             every = -(-len(points) // _MOST_POINTS)
             shown = points[::every]
             shape = shapes[k % len(shapes)] if len(points) < 100 else "-"
-            colour = (_SERIES[0], _SERIES[1], _SERIES[2], _SERIES[3])[k % 4]
+            colour = (SERIES[0], SERIES[1], SERIES[2], SERIES[3])[k % 4]
             axes.plot(
                 *zip(*shown, strict=True),
                 shape,
@@ -341,8 +225,8 @@ def draw_losses(losses: Sequence[LossLog], marks: Sequence[Mark]) -> Drawn:
                 label=f"log {k + 1}",
             )
         styles: Mapping[str, tuple[str, str, float]] = {
-            "crash": (_BAD, "--", 1.4),
-            "resume": (_BY_NAME["resume"], ":", 1.8),
+            "crash": (BAD, "--", 1.4),
+            "resume": (BY_NAME["resume"], ":", 1.8),
         }
         for kind, (colour, style, width) in styles.items():
             for k, step in enumerate(told[kind]):
@@ -355,7 +239,7 @@ def draw_losses(losses: Sequence[LossLog], marks: Sequence[Mark]) -> Drawn:
                 saved,
                 [low] * len(saved),
                 "|",
-                color=_BY_NAME["save"],
+                color=BY_NAME["save"],
                 markersize=12,
                 label="saved",
                 clip_on=False,
@@ -363,9 +247,9 @@ def draw_losses(losses: Sequence[LossLog], marks: Sequence[Mark]) -> Drawn:
             axes.set_ylim(bottom=low)
         axes.set_xlabel("step")
         axes.set_ylabel("loss")
-        _legend(axes, form)
+        legend(axes, form)
 
-    return _drawn("loss", "Loss by step, with saves, stops and resumes", description, 3.2, draw)
+    return drawn("loss", "Loss by step, with saves, stops and resumes", description, 3.2, draw)
 
 
 def draw_sizes(steps: Sequence[tuple[int, int]], key: str) -> Drawn:
@@ -376,14 +260,14 @@ def draw_sizes(steps: Sequence[tuple[int, int]], key: str) -> Drawn:
         axes = figure.subplots()
         shown = steps[-_MOST_BARS:]
         places = range(len(shown))
-        axes.bar(places, [nbytes / 1024**2 for _, nbytes in shown], color=_BY_NAME["save"], width=0.7)
+        axes.bar(places, [nbytes / 1024**2 for _, nbytes in shown], color=BY_NAME["save"], width=0.7)
         every = max(1, -(-len(shown) // (16 if form == "wide" else 7)))
         axes.set_xticks(list(places)[::every], [str(step) for step, _ in shown][::every])
         axes.set_xlim(-0.7, max(len(shown), 10) - 0.3)  # few bars stay narrow
         axes.set_xlabel("step")
         axes.set_ylabel("MiB")
 
-    return _drawn(key, "Size of each stored checkpoint", description, 2.0, draw)
+    return drawn(key, "Size of each stored checkpoint", description, 2.0, draw)
 
 
 def draw_plan(found: Sequence[tuple[Planned, int]], key: str) -> Drawn:
@@ -403,15 +287,15 @@ def draw_plan(found: Sequence[tuple[Planned, int]], key: str) -> Drawn:
         )
         bars = [u - n for n, u in zip(planned, upper, strict=True)]
         axes.barh(
-            rows, bars, left=planned, height=0.5, color=_SERIES[2], linewidth=0, label="planned, to at most"
+            rows, bars, left=planned, height=0.5, color=SERIES[2], linewidth=0, label="planned, to at most"
         )
         measured = [nbytes / 1024**2 for _, nbytes in found]
-        axes.plot(measured, rows, "D", color=_SERIES[0], markersize=6, label="measured")
+        axes.plot(measured, rows, "D", color=SERIES[0], markersize=6, label="measured")
         axes.set_yticks(rows, names)
         axes.set_xlim(left=0)
         axes.set_xlabel("MiB of a rank")
-        _legend(axes, form)
+        legend(axes, form)
 
-    return _drawn(
+    return drawn(
         key, "Memory of each phase: planned and measured", description, 1.3 + 0.28 * len(found), draw
     )

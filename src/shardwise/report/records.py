@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .plots import Drawn
+from .drawing import Drawn
 from .text import size
 
 __all__ = ["Cell", "Page", "Part", "Section", "Table", "bytes_cell", "cells", "facts"]

@@ -12,8 +12,9 @@ from ..errors import ShardwiseError
 from ..runs.history import RootContents, StepSummary
 from ..storage import is_url
 from .against_plan import plan_section
+from .drawing import plotting
 from .material import Material, find_material
-from .plots import draw_sizes, plotting
+from .plots import draw_sizes
 from .records import Cell, Page, Part, Section, Table, cells
 from .sections import load_section, loss_section, marks_of, memory_section, resume_section, starts_section
 from .text import plain, seconds_text, size
