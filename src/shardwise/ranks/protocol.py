@@ -6,8 +6,10 @@ A rank that is stopped inside a gloo collective poisons the group for good. Rank
     rank 0:  poll n/arrived,  read the statuses,  n/verdict = ok | causes | reply,  poll n/seen,  delete n/*
 
 The verdict is set once (compare-and-set), so all ranks read the same one at any time, even when a waiting rank wrote
-it because rank 0 made no progress. Progress is ``beat/<rank>`` (:mod:`.beats`). `Ranks.tick` advances it about once a
-second from the working thread; during a system call on a file the watching thread does (:mod:`.patience`).
+it because rank 0 made no progress. Where payloads are combined (:mod:`.tree`), a rank waits for those below it, combines
+theirs with its own, and only then arrives; rank 0 takes those of 16 ranks. Progress is ``beat/<rank>`` (:mod:`.beats`).
+`Ranks.tick` advances it about once a second from the working thread; during a system call on a file the watching thread does
+(:mod:`.patience`).
 """
 
 from __future__ import annotations
@@ -15,16 +17,18 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import NoReturn, Protocol, cast
+from typing import NoReturn, cast
 
 import torch.distributed as dist
 
 from shardwise.errors import RankError
 from shardwise.internals.torch import default_store
 from shardwise.ranks.beats import LOOK_PERIOD_S, Watch, look_period_s
+from shardwise.ranks.parts import Parts, Store
+from shardwise.ranks.tree import are_mergeable, ranks_below
 from shardwise.ranks.verdicts import (
     Request,
     Status,
@@ -40,8 +44,8 @@ from shardwise.ranks.verdicts import (
 
 __all__ = ["Agreement", "agreement_of"]
 
-_PART_BYTES = 4 * 1024**2  # TCPStore refuses values above 8 MiB and drops the connection
 _INLINE_BYTES = 64 * 1024  # payloads up to here travel inside the status or verdict
+_INLINE_IN_TREE_BYTES = 256  # rank 0 reads all statuses, but only the payloads of the ranks below it
 _STATUSES_PER_GET = 256
 _FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.05
@@ -50,18 +54,6 @@ _SAME_FAILURE_GRACE_S = 2.0  # how long rank 0 waits for the other ranks to fail
 _FAILED = 1 << 32  # n/arrived counts arrivals in its low half, failures among them in its high half
 _AGREED = "_shardwise_agreed"  # attribute of an error that all ranks raise: an outer agree() passes it on
 _UNREACHABLE = "unreachable: the process group's store is gone (did rank 0, or the process hosting it, end?)"
-
-
-class _Store(Protocol):
-    """The methods of torch.distributed.Store that shardwise uses. Its stub says str where it takes and gives bytes."""
-
-    def set(self, key: str, value: bytes) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def add(self, key: str, value: int) -> int: ...
-    def check(self, keys: list[str]) -> bool: ...
-    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes: ...
-    def delete_key(self, key: str) -> bool: ...
-    def multi_get(self, keys: list[str]) -> list[bytes]: ...
 
 
 # One agreement per process group. All Ranks of the group share it, so their rounds stay in step. Weak: a reference to the
@@ -92,14 +84,15 @@ def _open_agreement(rank: int, world_size: int, channel: str) -> Agreement:
         prefixed = dist.distributed_c10d.PrefixStore(f"shardwise/{channel}{generation}", store)
     except RuntimeError as error:
         raise RankError("open the process group's store", {0: _UNREACHABLE}) from error
-    return Agreement(cast(_Store, prefixed), rank, world_size, generation)
+    return Agreement(cast(Store, prefixed), rank, world_size, generation)
 
 
 class Agreement:
     """This process's end of the agreements of one process group."""
 
-    def __init__(self, store: _Store, rank: int, world_size: int, generation: int) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int, generation: int) -> None:
         self._store = store
+        self._parts = Parts(store, lambda: self.tick(1, LOOK_PERIOD_S))
         self._rank = rank
         self._others = world_size - 1
         self._generation = generation
@@ -113,6 +106,7 @@ class Agreement:
         self._prepared = False
         self._broken = False
         self._unswept: list[str] = []
+        self._tree = False  # whether payloads of this round are combined on their way
         # All ranks together poll about 5,000 times a second at most; a TCPStore serves many more.
         self._longest_pause_s = max(0.005, 0.0002 * world_size)
 
@@ -137,11 +131,24 @@ class Agreement:
         own: BaseException | None = None,
         payload: bytes = b"",
         decide: Callable[[list[bytes]], bytes] = lambda _: b"",
+        merge: Callable[[list[bytes]], bytes] | None = None,
     ) -> bytes:
-        """One round. On rank 0, ``decide`` makes the reply from all payloads, or raises RankError."""
+        """One round. On rank 0, ``decide`` makes the reply from all payloads, or raises RankError.
+
+        With ``merge`` each rank combines its payload with those of the ranks below it, and ``decide`` gets those of rank 0 and of
+        the ranks below rank 0.
+        """
         self._round += 1
+        self._tree = merge is not None
         status = status_of(self._round, request, own)
         try:
+            if merge is not None and self._rank and own is None:
+                payloads = self._payloads_below(request, payload)
+                try:
+                    payload = merge(payloads) if payloads else b""
+                except Exception as error:
+                    own = error
+                    status = status_of(self._round, request, own)
             if self._rank == 0:
                 verdict, reply = self._lead(request, status, own, payload, decide)
             elif own is None or isinstance(own, Exception):
@@ -179,7 +186,7 @@ class Agreement:
         verdict, reply = self._await_arrivals(request, own_status, own), b""
         if verdict is None:
             verdict, reply = self._decide(request, payload, decide)
-        parts = self._put_parts("reply", reply)
+        parts = self._parts.put(self._key("reply"), reply, _INLINE_BYTES)
         header = replace(verdict, parts=parts)
         verdict = self._publish(header, b"" if parts else reply)
         names = ["arrived", "verdict", "seen", *(f"reply/{i}" for i in range(parts))]
@@ -233,13 +240,19 @@ class Agreement:
         causes = {rank: cause for rank, cause in causes.items() if cause}
         if causes:
             return failure(request, causes), b""
-        payloads = [payload]
-        for rank, (status, inline) in sorted(statuses.items()):
-            payloads.append(self._get_parts(f"payload/{rank}", status.parts) if status.parts else inline)
+        taken = sorted(statuses) if not self._tree else ranks_below(0, self._others + 1)
         try:
-            return Verdict(ok=True, label=request.label), decide(payloads)
+            return Verdict(ok=True, label=request.label), decide([payload, *self._payloads(statuses, taken)])
         except RankError as error:
             return failure(request, error.causes), b""
+
+    def _payloads(self, statuses: dict[int, tuple[Status, bytes]], ranks: Sequence[int]) -> Iterator[bytes]:
+        for rank in ranks:
+            status, inline = statuses[rank]
+            name = self._key(f"payload/{rank}")
+            yield self._parts.get(name, status.parts) if status.parts else inline
+            if self._tree:
+                self._parts.delete(name, status.parts)
 
     def _linger(self, longest_s: float) -> None:
         """Stay until all ranks that arrived have read the verdict: the store may end with this process.
@@ -260,25 +273,28 @@ class Agreement:
         failed, arrived = divmod(self._store.add(self._key("arrived"), 0), _FAILED)
         return arrived, failed
 
-    def _prepare(self) -> None:
+    def _prepare(self, of: Sequence[int]) -> None:
         """Create the keys that other ranks have not created yet: reading a missing key blocks."""
-        if not self._prepared:
-            for rank in range(1, self._others + 1):
-                self._store.compare_set(f"beat/{rank}", b"", b"0 0")
-                self._store.compare_set(f"status/{rank}", b"", pack(Status(0, "", "")))
-            self._prepared = True
+        first = {"beat": b"0 0", "status": pack(Status(0, "", ""))}
+        for at in range(0, 0 if self._prepared else len(of), _STATUSES_PER_GET):
+            keys = {f"{k}/{rank}": v for rank in of[at : at + _STATUSES_PER_GET] for k, v in first.items()}
+            if not self._store.check([*keys]):  # most ranks have been here before
+                for key, value in keys.items():
+                    self._store.compare_set(key, b"", value)
+        self._prepared = True
 
     def _beats_of_absent(self) -> dict[int, bytes]:
-        self._prepare()
+        self._prepare(range(1, self._others + 1))
         beats = self._store.multi_get([f"beat/{rank}" for rank in range(1, self._others + 1)])
         return {rank: beat for rank, beat in enumerate(beats, 1) if int(beat.split()[0]) < self._round}
 
-    def _statuses(self) -> dict[int, tuple[Status, bytes]]:
-        """The statuses, with inline payload, of the ranks that have arrived at this round."""
-        self._prepare()
+    def _statuses(self, of: Sequence[int] = ()) -> dict[int, tuple[Status, bytes]]:
+        """The statuses, with inline payload, of the ranks that have arrived at this round; of all ranks by default."""
+        of = of or range(1, self._others + 1)
+        self._prepare(of)
         found: dict[int, tuple[Status, bytes]] = {}
-        for first in range(1, self._others + 1, _STATUSES_PER_GET):
-            ranks = range(first, min(first + _STATUSES_PER_GET, self._others + 1))
+        for first in range(0, len(of), _STATUSES_PER_GET):
+            ranks = of[first : first + _STATUSES_PER_GET]
             values = self._store.multi_get([f"status/{rank}" for rank in ranks])
             for rank, packed in zip(ranks, values, strict=True):
                 status, inline = unpacked_status(packed)
@@ -288,19 +304,38 @@ class Agreement:
 
     # -- the other ranks ---------------------------------------------------------------------------------
 
-    def _follow(self, request: Request, status: Status, payload: bytes) -> tuple[Verdict, bytes]:
-        parts = self._put_parts(f"payload/{self._rank}", payload)
-        self._post(replace(status, parts=parts), b"" if parts else payload)
+    def _payloads_below(self, request: Request, payload: bytes) -> list[bytes]:
+        """This rank's payload and those of the ranks below it, once they are there; none if the round fails."""
+        below = ranks_below(self._rank, self._others + 1)
+        if below:
+            self._await_verdict(request, None, lambda: len(self._statuses(below)) == len(below))
+        statuses = self._statuses(below) if below else {}
+        return [payload, *self._payloads(statuses, below)] if are_mergeable(statuses, below, request) else []
+
+    def _await_verdict(
+        self, request: Request, cause: str | None, until: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Wait for the verdict, or until this rank can go on. Makes the verdict if rank 0 makes no progress."""
         watch = Watch(request.timeout_s)
         pauses = self._pauses()
-        while not self._store.check([self._key("verdict")]):
+        while not until() and not self._store.check([self._key("verdict")]):
             if watch.due() and watch.look({0: self._beat_of_first()}):
-                causes = {} if status.cause is None else {self._rank: status.cause}
+                causes = {} if cause is None else {self._rank: cause}
                 self._publish(failure(request, causes, missing=(0,)))
+            if self._posted < self._round:  # it waits for other ranks, which may be missing
+                self.tick(1, look_period_s(request.timeout_s))
             time.sleep(next(pauses))
+
+    def _follow(self, request: Request, status: Status, payload: bytes) -> tuple[Verdict, bytes]:
+        name = self._key(f"payload/{self._rank}")
+        parts = self._parts.put(name, payload, _INLINE_IN_TREE_BYTES if self._tree else _INLINE_BYTES)
+        self._post(replace(status, parts=parts), b"" if parts else payload)
+        self._await_verdict(request, status.cause)
         verdict, reply = self._published()
-        for i in range(parts):  # rank 0 has read them, or never will
-            self._store.delete_key(self._key(f"payload/{self._rank}/{i}"))
+        if (
+            not self._tree or not verdict.ok
+        ):  # no rank takes them now; in a tree the rank that took them has deleted them
+            self._parts.delete(name, parts)
         self._store.add(self._key("seen"), 1)
         return verdict, reply
 
@@ -329,26 +364,7 @@ class Agreement:
 
     def _published(self) -> tuple[Verdict, bytes]:
         verdict, inline = unpacked_verdict(self._store.get(self._key("verdict")))
-        return verdict, self._get_parts("reply", verdict.parts) if verdict.parts else inline
-
-    def _put_parts(self, name: str, payload: bytes) -> int:
-        """Store a payload in parts if it is too large to travel inline; returns the number of parts."""
-        if len(payload) <= _INLINE_BYTES:
-            return 0
-        view = memoryview(payload)
-        starts = range(0, len(payload), _PART_BYTES)
-        for i, start in enumerate(starts):
-            self._store.set(self._key(f"{name}/{i}"), bytes(view[start : start + _PART_BYTES]))
-            self.tick(1, LOOK_PERIOD_S)
-        return len(starts)
-
-    def _get_parts(self, name: str, count: int) -> bytes:
-        parts = []
-        for key in [self._key(f"{name}/{i}") for i in range(count)]:
-            if self._store.check([key]):  # else its rank gave this one up and deleted it; a verdict says so
-                parts.append(self._store.get(key))
-            self.tick(1, LOOK_PERIOD_S)
-        return b"".join(parts)
+        return verdict, self._parts.get(self._key("reply"), verdict.parts) if verdict.parts else inline
 
     def _pauses(self) -> Iterator[float]:
         """The pauses between polls: up to 5 ms at first, later a twentieth of the time waited, at most 50 ms."""

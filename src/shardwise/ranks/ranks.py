@@ -109,15 +109,37 @@ class Ranks:
         if self.world_size == 1:
             return decide([work()])
 
-        def decided(payloads: list[bytes]) -> bytes:
-            try:
-                return pack(decide([cast(T, unpack(payload)) for payload in payloads]))
-            except RankError:  # it names ranks and causes
-                raise
-            except Exception as error:
-                raise RankError(label, {0: cause_of(error)}) from error
+        def of_all(payloads: list[bytes]) -> R:
+            return decide([cast(T, unpack(payload)) for payload in payloads])
 
-        return cast(R, unpack(self._round(label, lambda: pack(work()), decided)))
+        return cast(R, unpack(self._round(label, lambda: pack(work()), _decided(label, of_all))))
+
+    def reduce(
+        self, label: str, work: Callable[[], T], merge: Callable[[Sequence[T]], T], decide: Callable[[T], R]
+    ) -> R:
+        """Run rank-local work; results are merged on their way to rank 0, which decides, and every rank gets its reply.
+
+        One round. No rank receives more than 17 results (:mod:`.tree`), rank 0 included. ``merge`` gets results, or merged
+        ones, of any ranks in any order; it must not depend on that. Otherwise as `combine`; a failure of ``merge`` is one of
+        the rank that merges.
+        """
+        if self.world_size == 1:
+            return decide(merge([work()]))
+
+        def merged(payloads: Sequence[bytes]) -> T:
+            return merge([cast(T, unpack(payload)) for payload in payloads])
+
+        return cast(
+            R,
+            unpack(
+                self._round(
+                    label,
+                    lambda: pack(work()),
+                    _decided(label, lambda p: decide(merged(p))),
+                    lambda p: pack(merged(p)),
+                )
+            ),
+        )
 
     def gather(self, label: str, value: T) -> list[T] | None:
         """Bring every rank's value to rank 0, in rank order; the other ranks get None. One round, as in `combine`."""
@@ -151,8 +173,14 @@ class Ranks:
             raise refusal or getattr(errors, kind.decode())(content.decode())
         return cast(T, unpack(content))
 
-    def _round(self, label: str, work: Callable[[], bytes], decide: Callable[[list[bytes]], bytes]) -> bytes:
-        """Send every rank's bytes to rank 0, and its reply to every rank. For two ranks or more."""
+    def _round(
+        self,
+        label: str,
+        work: Callable[[], bytes],
+        decide: Callable[[list[bytes]], bytes],
+        merge: Callable[[list[bytes]], bytes] | None = None,
+    ) -> bytes:
+        """Send every rank's bytes to rank 0, merged on the way or not, and its reply to every rank. For two ranks or more."""
         own: BaseException | None = None
         payload = b""
         try:
@@ -162,8 +190,9 @@ class Ranks:
             if self._agreement().is_agreed(error):
                 raise
             own = error
+        kind = "combine" if merge is None else "reduce"
         return self._agreement().agree(
-            Request("combine", label, self.timeout_s), own=own, payload=payload, decide=decide
+            Request(kind, label, self.timeout_s), own=own, payload=payload, decide=decide, merge=merge
         )
 
     @contextmanager
@@ -223,6 +252,20 @@ class Claim:
     def words(self) -> str:
         """This rank's payload in the words of the error."""
         return _describe(self._payload, self._describe)
+
+
+def _decided(label: str, decide: Callable[[list[bytes]], Any]) -> Callable[[list[bytes]], bytes]:
+    """``decide`` of payloads, with its reply as bytes and its failure as rank 0's."""
+
+    def decided(payloads: list[bytes]) -> bytes:
+        try:
+            return pack(decide(payloads))
+        except RankError:  # it names ranks and causes
+            raise
+        except Exception as error:
+            raise RankError(label, {0: cause_of(error)}) from error
+
+    return decided
 
 
 def _ranks_unlike_first(digests: list[bytes]) -> bytes:

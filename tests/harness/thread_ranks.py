@@ -1,0 +1,82 @@
+"""Ranks as threads of one process, each with its own client of a real TCPStore: more ranks than processes can be started."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+
+from shardwise.ranks.parts import Store
+from shardwise.ranks.protocol import Agreement
+from shardwise.ranks.ranks import Ranks
+
+__all__ = ["ThreadRanks", "on_threads", "thread_ranks"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThreadRanks(Ranks):
+    """One rank of a group that has no process group."""
+
+    end: Agreement | None = field(default=None, compare=False)
+
+    def _agreement(self) -> Agreement:
+        assert self.end is not None
+        return self.end
+
+
+class _Counting:
+    """A store that counts the bytes of the values that its rank receives."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.received = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def get(self, key: str) -> bytes:
+        found = self._store.get(key)
+        self.received += len(found)
+        return cast(bytes, found)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        found = self._store.multi_get(keys)
+        self.received += sum(map(len, found))
+        return cast(list[bytes], found)
+
+
+def thread_ranks(
+    rank: int, world_size: int, port: int, *, timeout_s: float = 20.0
+) -> tuple[ThreadRanks, Callable[[], int]]:
+    """A rank with a client of the store at ``port``; and what tells the bytes of values that it has received."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    counting = _Counting(dist.PrefixStore("test", store))
+    end = Agreement(cast(Store, counting), rank, world_size, generation=1)
+    ranks = ThreadRanks(rank=rank, world_size=world_size, timeout_s=timeout_s, end=end)
+    return ranks, lambda: counting.received
+
+
+def on_threads(
+    world_size: int, work: Callable[[ThreadRanks], T], *, timeout_s: float = 20.0
+) -> tuple[list[T | Exception], list[int]]:
+    """What ``work`` returned or raised on each rank, and the bytes of values that each rank received."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    made = [thread_ranks(r, world_size, server.port, timeout_s=timeout_s) for r in range(world_size)]
+    start = threading.Barrier(world_size)
+
+    def run(ranks: ThreadRanks) -> T | Exception:
+        start.wait()
+        try:
+            return work(ranks)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(world_size) as pool:
+        found = list(pool.map(run, [ranks for ranks, _ in made]))
+    return found, [received() for _, received in made]
