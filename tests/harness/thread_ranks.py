@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +19,13 @@ from shardwise.ranks.ranks import Ranks
 __all__ = ["ThreadRanks", "on_threads", "thread_ranks"]
 
 T = TypeVar("T")
+_groups = itertools.count()
+
+
+@functools.cache
+def _server() -> Any:
+    """One for the process: it takes seconds to end."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +61,11 @@ class _Counting:
 
 
 def thread_ranks(
-    rank: int, world_size: int, port: int, *, timeout_s: float = 20.0
+    rank: int, world_size: int, port: int, group: str, *, timeout_s: float = 20.0
 ) -> tuple[ThreadRanks, Callable[[], int]]:
     """A rank with a client of the store at ``port``; and what tells the bytes of values that it has received."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    counting = _Counting(dist.PrefixStore("test", store))
+    counting = _Counting(dist.PrefixStore(group, store))
     end = Agreement(cast(Store, counting), rank, world_size, generation=1)
     ranks = ThreadRanks(rank=rank, world_size=world_size, timeout_s=timeout_s, end=end)
     return ranks, lambda: counting.received
@@ -66,8 +75,8 @@ def on_threads(
     world_size: int, work: Callable[[ThreadRanks], T], *, timeout_s: float = 20.0
 ) -> tuple[list[T | Exception], list[int]]:
     """What ``work`` returned or raised on each rank, and the bytes of values that each rank received."""
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    made = [thread_ranks(r, world_size, server.port, timeout_s=timeout_s) for r in range(world_size)]
+    group, port = f"group {next(_groups)}", _server().port
+    made = [thread_ranks(r, world_size, port, group, timeout_s=timeout_s) for r in range(world_size)]
     start = threading.Barrier(world_size)
 
     def run(ranks: ThreadRanks) -> T | Exception:

@@ -52,7 +52,7 @@ def test_results_are_merged_and_every_rank_gets_the_reply(numbers: int) -> None:
 
 
 def test_one_rank_alone_decides_on_its_own_result() -> None:
-    assert Ranks().reduce("sum", lambda: [1], lambda parts: [sum(parts, [])], len) == 1
+    assert Ranks().reduce("sum", lambda: [1], lambda parts: parts[0], len) == 1
 
 
 def fail(error: Exception) -> NoReturn:

@@ -44,7 +44,7 @@ def agree_on_forms(state: TrainState, ranks: Ranks) -> dict[int, dict[str, Agree
 
     if ranks.combine("compare states of few bits", summary, lambda each: len(set(each)) == 1):
         return {}
-    found = ranks.combine("compare each state of few bits", lambda: forms, _merged)
+    found = ranks.reduce("compare each state of few bits", lambda: _forms_of(forms), _merged, _of_few_bits)
     if two := [name for name, (each, _) in found.items() if len(each) > 1]:
         texts = " and ".join(Form(**form).text for form in found[two[0]][0])
         raise StateError(
@@ -67,17 +67,25 @@ def _states(state: TrainState) -> Iterator[tuple[str, torch.Tensor, str, torch.T
                         yield f"optimizer {name}, group {g}, parameter {k}, {key}", parameter, key, value
 
 
-def _merged(gathered: Sequence[Mapping[str, dict[str, Any] | None]]) -> dict[str, list[Any]]:
-    """Of each state that is of few bits on any rank: its forms, and whether it is plain on another rank."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    plain: set[str] = set()
-    for forms in gathered:
-        for name, form in forms.items():
-            if form is None:
-                plain.add(name)
-            elif form not in found.setdefault(name, []):
-                found[name].append(form)
-    return {name: [each, name in plain] for name, each in found.items()}
+def _forms_of(held: Mapping[str, dict[str, Any] | None]) -> dict[str, list[Any]]:
+    """Of each state of this rank: its forms of few bits, and whether it is plain."""
+    return {name: [[] if form is None else [form], form is None] for name, form in held.items()}
+
+
+def _merged(of_ranks: Sequence[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
+    """:func:`_forms_of` of several ranks as one; two forms of a state suffice, the same two in any order of ranks."""
+    found: dict[str, list[Any]] = {}
+    for states in of_ranks:
+        for name, (forms, is_plain) in states.items():
+            before, was_plain = found.get(name, ([], False))
+            every = sorted([*before, *(f for f in forms if f not in before)], key=json.dumps)
+            found[name] = [every[:2], was_plain or is_plain]
+    return found
+
+
+def _of_few_bits(found: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    """The states that are of few bits on any rank."""
+    return {name: [forms, is_plain] for name, (forms, is_plain) in found.items() if forms}
 
 
 def split_low_bit(drained: Drained, geometries: Mapping[str, Geometry]) -> None:

@@ -6,7 +6,7 @@ import torch
 
 from ..catalog.checkpoint import catalog_of_optimizer, packed_name
 from ..digests.digest import tensor_digest
-from ..digests.live import live_digests
+from ..digests.live import differing_digests
 from ..dtypes import torch_dtype
 from ..errors import FormatError, IntegrityError, StateError
 from ..format.states import StateKey, by_name
@@ -135,11 +135,12 @@ def _check_opaque(part: TrainedBy, stored: StoredCheckpoint) -> None:
 def _check_digests(fill: OptimizerFill, stored: StoredCheckpoint, ranks: Ranks) -> None:
     """Compare the digests of all tensors that were read with the recorded ones. Collective."""
     geometries = geometries_of_states(fill.tensors, fill.part.live.geometries)
-    found = live_digests(by_name(fill.tensors), geometries, ranks)
+    states, packs = fill.stored, stored.manifest.packed[fill.part.name]
+    recorded = {states.renames.get(n, n): digest for n, digest in states.catalog.digests.items()}
+    tensors = by_name(fill.tensors)
+    differing = differing_digests(tensors, geometries, ranks, {n: recorded[n] for n in tensors})
     with ranks.agree("compare optimizer digests"):
-        states, packs = fill.stored, stored.manifest.packed[fill.part.name]
-        recorded = {states.renames.get(n, n): digest for n, digest in states.catalog.digests.items()}
-        wrong = [n for n, digest in found.items() if digest != recorded[n]]
+        wrong = list(differing)
         wrong += [k for k, p in packs.items() if tensor_digest(states.whole[packed_name(k)]) != p.digest]
         if wrong:
             raise IntegrityError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..digests.live import live_digests
+from ..digests.live import differing_digests
 from ..dtypes import code_of
 from ..errors import IntegrityError, StateError
 from ..format.manifest import Manifest, TensorEntry
@@ -34,15 +34,16 @@ def compare_referred(expected: Mapping[str, TensorEntry], live: LiveModel, path:
         ]
         _refuse(unlike, path)
     try:
-        found = live_digests({name: tensors[name] for name in expected}, live.geometries, ranks)
+        held = {name: tensors[name] for name in expected}
+        digests = {name: entry.digest for name, entry in expected.items()}
+        found = differing_digests(held, live.geometries, ranks, digests)
     except IntegrityError as error:  # the replicas differ: the checkpoint is not at fault
         raise StateError(f"{path}: refers to frozen tensors of a base, but here {error}") from error
     with ranks.agree("compare the base"):
         _refuse(
             [
-                f"{name}: digest {entry.digest:016x} when saved, {found[name]:016x} now"
-                for name, entry in expected.items()
-                if found[name] != entry.digest
+                f"{name}: digest {digests[name]:016x} when saved, {digest:016x} now"
+                for name, digest in found.items()
             ],
             path,
         )

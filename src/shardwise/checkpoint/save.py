@@ -33,7 +33,7 @@ from .at_top import show_at_top
 from .collect import Collected, Lineage, collect
 from .document_files import checked_text, write_documents
 from .pieces import Contents, LiveContents, Piece, boxes_on, pieces_of, replicas_of_others
-from .save_manifest import file_records, manifest_of, outline_of
+from .save_manifest import file_records, manifest_of, merged_records, outline_of
 from .shared_fs import wait_for_folders
 from .snapshot import Live, ModelPart, OptimizerPart
 
@@ -145,11 +145,16 @@ def publish_collected(
                 wait_for_folders(place, _folders(collected), ranks)
             counted.expect(lambda: _bytes_to_write(collected, texts, ranks.rank))
             files, sums = _write_rank(place, collected, texts, ranks, contents, counted)
-        gathered = ranks.gather("file records", file_records(files, sums))
+        merged: list[dict[str, Any]] = []  # on rank 0
+        ranks.reduce(
+            "file records",
+            lambda: file_records(collected, ranks.rank, files, sums),
+            merged_records,
+            merged.append,
+        )
 
         def publish() -> None:
-            assert gathered is not None
-            manifest = manifest_of(collected, ranks, gathered)
+            manifest = manifest_of(collected, ranks, *merged)
             if at_top:
                 shown = show_at_top(place, manifest.files)
                 manifest = replace(manifest, files=dict(sorted(shown.items())))

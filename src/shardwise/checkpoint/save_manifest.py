@@ -11,7 +11,7 @@ import numpy as np
 
 from ..catalog.checkpoint import packed_name
 from ..digests.digest import finish
-from ..digests.live import replica_totals
+from ..digests.replicas import ReplicaTotals, added_sums
 from ..errors import StateError
 from ..format.manifest import FileEntry, Manifest, Packed, StateEntry, TensorEntry
 from ..format.states import StateKey
@@ -19,34 +19,36 @@ from ..layout.placements import Geometry
 from ..ranks.ranks import Ranks
 from ..state.gradients import GRADIENT
 from .collect import Collected
-from .snapshot import ModelPart, OptimizerPart, Snapshot, plain_tensors
+from .snapshot import Live, ModelPart, OptimizerPart, Snapshot, plain_tensors
 
-__all__ = ["file_records", "manifest_of", "outline_of"]
+__all__ = ["file_records", "manifest_of", "merged_records", "outline_of"]
 
 #: Digests by kind and name of the part, and stored name.
 Digests = Mapping[tuple[str, str, str], int]
 
 
-def file_records(files: dict[str, FileEntry], sums: list[int]) -> dict[str, Any]:
-    """A rank's record for rank 0: entries of its files, and the digest sums of its copies of all tensors."""
+def file_records(
+    collected: Collected, rank: int, files: Mapping[str, FileEntry], sums: Sequence[int]
+) -> dict[str, Any]:
+    """A rank's record for rank 0: entries of its files, and its share of the digest sums of all tensors."""
     entries = {name: {**asdict(entry), "blocks": list(entry.blocks)} for name, entry in files.items()}
-    return {"files": entries, "sums": np.array(sums, dtype=np.uint64)}
+    share = _totals(collected.snapshot).share(np.array(sums, dtype=np.uint64), rank)
+    return {"files": entries, "sums": share}
 
 
-def _read_records(records: Mapping[str, Any]) -> tuple[dict[str, FileEntry], Any]:
-    entries = records["files"].items()
-    return {n: FileEntry(**{**e, "blocks": tuple(e["blocks"])}) for n, e in entries}, records["sums"]
+def merged_records(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The records of several ranks as one: all entries, and the sums of shares."""
+    files = {name: entry for one in records for name, entry in one["files"].items()}
+    return {"files": files, "sums": added_sums([one["sums"] for one in records])}
 
 
-def manifest_of(collected: Collected, ranks: Ranks, gathered: Sequence[Mapping[str, Any]]) -> Manifest:
-    """The manifest of what all ranks wrote. ``gathered``: each rank's :func:`file_records`, in rank order.
+def manifest_of(collected: Collected, ranks: Ranks, records: Mapping[str, Any]) -> Manifest:
+    """The manifest of what all ranks wrote. ``records``: the :func:`merged_records` of all ranks.
 
     Raises :class:`StateError` naming tensors whose replicas differ between ranks.
     """
-    parts = [_read_records(g) for g in gathered]
-    files = {name: entry for found, _ in parts for name, entry in found.items()}
-    digests = _digests(collected.snapshot, np.stack([sums for _, sums in parts]))
-    return _with_digests(collected, ranks, digests, files)
+    files = {n: FileEntry(**{**e, "blocks": tuple(e["blocks"])}) for n, e in records["files"].items()}
+    return _with_digests(collected, ranks, _digests(collected.snapshot, records["sums"]), files)
 
 
 def outline_of(collected: Collected, ranks: Ranks) -> Manifest:
@@ -104,18 +106,28 @@ def _model_entries(
     return entries
 
 
-def _digests(snapshot: Snapshot, sums: Any) -> Digests:
-    """Digest of every tensor from all ranks' sums, [rank, tensor]. Replicas must be equal, except plain buffers.
+def _counted(snapshot: Snapshot) -> list[tuple[ModelPart | OptimizerPart, Live]]:
+    """The tensors that have a digest, in the order of a rank's sums."""
+    return [(part, v) for part in snapshot.parts for v in part.live if v.counted]
+
+
+def _totals(snapshot: Snapshot) -> ReplicaTotals:
+    stored = [v.stored for _, v in _counted(snapshot)]
+    return ReplicaTotals([t.geometry for t in stored], [t.owner for t in stored])
+
+
+def _digests(snapshot: Snapshot, added: Any) -> Digests:
+    """Digest of every tensor from the shares of all ranks. Replicas must be equal, except plain buffers.
 
     Raises :class:`StateError` naming tensors whose replicas differ.
     """
-    counted = [(part, v) for part in snapshot.parts for v in part.live if v.counted]
-    totals = replica_totals(sums, [v.stored.geometry for _, v in counted])
+    counted = _counted(snapshot)
+    totals, differ = _totals(snapshot).read(added)
     buffers = plain_tensors(snapshot, kind="buffer")
     unequal = [
         v.stored.name
-        for (part, v), found in zip(counted, totals, strict=True)
-        if len(set(found)) > 1 and not (part.kind == "model" and f"{part.name}:{v.stored.name}" in buffers)
+        for part, v in map(counted.__getitem__, differ.tolist())
+        if not (part.kind == "model" and f"{part.name}:{v.stored.name}" in buffers)
     ]
     if unequal:
         raise StateError(
@@ -123,8 +135,8 @@ def _digests(snapshot: Snapshot, sums: Any) -> Digests:
             f"apart, and a checkpoint can hold only one of them{_hint(unequal)}"
         )
     return {
-        (part.kind, part.name, v.stored.name): finish(found[v.stored.owner], v.stored.dtype, v.stored.shape)
-        for (part, v), found in zip(counted, totals, strict=True)
+        (part.kind, part.name, v.stored.name): finish(total, v.stored.dtype, v.stored.shape)
+        for (part, v), total in zip(counted, totals.tolist(), strict=True)
     }
 
 

@@ -40,7 +40,15 @@ from ..dtypes import code_of, itemsize
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["finish", "format_digest", "partial_sum", "partial_sum_bytes", "pending_sum", "tensor_digest"]
+__all__ = [
+    "finish",
+    "format_digest",
+    "partial_sum",
+    "partial_sum_bytes",
+    "pending_sum",
+    "random_odd",
+    "tensor_digest",
+]
 
 _Words = NDArray[np.uint64]
 
@@ -171,7 +179,7 @@ def _fold(digest: int, word: int) -> int:
     return _mix(((digest ^ word) + _GAMMA) & _MASK)
 
 
-def _random_odd(stream: int, first: int, count: int) -> _Words:
+def random_odd(stream: int, first: int, count: int) -> _Words:
     """R(stream, n) for ``count`` values of n from ``first`` on."""
     base = (_mix((stream + 1) * _GAMMA & _MASK) + (first + 1) * _GAMMA) & _MASK
     word = np.arange(count, dtype=np.uint64) * np.uint64(_GAMMA) + np.uint64(base)
@@ -182,7 +190,7 @@ def _random_odd(stream: int, first: int, count: int) -> _Words:
 
 @lru_cache(maxsize=64)  # 32 KiB each
 def _low_table(dim: int) -> _Words:
-    table = _random_odd(2 * dim, 0, _LOW)
+    table = random_odd(2 * dim, 0, _LOW)
     table.flags.writeable = False
     return table
 
@@ -192,7 +200,7 @@ def _on_device(device: torch.device, dim: int, highs: tuple[int, int] | None) ->
     """The low table of a dim on a device, or ``highs`` (first, count) of its high table."""
     import torch
 
-    table = _low_table(dim) if highs is None else _random_odd(2 * dim + 1, *highs)
+    table = _low_table(dim) if highs is None else random_odd(2 * dim + 1, *highs)
     return torch.tensor(table.view(np.int64), device=device)
 
 
@@ -234,7 +242,7 @@ class _HostSum:
         return _low_table(dim)
 
     def high(self, dim: int, first: int, count: int) -> _Words:
-        return _random_odd(2 * dim + 1, first, count)
+        return random_odd(2 * dim + 1, first, count)
 
     def add(self, lanes: NDArray[Any], rows: _Words, columns: _Words) -> None:
         width = len(columns)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,15 +12,22 @@ from torch import nn
 
 from ..dtypes import code_of
 from ..errors import IntegrityError
-from ..format.slices import replicas
 from ..layout.live import LiveModel, describe
 from ..layout.model import local_tensor
 from ..layout.placements import Geometry, cut_boxes, geometry_of
 from ..ranks.ranks import Ranks
 from .digest import finish, format_digest, tensor_digest
 from .pending import partial_sums
+from .replicas import ReplicaTotals, added_sums
 
-__all__ = ["digest", "live_digests", "local_boxes", "model_digests", "replica_totals"]
+__all__ = [
+    "differing_digests",
+    "differing_from",
+    "digest",
+    "live_digests",
+    "local_boxes",
+    "model_digests",
+]
 
 
 def local_boxes(
@@ -38,22 +45,6 @@ def local_boxes(
         yield piece, held.box.start
 
 
-def replica_totals(sums: Any, geometries: Sequence[Geometry]) -> list[list[int]]:
-    """Per tensor, the digest sum of each of its replicas. ``sums``: uint64, by rank, then by tensor."""
-    by_geometry: dict[Geometry, list[int]] = {}
-    for index, geometry in enumerate(geometries):
-        by_geometry.setdefault(geometry, []).append(index)
-    found: list[list[int]] = [[] for _ in geometries]
-    for geometry, indices in by_geometry.items():
-        for ranks in replicas(geometry):
-            total = np.zeros(len(indices), dtype=np.uint64)
-            for rank in ranks:
-                total += sums[rank][indices]
-            for index, value in zip(indices, total.tolist(), strict=True):
-                found[index].append(value)
-    return found
-
-
 def live_digests(
     tensors: Mapping[str, torch.Tensor],
     geometries: Mapping[str, Geometry],
@@ -61,18 +52,57 @@ def live_digests(
     *,
     may_differ: Collection[str] = (),
 ) -> dict[str, int]:
-    """Digest of the global content of each live tensor. Every rank must call it; 8 bytes per tensor travel.
+    """Digest of the global content of each live tensor. Every rank must call it; 8 bytes per tensor travel, 16 with replicas.
 
     Every replica is summed and compared. Raises :class:`IntegrityError` on every rank, naming tensors whose replicas
     differ; for tensors in ``may_differ`` the first replica counts.
     """
+    found = _sum_up(tensors, geometries, ranks, may_differ, lambda sums: {"sums": sums})["sums"].tolist()
+    return {name: _finished(t, total) for total, (name, t) in zip(found, tensors.items(), strict=True)}
+
+
+def differing_digests(
+    tensors: Mapping[str, torch.Tensor],
+    geometries: Mapping[str, Geometry],
+    ranks: Ranks,
+    expected: Mapping[str, int],
+    *,
+    may_differ: Collection[str] = (),
+) -> dict[str, int]:
+    """:func:`live_digests` of those tensors that have another digest than ``expected``, which is the same on every rank.
+
+    Rank 0 compares, so that ranks receive the digests of these alone.
+    """
+
+    def wrong(sums: NDArray[np.uint64]) -> dict[str, Any]:
+        pairs = zip(tensors.items(), sums.tolist(), strict=True)
+        found = {n: _finished(t, total) for (n, t), total in pairs if n in expected}
+        return {"wrong": {n: digest for n, digest in found.items() if digest != expected[n]}}
+
+    differing: dict[str, int] = _sum_up(tensors, geometries, ranks, may_differ, wrong)["wrong"]
+    return differing
+
+
+def _finished(tensor: torch.Tensor, total: int) -> int:
+    return finish(total, code_of(tensor.dtype), tuple(tensor.shape))
+
+
+def _sum_up(
+    tensors: Mapping[str, torch.Tensor],
+    geometries: Mapping[str, Geometry],
+    ranks: Ranks,
+    may_differ: Collection[str],
+    reply: Callable[[NDArray[np.uint64]], dict[str, Any]],
+) -> dict[str, Any]:
+    """Rank 0's ``reply`` to the sums of all tensors over all ranks."""
+    totals = ReplicaTotals([geometries[n] for n in tensors], [0] * len(tensors))
 
     def own() -> NDArray[np.uint64]:
-        totals = np.zeros(len(tensors), dtype=np.uint64)
+        sums = np.zeros(len(tensors), dtype=np.uint64)
         indices: list[int] = []
-        sums = partial_sums(boxes(indices))
-        np.add.at(totals, indices, np.array(sums, dtype=np.uint64))
-        return totals
+        found = partial_sums(boxes(indices))
+        np.add.at(sums, indices, np.array(found, dtype=np.uint64))
+        return totals.share(sums, ranks.rank)
 
     def boxes(indices: list[int]) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
         for index, (name, tensor) in enumerate(tensors.items()):
@@ -81,18 +111,16 @@ def live_digests(
                 yield box
             ranks.tick()
 
-    def add_up(gathered: list[NDArray[np.uint64]]) -> list[Any]:
-        totals = replica_totals(np.stack(gathered), [geometries[n] for n in tensors])
-        unequal = [n for n, t in zip(tensors, totals, strict=True) if len(set(t)) > 1 and n not in may_differ]
-        return [unequal, [int(t[0]) for t in totals]]
+    def decide(added: NDArray[np.uint64]) -> dict[str, Any]:
+        sums, differ = totals.read(added)
+        names = list(tensors)
+        unequal = [names[k] for k in differ.tolist() if names[k] not in may_differ]
+        return {"unequal": unequal[:10], **({} if unequal else reply(sums))}
 
-    unequal, firsts = ranks.combine("digest", own, add_up)
-    if unequal:  # on every rank
-        raise IntegrityError(f"replicas of {', '.join(unequal[:10])} differ between ranks")
-    return {
-        name: finish(first, code_of(tensor.dtype), tuple(tensor.shape))
-        for first, (name, tensor) in zip(firsts, tensors.items(), strict=True)
-    }
+    found: dict[str, Any] = ranks.reduce("digest", own, added_sums, decide)
+    if found["unequal"]:  # on every rank
+        raise IntegrityError(f"replicas of {', '.join(found['unequal'])} differ between ranks")
+    return found
 
 
 def model_digests(live: LiveModel, ranks: Ranks) -> dict[str, int]:
@@ -101,9 +129,18 @@ def model_digests(live: LiveModel, ranks: Ranks) -> dict[str, int]:
     Plain buffers may differ between ranks (BatchNorm statistics): rank 0's count. Raises :class:`IntegrityError` if
     replicas of any other tensor differ.
     """
-    tensors = live.stored
-    plain = {t.name for t in tensors if t.kind == "buffer" and local_tensor(t.tensor) is t.tensor}
-    return live_digests({t.name: t.tensor for t in tensors}, live.geometries, ranks, may_differ=plain)
+    tensors = {t.name: t.tensor for t in live.stored}
+    return live_digests(tensors, live.geometries, ranks, may_differ=_plain_buffers(live))
+
+
+def differing_from(expected: Mapping[str, int], live: LiveModel, ranks: Ranks) -> dict[str, int]:
+    """:func:`model_digests` of those tensors that have another digest than ``expected``."""
+    tensors = {t.name: t.tensor for t in live.stored}
+    return differing_digests(tensors, live.geometries, ranks, expected, may_differ=_plain_buffers(live))
+
+
+def _plain_buffers(live: LiveModel) -> set[str]:
+    return {t.name for t in live.stored if t.kind == "buffer" and local_tensor(t.tensor) is t.tensor}
 
 
 def digest(model_or_tensor: nn.Module | torch.Tensor) -> dict[str, str] | str:
@@ -111,7 +148,7 @@ def digest(model_or_tensor: nn.Module | torch.Tensor) -> dict[str, str] | str:
 
     16 hexadecimal digits each, the same as a checkpoint records. It detects errors; it is not cryptography.
 
-    For a model or a DTensor every rank of the default process group must call it; 8 bytes per tensor travel. Raises, on
+    For a model or a DTensor every rank of the default process group must call it; 8 bytes per tensor travel, 16 with replicas. Raises, on
     every rank: :class:`IntegrityError` if replicas of a tensor differ between ranks, :class:`LayoutError` for placements
     that are not supported, :class:`RankError` if a rank fails or is missing. ``ValueError`` for tensors without content (on
     meta, sparse).

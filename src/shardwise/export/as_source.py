@@ -82,10 +82,11 @@ class AsSourceJob:
             self._hub = self._weights.contents(self._source.meant.tensors)
             self._refuse_others()
             pieces = self._weights.pieces(self._hub, ranks)
-        differing = ranks.combine(
+        differing = ranks.reduce(
             "compare with the source",
             lambda: self._differing(pieces),
             lambda found: sorted({name for names in found for name in names}),
+            lambda names: names,
         )
         self._touched = set(differing)
         with ranks.agree("compare with the source"):

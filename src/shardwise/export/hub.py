@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..digests.replicas import added_sums
 from ..dtypes import code_of, named_dtype, torch_dtype
 from ..errors import CheckpointError
 from ..internals.peft import has_adapters, peft_model
@@ -243,10 +244,12 @@ def _write_out(
     place.prepare()
     try:
         written, sums = place.write(job, contents, Staging(io))
-        gathered = ranks.gather("bytes exported", np.array([written, *sums], dtype=np.uint64))
+        added: list[Any] = []  # on rank 0
+        own = np.array([written, *sums], dtype=np.uint64)
+        ranks.reduce("bytes exported", lambda: own, added_sums, added.append)
         with ranks.agree("publish export"):
-            if gathered is not None:
-                total, *sums = map(int, np.stack(gathered).sum(axis=0, dtype=np.uint64))
+            for found in added:
+                total, *sums = found.tolist()
                 job.check(sums)
                 if total != output.total_bytes:
                     raise CheckpointError(

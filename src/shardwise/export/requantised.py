@@ -127,7 +127,7 @@ class Requantiser:
                     found[name] = [min(low, before[0]), max(high, before[1])]
             return found
 
-        for name, (low, high) in self._ranks.combine(_LABEL, own, all_of).items():
+        for name, (low, high) in self._ranks.reduce(_LABEL, own, all_of, lambda ends: ends).items():
             dtype = torch_dtype(self._changed[name].spec.dtype)
             self._measured[name] = torch.tensor(low, dtype=dtype), torch.tensor(high, dtype=dtype)
 

@@ -374,7 +374,7 @@ def check_digests(live: LiveModel, catalog: Catalog, plan: Plan, ranks: Ranks) -
 
     Raises :class:`RankError`/:class:`IntegrityError` naming every tensor that differs.
     """
-    from ..digests.live import model_digests
+    from ..digests.live import differing_from
 
     recorded = {}
     for w in plan.wanted:
@@ -385,12 +385,10 @@ def check_digests(live: LiveModel, catalog: Catalog, plan: Plan, ranks: Ranks) -
                 recorded[w.name] = catalog.digests[source]
     if not recorded:
         return 0
-    found = model_digests(live, ranks)
+    found = differing_from(recorded, live, ranks)
     with ranks.agree("compare digests"):
         wrong = [
-            f"{name}: loaded {found[name]:016x}, recorded {digest:016x}"
-            for name, digest in recorded.items()
-            if found[name] != digest
+            f"{name}: loaded {digest:016x}, recorded {recorded[name]:016x}" for name, digest in found.items()
         ]
         if wrong:
             raise IntegrityError(
