@@ -42,7 +42,7 @@ from shardwise.catalog.checkpoint import catalog_of_checkpoint
 from shardwise.checkpoint.collect import Collected, Lineage
 from shardwise.checkpoint.fill_optimizer import TrainedBy, plan_states
 from shardwise.checkpoint.optimizer import stored_states
-from shardwise.checkpoint.save_manifest import file_records, manifest_of
+from shardwise.checkpoint.save_manifest import file_records, manifest_of, merged_records
 from shardwise.checkpoint.snapshot import Snapshot, layout_hash, take_snapshot
 from shardwise.checkpoint.stored_checkpoint import StoredCheckpoint
 from shardwise.format.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry, Manifest, read_manifest

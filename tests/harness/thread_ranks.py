@@ -16,7 +16,7 @@ from shardwise.ranks.parts import Store
 from shardwise.ranks.protocol import Agreement
 from shardwise.ranks.ranks import Ranks
 
-__all__ = ["ThreadRanks", "on_threads", "thread_ranks"]
+__all__ = ["ThreadRanks", "on_threads"]
 
 T = TypeVar("T")
 _groups = itertools.count()
@@ -24,7 +24,6 @@ _groups = itertools.count()
 
 @functools.cache
 def _server() -> Any:
-    """One for the process: it takes seconds to end."""
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
@@ -60,23 +59,24 @@ class _Counting:
         return cast(list[bytes], found)
 
 
-def thread_ranks(
-    rank: int, world_size: int, port: int, group: str, *, timeout_s: float = 20.0
-) -> tuple[ThreadRanks, Callable[[], int]]:
-    """A rank with a client of the store at ``port``; and what tells the bytes of values that it has received."""
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    counting = _Counting(dist.PrefixStore(group, store))
+@functools.cache
+def _client(rank: int) -> Any:
+    """One for all groups of the process: where names of hosts are looked up slowly, it takes seconds to connect."""
+    return dist.TCPStore("127.0.0.1", _server().port, is_master=False, wait_for_workers=False)
+
+
+def _made(rank: int, world_size: int, group: str, timeout_s: float) -> tuple[ThreadRanks, _Counting]:
+    counting = _Counting(dist.PrefixStore(group, _client(rank)))
     end = Agreement(cast(Store, counting), rank, world_size, generation=1)
-    ranks = ThreadRanks(rank=rank, world_size=world_size, timeout_s=timeout_s, end=end)
-    return ranks, lambda: counting.received
+    return ThreadRanks(rank=rank, world_size=world_size, timeout_s=timeout_s, end=end), counting
 
 
 def on_threads(
     world_size: int, work: Callable[[ThreadRanks], T], *, timeout_s: float = 20.0
 ) -> tuple[list[T | Exception], list[int]]:
     """What ``work`` returned or raised on each rank, and the bytes of values that each rank received."""
-    group, port = f"group {next(_groups)}", _server().port
-    made = [thread_ranks(r, world_size, port, group, timeout_s=timeout_s) for r in range(world_size)]
+    group = f"group {next(_groups)}"
+    made = [_made(r, world_size, group, timeout_s) for r in range(world_size)]
     start = threading.Barrier(world_size)
 
     def run(ranks: ThreadRanks) -> T | Exception:
@@ -88,4 +88,4 @@ def on_threads(
 
     with ThreadPoolExecutor(world_size) as pool:
         found = list(pool.map(run, [ranks for ranks, _ in made]))
-    return found, [received() for _, received in made]
+    return found, [counting.received for _, counting in made]

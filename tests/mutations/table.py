@@ -585,10 +585,31 @@ MUTATIONS = (
     ),
     Mutation(
         "digests/live.py",
-        "if len(set(t)) > 1 and n not in may_differ]",
-        "if len(set(t)) > 1 and n in may_differ]",
+        "if names[k] not in may_differ]",
+        "if names[k] in may_differ]",
         ("tests/checkpoint/test_promises_on_ranks.py",),
         "replicas that differ are taken",
+    ),
+    Mutation(
+        "digests/live.py",
+        "if digest != expected[n]}",
+        "if digest == expected[n]}",
+        ("tests/checkpoint/test_referred.py",),
+        "the recorded digests are not compared",
+    ),
+    Mutation(
+        "digests/replicas.py",
+        "sums[one.indices] * weights[replica]",
+        "sums[one.indices]",
+        ("tests/digests/test_replicas.py",),
+        "replicas weigh alike: changes that cancel are missed",
+    ),
+    Mutation(
+        "ranks/tree.py",
+        "s.cause is None and (s.kind, s.label)",
+        "(s.kind, s.label)",
+        ("tests/ranks/test_tree.py",),
+        "nothing is merged with the payload of a rank that failed",
     ),
     # ------------------------------------------------------------------------------------- sharding
     Mutation(
@@ -1308,8 +1329,8 @@ MUTATIONS = (
     ),
     Mutation(
         "checkpoint/referred.py",
-        "                if found[name] != entry.digest\n",
-        "                if False\n",
+        "        found = differing_digests(held, live.geometries, ranks, digests)",
+        "        found = differing_digests(held, live.geometries, ranks, {})",
         ("tests/checkpoint/test_referred.py::test_another_base_is_refused_before_anything_changes",),
         "another base is taken for the one that was saved",
     ),
@@ -1521,7 +1542,7 @@ MUTATIONS = (
     Mutation(
         "checkpoint/optimizer.py",
         "        wrong = [n for n, digest in found.items() if digest != recorded[n]]",
-        "        wrong = [n for n in found if n not in recorded]",
+        "    differing = differing_digests(found, geometries, ranks, {})",
         ("tests/state/test_gradients.py::test_gradients_are_verified_like_every_tensor",),
         "digests of optimizer state are not compared",
     ),
@@ -1536,8 +1557,8 @@ MUTATIONS = (
     ),
     Mutation(
         "checkpoint/save_manifest.py",
-        "        if len(set(found)) > 1 and not (",
-        "        if len(set(found)) > 2 and not (",
+        "        if not (part.kind ==",
+        "        if False and not (part.kind ==",
         ("tests/checkpoint/test_promises_on_ranks.py::test_replicas_that_drifted_apart",),
         "replicas that drifted apart are saved",
     ),

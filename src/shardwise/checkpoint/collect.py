@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import posixpath
 from collections.abc import Mapping, Sequence
@@ -10,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import xxhash
 
 from ..catalog.checkpoint import directory
 from ..errors import StateError
@@ -22,21 +20,12 @@ from ..recipe.origin import recall
 from ..state.storable import refuse_meta
 from ..state.train_state import TrainState, document_of
 from ..state.typed_json import Encoded, encode
+from .compare import LAYOUT, PLAIN, comparable, differing_in, differing_tensors, merged
 from .low_bit_save import agree_on_forms
-from .snapshot import (
-    Snapshot,
-    document_hash,
-    layout_hash,
-    on_host,
-    plain_sums,
-    plain_tensors,
-    take_snapshot,
-)
+from .snapshot import Snapshot, on_host, plain_sums, plain_tensors, take_snapshot
 
 __all__ = ["Collected", "Lineage", "collect", "software_versions"]
 
-#: The name under which ranks compare the layout of tensors, beside the documents.
-_LAYOUT = "layout"
 #: Files that every checkpoint may have.
 _OWN_NAMES = ("manifest.json", "state.json", "state.safetensors")
 
@@ -94,21 +83,27 @@ def collect(state: TrainState, step: int, lineage: Lineage, ranks: Ranks) -> Col
     """
     snapshot: Snapshot | None = None
     assets: dict[str, bytes] = {}
+    sums: dict[str, int] = {}
 
     forms = agree_on_forms(state, ranks)
 
-    def collected() -> list[Any]:
-        nonlocal snapshot, assets
+    def collected() -> dict[str, Any]:
+        nonlocal snapshot, assets, sums
         snapshot = take_snapshot(state, step, forms)
         for live in (live for part in snapshot.parts for live in part.live):
             refuse_meta(live.stored.name, live.tensor)
         _check_names(snapshot)
         assets = _assets(state) if ranks.rank == 0 else {}
-        return _comparable(snapshot, ranks)
+        if ranks.world_size > 1:
+            sums = plain_sums(snapshot)
+        return comparable(snapshot, sums, ranks)
 
-    differing = ranks.combine("collect state", collected, _differing)
+    differing, held = ranks.reduce("collect state", collected, merged, differing_in)
     assert snapshot is not None
-    shared, local = _split_documents(snapshot, differing, ranks)
+    _refuse_other_modules(held)
+    _refuse_other_layouts(snapshot, differing)
+    tensors = differing_tensors(sums, ranks) if PLAIN in differing else set()
+    shared, local = _split_documents(snapshot, set(differing), tensors, ranks)
     return Collected(
         snapshot,
         shared,
@@ -133,29 +128,19 @@ def _check_names(snapshot: Snapshot) -> None:
                 )
 
 
-def _comparable(snapshot: Snapshot, ranks: Ranks) -> list[Any]:
-    """Hashes of documents and plain tensors, to find those that are equal on all ranks."""
-    if ranks.world_size == 1:
-        return [{}, {}, ""]
-    hashes = {name: document_hash(encoded) for name, encoded in snapshot.documents.items()}
-    return [{**hashes, _LAYOUT: layout_hash(snapshot)}, plain_sums(snapshot), _held(snapshot)]
-
-
 def _split_documents(
-    snapshot: Snapshot, differing: list[Any], ranks: Ranks
+    snapshot: Snapshot, documents: set[str], tensors: set[str], ranks: Ranks
 ) -> tuple[dict[str, Encoded], dict[str, Encoded]]:
     """Documents that are equal on all ranks, and those that differ. Plain buffers that differ become a document.
 
+    ``documents`` and ``tensors``: names of those that differ.
     Raises :class:`StateError` if a plain *parameter* differs between ranks: its gradients were not reduced.
     """
-    *names, held = differing
-    documents, tensors = map(set, names)
     local_names = snapshot.always_local | (documents & set(snapshot.documents))
     buffers: dict[str, dict[str, torch.Tensor]] = {}
     for key, (part, t) in plain_tensors(snapshot, kind="buffer").items():
         if key in tensors:
             buffers.setdefault(document_of("model", part.name, "buffers"), {})[t.name] = t.tensor
-    _refuse_other_modules(held)
     _refuse_differing(snapshot, documents, tensors)  # alike on every rank
     local = {n: p for n, p in snapshot.documents.items() if n in local_names}
     if tensors:  # on every rank, or on none
@@ -189,37 +174,18 @@ def _assets(state: TrainState) -> dict[str, bytes]:
     return {**found, **state.files}
 
 
-def _differing(gathered: Sequence[list[Any]]) -> list[Any]:
-    """Names of documents and of plain tensors that differ between ranks; then the ranks' models in words."""
-    found: list[Any] = []
-    *compared, held = zip(*gathered, strict=True)
-    for per_rank in compared:
-        names = {name for values in per_rank for name in values}
-        found.append(sorted(n for n in names if len({values.get(n) for values in per_rank}) > 1))
-    return [*found, {text: rank for rank, text in reversed([*enumerate(held)])}]
-
-
-def _held(snapshot: Snapshot) -> str:
-    """The tensors of this rank's models, in words; equal only for equal names."""
-    names = [v.stored.name for part in snapshot.models for v in part.live]
-    ends = f"from {names[0]} to {names[-1]}" if names else "none"
-    return f"{len(names)} tensors {ends} ({xxhash.xxh3_64_hexdigest(json.dumps(names).encode())[:6]})"
-
-
 def _refuse_other_modules(held: Mapping[str, int]) -> None:
-    """Refuse ranks with different models. ``held``: each text of :func:`_held`, with the first rank that has it."""
+    """Refuse ranks with different models. ``held``: their tensors in words, with the first rank that has these."""
     if len(held) > 1:
-        some = "; ".join(
-            f"rank {rank} has {text}" for text, rank in sorted(held.items(), key=lambda h: h[1])[:3]
-        )
+        some = "; ".join(f"rank {rank} has {text}" for text, rank in held.items())
         raise StateError(
             f"ranks hold other modules: {some}. Every rank must hold the same model: pipeline stages, and modules that "
             f"are made on some ranks only, are not supported. Use torch.distributed.checkpoint for these"
         )
 
 
-def _refuse_differing(snapshot: Snapshot, documents: set[str], tensors: set[str]) -> None:
-    if _LAYOUT in documents:
+def _refuse_other_layouts(snapshot: Snapshot, differing: Sequence[str]) -> None:
+    if LAYOUT in differing:
         live = [v for part in snapshot.models for v in part.live]
         every = max(len(v.stored.geometry.ranks) for v in live)
         parts = [v.stored.name for v in live if len(v.stored.geometry.ranks) < every]
@@ -231,6 +197,9 @@ def _refuse_differing(snapshot: Snapshot, documents: set[str], tensors: set[str]
             "(say Replicate() on its further axes instead of slicing the mesh). Pipeline parallelism, where each rank has "
             "its own stage, is not supported"
         )
+
+
+def _refuse_differing(snapshot: Snapshot, documents: set[str], tensors: set[str]) -> None:
     parameters = {
         key: t.name if len(snapshot.models) == 1 else f"{part.name} {t.name}"
         for key, (part, t) in plain_tensors(snapshot, kind="parameter").items()

@@ -137,8 +137,8 @@ def _check_digests(fill: OptimizerFill, stored: StoredCheckpoint, ranks: Ranks) 
     geometries = geometries_of_states(fill.tensors, fill.part.live.geometries)
     states, packs = fill.stored, stored.manifest.packed[fill.part.name]
     recorded = {states.renames.get(n, n): digest for n, digest in states.catalog.digests.items()}
-    tensors = by_name(fill.tensors)
-    differing = differing_digests(tensors, geometries, ranks, {n: recorded[n] for n in tensors})
+    found = by_name(fill.tensors)
+    differing = differing_digests(found, geometries, ranks, {n: recorded[n] for n in found})
     with ranks.agree("compare optimizer digests"):
         wrong = list(differing)
         wrong += [k for k, p in packs.items() if tensor_digest(states.whole[packed_name(k)]) != p.digest]

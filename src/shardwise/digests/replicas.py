@@ -2,8 +2,8 @@
 
 A rank adds its sum of a tensor to two totals. One is that of the replica that counts. In the other the sums of replica k weigh
 R(1024, k) of :mod:`.digest`, an odd number of 64 bits. If all replicas are equal, the second is the first times the sum of the
-weights. A replica that differs alone is never missed; several are with a chance of about 2^-32, as changes of several elements
-are by the digest. So 8 bytes for each tensor travel, 16 if it has replicas, however many ranks and replicas there are.
+weights. One element that differs in one replica is never missed: it changes the sum by less than 2^32 times an odd number.
+Other changes are missed with a chance of about 2^-32, as changes of several elements are by the digest. So 8 bytes for each tensor travel, 16 if it has replicas, however many ranks and replicas there are.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..format.slices import replicas
 from ..layout.placements import Geometry
 from .digest import random_odd
 
-__all__ = ["ReplicaTotals", "added_sums"]
+__all__ = ["ReplicaTotals", "added_sums", "refuse_other_tensors"]
 
 _Words = NDArray[np.uint64]
 #: No dim has the weights of this stream: changes in two replicas can't cancel because rows and replicas weigh alike.
@@ -75,7 +75,7 @@ class ReplicaTotals:
     def read(self, totals: _Words) -> tuple[_Words, NDArray[np.int64]]:
         """From the added shares of all ranks: the sum of each tensor, and the indices of those whose replicas differ."""
         if totals.shape != (self._tensors + self._weighted,):
-            raise ValueError(f"ranks sent sums of other tensors: {totals.shape[0]} numbers")
+            raise ValueError(f"expected sums of {self._tensors} tensors, got {totals.shape[0]} numbers")
         sums, unequal = totals[: self._tensors], [np.zeros(0, np.int64)]
         for one in self._groups:
             if len(one.weighted):
@@ -87,9 +87,12 @@ class ReplicaTotals:
 
 def added_sums(parts: Sequence[_Words]) -> _Words:
     """Shares of several ranks, added. Raises :class:`ValueError` if ranks have other tensors."""
-    if len({part.shape for part in parts}) > 1:
-        raise ValueError(f"ranks sent sums of other tensors: {sorted({len(p) for p in parts})} numbers")
-    total = parts[0].copy()
-    for part in parts[1:]:
-        total += part
-    return total
+    refuse_other_tensors(parts)
+    found: _Words = np.sum(parts, axis=0, dtype=np.uint64)
+    return found
+
+
+def refuse_other_tensors(parts: Sequence[_Words]) -> None:
+    """Raise :class:`ValueError` unless all ranks sent as many numbers."""
+    if len({len(part) for part in parts}) > 1:
+        raise ValueError(f"ranks have other tensors: they sent {sorted({len(p) for p in parts})} numbers")
