@@ -20,7 +20,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -198,27 +197,22 @@ def plan_save(state: sw.TrainState, rank: int) -> tuple[Snapshot, list[tuple[str
     return snapshot, headers
 
 
-def payloads_of_all(snapshot: Snapshot, ranks: int, header: int) -> list[dict[str, bytes]]:
-    """What every rank would send to rank 0 when it has written: its files' entries and digest sums.
+def records_of_all(collected: Collected, ranks: int, header: int) -> Callable[[int], dict[str, Any]]:
+    """What a rank would send when it has written: its files' entries and its share of the digest sums.
 
     Sizes are those of the files, headers taken as long as this rank's; checksums and sums are stand-ins.
     """
-    tensors = sum(v.counted for part in snapshot.parts for v in part.live)
-    sums = np.zeros(tensors, np.uint64)
+    snapshot = collected.snapshot
+    sums = np.zeros(sum(v.counted for part in snapshot.parts for v in part.live), np.uint64)
     by_kind = {}
     for part in snapshot.parts:
-        counted = Counter(
-            (v.stored.shape, v.stored.geometry, v.stored.owner, v.stored.dtype) for v in part.live
-        )
-        first = {
-            (v.stored.shape, v.stored.geometry, v.stored.owner, v.stored.dtype): v.stored for v in part.live
-        }
-        by_kind[part.kind] = (
-            [(first[kind], n) for kind, n in counted.items()],
-            file_count(list(first.values())),
-        )
-    found = []
-    for rank in range(ranks):
+        kinds: dict[tuple[Any, ...], list[Any]] = {}
+        for v in part.live:
+            t = v.stored
+            kinds.setdefault((t.shape, t.geometry, t.owner, t.dtype), [t, 0])[1] += 1
+        by_kind[part.kind] = [*kinds.values()], file_count([t for t, _ in kinds.values()])
+
+    def record(rank: int) -> dict[str, Any]:
         files = {f"rank/{rank:05d}.json": small(300), f"rank/{rank:05d}.safetensors": small(5200)}
         if rank == 0:
             files["state.json"] = small(2_000_000)
@@ -232,19 +226,14 @@ def payloads_of_all(snapshot: Snapshot, ranks: int, header: int) -> list[dict[st
                     blocks = tuple(f"{7 * j + rank:016x}" for j in range(-(-payload // BLOCK_BYTES)))
                     name = f"{kind}/{file_name(kind, rank, k, count)}"
                     files[name] = FileEntry(header + payload, header, f"{rank:016x}", blocks)
-        found.append(file_records(files, sums))
-    return found
+        return file_records(collected, rank, files, sums)
+
+    return record
 
 
-def small(nbytes: int) -> FileEntry:
-    return FileEntry(nbytes, nbytes, "0123456789abcdef")
-
-
-def measure_save(state: sw.TrainState, ranks: int, folder: str, repeats: int) -> dict[str, Any]:
-    """One rank's planning, rank 0's agreement, and the manifest that comes out of it, in ``folder``."""
-    seconds, (snapshot, headers) = timed(lambda: plan_save(state, rank_of(ranks)), repeats)
-    gathered = payloads_of_all(snapshot, ranks, max(len(h) for _, h in headers))
-    collected = Collected(
+def collected_of(snapshot: Snapshot) -> Collected:
+    """A snapshot as a save collects it."""
+    return Collected(
         snapshot=snapshot,
         shared={},
         local={"rng": snapshot.documents["rng"]},
@@ -255,8 +244,20 @@ def measure_save(state: sw.TrainState, ranks: int, folder: str, repeats: int) ->
         software={"torch": torch.__version__},
         hub_tensors={},
     )
+
+
+def small(nbytes: int) -> FileEntry:
+    return FileEntry(nbytes, nbytes, "0123456789abcdef")
+
+
+def measure_save(state: sw.TrainState, ranks: int, folder: str, repeats: int) -> dict[str, Any]:
+    """One rank's planning, rank 0's agreement, and the manifest that comes out of it, in ``folder``."""
+    seconds, (snapshot, headers) = timed(lambda: plan_save(state, rank_of(ranks)), repeats)
+    collected = collected_of(snapshot)
+    record = records_of_all(collected, ranks, max(len(h) for _, h in headers))
+    merged = merged_records([record(rank) for rank in range(ranks)])
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    decide_s, manifest = timed(lambda: manifest_of(collected, Ranks(world_size=ranks), gathered), 1)
+    decide_s, manifest = timed(lambda: manifest_of(collected, Ranks(world_size=ranks), merged), 1)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     text_s, text = timed(manifest.to_text, 1)
     os.makedirs(folder)
@@ -272,11 +273,8 @@ def measure_save(state: sw.TrainState, ranks: int, folder: str, repeats: int) ->
         "manifest MB": round(len(text) / 1e6, 2),
         "of it block checksums MB": round(without / 1e6, 2),
         "planning of a save, CPU s": round(seconds, 2),
-        "gathered by rank 0, MB": round(
-            sum(len(part) for records in gathered for part in records.values()) / 1e6, 1
-        ),
         "rank 0's agreement, CPU s": round(decide_s, 2),
-        "rank 0's agreement, MB over what is gathered": round((peak - before) / 1e3, 1),
+        "rank 0's agreement, MB over what it received": round((peak - before) / 1e3, 1),
         "manifest's text, CPU s": round(text_s, 2),
     }
 

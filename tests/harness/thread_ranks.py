@@ -16,7 +16,7 @@ from shardwise.ranks.parts import Store
 from shardwise.ranks.protocol import Agreement
 from shardwise.ranks.ranks import Ranks
 
-__all__ = ["ThreadRanks", "on_threads"]
+__all__ = ["ThreadRanks", "on_threads", "rank_on"]
 
 T = TypeVar("T")
 _groups = itertools.count()
@@ -67,8 +67,18 @@ def _client(rank: int) -> Any:
 
 def _made(rank: int, world_size: int, group: str, timeout_s: float) -> tuple[ThreadRanks, _Counting]:
     counting = _Counting(dist.PrefixStore(group, _client(rank)))
-    end = Agreement(cast(Store, counting), rank, world_size, generation=1)
-    return ThreadRanks(rank=rank, world_size=world_size, timeout_s=timeout_s, end=end), counting
+    return _rank(counting, rank, world_size, timeout_s), counting
+
+
+def _rank(store: Any, rank: int, world_size: int, timeout_s: float) -> ThreadRanks:
+    end = Agreement(cast(Store, store), rank, world_size, generation=1)
+    return ThreadRanks(rank=rank, world_size=world_size, timeout_s=timeout_s, end=end)
+
+
+def rank_on(port: int, rank: int, world_size: int, *, timeout_s: float) -> ThreadRanks:
+    """A rank with a client of its own of the store at ``port``, which no other group of ranks uses."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    return _rank(store, rank, world_size, timeout_s)
 
 
 def on_threads(

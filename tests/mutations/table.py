@@ -1541,7 +1541,7 @@ MUTATIONS = (
     ),
     Mutation(
         "checkpoint/optimizer.py",
-        "        wrong = [n for n, digest in found.items() if digest != recorded[n]]",
+        "    differing = differing_digests(found, geometries, ranks, {n: recorded[n] for n in found})",
         "    differing = differing_digests(found, geometries, ranks, {})",
         ("tests/state/test_gradients.py::test_gradients_are_verified_like_every_tensor",),
         "digests of optimizer state are not compared",
