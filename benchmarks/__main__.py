@@ -28,6 +28,10 @@ SCRIPTS = {
     ),
     "save.py": (["--pairs", "3"], ["--ranks", "2", "--gib", "0.02", "--pairs", "1", "--loop-s", "0.2"]),
     "metadata.py": (["--repeats", "1"], ["--params", "200", "--ranks", "16", "--repeats", "1"]),
+    "scale.py": (
+        ["--ranks", "64", "1024", "--rounds", "3"],
+        ["--ranks", "8", "32", "--params", "200", "--tensors", "1000", "--rounds", "2", "--processes", "2"],
+    ),
     "planning.py": (["--repeats", "2"], ["--layers", "2", "--repeats", "1"]),
     "page_cache.py": (["--pairs", "3"], ["--short", "--pairs", "1"]),
     "cold_reads.py": (["--ranks", "1", "4", "--rounds", "2"], ["--short", "--ranks", "2", "--rounds", "1"]),

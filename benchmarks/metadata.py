@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +204,9 @@ def records_of_all(collected: Collected, ranks: int, header: int) -> Callable[[i
     """
     snapshot = collected.snapshot
     sums = np.zeros(sum(v.counted for part in snapshot.parts for v in part.live), np.uint64)
+    share = file_records(collected, 0, {}, sums)[
+        "sums"
+    ]  # as long on every rank, and made once: of thousands it takes minutes
     by_kind = {}
     for part in snapshot.parts:
         kinds: dict[tuple[Any, ...], list[Any]] = {}
@@ -226,7 +229,10 @@ def records_of_all(collected: Collected, ranks: int, header: int) -> Callable[[i
                     blocks = tuple(f"{7 * j + rank:016x}" for j in range(-(-payload // BLOCK_BYTES)))
                     name = f"{kind}/{file_name(kind, rank, k, count)}"
                     files[name] = FileEntry(header + payload, header, f"{rank:016x}", blocks)
-        return file_records(collected, rank, files, sums)
+        return {
+            "files": {n: {**asdict(f), "blocks": list(f.blocks)} for n, f in files.items()},
+            "sums": share,
+        }
 
     return record
 
