@@ -26,6 +26,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -139,7 +140,8 @@ def serve() -> None:
 def client(port: int, first: int, last: int, ranks: int, tensors: int, rounds: int) -> None:
     """Play the ranks from ``first`` to ``last`` - 1, a thread each; a round of each kind at each line of input."""
     threading.stack_size(512 * 1024)
-    held = [rank_on(port, rank, ranks, timeout_s=600) for rank in range(first, last)]
+    with ThreadPoolExecutor(last - first) as pool:  # some connections take five seconds, here and there
+        held = list(pool.map(lambda rank: rank_on(port, rank, ranks, timeout_s=600), range(first, last)))
     kinds = ["agree", "gather", "sums"] if tensors else ["agree", "gather"]
     steps = [kind for kind in kinds for _ in range(rounds)]
     start, end = threading.Barrier(last - first + 1), threading.Barrier(last - first + 1)
