@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import resource
 import statistics
 import subprocess
@@ -206,7 +207,13 @@ def measure_store(ranks: int, tensors: int, rounds: int, processes: int) -> dict
 
 def child(*words: str) -> subprocess.Popen[str]:
     command = [sys.executable, __file__, *words]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    environment = {
+        **os.environ,
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }  # else a line for each client whose host has no name
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    )
 
 
 def say(process: subprocess.Popen[str]) -> None:
