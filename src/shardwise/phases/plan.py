@@ -115,16 +115,20 @@ def plan(
         model_class = type(prepared.base).__name__  # before FSDP2 swaps it
         groups = describe_groups(prepared.model, policy)
         this = Variant(ranks, replicas, per_host, policy, training or Training(), adapter)
-        step = None if training is None else step_of(prepared.model, policy, ranks // replicas, training)
+        step = None
+        if training is not None:
+            step = step_of(prepared.model, policy, ranks // replicas, training, replicas=replicas)
         with _fake_ranks(ranks):
             shard(prepared.model, _mesh(ranks, replicas), policy)
             planned = _plan_ranks(prepared, io, source.looks, ranks, replicas, ranks_per_host or ranks)
-            held = held_by_first(describe(prepared.model), this.training)
+            reached = None if step is None else step.reached
+            held = held_by_first(describe(prepared.model), this.training, reached)
         report = PlanReport.of(source.shown, model_class, groups, planned)
         report = replace(report, from_config=source.is_config_alone)
         if step is None:
             return report
-        report = replace(report, run=run_plan(held, step, this, io))
+        staging = planned.costs[0].staging_bytes
+        report = replace(report, run=run_plan(held, step, this, io, load_staging_bytes=staging))
         if device_limit_bytes is None and host_limit_bytes is None:
             return report
         limits = Limits(device_limit_bytes, host_limit_bytes)
@@ -138,10 +142,12 @@ def plan(
 def _run_of(source: Source, variant: Variant, io: IOOptions) -> RunPlan:
     """The phases of a run that is another one than asked for."""
     prepared = source.prepared(variant.adapter)
-    step = step_of(prepared.model, variant.policy, variant.shards, variant.training)
+    step = step_of(
+        prepared.model, variant.policy, variant.shards, variant.training, replicas=variant.replicas
+    )
     with _fake_ranks(variant.ranks):
         shard(prepared.model, _mesh(variant.ranks, variant.replicas), variant.policy)
-        held = held_by_first(describe(prepared.model), variant.training)
+        held = held_by_first(describe(prepared.model), variant.training, step.reached)
     return run_plan(held, step, variant, io)
 
 
