@@ -20,6 +20,7 @@ BLOCK = StepGroup(
     cast_bytes=0,
     reduced_bytes=100,
     gradient_bytes=25,
+    last_gradient_bytes=0,
     is_reduced_apart=False,
 )
 ROOT = replace(

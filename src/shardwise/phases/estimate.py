@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from ..planning import IOOptions
 from .activations import Step
@@ -62,7 +63,7 @@ def _larger(ways: Sequence[Sequence[Amount]], where: Where) -> list[Amount]:
     found = list(max(ways, key=lambda amounts: sum(a.nbytes for a in amounts)))
     lacking = max(sum(a.upper_bytes for a in way) for way in ways) - sum(a.upper_bytes for a in found)
     if lacking:
-        text = "the other half of the step is expected to take less, and its error bar ends higher"
+        text = "the other half of the phase is expected to take less, and its error bar ends higher"
         found.append(Amount("error bar", where, 0, lacking, text))
     return found
 
@@ -182,7 +183,12 @@ class _Run:
         """The larger of forward with backward, and of the optimizer's update; of each pool of memory."""
         base = [*self.process(), *self.model(), *self.small(is_first=is_first)]
         before = [] if is_first else self.optimizer()
-        ways = [*base, *before, *self.forward_backward()], [*base, *self.optimizer(), *self.update()]
+        return self._larger(
+            [*base, *before, *self.forward_backward()], [*base, *self.optimizer(), *self.update()]
+        )
+
+    def _larger(self, *ways: list[Amount]) -> tuple[Amount, ...]:
+        """The larger of two halves of a phase, of each pool of memory."""
         if self.training.device == "unified":
             return tuple(_larger(ways, self.works))
         places: tuple[Where, ...] = ("device", "host")
@@ -205,6 +211,12 @@ class _Run:
     def written(self) -> Amount:
         nbytes = (self.held.stored_model + self.held.stored_optimizer) // self.ranks
         return _amount("files", "page cache", nbytes, 1.0, "what the rank writes; the system can reclaim it")
+
+    def a_resume(self, reading: Amount) -> tuple[Amount, ...]:
+        """The larger of the load, and of the restore after it, which has no casts to stage for."""
+        restoring = replace(reading, nbytes=0 if self.keeps == "host" else reading.nbytes)
+        base = [*self.process(), *self.model()]
+        return self._larger([*base, reading], [*base, *self.optimizer(), restoring])
 
     def at_rest(self) -> list[Amount]:
         return [*self.process(), *self.model(), *self.optimizer(), *self.gradients(), *self.small()]
@@ -237,7 +249,7 @@ class _Run:
             "steady step": steady,
             "save, sync": (*self.at_rest(), saving, self.written()),
             "save, async": (*steady, self.staging(), saving, self.written()),
-            "resume": (*self.process(), *self.model(), *self.optimizer(), reading),
+            "resume": self.a_resume(reading),
             "export": (*self.at_rest(), export, self.written()),
         }
         return [Phase(name, amounts[name]) for name in PHASES]
