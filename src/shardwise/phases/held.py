@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,9 @@ class Held:
     buffers: int
     gradients: int
     optimizer: int
+    unreached_gradients: int
+    """Of gradients, and below of optimizer state: what belongs to parameters that text alone does not reach."""
+    unreached_optimizer: int
     largest_trained: int
     """The largest trained parameter."""
     trained: int
@@ -36,9 +40,17 @@ class Held:
     optimizer_dtype: str
 
 
-def held_by_first(live: LiveModel, training: Training) -> Held:
-    """What rank 0 of a sharded model on meta holds. FSDP2 pads shards to the size of those of rank 0."""
+def held_by_first(live: LiveModel, training: Training, reached: AbstractSet[str] | None = None) -> Held:
+    """What rank 0 of a sharded model on meta holds. FSDP2 pads shards to the size of those of rank 0.
+
+    ``reached``: names of the parameters that get a gradient; None: all that are trained.
+    """
     parameters = [t.tensor for t in live.parameters]
+    missed = [
+        local_tensor(t.tensor)
+        for t in live.parameters
+        if t.tensor.requires_grad and reached is not None and reached.isdisjoint(t.names)
+    ]
     trained = [p for p in parameters if p.requires_grad]
     local = [local_tensor(p) for p in parameters]
     own = [local_tensor(p) for p in trained]
@@ -48,6 +60,8 @@ def held_by_first(live: LiveModel, training: Training) -> Held:
         buffers=sum(t.tensor.nbytes for t in live.tensors if t.kind != "parameter"),
         gradients=sum(t.nbytes for t in own),
         optimizer=sum(_states(t, training) for t in own),
+        unreached_gradients=sum(t.nbytes for t in missed),
+        unreached_optimizer=sum(_states(t, training) for t in missed),
         largest_trained=max((t.nbytes for t in own), default=0),
         trained=sum(t.numel() for t in own),
         stored_model=sum(t.tensor.numel() * t.tensor.dtype.itemsize for t in live.stored),

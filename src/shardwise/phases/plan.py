@@ -151,7 +151,9 @@ def _report_of(
             groups = describe_groups(prepared.model, variant.policy)
             if with_run:
                 shards = variant.shards, variant.training, variant.expert_shards
-                step = exchange.counted(step_of(prepared.model, variant.policy, *shards))
+                step = exchange.counted(
+                    step_of(prepared.model, variant.policy, *shards, replicas=variant.replicas)
+                )
                 network = flows_of(step, variant, exchange.sent, _itemsize(prepared.model, variant.policy))
         spread.shard()
         live = describe(prepared.model)
@@ -159,9 +161,10 @@ def _report_of(
         report = PlanReport.of(source.shown, model_class, groups, planned)
         if step is None:
             return report, None
-        held = held_by_first(live, variant.training)
+        held = held_by_first(live, variant.training, step.reached)
     files = files_of(held, variant, [cost.bytes_read for cost in planned.costs])
-    return report, run_plan(held, step, variant, io, network, files)
+    staging = planned.costs[0].staging_bytes
+    return report, run_plan(held, step, variant, io, network, files, load_staging_bytes=staging)
 
 
 def _itemsize(model: Any, policy: ShardPolicy) -> int:
