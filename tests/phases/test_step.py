@@ -88,6 +88,13 @@ def test_a_reduction_holds_the_last_gradient_of_its_group() -> None:
     assert reduced(*backward, last_gradient_bytes=90) == 100 + 100 // 4 + 90
 
 
+def test_a_block_is_reduced_before_what_comes_after_it() -> None:
+    done = (event("back", 0), event("grad", 0, 100), event("done", 0))
+    # The first block's parameters and whole gradients are gone when the embedding gets its gradient.
+    found = peak(*FORWARD, event("exit", 2), event("loss"), *done, event("grad", 2, peak=1000), event("end"))
+    assert (found.gathered_bytes, found.reduced_bytes, found.gradient_bytes) == (0, 100, 25)
+
+
 def test_replicas_keep_what_they_reduced_in_another_dtype_until_the_end() -> None:
     backward = (event("back", 1), event("grad", 1, 100), event("back", 0), event("grad", 0, 100))
     events = (*FORWARD, *SECOND, *backward, event("end", peak=10_000))

@@ -34,6 +34,8 @@ class Held:
     """The largest trained parameter."""
     trained: int
     """Elements that are trained."""
+    count: int
+    """Parameters."""
     stored_model: int
     """Over all ranks: parameters and persistent buffers."""
     stored_optimizer: int
@@ -64,6 +66,7 @@ def held_by_first(live: LiveModel, training: Training, reached: AbstractSet[str]
         unreached_optimizer=sum(_states(t, training) for t in missed),
         largest_trained=max((t.nbytes for t in own), default=0),
         trained=sum(t.numel() for t in own),
+        count=len(parameters),
         stored_model=sum(t.tensor.numel() * t.tensor.dtype.itemsize for t in live.stored),
         stored_optimizer=sum(_states(p, training) for p in trained),
         optimizer_dtype=", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in trained})),

@@ -166,6 +166,9 @@ def peak_of(
                 state.gather(event.group, event.live)
                 state.gather_ahead(event.group, event.live)
                 waiting[event.group] = sum(p.requires_grad for p in groups[event.group].parameters)
+            case "done" if event.group in waiting:
+                state.finish(event.group, event.live)
+                del waiting[event.group]
             case "grad":
                 state.whole[event.group] = state.whole.get(event.group, 0) + event.nbytes
                 if event.group in waiting:

@@ -78,7 +78,11 @@ def _block(events: Sequence[Event], block: int, inside: frozenset[int]) -> _Bloc
             or (kinds[i][0] == "back" and kinds[i][1] not in inside)
         )
         until = replace(events[end], kind="inside", group=-1)
-        backward = _relative([*events[begin + 1 : end], until], events[begin].live)
+        # The block's output is the next one's input: its backward begins with that one's end, which is not its own.
+        own = [
+            e if e.group in inside else replace(e, kind="inside", group=-1) for e in events[begin + 1 : end]
+        ]
+        backward = _relative([*own, until], events[begin].live)
     return _Block((*forward, *_relative([last], events[start].live)), backward, kept)
 
 
