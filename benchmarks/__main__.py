@@ -1,6 +1,6 @@
 """All benchmarks that have contracts, one after the other: ``make bench``.
 
-    python -m benchmarks            # half an hour on two cores
+    python -m benchmarks            # an hour on two cores
     python -m benchmarks --short    # tiny: that everything runs; no contracts on seconds
 
 A script that fails or breaks a contract does not stop the others; the exit status is then 1.
