@@ -36,7 +36,7 @@ SHAPE := $(addprefix tests/meta/test_,imports.py exports.py internals.py mutatio
 QUICK := -m "not ranks and not processes and not faults and not slow and not hypothesis" --durations 5 \
   $(SHAPE:%=--ignore=%)
 
-.PHONY: help install demo quick test long lowest newest dist check docs bench gpu-check faults fuzz schedules mutations servers sweep clean
+.PHONY: help install demo quick test long lowest newest dist check docs bench phases gpu-check faults fuzz schedules mutations servers sweep clean
 .DEFAULT_GOAL := help
 
 help:
@@ -52,6 +52,7 @@ help:
 	@echo "make newest   make quick with the newest versions there are, in .venv-newest"
 	@echo "make dist     sdist and wheel, and the wheel tried without any extra"
 	@echo "make bench    loads and saves beside their floors and other loaders (half an hour; BENCH=--short: a minute)"
+	@echo "make phases   memory of each phase of 46 configurations beside its plan, under a limit at the plan (40 minutes)"
 	@echo "make gpu-check  with a GPU: its tests and benchmark, into build/gpu-check (GPU_CHECK='--only checks': no benchmark)"
 	@echo "make faults   every fault of tests/faults at every place, and a table of what it led to (minutes)"
 	@echo "make fuzz     damaged and hostile files into every reader (FUZZ_SECONDS=600)"
@@ -112,6 +113,9 @@ docs: install
 
 bench: install
 	$(BIN)/python -m benchmarks $(BENCH)
+
+phases: install
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/phases.py $(PHASES)
 
 gpu-check: install
 	PYTHONPATH=src $(BIN)/python -m benchmarks.gpu_check $(GPU_CHECK)
