@@ -108,6 +108,7 @@ class World:
         self.task: Task | None = None
         self._heap: list[tuple[float, int, Any, int]] = []
         self._number = 0
+        self._limit_s = 0.0
         self.operations = 0
         # How this schedule's machines are: quick or slow, even or uneven.
         self.latency_s = self.draw.choice((0.0005, 0.005, 0.03))
@@ -130,7 +131,9 @@ class World:
         if task.process.is_dead:
             raise Killed
         wake = self.now + seconds
-        if task.process.paused_until <= wake and (not self._heap or wake < self._heap[0][0]):
+        if task.process.paused_until <= wake < self._limit_s and (
+            not self._heap or wake < self._heap[0][0]
+        ):
             self.now = wake
             return
         self._push(wake, task, task.token)
@@ -188,6 +191,7 @@ class World:
 
     def run(self, limit_s: float) -> None:
         """Run until nothing is left to run, or past ``limit_s``."""
+        self._limit_s = limit_s
         while self._heap:
             time, _, what, token = heapq.heappop(self._heap)
             if time > limit_s:

@@ -306,9 +306,10 @@ class Agreement:
 
     def _post(self, status: Status, inline: bytes = b"") -> None:
         self._store.set(f"status/{self._rank}", pack(status, inline))
+        self._store.add(self._key("arrived"), 1 if status.cause is None else 1 + _FAILED)
+        # Last: rank 0 does not look for a rank that says it has arrived. One that died before it counted would never be missed.
         self._posted = self._round
         self._beat()
-        self._store.add(self._key("arrived"), 1 if status.cause is None else 1 + _FAILED)
 
     def _beat_of_first(self) -> bytes:
         return self._store.get("beat/0") if self._store.check(["beat/0"]) else b""
