@@ -6,12 +6,11 @@ locks. Files that are open for reading are copies in memory of the real system, 
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -142,6 +141,39 @@ class Files:
         return os.stat_result((mode, id(node), 1, 1, 0, 0, size, 0, 0, 0))
 
 
+class _Entries:
+    """What ``os.scandir`` gives."""
+
+    def __init__(self, entries: list[Any]) -> None:
+        self._entries = iter(entries)
+
+    def __iter__(self) -> _Entries:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._entries)
+
+    def __enter__(self) -> _Entries:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _entry(path: str, name: str, child: Any) -> Any:
+    is_folder = hasattr(child, "entries")
+    return SimpleNamespace(
+        name=name,
+        path=os.path.join(path, name),
+        is_dir=lambda **_: is_folder,
+        is_symlink=lambda: False,
+        is_file=lambda **_: not is_folder,
+    )
+
+
 class Hands:
     """The functions of ``os`` and ``fcntl`` in which paths of the disk go to the present schedule's files."""
 
@@ -229,25 +261,10 @@ class Hands:
     def scandir(self, path: Any = ".") -> Any:
         if not isinstance(path, str) or not path.startswith(ROOT):
             return _REAL.scandir(path)
-        return self._entries(path)
-
-    @contextlib.contextmanager
-    def _entries(self, path: str) -> Iterator[Iterator[Any]]:
         files = self._files()
         files.world.operation()
         node = files.node(files.inner(path) or ".")
-
-        def entry(name: str, child: Any) -> Any:
-            is_folder = hasattr(child, "entries")
-            return SimpleNamespace(
-                name=name,
-                path=os.path.join(path, name),
-                is_dir=lambda **_: is_folder,
-                is_symlink=lambda: False,
-                is_file=lambda **_: not is_folder,
-            )
-
-        yield iter([entry(n, c) for n, c in list(node.entries.items())])
+        return _Entries([_entry(path, name, child) for name, child in node.entries.items()])
 
     def mkdir(self, files: Files, path: str) -> None:
         if files._changes("mkdir", path):

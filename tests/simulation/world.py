@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import random
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -52,8 +53,10 @@ class Process:
 
     def _reap(self) -> None:
         for task in self.tasks:
-            if not task.has_ended:
+            if task.greenlet:
+                self.world.task = task
                 task.greenlet.throw(Killed)
+            self.world.task, task.has_ended = None, True
 
     def pause(self, seconds: float) -> None:
         """SIGSTOP, and SIGCONT after ``seconds``."""
@@ -83,6 +86,7 @@ class Task:
         except Killed:
             pass
         except BaseException as error:  # of a thread that no one waits for: the schedule shows it
+            world.note("".join(traceback.format_exception(error)))
             world.problems.append(
                 f"rank {self.process.rank}: a thread ended with {type(error).__name__}: {error}"
             )

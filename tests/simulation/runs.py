@@ -1,0 +1,333 @@
+"""Schedules of whole runs: a ``Checkpointer`` that saves, dies, loses power, is launched again, and must lose no published step.
+
+Only what tensors do is left out: :func:`_collect` hands over one small document of each rank, :func:`_restore` reads it back.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import shardwise.checkpoint.checkpointer as checkpointer_module
+import shardwise.checkpoint.restore as restore_module
+import shardwise.checkpoint.save as save_module
+from shardwise.checkpoint.collect import Collected, Lineage
+from shardwise.checkpoint.shared_fs import manifest_seen_by_first
+from shardwise.checkpoint.snapshot import ModelPart, Snapshot
+from shardwise.checkpoint.stored_documents import read_documents
+from shardwise.errors import IntegrityError, LockedError, RankError, ShardwiseError
+from shardwise.format.manifest import CONVERTED
+from shardwise.planning import IOOptions
+from shardwise.state.typed_json import decode, encode
+from tests.simulation.agreements import TIMEOUT_S, born, limit_s
+from tests.simulation.files import ROOT, Files
+from tests.simulation.installed import Stage
+from tests.simulation.store import Server
+from tests.simulation.world import Killed, Process, World
+
+__all__ = ["run_problems", "without_tensors"]
+
+_RUN = f"{ROOT}/home/run"
+_IO = IOOptions(timeout_s=TIMEOUT_S)
+FAULTS = (
+    *("a rank dies", "all lose power", "a rank stops", "a rank stops for long"),
+    *("is cut off", "the store dies", "a call fails"),
+)
+
+
+class _State:
+    """Stands for a ``TrainState``: who writes, and what this rank found."""
+
+    def __init__(self, launch: int, rank: int) -> None:
+        self.launch, self.rank = launch, rank
+        self.found: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Resumed:
+    """Stands for a ``ResumeReport``."""
+
+    step: int
+    run_id: str
+    requests: int = 0
+    superseded: tuple[int, ...] = ()
+
+    def with_history(self, damaged: Any, superseded: tuple[int, ...]) -> _Resumed:
+        return replace(self, superseded=superseded)
+
+
+def _collect(state: _State, step: int, lineage: Lineage, ranks: Any) -> Collected:
+    ranks.combine("collect state", lambda: [state.launch], lambda found: None)
+    return Collected(
+        _SNAPSHOT,
+        {"step": encode(step), "extra.who": encode({"launch": state.launch, "step": step})},
+        {"extra.own": encode([state.launch, step, state.rank])},
+        {},
+        step,
+        lineage,
+        0,
+        {CONVERTED: "a simulation"},  # such a checkpoint need not hold random states, which are large
+        {},
+    )
+
+
+_SNAPSHOT = Snapshot((ModelPart("model", (), (), {}),), (), {}, frozenset(), frozenset(), ())
+
+
+def _restore(state: _State, path: str, ranks: Any, io: IOOptions) -> _Resumed:
+    seen = manifest_seen_by_first(path, ranks)
+    with ranks.agree("read manifest"):
+        manifest = seen.manifest()
+        shared = _decoded(read_documents(path, manifest, "state")["extra.who"])
+        own = None
+        if ranks.rank < manifest.world_size:
+            own = _decoded(read_documents(path, manifest, f"rank/{ranks.rank:05d}")["extra.own"])
+    state.found = (manifest.step, shared, own)
+    return _Resumed(manifest.step, manifest.run_id)
+
+
+def _decoded(encoded: Any) -> Any:
+    return decode(encoded.document, encoded.tensors)
+
+
+@contextmanager
+def without_tensors() -> Iterator[None]:
+    """Saves collect, and resumes fill, one small document of each rank."""
+    places: list[tuple[Any, str, Any]] = [
+        *((module, "collect", _collect) for module in (checkpointer_module, save_module)),
+        (restore_module, "restore_into", _restore),
+    ]
+    before = [(where, name, getattr(where, name)) for where, name, _ in places]
+    level = logging.getLogger("shardwise").level
+    logging.getLogger("shardwise").setLevel(logging.CRITICAL)
+    for where, name, value in places:
+        setattr(where, name, value)
+    try:
+        yield
+    finally:
+        logging.getLogger("shardwise").setLevel(level)
+        for where, name, value in before:
+            setattr(where, name, value)
+
+
+# ------------------------------------------------------------------------------------------------ the story
+
+
+@dataclass(slots=True)
+class _Run:
+    """What the launches of one run said, for the judge."""
+
+    world: World
+    files: Files
+    mode: str
+    keep_last: int | None
+    said: dict[int, int] = field(default_factory=dict)
+    """By step, the launch whose ranks said that it is published."""
+    tried: set[tuple[int, int]] = field(default_factory=set)
+    """Launch and step of every save that began."""
+    resumed: dict[int, dict[int, Any]] = field(default_factory=dict)
+    """By launch and rank."""
+    ended: dict[int, dict[int, list[str]]] = field(default_factory=dict)
+    """By launch and rank, how each call ended."""
+    faulty: set[int] = field(default_factory=set)
+
+
+def run_problems(on: Stage, world: World, server: Server, files: Files) -> list[str]:
+    """Run one schedule of a run; what was wrong with it."""
+    draw = world.draw
+    run = _Run(world, files, draw.choice(("sync", "sync", "async")), draw.choice((1, 1, 2, None)))
+    size, launches = draw.choice((1, 2, 2, 3)), draw.choice((2, 2, 3))
+    for launch in range(launches):
+        is_last = launch == launches - 1
+        if launch and draw.random() < 0.3:  # elastic: the launcher goes on with as many as there are
+            size = draw.choice((1, 2, 3))
+        if is_last or launch:
+            kept = draw.random() < 0.5 and not server.is_dead
+            server = server if kept else Server(world, server.dropped)
+            server.labels = on.files.labels
+        processes = [born(world, server, rank, size, launch) for rank in range(size)]
+        steps = 1 if is_last else draw.randrange(1, 3)
+        _launch(run, processes, steps)
+        fault = None if is_last else draw.choice((None, *FAULTS, *FAULTS))
+        if fault is not None:
+            _plan_fault(run, fault, processes, server)
+        world.run(limit_s=world.now + 30 * limit_s(world))
+        for process in processes:
+            assert process.main is not None
+            if not process.is_dead and not process.main.has_ended:
+                world.problems.append(f"hang: launch {launch}, rank {process.rank} still waits at {world.now:.1f} s")
+        _judge_launch(run, launch, processes, fault)
+        files.failing = None
+        for process in processes:
+            process.kill()  # as a launcher does before it starts its ranks again
+        world.run(limit_s=world.now + 1.0)
+        if fault == "all lose power":
+            world.note(f"power is lost: {files.lose_power()}")
+        if world.problems:
+            break
+        if is_last:
+            _judge_end(run, launch, files)
+    return list(world.problems)
+
+
+def _launch(run: _Run, processes: list[Process], steps: int) -> None:
+    for process in processes:
+        process.main = run.world.start(process, functools.partial(_main, run, process, steps))
+
+
+def _main(run: _Run, process: Process, steps: int) -> None:
+    """What the program of a rank does."""
+    world, state = run.world, _State(process.launch, process.rank)
+    told = run.ended.setdefault(process.launch, {}).setdefault(process.rank, [])
+
+    def call(name: str, make: Callable[[], Any]) -> Any:
+        world.progressed()
+        try:
+            result = make()
+            told.append(f"{name}: ok")
+            return result
+        except Killed:
+            raise
+        except RankError as error:
+            if not error.causes and not error.missing:
+                world.problems.append(f"nameless: {error}")
+            told.append(f"{name}: {_plain(error)}")
+            raise
+        except ShardwiseError as error:
+            told.append(f"{name}: {type(error).__name__}: {error}")
+            raise
+        finally:
+            if not process.is_dead:
+                _judge_wait(run, process, name)
+                world.note(told[-1] if told else name)
+
+    checkpoints: Any = None
+    try:
+        checkpoints = call(
+            "open",
+            lambda: checkpointer_module.Checkpointer(_RUN, keep_last=run.keep_last, mode=run.mode, io=_IO),  # type: ignore[arg-type]
+        )
+        report = call("resume", lambda: checkpoints.resume(state))
+        begin = 0 if report is None else report.step
+        run.resumed.setdefault(process.launch, {})[process.rank] = (begin, state.found)
+        for step in range(begin + 1, begin + 1 + steps):
+            run.tried.add((process.launch, step))
+            call(f"save {step}", lambda s=step: checkpoints.save(state, s))
+            if run.mode == "async":
+                call(f"wait {step}", checkpoints.wait)
+            run.said[step] = process.launch
+            world.progressed()
+            world.operation(world.draw.random())
+    except ShardwiseError:
+        pass
+    if checkpoints is not None:
+        try:
+            call("close", checkpoints.close)
+        except ShardwiseError:
+            pass
+
+
+def _plain(error: RankError) -> str:
+    return f"RankError: {error}"
+
+
+def _judge_wait(run: _Run, process: Process, name: str) -> None:
+    waited_s = run.world.now - run.world.last_progress
+    # A save is several agreements: each may be waited for once, and files are written between them.
+    most_s = limit_s(run.world) + 400 * run.world.latency_s * (11 if run.world.slow_share else 1)
+    if waited_s > most_s:
+        run.world.problems.append(
+            f"late: launch {process.launch}, rank {process.rank} waited {waited_s:.2f} s in {name}, at most {most_s:.2f} "
+            f"were allowed"
+        )
+
+
+def _plan_fault(run: _Run, fault: str, processes: list[Process], server: Server) -> None:
+    world, draw = run.world, run.world.draw
+    victim = draw.choice(processes)
+    at = draw.randrange(1, 200 if run.mode == "sync" else 260)
+    run.faulty.add(victim.rank)
+    world.note(f"planned: {fault}, rank {victim.rank}")
+    if fault == "a rank dies":
+        victim.dies_at = at
+    elif fault == "all lose power":
+        victim.dies_at = at
+        world.on_death.append(lambda process: _die_with(process, processes) if process is victim else None)
+    elif fault in ("a rank stops", "a rank stops for long"):
+        victim.pauses_at = at
+        victim.pause_s = TIMEOUT_S * (draw.uniform(1.1, 2.5) if fault.endswith("long") else draw.uniform(0.05, 0.8))
+    elif fault == "is cut off":
+
+        def cut() -> None:
+            victim.cut_until = world.now + TIMEOUT_S * draw.uniform(0.1, 2.5)
+            world.note("is cut off", victim)
+            world.progressed(victim.cut_until)
+
+        world.at(world.now + draw.random() * 5.0, cut)
+    elif fault == "the store dies":
+        world.at(world.now + draw.random() * 5.0, server.die)
+    elif fault == "a call fails":
+        run.files.failing = (draw.randrange(0, 60), draw.choice((5, 28)))  # EIO, ENOSPC
+
+
+def _die_with(_: Process, processes: list[Process]) -> None:
+    for process in processes:
+        process.kill()
+
+
+# ------------------------------------------------------------------------------------------------ the judge
+
+
+def _judge_launch(run: _Run, launch: int, processes: list[Process], fault: str | None) -> None:
+    problems, ended = run.world.problems, run.ended.get(launch, {})
+    resumed = run.resumed.get(launch, {})
+    begins = {begin for begin, _ in resumed.values()}
+    if len(begins) > 1:
+        problems.append(f"disagree: launch {launch} resumed from {begins}")
+    newest = max((s for s, by in run.said.items() if by < launch), default=0)
+    for rank, (begin, found) in resumed.items():
+        if begin < newest:
+            problems.append(f"lost: step {newest} was published, launch {launch} resumed from {begin}")
+        if begin:
+            step, shared, own = found
+            right = step == begin == shared["step"] and (shared["launch"], step) in run.tried
+            if not right or own not in (None, [shared["launch"], step, rank]):
+                problems.append(f"mixed: launch {launch}, rank {rank} resumed {begin} and found {found}")
+    for name in sorted({line.partition(":")[0] for lines in ended.values() for line in lines}):
+        results = {r: line.partition(": ")[2] for r, lines in ended.items() for line in lines if line.startswith(f"{name}: ")}
+        told = {r: t for r, t in results.items() if "unreachable" not in t and "process group was destroyed" not in t}
+        if name != "close" and len({t for t in told.values()}) > 1:
+            problems.append(f"disagree: launch {launch}, {name}: {told}")
+    if fault is None:
+        bad = {r: lines for r, lines in ended.items() if not all(line.endswith(": ok") for line in lines)}
+        if bad or len(ended) < len(processes):
+            problems.append(f"false alarm: launch {launch} without a fault ended as {bad or ended}")
+
+
+def _judge_end(run: _Run, launch: int, files: Files) -> None:
+    """After a launch without a fault: nothing of those before is left, and retention did its work."""
+    problems = run.world.problems
+    names = list(files.node("home/run").entries) if files.has("home/run") else []
+    if rubbish := [n for n in names if n.startswith((".tmp", ".trash"))]:
+        problems.append(f"rubbish: {rubbish} is left after launch {launch}")
+    steps = [n for n in names if n.startswith("step-") and "." not in n]
+    newest = max(run.said, default=0)
+    if f"step-{newest:08d}" not in steps and newest:
+        problems.append(f"lost: step {newest} is not among {steps}")
+    if run.keep_last is not None and len(steps) > run.keep_last:
+        problems.append(f"kept: {steps}, but keep_last is {run.keep_last}")
+    if any("damaged" in n or "superseded" in n for n in names):
+        problems.append(f"damage: {names}")
+    if files.has("home/run/latest"):
+        hint = bytes(files.node("home/run/latest").content).decode().strip()
+        if hint != f"step-{newest:08d}" and newest:
+            problems.append(f"hint: latest says {hint}, the newest is {newest}")
+    else:
+        problems.append("hint: there is none")
+    if files.locks:
+        problems.append("lock: is held after close()")
+    _ = IntegrityError, LockedError
