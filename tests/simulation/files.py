@@ -57,6 +57,10 @@ class Files:
         """By node, the descriptor that holds its lock."""
         self.dropped = dropped
         self.labels: set[str] | None = None
+        self.on_rename: Callable[[str, str], None] | None = None
+        """Told of each rename, before it is made."""
+        self.on_scan: Callable[[str], None] | None = None
+        """Told of each directory, before it is walked."""
         self.failing: tuple[int, int] | None = None
         """Which changing call fails from now on, and with which error number."""
         self._handles = 0
@@ -222,13 +226,11 @@ class Hands:
         if inner is None:
             return int(_REAL.open(path, flags, mode, dir_fd=dir_fd))
         if flags & os.O_CREAT:
-            is_made = files._changes("open", inner)
+            files._changes("open", inner)
             if flags & os.O_EXCL and files.has(inner):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
-            if is_made and not files.has(inner):
-                parent, name = inner.rpartition("/")[::2]
-                if not files.has(parent or "."):
-                    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+            if not files.has(inner) and not files.has(os.path.dirname(inner) or "."):
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         else:
             files.world.operation()
         if not flags & os.O_CREAT:
@@ -263,7 +265,10 @@ class Hands:
             return _REAL.scandir(path)
         files = self._files()
         files.world.operation()
-        node = files.node(files.inner(path) or ".")
+        inner = files.inner(path) or "."
+        node = files.node(inner)
+        if files.on_scan is not None:
+            files.on_scan(inner)
         return _Entries([_entry(path, name, child) for name, child in node.entries.items()])
 
     def mkdir(self, files: Files, path: str) -> None:
@@ -299,6 +304,8 @@ class Hands:
             node = files.node(old)
             if files.has(new) and hasattr(node, "entries") and files.node(new).entries:
                 raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), target)
+            if files.on_rename is not None:
+                files.on_rename(old, new)
             files.replay(call, old, new)
 
     # -- by descriptor ----------------------------------------------------------------------------------

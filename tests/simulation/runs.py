@@ -19,7 +19,7 @@ from shardwise.checkpoint.collect import Collected, Lineage
 from shardwise.checkpoint.shared_fs import manifest_seen_by_first
 from shardwise.checkpoint.snapshot import ModelPart, Snapshot
 from shardwise.checkpoint.stored_documents import read_documents
-from shardwise.errors import IntegrityError, LockedError, RankError, ShardwiseError
+from shardwise.errors import CheckpointError, LockedError, RankError, ShardwiseError
 from shardwise.format.manifest import CONVERTED
 from shardwise.planning import IOOptions
 from shardwise.state.typed_json import decode, encode
@@ -35,7 +35,8 @@ _RUN = f"{ROOT}/home/run"
 _IO = IOOptions(timeout_s=TIMEOUT_S)
 FAULTS = (
     *("a rank dies", "all lose power", "a rank stops", "a rank stops for long"),
-    *("is cut off", "the store dies", "a call fails"),
+    *("is cut off", "the store dies", "a call fails", "a step is damaged", "the lock is lost", "a file is lost"),
+    *("a rank survives",),
 )
 
 
@@ -133,7 +134,16 @@ class _Run:
     """By launch and rank."""
     ended: dict[int, dict[int, list[str]]] = field(default_factory=dict)
     """By launch and rank, how each call ended."""
-    faulty: set[int] = field(default_factory=set)
+    damaged: set[int] = field(default_factory=set)
+    """Steps that a bad disk changed after they were published."""
+    was_damaged: bool = False
+    expected: dict[int, int] = field(default_factory=dict)
+    """By launch, the step that was said to be published when it began."""
+    forgets: int = -1
+    """The launch whose program does not resume."""
+    holders: dict[int, Process] = field(default_factory=dict)
+    """By launch, the process that holds the directory."""
+    lock_lost_at: float | None = None
 
 
 def run_problems(on: Stage, world: World, server: Server, files: Files) -> list[str]:
@@ -150,22 +160,32 @@ def run_problems(on: Stage, world: World, server: Server, files: Files) -> list[
             server = server if kept else Server(world, server.dropped)
             server.labels = on.files.labels
         processes = [born(world, server, rank, size, launch) for rank in range(size)]
+        run.lock_lost_at = None
+        files.on_rename = functools.partial(_judge_rename, run)
+        if launch and not is_last and draw.random() < 0.15:
+            run.forgets = launch
         steps = 1 if is_last else draw.randrange(1, 3)
         _launch(run, processes, steps)
         fault = None if is_last else draw.choice((None, *FAULTS, *FAULTS))
         if fault is not None:
             _plan_fault(run, fault, processes, server)
-        world.run(limit_s=world.now + 30 * limit_s(world))
+        survivor = fault == "a rank survives"
+        world.run(limit_s=world.now + (60.0 if survivor else 30 * limit_s(world)))
         for process in processes:
             assert process.main is not None
-            if not process.is_dead and not process.main.has_ended:
+            is_stopped = process.paused_until > world.now
+            if not process.is_dead and not process.main.has_ended and not is_stopped:
                 world.problems.append(f"hang: launch {launch}, rank {process.rank} still waits at {world.now:.1f} s")
         _judge_launch(run, launch, processes, fault)
-        files.failing = None
+        files.failing, files.on_rename, files.on_scan = None, None, None
         for process in processes:
+            if process.paused_until > world.now and not process.is_dead and survivor:
+                world.note("survives", process)  # its host is cut off: the launcher can't kill it, but its end comes
+                world.at(process.paused_until + draw.random() * 10.0, process.kill)
+                continue
             process.kill()  # as a launcher does before it starts its ranks again
         world.run(limit_s=world.now + 1.0)
-        if fault == "all lose power":
+        if fault == "all lose power" or (fault is None and not is_last and draw.random() < 0.5):
             world.note(f"power is lost: {files.lose_power()}")
         if world.problems:
             break
@@ -175,6 +195,7 @@ def run_problems(on: Stage, world: World, server: Server, files: Files) -> list[
 
 
 def _launch(run: _Run, processes: list[Process], steps: int) -> None:
+    run.expected[processes[0].launch] = max((s for s in run.said if s not in run.damaged), default=0)
     for process in processes:
         process.main = run.world.start(process, functools.partial(_main, run, process, steps))
 
@@ -207,10 +228,12 @@ def _main(run: _Run, process: Process, steps: int) -> None:
 
     checkpoints: Any = None
     try:
-        checkpoints = call(
-            "open",
-            lambda: checkpointer_module.Checkpointer(_RUN, keep_last=run.keep_last, mode=run.mode, io=_IO),  # type: ignore[arg-type]
-        )
+        checkpoints = _open(run, call, process)
+        if run.holders.get(process.launch) is None and process.rank == 0:
+            _judge_holders(run, process)
+        if process.launch == run.forgets:
+            _forget(run, checkpoints, state, process, call)
+            return
         report = call("resume", lambda: checkpoints.resume(state))
         begin = 0 if report is None else report.step
         run.resumed.setdefault(process.launch, {})[process.rank] = (begin, state.found)
@@ -229,6 +252,59 @@ def _main(run: _Run, process: Process, steps: int) -> None:
             call("close", checkpoints.close)
         except ShardwiseError:
             pass
+
+
+def _open(run: _Run, call: Callable[..., Any], process: Process) -> Any:
+    """Open the directory; while a process of the launch before still holds it, try again, as a launcher does."""
+    for _ in range(100):
+        try:
+            return call(
+                "open",
+                lambda: checkpointer_module.Checkpointer(_RUN, keep_last=run.keep_last, mode=run.mode, io=_IO),  # type: ignore[arg-type]
+            )
+        except LockedError:
+            if all(p.is_dead for n, p in run.holders.items() if n != process.launch):
+                raise
+            run.ended[process.launch][process.rank].pop()
+            run.world.progressed(run.world.now + 2.0)
+            run.world.operation(2.0)
+    raise LockedError("a process of the launch before holds the directory for ever")
+
+
+def _forget(run: _Run, checkpoints: Any, state: _State, process: Process, call: Callable[..., Any]) -> None:
+    """Save without resuming: refused where there are steps."""
+    there = max(run.said, default=0)
+    try:
+        checkpoints.save(state, there + 1)
+    except CheckpointError:
+        if there and process.rank == 0:
+            run.world.note("the save was refused, as it should be")
+    else:
+        if there:
+            run.world.problems.append(f"mixed: step {there + 1} was saved by a run that did not resume step {there}")
+        else:
+            run.tried.add((process.launch, there + 1))
+            run.said[there + 1] = process.launch
+    checkpoints.close()
+
+
+def _judge_holders(run: _Run, process: Process) -> None:
+    others = [p for n, p in run.holders.items() if n != process.launch and not p.is_dead and p.main is not None]
+    if any(not p.main.has_ended for p in others if p.main is not None):
+        run.world.problems.append(f"two runs: launch {process.launch} opened what another one holds")
+    run.holders[process.launch] = process
+
+
+def _judge_rename(run: _Run, old: str, new: str) -> None:
+    """A step appears."""
+    name = new.rpartition("/")[2]
+    if not name.startswith("step-") or "." in name:
+        return
+    run.damaged.discard(int(name[5:]))
+    lost = run.lock_lost_at
+    patience_s = 0.1 + 60 * run.world.latency_s * (11 if run.world.slow_share else 1)
+    if lost is not None and run.world.now - lost > min(patience_s, 0.05 + 8 * run.world.latency_s * (20 if run.world.slow_share else 1)):
+        run.world.problems.append(f"lock: {name} appears {run.world.now - lost:.2f} s after the lock was lost")
 
 
 def _plain(error: RankError) -> str:
@@ -250,7 +326,6 @@ def _plan_fault(run: _Run, fault: str, processes: list[Process], server: Server)
     world, draw = run.world, run.world.draw
     victim = draw.choice(processes)
     at = draw.randrange(1, 200 if run.mode == "sync" else 260)
-    run.faulty.add(victim.rank)
     world.note(f"planned: {fault}, rank {victim.rank}")
     if fault == "a rank dies":
         victim.dies_at = at
@@ -260,6 +335,14 @@ def _plan_fault(run: _Run, fault: str, processes: list[Process], server: Server)
     elif fault in ("a rank stops", "a rank stops for long"):
         victim.pauses_at = at
         victim.pause_s = TIMEOUT_S * (draw.uniform(1.1, 2.5) if fault.endswith("long") else draw.uniform(0.05, 0.8))
+    elif fault == "a rank survives":
+        victim.pauses_at, victim.pause_s = at, 70.0 + 30.0 * draw.random()
+    elif fault == "a step is damaged":
+        _damage_next(run)
+    elif fault == "the lock is lost":
+        processes[0].calls_at = (at, functools.partial(_lose_lock, run))
+    elif fault == "a file is lost":
+        run.files.on_scan = functools.partial(_lose_file, run)
     elif fault == "is cut off":
 
         def cut() -> None:
@@ -272,6 +355,45 @@ def _plan_fault(run: _Run, fault: str, processes: list[Process], server: Server)
         world.at(world.now + draw.random() * 5.0, server.die)
     elif fault == "a call fails":
         run.files.failing = (draw.randrange(0, 60), draw.choice((5, 28)))  # EIO, ENOSPC
+
+
+def _damage_next(run: _Run) -> None:
+    """The next step that appears has an empty file: a bad disk."""
+    judge = run.files.on_rename
+
+    is_done = False
+
+    def renamed(old: str, new: str) -> None:
+        nonlocal is_done
+        if judge is not None:
+            judge(old, new)
+        name = new.rpartition("/")[2]
+        if name.startswith("step-") and "." not in name and not is_done and run.said:
+            is_done = True
+            inner = run.files.node(old).entries["rank"].entries
+            inner[max(inner)].content.clear()
+            inner[max(inner)].fsync()
+            run.damaged.add(int(name[5:]))
+            run.was_damaged = True
+            run.world.note(f"{name} is damaged")
+
+    run.files.on_rename = renamed
+
+
+def _lose_lock(run: _Run) -> None:
+    home = run.files.node("home/run").entries if run.files.has("home/run") else {}
+    if home.pop(".lock", None) is not None:
+        run.lock_lost_at = run.world.now
+        run.world.note("the lock's file is deleted")
+
+
+def _lose_file(run: _Run, path: str) -> None:
+    """Another program deletes a file of a save, right before its files are counted."""
+    node = run.files.node(path).entries
+    if path.rpartition("/")[2].startswith(".tmp-step") and node.get("rank") is not None and node["rank"].entries:
+        node["rank"].entries.pop(min(node["rank"].entries))
+        run.files.on_scan = None
+        run.world.note(f"a file of {path} is deleted")
 
 
 def _die_with(_: Process, processes: list[Process]) -> None:
@@ -288,10 +410,12 @@ def _judge_launch(run: _Run, launch: int, processes: list[Process], fault: str |
     begins = {begin for begin, _ in resumed.values()}
     if len(begins) > 1:
         problems.append(f"disagree: launch {launch} resumed from {begins}")
-    newest = max((s for s, by in run.said.items() if by < launch), default=0)
+    newest = run.expected[launch]
     for rank, (begin, found) in resumed.items():
         if begin < newest:
             problems.append(f"lost: step {newest} was published, launch {launch} resumed from {begin}")
+        if begin in run.damaged and run.said.get(begin, launch) < launch:
+            problems.append(f"damaged: launch {launch}, rank {rank} resumed from step {begin}, which is damaged")
         if begin:
             step, shared, own = found
             right = step == begin == shared["step"] and (shared["launch"], step) in run.tried
@@ -302,7 +426,7 @@ def _judge_launch(run: _Run, launch: int, processes: list[Process], fault: str |
         told = {r: t for r, t in results.items() if "unreachable" not in t and "process group was destroyed" not in t}
         if name != "close" and len({t for t in told.values()}) > 1:
             problems.append(f"disagree: launch {launch}, {name}: {told}")
-    if fault is None:
+    if fault is None and launch != run.forgets:
         bad = {r: lines for r, lines in ended.items() if not all(line.endswith(": ok") for line in lines)}
         if bad or len(ended) < len(processes):
             problems.append(f"false alarm: launch {launch} without a fault ended as {bad or ended}")
@@ -320,7 +444,7 @@ def _judge_end(run: _Run, launch: int, files: Files) -> None:
         problems.append(f"lost: step {newest} is not among {steps}")
     if run.keep_last is not None and len(steps) > run.keep_last:
         problems.append(f"kept: {steps}, but keep_last is {run.keep_last}")
-    if any("damaged" in n or "superseded" in n for n in names):
+    if not run.was_damaged and any("damaged" in n or "superseded" in n for n in names):
         problems.append(f"damage: {names}")
     if files.has("home/run/latest"):
         hint = bytes(files.node("home/run/latest").content).decode().strip()
@@ -330,4 +454,3 @@ def _judge_end(run: _Run, launch: int, files: Files) -> None:
         problems.append("hint: there is none")
     if files.locks:
         problems.append("lock: is held after close()")
-    _ = IntegrityError, LockedError

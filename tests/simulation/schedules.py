@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tests.simulation.agreements import agreement_problems
 from tests.simulation.files import Files
 from tests.simulation.installed import Stage
+from tests.simulation.runs import run_problems
 from tests.simulation.store import Server
 from tests.simulation.world import World
 
-__all__ = ["Schedule", "run_seed"]
+__all__ = ["KINDS", "Schedule", "kind_and_seed", "run_seed"]
+
+#: Every so many schedules are of this kind: whole runs take ten times as long as agreements.
+KINDS = {"agreement": 1, "run": 5}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,12 @@ class Schedule:
     problems: tuple[str, ...]
     operations: int
     trace: tuple[str, ...] = ()
+
+
+def kind_and_seed(number: int) -> tuple[str, int]:
+    """What the schedule of a number is: every fifth is a whole run."""
+    whole, rest = divmod(number, KINDS["run"])
+    return ("run", whole) if rest == KINDS["run"] - 1 else ("agreement", whole * (KINDS["run"] - 1) + rest)
 
 
 def run_seed(
@@ -38,8 +46,6 @@ def run_seed(
         if kind == "agreement":
             problems = agreement_problems(on, world, server)
         else:
-            from tests.simulation.runs import run_problems
-
             problems = run_problems(on, world, server, files)
     finally:
         world.end()

@@ -34,6 +34,8 @@ class Process:
         self.dies_at: int | None = None
         self.pauses_at: int | None = None
         self.pause_s = 0.0
+        self.calls_at: tuple[int, Callable[[], None]] | None = None
+        """What happens to the machine at which operation."""
         self.tasks: list[Task] = []
         self.clock_offset_s = world.draw.random() * 1e4
         self.held_locks: dict[str, Any] = {}
@@ -155,6 +157,8 @@ class World:
             process.kill()
         if process.operations == process.pauses_at:
             process.pause(process.pause_s)
+        if process.calls_at is not None and process.operations == process.calls_at[0]:
+            process.calls_at[1]()
         if seconds is None:
             seconds = self.latency_s * self.draw.random()
             if self.slow_share and self.draw.random() < self.slow_share:
@@ -197,9 +201,10 @@ class World:
         """Run until nothing is left to run, or past ``limit_s``."""
         self._limit_s = limit_s
         while self._heap:
-            time, _, what, token = heapq.heappop(self._heap)
+            time, _, what, token = self._heap[0]
             if time > limit_s:
                 return
+            heapq.heappop(self._heap)
             self.now = max(self.now, time)
             if not isinstance(what, Task):
                 what()
