@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from shardwise.errors import RankError, ShardwiseError, StateError
+from shardwise.errors import RankError, ShardwiseError
 from shardwise.ranks.ranks import Ranks
-from tests.simulation.installed import Stage, _Group
+from tests.simulation.installed import Group
 from tests.simulation.store import Server, Store
 from tests.simulation.threads import Threading
 from tests.simulation.world import Killed, Process, World
 
-__all__ = ["Ended", "TIMEOUT_S", "agreement_problems", "born", "limit_s"]
+__all__ = ["Call", "Ended", "Story", "TIMEOUT_S", "agreement_problems", "born", "limit_s"]
 
 TIMEOUT_S = 8.0
 KINDS = ("agree", "alike", "combine", "gather", "on_first", "nested")
 #: What may happen to one rank.
-FAULTS = ("dies", "stops", "stops for long", "is cut off", "is cut off for long", "the store dies", "is interrupted")
+FAULTS = (
+    "dies",
+    "stops",
+    "stops for long",
+    "is cut off",
+    "is cut off for long",
+    "the store dies",
+    "is interrupted",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +41,7 @@ class Ended:
 
 
 @dataclass(slots=True)
-class _Call:
+class Call:
     """One agreement: all ranks make it."""
 
     kind: str
@@ -46,14 +55,17 @@ class _Call:
 
 
 @dataclass(slots=True)
-class _Story:
+class Story:
+    """What ranks do, and what happens to one of them."""
+
     world_size: int
-    calls: list[_Call]
+    calls: list[Call]
     fault: str | None
     victim: int
     seconds: float
     """Of a pause or a partition."""
-    others: list[tuple[str, int]] = field(default_factory=list)
+    at: int | None = None
+    """At which operation of the victim; None: drawn."""
     hosted: bool = False
     returns: bool = False
     """Whether a group is made anew after the calls, in the same processes."""
@@ -65,14 +77,14 @@ def limit_s(world: World) -> float:
     return TIMEOUT_S + 2 * 1.0 + 2.0 + 2.0 + 8 * world.least_sleep_s + 120 * world.latency_s
 
 
-def _told(draw: Any) -> _Story:
+def _told(draw: Any) -> Story:
     size = draw.choice((2, 2, 3, 3, 4))
     calls = []
     for _ in range(draw.randrange(1, 4)):
         kind = draw.choice(KINDS)
         slow = draw.random() < 0.15
         work = [draw.random() * (TIMEOUT_S * 2 if slow else 0.5) for _ in range(size)]
-        call = _Call(kind, work, size=draw.choice((5, 5, 150, 350)))
+        call = Call(kind, work, size=draw.choice((5, 5, 150, 350)))
         chance = draw.random()
         if chance < 0.2:
             call.fails = frozenset(r for r in range(size) if draw.random() < 0.5)
@@ -86,7 +98,7 @@ def _told(draw: Any) -> _Story:
         calls.append(call)
     fault = draw.choice(FAULTS) if draw.random() < 0.7 else None
     long = fault is not None and fault.endswith("for long")
-    story = _Story(
+    story = Story(
         world_size=size,
         calls=calls,
         fault=fault,
@@ -111,13 +123,12 @@ def born(world: World, server: Server, rank: int, size: int, launch: int = 0) ->
 
 def join_group(process: Process, size: int) -> None:
     """Make a new process group in a process."""
-    process.group = _Group()
-    process.group.size = size
+    process.group = Group(size)
 
 
-def agreement_problems(on: Stage, world: World, server: Server) -> list[str]:
-    """Run one schedule of agreement; what was wrong with it."""
-    story = _told(world.draw)
+def agreement_problems(world: World, server: Server, story: Story | None = None) -> list[str]:
+    """Run one schedule of agreement, of a story or of one that is drawn; what was wrong with it."""
+    story = story or _told(world.draw)
     world.note(f"{story}")
     ended: dict[tuple[int, int], Ended] = {}
     processes = [born(world, server, rank, story.world_size) for rank in range(story.world_size)]
@@ -136,19 +147,26 @@ def agreement_problems(on: Stage, world: World, server: Server) -> list[str]:
         if not process.is_dead and not process.main.has_ended:
             problems.append(f"hang: rank {process.rank} still waits at {world.now:.1f} s")
     problems += _disagreements(story, ended, processes)
-    if story.fault is None and not problems and not story.hosted and server.most_keys > 14 + 9 * story.world_size * len(story.calls):
+    if (
+        story.fault is None
+        and not problems
+        and not story.hosted
+        and server.most_keys > 14 + 9 * story.world_size * len(story.calls)
+    ):
         problems.append(f"leak: the store held {server.most_keys} keys")
     quiet = story.fault is None and not story.hosted and not world.slow_share and not problems
-    if quiet and all(not c.fails and not c.differing and c.stray < 0 and max(c.work_s) < 1.0 for c in story.calls):
+    if quiet and all(
+        not c.fails and not c.differing and c.stray < 0 and max(c.work_s) < 1.0 for c in story.calls
+    ):
         names = ("/verdict", "/arrived", "/seen", "/reply", "/payload")
         if left := [key for key in server.data if any(name in key for name in names)]:
             problems.append(f"leak: keys of rounds are left: {left[:6]}")
     return problems
 
 
-def _plan_fault(world: World, story: _Story, processes: list[Process], server: Server) -> None:
+def _plan_fault(world: World, story: Story, processes: list[Process], server: Server) -> None:
     victim, most = processes[story.victim], 60 * len(story.calls)
-    at = world.draw.randrange(1, most)
+    at = story.at or world.draw.randrange(1, most)
     if story.fault == "dies":
         victim.dies_at = at
     elif story.fault in ("stops", "stops for long"):
@@ -163,17 +181,17 @@ def _plan_fault(world: World, story: _Story, processes: list[Process], server: S
         world.at(world.draw.random() * 3.0, cut)
     elif story.fault == "the store dies":
         world.at(world.draw.random() * 3.0, server.die)
-    if story.fault in ("stops for long", "is cut off for long") and world.draw.random() < 0.3:
+    if (
+        story.at is None
+        and story.fault in ("stops for long", "is cut off for long")
+        and world.draw.random() < 0.3
+    ):
         other = processes[world.draw.randrange(len(processes))]
         other.dies_at = world.draw.randrange(1, most)
 
 
-class _Differs(StateError):
-    pass
-
-
 def _script(
-    world: World, story: _Story, process: Process, ended: dict[tuple[int, int], Ended]
+    world: World, story: Story, process: Process, ended: dict[tuple[int, int], Ended]
 ) -> Callable[[], None]:
     def run() -> None:
         number = 0
@@ -181,11 +199,9 @@ def _script(
             if life:
                 join_group(process, story.world_size)
             for call in story.calls:
-                if process.rank == story.victim and story.fault == "is interrupted" and number == len(story.calls) - 1:
-                    interrupt = True
-                else:
-                    interrupt = False
-                result = _timed(world, process, lambda c=call, i=interrupt: _make(world, story, process, c, i))
+                interrupted = story.fault == "is interrupted" and process.rank == story.victim
+                interrupts = interrupted and number == len(story.calls) - 1
+                result = _timed(world, process, partial(_make, world, story, process, call, interrupts))
                 ended[number, process.rank] = result
                 world.note(f"call {number} ended: {result}")
                 number += 1
@@ -209,7 +225,7 @@ def _timed(world: World, process: Process, call: Callable[[], Ended]) -> Ended:
     return result
 
 
-def _make(world: World, story: _Story, process: Process, call: _Call, interrupt: bool) -> Ended:
+def _make(world: World, story: Story, process: Process, call: Call, interrupt: bool) -> Ended:
     rank = process.rank
     current = Ranks.current(timeout_s=TIMEOUT_S)
     own: BaseException | None = None
@@ -246,7 +262,9 @@ def _make(world: World, story: _Story, process: Process, call: _Call, interrupt:
             value = current.combine(label, work, lambda found: ["reply", *found])
         elif call.kind == "gather":
             found = current.gather(label, work())
-            value = found is None or [f.partition(":")[0] for f in found] == [str(r) for r in range(current.world_size)]
+            value = found is None or [f.partition(":")[0] for f in found] == [
+                str(r) for r in range(current.world_size)
+            ]
         else:
             value = current.on_first(label, work)
         return Ended("ok", value)
@@ -268,7 +286,7 @@ def _make(world: World, story: _Story, process: Process, call: _Call, interrupt:
         return Ended("interrupted")
 
 
-def _disagreements(story: _Story, ended: dict[tuple[int, int], Ended], processes: list[Process]) -> list[str]:
+def _disagreements(story: Story, ended: dict[tuple[int, int], Ended], processes: list[Process]) -> list[str]:
     problems = []
     faulty = {story.victim} if story.fault else set()
     faulty |= {p.rank for p in processes if p.is_dead}
@@ -291,16 +309,22 @@ def _disagreements(story: _Story, ended: dict[tuple[int, int], Ended], processes
             problems += _wrong_success(story, call, number, told)
         for r, e in told.items():
             if wrong := set(e.missing) - faulty - left_early:
-                problems.append(f"wrong rank: rank {r} was told in call {number} that {sorted(wrong)} is missing")
+                problems.append(
+                    f"wrong rank: rank {r} was told in call {number} that {sorted(wrong)} is missing"
+                )
         if story.fault is None:
             problems += _wrong_failure(story, call, number, of)
-    if story.fault is None and len(ended) < (2 if story.returns else 1) * len(story.calls) * story.world_size:
-        if not any(e.kind == "interrupted" for e in ended.values()):
-            problems.append(f"lost: only {sorted(ended)} were made")
+    wanted = (2 if story.returns else 1) * len(story.calls) * story.world_size
+    if (
+        story.fault is None
+        and len(ended) < wanted
+        and not any(e.kind == "interrupted" for e in ended.values())
+    ):
+        problems.append(f"lost: only {sorted(ended)} were made")
     return problems
 
 
-def _wrong_success(story: _Story, call: _Call, number: int, told: dict[int, Ended]) -> list[str]:
+def _wrong_success(story: Story, call: Call, number: int, told: dict[int, Ended]) -> list[str]:
     if call.fails & ({0} if call.kind == "on_first" else set(range(story.world_size))):
         return [f"missed: call {number} is said to be done, but ranks {sorted(call.fails)} failed in it"]
     if call.stray >= 0:
@@ -320,7 +344,7 @@ def _wrong_success(story: _Story, call: _Call, number: int, told: dict[int, Ende
     return [f"wrong: call {number} gave rank {r} {e.value}" for r, e in told.items() if e.value != wanted]
 
 
-def _wrong_failure(story: _Story, call: _Call, number: int, of: dict[int, Ended]) -> list[str]:
+def _wrong_failure(story: Story, call: Call, number: int, of: dict[int, Ended]) -> list[str]:
     differs = call.kind == "alike" and len({r in call.differing for r in range(story.world_size)}) > 1
     return [
         f"false alarm: rank {r} got {e} in call {number}"

@@ -16,7 +16,7 @@ from tests.simulation import threads
 from tests.simulation.files import Files, Hands
 from tests.simulation.world import World
 
-__all__ = ["Stage", "installed"]
+__all__ = ["Group", "Stage", "installed"]
 
 #: Payloads of more bytes travel in parts, so that small ones do in some schedules.
 _INLINE_BYTES, _PART_BYTES = 120, 100
@@ -29,8 +29,11 @@ class Stage:
     files: Files
 
 
-class _Group:
+class Group:
     """A process group, as far as ranks look at it. Each process has one."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
 
 
 class _Distributed:

@@ -5,6 +5,7 @@ Only what tensors do is left out: :func:`_collect` hands over one small document
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator
@@ -25,7 +26,6 @@ from shardwise.planning import IOOptions
 from shardwise.state.typed_json import decode, encode
 from tests.simulation.agreements import TIMEOUT_S, born, limit_s
 from tests.simulation.files import ROOT, Files
-from tests.simulation.installed import Stage
 from tests.simulation.store import Server
 from tests.simulation.world import Killed, Process, World
 
@@ -35,7 +35,14 @@ _RUN = f"{ROOT}/home/run"
 _IO = IOOptions(timeout_s=TIMEOUT_S)
 FAULTS = (
     *("a rank dies", "all lose power", "a rank stops", "a rank stops for long"),
-    *("is cut off", "the store dies", "a call fails", "a step is damaged", "the lock is lost", "a file is lost"),
+    *(
+        "is cut off",
+        "the store dies",
+        "a call fails",
+        "a step is damaged",
+        "the lock is lost",
+        "a file is lost",
+    ),
     *("a rank survives",),
 )
 
@@ -146,7 +153,7 @@ class _Run:
     lock_lost_at: float | None = None
 
 
-def run_problems(on: Stage, world: World, server: Server, files: Files) -> list[str]:
+def run_problems(world: World, server: Server, files: Files) -> list[str]:
     """Run one schedule of a run; what was wrong with it."""
     draw = world.draw
     run = _Run(world, files, draw.choice(("sync", "sync", "async")), draw.choice((1, 1, 2, None)))
@@ -158,7 +165,7 @@ def run_problems(on: Stage, world: World, server: Server, files: Files) -> list[
         if is_last or launch:
             kept = draw.random() < 0.5 and not server.is_dead
             server = server if kept else Server(world, server.dropped)
-            server.labels = on.files.labels
+            server.labels = files.labels
         processes = [born(world, server, rank, size, launch) for rank in range(size)]
         run.lock_lost_at = None
         files.on_rename = functools.partial(_judge_rename, run)
@@ -175,12 +182,16 @@ def run_problems(on: Stage, world: World, server: Server, files: Files) -> list[
             assert process.main is not None
             is_stopped = process.paused_until > world.now
             if not process.is_dead and not process.main.has_ended and not is_stopped:
-                world.problems.append(f"hang: launch {launch}, rank {process.rank} still waits at {world.now:.1f} s")
+                world.problems.append(
+                    f"hang: launch {launch}, rank {process.rank} still waits at {world.now:.1f} s"
+                )
         _judge_launch(run, launch, processes, fault)
         files.failing, files.on_rename, files.on_scan = None, None, None
         for process in processes:
             if process.paused_until > world.now and not process.is_dead and survivor:
-                world.note("survives", process)  # its host is cut off: the launcher can't kill it, but its end comes
+                world.note(
+                    "survives", process
+                )  # its host is cut off: the launcher can't kill it, but its end comes
                 world.at(process.paused_until + draw.random() * 10.0, process.kill)
                 continue
             process.kill()  # as a launcher does before it starts its ranks again
@@ -248,10 +259,8 @@ def _main(run: _Run, process: Process, steps: int) -> None:
     except ShardwiseError:
         pass
     if checkpoints is not None:
-        try:
+        with contextlib.suppress(ShardwiseError):
             call("close", checkpoints.close)
-        except ShardwiseError:
-            pass
 
 
 def _open(run: _Run, call: Callable[..., Any], process: Process) -> Any:
@@ -260,10 +269,12 @@ def _open(run: _Run, call: Callable[..., Any], process: Process) -> Any:
         try:
             return call(
                 "open",
-                lambda: checkpointer_module.Checkpointer(_RUN, keep_last=run.keep_last, mode=run.mode, io=_IO),  # type: ignore[arg-type]
+                lambda: checkpointer_module.Checkpointer(
+                    _RUN, keep_last=run.keep_last, mode=run.mode, io=_IO
+                ),  # type: ignore[arg-type]
             )
         except LockedError:
-            if all(p.is_dead for n, p in run.holders.items() if n != process.launch):
+            if all(p.is_dead for p in run.world.processes if p.launch != process.launch):
                 raise
             run.ended[process.launch][process.rank].pop()
             run.world.progressed(run.world.now + 2.0)
@@ -276,12 +287,15 @@ def _forget(run: _Run, checkpoints: Any, state: _State, process: Process, call: 
     there = max(run.said, default=0)
     try:
         checkpoints.save(state, there + 1)
+        checkpoints.wait()
     except CheckpointError:
         if there and process.rank == 0:
             run.world.note("the save was refused, as it should be")
     else:
         if there:
-            run.world.problems.append(f"mixed: step {there + 1} was saved by a run that did not resume step {there}")
+            run.world.problems.append(
+                f"mixed: step {there + 1} was saved by a run that did not resume step {there}"
+            )
         else:
             run.tried.add((process.launch, there + 1))
             run.said[there + 1] = process.launch
@@ -289,7 +303,9 @@ def _forget(run: _Run, checkpoints: Any, state: _State, process: Process, call: 
 
 
 def _judge_holders(run: _Run, process: Process) -> None:
-    others = [p for n, p in run.holders.items() if n != process.launch and not p.is_dead and p.main is not None]
+    others = [
+        p for n, p in run.holders.items() if n != process.launch and not p.is_dead and p.main is not None
+    ]
     if any(not p.main.has_ended for p in others if p.main is not None):
         run.world.problems.append(f"two runs: launch {process.launch} opened what another one holds")
     run.holders[process.launch] = process
@@ -303,8 +319,12 @@ def _judge_rename(run: _Run, old: str, new: str) -> None:
     run.damaged.discard(int(name[5:]))
     lost = run.lock_lost_at
     patience_s = 0.1 + 60 * run.world.latency_s * (11 if run.world.slow_share else 1)
-    if lost is not None and run.world.now - lost > min(patience_s, 0.05 + 8 * run.world.latency_s * (20 if run.world.slow_share else 1)):
-        run.world.problems.append(f"lock: {name} appears {run.world.now - lost:.2f} s after the lock was lost")
+    if lost is not None and run.world.now - lost > min(
+        patience_s, 0.05 + 8 * run.world.latency_s * (20 if run.world.slow_share else 1)
+    ):
+        run.world.problems.append(
+            f"lock: {name} appears {run.world.now - lost:.2f} s after the lock was lost"
+        )
 
 
 def _plain(error: RankError) -> str:
@@ -334,13 +354,15 @@ def _plan_fault(run: _Run, fault: str, processes: list[Process], server: Server)
         world.on_death.append(lambda process: _die_with(process, processes) if process is victim else None)
     elif fault in ("a rank stops", "a rank stops for long"):
         victim.pauses_at = at
-        victim.pause_s = TIMEOUT_S * (draw.uniform(1.1, 2.5) if fault.endswith("long") else draw.uniform(0.05, 0.8))
+        victim.pause_s = TIMEOUT_S * (
+            draw.uniform(1.1, 2.5) if fault.endswith("long") else draw.uniform(0.05, 0.8)
+        )
     elif fault == "a rank survives":
         victim.pauses_at, victim.pause_s = at, 70.0 + 30.0 * draw.random()
     elif fault == "a step is damaged":
         _damage_next(run)
     elif fault == "the lock is lost":
-        processes[0].calls_at = (at, functools.partial(_lose_lock, run))
+        processes[0].calls_at = (at, functools.partial(_lose_lock, run, processes[0]))
     elif fault == "a file is lost":
         run.files.on_scan = functools.partial(_lose_file, run)
     elif fault == "is cut off":
@@ -363,12 +385,16 @@ def _damage_next(run: _Run) -> None:
 
     is_done = False
 
+    def is_step(name: str) -> bool:
+        return name.startswith("step-") and "." not in name
+
     def renamed(old: str, new: str) -> None:
         nonlocal is_done
+        home = run.files.node("home/run").entries
         if judge is not None:
             judge(old, new)
         name = new.rpartition("/")[2]
-        if name.startswith("step-") and "." not in name and not is_done and run.said:
+        if name.startswith("step-") and "." not in name and not is_done and any(map(is_step, home)):
             is_done = True
             inner = run.files.node(old).entries["rank"].entries
             inner[max(inner)].content.clear()
@@ -380,7 +406,9 @@ def _damage_next(run: _Run) -> None:
     run.files.on_rename = renamed
 
 
-def _lose_lock(run: _Run) -> None:
+def _lose_lock(run: _Run, holder: Process) -> None:
+    if run.holders.get(holder.launch) is not holder:
+        return
     home = run.files.node("home/run").entries if run.files.has("home/run") else {}
     if home.pop(".lock", None) is not None:
         run.lock_lost_at = run.world.now
@@ -390,7 +418,11 @@ def _lose_lock(run: _Run) -> None:
 def _lose_file(run: _Run, path: str) -> None:
     """Another program deletes a file of a save, right before its files are counted."""
     node = run.files.node(path).entries
-    if path.rpartition("/")[2].startswith(".tmp-step") and node.get("rank") is not None and node["rank"].entries:
+    if (
+        path.rpartition("/")[2].startswith(".tmp-step")
+        and node.get("rank") is not None
+        and node["rank"].entries
+    ):
         node["rank"].entries.pop(min(node["rank"].entries))
         run.files.on_scan = None
         run.world.note(f"a file of {path} is deleted")
@@ -415,16 +447,27 @@ def _judge_launch(run: _Run, launch: int, processes: list[Process], fault: str |
         if begin < newest:
             problems.append(f"lost: step {newest} was published, launch {launch} resumed from {begin}")
         if begin in run.damaged and run.said.get(begin, launch) < launch:
-            problems.append(f"damaged: launch {launch}, rank {rank} resumed from step {begin}, which is damaged")
+            problems.append(
+                f"damaged: launch {launch}, rank {rank} resumed from step {begin}, which is damaged"
+            )
         if begin:
             step, shared, own = found
             right = step == begin == shared["step"] and (shared["launch"], step) in run.tried
             if not right or own not in (None, [shared["launch"], step, rank]):
                 problems.append(f"mixed: launch {launch}, rank {rank} resumed {begin} and found {found}")
     for name in sorted({line.partition(":")[0] for lines in ended.values() for line in lines}):
-        results = {r: line.partition(": ")[2] for r, lines in ended.items() for line in lines if line.startswith(f"{name}: ")}
-        told = {r: t for r, t in results.items() if "unreachable" not in t and "process group was destroyed" not in t}
-        if name != "close" and len({t for t in told.values()}) > 1:
+        results = {
+            r: line.partition(": ")[2]
+            for r, lines in ended.items()
+            for line in lines
+            if line.startswith(f"{name}: ")
+        }
+        told = {
+            r: t
+            for r, t in results.items()
+            if "unreachable" not in t and "process group was destroyed" not in t
+        }
+        if name != "close" and len(set(told.values())) > 1:
             problems.append(f"disagree: launch {launch}, {name}: {told}")
     if fault is None and launch != run.forgets:
         bad = {r: lines for r, lines in ended.items() if not all(line.endswith(": ok") for line in lines)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tests.simulation.agreements import agreement_problems
+from tests.simulation.agreements import Story, agreement_problems
 from tests.simulation.files import Files
 from tests.simulation.installed import Stage
 from tests.simulation.runs import run_problems
@@ -34,7 +34,14 @@ def kind_and_seed(number: int) -> tuple[str, int]:
 
 
 def run_seed(
-    on: Stage, seed: int, kind: str, *, dropped: str | None = None, labels: set[str] | None = None, traced: bool = False
+    on: Stage,
+    seed: int,
+    kind: str,
+    *,
+    story: Story | None = None,
+    dropped: str | None = None,
+    labels: set[str] | None = None,
+    traced: bool = False,
 ) -> Schedule:
     """Run the schedule of a seed. ``dropped``: messages or calls of this kind are lost. ``labels`` gets the kinds there are."""
     world = World(seed)
@@ -44,9 +51,9 @@ def run_seed(
     on.world, on.files = world, files
     try:
         if kind == "agreement":
-            problems = agreement_problems(on, world, server)
+            problems = agreement_problems(world, server, story)
         else:
-            problems = run_problems(on, world, server, files)
+            problems = run_problems(world, server, files)
     finally:
         world.end()
         files.end()

@@ -37,7 +37,9 @@ class Server:
 def label_of(method: str, key: str) -> str:
     """A kind of message: what is sent under which key, whatever the round and, but for rank 0, the rank."""
     key = re.sub(r"^attempt\d+/", "", key)
-    key = re.sub(r"^shardwise/[^/]*?(generation|\d+)/", lambda m: "generation/" if m[1] == "generation" else "", key)
+    key = re.sub(
+        r"^shardwise/[^/]*?(generation|\d+)/", lambda m: "generation/" if m[1] == "generation" else "", key
+    )
     key = re.sub(r"^\d+/", "", key)
     key = re.sub(r"^(payload/[0-9]+|reply)/[0-9]+", r"\1/part", key)
     return f"{method} {re.sub(r'/[1-9][0-9]*', '/n', key)}"

@@ -137,9 +137,7 @@ class World:
         if task.process.is_dead:
             raise Killed
         wake = self.now + seconds
-        if task.process.paused_until <= wake < self._limit_s and (
-            not self._heap or wake < self._heap[0][0]
-        ):
+        if task.process.paused_until <= wake < self._limit_s and (not self._heap or wake < self._heap[0][0]):
             self.now = wake
             return
         self._push(wake, task, task.token)
