@@ -25,8 +25,9 @@ _INLINE_BYTES, _PART_BYTES = 120, 100
 class Stage:
     """The present schedule: what every patched module looks at."""
 
-    world: World
-    files: Files
+    def __init__(self) -> None:
+        self.world = World(0)
+        self.files = Files(self.world)
 
 
 class Group:

@@ -59,9 +59,10 @@ def run_many(first: int, count: int, jobs: int) -> int:
             bad += found
             for kind, one in found:
                 print(f"--seed {one.seed} --kind {kind}: {one.problems[0]}", flush=True)
-            if done % 250 == 0:
+            if done % 25 == 0:
                 print(
-                    f"{min(done * _BATCH, count)} schedules, {time.monotonic() - started:.0f} s", flush=True
+                    f"{min(done * _BATCH, count)} schedules, {operations} operations, {time.monotonic() - started:.0f} s",
+                    flush=True,
                 )
     kinds = [kind_and_seed(n)[0] for n in range(first, first + count)] if count <= 10**5 else []
     each = {kind: kinds.count(kind) for kind in KINDS} if kinds else {k: count // s for k, s in KINDS.items()}

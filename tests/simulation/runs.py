@@ -285,6 +285,7 @@ def _open(run: _Run, call: Callable[..., Any], process: Process) -> Any:
 def _forget(run: _Run, checkpoints: Any, state: _State, process: Process, call: Callable[..., Any]) -> None:
     """Save without resuming: refused where there are steps."""
     there = max(run.said, default=0)
+    run.tried.add((process.launch, there + 1))
     try:
         checkpoints.save(state, there + 1)
         checkpoints.wait()
@@ -297,7 +298,6 @@ def _forget(run: _Run, checkpoints: Any, state: _State, process: Process, call: 
                 f"mixed: step {there + 1} was saved by a run that did not resume step {there}"
             )
         else:
-            run.tried.add((process.launch, there + 1))
             run.said[there + 1] = process.launch
     checkpoints.close()
 
