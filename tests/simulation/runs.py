@@ -10,7 +10,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import shardwise.checkpoint.checkpointer as checkpointer_module
@@ -26,6 +26,14 @@ from shardwise.planning import IOOptions
 from shardwise.state.typed_json import decode, encode
 from tests.simulation.agreements import TIMEOUT_S, born, limit_s
 from tests.simulation.files import ROOT, Files
+from tests.simulation.run_judge import (
+    Run,
+    judge_end,
+    judge_holders,
+    judge_launch,
+    judge_rename,
+    judge_wait,
+)
 from tests.simulation.store import Server
 from tests.simulation.world import Killed, Process, World
 
@@ -125,38 +133,10 @@ def without_tensors() -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------ the story
 
 
-@dataclass(slots=True)
-class _Run:
-    """What the launches of one run said, for the judge."""
-
-    world: World
-    files: Files
-    mode: str
-    keep_last: int | None
-    said: dict[int, int] = field(default_factory=dict)
-    """By step, the launch whose ranks said that it is published."""
-    tried: set[tuple[int, int]] = field(default_factory=set)
-    """Launch and step of every save that began."""
-    resumed: dict[int, dict[int, Any]] = field(default_factory=dict)
-    """By launch and rank."""
-    ended: dict[int, dict[int, list[str]]] = field(default_factory=dict)
-    """By launch and rank, how each call ended."""
-    damaged: set[int] = field(default_factory=set)
-    """Steps that a bad disk changed after they were published."""
-    was_damaged: bool = False
-    expected: dict[int, int] = field(default_factory=dict)
-    """By launch, the step that was said to be published when it began."""
-    forgets: int = -1
-    """The launch whose program does not resume."""
-    holders: dict[int, Process] = field(default_factory=dict)
-    """By launch, the process that holds the directory."""
-    lock_lost_at: float | None = None
-
-
 def run_problems(world: World, server: Server, files: Files) -> list[str]:
     """Run one schedule of a run; what was wrong with it."""
     draw = world.draw
-    run = _Run(world, files, draw.choice(("sync", "sync", "async")), draw.choice((1, 1, 2, None)))
+    run = Run(world, files, draw.choice(("sync", "sync", "async")), draw.choice((1, 1, 2, None)))
     size, launches = draw.choice((1, 2, 2, 3)), draw.choice((2, 2, 3))
     for launch in range(launches):
         is_last = launch == launches - 1
@@ -168,7 +148,7 @@ def run_problems(world: World, server: Server, files: Files) -> list[str]:
             server.labels = files.labels
         processes = [born(world, server, rank, size, launch) for rank in range(size)]
         run.lock_lost_at = None
-        files.on_rename = functools.partial(_judge_rename, run)
+        files.on_rename = functools.partial(judge_rename, run)
         if launch and not is_last and draw.random() < 0.15:
             run.forgets = launch
         steps = 1 if is_last else draw.randrange(1, 3)
@@ -185,7 +165,7 @@ def run_problems(world: World, server: Server, files: Files) -> list[str]:
                 world.problems.append(
                     f"hang: launch {launch}, rank {process.rank} still waits at {world.now:.1f} s"
                 )
-        _judge_launch(run, launch, processes, fault)
+        judge_launch(run, launch, processes, fault)
         files.failing, files.on_rename, files.on_scan = None, None, None
         for process in processes:
             if process.paused_until > world.now and not process.is_dead and survivor:
@@ -201,17 +181,17 @@ def run_problems(world: World, server: Server, files: Files) -> list[str]:
         if world.problems:
             break
         if is_last:
-            _judge_end(run, launch, files)
+            judge_end(run, launch, files)
     return list(world.problems)
 
 
-def _launch(run: _Run, processes: list[Process], steps: int) -> None:
+def _launch(run: Run, processes: list[Process], steps: int) -> None:
     run.expected[processes[0].launch] = max((s for s in run.said if s not in run.damaged), default=0)
     for process in processes:
         process.main = run.world.start(process, functools.partial(_main, run, process, steps))
 
 
-def _main(run: _Run, process: Process, steps: int) -> None:
+def _main(run: Run, process: Process, steps: int) -> None:
     """What the program of a rank does."""
     world, state = run.world, _State(process.launch, process.rank)
     told = run.ended.setdefault(process.launch, {}).setdefault(process.rank, [])
@@ -234,14 +214,14 @@ def _main(run: _Run, process: Process, steps: int) -> None:
             raise
         finally:
             if not process.is_dead:
-                _judge_wait(run, process, name)
+                judge_wait(run, process, name)
                 world.note(told[-1] if told else name)
 
     checkpoints: Any = None
     try:
         checkpoints = _open(run, call, process)
         if run.holders.get(process.launch) is None and process.rank == 0:
-            _judge_holders(run, process)
+            judge_holders(run, process)
         if process.launch == run.forgets:
             _forget(run, checkpoints, state, process, call)
             return
@@ -263,7 +243,7 @@ def _main(run: _Run, process: Process, steps: int) -> None:
             call("close", checkpoints.close)
 
 
-def _open(run: _Run, call: Callable[..., Any], process: Process) -> Any:
+def _open(run: Run, call: Callable[..., Any], process: Process) -> Any:
     """Open the directory; while a process of the launch before still holds it, try again, as a launcher does."""
     for _ in range(100):
         try:
@@ -282,7 +262,7 @@ def _open(run: _Run, call: Callable[..., Any], process: Process) -> Any:
     raise LockedError("a process of the launch before holds the directory for ever")
 
 
-def _forget(run: _Run, checkpoints: Any, state: _State, process: Process, call: Callable[..., Any]) -> None:
+def _forget(run: Run, checkpoints: Any, state: _State, process: Process, call: Callable[..., Any]) -> None:
     """Save without resuming: refused where there are steps."""
     there = max(run.said, default=0)
     run.tried.add((process.launch, there + 1))
@@ -302,47 +282,11 @@ def _forget(run: _Run, checkpoints: Any, state: _State, process: Process, call: 
     checkpoints.close()
 
 
-def _judge_holders(run: _Run, process: Process) -> None:
-    others = [
-        p for n, p in run.holders.items() if n != process.launch and not p.is_dead and p.main is not None
-    ]
-    if any(not p.main.has_ended for p in others if p.main is not None):
-        run.world.problems.append(f"two runs: launch {process.launch} opened what another one holds")
-    run.holders[process.launch] = process
-
-
-def _judge_rename(run: _Run, old: str, new: str) -> None:
-    """A step appears."""
-    name = new.rpartition("/")[2]
-    if not name.startswith("step-") or "." in name:
-        return
-    run.damaged.discard(int(name[5:]))
-    lost = run.lock_lost_at
-    patience_s = 0.1 + 60 * run.world.latency_s * (11 if run.world.slow_share else 1)
-    if lost is not None and run.world.now - lost > min(
-        patience_s, 0.05 + 8 * run.world.latency_s * (20 if run.world.slow_share else 1)
-    ):
-        run.world.problems.append(
-            f"lock: {name} appears {run.world.now - lost:.2f} s after the lock was lost"
-        )
-
-
 def _plain(error: RankError) -> str:
     return f"RankError: {error}"
 
 
-def _judge_wait(run: _Run, process: Process, name: str) -> None:
-    waited_s = run.world.now - run.world.last_progress
-    # A save is several agreements: each may be waited for once, and files are written between them.
-    most_s = limit_s(run.world) + 400 * run.world.latency_s * (11 if run.world.slow_share else 1)
-    if waited_s > most_s:
-        run.world.problems.append(
-            f"late: launch {process.launch}, rank {process.rank} waited {waited_s:.2f} s in {name}, at most {most_s:.2f} "
-            f"were allowed"
-        )
-
-
-def _plan_fault(run: _Run, fault: str, processes: list[Process], server: Server) -> None:
+def _plan_fault(run: Run, fault: str, processes: list[Process], server: Server) -> None:
     world, draw = run.world, run.world.draw
     victim = draw.choice(processes)
     at = draw.randrange(1, 200 if run.mode == "sync" else 260)
@@ -379,7 +323,7 @@ def _plan_fault(run: _Run, fault: str, processes: list[Process], server: Server)
         run.files.failing = (draw.randrange(0, 60), draw.choice((5, 28)))  # EIO, ENOSPC
 
 
-def _damage_next(run: _Run) -> None:
+def _damage_next(run: Run) -> None:
     """The next step that appears has an empty file: a bad disk."""
     judge = run.files.on_rename
 
@@ -406,7 +350,7 @@ def _damage_next(run: _Run) -> None:
     run.files.on_rename = renamed
 
 
-def _lose_lock(run: _Run, holder: Process) -> None:
+def _lose_lock(run: Run, holder: Process) -> None:
     if run.holders.get(holder.launch) is not holder:
         return
     home = run.files.node("home/run").entries if run.files.has("home/run") else {}
@@ -415,7 +359,7 @@ def _lose_lock(run: _Run, holder: Process) -> None:
         run.world.note("the lock's file is deleted")
 
 
-def _lose_file(run: _Run, path: str) -> None:
+def _lose_file(run: Run, path: str) -> None:
     """Another program deletes a file of a save, right before its files are counted."""
     node = run.files.node(path).entries
     if (
@@ -431,69 +375,3 @@ def _lose_file(run: _Run, path: str) -> None:
 def _die_with(_: Process, processes: list[Process]) -> None:
     for process in processes:
         process.kill()
-
-
-# ------------------------------------------------------------------------------------------------ the judge
-
-
-def _judge_launch(run: _Run, launch: int, processes: list[Process], fault: str | None) -> None:
-    problems, ended = run.world.problems, run.ended.get(launch, {})
-    resumed = run.resumed.get(launch, {})
-    begins = {begin for begin, _ in resumed.values()}
-    if len(begins) > 1:
-        problems.append(f"disagree: launch {launch} resumed from {begins}")
-    newest = run.expected[launch]
-    for rank, (begin, found) in resumed.items():
-        if begin < newest:
-            problems.append(f"lost: step {newest} was published, launch {launch} resumed from {begin}")
-        if begin in run.damaged and run.said.get(begin, launch) < launch:
-            problems.append(
-                f"damaged: launch {launch}, rank {rank} resumed from step {begin}, which is damaged"
-            )
-        if begin:
-            step, shared, own = found
-            right = step == begin == shared["step"] and (shared["launch"], step) in run.tried
-            if not right or own not in (None, [shared["launch"], step, rank]):
-                problems.append(f"mixed: launch {launch}, rank {rank} resumed {begin} and found {found}")
-    for name in sorted({line.partition(":")[0] for lines in ended.values() for line in lines}):
-        results = {
-            r: line.partition(": ")[2]
-            for r, lines in ended.items()
-            for line in lines
-            if line.startswith(f"{name}: ")
-        }
-        told = {
-            r: t
-            for r, t in results.items()
-            if "unreachable" not in t and "process group was destroyed" not in t
-        }
-        if name != "close" and len(set(told.values())) > 1:
-            problems.append(f"disagree: launch {launch}, {name}: {told}")
-    if fault is None and launch != run.forgets:
-        bad = {r: lines for r, lines in ended.items() if not all(line.endswith(": ok") for line in lines)}
-        if bad or len(ended) < len(processes):
-            problems.append(f"false alarm: launch {launch} without a fault ended as {bad or ended}")
-
-
-def _judge_end(run: _Run, launch: int, files: Files) -> None:
-    """After a launch without a fault: nothing of those before is left, and retention did its work."""
-    problems = run.world.problems
-    names = list(files.node("home/run").entries) if files.has("home/run") else []
-    if rubbish := [n for n in names if n.startswith((".tmp", ".trash"))]:
-        problems.append(f"rubbish: {rubbish} is left after launch {launch}")
-    steps = [n for n in names if n.startswith("step-") and "." not in n]
-    newest = max(run.said, default=0)
-    if f"step-{newest:08d}" not in steps and newest:
-        problems.append(f"lost: step {newest} is not among {steps}")
-    if run.keep_last is not None and len(steps) > run.keep_last:
-        problems.append(f"kept: {steps}, but keep_last is {run.keep_last}")
-    if not run.was_damaged and any("damaged" in n or "superseded" in n for n in names):
-        problems.append(f"damage: {names}")
-    if files.has("home/run/latest"):
-        hint = bytes(files.node("home/run/latest").content).decode().strip()
-        if hint != f"step-{newest:08d}" and newest:
-            problems.append(f"hint: latest says {hint}, the newest is {newest}")
-    else:
-        problems.append("hint: there is none")
-    if files.locks:
-        problems.append("lock: is held after close()")
