@@ -81,6 +81,7 @@ BESIDE_ROOMS = {
         "meta",
         "mutations",
         "quick",
+        "simulation",
     ),
     *("data", "wheel"),
 }

@@ -252,9 +252,7 @@ class Agreement:
             if seen >= self._arrivals()[0] or time.monotonic() > end:
                 return
             time.sleep(next(pauses))
-        for key in self._unswept:
-            self._store.delete_key(key)
-        self._unswept.clear()
+        self._sweep()
 
     def _arrivals(self) -> tuple[int, int]:
         failed, arrived = divmod(self._store.add(self._key("arrived"), 0), _FAILED)
@@ -299,21 +297,29 @@ class Agreement:
                 self._publish(failure(request, causes, missing=(0,)))
             time.sleep(next(pauses))
         verdict, reply = self._published()
-        for i in range(parts):  # rank 0 has read them, or never will
-            self._store.delete_key(self._key(f"payload/{self._rank}/{i}"))
+        self._unswept += [self._key(f"payload/{self._rank}/{i}") for i in range(parts)]
+        if verdict.ok:  # else another rank may have made it: rank 0 may be about to read the parts, and would wait for them
+            self._sweep()
         self._store.add(self._key("seen"), 1)
         return verdict, reply
 
     def _post(self, status: Status, inline: bytes = b"") -> None:
         self._store.set(f"status/{self._rank}", pack(status, inline))
+        self._store.add(self._key("arrived"), 1 if status.cause is None else 1 + _FAILED)
+        # Last: rank 0 does not look for a rank that says it has arrived. One that died before it counted would never be missed.
         self._posted = self._round
         self._beat()
-        self._store.add(self._key("arrived"), 1 if status.cause is None else 1 + _FAILED)
 
     def _beat_of_first(self) -> bytes:
         return self._store.get("beat/0") if self._store.check(["beat/0"]) else b""
 
     # -- both --------------------------------------------------------------------------------------------
+
+    def _sweep(self) -> None:
+        """Delete this rank's keys of rounds that all ranks that read them have left."""
+        for key in self._unswept:
+            self._store.delete_key(key)
+        self._unswept.clear()
 
     def _key(self, name: str) -> str:
         return f"{self._round}/{name}"
