@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 
-
 from tests.simulation.agreements import TIMEOUT_S, Call, Story
 from tests.simulation.installed import Stage
 from tests.simulation.many import simulated
