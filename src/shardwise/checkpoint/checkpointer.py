@@ -15,6 +15,7 @@ from ..format.steps import checked_step
 from ..operations.announced import announced
 from ..operations.operation import this_operation
 from ..planning import IOOptions
+from ..preemption.stops import EXIT_STATUS, StopOptions, Stops
 from ..ranks.patience import patiently
 from ..ranks.ranks import Ranks
 from ..state.train_state import TrainState
@@ -23,6 +24,8 @@ from ..store.target import Target, target_of
 from .async_save import AsyncSave, reserve_for
 from .check import quick_check
 from .collect import Lineage, collect
+from .failures import Failures, OnSaveError, may_pass
+from .last_save import SaveTimes, Situation, way_for_all
 from .resume_report import ResumeReport
 from .run_steps import Candidate, Retention, RunSteps, Stored
 from .save import SaveReport, write_checkpoint
@@ -55,6 +58,14 @@ def _new_run_id() -> str:
     return secrets.token_hex(8)
 
 
+class _RefusalError(Exception):
+    """A call that no storage would take: it is the program's error, and no failure of a save."""
+
+    def __init__(self, error: CheckpointError) -> None:
+        super().__init__(error)
+        self.error = error
+
+
 class Checkpointer:
     """Checkpoints of one run in one directory: saving, retention, resuming from the newest valid step.
 
@@ -77,6 +88,15 @@ class Checkpointer:
             With less, ``save`` waits in waves until the last part of the state is copied. Pinned for a state on a device.
         when_busy: for ``"async"``, while the last save still runs, ``save`` either waits for it (``"wait"``) or
             raises :class:`CheckpointError` on every rank (``"refuse"``).
+        on_save_error: ``"warn"``: a save that storage made fail, on whichever rank, is logged, alike on all ranks, and training goes on.
+            The report says why (``failure``), and the next save is tried as ever. :meth:`wait` and :meth:`close` raise in any case.
+        max_failures: for ``"warn"``, the number of failed saves in a row at which ``save`` raises.
+        fallback: a second directory or URL, for a step that can't be saved in the first. After a failed async save the next
+            one goes there. A resume takes a step from there if it is the newest. Give it again at each start.
+        stop_on: names of signals that ask the run to stop: ``("SIGTERM", "SIGUSR1")``; see :meth:`should_stop`. Handlers that were
+            there before are called, too, and are back after :meth:`close`. Make the Checkpointer in the main thread then.
+        deadline_s: seconds from the first signal to the scheduler's SIGKILL. :meth:`stop` plans with it. None: not known.
+        exit_status: :attr:`exit_code` of a run that has stopped.
         io: staging of a resume, and time limits.
 
     Every rank of the default process group must make each call. Raises :class:`LockedError` on every rank if another
@@ -95,22 +115,35 @@ class Checkpointer:
         mode: Literal["sync", "async"] = "sync",
         max_staging_bytes: int | None = None,
         when_busy: Literal["wait", "refuse"] = "wait",
+        on_save_error: OnSaveError = "raise",
+        max_failures: int = 3,
+        fallback: str | os.PathLike[str] | None = None,
+        stop_on: tuple[str, ...] = (),
+        deadline_s: float | None = None,
+        exit_status: int = EXIT_STATUS,
         io: IOOptions | None = None,
     ) -> None:
-        for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
+        for name, value in (
+            ("keep_last", keep_last),
+            ("keep_every", keep_every),
+            ("max_staging_bytes", max_staging_bytes),
+            ("max_failures", max_failures),
+        ):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1 or None, got {value}")
-        if max_staging_bytes is not None and max_staging_bytes < 1:
-            raise ValueError(f"max_staging_bytes must be at least 1 or None, got {max_staging_bytes}")
         for option, given, allowed in (
             ("mode", mode, ("sync", "async")),
             ("when_busy", when_busy, ("wait", "refuse")),
+            ("on_save_error", on_save_error, ("raise", "warn")),
         ):
             if given not in allowed:
                 raise ValueError(f"{option} must be one of {allowed}, got {given!r}")
         self.root = absolute(root)
         self._steps = RunSteps(
-            self.root, None if mirror is None else absolute(mirror), Retention(keep_last, keep_every)
+            self.root,
+            None if mirror is None else absolute(mirror),
+            Retention(keep_last, keep_every),
+            None if fallback is None else absolute(fallback),
         )
         self._io = io or IOOptions()
         self._buffer = StagingBuffer() if mode == "async" else None
@@ -119,8 +152,12 @@ class Checkpointer:
         self._pending: AsyncSave | None = None
         self._closed = False
         self._lineage: Lineage | None = None
+        self._failures, self._times = Failures(on_save_error, max_failures), SaveTimes()
+        self._place = 0  # of the next async save
+        stopping = StopOptions(stop_on=stop_on, deadline_s=deadline_s, exit_status=exit_status)
         try:
             self._channel = self._ranks().on_first("lock checkpoint directory", self._open)
+            self._stops = Stops(stopping, self._ranks())
         except BaseException:  # also if another rank failed or is missing: the caller gets no object to close
             self._steps.close()
             raise
@@ -157,6 +194,7 @@ class Checkpointer:
         finally:
             if self._pending is None:  # else Ctrl-C: the save still runs, so no other run may write here yet
                 self._closed = True
+                self._stops.close()
                 with self._ranks().patience():
                     self._steps.close()
 
@@ -207,11 +245,16 @@ class Checkpointer:
             return None
         try:
             report = pending.wait()
+        except Exception:
+            self._place = self._steps.fallback or 0
+            raise
         finally:
             if not pending.is_running:  # else Ctrl-C: it still writes, from the same buffer
                 self._pending = None
         assert self._lineage is not None
         self._lineage = self._lineage.at(pending.step)
+        self._times.add(report.seconds)
+        self._failures.succeed()
         return report
 
     def save(self, state: TrainState, step: int) -> SaveReport:
@@ -226,30 +269,63 @@ class Checkpointer:
         step, ranks = checked_step(step), self._ranks()
         if self._refuses_when_busy:
             self._refuse_if_busy(ranks)
-        self.wait()
-        name = ranks.on_first("check checkpoint directory", lambda: self._name_of_next(step))
-        target = self._steps.target(name)
+        self._settle()
+        first, self._place = self._place, 0
+        fallback = self._steps.fallback
+        places = [first] if first or fallback is None else [first, fallback]
+        while True:
+            place = places.pop(0)
+            try:
+                return self._save_at(place, state, step, ranks)
+            except _RefusalError as refusal:
+                raise refusal.error from None
+            except Exception as error:
+                if places and may_pass(error):
+                    if ranks.rank == 0:
+                        _log.warning("step %d goes to the fallback: %s", step, error)
+                    continue
+                self._failures.note(error, step, is_first_rank=ranks.rank == 0)
+                return SaveReport.of_failure(self._steps.root_of(place), step, str(error))
+
+    def _settle(self) -> None:
+        """Wait for a pending async save. Its failure passes if failures may."""
+        pending = self._pending
+        try:
+            self.wait()
+        except Exception as error:
+            assert pending is not None
+            self._failures.note(error, pending.step, is_first_rank=self._ranks().rank == 0)
+
+    def _save_at(self, place: int, state: TrainState, step: int, ranks: Ranks) -> SaveReport:
+        try:
+            name = ranks.on_first("check checkpoint directory", lambda: self._name_of_next(step, place))
+        except CheckpointError as error:
+            raise _RefusalError(error) from error
+        target = self._steps.target(name, place)
         if self._lineage is None:
             run_id = ranks.on_first("run id", _new_run_id)
             self._lineage = Lineage(run_id, None)
         if self._buffer is not None:
-            return self._save_async(state, target, step, self._lineage, self._buffer)
+            return self._save_async(state, target, step, place, self._buffer)
         report = write_checkpoint(state, target, step, self._lineage, ranks)
         self._lineage = self._lineage.at(step)
-        self._retain(step, ranks)
+        self._retain(step, place, ranks)
+        self._times.add(report.seconds)
+        self._failures.succeed()
         return report
 
     @announced("save", "step")
     def _save_async(
-        self, state: TrainState, target: Target, step: int, lineage: Lineage, buffer: StagingBuffer
+        self, state: TrainState, target: Target, step: int, place: int, buffer: StagingBuffer
     ) -> SaveReport:
-        ranks = self._ranks()
+        ranks, lineage = self._ranks(), self._lineage
+        assert lineage is not None
         collected = collect(state, step, lineage, ranks)
         reserve_for(collected, buffer, ranks, self._max_staging_bytes)
         ranks_of_thread = Ranks.current(timeout_s=self._io.timeout_s, channel=self._channel)
         with ranks.agree("copy documents"):  # if one rank has no memory for them, no rank saves
             pending = AsyncSave(
-                collected, target, buffer, ranks_of_thread, lambda: self._retain(step, ranks_of_thread)
+                collected, target, buffer, ranks_of_thread, lambda: self._retain(step, place, ranks_of_thread)
             )
         self._pending = pending
         return pending.copy()
@@ -260,10 +336,66 @@ class Checkpointer:
                 f"{self.root}: the save before still runs; call wait(), save less often, or give when_busy='wait'"
             )
 
-    def _retain(self, step: int, ranks: Ranks) -> None:
+    def _retain(self, step: int, place: int, ranks: Ranks) -> None:
         with ranks.agree("retention"):
             if ranks.rank == 0:
-                self._steps.after_save(step, ranks.tick)
+                self._steps.after_save(step, ranks.tick, place)
+
+    def should_stop(self, step: int) -> bool:
+        """Whether the run was asked to stop, by a signal on any rank or :meth:`request_stop`. True at the same call on every rank.
+
+        Call it after each step, and as often as you like in between: in a warm-up, or for each batch of an evaluation, then with
+        the step of the training. Every rank must make the same calls with the same steps, from the main thread. A call is no
+        collective and waits for no other rank than rank 0; it costs a microsecond, and about once in 20 ms a look at the
+        process group's store (docs/howto/preemption.md has figures). With calls of 0.5 s or more all ranks stop at
+        the call in which rank 0 learns of the signal or at the next one, with faster calls at most 12 calls later.
+
+        When it is True, call :meth:`stop`, and exit with :attr:`exit_code`. Raises :class:`RankError` alike for ranks whose calls
+        differ, and if rank 0 does not come to the call within ``IOOptions.timeout_s``.
+        """
+        return self._stops.should_stop(checked_step(step), self._ranks())
+
+    def request_stop(self) -> None:
+        """Ask all ranks to stop, as a signal would: for a limit of time, or a loss that is NaN. One rank is enough."""
+        self._stops.request()
+
+    @property
+    def exit_code(self) -> int:
+        """0, or ``exit_status`` (75) of a run that has stopped: give it to ``sys.exit``. A scheduler or launcher then starts it again."""
+        return self._stops.exit_code
+
+    def stop(self, state: TrainState, step: int) -> int | None:
+        """Publish ``state`` as ``step`` by the fastest safe way, and :meth:`close`. Returns the newest published step.
+
+        A step that is saved, or that an async save is about to publish, is not saved again. A pending save is always waited for:
+        no new one is faster. If the time that is left (``deadline_s``; none after a second signal, 2 s or more after the first) is
+        less than saves took here, the run ends with the step before. A scheduler that kills in the middle leaves the
+        step before as it is. Collective. Raises as :meth:`save` and :meth:`close`.
+        """
+        step, ranks = checked_step(step), self._ranks()
+        for _ in range(2):  # what fails is tried once more, an async save in the fallback
+            saves, why = ranks.combine(
+                "plan the last save", lambda: self._situation(step).to_list(), way_for_all
+            )
+            if not saves:
+                if ranks.rank == 0:
+                    _log.info("step %d is not saved again: %s", step, why)
+                break
+            self.save(state, step)
+            self._settle()
+        self.close()
+        return None if self._lineage is None else self._lineage.parent_step
+
+    def _situation(self, step: int) -> Situation:
+        pending, newest = self._pending, None if self._lineage is None else self._lineage.parent_step
+        return Situation(
+            step,
+            newest,
+            None if pending is None else pending.step,
+            0.0 if pending is None else pending.seconds,
+            self._times.longest_s,
+            self._stops.left_s(),
+        )
 
     @announced("resume", "step")
     def resume(self, state: TrainState, step: int | None = None) -> ResumeReport | None:
@@ -317,9 +449,9 @@ class Checkpointer:
         if self._closed:
             raise CheckpointError(f"{self.root}: this Checkpointer is closed; make a new one")
 
-    def _name_of_next(self, step: int) -> str:
+    def _name_of_next(self, step: int, place: int) -> str:
         self._check_open()
-        return self._steps.name_of_next(step, has_begun=self._lineage is not None)
+        return self._steps.name_of_next(step, has_begun=self._lineage is not None, place=place)
 
     def _ranks(self) -> Ranks:
         return Ranks.current(timeout_s=self._io.timeout_s)
