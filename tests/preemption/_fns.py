@@ -76,15 +76,21 @@ class Training:
         time.sleep(self.pause_s)
 
 
-def train(root: Path, options: dict[str, Any]) -> None:
-    """Resume, warm up, train with an evaluation every 4 steps and a save every 5; stop where it is asked to, and exit so."""
-    rank, life = dist.get_rank(), options.get("life", 0)
-    training = Training(options)
-    log = (root / f"log-{life}-{rank}").open("a", buffering=1)
+def _log(root: Path, life: int) -> Any:
+    """Appends an event to this rank's file."""
+    path = root / f"log-{life}-{dist.get_rank()}"
 
     def event(kind: str, **facts: Any) -> None:
-        log.write(json.dumps({"kind": kind, "time": time.monotonic(), **facts}) + "\n")
+        with path.open("a") as log:
+            log.write(json.dumps({"kind": kind, "time": time.monotonic(), **facts}) + "\n")
 
+    return event
+
+
+def train(root: Path, options: dict[str, Any]) -> None:
+    """Resume, warm up, train with an evaluation every 4 steps and a save every 5; stop where it is asked to, and exit so."""
+    training = Training(options)
+    event = _log(root, options["life"])
     checkpoints = sw.Checkpointer(
         root / "run",
         keep_last=2,
@@ -131,3 +137,115 @@ def train(root: Path, options: dict[str, Any]) -> None:
     event("done", step=step)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     dist.barrier()
+
+
+def train_accelerate(root: Path, options: dict[str, Any]) -> None:
+    """The same with Accelerate: ``save_state`` into folders, ``load_state`` of the newest."""
+    from accelerate import FullyShardedDataParallelPlugin
+
+    from shardwise.integrations.accelerate import ShardwiseAccelerator as Accelerator
+    from tests.integrations._accelerate_fns import launched
+
+    event = _log(root, options["life"])
+    torch.manual_seed(0)
+    with launched():
+        os.environ["FSDP_VERSION"] = "2"
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=100
+        )
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, stop_on=("SIGTERM", "SIGUSR1"))
+        model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.2), nn.Linear(16, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        data = Samples(0.0)
+        model, optimizer, loader = accelerator.prepare(
+            model, optimizer, DataLoader(data, batch_size=4, shuffle=True)
+        )
+        folders = sorted((root / "run").glob("step-*"), key=lambda path: path.name)
+        step = 0
+        if folders:
+            report = accelerator.load_state(folders[-1])
+            step = report.step
+        event("resumed", step=step, exact=not folders or report.exact, pid=os.getpid())
+
+        def end() -> None:
+            event("stopping", step=step)
+            if not (root / f"run/step-{step:08d}").exists():
+                accelerator.save_state(root / f"run/step-{step:08d}", step=step)
+            event("stopped", step=step, newest=step)
+            os._exit(accelerator.exit_code)
+
+        while step < STEPS:
+            for batch in loader:
+                loss = model(batch / 100).square().mean()
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                time.sleep(0.01)
+                step += 1
+                event("step", step=step, loss=float(loss.detach()).hex())
+                if step % 5 == 0:
+                    event("saving", step=step)
+                    accelerator.save_state(root / f"run/step-{step:08d}", step=step)
+                if accelerator.should_stop(step):
+                    end()
+                for _ in range(3 if step % 4 == 0 else 0):
+                    event("evaluation", step=step)
+                    model.eval()  # without dropout: what it draws a resume would lack
+                    with torch.no_grad():
+                        model(torch.ones(4, 16))
+                    model.train()
+                    time.sleep(0.01)
+                    if accelerator.should_stop(step):
+                        end()
+                if step >= STEPS:
+                    break
+        event("done", step=step)
+        dist.barrier()
+
+
+def train_trainer(root: Path, options: dict[str, Any]) -> None:
+    """The same with the HF Trainer."""
+    from transformers import TrainerCallback
+
+    from shardwise.integrations.trainer import ShardwiseTrainer, load_pretrained
+    from tests.integrations._trainer_fns import config_of
+    from tests.integrations._trainer_parts import Rows, arguments, tokenizer
+
+    event = _log(root, options["life"])
+
+    class Events(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            if "loss" in logs:
+                event("step", step=state.global_step, loss=float(logs["loss"]).hex())
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            time.sleep(0.02)
+
+        def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            event("evaluation", step=state.global_step)
+            time.sleep(0.02)
+
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            event("saving", step=state.global_step)
+
+    evaluation = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 8}
+    with arguments(str(root / "run"), save_steps=3, **evaluation) as args:
+        model, _ = load_pretrained(args, options["path"], config=config_of(options["path"], 0.2))
+        trainer = ShardwiseTrainer(
+            model,
+            args,
+            train_dataset=Rows(),
+            eval_dataset=Rows(),
+            processing_class=tokenizer(),
+            callbacks=[Events()],
+            stop_on=("SIGTERM", "SIGUSR1"),
+        )
+        resumes = trainer.has_checkpoint()
+        event("resumed", step=-1, exact=True, pid=os.getpid())
+        trainer.train(resume_from_checkpoint=resumes or None)
+        report = trainer.resume_report
+        assert report is None or report.exact, report.differences
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        step = trainer.state.global_step
+        event("stopped" if trainer.exit_code else "done", step=step, newest=step)
+        os._exit(trainer.exit_code)

@@ -24,12 +24,13 @@ from ..store.target import Target, target_of
 from .async_save import AsyncSave, reserve_for
 from .check import quick_check
 from .collect import Lineage, collect
-from .failures import Failures, OnSaveError, may_pass
-from .last_save import SaveTimes, Situation, way_for_all
+from .failures import Failures, OnSaveError, RefusalError, may_pass
+from .last_save import SaveTimes
 from .resume_report import ResumeReport
 from .run_steps import Candidate, Retention, RunSteps, Stored
 from .save import SaveReport, write_checkpoint
 from .stage import StagingBuffer
+from .stopping import Stopping
 
 __all__ = ["Checkpointer", "save"]
 
@@ -58,15 +59,7 @@ def _new_run_id() -> str:
     return secrets.token_hex(8)
 
 
-class _RefusalError(Exception):
-    """A call that no storage would take: it is the program's error, and no failure of a save."""
-
-    def __init__(self, error: CheckpointError) -> None:
-        super().__init__(error)
-        self.error = error
-
-
-class Checkpointer:
+class Checkpointer(Stopping):
     """Checkpoints of one run in one directory: saving, retention, resuming from the newest valid step.
 
     Args:
@@ -277,7 +270,7 @@ class Checkpointer:
             place = places.pop(0)
             try:
                 return self._save_at(place, state, step, ranks)
-            except _RefusalError as refusal:
+            except RefusalError as refusal:
                 raise refusal.error from None
             except Exception as error:
                 if places and may_pass(error):
@@ -300,7 +293,7 @@ class Checkpointer:
         try:
             name = ranks.on_first("check checkpoint directory", lambda: self._name_of_next(step, place))
         except CheckpointError as error:
-            raise _RefusalError(error) from error
+            raise RefusalError(error) from error
         target = self._steps.target(name, place)
         if self._lineage is None:
             run_id = ranks.on_first("run id", _new_run_id)
@@ -340,62 +333,6 @@ class Checkpointer:
         with ranks.agree("retention"):
             if ranks.rank == 0:
                 self._steps.after_save(step, ranks.tick, place)
-
-    def should_stop(self, step: int) -> bool:
-        """Whether the run was asked to stop, by a signal on any rank or :meth:`request_stop`. True at the same call on every rank.
-
-        Call it after each step, and as often as you like in between: in a warm-up, or for each batch of an evaluation, then with
-        the step of the training. Every rank must make the same calls with the same steps, from the main thread. A call is no
-        collective and waits for no other rank than rank 0; it costs a microsecond, and about once in 20 ms a look at the
-        process group's store (docs/howto/preemption.md has figures). With calls of 0.5 s or more all ranks stop at
-        the call in which rank 0 learns of the signal or at the next one, with faster calls at most 12 calls later.
-
-        When it is True, call :meth:`stop`, and exit with :attr:`exit_code`. Raises :class:`RankError` alike for ranks whose calls
-        differ, and if rank 0 does not come to the call within ``IOOptions.timeout_s``.
-        """
-        return self._stops.should_stop(checked_step(step), self._ranks())
-
-    def request_stop(self) -> None:
-        """Ask all ranks to stop, as a signal would: for a limit of time, or a loss that is NaN. One rank is enough."""
-        self._stops.request()
-
-    @property
-    def exit_code(self) -> int:
-        """0, or ``exit_status`` (75) of a run that has stopped: give it to ``sys.exit``. A scheduler or launcher then starts it again."""
-        return self._stops.exit_code
-
-    def stop(self, state: TrainState, step: int) -> int | None:
-        """Publish ``state`` as ``step`` by the fastest safe way, and :meth:`close`. Returns the newest published step.
-
-        A step that is saved, or that an async save is about to publish, is not saved again. A pending save is always waited for:
-        no new one is faster. If the time that is left (``deadline_s``; none after a second signal, 2 s or more after the first) is
-        less than saves took here, the run ends with the step before. A scheduler that kills in the middle leaves the
-        step before as it is. Collective. Raises as :meth:`save` and :meth:`close`.
-        """
-        step, ranks = checked_step(step), self._ranks()
-        for _ in range(2):  # what fails is tried once more, an async save in the fallback
-            saves, why = ranks.combine(
-                "plan the last save", lambda: self._situation(step).to_list(), way_for_all
-            )
-            if not saves:
-                if ranks.rank == 0:
-                    _log.info("step %d is not saved again: %s", step, why)
-                break
-            self.save(state, step)
-            self._settle()
-        self.close()
-        return None if self._lineage is None else self._lineage.parent_step
-
-    def _situation(self, step: int) -> Situation:
-        pending, newest = self._pending, None if self._lineage is None else self._lineage.parent_step
-        return Situation(
-            step,
-            newest,
-            None if pending is None else pending.step,
-            0.0 if pending is None else pending.seconds,
-            self._times.longest_s,
-            self._stops.left_s(),
-        )
 
     @announced("resume", "step")
     def resume(self, state: TrainState, step: int | None = None) -> ResumeReport | None:

@@ -10,7 +10,7 @@ from typing import Literal
 from .. import errors
 from ..errors import CheckpointError, LockedError, RankError, SourceError
 
-__all__ = ["Failures", "OnSaveError", "may_pass"]
+__all__ = ["Failures", "OnSaveError", "RefusalError", "may_pass"]
 
 _log = logging.getLogger(__name__)
 OnSaveError = Literal["raise", "warn"]
@@ -67,3 +67,11 @@ def _is_of_storage(cause: str) -> bool:
         and issubclass(kind, (OSError, SourceError, CheckpointError))
         and kind is not LockedError
     )
+
+
+class RefusalError(Exception):
+    """A call that no storage would take: it is the program's error, and no failure of a save."""
+
+    def __init__(self, error: CheckpointError) -> None:
+        super().__init__(error)
+        self.error = error

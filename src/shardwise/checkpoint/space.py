@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import socket
@@ -41,8 +42,8 @@ def refuse_low_space(place: str, most: int, what: str, exactly: Callable[[], int
     needed = most if exactly is None else exactly()
     if free < needed:
         raise LowSpaceError(
-            f"{place}: {what} takes {_words(needed)}, and its file system has {_words(free)} free on host "
-            f"{socket.gethostname()}. Nothing was written. Delete files, keep fewer steps (keep_last), or save elsewhere (fallback)",
+            f"{place}: {os.strerror(errno.ENOSPC)}: {what} takes {_words(needed)}, and the file system has {_words(free)} free "
+            f"on host {socket.gethostname()}. Nothing was written. Delete files, keep fewer steps (keep_last), or give a fallback",
             needed_bytes=needed,
             free_bytes=free,
         )

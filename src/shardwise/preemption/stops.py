@@ -47,14 +47,13 @@ class Stops:
         self._point: StopPoint | None = None
         self._agreed_end_s: float | None = None
         self.has_stopped = False
-        with ranks.agree("listen for signals"):
-            self._signals.listen()
-        try:
-            if ranks.world_size > 1:
-                self._point = _point_of(ranks)
-        except BaseException:
-            self._signals.close()
-            raise
+        if options.stop_on:
+            try:
+                with ranks.agree("listen for signals"):
+                    self._signals.listen()
+            except BaseException:
+                self._signals.close()
+                raise
 
     def close(self) -> None:
         """Give the handlers of before back, and leave the store."""
@@ -71,9 +70,10 @@ class Stops:
         if self.has_stopped:
             return True
         is_asked = (self._signals.first or self._asked) is not None
-        if self._point is None:
+        if ranks.world_size == 1:
             self.has_stopped = is_asked
         else:
+            self._point = self._point or _point_of(ranks)
             self.has_stopped = self._point.reached(step, is_asked=is_asked)
         if self.has_stopped:
             self._agree(step, ranks)
