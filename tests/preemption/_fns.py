@@ -23,17 +23,17 @@ STEPS, BATCHES, WARM_UP = 24, 6, 4
 
 
 class Samples(Dataset[torch.Tensor]):
-    """Items draw from the worker's random numbers: an inexact resume shows."""
+    """Items draw random numbers: an inexact resume shows."""
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+    def __init__(self, seconds: float, noise: float = 1.0) -> None:
+        self._seconds, self._noise = seconds, noise
 
     def __len__(self) -> int:
         return 4 * BATCHES * dist.get_world_size()
 
     def __getitem__(self, index: int) -> torch.Tensor:
         time.sleep(self._seconds)
-        return torch.full((16,), float(index)) + torch.rand(16)
+        return torch.full((16,), float(index)) + self._noise * torch.rand(16)
 
 
 class Training:

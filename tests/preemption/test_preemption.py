@@ -157,7 +157,6 @@ def test_the_last_save(situation: Situation, saves: bool) -> None:
     assert way_of(situation).saves is saves
 
 
-@pytest.mark.faults
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "name",

@@ -19,17 +19,20 @@ class StoppedInEvaluationError(Exception):
 
 
 class StopCallback(TrainerCallback):
-    """Looks whether to stop after each step and each batch of an evaluation; only while ``stops`` is set."""
+    """Looks whether to stop after each step and each batch of an evaluation; only while ``train`` runs."""
 
     def __init__(self) -> None:
         self.stops: Stops | None = None
+        self.is_listening = False
 
     @property
     def has_stopped(self) -> bool:
         return self.stops is not None and self.stops.has_stopped
 
     def _should_stop(self, state: Any) -> bool:
-        return self.stops is not None and self.stops.should_stop(state.global_step, Ranks.current())
+        if self.stops is None or not self.is_listening:
+            return False  # an evaluation outside of ``train``
+        return self.stops.should_stop(state.global_step, Ranks.current())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         # An evaluation that is due begins and ends with its first batch: its loader draws a number, on which a resume depends.
@@ -57,9 +60,11 @@ class Stopping(Trainer):
         self._stopping.stops = None
         if self._stop_options.stop_on:
             self._stopping.stops = Stops(self._stop_options, Ranks.current())
+            self._stopping.is_listening = True
         try:
             yield
         finally:
+            self._stopping.is_listening = False
             if self._stopping.stops is not None:
                 self._stopping.stops.close()
 
