@@ -1492,8 +1492,8 @@ MUTATIONS = (
     ),
     Mutation(
         "checkpoint/checkpointer.py",
-        "        self._lineage = self._lineage.at(step)\n        self._retain(step, ranks)",
-        "        self._retain(step, ranks)",
+        "        self._lineage = self._lineage.at(step)\n        self._retain(step, place, ranks)",
+        "        self._retain(step, place, ranks)",
         (f"{CLI}::test_inspect_a_checkpoint",),
         "a step does not name the step before it",
     ),
