@@ -157,7 +157,7 @@ def train_accelerate(root: Path, options: dict[str, Any]) -> None:
         model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.2), nn.Linear(16, 1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         data = Samples(
-            0.0, noise=0.0
+            0.0, draws=False
         )  # of items that draw numbers the report says that a resume is not exact
         model, optimizer, loader = accelerator.prepare(
             model, optimizer, DataLoader(data, batch_size=4, shuffle=True)
@@ -168,7 +168,11 @@ def train_accelerate(root: Path, options: dict[str, Any]) -> None:
             report = accelerator.load_state(folders[-1])
             step, differences = report.step, report.differences
         event(
-            "resumed", step=step, exact=not folders or report.exact, differences=differences, pid=os.getpid()
+            "resumed",
+            step=step,
+            exact=not folders or report.exact,
+            differences=[*differences, *(report.caveats if folders else ())],
+            pid=os.getpid(),
         )
 
         def end() -> None:
