@@ -32,6 +32,7 @@ ORDER = (
         "rng",
         "internals",
         "ranks",
+        "preemption",
         "layout",
         "format",
     ),
