@@ -141,7 +141,7 @@ def train(root: Path, options: dict[str, Any]) -> None:
 
 def train_accelerate(root: Path, options: dict[str, Any]) -> None:
     """The same with Accelerate: ``save_state`` into folders, ``load_state`` of the newest."""
-    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate import DataLoaderConfiguration, FullyShardedDataParallelPlugin
 
     from shardwise.integrations.accelerate import ShardwiseAccelerator as Accelerator
     from tests.integrations._accelerate_fns import launched
@@ -153,7 +153,10 @@ def train_accelerate(root: Path, options: dict[str, Any]) -> None:
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=100
         )
-        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, stop_on=("SIGTERM", "SIGUSR1"))
+        loading = DataLoaderConfiguration(use_stateful_dataloader=True)  # else an epoch begins again
+        accelerator = Accelerator(
+            cpu=True, fsdp_plugin=plugin, dataloader_config=loading, stop_on=("SIGTERM", "SIGUSR1")
+        )
         model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.2), nn.Linear(16, 1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         data = Samples(

@@ -165,16 +165,7 @@ def test_the_last_save(situation: Situation, saves: bool) -> None:
         pytest.param("own loop", marks=pytest.mark.slow),
         pytest.param("own loop, async", marks=pytest.mark.slow),
         pytest.param("Trainer", marks=pytest.mark.slow),
-        pytest.param(
-            "Accelerate",
-            marks=[
-                pytest.mark.slow,
-                pytest.mark.xfail(
-                    reason="all ranks stop and save, but the step after a resume at step 20 was not bitwise",
-                    strict=False,
-                ),
-            ],
-        ),
+        pytest.param("Accelerate", marks=pytest.mark.slow),
     ],
 )
 def test_preempted_at_random_moments(tmp_path: Path, name: str) -> None:
