@@ -50,10 +50,11 @@ def step_of(
     expert_shards: int | None = None,
     *,
     replicas: int = 1,
+    is_wrapped: bool = True,
 ) -> Step:
     """The step of ``model``, unsharded and on meta, after it is sharded over ``shards`` ranks, ``replicas`` times, its experts over others.
 
-    Takes the memory of the model's buffers; 0.1 to 1 s, however many blocks are alike.
+    ``is_wrapped``: whether FSDP2 wraps it. Takes the memory of the model's buffers; 0.1 to 1 s, however many blocks are alike.
     """
     groups = groups_of(model, policy, shards, expert_shards)
     compute = policy.mixed_precision.param_dtype if policy.mixed_precision is not None else None
@@ -87,6 +88,7 @@ def step_of(
             keeps_gathered=policy.reshard_after_forward is False,
             copies=training.device == "cpu",
             has_replicas=replicas > 1,
+            is_wrapped=is_wrapped,
         ),
         error=0.15,
         formula=f"measured on tensors without memory{how}, {tokens}, {len(set(first.values()))} of {len(first)} blocks run",

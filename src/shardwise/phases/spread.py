@@ -79,7 +79,9 @@ class Spread:
                 put_parameter(module, name, parameter)
 
     def shard(self) -> None:
-        """Apply FSDP2 over the ranks that are left."""
+        """Apply FSDP2 over the ranks that are left, if any are."""
+        if not self.variant.is_wrapped:
+            return
         with lazy_chunks():
             self._shard(self.variant)
 
