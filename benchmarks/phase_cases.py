@@ -153,9 +153,8 @@ def write_tiny(path: str, *, with_experts: bool) -> None:
         "vocab_size": 1024,
     }
     if with_experts:
-        config = transformers.Qwen3MoeConfig(
-            **sizes, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2
-        )
+        sizes |= {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+        config = transformers.Qwen3MoeConfig(**sizes)
         transformers.Qwen3MoeForCausalLM(config).save_pretrained(path)
     else:
         transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes)).save_pretrained(path)

@@ -3,6 +3,7 @@ transformers' own functions, before FSDP2 and ``sw.load``."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +36,8 @@ class Layout:
 
     def __post_init__(self) -> None:
         case = self.case
-        shape, names = (case.ranks,), ("shard",)
+        shape: tuple[int, ...] = (case.ranks,)
+        names: tuple[str, ...] = ("shard",)
         if case.replicas > 1:
             shape, names = (case.replicas, case.ranks // case.replicas), ("replicate", "shard")
         if case.is_parallel:
@@ -70,6 +72,11 @@ class Layout:
     def cut(self, model: Any) -> Any:
         """Tensor and expert parallelism, as ``maybe_distribute_model`` of transformers."""
         tp_plan = model._expand_parallel_plan(model.tp_plan) if self.case.tp > 1 else {}
+        tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        for name in tied - {name for name, _ in model.named_parameters()}:
+            tp_plan.pop(
+                name, None
+            )  # a second name, which transformers does not find, and ties again afterwards
         apply_tensor_parallelism(model, self.mesh["tp"], tp_plan)
         model.tie_weights()
         if self.case.ep > 1:
@@ -99,7 +106,10 @@ def planned_step(model: Any, case: Case) -> Step:
     variant = Variant(
         case.ranks, case.replicas, case.ranks, case.sharding(), case.training(), None, case.tp, case.ep
     )
-    with _fake_ranks(case.ranks), Spread.cut(model, variant).as_one_rank():
+    with _fake_ranks(case.ranks), ExitStack() as stack:
+        spread = Spread.cut(model, variant)
+        whole = spread.whole_gradients()
+        stack.enter_context(spread.as_one_rank())
         return step_of(
             model,
             variant.policy,
@@ -108,4 +118,5 @@ def planned_step(model: Any, case: Case) -> Step:
             variant.expert_shards,
             replicas=case.replicas,
             is_wrapped=variant.is_wrapped,
+            whole_gradients=whole,
         )

@@ -147,19 +147,20 @@ def _report_of(
     step, network = None, tuple[Flow, ...]()
     with _fake_ranks(variant.ranks):
         spread = Spread.cut(prepared.model, variant)
+        whole = spread.whole_gradients()
         with spread.as_one_rank() as exchange:
             groups = describe_groups(prepared.model, variant.policy)
             if with_run:
                 shards = variant.shards, variant.training, variant.expert_shards
-                step = exchange.counted(
-                    step_of(
-                        prepared.model,
-                        variant.policy,
-                        *shards,
-                        replicas=variant.replicas,
-                        is_wrapped=variant.is_wrapped,
-                    )
+                step = step_of(
+                    prepared.model,
+                    variant.policy,
+                    *shards,
+                    replicas=variant.replicas,
+                    is_wrapped=variant.is_wrapped,
+                    whole_gradients=whole,
                 )
+                step = exchange.counted(step, is_wrapped=variant.is_wrapped)
                 network = flows_of(step, variant, exchange.sent, _itemsize(prepared.model, variant.policy))
         spread.shard()
         live = describe(prepared.model)
@@ -167,7 +168,7 @@ def _report_of(
         report = PlanReport.of(source.shown, model_class, groups, planned)
         if step is None:
             return report, None
-        held = held_by_first(live, variant.training, step.reached)
+        held = held_by_first(live, variant.training, step.reached, {} if variant.is_wrapped else whole)
     files = files_of(held, variant, [cost.bytes_read for cost in planned.costs])
     staging = planned.costs[0].staging_bytes
     return report, run_plan(held, step, variant, io, network, files, load_staging_bytes=staging)
