@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import shardwise as sw
 
-__all__ = ["CASES", "SHORT", "Case", "write"]
+__all__ = ["CASES", "SHORT", "Case", "write", "write_tiny"]
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,8 @@ class Case:
     model: str = "dense"
     ranks: int = 2
     replicas: int = 1
+    tp: int = 1
+    ep: int = 1
     dtype: str = "float32"
     batch: int = 2
     tokens: int = 256
@@ -30,6 +32,10 @@ class Case:
     checkpointing: bool = False
     lora: bool = False
     optimizer: str = "adamw"
+
+    @property
+    def is_parallel(self) -> bool:
+        return self.tp > 1 or self.ep > 1
 
     @property
     def compute(self) -> str:
@@ -113,6 +119,13 @@ CASES = (
     Case("encoder, 3 ranks", model="encoder", ranks=3),
     Case("gpt2", model="gpt2"),
     Case("gpt2, bf16", model="gpt2", dtype="bfloat16"),
+    Case("dense, TP 2", tp=2),
+    Case("dense, FSDP 2 x TP 2", ranks=4, tp=2),
+    Case("dense, FSDP 2 x TP 2, fp32 masters", ranks=4, tp=2, policy=_MIXED),
+    Case("dense, FSDP 2 x TP 2, checkpointing", ranks=4, tp=2, checkpointing=True),
+    Case("tied, TP 2", model="tied", tp=2),
+    Case("moe, EP 2", model="moe", ep=2),
+    Case("moe, FSDP 2 x EP 2", model="moe", ranks=4, ep=2),
 )
 #: Of the short form.
 SHORT = ("dense", "moe, checkpointing")
@@ -126,6 +139,25 @@ def write(path: str, model: str, *, is_short: bool) -> None:
     """Make a model of one of the kinds, with random weights: 50 to 240 MiB in fp32, or tiny."""
     torch.manual_seed(0)
     _MODELS[model](1 if is_short else 4).save_pretrained(path)
+
+
+def write_tiny(path: str, *, with_experts: bool) -> None:
+    """Make a model that takes next to nothing."""
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 1024,
+    }
+    if with_experts:
+        sizes |= {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+        config = transformers.Qwen3MoeConfig(**sizes)
+        transformers.Qwen3MoeForCausalLM(config).save_pretrained(path)
+    else:
+        transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes)).save_pretrained(path)
 
 
 def _dense(scale: int, tie: bool = False) -> Any:

@@ -9,7 +9,7 @@ Real transformers models train under gloo, save in both modes, export, and resum
 memory of any rank in the phase, beside what its process held before it had a model; looked at every 2 ms. glibc would keep freed
 memory for later, at most a few tens of MiB, so the ranks run with MALLOC_MMAP_THRESHOLD_=65536 and MALLOC_TRIM_THRESHOLD_=0, which
 give it back at once. ``activations``: of a step of the unsharded model in one process that drops each gradient at once, beside its
-parameters.
+parameters; with tensor or expert parallelism in as many processes as these need, without FSDP2.
 
 In each phase the ranks may hold, all together, what the plan says at most, beside what their processes held before: in a cgroup, where
 the kernel kills a rank that wants more; where none can be made, a rank ends itself when it holds more than its own part. The exit status
@@ -28,6 +28,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +38,14 @@ import peft
 import torch
 import torch.distributed as dist
 import transformers
-from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from benchmarks.fresh import from_fresh_process, in_fresh_process, on_fresh_ranks
 from benchmarks.loading.counters import anonymous_bytes, sampled
 from benchmarks.memory_limit import MemoryLimit, limited_memory
-from benchmarks.phase_cases import CASES, SHORT, Case, write
+from benchmarks.phase_cases import CASES, SHORT, Case, write, write_tiny
+from benchmarks.phase_layouts import Layout, planned_step
 from shardwise.models.arguments import Pretrained
-from shardwise.phases.activations import step_of
 from shardwise.phases.source import source_of
 
 MIB = 2**20
@@ -96,7 +96,10 @@ def _rows(case: Case, root: str, allow: float, *, short: bool) -> list[dict[str,
     allowed = {phase: int(planned[phase]["upper"] * allow) for phase in PHASES}
     killed, ranks = _limited_run(case, path, f"{root}/run", allowed)
     measured = {phase: max(rank[phase] for rank in ranks) for phase in PHASES}
-    measured[ACTIVATIONS] = from_fresh_process(_activations, path, case)
+    if case.is_parallel:
+        measured[ACTIVATIONS] = max(on_fresh_ranks(max(case.tp, case.ep), _parallel_activations, path, case))
+    else:
+        measured[ACTIVATIONS] = from_fresh_process(_activations, path, case)
     shutil.rmtree(f"{root}/run", ignore_errors=True)
     rows = []
     for phase in (*PHASES, ACTIVATIONS):
@@ -165,6 +168,8 @@ def _plan(path: str, case: Case) -> dict[str, dict[str, Any]]:
         path,
         ranks=case.ranks,
         replicas=case.replicas,
+        tp=case.tp,
+        ep=case.ep,
         dtype=case.dtype,
         policy=case.sharding(),
         training=case.training(),
@@ -199,7 +204,7 @@ def _planned_activations(path: str, case: Case) -> dict[str, Any]:
     )
     with source_of(request, may_lack_weights=True) as source:
         model = source.prepared(case.adapter()).model
-        step = step_of(model, case.sharding(), case.ranks // case.replicas, case.training())
+        step = planned_step(model, case)
     assert step.activation_bytes is not None
     most = int(step.activation_bytes * (1 + step.error)) + 16 * MIB  # small objects
     return {"planned": step.activation_bytes, "upper": most, "parts": {}}
@@ -213,8 +218,22 @@ def _activations(path: str, case: Case) -> int:
     made = getattr(transformers, config.architectures[0]).from_pretrained(path, dtype=case.compute)
     run = _Run(None, path, case)
     run.use(made if case.adapter() is None else peft.get_peft_model(made, case.adapter()))
+    return _peak_of_activations(run)
+
+
+def _parallel_activations(rank: int, world_size: int, path: str, case: Case) -> int:
+    """The same on one of the ranks over which tensor and expert parallelism cut the model, without FSDP2."""
+    warnings.simplefilter("ignore")
+    run = _Run(Layout(replace(case, ranks=world_size)), path, case)
+    run.use(run.layout.cut(run.layout.built(path, case.compute)))
+    sw.load(run.model, path)
+    return _peak_of_activations(run)
+
+
+def _peak_of_activations(run: _Run) -> int:
     for parameter in run.model.parameters():
-        if parameter.requires_grad:
+        # Norms keep theirs: transformers' tensor parallelism sums some of them in a hook that comes later.
+        if parameter.requires_grad and parameter.ndim > 1:
             parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     ids = run.ids()
     run.backward(ids)  # what is imported, started and compiled once
@@ -256,12 +275,9 @@ def _begin(rank: int, world_size: int, path: str, case: Case, limit: MemoryLimit
     warnings.simplefilter("ignore")
     if limit is not None:
         limit.join()
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("shard",))
-    if case.replicas > 1:
-        shape = (case.replicas, world_size // case.replicas)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    _train_tiny(mesh)
-    return _Run(mesh, path, case)
+    layout = Layout(case)
+    _train_tiny(layout, case)
+    return _Run(layout, path, case)
 
 
 def _run(
@@ -304,8 +320,8 @@ def _resume(
 
 
 class _Run:
-    def __init__(self, mesh: Any, path: str, case: Case) -> None:
-        self.mesh, self.path, self.case = mesh, path, case
+    def __init__(self, layout: Any, path: str, case: Case) -> None:
+        self.layout, self.path, self.case = layout, path, case
         self.model: Any = None
         self.optimizer: Any = None
         self.checkpoints: Any = None
@@ -314,9 +330,7 @@ class _Run:
         return torch.randint(0, 1000, (self.case.batch, self.case.tokens))
 
     def load(self) -> None:
-        options = {"policy": self.case.sharding(), "dtype": self.case.dtype, "adapter": self.case.adapter()}
-        model, _ = sw.load_pretrained(self.path, self.mesh, **options)  # type: ignore[arg-type]
-        self.use(model)
+        self.use(self.layout.loaded(self.path, self.case))
 
     def use(self, model: Any) -> None:
         self.model = model
@@ -360,25 +374,16 @@ class _Run:
         sw.restore(self.state(), path)
 
 
-def _train_tiny(mesh: Any) -> None:
+def _train_tiny(layout: Layout, case: Case) -> None:
     """All phases once, so that what is imported and started only once is there before."""
     with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as own:
         found = [own]
         dist.broadcast_object_list(found, src=0)
         root = found[0]
         if dist.get_rank() == 0:
-            config = transformers.Qwen3Config(
-                hidden_size=32,
-                intermediate_size=64,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                num_key_value_heads=2,
-                head_dim=16,
-                vocab_size=1024,
-            )
-            transformers.Qwen3ForCausalLM(config).save_pretrained(f"{root}/tiny")
+            write_tiny(f"{root}/tiny", with_experts=case.ep > 1)
         dist.barrier()
-        run = _Run(mesh, f"{root}/tiny", Case("tiny", batch=1, tokens=8))
+        run = _Run(layout, f"{root}/tiny", Case("tiny", tp=case.tp, ep=case.ep, batch=1, tokens=8))
         run.load()
         run.step()
         sw.save(run.state(), f"{root}/sync")

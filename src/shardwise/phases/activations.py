@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,17 +50,19 @@ def step_of(
     expert_shards: int | None = None,
     *,
     replicas: int = 1,
+    is_wrapped: bool = True,
+    whole_gradients: Mapping[str, int] | None = None,
 ) -> Step:
     """The step of ``model``, unsharded and on meta, after it is sharded over ``shards`` ranks, ``replicas`` times, its experts over others.
 
-    Takes the memory of the model's buffers; 0.1 to 1 s, however many blocks are alike.
+    ``is_wrapped``: whether FSDP2 wraps it. ``whole_gradients``: see :func:`.measure.measure`. Takes the memory of the model's buffers; 0.1 to 1 s, however many blocks are alike.
     """
     groups = groups_of(model, policy, shards, expert_shards)
     compute = policy.mixed_precision.param_dtype if policy.mixed_precision is not None else None
     first = alike(groups)
     tokens = f"{training.batch_size} x {training.sequence_length} tokens"
     try:
-        measured, how = _measured(model, groups, training, compute)
+        measured, how = _measured(model, groups, training, compute, whole_gradients)
     except MemoryError:
         raise
     except Exception as error:  # a model's own code, which looks at values, may raise anything
@@ -87,6 +89,7 @@ def step_of(
             keeps_gathered=policy.reshard_after_forward is False,
             copies=training.device == "cpu",
             has_replicas=replicas > 1,
+            is_wrapped=is_wrapped,
         ),
         error=0.15,
         formula=f"measured on tensors without memory{how}, {tokens}, {len(set(first.values()))} of {len(first)} blocks run",
@@ -99,15 +102,19 @@ def step_of(
 
 
 def _measured(
-    model: nn.Module, groups: Sequence[StepGroup], training: Training, compute: torch.dtype | None
+    model: nn.Module,
+    groups: Sequence[StepGroup],
+    training: Training,
+    compute: torch.dtype | None,
+    whole_gradients: Mapping[str, int] | None,
 ) -> tuple[Measured, str]:
     """A run on tensors without memory, and how it was made: in bf16 where there are no rules for fp32 (grouped products)."""
     try:
-        return measure(model, groups, training, compute), ""
+        return measure(model, groups, training, compute, whole_gradients=whole_gradients), ""
     except RuntimeError:
         if compute is not None or next(model.parameters()).dtype != torch.float32:
             raise
-    measured = measure(model, groups, training, torch.bfloat16, widen=True)
+    measured = measure(model, groups, training, torch.bfloat16, widen=True, whole_gradients=whole_gradients)
     return measured, " in bfloat16, whose tensors count double"
 
 

@@ -296,7 +296,7 @@ def run_plan(
 ) -> RunPlan:
     """The phases of a run. ``load_staging_bytes``: what rank 0's load stages; None: not known."""
     run, training = _Run(held, step, variant, io, load_staging_bytes), variant.training
-    assumptions = list(step.assumptions)
+    assumptions, wrapped = list(step.assumptions), step.groups if variant.is_wrapped else ()
     if training.device != "cpu":
         assumptions.append(
             "the device's memory is this process's alone, and its allocator wastes at most 10 %"
@@ -306,8 +306,8 @@ def run_plan(
         nodes=variant.hosts,
         ranks_per_host=variant.ranks_per_host,
         is_unified=training.device == "unified",
-        largest_gather_bytes=max((g.gathered_bytes for g in step.groups), default=0),
-        largest_reduce_bytes=max((g.reduced_bytes for g in step.groups), default=0),
+        largest_gather_bytes=max((g.gathered_bytes for g in wrapped), default=0),
+        largest_reduce_bytes=max((g.reduced_bytes for g in wrapped), default=0),
         network=network,
         files=files,
         checkpoint=run.checkpoint(),

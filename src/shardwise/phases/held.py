@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -42,10 +44,16 @@ class Held:
     optimizer_dtype: str
 
 
-def held_by_first(live: LiveModel, training: Training, reached: AbstractSet[str] | None = None) -> Held:
+def held_by_first(
+    live: LiveModel,
+    training: Training,
+    reached: AbstractSet[str] | None = None,
+    whole_gradients: Mapping[str, int] = MappingProxyType({}),
+) -> Held:
     """What rank 0 of a sharded model on meta holds. FSDP2 pads shards to the size of those of rank 0.
 
-    ``reached``: names of the parameters that get a gradient; None: all that are trained.
+    ``reached``: names of the parameters that get a gradient; None: all that are trained. ``whole_gradients``: how many times as
+    large as a parameter its gradient stays, by name.
     """
     parameters = [t.tensor for t in live.parameters]
     missed = [
@@ -60,7 +68,11 @@ def held_by_first(live: LiveModel, training: Training, reached: AbstractSet[str]
         parameters=sum(t.nbytes for t in local),
         pinned_parameters=sum(_power_of_two(t.nbytes) for t in local),
         buffers=sum(t.tensor.nbytes for t in live.tensors if t.kind != "parameter"),
-        gradients=sum(t.nbytes for t in own),
+        gradients=sum(
+            local_tensor(t.tensor).nbytes * whole_gradients.get(t.name, 1)
+            for t in live.parameters
+            if t.tensor.requires_grad
+        ),
         optimizer=sum(_states(t, training) for t in own),
         unreached_gradients=sum(t.nbytes for t in missed),
         unreached_optimizer=sum(_states(t, training) for t in missed),

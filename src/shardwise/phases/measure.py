@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -107,14 +107,17 @@ def measure(
     compute: torch.dtype | None,
     *,
     widen: bool = False,
+    whole_gradients: Mapping[str, int] | None = None,
 ) -> Measured:
     """One forward and backward of ``model`` (unsharded, on meta), with the memory of its activations.
 
-    ``groups``: those that FSDP2 would make. ``widen``: count what is in bfloat16 as float32. Raises whatever the model's own code raises where it looks at values. Leaves the
-    model as it was; takes the memory of its buffers.
+    ``groups``: those that FSDP2 would make. ``widen``: count what is in bfloat16 as float32. ``whole_gradients``: how many times as large the
+    gradients of some parameters are as these, by name. Raises whatever the model's own code raises where it looks at values. Leaves
+    the model as it was; takes the memory of its buffers.
     """
     first = alike(groups)
     passed_over = {i: rep for i, rep in first.items() if i != rep}
+    times = {id(model.get_parameter(name)): whole for name, whole in (whole_gradients or {}).items()}
     skipped = {id(m) for i in passed_over for m in groups[i].module.modules()}
     with ExitStack() as stack:
         stack.enter_context(_as_training(model, training.checkpointing))
@@ -126,7 +129,7 @@ def measure(
         for index, rep in passed_over.items():
             stack.enter_context(_passing_on(groups[index].module, rep, outputs))
         tracker = _LiveBytes(iter(parameters.values()), widen=widen)
-        _hook(stack, groups, tracker, outputs, parameters, reached)
+        _hook(stack, groups, tracker, outputs, parameters, reached, times)
         ids = torch.zeros(training.batch_size, training.sequence_length, dtype=torch.int64)
         with tracker:
             loss = _loss(model, ids)
@@ -229,6 +232,7 @@ def _hook(
     outputs: dict[int, Any],
     parameters: dict[int, nn.Parameter],
     reached: set[int],
+    times: Mapping[int, int],
 ) -> None:
     """Note when each group's forward begins and ends, when its backward begins and is done, and when a gradient is there."""
 
@@ -258,9 +262,10 @@ def _hook(
         def hook(parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
             reached.add(original)
-            nbytes = tracker.size_of(parameter.grad)
+            nbytes, whole = tracker.size_of(parameter.grad), times.get(original, 1)
+            tracker.peak = max(tracker.peak, tracker.live + (whole - 1) * nbytes)
             parameter.grad = None
-            tracker.note("grad", index, nbytes)
+            tracker.note("grad", index, nbytes * whole)
 
         return hook
 

@@ -142,8 +142,14 @@ def peak_of(
     keeps_gathered: bool = False,
     copies: bool = False,
     has_replicas: bool = False,
+    is_wrapped: bool = True,
 ) -> StepPeak:
-    """The instant of a step at which it needs most, beside parameters and optimizer state. ``events``: of the whole step."""
+    """The instant of a step at which it needs most, beside parameters and optimizer state. ``events``: of the whole step.
+
+    ``is_wrapped``: whether FSDP2 is there at all.
+    """
+    if not is_wrapped:
+        return _peak_without_fsdp(events, groups)
     state, root = _Fsdp2(groups, shards, copies, has_replicas), len(groups) - 1
     waiting: dict[int, int] = {}
     for event in events:
@@ -177,6 +183,17 @@ def peak_of(
                 for index in sorted(state.whole):
                     state.finish(index, event.live)
     return state.best
+
+
+def _peak_without_fsdp(events: Iterable[Event], groups: Sequence[StepGroup]) -> StepPeak:
+    """The same of a model whose parameters are there all the time: each gradient stays as it comes."""
+    best, gradients = StepPeak(0, 0, 0, 0, ""), 0
+    for event in events:
+        name = groups[event.group].path if event.group >= 0 else ""
+        now = StepPeak(0, 0, gradients, event.peak, f"{event.kind} {name}".strip())
+        best = max(best, now, key=lambda peak: peak.total_bytes)
+        gradients += event.nbytes
+    return best
 
 
 def _finish_frozen(state: _Fsdp2, event: Event, waiting: dict[int, int]) -> None:
