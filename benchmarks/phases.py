@@ -28,7 +28,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +121,7 @@ def _limited_run(
     """Whether a rank was killed because it took more than allowed, and what each rank took: then in a run without a limit."""
     with limited_memory() as limit:
         try:
-            ranks = _both(case, path, place, allowed, limit)
+            ranks = _both(_Job(path, case, place, allowed, limit))
         except SystemExit as ended:
             print(
                 f"{case.name:40} KILLED: {ended}, {limit.kills() if limit else 'by its own account'}",
@@ -130,15 +130,12 @@ def _limited_run(
         else:
             return False, ranks
     shutil.rmtree(place, ignore_errors=True)
-    return True, _both(case, path, place, None, None)
+    return True, _both(_Job(path, case, place))
 
 
-def _both(
-    case: Case, path: str, place: str, allowed: dict[str, int] | None, limit: MemoryLimit | None
-) -> list[dict[str, int]]:
+def _both(job: _Job) -> list[dict[str, int]]:
     """The run, and its resume in other processes."""
-    ranks = on_fresh_ranks(case.ranks, _run, path, case, place, allowed, limit)
-    resumed = on_fresh_ranks(case.ranks, _resume, path, case, place, allowed, limit)
+    ranks, resumed = (on_fresh_ranks(job.case.ranks, work, job) for work in (_run, _resume))
     return [first | second for first, second in zip(ranks, resumed, strict=True)]
 
 
@@ -271,27 +268,30 @@ class _Phases:
         self.peaks[name] = max(1, peak.nbytes - self._before)
 
 
-def _begin(rank: int, world_size: int, path: str, case: Case, limit: MemoryLimit | None) -> _Run:
-    warnings.simplefilter("ignore")
-    if limit is not None:
-        limit.join()
-    layout = Layout(case)
-    _train_tiny(layout, case)
-    return _Run(layout, path, case)
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What the ranks of a case do, and under which limit."""
+
+    path: str
+    case: Case
+    root: str
+    allowed: dict[str, int] | None = None
+    limit: MemoryLimit | None = None
+
+    def begin(self, rank: int) -> tuple[_Run, _Phases]:
+        warnings.simplefilter("ignore")
+        if self.limit is not None:
+            self.limit.join()
+        layout = Layout(self.case)
+        _train_tiny(layout, self.case)
+        run = _Run(layout, self.path, self.case)
+        return run, _Phases(rank, self.allowed, self.limit)
 
 
-def _run(
-    rank: int,
-    world_size: int,
-    path: str,
-    case: Case,
-    root: str,
-    allowed: dict[str, int] | None,
-    limit: MemoryLimit | None,
-) -> dict[str, int]:
+def _run(rank: int, world_size: int, job: _Job) -> dict[str, int]:
     """One rank: all phases but the resume."""
-    run = _begin(rank, world_size, path, case, limit)
-    phases = _Phases(rank, allowed, limit)
+    run, phases = job.begin(rank)
+    root = job.root
     phases.run("load", run.load)
     phases.run("first step", run.step)
     phases.run("steady step", run.steady_step)
@@ -303,19 +303,10 @@ def _run(
     return phases.peaks
 
 
-def _resume(
-    rank: int,
-    world_size: int,
-    path: str,
-    case: Case,
-    root: str,
-    allowed: dict[str, int] | None,
-    limit: MemoryLimit | None,
-) -> dict[str, int]:
+def _resume(rank: int, world_size: int, job: _Job) -> dict[str, int]:
     """One rank of the processes that go on."""
-    run = _begin(rank, world_size, path, case, limit)
-    phases = _Phases(rank, allowed, limit)
-    phases.run("resume", lambda: run.resume(f"{root}/sync"))
+    run, phases = job.begin(rank)
+    phases.run("resume", lambda: run.resume(f"{job.root}/sync"))
     return phases.peaks
 
 

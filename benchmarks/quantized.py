@@ -3,7 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/quantized.py
     OMP_NUM_THREADS=1 python benchmarks/quantized.py --short
 
-One process, one thread, warm page cache, all in turn, minima compared, and beside them the rounds, because fresh pages cost more at some times; every loader fills bf16 weights. ``cast``: the same model stored in
+One process, one thread, warm page cache, all in turn. The contracts compare minima; medians of the rounds' ratios
+stand beside them, because fresh pages cost more at some times. Every loader fills bf16 weights. ``cast``: the same model stored in
 fp32. ``torch``: the FP8 model, in blocks of 128 x 128 as DeepSeek stores them, by torch's reader. Then 4 ranks on an FP8 tensor of 600 MiB (in
 bf16): bytes read and anonymous memory. Prints JSON; the exit status is 1 if a contract is broken.
 """

@@ -26,7 +26,8 @@ def payload_bytes(collected: Collected) -> int:
 def refuse_low_space(place: str, most: int, what: str, exactly: Callable[[], int] | None = None) -> None:
     """Raise :class:`LowSpaceError` if the file system of ``place``, as this host sees it, has less free than the save takes.
 
-    ``most`` bytes are taken at most; ``exactly`` is asked where that is too much. Nothing for a URL. Root may use blocks that are kept for it; others may not, and quotas of a user are not seen.
+    ``most``: an upper bound of the bytes; ``exactly`` gives their number, and is called only where the bound does not fit. A URL is not
+    checked. Root also counts the blocks that the file system keeps for root. This check does not see a user's quota.
     """
     if is_url(place):
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 
 from ..format.steps import checked_step
 from ..preemption.stops import Stops
@@ -18,7 +19,7 @@ __all__ = ["Stopping"]
 _log = logging.getLogger(__name__)
 
 
-class Stopping:
+class Stopping(ABC):
     """The stopping methods of :class:`.checkpointer.Checkpointer`."""
 
     _stops: Stops
@@ -26,22 +27,22 @@ class Stopping:
     _pending: AsyncSave | None
     _lineage: Lineage | None
 
+    @abstractmethod
     def save(self, state: TrainState, step: int) -> SaveReport:
         """The Checkpointer's."""
-        raise NotImplementedError
 
+    @abstractmethod
     def close(self) -> None:
         """The Checkpointer's."""
-        raise NotImplementedError
 
-    def _settle(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _settle(self) -> None: ...
 
-    def _check_open(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _check_open(self) -> None: ...
 
-    def _ranks(self) -> Ranks:
-        raise NotImplementedError
+    @abstractmethod
+    def _ranks(self) -> Ranks: ...
 
     def should_stop(self, step: int) -> bool:
         """Whether the run was asked to stop, by a signal on any rank or :meth:`request_stop`. True at the same call on every rank.

@@ -53,7 +53,9 @@ def step_of(
     is_wrapped: bool = True,
     whole_gradients: Mapping[str, int] | None = None,
 ) -> Step:
-    """The step of ``model``, unsharded and on meta, after it is sharded over ``shards`` ranks, ``replicas`` times, its experts over others.
+    """The step of ``model``, unsharded and on meta, as FSDP2 runs it over ``shards`` ranks and ``replicas`` replicas.
+
+    ``expert_shards``: the ranks over which FSDP2 cuts experts; None: ``shards``.
 
     ``is_wrapped``: whether FSDP2 wraps it. ``whole_gradients``: see :func:`.measure.measure`. Takes the memory of the model's buffers; 0.1 to 1 s, however many blocks are alike.
     """

@@ -1,4 +1,4 @@
-"""Tensor and expert parallelism in a run on tensors without memory: what collectives take, and what they send.
+"""Tensor and expert parallelism in a run on tensors without memory: the memory of collectives, and the bytes that they send.
 
 The model has the parts of one rank. Each module that a plan of transformers (5.21-5.23) hooks gets a forward that takes the memory of
 the plan's collectives, in forward and backward, and sends nothing.

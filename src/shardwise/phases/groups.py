@@ -53,7 +53,7 @@ class StepGroup:
     is_reduced_apart: bool
     """Whether the reduction has another dtype than the parameters: its output is cast."""
     own_shards: int | None = None
-    """Ranks over which FSDP2 cuts it, if they are others than those of the step: experts under expert parallelism."""
+    """Ranks over which FSDP2 cuts this group; None: those of the step. Experts under expert parallelism have their own."""
 
     @property
     def is_trained(self) -> bool:
@@ -65,7 +65,7 @@ def groups_of(
 ) -> tuple[StepGroup, ...]:
     """The groups that ``shard`` makes of an unsharded model over ``shards`` ranks, the root last.
 
-    ``expert_shards``: the ranks of experts, if they are others.
+    ``expert_shards``: the ranks over which FSDP2 cuts experts; None: ``shards``.
     """
     precision = policy.mixed_precision
     compute = precision.param_dtype if precision is not None else None
