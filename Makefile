@@ -19,6 +19,8 @@ LANES ?= 3
 FUZZ_SECONDS ?= 600
 # How many schedules `make schedules` tries.
 SCHEDULES ?= 100000
+# Options of `make simulate`: how many schedules of ranks, their store and their disk; in how many processes.
+SIMULATE ?= --schedules 1000000 --jobs 2
 # Options of `make mutations`: --only TEXT, --sample N --seed S, --trust.
 MUTATIONS ?=
 # --short: tiny models, whatever the seconds.
@@ -36,7 +38,7 @@ SHAPE := $(addprefix tests/meta/test_,imports.py exports.py internals.py mutatio
 QUICK := -m "not ranks and not processes and not faults and not slow and not hypothesis" --durations 5 \
   $(SHAPE:%=--ignore=%)
 
-.PHONY: help install demo quick test long lowest newest dist check docs bench gpu-check faults fuzz schedules mutations servers sweep clean
+.PHONY: help install demo quick test long lowest newest dist check docs bench phases gpu-check faults fuzz schedules simulate mutations servers sweep clean
 .DEFAULT_GOAL := help
 
 help:
@@ -52,10 +54,12 @@ help:
 	@echo "make newest   make quick with the newest versions there are, in .venv-newest"
 	@echo "make dist     sdist and wheel, and the wheel tried without any extra"
 	@echo "make bench    loads and saves beside their floors and other loaders (half an hour; BENCH=--short: a minute)"
+	@echo "make phases   memory of each phase of 46 configurations beside its plan, under a limit at the plan (40 minutes)"
 	@echo "make gpu-check  with a GPU: its tests and benchmark, into build/gpu-check (GPU_CHECK='--only checks': no benchmark)"
 	@echo "make faults   every fault of tests/faults at every place, and a table of what it led to (minutes)"
 	@echo "make fuzz     damaged and hostile files into every reader (FUZZ_SECONDS=600)"
 	@echo "make schedules  the ring of a load onto a device, under random schedules of its streams (SCHEDULES=100000, minutes)"
+	@echo "make simulate agreement and publishing of simulated ranks, under random schedules and faults (SIMULATE='--schedules 100000')"
 	@echo "make mutations  seeded errors in a copy of the package, each of which tests of make test must catch (MUTATIONS=--sample 6)"
 	@echo "make servers  object stores that others wrote (azurite by npm, Debian's Ceph), into build/, and their tests (a minute)"
 	@echo "make sweep    sharded against ordinary load for every architecture (an hour)"
@@ -113,6 +117,9 @@ docs: install
 bench: install
 	$(BIN)/python -m benchmarks $(BENCH)
 
+phases: install
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/phases.py $(PHASES)
+
 gpu-check: install
 	PYTHONPATH=src $(BIN)/python -m benchmarks.gpu_check $(GPU_CHECK)
 
@@ -125,6 +132,9 @@ fuzz: install
 
 schedules: install
 	$(BIN)/python -m tests.device.schedules --schedules $(SCHEDULES)
+
+simulate: install
+	$(BIN)/python -m tests.simulation $(SIMULATE)
 
 mutations: install
 	$(BIN)/python -m tests.mutations $(MUTATIONS)

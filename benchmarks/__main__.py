@@ -39,7 +39,7 @@ SCRIPTS = {
     "quantized.py": ([], ["--short"]),
     "qlora.py": ([], ["--short"]),
     "store.py": (["--rounds", "3"], ["--short"]),
-    "phases.py": ([], ["--short"]),
+    "phases.py": (["--only", "dense", "tied", "moe, bf16", "vlm"], ["--short"]),  # all: make phases
     "plan_configs.py": ([], ["--short"]),
 }
 #: In the short form their bounds on seconds say nothing, so that 1 is no failure.

@@ -3,12 +3,18 @@
     OMP_NUM_THREADS=1 python benchmarks/phases.py
     OMP_NUM_THREADS=1 python benchmarks/phases.py --short
     OMP_NUM_THREADS=1 python benchmarks/phases.py --only moe hsdp
+    OMP_NUM_THREADS=1 python benchmarks/phases.py --only dense --allow 0.8     # that limits bind: killed
 
-Real transformers models train two steps under gloo, save in both modes, resume and export, in fresh processes. ``measured``: the most
-anonymous memory of any rank in the phase, beside what its process held before it had a model; looked at every 2 ms. glibc would keep
-freed memory for later, at most a few tens of MiB, so the ranks run with MALLOC_MMAP_THRESHOLD_=65536 and MALLOC_TRIM_THRESHOLD_=0, which
-give it back at once. The exit status is 1 if a phase took more than the upper end of its prediction's error bar; ``--short`` tells of it
-alone, because noise counts for much in tiny models.
+Real transformers models train under gloo, save in both modes, export, and resume, in fresh processes. ``measured``: the most anonymous
+memory of any rank in the phase, beside what its process held before it had a model; looked at every 2 ms. glibc would keep freed
+memory for later, at most a few tens of MiB, so the ranks run with MALLOC_MMAP_THRESHOLD_=65536 and MALLOC_TRIM_THRESHOLD_=0, which
+give it back at once. ``activations``: of a step of the unsharded model in one process that drops each gradient at once, beside its
+parameters; with tensor or expert parallelism in as many processes as these need, without FSDP2.
+
+In each phase the ranks may hold, all together, what the plan says at most, beside what their processes held before: in a cgroup, where
+the kernel kills a rank that wants more; where none can be made, a rank ends itself when it holds more than its own part. The exit status
+is 1 if a rank is killed, or a phase took more than the upper end of its prediction's error bar; ``--short`` tells of it alone,
+because noise counts for much in tiny models.
 """
 
 from __future__ import annotations
@@ -21,7 +27,8 @@ import shutil
 import sys
 import tempfile
 import warnings
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,91 +38,20 @@ import peft
 import torch
 import torch.distributed as dist
 import transformers
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import shardwise as sw
 from benchmarks.fresh import from_fresh_process, in_fresh_process, on_fresh_ranks
 from benchmarks.loading.counters import anonymous_bytes, sampled
+from benchmarks.memory_limit import MemoryLimit, limited_memory
+from benchmarks.phase_cases import CASES, SHORT, Case, write, write_tiny
+from benchmarks.phase_layouts import Layout, planned_step
+from shardwise.models.arguments import Pretrained
+from shardwise.phases.source import source_of
 
 MIB = 2**20
 _GLIBC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
 PHASES = ("load", "first step", "steady step", "save, sync", "save, async", "resume", "export")
-
-
-@dataclass(frozen=True)
-class Case:
-    """One configuration of a run."""
-
-    name: str
-    model: str = "dense"
-    ranks: int = 2
-    replicas: int = 1
-    dtype: str = "float32"
-    batch: int = 2
-    tokens: int = 256
-    policy: dict[str, Any] = field(default_factory=dict)
-    checkpointing: bool = False
-    lora: bool = False
-    optimizer: str = "adamw"
-
-    def training(self) -> sw.Training:
-        return sw.Training(
-            batch_size=self.batch,
-            sequence_length=self.tokens,
-            checkpointing=self.checkpointing,
-            device="cpu",
-            optimizer=self.optimizer,  # type: ignore[arg-type]
-        )
-
-    def sharding(self) -> sw.ShardPolicy:
-        given = dict(self.policy)
-        if precision := given.pop("mixed", None):
-            given["mixed_precision"] = MixedPrecisionPolicy(
-                param_dtype=getattr(torch, precision[0]), reduce_dtype=getattr(torch, precision[1])
-            )
-        return sw.ShardPolicy(**given)
-
-    def adapter(self) -> Any:
-        if not self.lora:
-            return None
-        return peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
-
-
-_MIXED = {"mixed": ("bfloat16", "float32")}
-CASES = (
-    Case("dense"),
-    Case("dense, bf16", dtype="bfloat16"),
-    Case("dense, fp32 masters", policy=_MIXED),
-    Case("dense, checkpointing", checkpointing=True, batch=4),
-    Case("dense, long", batch=4, tokens=512),
-    Case("dense, 3 ranks", ranks=3),
-    Case("dense, 4 ranks", ranks=4),
-    Case("dense, HSDP 2 x 2", ranks=4, replicas=2),
-    Case("dense, HSDP 2 x 2, fp32 masters", ranks=4, replicas=2, policy=_MIXED),
-    Case("dense, kept gathered", policy={"reshard_after_forward": False}),
-    Case("dense, LoRA", lora=True),
-    Case("dense, LoRA, checkpointing", lora=True, checkpointing=True, batch=4),
-    Case("dense, SGD", optimizer="sgd"),
-    Case("dense, momentum", optimizer="momentum"),
-    Case("tied", model="tied"),
-    Case("tied, checkpointing", model="tied", checkpointing=True),
-    Case("tied, bf16, 3 ranks", model="tied", dtype="bfloat16", ranks=3),
-    Case("tied, LoRA", model="tied", lora=True),
-    Case("moe", model="moe"),
-    Case("moe, bf16", model="moe", dtype="bfloat16"),
-    Case("moe, fp32 masters", model="moe", policy=_MIXED),
-    Case("moe, checkpointing", model="moe", checkpointing=True),
-    Case("moe, HSDP 2 x 2", model="moe", ranks=4, replicas=2),
-    Case("moe, LoRA", model="moe", lora=True),
-    Case("vlm", model="vlm"),
-    Case("vlm, bf16", model="vlm", dtype="bfloat16"),
-    Case("vlm, checkpointing", model="vlm", checkpointing=True),
-    Case("vlm, 3 ranks", model="vlm", ranks=3),
-    Case("encoder", model="encoder"),
-    Case("gpt2", model="gpt2"),
-)
-_SHORT = ("dense", "moe, checkpointing")
+ACTIVATIONS = "activations"
 
 
 def main() -> None:
@@ -131,152 +67,92 @@ def main() -> None:
         metavar="TEXT",
         help="cases of these names, or whose names contain one",
     )
+    parser.add_argument("--allow", type=float, default=1.0, help="so much of what a plan says at most")
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
     if any(os.environ.get(name) != value for name, value in _GLIBC.items()):
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **_GLIBC})
-    wanted = [c for c in CASES if not args.short or c.name in _SHORT]
+    wanted = [c for c in CASES if not args.short or c.name in SHORT]
     if args.only:
         wanted = [c for text in args.only for c in CASES if text == c.name]
         wanted = wanted or [c for c in CASES if any(text in c.name for text in args.only)]
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as root:
         for case in wanted:
-            rows += _rows(case, root, short=args.short)
+            rows += _rows(case, root, args.allow, short=args.short)
     print(_summary(rows))
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1))
-    broken = [r for r in rows if r["measured"] > r["upper"]]
+    broken = [r for r in rows if r["killed"] or r["measured"] > r["upper"]]
     sys.exit(1 if broken and not args.short else 0)
 
 
-def _rows(case: Case, root: str, *, short: bool) -> list[dict[str, Any]]:
+def _rows(case: Case, root: str, allow: float, *, short: bool) -> list[dict[str, Any]]:
     """Plan and run one case; prints a line for each phase."""
     path = f"{root}/{case.model}"
     if not os.path.isdir(path):
-        in_fresh_process(_write, path, case.model, short)
+        in_fresh_process(lambda: write(path, case.model, is_short=short))
     planned = from_fresh_process(_plan, path, case)
-    ranks = on_fresh_ranks(case.ranks, _run, path, case, f"{root}/run")
+    allowed = {phase: int(planned[phase]["upper"] * allow) for phase in PHASES}
+    killed, ranks = _limited_run(case, path, f"{root}/run", allowed)
+    measured = {phase: max(rank[phase] for rank in ranks) for phase in PHASES}
+    if case.is_parallel:
+        measured[ACTIVATIONS] = max(on_fresh_ranks(max(case.tp, case.ep), _parallel_activations, path, case))
+    else:
+        measured[ACTIVATIONS] = from_fresh_process(_activations, path, case)
     shutil.rmtree(f"{root}/run", ignore_errors=True)
     rows = []
-    for phase in PHASES:
-        measured = max(rank[phase] for rank in ranks)
-        row = {"case": case.name, "phase": phase, "measured": measured, **planned[phase]}
-        row["error"] = row["planned"] / measured - 1
+    for phase in (*PHASES, ACTIVATIONS):
+        row = {"case": case.name, "phase": phase, "measured": measured[phase], **planned[phase]}
+        row["error"], row["killed"] = row["planned"] / row["measured"] - 1, killed
         rows.append(row)
-        note = "  TOO LOW" if measured > row["upper"] else ""
+        note = "  TOO LOW" if row["measured"] > row["upper"] else ""
         print(
-            f"{case.name:32} {phase:12} planned {row['planned'] / MIB:7.0f}  at most {row['upper'] / MIB:7.0f}  "
-            f"measured {measured / MIB:7.0f} MiB  {row['error']:+6.1%}{note}",
+            f"{case.name:40} {phase:12} planned {row['planned'] / MIB:7.0f}  at most {row['upper'] / MIB:7.0f}  "
+            f"measured {row['measured'] / MIB:7.0f} MiB  {row['error']:+6.1%}{note}",
             flush=True,
         )
     return rows
 
 
+def _limited_run(
+    case: Case, path: str, place: str, allowed: dict[str, int]
+) -> tuple[bool, list[dict[str, int]]]:
+    """Whether a rank was killed because it took more than allowed, and what each rank took: then in a run without a limit."""
+    with limited_memory() as limit:
+        try:
+            ranks = _both(_Job(path, case, place, allowed, limit))
+        except SystemExit as ended:
+            print(
+                f"{case.name:40} KILLED: {ended}, {limit.kills() if limit else 'by its own account'}",
+                flush=True,
+            )
+        else:
+            return False, ranks
+    shutil.rmtree(place, ignore_errors=True)
+    return True, _both(_Job(path, case, place))
+
+
+def _both(job: _Job) -> list[dict[str, int]]:
+    """The run, and its resume in other processes."""
+    ranks, resumed = (on_fresh_ranks(job.case.ranks, work, job) for work in (_run, _resume))
+    return [first | second for first, second in zip(ranks, resumed, strict=True)]
+
+
 def _summary(rows: list[dict[str, Any]]) -> str:
-    lines = [f"{len({r['case'] for r in rows})} configurations"]
-    for phase in PHASES:
+    names = {r["case"] for r in rows}
+    killed = len({r["case"] for r in rows if r["killed"]})
+    lines = [f"{len(names)} configurations, {killed} killed under the limit of their plans"]
+    for phase in (*PHASES, ACTIVATIONS):
+        goal = 0.15 if phase == ACTIVATIONS else 0.05
         errors = sorted(abs(r["error"]) for r in rows if r["phase"] == phase)
         exceeded = sum(r["measured"] > r["upper"] for r in rows if r["phase"] == phase)
-        within = sum(e <= 0.05 for e in errors)
+        within = sum(e <= goal for e in errors)
         lines.append(
-            f"{phase:12} |error|: median {errors[len(errors) // 2]:5.1%}, largest {errors[-1]:5.1%}; within 5 %: "
+            f"{phase:12} |error|: median {errors[len(errors) // 2]:5.1%}, largest {errors[-1]:5.1%}; within {goal:.0%}: "
             f"{within} of {len(errors)}; measured above the bar: {exceeded}"
         )
     return "\n".join(lines)
-
-
-# ----------------------------------------------------------------------------------------------------
-# Models
-
-
-def _write(path: str, model: str, short: bool) -> None:
-    torch.manual_seed(0)
-    _MODELS[model](1 if short else 4).save_pretrained(path)
-
-
-def _dense(scale: int, tie: bool = False) -> Any:
-    return transformers.Qwen3ForCausalLM(
-        transformers.Qwen3Config(
-            hidden_size=192 * scale,
-            intermediate_size=512 * scale,
-            num_hidden_layers=6,
-            num_attention_heads=6,
-            num_key_value_heads=2,
-            head_dim=32 * scale,
-            vocab_size=4096 * scale,
-            tie_word_embeddings=tie,
-        )
-    )
-
-
-def _moe(scale: int) -> Any:
-    return transformers.Qwen3MoeForCausalLM(
-        transformers.Qwen3MoeConfig(
-            hidden_size=128 * scale,
-            intermediate_size=256 * scale,
-            moe_intermediate_size=64 * scale,
-            num_experts=16,
-            num_experts_per_tok=4,
-            num_hidden_layers=6,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32 * scale,
-            vocab_size=2048 * scale,
-        )
-    )
-
-
-def _vlm(scale: int) -> Any:
-    vision = {
-        "depth": 4,
-        "hidden_size": 64 * scale,
-        "intermediate_size": 128 * scale,
-        "num_heads": 4,
-        "out_hidden_size": 160 * scale,
-        "fullatt_block_indexes": [3],
-    }
-    text = {
-        "hidden_size": 160 * scale,
-        "intermediate_size": 448 * scale,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 4096 * scale,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [5 * scale] * 4},
-    }
-    text["rope_parameters"]["mrope_section"] = [4 * scale, 8 * scale, 8 * scale]  # type: ignore[index]
-    return transformers.Qwen2_5_VLForConditionalGeneration(
-        transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision)
-    )
-
-
-def _encoder(scale: int) -> Any:
-    return transformers.BertForMaskedLM(
-        transformers.BertConfig(
-            hidden_size=128 * scale,
-            intermediate_size=512 * scale,
-            num_hidden_layers=6,
-            num_attention_heads=4,
-            vocab_size=4096 * scale,
-        )
-    )
-
-
-def _gpt2(scale: int) -> Any:
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(n_embd=128 * scale, n_layer=6, n_head=4, vocab_size=4096 * scale)
-    )
-
-
-_MODELS: dict[str, Any] = {
-    "dense": _dense,
-    "tied": lambda scale: _dense(scale, tie=True),
-    "moe": _moe,
-    "vlm": _vlm,
-    "encoder": _encoder,
-    "gpt2": _gpt2,
-}
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -289,6 +165,8 @@ def _plan(path: str, case: Case) -> dict[str, dict[str, Any]]:
         path,
         ranks=case.ranks,
         replicas=case.replicas,
+        tp=case.tp,
+        ep=case.ep,
         dtype=case.dtype,
         policy=case.sharding(),
         training=case.training(),
@@ -303,55 +181,150 @@ def _plan(path: str, case: Case) -> dict[str, dict[str, Any]]:
             "upper": sum(a.upper_bytes for a in amounts),
             "parts": {a.what: a.nbytes for a in amounts},
         }
+    found[ACTIVATIONS] = _planned_activations(path, case)
     return found
 
 
-def _run(rank: int, world_size: int, path: str, case: Case, root: str) -> dict[str, int]:
-    """One rank: all phases, with the peak of each above what the process held before."""
+def _planned_activations(path: str, case: Case) -> dict[str, Any]:
+    """The most bytes of activations at one instant: a plan says them only for the instant at which a step needs most."""
+    nothing: dict[str, Any] = dict.fromkeys(("auto_class", "config", "key_mapping"))
+    request = Pretrained(
+        path=path,
+        dtype=case.dtype,
+        trust_remote_code=False,
+        allow_unused=(),
+        allow_missing=(),
+        adapter=None,
+        quantized="dequantize",
+        options={},
+        **nothing,
+    )
+    with source_of(request, may_lack_weights=True) as source:
+        model = source.prepared(case.adapter()).model
+        step = planned_step(model, case)
+    assert step.activation_bytes is not None
+    most = int(step.activation_bytes * (1 + step.error)) + 16 * MIB  # small objects
+    return {"planned": step.activation_bytes, "upper": most, "parts": {}}
+
+
+def _activations(path: str, case: Case) -> int:
+    """The most anonymous memory of a step of the unsharded model beside its parameters, without whole gradients."""
     warnings.simplefilter("ignore")
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("shard",))
-    if case.replicas > 1:
-        shape = (case.replicas, world_size // case.replicas)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    _train_tiny(mesh)
-    run, peaks = _Run(mesh, path, case), {}
+    torch.set_num_threads(1)
+    config = transformers.AutoConfig.from_pretrained(path)
+    made = getattr(transformers, config.architectures[0]).from_pretrained(path, dtype=case.compute)
+    run = _Run(None, path, case)
+    run.use(made if case.adapter() is None else peft.get_peft_model(made, case.adapter()))
+    return _peak_of_activations(run)
+
+
+def _parallel_activations(rank: int, world_size: int, path: str, case: Case) -> int:
+    """The same on one of the ranks over which tensor and expert parallelism cut the model, without FSDP2."""
+    warnings.simplefilter("ignore")
+    run = _Run(Layout(replace(case, ranks=world_size)), path, case)
+    run.use(run.layout.cut(run.layout.built(path, case.compute)))
+    sw.load(run.model, path)
+    return _peak_of_activations(run)
+
+
+def _peak_of_activations(run: _Run) -> int:
+    for parameter in run.model.parameters():
+        # Norms keep theirs: transformers' tensor parallelism sums some of them in a hook that comes later.
+        if parameter.requires_grad and parameter.ndim > 1:
+            parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    ids = run.ids()
+    run.backward(ids)  # what is imported, started and compiled once
     gc.collect()
     before = anonymous_bytes()
+    with sampled() as peak:
+        run.backward(ids)
+    return peak.nbytes - before
 
-    def phase(name: str, work: Any) -> None:
+
+class _Phases:
+    """Runs phases one after the other, and keeps the peak of each above what the process held before."""
+
+    def __init__(self, rank: int, allowed: dict[str, int] | None, limit: MemoryLimit | None) -> None:
+        self.peaks: dict[str, int] = {}
+        self._rank, self._allowed, self._limit = rank, allowed, limit
         gc.collect()
         dist.barrier()
-        with sampled() as peak:
+        self._before, self._all_before = anonymous_bytes(), 0 if limit is None else limit.held_bytes()
+        dist.barrier()
+
+    def run(self, name: str, work: Callable[[], Any]) -> None:
+        """One phase, with no more memory than is allowed for it. Collective."""
+        gc.collect()
+        dist.barrier()
+        most = None
+        if self._allowed is not None and self._limit is None:
+            most = self._before + self._allowed[name]
+        elif self._allowed is not None and self._limit is not None and self._rank == 0:
+            self._limit.set(self._all_before + dist.get_world_size() * self._allowed[name])
+        dist.barrier()
+        with sampled(most) as peak:
             work()
             dist.barrier()
-        peaks[name] = max(1, peak.nbytes - before)
+        self.peaks[name] = max(1, peak.nbytes - self._before)
 
-    phase("load", run.load)
-    phase("first step", run.step)
-    phase("steady step", run.step)
-    phase("save, sync", lambda: sw.save(run.state(), f"{root}/sync"))
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What the ranks of a case do, and under which limit."""
+
+    path: str
+    case: Case
+    root: str
+    allowed: dict[str, int] | None = None
+    limit: MemoryLimit | None = None
+
+    def begin(self, rank: int) -> tuple[_Run, _Phases]:
+        warnings.simplefilter("ignore")
+        if self.limit is not None:
+            self.limit.join()
+        layout = Layout(self.case)
+        _train_tiny(layout, self.case)
+        run = _Run(layout, self.path, self.case)
+        return run, _Phases(rank, self.allowed, self.limit)
+
+
+def _run(rank: int, world_size: int, job: _Job) -> dict[str, int]:
+    """One rank: all phases but the resume."""
+    run, phases = job.begin(rank)
+    root = job.root
+    phases.run("load", run.load)
+    phases.run("first step", run.step)
+    phases.run("steady step", run.steady_step)
+    phases.run("save, sync", lambda: sw.save(run.state(), f"{root}/sync"))
     with sw.Checkpointer(f"{root}/async", mode="async") as run.checkpoints:
-        phase("save, async", run.save_and_step)
+        phases.run("save, async", run.save_and_step)
     run.checkpoints = None  # and its staging
-    phase("export", lambda: sw.export_hf(run.model, f"{root}/export"))
-    run.model = run.optimizer = None
-    gc.collect()
-    before = anonymous_bytes()  # as a process that begins with the resume: without what kernels keep
-    phase("resume", lambda: run.resume(f"{root}/sync"))
-    return peaks
+    phases.run("export", lambda: sw.export_hf(run.model, f"{root}/export"))
+    return phases.peaks
+
+
+def _resume(rank: int, world_size: int, job: _Job) -> dict[str, int]:
+    """One rank of the processes that go on."""
+    run, phases = job.begin(rank)
+    phases.run("resume", lambda: run.resume(f"{job.root}/sync"))
+    return phases.peaks
 
 
 class _Run:
-    def __init__(self, mesh: Any, path: str, case: Case) -> None:
-        self.mesh, self.path, self.case = mesh, path, case
+    def __init__(self, layout: Any, path: str, case: Case) -> None:
+        self.layout, self.path, self.case = layout, path, case
         self.model: Any = None
         self.optimizer: Any = None
         self.checkpoints: Any = None
-        self.ids = torch.randint(0, 1000, (case.batch, case.tokens))
+
+    def ids(self) -> torch.Tensor:
+        return torch.randint(0, 1000, (self.case.batch, self.case.tokens))
 
     def load(self) -> None:
-        options = {"policy": self.case.sharding(), "dtype": self.case.dtype, "adapter": self.case.adapter()}
-        self.model, _ = sw.load_pretrained(self.path, self.mesh, **options)  # type: ignore[arg-type]
+        self.use(self.layout.loaded(self.path, self.case))
+
+    def use(self, model: Any) -> None:
+        self.model = model
         self.model.train()
         if self.case.checkpointing:
             if self.case.lora:
@@ -369,9 +342,15 @@ class _Run:
 
     def step(self) -> None:
         self.optimizer.zero_grad()
-        loss = self.model(input_ids=self.ids, labels=self.ids, **self._more()).loss
-        loss.backward()
+        self.backward(self.ids())
         self.optimizer.step()
+
+    def backward(self, ids: torch.Tensor) -> None:
+        self.model(input_ids=ids, labels=ids, **self._more()).loss.backward()
+
+    def steady_step(self) -> None:
+        for _ in range(self.case.steps_before_steady + 1):
+            self.step()
 
     def save_and_step(self) -> None:
         self.checkpoints.save(self.state(), 1)
@@ -386,25 +365,16 @@ class _Run:
         sw.restore(self.state(), path)
 
 
-def _train_tiny(mesh: Any) -> None:
+def _train_tiny(layout: Layout, case: Case) -> None:
     """All phases once, so that what is imported and started only once is there before."""
     with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as own:
         found = [own]
         dist.broadcast_object_list(found, src=0)
         root = found[0]
         if dist.get_rank() == 0:
-            config = transformers.Qwen3Config(
-                hidden_size=32,
-                intermediate_size=64,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                num_key_value_heads=2,
-                head_dim=16,
-                vocab_size=1024,
-            )
-            transformers.Qwen3ForCausalLM(config).save_pretrained(f"{root}/tiny")
+            write_tiny(f"{root}/tiny", with_experts=case.ep > 1)
         dist.barrier()
-        run = _Run(mesh, f"{root}/tiny", Case("tiny", batch=1, tokens=8))
+        run = _Run(layout, f"{root}/tiny", Case("tiny", tp=case.tp, ep=case.ep, batch=1, tokens=8))
         run.load()
         run.step()
         sw.save(run.state(), f"{root}/sync")

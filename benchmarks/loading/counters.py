@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,13 +55,18 @@ class Peak:
 
 
 @contextmanager
-def sampled() -> Iterator[Peak]:
-    """Look at this process's anonymous memory every 2 ms, in a thread. Slows the process down."""
+def sampled(limit_bytes: int | None = None) -> Iterator[Peak]:
+    """Look at this process's anonymous memory every 2 ms, in a thread. Slows the process down.
+
+    ``limit_bytes``: kill the process when it holds more.
+    """
     peak, done = Peak(), threading.Event()
 
     def look() -> None:
         while not done.wait(SAMPLE_S):
             peak.nbytes = max(peak.nbytes, anonymous_bytes())
+            if limit_bytes is not None and peak.nbytes > limit_bytes:
+                os.kill(os.getpid(), signal.SIGKILL)
 
     thread = threading.Thread(target=look)
     thread.start()

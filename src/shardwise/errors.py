@@ -14,6 +14,7 @@
     ├── StateError             training state can't be expressed or matched
     ├── CheckpointError        save, publish or resume failed
     │   ├── NoCheckpointError  steps exist and none is valid
+    │   ├── LowSpaceError      the file system has less room than the save takes
     │   └── LockedError        another run holds the directory
     └── RankError              some rank failed; raised alike on every living rank
 
@@ -32,6 +33,7 @@ __all__ = [
     "IntegrityError",
     "LayoutError",
     "LockedError",
+    "LowSpaceError",
     "NoCheckpointError",
     "PlanError",
     "RankError",
@@ -117,6 +119,19 @@ class NoCheckpointError(CheckpointError):
 
 class LockedError(CheckpointError):
     """Another run holds the checkpoint directory."""
+
+
+class LowSpaceError(CheckpointError):
+    """The file system of a checkpoint has less room than the save takes. Nothing was written.
+
+    ``needed_bytes`` and ``free_bytes`` are those of the rank that looked; None on ranks that another rank told.
+    """
+
+    def __init__(
+        self, message: str, *, needed_bytes: int | None = None, free_bytes: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.needed_bytes, self.free_bytes = needed_bytes, free_bytes
 
 
 class RankError(ShardwiseError):

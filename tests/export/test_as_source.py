@@ -327,8 +327,8 @@ def test_the_command(fp8: Path, tmp_path: Path) -> None:
     sw.export_hf(model, tmp_path / "live", quantize="as-source")
     given = ["export", str(tmp_path / "step"), str(tmp_path / "out"), "--quantize", "as-source"]
     failed = CliRunner().invoke(main, given)
-    assert failed.exit_code != 0
-    assert "needs source=" in " ".join(failed.stderr.split())
+    assert failed.exit_code == 2
+    assert "--quantize as-source and --source go together" in " ".join(failed.stderr.split())
     done = CliRunner().invoke(main, [*given, "--source", str(fp8)])
     assert done.exit_code == 0, done.output
     said = " ".join(done.stdout.split())

@@ -32,6 +32,7 @@ ORDER = (
         "rng",
         "internals",
         "ranks",
+        "preemption",
         "layout",
         "format",
     ),
@@ -81,6 +82,7 @@ BESIDE_ROOMS = {
         "meta",
         "mutations",
         "quick",
+        "simulation",
     ),
     *("data", "wheel"),
 }

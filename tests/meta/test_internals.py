@@ -45,6 +45,8 @@ ALLOWED: dict[str, dict[str, str]] = {
 #: Private methods of the HF Trainer that the integration overrides: they stay in their class. Read at transformers 5.23,
 #: tried with 5.20-5.23. Under another name upstream, Trainer would not call ours, and say nothing: so a test asks.
 OVERRIDDEN: dict[str, str] = {
+    "_determine_best_metric": "an evaluation that a signal has stopped has no metric, and its step is saved",
+    "_evaluate": "an evaluation that a signal stops ends on every rank at the same batch",
     "_finalize_training": "with save_total_limit=1 the best checkpoint alone stays at the end; Trainer sees none in a store",
     "_get_output_dir": "Trainer's small files go into a folder of their own; checkpoints lie where checkpoint_root says",
     "_init_training_state": "epochs that ended early, or have no length, begin where the checkpoint says",

@@ -1513,10 +1513,31 @@ MUTATIONS = (
     ),
     Mutation(
         "checkpoint/checkpointer.py",
-        "        self._lineage = self._lineage.at(step)\n        self._retain(step, ranks)",
-        "        self._retain(step, ranks)",
+        "        self._lineage = self._lineage.at(step)\n        self._retain(step, place, ranks)",
+        "        self._retain(step, place, ranks)",
         (f"{CLI}::test_inspect_a_checkpoint",),
         "a step does not name the step before it",
+    ),
+    Mutation(
+        "preemption/leases.py",
+        "return lease.is_final and not lease.covers(self.calls, self.turns)",
+        "return lease.is_final",
+        ("tests/preemption/test_preemption.py::test_all_ranks_stop_at_one_call",),
+        "rank 0 stops before the lease ends",
+    ),
+    Mutation(
+        "preemption/signals.py",
+        "if received.si_pid == parent or os.getppid() != parent:",
+        "if True:",
+        ("tests/preemption/test_preemption.py::test_forked_processes",),
+        "a worker of a DataLoader dies of the scheduler's signal",
+    ),
+    Mutation(
+        "preemption/signals.py",
+        "            before(number, frame)",
+        "            pass",
+        ("tests/preemption/test_preemption.py::test_handlers_are_chained_and_given_back",),
+        "the handler that was there before is not called",
     ),
     Mutation(
         "checkpoint/resume_report.py",

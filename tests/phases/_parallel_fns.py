@@ -105,5 +105,14 @@ def measured(
         model.train()
         with Watched([local_tensor(p) for p in (*model.parameters(), *model.buffers())]) as watched:
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        found.append({"held": held, "read": report.bytes_read, "sent": watched.sent, "peak": watched.peak})
+        gradients = sum(local_tensor(p.grad).nbytes for p in model.parameters())
+        found.append(
+            {
+                "held": held,
+                "read": report.bytes_read,
+                "sent": watched.sent,
+                "peak": watched.peak,
+                "gradients": gradients,
+            }
+        )
     return found

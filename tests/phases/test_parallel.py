@@ -78,6 +78,10 @@ def test_what_a_step_sends_and_takes(moe: Path, ranks: RankPool) -> None:
         parts = {a.what: a.nbytes for a in run.phase("first step").amounts}
         peaks = [rank[k]["peak"] for rank in found]
         assert parts["activations"] + parts["gradients"] == pytest.approx(sum(peaks) / 2, rel=0.1), (tp, ep)
+        if tp == 2:  # no ranks are left for FSDP2, and the embedding's gradient stays whole
+            (kept,) = [a for a in run.phase("save, sync").amounts if a.what == "gradients"]
+            assert {rank[k]["gradients"] for rank in found} == {kept.nbytes}, (tp, ep)
+            assert run.largest_gather_bytes == 0
 
 
 def test_what_goes_between_nodes(moe: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
@@ -20,6 +21,7 @@ BLOCK = StepGroup(
     cast_bytes=0,
     reduced_bytes=100,
     gradient_bytes=25,
+    last_gradient_bytes=0,
     is_reduced_apart=False,
 )
 ROOT = replace(
@@ -35,6 +37,15 @@ def event(kind: str, group: int = -1, nbytes: int = 0, live: int = 0, peak: int 
 
 def peak(*events: Event, copies: bool = False) -> StepPeak:
     return peak_of(events, GROUPS, shards=4, copies=copies)
+
+
+def reduced(*events: Event, has_replicas: bool = False, **changes: Any) -> int:
+    """What a step holds of whole gradients and reductions at its peak, with blocks that are changed so."""
+    blocks = (
+        replace(GROUPS[0], gathered_bytes=0, **changes),
+        replace(GROUPS[1], gathered_bytes=0, **changes),
+    )
+    return peak_of(events, (*blocks, GROUPS[2]), shards=4, has_replicas=has_replicas).reduced_bytes
 
 
 FORWARD = (event("enter", 2), event("enter", 0), event("exit", 0))
@@ -68,6 +79,40 @@ def test_gradients_are_whole_until_they_are_reduced() -> None:
     assert peak(*FORWARD, *SECOND, *backward) == StepPeak(200, 100, 25, 0, "copy out 0")
     after = peak(*FORWARD, *SECOND, *backward, event("grad", 0, 100, peak=5000), event("end"))
     assert (after.gradient_bytes, after.reduced_bytes) == (25, 100)
+
+
+def test_a_reduction_holds_the_last_gradient_of_its_group() -> None:
+    backward = (*FORWARD, *SECOND, event("back", 1), event("grad", 1, 100), event("back", 0))
+    # Gradients and the input of the reduction; then the input, its output, and the last gradient.
+    assert reduced(*backward) == 100 + 100
+    assert reduced(*backward, last_gradient_bytes=90) == 100 + 100 // 4 + 90
+
+
+def test_a_block_is_reduced_before_what_comes_after_it() -> None:
+    done = (event("back", 0), event("grad", 0, 100), event("done", 0))
+    # The first block's parameters and whole gradients are gone when the embedding gets its gradient.
+    found = peak(*FORWARD, event("exit", 2), event("loss"), *done, event("grad", 2, peak=1000), event("end"))
+    assert (found.gathered_bytes, found.reduced_bytes, found.gradient_bytes) == (0, 100, 25)
+
+
+def test_replicas_keep_what_they_reduced_in_another_dtype_until_the_end() -> None:
+    backward = (event("back", 1), event("grad", 1, 100), event("back", 0), event("grad", 0, 100))
+    events = (*FORWARD, *SECOND, *backward, event("end", peak=10_000))
+    apart = {"is_reduced_apart": True, "gradient_bytes": 12}
+    assert reduced(*events, **apart) == 200
+    assert reduced(*events, has_replicas=True, **apart) == 200 + 100 // 4
+    assert reduced(*events, has_replicas=True) == 200  # the gradient itself
+
+
+def test_what_comes_after_a_block_is_none_of_its_backward() -> None:
+    ran = (
+        *(event("enter", 2), event("enter", 0), event("exit", 0), event("enter", 1), event("exit", 1)),
+        *(event("loss"), event("back", 1), event("back", 0), event("grad", 0, 100), event("done", 0)),
+        *(event("grad", 2, 50, peak=5000), event("end")),
+    )
+    whole = list(whole_step(ran, GROUPS, {0: 0, 1: 0}))
+    assert [e.nbytes for e in whole if e.kind == "grad"] == [100, 100, 50]
+    assert [e.peak for e in whole if e.peak] == [5000]  # once, not for each block
 
 
 def test_blocks_that_are_alike_take_what_the_first_took() -> None:

@@ -182,7 +182,7 @@ def plan_of(path: Path, phases: dict[str, tuple[int, int]]) -> Path:
     }
     run = RunPlan(
         phases=tuple(PlannedPhase(name, of) for name, of in amounts.items()),
-        ranks_per_host=1, is_unified=False, largest_gather_bytes=0, largest_reduce_bytes=0, network_bytes_per_step=0,
+        nodes=1, ranks_per_host=1, is_unified=False, largest_gather_bytes=0, largest_reduce_bytes=0, network=(), files=(),
         checkpoint=Checkpoint(nbytes=0, files=0, seconds=0.0, requests=0), assumptions=(),
     )  # fmt: skip
     document = {"per_rank": [], "ranks": 1, "model_class": "Linear", "run": run.to_json()}

@@ -130,6 +130,11 @@ class AsyncSave:
                 self._buffer.fail(error)
             self._run()
 
+    @property
+    def seconds(self) -> float:
+        """Since the save began."""
+        return time.perf_counter() - self._started
+
     def wait(self) -> SaveReport:
         """Block until the step is published. Raises the save's error, alike on every rank."""
         self._ended.wait()  # not join(): if Ctrl-C interrupts it, Python 3.11 counts the thread as ended

@@ -15,6 +15,7 @@ from ..format.steps import checked_step
 from ..operations.announced import announced
 from ..operations.operation import this_operation
 from ..planning import IOOptions
+from ..preemption.stops import EXIT_STATUS, StopOptions, Stops
 from ..ranks.patience import patiently
 from ..ranks.ranks import Ranks
 from ..state.train_state import TrainState
@@ -23,10 +24,13 @@ from ..store.target import Target, target_of
 from .async_save import AsyncSave, reserve_for
 from .check import quick_check
 from .collect import Lineage, collect
+from .failures import Failures, OnSaveError, RefusalError, may_pass
+from .last_save import SaveTimes
 from .resume_report import ResumeReport
 from .run_steps import Candidate, Retention, RunSteps, Stored
 from .save import SaveReport, write_checkpoint
 from .stage import StagingBuffer
+from .stopping import Stopping
 
 __all__ = ["Checkpointer", "save"]
 
@@ -55,7 +59,7 @@ def _new_run_id() -> str:
     return secrets.token_hex(8)
 
 
-class Checkpointer:
+class Checkpointer(Stopping):
     """Checkpoints of one run in one directory: saving, retention, resuming from the newest valid step.
 
     Args:
@@ -77,6 +81,15 @@ class Checkpointer:
             With less, ``save`` waits in waves until the last part of the state is copied. Pinned for a state on a device.
         when_busy: for ``"async"``, while the last save still runs, ``save`` either waits for it (``"wait"``) or
             raises :class:`CheckpointError` on every rank (``"refuse"``).
+        on_save_error: ``"warn"``: a save that storage made fail, on whichever rank, is logged, alike on all ranks, and training goes on.
+            The report says why (``failure``), and the next save is tried as ever. :meth:`wait` and :meth:`close` raise in any case.
+        max_failures: for ``"warn"``, the number of failed saves in a row at which ``save`` raises.
+        fallback: a second directory or URL, for a step that can't be saved in the first. After a failed async save the next
+            one goes there. A resume takes a step from there if it is the newest. Give it again at each start.
+        stop_on: names of signals that ask the run to stop: ``("SIGTERM", "SIGUSR1")``; see :meth:`should_stop`. Handlers that were
+            there before are called, too, and are back after :meth:`close`. Make the Checkpointer in the main thread then.
+        deadline_s: seconds from the first signal to the scheduler's SIGKILL. :meth:`stop` plans with it. None: not known.
+        exit_status: :attr:`exit_code` of a run that has stopped.
         io: staging of a resume, and time limits.
 
     Every rank of the default process group must make each call. Raises :class:`LockedError` on every rank if another
@@ -95,22 +108,35 @@ class Checkpointer:
         mode: Literal["sync", "async"] = "sync",
         max_staging_bytes: int | None = None,
         when_busy: Literal["wait", "refuse"] = "wait",
+        on_save_error: OnSaveError = "raise",
+        max_failures: int = 3,
+        fallback: str | os.PathLike[str] | None = None,
+        stop_on: tuple[str, ...] = (),
+        deadline_s: float | None = None,
+        exit_status: int = EXIT_STATUS,
         io: IOOptions | None = None,
     ) -> None:
-        for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
+        for name, value in (
+            ("keep_last", keep_last),
+            ("keep_every", keep_every),
+            ("max_staging_bytes", max_staging_bytes),
+            ("max_failures", max_failures),
+        ):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1 or None, got {value}")
-        if max_staging_bytes is not None and max_staging_bytes < 1:
-            raise ValueError(f"max_staging_bytes must be at least 1 or None, got {max_staging_bytes}")
         for option, given, allowed in (
             ("mode", mode, ("sync", "async")),
             ("when_busy", when_busy, ("wait", "refuse")),
+            ("on_save_error", on_save_error, ("raise", "warn")),
         ):
             if given not in allowed:
                 raise ValueError(f"{option} must be one of {allowed}, got {given!r}")
         self.root = absolute(root)
         self._steps = RunSteps(
-            self.root, None if mirror is None else absolute(mirror), Retention(keep_last, keep_every)
+            self.root,
+            None if mirror is None else absolute(mirror),
+            Retention(keep_last, keep_every),
+            None if fallback is None else absolute(fallback),
         )
         self._io = io or IOOptions()
         self._buffer = StagingBuffer() if mode == "async" else None
@@ -119,8 +145,12 @@ class Checkpointer:
         self._pending: AsyncSave | None = None
         self._closed = False
         self._lineage: Lineage | None = None
+        self._failures, self._times = Failures(on_save_error, max_failures), SaveTimes()
+        self._place = 0  # of the next async save
+        stopping = StopOptions(stop_on=stop_on, deadline_s=deadline_s, exit_status=exit_status)
         try:
             self._channel = self._ranks().on_first("lock checkpoint directory", self._open)
+            self._stops = Stops(stopping, self._ranks())
         except BaseException:  # also if another rank failed or is missing: the caller gets no object to close
             self._steps.close()
             raise
@@ -157,6 +187,7 @@ class Checkpointer:
         finally:
             if self._pending is None:  # else Ctrl-C: the save still runs, so no other run may write here yet
                 self._closed = True
+                self._stops.close()
                 with self._ranks().patience():
                     self._steps.close()
 
@@ -207,11 +238,16 @@ class Checkpointer:
             return None
         try:
             report = pending.wait()
+        except Exception:
+            self._place = self._steps.fallback or 0
+            raise
         finally:
             if not pending.is_running:  # else Ctrl-C: it still writes, from the same buffer
                 self._pending = None
         assert self._lineage is not None
         self._lineage = self._lineage.at(pending.step)
+        self._times.add(report.seconds)
+        self._failures.succeed()
         return report
 
     def save(self, state: TrainState, step: int) -> SaveReport:
@@ -226,30 +262,63 @@ class Checkpointer:
         step, ranks = checked_step(step), self._ranks()
         if self._refuses_when_busy:
             self._refuse_if_busy(ranks)
-        self.wait()
-        name = ranks.on_first("check checkpoint directory", lambda: self._name_of_next(step))
-        target = self._steps.target(name)
+        self._settle()
+        first, self._place = self._place, 0
+        fallback = self._steps.fallback
+        places = [first] if first or fallback is None else [first, fallback]
+        while True:
+            place = places.pop(0)
+            try:
+                return self._save_at(place, state, step, ranks)
+            except RefusalError as refusal:
+                raise refusal.error from None
+            except Exception as error:
+                if places and may_pass(error):
+                    if ranks.rank == 0:
+                        _log.warning("step %d goes to the fallback: %s", step, error)
+                    continue
+                self._failures.note(error, step, is_first_rank=ranks.rank == 0)
+                return SaveReport.of_failure(self._steps.root_of(place), step, str(error))
+
+    def _settle(self) -> None:
+        """Wait for a pending async save. Its failure passes if failures may."""
+        pending = self._pending
+        try:
+            self.wait()
+        except Exception as error:
+            assert pending is not None
+            self._failures.note(error, pending.step, is_first_rank=self._ranks().rank == 0)
+
+    def _save_at(self, place: int, state: TrainState, step: int, ranks: Ranks) -> SaveReport:
+        try:
+            name = ranks.on_first("check checkpoint directory", lambda: self._name_of_next(step, place))
+        except CheckpointError as error:
+            raise RefusalError(error) from error
+        target = self._steps.target(name, place)
         if self._lineage is None:
             run_id = ranks.on_first("run id", _new_run_id)
             self._lineage = Lineage(run_id, None)
         if self._buffer is not None:
-            return self._save_async(state, target, step, self._lineage, self._buffer)
+            return self._save_async(state, target, step, place, self._buffer)
         report = write_checkpoint(state, target, step, self._lineage, ranks)
         self._lineage = self._lineage.at(step)
-        self._retain(step, ranks)
+        self._retain(step, place, ranks)
+        self._times.add(report.seconds)
+        self._failures.succeed()
         return report
 
     @announced("save", "step")
     def _save_async(
-        self, state: TrainState, target: Target, step: int, lineage: Lineage, buffer: StagingBuffer
+        self, state: TrainState, target: Target, step: int, place: int, buffer: StagingBuffer
     ) -> SaveReport:
-        ranks = self._ranks()
+        ranks, lineage = self._ranks(), self._lineage
+        assert lineage is not None
         collected = collect(state, step, lineage, ranks)
         reserve_for(collected, buffer, ranks, self._max_staging_bytes)
         ranks_of_thread = Ranks.current(timeout_s=self._io.timeout_s, channel=self._channel)
         with ranks.agree("copy documents"):  # if one rank has no memory for them, no rank saves
             pending = AsyncSave(
-                collected, target, buffer, ranks_of_thread, lambda: self._retain(step, ranks_of_thread)
+                collected, target, buffer, ranks_of_thread, lambda: self._retain(step, place, ranks_of_thread)
             )
         self._pending = pending
         return pending.copy()
@@ -260,10 +329,10 @@ class Checkpointer:
                 f"{self.root}: the save before still runs; call wait(), save less often, or give when_busy='wait'"
             )
 
-    def _retain(self, step: int, ranks: Ranks) -> None:
+    def _retain(self, step: int, place: int, ranks: Ranks) -> None:
         with ranks.agree("retention"):
             if ranks.rank == 0:
-                self._steps.after_save(step, ranks.tick)
+                self._steps.after_save(step, ranks.tick, place)
 
     @announced("resume", "step")
     def resume(self, state: TrainState, step: int | None = None) -> ResumeReport | None:
@@ -317,9 +386,9 @@ class Checkpointer:
         if self._closed:
             raise CheckpointError(f"{self.root}: this Checkpointer is closed; make a new one")
 
-    def _name_of_next(self, step: int) -> str:
+    def _name_of_next(self, step: int, place: int) -> str:
         self._check_open()
-        return self._steps.name_of_next(step, has_begun=self._lineage is not None)
+        return self._steps.name_of_next(step, has_begun=self._lineage is not None, place=place)
 
     def _ranks(self) -> Ranks:
         return Ranks.current(timeout_s=self._io.timeout_s)

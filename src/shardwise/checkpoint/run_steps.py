@@ -84,19 +84,25 @@ class Candidate:
 
     step: int
     place: int
-    """0: the run's own directory or store; 1: the mirror."""
+    """0: the run's own directory or store; then the mirror and the fall-back, where there are any."""
     path: str
 
 
 class RunSteps:
     """The line of a run, and the mirror's, if there is one. Every rank makes one."""
 
-    def __init__(self, root: str, mirror: str | None, retention: Retention) -> None:
-        if mirror is not None and (mirror == root or _real(mirror) == _real(root)):
-            raise ValueError(f"the mirror is the run's own place: {root}; give another one")
+    def __init__(
+        self, root: str, mirror: str | None, retention: Retention, fallback: str | None = None
+    ) -> None:
+        places = {"run's own place": root, "mirror": mirror, "fallback": fallback}
+        found: dict[str, str] = {}
+        for name, place in places.items():
+            if place is not None and (before := found.setdefault(_real(place), name)) != name:
+                raise ValueError(f"the {name} is the {before}: {place}; give another one")
         self._line = line_of(root)
         self._retention = retention
         self.stored: Stored | None = None
+        self._fallback = None if fallback is None else line_of(fallback)
         self.mirror: Mirror | None = None
         if mirror is not None:
             from ..store.mirror import Mirror  # and with it what copies
@@ -105,7 +111,13 @@ class RunSteps:
 
     @property
     def _lines(self) -> list[Line]:
-        return [self._line] if self.mirror is None else [self._line, self.mirror.line]
+        others = (None if self.mirror is None else self.mirror.line, self._fallback)
+        return [self._line, *(line for line in others if line is not None)]
+
+    @property
+    def fallback(self) -> int | None:
+        """The place of the fall-back; None without one."""
+        return None if self._fallback is None else len(self._lines) - 1
 
     def open(self) -> None:
         """Take the directories, or look at the stores. Raises :class:`LockedError`."""
@@ -119,20 +131,24 @@ class RunSteps:
         for line in self._lines:
             line.close()
 
-    def target(self, name: str) -> Target:
+    def target(self, name: str, place: int = 0) -> Target:
         """Where the save under this name publishes. On every rank."""
-        return self._line.target(name)
+        return self._lines[place].target(name)
+
+    def root_of(self, place: int) -> str:
+        """The directory or URL of a place. On every rank."""
+        return self._lines[place].root
 
     def path_of(self, place: int, name: str) -> str:
         """The path of a step. On every rank."""
         return join(self._lines[place].root, name)
 
-    def name_of_next(self, step: int, *, has_begun: bool) -> str:
+    def name_of_next(self, step: int, *, has_begun: bool, place: int = 0) -> str:
         """The name of the directory for a save of ``step``. Refuses to mix runs: all published steps must be this run's own.
 
         ``has_begun``: this run has saved or resumed. Raises :class:`CheckpointError`, :class:`LockedError`.
         """
-        for line in [self._line] if has_begun else self._lines:
+        for line in [self._lines[place]] if has_begun else self._lines:
             steps = line.held_steps()
             if steps and not has_begun:
                 raise CheckpointError(
@@ -143,10 +159,14 @@ class RunSteps:
                 raise CheckpointError(
                     f"{line.root}: step {step} is not newer than the published step {max(steps)}"
                 )
-        return self._line.fresh_name(step)
+        return self._lines[place].fresh_name(step)
 
-    def after_save(self, step: int, on_progress: Callable[[], object]) -> None:
-        """Apply retention, and let the mirror follow."""
+    def after_save(self, step: int, on_progress: Callable[[], object], place: int = 0) -> None:
+        """Apply retention where the step was saved, and let the mirror follow."""
+        if place:
+            self._lines[place].tidy(step)
+            self._retention.apply(self._lines[place], step, on_progress)
+            return
         self._line.tidy(step)
         self._retention.apply(
             self._line, step, on_progress, spared=None if self.mirror is None else self.mirror.copying
@@ -176,22 +196,21 @@ class RunSteps:
         )
 
     def candidates(self, step: int | None) -> list[list[Any]]:
-        """Step, place and name of each step to try, or of exactly ``step``: newest first, the run's own before the mirror's.
+        """Step, place and name of each step to try, or of exactly ``step``: newest first, the run's own before those of mirror and fall-back.
 
-        Raises :class:`CheckpointError` if there is no such step, or if the mirror holds the steps of another run;
+        Raises :class:`CheckpointError` if there is no such step, or if another place holds the steps of another run;
         :class:`NoCheckpointError` if one of two places has lost its head.
         """
         if self.mirror is not None:
             self.mirror.wait()
         by_place = [line.steps() for line in self._lines]
-        if self.mirror is not None:
-            self._check_both(by_place)
+        self._check_all(by_place)
         if step is not None and not any(step in steps for steps in by_place):
             raise CheckpointError(
                 f"{self._line.root}: no step {step}; there are {sorted(set().union(*by_place))}"
             )
         if self.mirror is not None:
-            by_place[1] = self._of_this_branch(*by_place)
+            by_place[1] = self._of_this_branch(*by_place[:2])
         found = [
             [s, place, name]
             for place, steps in enumerate(by_place)
@@ -216,23 +235,26 @@ class RunSteps:
             _log.warning("the mirror's steps %s are of another branch of the run", superseded)
         return {s: name for s, name in left.items() if s not in old}
 
-    def _check_both(self, by_place: list[dict[int, str]]) -> None:
-        """Raise if one place has lost its head, or if both hold steps, but of two runs."""
-        runs = set()
+    def _check_all(self, by_place: list[dict[int, str]]) -> None:
+        """Raise if one of several places has lost its head, or if they hold steps of two runs."""
+        if len(by_place) == 1:
+            return
+        runs: dict[str, str] = {}
         for line, steps in zip(self._lines, by_place, strict=True):
             if not steps and (strange := line.strangers()):
                 raise NoCheckpointError(strange)
             for name in steps.values():
                 try:
-                    runs.add(patiently(read_manifest, join(line.root, name)).run_id)
+                    runs.setdefault(patiently(read_manifest, join(line.root, name)).run_id, line.root)
                     break
                 except ShardwiseError as error:  # a resume finds the damage, and says so
                     if not is_damage(error) and not isinstance(error.__cause__, SourceError):
                         raise
         if len(runs) > 1:
-            own, mirror = (line.root for line in self._lines)
+            own, other = list(runs.values())[:2]
+            kind = "fallback" if self._fallback is not None and other == self._fallback.root else "mirror"
             raise CheckpointError(
-                f"{mirror}: holds the steps of another run than {own}; give each run a mirror of its own"
+                f"{other}: holds the steps of another run than {own}; give each run a {kind} of its own"
             )
 
     def go_on_from(self, step: int, damaged: Mapping[int, Mapping[int, str]]) -> list[int]:

@@ -36,6 +36,7 @@ from .pieces import Contents, LiveContents, Piece, boxes_on, pieces_of, replicas
 from .save_manifest import file_records, manifest_of, merged_records, outline_of
 from .shared_fs import wait_for_folders
 from .snapshot import Live, ModelPart, OptimizerPart
+from .space import payload_bytes, refuse_low_space
 
 __all__ = ["SaveReport", "publish_collected", "write_checkpoint"]
 
@@ -63,6 +64,8 @@ class SaveReport:
     requests: int = 0
     """Requests that this rank made to an object store, each part of a large object for one; 0 for a local path, and for an
     async save that is not published."""
+    failure: str | None = None
+    """Why the step is not saved, where training goes on in spite of it: ``Checkpointer(on_save_error="warn")``."""
 
     @classmethod
     def of(
@@ -88,6 +91,11 @@ class SaveReport:
             gradients=collected.snapshot.gradients,
             requests=requests,
         )
+
+    @classmethod
+    def of_failure(cls, path: str, step: int, failure: str) -> SaveReport:
+        """The report of a save that failed, while training goes on."""
+        return cls(path, step, 0, 0.0, (), is_published=False, failure=failure)
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values."""
@@ -132,8 +140,11 @@ def publish_collected(
     Calls ``prove`` on rank 0 before the commit, with the digests of the written tensors.
     """
     final, counted = target.final, this_operation(target.final)
+    total = payload_bytes(collected)
     try:
-        first_final, place = ranks.on_first("make temporary directory", lambda: _begin(target, collected))
+        first_final, place = ranks.on_first(
+            "make temporary directory", lambda: _begin(target, collected, total)
+        )
         with phase("write"), ranks.agree("write checkpoint"):
             if first_final != final:
                 raise CheckpointError(
@@ -141,6 +152,12 @@ def publish_collected(
                     f"(if it contains the time, rank 0 must make it and send it to all ranks)"
                 )
             texts = _checked_texts(collected, ranks, final)
+            refuse_low_space(
+                place,
+                total,
+                f"rank {ranks.rank}'s part",
+                lambda: _bytes_to_write(collected, texts, ranks.rank),
+            )
             if not is_url(place):
                 wait_for_folders(place, _folders(collected), ranks)
             counted.expect(lambda: _bytes_to_write(collected, texts, ranks.rank))
@@ -171,13 +188,14 @@ def publish_collected(
     return sum(f.nbytes for f in files.values())
 
 
-def _begin(target: Target, collected: Collected) -> list[str]:
+def _begin(target: Target, collected: Collected, total: int) -> list[str]:
     """Rank 0's path of the checkpoint, and the one that every rank writes below."""
     if misnamed(target.final, collected.step, collected.assets):
         raise CheckpointError(
             f"{target.final}: is the name of another step, but this is step {collected.step}: a reader would call it damaged; "
             f"give it the name of its step"
         )
+    refuse_low_space(os.path.dirname(target.final), total, f"step {collected.step}")
     return [target.final, target.begin(_folders(collected))]
 
 

@@ -185,7 +185,7 @@ def _show_formulas(out: Console, run: RunPlan, size: Callable[[int], str]) -> No
                 out.print(Text(line), soft_wrap=True)
     out.print(Text("network, each step", "bold"))
     for flow in run.network:
-        line = f"  {flow.what}: a rank {size(flow.rank_bytes)}, a node {size(flow.node_bytes)} from others: {flow.formula}"
+        line = f"  {flow.what}: a rank {size(flow.rank_bytes)}, a node {size(flow.node_bytes)} from other nodes: {flow.formula}"
         out.print(Text(line), soft_wrap=True)
 
 

@@ -41,6 +41,7 @@ from ..loading.report import LoadReport
 from ..models.arguments import FromPretrained, Pretrained
 from ..models.meta_init import meta_init
 from ..planning import IOOptions
+from ..preemption.stops import EXIT_STATUS, StopOptions, Stops
 from ..ranks.ranks import Ranks
 from ..runs.restore import restore
 from ..runs.third_party import is_third_party
@@ -312,8 +313,37 @@ def _refuse_hooks(accelerator: Accelerator, when: Literal["save", "load"]) -> No
 class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
     """Accelerate's ``Accelerator``, but it loads models sharded, and saves and loads shardwise checkpoints.
 
-    All arguments and all other methods are ``accelerate.Accelerator``'s.
+    Args:
+        stop_on: names of signals that ask the run to stop: ``("SIGTERM", "SIGUSR1")``; see :meth:`should_stop`. Handlers that were
+            there before are called, too, and are back after ``end_training``.
+        exit_status: :attr:`exit_code` of a run that has stopped.
+
+    All other arguments and methods are ``accelerate.Accelerator``'s.
     """
+
+    def __init__(
+        self, *args: Any, stop_on: tuple[str, ...] = (), exit_status: int = EXIT_STATUS, **kwargs: Any
+    ) -> None:
+        options = StopOptions(stop_on=stop_on, exit_status=exit_status)
+        super().__init__(*args, **kwargs)
+        self._stops = Stops(options, Ranks.current())
+
+    def should_stop(self, step: int) -> bool:
+        """Whether the run was asked to stop; as :meth:`shardwise.Checkpointer.should_stop`.
+
+        When it is True, call :meth:`save_state` and leave the loop; ``sys.exit(accelerator.exit_code)`` is the last line.
+        """
+        return self._stops.should_stop(step, Ranks.current())
+
+    @property
+    def exit_code(self) -> int:
+        """The status for ``sys.exit``: 0, or ``exit_status`` of a run that has stopped."""
+        return self._stops.exit_code
+
+    def end_training(self) -> None:
+        """``Accelerator.end_training``; gives the handlers of signals back first. Every rank must call it."""
+        self._stops.close()
+        super().end_training()
 
     def load_pretrained(self, path: str | os.PathLike[str], **options: Any) -> tuple[Any, LoadReport]:
         """:func:`load_pretrained` with this accelerator: same arguments, memory and errors. Every rank must call it."""

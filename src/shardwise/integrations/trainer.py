@@ -30,6 +30,7 @@ from ..format.manifest import MANIFEST_NAME, read_manifest
 from ..internals.trl import keeps_completions
 from ..loading.load import load as _load
 from ..loading.report import LoadReport
+from ..preemption.stops import EXIT_STATUS, StopOptions
 from ..ranks.ranks import Ranks
 from ..rng import capture_rng, restore_rng
 from ..runs.restore import restore
@@ -45,6 +46,7 @@ from ._trainer_folder import Run, contents, held, is_ours, newest
 from ._trainer_line import trainer_line_of
 from ._trainer_place import check_place
 from ._trainer_saving import Saving
+from ._trainer_stop import StopCallback, Stopping
 from ._trl import LOAD, References, gather_head, stores_completions
 
 if TYPE_CHECKING:
@@ -93,7 +95,7 @@ class _DamagedError(Exception):
     """The checkpoint to resume from is damaged, as reading it has shown; an older one may be intact."""
 
 
-class ShardwiseTrainer(Saving):
+class ShardwiseTrainer(Stopping, Saving):
     """The Trainer with ``checkpoint-N`` as shardwise checkpoints. It is also a mixin, before another trainer class.
 
     * ``checkpoint-N`` is one directory with everything, published whole or not at all, and proved by digests when it is
@@ -113,6 +115,9 @@ class ShardwiseTrainer(Saving):
     * ``train`` holds ``output_dir`` (by a lock that ends with the process) and deletes leftovers of killed saves.
     * ``checkpoint_root`` of the constructor, a directory or the URL of an object store with conditional writes, says where
       checkpoints lie; ``output_dir`` stays local. In a store their names are ``step-N.<nonce>``. ``resume_from_checkpoint`` takes URLs.
+    * ``stop_on=("SIGTERM", "SIGUSR1")`` of the constructor: while ``train`` runs, such a signal on any rank stops all ranks after
+      the same step, or in the same batch of an evaluation, and ``train`` returns with that step saved. Then call
+      ``sys.exit(trainer.exit_code)``: it is ``exit_status`` (75), and 0 for a run that came to its end.
 
     Memory: ≤ 16 MiB besides the live tensors on CPU. Raises the errors of :func:`shardwise.save`,
     :func:`shardwise.restore` and :func:`shardwise.export_hf`, alike on every rank; its constructor raises
@@ -129,12 +134,22 @@ class ShardwiseTrainer(Saving):
     _groups: Groups | None = None
 
     def __init__(
-        self, *args: Any, checkpoint_root: str | os.PathLike[str] | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        checkpoint_root: str | os.PathLike[str] | None = None,
+        stop_on: tuple[str, ...] = (),
+        exit_status: int = EXIT_STATUS,
+        **kwargs: Any,
     ) -> None:
+        self._stop_options, self._stopping = (
+            StopOptions(stop_on=stop_on, exit_status=exit_status),
+            StopCallback(),
+        )
         if checkpoint_root is not None:
             self._checkpoint_root = place_at(checkpoint_root)
         with References() as self._references:
             super().__init__(*args, **kwargs)
+        self.add_callback(self._stopping)
         if hasattr(self.args, "model_init_kwargs"):  # TRL's
             gather_head(self.model)
 
@@ -199,6 +214,7 @@ class ShardwiseTrainer(Saving):
                 stack.enter_context(held(trainer_line_of(self._root)))
             stack.enter_context(held(self._line()))
             stack.callback(run.stand_ins.close)
+            stack.enter_context(self._stoppable())
             self._data = DataPlace(self._differ, self.reads_again)
             return super().train(self._to_open(resume_from_checkpoint), *args, **kwargs)
 
@@ -372,6 +388,8 @@ class ShardwiseTrainer(Saving):
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
+        if self._stopping.has_stopped:
+            return  # the run goes on
         if best is None or not is_ours(best):
             super()._load_best_model()
             return

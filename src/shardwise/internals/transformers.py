@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ __all__ = [
     "kept_in_fp32",
     "known_class",
     "modules_cache",
+    "one_sequence_a_sample",
     "remote_class",
     "revert_to_hub",
     "set_conversions",
@@ -70,6 +71,25 @@ def build_from_config(kind: Any, config: Any, dtype: torch.dtype) -> Any:
     that a class keeps in fp32 would get another one.
     """
     return kind._from_config(config, dtype=dtype)
+
+
+@contextmanager
+def one_sequence_a_sample() -> Iterator[None]:
+    """Inside, models take it that no sample packs several sequences, as they find out from positions in a real run.
+
+    transformers 5.20-5.23: ``masking_utils.find_packed_sequence_indices`` looks at the values, and gives up on fake tensors. Without
+    it, attention on tensors without memory gets a mask, and with it a copy of keys and values for each head.
+    """
+    masking = sys.modules.get("transformers.masking_utils")
+    original = getattr(masking, "find_packed_sequence_indices", None)
+    if original is None:
+        yield
+        return
+    setattr(masking, "find_packed_sequence_indices", lambda *_, **__: None)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(masking, "find_packed_sequence_indices", original)  # noqa: B010
 
 
 def without_initialization() -> AbstractContextManager[None]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from ..sharding.groups import ShardPolicy
-from .groups import Event, StepGroup, groups_of
-from .measure import alike, measure
+from .groups import StepGroup, groups_of
+from .measure import Measured, alike, measure
+from .products import Products, products_of
 from .step import StepPeak, peak_of
 from .timeline import whole_step
 from .training import Training
@@ -30,83 +31,93 @@ class Step:
     error: float
     """Of the activations."""
     formula: str
-    has_narrow_experts: bool
-    """Whether experts run in two bytes an element."""
+    products: Products | None
+    """Of experts that run in two bytes an element."""
     called: frozenset[int]
     """The groups whose forward runs with text alone."""
+    reached: frozenset[str] | None
+    """Names of the parameters that get a gradient with text alone. None: not known."""
+    activation_bytes: int | None
+    """The most bytes of activations at one instant, whatever FSDP2 holds then. None: not known."""
     assumptions: tuple[str, ...]
 
 
 def step_of(
-    model: nn.Module, policy: ShardPolicy, shards: int, training: Training, expert_shards: int | None = None
+    model: nn.Module,
+    policy: ShardPolicy,
+    shards: int,
+    training: Training,
+    expert_shards: int | None = None,
+    *,
+    replicas: int = 1,
+    is_wrapped: bool = True,
+    whole_gradients: Mapping[str, int] | None = None,
 ) -> Step:
-    """The step of ``model``, unsharded and on meta, after it is sharded over ``shards`` ranks, its experts over others.
+    """The step of ``model``, unsharded and on meta, as FSDP2 runs it over ``shards`` ranks and ``replicas`` replicas.
 
-    Takes the memory of the model's buffers; 0.1 to 1 s, however many blocks are alike.
+    ``expert_shards``: the ranks over which FSDP2 cuts experts; None: ``shards``.
+
+    ``is_wrapped``: whether FSDP2 wraps it. ``whole_gradients``: see :func:`.measure.measure`. Takes the memory of the model's buffers; 0.1 to 1 s, however many blocks are alike.
     """
     groups = groups_of(model, policy, shards, expert_shards)
     compute = policy.mixed_precision.param_dtype if policy.mixed_precision is not None else None
     first = alike(groups)
     tokens = f"{training.batch_size} x {training.sequence_length} tokens"
     try:
-        events, how = _events(model, groups, training, compute)
+        measured, how = _measured(model, groups, training, compute, whole_gradients)
     except MemoryError:
         raise
     except Exception as error:  # a model's own code, which looks at values, may raise anything
         reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else ""
         _log.info("the model can't run on tensors without memory: %s: %s", type(error).__name__, reason)
-        return _by_formula(model, groups, shards, training, f"{type(error).__name__}: {reason}")
-    events = list(whole_step(events, groups, first))
+        return _by_formula(model, groups, compute, training, f"{type(error).__name__}: {reason}")
+    events = list(whole_step(measured.events, groups, first))
     called = frozenset(e.group for e in events if e.kind == "enter")
     left = [g for g in groups if g.index not in called and g.kind == "block"]
-    assumptions = [f"{tokens} on each rank, one forward and backward for each optimizer step"]
+    assumptions = [
+        f"{tokens} on each rank, one forward and backward for each optimizer step",
+        "no padding and one sequence a sample: else attention takes a mask, and copies of keys and values for each head",
+    ]
     if left:
         assumptions.append(
             f"text alone: {len(left)} blocks do not run ({left[0].path}, …), and images come on top"
         )
     return Step(
         groups=groups,
-        peak=_peak(events, groups, policy, shards, training),
+        peak=peak_of(
+            events,
+            groups,
+            shards=shards,
+            keeps_gathered=policy.reshard_after_forward is False,
+            copies=training.device == "cpu",
+            has_replicas=replicas > 1,
+            is_wrapped=is_wrapped,
+        ),
         error=0.15,
         formula=f"measured on tensors without memory{how}, {tokens}, {len(set(first.values()))} of {len(first)} blocks run",
-        has_narrow_experts=_has_narrow_experts(groups, compute),
+        products=products_of(model, groups, compute, training),
         called=called,
+        reached=measured.reached,
+        activation_bytes=max(e.peak for e in events),
         assumptions=tuple(assumptions),
     )
 
 
-def _events(
-    model: nn.Module, groups: Sequence[StepGroup], training: Training, compute: torch.dtype | None
-) -> tuple[list[Event], str]:
-    """The events of a run, and how it was made: in bf16 where there are no rules for fp32 (grouped products)."""
+def _measured(
+    model: nn.Module,
+    groups: Sequence[StepGroup],
+    training: Training,
+    compute: torch.dtype | None,
+    whole_gradients: Mapping[str, int] | None,
+) -> tuple[Measured, str]:
+    """A run on tensors without memory, and how it was made: in bf16 where there are no rules for fp32 (grouped products)."""
     try:
-        return measure(model, groups, training, compute), ""
+        return measure(model, groups, training, compute, whole_gradients=whole_gradients), ""
     except RuntimeError:
         if compute is not None or next(model.parameters()).dtype != torch.float32:
             raise
-    events = measure(model, groups, training, torch.bfloat16, widen=True)
-    return events, " in bfloat16, whose tensors count double"
-
-
-def _has_narrow_experts(groups: Sequence[StepGroup], compute: torch.dtype | None) -> bool:
-    dtypes = {compute or p.dtype for g in groups if g.kind == "experts" for p in g.parameters}
-    return any(dtype.itemsize == 2 for dtype in dtypes)
-
-
-def _peak(
-    events: Sequence[Event],
-    groups: Sequence[StepGroup],
-    policy: ShardPolicy,
-    shards: int,
-    training: Training,
-) -> StepPeak:
-    return peak_of(
-        events,
-        groups,
-        shards=shards,
-        keeps_gathered=policy.reshard_after_forward is False,
-        copies=training.device == "cpu",
-    )
+    measured = measure(model, groups, training, torch.bfloat16, widen=True, whole_gradients=whole_gradients)
+    return measured, " in bfloat16, whose tensors count double"
 
 
 #: The error bar of activations that are counted by a formula.
@@ -117,7 +128,11 @@ _BYTES_PER_ELEMENT = 64
 
 
 def _by_formula(
-    model: nn.Module, groups: tuple[StepGroup, ...], shards: int, training: Training, reason: str
+    model: nn.Module,
+    groups: tuple[StepGroup, ...],
+    compute: torch.dtype | None,
+    training: Training,
+    reason: str,
 ) -> Step:
     """A step whose activations are counted by block, with a wide error bar."""
     settings = getattr(model, "config", None)
@@ -138,8 +153,10 @@ def _by_formula(
         error=FORMULA_ERROR,
         formula=f"tokens x (hidden x (blocks x {kept} + {_BYTES_PER_ELEMENT}) + 12 x vocabulary) = {tokens} x ({hidden} x "
         f"({blocks} x {kept} + {_BYTES_PER_ELEMENT}) + 12 x {vocabulary})",
-        has_narrow_experts=_has_narrow_experts(groups, None),
+        products=products_of(model, groups, compute, training),
         called=frozenset(range(len(groups))),
+        reached=None,
+        activation_bytes=None,
         assumptions=(
             f"activations by a formula, because the model does not run on tensors without memory ({reason})",
             "attention keeps no matrix of tokens x tokens",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from ..planning import IOOptions
 from .activations import Step
 from .files import with_cached_reads
 from .held import Held
+from .products import COMPILED_BYTES, COMPILED_UPPER_BYTES
 from .records import Amount, Checkpoint, Files, Flow, Phase, RunPlan, Where
 from .training import OPTIMIZERS
 from .variant import Variant
@@ -32,10 +34,12 @@ _PROCESS_BYTES, _PROCESS_ERROR = 3 * _GIB // 4, 0.4
 _CONTEXT_BYTES, _CONTEXT_ERROR = 5 * _GIB // 4, 0.6
 #: A save's buffers besides the tensors, at most; an export's windows of 32 MiB for what is read and for what is written.
 _SAVE_BYTES, _EXPORT_BYTES = 32 * _MIB, 64 * _MIB
-#: Workspaces of kernels, autograd's graph, buffers of gloo, Python's objects; measured: up to 30 MiB.
-_SMALL_BYTES, _SMALL_UPPER_BYTES = 16 * _MIB, 64 * _MIB
-#: oneDNN keeps up to 1,024 compiled products, one for each shape; measured with experts in bf16: 0.5 MiB each.
-_PRIMITIVES_BYTES = 640 * _MIB
+#: Workspaces of kernels and buffers of gloo or of a device's libraries.
+_SMALL_BYTES, _SMALL_UPPER_BYTES = 5 * _MIB, 54 * _MIB
+#: For each parameter: objects of FSDP2, DTensor, autograd and the optimizer, and what the heap keeps of small tensors. Measured on the
+#: CPU with 69 to 1,203 parameters after three steps: 50 to 75 KiB; after a load 10 to 27.
+_OBJECT_BYTES, _OBJECT_UPPER_BYTES = 70 * 1024, 140 * 1024
+_LOADED_OBJECT_BYTES, _LOADED_OBJECT_UPPER_BYTES = 20 * 1024, 60 * 1024
 #: Model, optimizer, and two of the rank's own state; manifest, state, two configs.
 _FILES_OF_A_RANK, _FILES_OF_ALL = 4, 4
 #: Of an upload to an object store.
@@ -52,13 +56,33 @@ def _up_to(what: str, where: Where, nbytes: int, formula: str) -> Amount:
     return Amount(what, where, nbytes // 4, nbytes, formula)
 
 
+def _less(what: str, where: Where, nbytes: int, missed: int, error: float, formula: str) -> Amount:
+    """An amount of which a part is there only if images come, too."""
+    if missed:
+        formula += f"; without {missed} bytes for parameters that text alone does not reach"
+    return Amount(what, where, nbytes - missed, math.ceil(nbytes * (1 + error)), formula)
+
+
+def _larger(ways: Sequence[Sequence[Amount]], where: Where) -> list[Amount]:
+    """The amounts of the way that is expected to take most, with the bar of the one that may take most."""
+    found = list(max(ways, key=lambda amounts: sum(a.nbytes for a in amounts)))
+    lacking = max(sum(a.upper_bytes for a in way) for way in ways) - sum(a.upper_bytes for a in found)
+    if lacking:
+        text = "the other half of the phase is expected to take less, and its error bar ends higher"
+        found.append(Amount("error bar", where, 0, lacking, text))
+    return found
+
+
 class _Run:
     """The amounts of one run, by what they are."""
 
-    def __init__(self, held: Held, step: Step, variant: Variant, io: IOOptions) -> None:
+    def __init__(
+        self, held: Held, step: Step, variant: Variant, io: IOOptions, load_staging_bytes: int | None
+    ) -> None:
         training = variant.training
         self.held, self.step, self.training, self.io = held, step, training, io
-        self.ranks = variant.ranks
+        self.load_staging_bytes = load_staging_bytes
+        self.ranks, self.shards = variant.ranks, variant.shards
         self.is_offloaded = variant.policy.cpu_offload and training.device != "cpu"
         self.works: Where = "host" if training.device == "cpu" else "device"
         self.keeps: Where = "host" if self.is_offloaded else self.works
@@ -91,21 +115,30 @@ class _Run:
             _amount("buffers", self.works, held.buffers, 0.01, "whole on every rank"),
         ]
 
+    def loaded(self) -> list[Amount]:
+        """The model before its first step."""
+        count = self.held.count
+        text = f"objects of {count} parameters: 20 KiB each, at most 60"
+        sizes = count * _LOADED_OBJECT_BYTES, count * _LOADED_OBJECT_UPPER_BYTES
+        return [*self.model(), Amount("small objects", "host", *sizes, text)]
+
     def optimizer(self) -> list[Amount]:
         count, bytes_each = OPTIMIZERS[self.training.optimizer]
         each = (
             f"{bytes_each:.3f} bytes" if bytes_each is not None else f"bytes of {self.held.optimizer_dtype}"
         )
-        text = f"{self.training.optimizer}: {self.held.trained} trained elements of the rank x {count} states x {each}"
-        return [_amount("optimizer state", self.keeps, self.held.optimizer, 0.01, text)]
+        held, keeps = self.held, self.keeps
+        text = f"{self.training.optimizer}: {held.trained} trained elements of the rank x {count} states x {each}"
+        return [_less("optimizer state", keeps, held.optimizer, held.unreached_optimizer, 0.01, text)]
 
     def gradients(self, nbytes: int | None = None) -> list[Amount]:
         # On the host, gradients that are offloaded are pinned: at most twice the size.
         error = 1.0 if self.is_offloaded else 0.01
         text = "trained elements of the rank x bytes of their dtype, from the backward to zero_grad"
-        return [
-            _amount("gradients", self.keeps, self.held.gradients if nbytes is None else nbytes, error, text)
-        ]
+        if nbytes is not None:
+            return [_amount("gradients", self.keeps, nbytes, error, text)]
+        held = self.held
+        return [_less("gradients", self.keeps, held.gradients, held.unreached_gradients, error, text)]
 
     # -- what comes and goes -----------------------------------------------------------------------------
 
@@ -131,15 +164,24 @@ class _Run:
             ),
         ]
 
-    def small(self) -> list[Amount]:
-        text = "workspaces of kernels, autograd's graph, Python's objects: at most 64 MiB"
-        found = [Amount("small objects", self.works, _SMALL_BYTES, _SMALL_UPPER_BYTES, text)]
-        if self.works == "host" and self.step.has_narrow_experts:
+    def small(self, *, is_first: bool = False) -> list[Amount]:
+        count = self.held.count
+        nbytes, upper = _SMALL_BYTES, _SMALL_UPPER_BYTES
+        text = "workspaces of kernels: 5 MiB, at most 54"
+        if self.works == "host":
+            nbytes, upper = nbytes + count * _OBJECT_BYTES, upper + count * _OBJECT_UPPER_BYTES
+            text += f"; objects of {count} parameters: 70 KiB each, at most 140"
+        found = [Amount("small objects", self.works, nbytes, upper, text)]
+        products = self.step.products
+        if self.works == "host" and products is not None:
+            most = products.after_many_steps()
+            count = products.after_one_step() if is_first else most
             text = (
-                "oneDNN compiles a product of two bytes an element for each number of tokens of an expert: "
-                "at most 640 MiB"
+                f"code that oneDNN compiles for experts in two bytes an element, 0.56 MiB x {count} products: {products.shapes} "
+                f"for each number of tokens that an expert gets, at most {most} are kept"
             )
-            found.append(_up_to("compiled products", "host", _PRIMITIVES_BYTES, text))
+            nbytes, upper = count * COMPILED_BYTES, most * COMPILED_UPPER_BYTES
+            found.append(Amount("compiled products", "host", nbytes, upper, text))
         return found
 
     def update(self) -> list[Amount]:
@@ -150,21 +192,28 @@ class _Run:
             if on_cpu
             else "foreach: one temporary tensor for each"
         )
-        if self.training.optimizer == "sgd":
+        if self.training.optimizer in ("sgd", "momentum"):  # in place
             nbytes = 0
         return [*self.gradients(), _amount("optimizer's temporaries", self.keeps, nbytes, 0.1, text)]
 
-    def a_step(self, before: list[Amount]) -> tuple[Amount, ...]:
+    def a_step(self, *, is_first: bool) -> tuple[Amount, ...]:
         """The larger of forward with backward, and of the optimizer's update; of each pool of memory."""
-        base = [*self.process(), *self.model(), *self.small()]
-        ways = [*base, *before, *self.forward_backward()], [*base, *self.optimizer(), *self.update()]
+        base = [*self.process(), *self.model(), *self.small(is_first=is_first)]
+        before = [] if is_first else self.optimizer()
+        return self._larger(
+            [*base, *before, *self.forward_backward()], [*base, *self.optimizer(), *self.update()]
+        )
+
+    def _larger(self, *ways: list[Amount]) -> tuple[Amount, ...]:
+        """The larger of two halves of a phase, of each pool of memory."""
         if self.training.device == "unified":
-            return tuple(max(ways, key=lambda amounts: sum(a.upper_bytes for a in amounts)))
-        found: list[Amount] = []
-        for where in ("device", "host"):
-            parts = [[a for a in amounts if a.where == where] for amounts in ways]
-            found += max(parts, key=lambda amounts: sum(a.upper_bytes for a in amounts))
-        return tuple(found)
+            return tuple(_larger(ways, self.works))
+        places: tuple[Where, ...] = ("device", "host")
+        return tuple(
+            amount
+            for where in places
+            for amount in _larger([[a for a in way if a.where == where] for way in ways], where)
+        )
 
     def staging(self) -> Amount:
         held = self.held
@@ -180,29 +229,44 @@ class _Run:
         nbytes = (self.held.stored_model + self.held.stored_optimizer) // self.ranks
         return _amount("files", "page cache", nbytes, 1.0, "what the rank writes; the system can reclaim it")
 
+    def a_resume(self, reading: Amount) -> tuple[Amount, ...]:
+        """The larger of the load, and of the restore after it, which has no casts to stage for."""
+        restoring = replace(reading, nbytes=0 if self.keeps == "host" else reading.nbytes)
+        base = [*self.process(), *self.loaded()]
+        return self._larger([*base, reading], [*base, *self.optimizer(), restoring])
+
     def at_rest(self) -> list[Amount]:
         return [*self.process(), *self.model(), *self.optimizer(), *self.gradients(), *self.small()]
 
     # -- phases ------------------------------------------------------------------------------------------
 
+    def reading(self) -> Amount:
+        """Staging of a load."""
+        most, planned = self.io.staging_bytes, self.load_staging_bytes
+        text = f"at most IOOptions.staging_bytes = {most}"
+        if planned is None or self.works != "host":  # a device's rings of pinned memory
+            return _up_to("staging", "host", most, text)
+        text = f"the largest read that is cast or converted, or a module that is initialised; {text}"
+        return Amount("staging", "host", planned, max(planned, most), text)
+
+    def writing(self, most: int, what: str) -> Amount:
+        """Staging of a save or an export: tensors on the CPU are written from where they lie."""
+        text = f"{what}: at most {most // _MIB} MiB; none for tensors on the CPU that are stored as they are"
+        return Amount("staging", "host", 0 if self.keeps == "host" else most // 4, most, text)
+
     def phases(self) -> Iterable[Phase]:
-        reading = _up_to(
-            "staging",
-            "host",
-            self.io.staging_bytes,
-            f"at most IOOptions.staging_bytes = {self.io.staging_bytes}",
-        )
-        saving = _up_to("staging", "host", _SAVE_BYTES, "buffers of the writer: at most 32 MiB")
-        export = _up_to("staging", "host", _EXPORT_BYTES, "windows for what is read and written: 64 MiB")
-        steady = self.a_step(self.optimizer())
+        reading = self.reading()
+        saving = self.writing(_SAVE_BYTES, "buffers of the writer")
+        export = self.writing(_EXPORT_BYTES, "windows for what is read and written")
+        steady = self.a_step(is_first=False)
         amounts: dict[str, tuple[Amount, ...]] = {
             "build": (*self.process(), *self.model()[1:]),
-            "load": (*self.process(), *self.model(), reading),
-            "first step": self.a_step([]),
+            "load": (*self.process(), *self.loaded(), reading),
+            "first step": self.a_step(is_first=True),
             "steady step": steady,
             "save, sync": (*self.at_rest(), saving, self.written()),
             "save, async": (*steady, self.staging(), saving, self.written()),
-            "resume": (*self.process(), *self.model(), *self.optimizer(), reading),
+            "resume": self.a_resume(reading),
             "export": (*self.at_rest(), export, self.written()),
         }
         return [Phase(name, amounts[name]) for name in PHASES]
@@ -227,10 +291,12 @@ def run_plan(
     io: IOOptions,
     network: tuple[Flow, ...],
     files: tuple[Files, ...],
+    *,
+    load_staging_bytes: int | None = None,
 ) -> RunPlan:
-    """The phases of a run."""
-    run, training = _Run(held, step, variant, io), variant.training
-    assumptions = list(step.assumptions)
+    """The phases of a run. ``load_staging_bytes``: what rank 0's load stages; None: not known."""
+    run, training = _Run(held, step, variant, io, load_staging_bytes), variant.training
+    assumptions, wrapped = list(step.assumptions), step.groups if variant.is_wrapped else ()
     if training.device != "cpu":
         assumptions.append(
             "the device's memory is this process's alone, and its allocator wastes at most 10 %"
@@ -240,8 +306,8 @@ def run_plan(
         nodes=variant.hosts,
         ranks_per_host=variant.ranks_per_host,
         is_unified=training.device == "unified",
-        largest_gather_bytes=max((g.gathered_bytes for g in step.groups), default=0),
-        largest_reduce_bytes=max((g.reduced_bytes for g in step.groups), default=0),
+        largest_gather_bytes=max((g.gathered_bytes for g in wrapped), default=0),
+        largest_reduce_bytes=max((g.reduced_bytes for g in wrapped), default=0),
         network=network,
         files=files,
         checkpoint=run.checkpoint(),

@@ -1,4 +1,4 @@
-"""Tensor and expert parallelism in a run on tensors without memory: what collectives take, and what they send.
+"""Tensor and expert parallelism in a run on tensors without memory: the memory of collectives, and the bytes that they send.
 
 The model has the parts of one rank. Each module that a plan of transformers (5.21-5.23) hooks gets a forward that takes the memory of
 the plan's collectives, in forward and backward, and sends nothing.
@@ -54,11 +54,16 @@ class Exchange:
         finally:
             handle.remove()
 
-    def counted(self, step: Step) -> Step:
-        """``step``, with what it assumes of the collectives; without any of them if the model did not run to its end."""
+    def counted(self, step: Step, *, is_wrapped: bool) -> Step:
+        """``step``, with what it assumes of the collectives; without any of them if the model did not run to its end.
+
+        ``is_wrapped``: whether FSDP2 wraps the model.
+        """
         if self.tp == self.ep == 1:
             return step
-        more = ["FSDP2's groups are those of shardwise.shard, not of transformers' fsdp_plan"]
+        more = ["no FSDP2, because tensor parallelism takes all ranks"]
+        if is_wrapped:
+            more = ["FSDP2's groups are those of shardwise.shard, not of transformers' fsdp_plan"]
         if self.ep > 1:
             more.append("each expert gets equally many tokens")
         if step.error == FORMULA_ERROR:

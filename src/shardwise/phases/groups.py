@@ -20,7 +20,7 @@ class Event:
 
     kind: str
     """``enter`` and ``exit``: the forward of a group. ``back``: its backward begins. ``grad``: a gradient of it is whole.
-    ``loss``: the forward is over. ``end``: the backward is."""
+    ``done``: the gradient of its input is. ``loss``: the forward is over. ``end``: the backward is."""
     group: int
     nbytes: int
     """Of the gradient."""
@@ -48,10 +48,12 @@ class StepGroup:
     """Input of the reduce-scatter: padded gradients in the dtype of the reduction."""
     gradient_bytes: int
     """This rank's part of the gradients, padded, in the dtype of the parameters."""
+    last_gradient_bytes: int
+    """The whole gradient of its last trained parameter: FSDP2 holds it until the group's reduction is over."""
     is_reduced_apart: bool
     """Whether the reduction has another dtype than the parameters: its output is cast."""
     own_shards: int | None = None
-    """Ranks over which FSDP2 cuts it, if they are others than those of the step: experts under expert parallelism."""
+    """Ranks over which FSDP2 cuts this group; None: those of the step. Experts under expert parallelism have their own."""
 
     @property
     def is_trained(self) -> bool:
@@ -63,7 +65,7 @@ def groups_of(
 ) -> tuple[StepGroup, ...]:
     """The groups that ``shard`` makes of an unsharded model over ``shards`` ranks, the root last.
 
-    ``expert_shards``: the ranks of experts, if they are others.
+    ``expert_shards``: the ranks over which FSDP2 cuts experts; None: ``shards``.
     """
     precision = policy.mixed_precision
     compute = precision.param_dtype if precision is not None else None
@@ -91,6 +93,7 @@ def groups_of(
                 ),
                 reduced_bytes=sum(numel * dtype.itemsize for numel, dtype in reduced),
                 gradient_bytes=sum(padded[id(p)] // shards * p.dtype.itemsize for p in trained),
+                last_gradient_bytes=trained[-1].numel() * dtypes[id(trained[-1])].itemsize if trained else 0,
                 is_reduced_apart=any(
                     dtype != p.dtype for p, (_, dtype) in zip(trained, reduced, strict=True)
                 ),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -26,19 +29,38 @@ class Held:
     buffers: int
     gradients: int
     optimizer: int
+    unreached_gradients: int
+    """Of gradients, and below of optimizer state: what belongs to parameters that text alone does not reach."""
+    unreached_optimizer: int
     largest_trained: int
     """The largest trained parameter."""
     trained: int
     """Elements that are trained."""
+    count: int
+    """Parameters."""
     stored_model: int
     """Over all ranks: parameters and persistent buffers."""
     stored_optimizer: int
     optimizer_dtype: str
 
 
-def held_by_first(live: LiveModel, training: Training) -> Held:
-    """What rank 0 of a sharded model on meta holds. FSDP2 pads shards to the size of those of rank 0."""
+def held_by_first(
+    live: LiveModel,
+    training: Training,
+    reached: AbstractSet[str] | None = None,
+    whole_gradients: Mapping[str, int] = MappingProxyType({}),
+) -> Held:
+    """What rank 0 of a sharded model on meta holds. FSDP2 pads shards to the size of those of rank 0.
+
+    ``reached``: names of the parameters that get a gradient; None: all that are trained. ``whole_gradients``: how many times as
+    large as a parameter its gradient stays, by name.
+    """
     parameters = [t.tensor for t in live.parameters]
+    missed = [
+        local_tensor(t.tensor)
+        for t in live.parameters
+        if t.tensor.requires_grad and reached is not None and reached.isdisjoint(t.names)
+    ]
     trained = [p for p in parameters if p.requires_grad]
     local = [local_tensor(p) for p in parameters]
     own = [local_tensor(p) for p in trained]
@@ -46,10 +68,17 @@ def held_by_first(live: LiveModel, training: Training) -> Held:
         parameters=sum(t.nbytes for t in local),
         pinned_parameters=sum(_power_of_two(t.nbytes) for t in local),
         buffers=sum(t.tensor.nbytes for t in live.tensors if t.kind != "parameter"),
-        gradients=sum(t.nbytes for t in own),
+        gradients=sum(
+            local_tensor(t.tensor).nbytes * whole_gradients.get(t.name, 1)
+            for t in live.parameters
+            if t.tensor.requires_grad
+        ),
         optimizer=sum(_states(t, training) for t in own),
+        unreached_gradients=sum(t.nbytes for t in missed),
+        unreached_optimizer=sum(_states(t, training) for t in missed),
         largest_trained=max((t.nbytes for t in own), default=0),
         trained=sum(t.numel() for t in own),
+        count=len(parameters),
         stored_model=sum(t.tensor.numel() * t.tensor.dtype.itemsize for t in live.stored),
         stored_optimizer=sum(_states(p, training) for p in trained),
         optimizer_dtype=", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in trained})),

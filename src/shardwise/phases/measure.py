@@ -8,18 +8,30 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..internals.torch import TorchDispatchMode, fake_tensors, storage_key, tree_leaves
+from ..internals.transformers import one_sequence_a_sample
+from ..names import canonical_name
 from .groups import Event, StepGroup
 from .training import Training
 
-__all__ = ["alike", "measure"]
+__all__ = ["Measured", "alike", "measure"]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one forward and backward did."""
+
+    events: tuple[Event, ...]
+    reached: frozenset[str]
+    """Names of the parameters that got a gradient."""
 
 
 class _LiveBytes(TorchDispatchMode):
@@ -29,6 +41,7 @@ class _LiveBytes(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
         self.events: list[Event] = []
+        self.is_backward = False
         self._widen = widen
         self._sizes = {storage_key(tensor): 0 for tensor in known}
 
@@ -94,32 +107,50 @@ def measure(
     compute: torch.dtype | None,
     *,
     widen: bool = False,
-) -> list[Event]:
-    """The events of one forward and backward of ``model`` (unsharded, on meta), with the memory of its activations.
+    whole_gradients: Mapping[str, int] | None = None,
+) -> Measured:
+    """One forward and backward of ``model`` (unsharded, on meta), with the memory of its activations.
 
-    ``groups``: those that FSDP2 would make. ``widen``: count what is in bfloat16 as float32. Raises whatever the model's own code raises where it looks at values. Leaves the
-    model as it was; takes the memory of its buffers.
+    ``groups``: those that FSDP2 would make. ``widen``: count what is in bfloat16 as float32. ``whole_gradients``: how many times as large the
+    gradients of some parameters are as these, by name. Raises whatever the model's own code raises where it looks at values. Leaves
+    the model as it was; takes the memory of its buffers.
     """
     first = alike(groups)
     passed_over = {i: rep for i, rep in first.items() if i != rep}
+    times = {id(model.get_parameter(name)): whole for name, whole in (whole_gradients or {}).items()}
     skipped = {id(m) for i in passed_over for m in groups[i].module.modules()}
     with ExitStack() as stack:
         stack.enter_context(_as_training(model, training.checkpointing))
         stack.enter_context(fake_tensors())
+        stack.enter_context(one_sequence_a_sample())
         parameters = stack.enter_context(_fake_parameters(model, skipped, compute))
         outputs: dict[int, Any] = {}
+        reached: set[int] = set()
         for index, rep in passed_over.items():
             stack.enter_context(_passing_on(groups[index].module, rep, outputs))
         tracker = _LiveBytes(iter(parameters.values()), widen=widen)
-        _hook(stack, groups, tracker, outputs, parameters)
+        _hook(stack, groups, tracker, outputs, parameters, reached, times)
         ids = torch.zeros(training.batch_size, training.sequence_length, dtype=torch.int64)
         with tracker:
             loss = _loss(model, ids)
             tracker.note("loss", -1)
+            tracker.is_backward = True
             loss.backward()
             del loss
             tracker.note("end", -1)
-    return tracker.events
+    return Measured(tuple(tracker.events), _named(model, reached, groups, passed_over))
+
+
+def _named(
+    model: nn.Module, reached: set[int], groups: Sequence[StepGroup], passed_over: dict[int, int]
+) -> frozenset[str]:
+    """Names of the parameters that were reached, with those of the blocks that were passed over."""
+    names = {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in reached}
+    begins = {rep: f"{groups[rep].path}." for rep in passed_over.values()}
+    inside = {rep: [n[len(b) :] for n in names if n.startswith(b)] for rep, b in begins.items()}
+    for index, rep in passed_over.items():
+        names.update(f"{groups[index].path}.{name}" for name in inside[rep])
+    return frozenset(map(canonical_name, names))
 
 
 @contextmanager
@@ -200,11 +231,21 @@ def _hook(
     tracker: _LiveBytes,
     outputs: dict[int, Any],
     parameters: dict[int, nn.Parameter],
+    reached: set[int],
+    times: Mapping[int, int],
 ) -> None:
-    """Note when each group's forward begins and ends, when its backward begins, and when a gradient is there."""
+    """Note when each group's forward begins and ends, when its backward begins and is done, and when a gradient is there."""
 
     def enter(index: int) -> Callable[..., None]:
-        return lambda *_: tracker.note("enter", index)
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            tracker.note("enter", index)
+            for leaf in tree_leaves((args, kwargs)):
+                # A block that is recomputed gets its input a second time.
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not tracker.is_backward:
+                    leaf.register_hook(lambda _: tracker.note("done", index))
+                    break
+
+        return hook
 
     def leave(index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -217,25 +258,27 @@ def _hook(
 
         return hook
 
-    def gradient(index: int) -> Callable[[torch.Tensor], None]:
+    def gradient(index: int, original: int) -> Callable[[torch.Tensor], None]:
         def hook(parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
-            nbytes = tracker.size_of(parameter.grad)
+            reached.add(original)
+            nbytes, whole = tracker.size_of(parameter.grad), times.get(original, 1)
+            tracker.peak = max(tracker.peak, tracker.live + (whole - 1) * nbytes)
             parameter.grad = None
-            tracker.note("grad", index, nbytes)
+            tracker.note("grad", index, nbytes * whole)
 
         return hook
 
     for group in groups:
         for handle in (
-            group.module.register_forward_pre_hook(enter(group.index)),
+            group.module.register_forward_pre_hook(enter(group.index), with_kwargs=True),
             group.module.register_forward_hook(leave(group.index)),
         ):
             stack.callback(handle.remove)
         for original in group.parameters:
             fake = parameters.get(id(original))
             if fake is not None and fake.requires_grad:
-                fake.register_post_accumulate_grad_hook(gradient(group.index))
+                fake.register_post_accumulate_grad_hook(gradient(group.index, id(original)))
 
 
 def _loss(model: Any, ids: torch.Tensor) -> torch.Tensor:

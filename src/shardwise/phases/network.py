@@ -47,7 +47,7 @@ class _Axis:
 
 
 def flows_of(step: Step, variant: Variant, sent: Sequence[Sent], itemsize: int) -> tuple[Flow, ...]:
-    """The bytes of a step, by what they are for. ``sent``: of the run; ``itemsize``: bytes of an element of its activations."""
+    """The bytes of a step, by purpose. ``sent``: of the run; ``itemsize``: bytes of an element of its activations."""
     per_host, replicas = min(variant.ranks_per_host, variant.ranks), variant.replicas
     dense = _Axis(variant.shards, variant.tp, per_host)
     experts = _Axis(variant.expert_shards, variant.ep, per_host) if variant.ep > 1 else dense

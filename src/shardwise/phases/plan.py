@@ -73,7 +73,7 @@ def plan(
 
     Builds the model on meta, shards it over a fake process group, 1-D, or 2-D with ``replicas`` rows, and makes the
     plan of each rank as that rank would make it. With ``tp`` or ``ep`` the class's own plans cut the model first, as transformers'
-    ``DistributedConfig(tp_size=…, ep_size=…)`` does, and FSDP2 over the ranks that are left; :func:`load` fills such models. Allocates the model's buffers and the plans. Call it in one process
+    ``DistributedConfig(tp_size=…, ep_size=…)`` does, and FSDP2 over the ranks that are left, if there are any; :func:`load` fills such models. Allocates the model's buffers and the plans. Call it in one process
     without a process group; afterwards it has none either. Not thread-safe.
 
     With ``training`` the report says for each phase of a run (build, load, steps, saves, resume, export) what a rank holds,
@@ -147,11 +147,20 @@ def _report_of(
     step, network = None, tuple[Flow, ...]()
     with _fake_ranks(variant.ranks):
         spread = Spread.cut(prepared.model, variant)
+        whole = spread.whole_gradients()
         with spread.as_one_rank() as exchange:
             groups = describe_groups(prepared.model, variant.policy)
             if with_run:
                 shards = variant.shards, variant.training, variant.expert_shards
-                step = exchange.counted(step_of(prepared.model, variant.policy, *shards))
+                step = step_of(
+                    prepared.model,
+                    variant.policy,
+                    *shards,
+                    replicas=variant.replicas,
+                    is_wrapped=variant.is_wrapped,
+                    whole_gradients=whole,
+                )
+                step = exchange.counted(step, is_wrapped=variant.is_wrapped)
                 network = flows_of(step, variant, exchange.sent, _itemsize(prepared.model, variant.policy))
         spread.shard()
         live = describe(prepared.model)
@@ -159,9 +168,10 @@ def _report_of(
         report = PlanReport.of(source.shown, model_class, groups, planned)
         if step is None:
             return report, None
-        held = held_by_first(live, variant.training)
+        held = held_by_first(live, variant.training, step.reached, {} if variant.is_wrapped else whole)
     files = files_of(held, variant, [cost.bytes_read for cost in planned.costs])
-    return report, run_plan(held, step, variant, io, network, files)
+    staging = planned.costs[0].staging_bytes
+    return report, run_plan(held, step, variant, io, network, files, load_staging_bytes=staging)
 
 
 def _itemsize(model: Any, policy: ShardPolicy) -> int:

@@ -78,8 +78,27 @@ class Spread:
             for module, name, parameter in before:
                 put_parameter(module, name, parameter)
 
+    def whole_gradients(self) -> dict[str, int]:
+        """How many times as large as a rank's part of a parameter its gradient is, by name, where it is larger.
+
+        torch (2.12-2.13) gives the gradient of an embedding whose rows are cut whole on each rank, where its output was summed
+        (``embedding_dense_backward_strategy``); FSDP2 cuts it afterwards. Of a tied one autograd adds a cut gradient, which cuts
+        the sum.
+        """
+        names = [name for name, _ in self.model.named_parameters()]
+        tied = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}.difference(names)
+        parameters = {id(self.model.get_parameter(name)) for name in tied}
+        rows = [f"{path}.weight" for path, style in self.tp_plan.items() if style == "embedding_rowwise"]
+        return {
+            name: self.variant.tp
+            for name in rows
+            if name in names and id(self.model.get_parameter(name)) not in parameters
+        }
+
     def shard(self) -> None:
-        """Apply FSDP2 over the ranks that are left."""
+        """Apply FSDP2 over the ranks that are left, if any are."""
+        if not self.variant.is_wrapped:
+            return
         with lazy_chunks():
             self._shard(self.variant)
 

@@ -2,8 +2,10 @@
 
 FSDP2 (torch 2.12-2.14) gathers a group into a buffer and copies the parameters out of it. In the forward it keeps the buffer
 until the next group is gathered; in the backward it frees it, and gathers the next group ahead. Gradients of a group are
-copied into the input of a reduce-scatter, which is kept until the next group has its gradients. What gloo does on the CPU comes
-on top: it makes a copy of the buffers of a collective.
+copied into the input of a reduce-scatter, which is kept until the next group has its gradients. ``foreach_reduce`` keeps the last
+gradient of the group until it returns: its loop's variable still names it. With replicas, each group keeps what it reduced until
+the backward is over (``FSDPParamGroup._all_reduce_state``), which counts where it is not the gradient itself. What gloo does on
+the CPU comes on top: it makes a copy of the buffers of a collective.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ class _Fsdp2:
     shards: int
     copies: bool
     """Collectives copy their buffers (gloo)."""
+    has_replicas: bool
     best: StepPeak = field(default_factory=lambda: StepPeak(0, 0, 0, 0, ""))
     is_backward: bool = False
     gathered: set[int] = field(default_factory=set)
@@ -55,8 +58,9 @@ class _Fsdp2:
     """Whole gradients of each group."""
     reducing: int = 0
     """Bytes of the input of the last reduce-scatter."""
+    all_reduced: int = 0
+    """Bytes that groups keep of what was reduced over replicas."""
     gradients: int = 0
-    done: set[int] = field(default_factory=set)
     finished: set[int] = field(default_factory=set)
 
     def shards_of(self, group: StepGroup) -> int:
@@ -66,7 +70,7 @@ class _Fsdp2:
         held = sum(self.groups[i].gathered_bytes for i in self.gathered)
         now = StepPeak(
             held + self.buffer + sum(self.ahead.values()) + more_gathered,
-            sum(self.whole.values()) + self.reducing + more_reduced,
+            sum(self.whole.values()) + self.reducing + self.all_reduced + more_reduced,
             self.gradients,
             activations,
             when,
@@ -115,12 +119,16 @@ class _Fsdp2:
         part = group.reduced_bytes // self.shards_of(group)
         self.look(activations, f"reduce {name}", more_reduced=group.reduced_bytes)
         del self.whole[index]
-        copied = group.reduced_bytes if self.copies and self.shards_of(group) > 1 else 0
-        self.look(activations, f"reduce {name}", more_reduced=group.reduced_bytes + copied + part)
+        is_spread = self.shards_of(group) > 1
+        copied = group.reduced_bytes if self.copies and is_spread else 0
+        kept = group.last_gradient_bytes if is_spread else 0
+        self.look(activations, f"reduce {name}", more_reduced=group.reduced_bytes + copied + part + kept)
         self.reducing = group.reduced_bytes
         own = group.gradient_bytes
-        self.look(activations, f"reduce {name}", more_reduced=part + own * group.is_reduced_apart)
+        self.look(activations, f"reduce {name}", more_reduced=part + own * group.is_reduced_apart + kept)
         self.gradients += own
+        if self.has_replicas and group.is_reduced_apart:
+            self.all_reduced += part
 
     def _name(self, index: int) -> str:
         return self.groups[index].path or "root"
@@ -133,9 +141,16 @@ def peak_of(
     shards: int,
     keeps_gathered: bool = False,
     copies: bool = False,
+    has_replicas: bool = False,
+    is_wrapped: bool = True,
 ) -> StepPeak:
-    """The instant of a step at which it needs most, beside parameters and optimizer state. ``events``: of the whole step."""
-    state, root = _Fsdp2(groups, shards, copies), len(groups) - 1
+    """The instant of a step at which it needs most, beside parameters and optimizer state. ``events``: of the whole step.
+
+    ``is_wrapped``: whether FSDP2 is there at all.
+    """
+    if not is_wrapped:
+        return _peak_without_fsdp(events, groups)
+    state, root = _Fsdp2(groups, shards, copies, has_replicas), len(groups) - 1
     waiting: dict[int, int] = {}
     for event in events:
         state.look(event.peak, f"{event.kind} {groups[event.group].path if event.group >= 0 else ''}".strip())
@@ -157,6 +172,9 @@ def peak_of(
                 state.gather(event.group, event.live)
                 state.gather_ahead(event.group, event.live)
                 waiting[event.group] = sum(p.requires_grad for p in groups[event.group].parameters)
+            case "done" if event.group in waiting:
+                state.finish(event.group, event.live)
+                del waiting[event.group]
             case "grad":
                 state.whole[event.group] = state.whole.get(event.group, 0) + event.nbytes
                 if event.group in waiting:
@@ -165,6 +183,17 @@ def peak_of(
                 for index in sorted(state.whole):
                     state.finish(index, event.live)
     return state.best
+
+
+def _peak_without_fsdp(events: Iterable[Event], groups: Sequence[StepGroup]) -> StepPeak:
+    """The same of a model whose parameters are there all the time: each gradient stays as it comes."""
+    best, gradients = StepPeak(0, 0, 0, 0, ""), 0
+    for event in events:
+        name = groups[event.group].path if event.group >= 0 else ""
+        now = StepPeak(0, 0, gradients, event.peak, f"{event.kind} {name}".strip())
+        best = max(best, now, key=lambda peak: peak.total_bytes)
+        gradients += event.nbytes
+    return best
 
 
 def _finish_frozen(state: _Fsdp2, event: Event, waiting: dict[int, int]) -> None:

@@ -70,13 +70,19 @@ def _block(events: Sequence[Event], block: int, inside: frozenset[int]) -> _Bloc
     backward: tuple[Event, ...] = ()
     if ("back", block) in kinds:
         begin = kinds.index(("back", block))
+        # What comes after the gradient of the block's input is none of the block's: the embedding's gradient, for one.
         end = next(
             i
             for i in range(begin + 1, len(events))
-            if kinds[i][0] == "end" or (kinds[i][0] == "back" and kinds[i][1] not in inside)
+            if kinds[i] in (("end", -1), ("done", block))
+            or (kinds[i][0] == "back" and kinds[i][1] not in inside)
         )
         until = replace(events[end], kind="inside", group=-1)
-        backward = _relative([*events[begin + 1 : end], until], events[begin].live)
+        # The block's output is the next one's input: its backward begins with that one's end, which is not its own.
+        own = [
+            e if e.group in inside else replace(e, kind="inside", group=-1) for e in events[begin + 1 : end]
+        ]
+        backward = _relative([*own, until], events[begin].live)
     return _Block((*forward, *_relative([last], events[start].live)), backward, kept)
 
 

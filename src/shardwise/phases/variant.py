@@ -44,6 +44,12 @@ class Variant:
         return self.tp > 1 or self.ep > 1
 
     @property
+    def is_wrapped(self) -> bool:
+        """Whether FSDP2 wraps the model. transformers leaves it out where tensor parallelism takes all ranks."""
+        needs = self.policy.mixed_precision is not None or self.policy.cpu_offload
+        return not self.is_parallel or self.shards * self.replicas > 1 or needs
+
+    @property
     def hosts(self) -> int:
         """Hosts over which the ranks are spread."""
         return -(-self.ranks // self.ranks_per_host)

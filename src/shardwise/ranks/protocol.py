@@ -265,9 +265,7 @@ class Agreement:
             if seen >= self._arrivals()[0] or time.monotonic() > end:
                 return
             time.sleep(next(pauses))
-        for key in self._unswept:
-            self._store.delete_key(key)
-        self._unswept.clear()
+        self._sweep()
 
     def _arrivals(self) -> tuple[int, int]:
         failed, arrived = divmod(self._store.add(self._key("arrived"), 0), _FAILED)
@@ -332,23 +330,30 @@ class Agreement:
         self._post(replace(status, parts=parts), b"" if parts else payload)
         self._await_verdict(request, status.cause)
         verdict, reply = self._published()
-        if (
-            not self._tree or not verdict.ok
-        ):  # no rank takes them now; in a tree the rank that took them has deleted them
-            self._parts.delete(name, parts)
+        if not (self._tree and verdict.ok):  # in a tree the rank that took them has deleted them
+            self._unswept += [f"{name}/{i}" for i in range(parts)]
+        if verdict.ok:  # else another rank may have made it: a rank may be about to read the parts, and would wait for them
+            self._sweep()
         self._store.add(self._key("seen"), 1)
         return verdict, reply
 
     def _post(self, status: Status, inline: bytes = b"") -> None:
         self._store.set(f"status/{self._rank}", pack(status, inline))
+        self._store.add(self._key("arrived"), 1 if status.cause is None else 1 + _FAILED)
+        # Last: rank 0 does not look for a rank that says it has arrived. One that died before it counted would never be missed.
         self._posted = self._round
         self._beat()
-        self._store.add(self._key("arrived"), 1 if status.cause is None else 1 + _FAILED)
 
     def _beat_of_first(self) -> bytes:
         return self._store.get("beat/0") if self._store.check(["beat/0"]) else b""
 
     # -- both --------------------------------------------------------------------------------------------
+
+    def _sweep(self) -> None:
+        """Delete this rank's keys of rounds that all ranks that read them have left."""
+        for key in self._unswept:
+            self._store.delete_key(key)
+        self._unswept.clear()
 
     def _key(self, name: str) -> str:
         return f"{self._round}/{name}"

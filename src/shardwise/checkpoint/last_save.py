@@ -1,0 +1,90 @@
+"""The last save of a run that was told to stop: which way publishes the newest step before the scheduler kills."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import astuple, dataclass, replace
+from typing import Any
+
+__all__ = ["SaveTimes", "Situation", "Way", "way_of"]
+
+#: A save beside other ranks that stop, too, takes longer than those before it.
+_MARGIN = 1.25
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What rank 0 plans with. Times are the largest of all ranks."""
+
+    step: int
+    newest: int | None
+    """The step that this run has published or resumed."""
+    pending: int | None
+    """The step of an async save that still runs."""
+    pending_s: float
+    """How long that save has run."""
+    save_s: float
+    """What the slowest of the last saves took; 0 if there was none."""
+    left_s: float | None
+    """Time to the kill; None if it is not known."""
+
+    def to_list(self) -> list[Any]:
+        """For rank 0."""
+        return list(astuple(self))
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """What to do. A pending save is waited for in any case: it has written a part already, so that no new save is faster."""
+
+    saves: bool
+    why: str
+
+
+def way_of(found: Situation) -> Way:
+    """The way to the newest published step in the time that is left. Without any step a save is tried in any time: at worst it is
+    killed, and leaves nothing."""
+    if found.step in (found.newest, found.pending):
+        return Way(saves=False, why="the step is saved")
+    if found.newest is None and found.pending is None:
+        return Way(saves=True, why="there is no step yet")
+    pending_s = 0.0 if found.pending is None else max(0.0, found.save_s - found.pending_s)
+    needed_s = _MARGIN * (pending_s + found.save_s)
+    if found.left_s is None or needed_s <= found.left_s:
+        return Way(saves=True, why="there is time")
+    step = found.newest if found.pending is None else found.pending
+    return Way(
+        saves=False,
+        why=f"{found.left_s:.1f} s are left, a save takes {found.save_s:.1f} s; the run goes on from step {step}",
+    )
+
+
+def way_for_all(found: list[list[Any]]) -> list[Any]:
+    """Whether to save, and why, from the situations of all ranks: the slowest rank, and the least time that is left."""
+    ranks = [Situation(*one) for one in found]
+    left = [one.left_s for one in ranks if one.left_s is not None]
+    way = way_of(
+        replace(
+            ranks[0],
+            pending_s=min(one.pending_s for one in ranks),
+            save_s=max(one.save_s for one in ranks),
+            left_s=min(left, default=None),
+        )
+    )
+    return [way.saves, way.why]
+
+
+class SaveTimes:
+    """Seconds that the last saves of this rank took, from the call to the published step."""
+
+    def __init__(self) -> None:
+        self._last: deque[float] = deque(maxlen=3)
+
+    def add(self, seconds: float) -> None:
+        """Note a save that was published."""
+        self._last.append(seconds)
+
+    @property
+    def longest_s(self) -> float:
+        """0 before the first save."""
+        return max(self._last, default=0.0)

@@ -1,0 +1,87 @@
+"""A Trainer run that signals stop: after a step, or inside an evaluation."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from transformers import Trainer, TrainerCallback
+
+from ..preemption.stops import StopOptions, Stops
+from ..ranks.ranks import Ranks
+
+__all__ = ["StopCallback", "Stopping", "StoppedInEvaluationError"]
+
+
+class StoppedInEvaluationError(Exception):
+    """Ends an evaluation on every rank, at the same batch."""
+
+
+class StopCallback(TrainerCallback):
+    """Looks whether to stop after each step and each batch of an evaluation; only while ``train`` runs."""
+
+    def __init__(self) -> None:
+        self.stops: Stops | None = None
+        self.is_listening = False
+
+    @property
+    def has_stopped(self) -> bool:
+        return self.stops is not None and self.stops.has_stopped
+
+    def _should_stop(self, state: Any) -> bool:
+        if self.stops is None or not self.is_listening:
+            return False  # an evaluation outside of ``train``
+        return self.stops.should_stop(state.global_step, Ranks.current())
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        # An evaluation that is due begins and ends with its first batch: its loader draws a number, on which a resume depends.
+        if self._should_stop(state):
+            control.should_training_stop = control.should_save = True
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.has_stopped:
+            control.should_evaluate = False
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._should_stop(state):
+            raise StoppedInEvaluationError
+
+
+class Stopping(Trainer):
+    """The stopping methods of :class:`.trainer.ShardwiseTrainer`, which documents the contract."""
+
+    _stop_options: StopOptions
+    _stopping: StopCallback
+
+    @contextlib.contextmanager
+    def _stoppable(self) -> Iterator[None]:
+        """Listen for signals in the block. Collective."""
+        self._stopping.stops = None
+        if self._stop_options.stop_on:
+            self._stopping.stops = Stops(self._stop_options, Ranks.current())
+            self._stopping.is_listening = True
+        try:
+            yield
+        finally:
+            self._stopping.is_listening = False
+            if self._stopping.stops is not None:
+                self._stopping.stops.close()
+
+    @property
+    def exit_code(self) -> int:
+        """The status for ``sys.exit``: 0, or ``exit_status`` after a ``train`` that a signal has stopped."""
+        return 0 if self._stopping.stops is None else self._stopping.stops.exit_code
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """As Trainer's; an evaluation that a signal has stopped has no metrics."""
+        try:
+            metrics: dict[str, float] = super()._evaluate(*args, **kwargs)
+        except StoppedInEvaluationError:
+            self.control.should_training_stop = self.control.should_save = True
+            return {}
+        return metrics
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """As Trainer's; without metrics nothing is compared, and the step is saved."""
+        return True if self._stopping.has_stopped else bool(super()._determine_best_metric(metrics, trial))

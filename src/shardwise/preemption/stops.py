@@ -1,0 +1,137 @@
+"""Whether a run should stop: signals of this process, the agreement of all ranks, the time that is left, the exit status."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from dataclasses import dataclass
+from typing import Any, cast
+
+from ..errors import RankError
+from ..internals.torch import default_store
+from ..ranks.ranks import Ranks
+from .leases import StopPoint, Store
+from .signals import Received, StopSignals, numbers_of
+
+__all__ = ["EXIT_STATUS", "StopOptions", "Stops"]
+
+_log = logging.getLogger(__name__)
+#: ``EX_TEMPFAIL`` of sysexits.h: "temporary failure, try again".
+EXIT_STATUS = 75
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopOptions:
+    """What stops a run, and how it then ends. See :class:`shardwise.Checkpointer`."""
+
+    stop_on: tuple[str, ...] = ()
+    deadline_s: float | None = None
+    exit_status: int = EXIT_STATUS
+
+    def __post_init__(self) -> None:
+        numbers_of(self.stop_on)
+        if self.deadline_s is not None and not self.deadline_s > 0:
+            raise ValueError(f"deadline_s must be positive or None, got {self.deadline_s}")
+        if not 0 <= self.exit_status <= 255:
+            raise ValueError(f"exit_status must be from 0 to 255, got {self.exit_status}")
+
+
+class Stops:
+    """One run's stop. Every rank makes one and makes the same calls, in the main thread."""
+
+    def __init__(self, options: StopOptions, ranks: Ranks) -> None:
+        self._options = options
+        self._signals = StopSignals(numbers_of(options.stop_on))
+        self._asked: Received | None = None
+        self._point: StopPoint | None = None
+        self._agreed_end_s: float | None = None
+        self.has_stopped = False
+        if options.stop_on:
+            try:
+                with ranks.agree("listen for signals"):
+                    self._signals.listen()
+            except BaseException:
+                self._signals.close()
+                raise
+
+    def close(self) -> None:
+        """Give the handlers of before back, and leave the store."""
+        self._point = None
+        self._signals.close()
+
+    def request(self) -> None:
+        """Ask all ranks to stop, as a signal would; one rank is enough. Rank-local."""
+        if self._asked is None:
+            self._asked = Received(0, time.monotonic())
+
+    def should_stop(self, step: int, ranks: Ranks) -> bool:
+        """Whether all ranks stop at this call. Raises as :meth:`.StopPoint.reached`; :class:`RankError` if ranks stop apart."""
+        if self.has_stopped:
+            return True
+        is_asked = (self._signals.first or self._asked) is not None
+        if ranks.world_size == 1:
+            self.has_stopped = is_asked
+        else:
+            self._point = self._point or _point_of(ranks)
+            self.has_stopped = self._point.reached(step, is_asked=is_asked)
+        if self.has_stopped:
+            self._agree(step, ranks)
+        return self.has_stopped
+
+    def left_s(self) -> float | None:
+        """Seconds until the scheduler kills, on this rank; 0 after a second signal, None where no deadline was given."""
+        if self._signals.came_again:
+            return 0.0
+        return None if self._agreed_end_s is None else max(0.0, self._agreed_end_s - time.monotonic())
+
+    @property
+    def exit_code(self) -> int:
+        """The status with which the process should exit."""
+        return self._options.exit_status if self.has_stopped else 0
+
+    def _agree(self, step: int, ranks: Ranks) -> None:
+        """Learn from all ranks how long ago the first signal came: their clocks differ, these times don't."""
+        calls = 0 if self._point is None else self._point.calls
+        first = self._signals.first or self._asked
+        ago_s = 0.0 if first is None else time.monotonic() - first.at_s
+        number = 0 if first is None else first.number
+        ago_s, who = ranks.combine(
+            "stop together", lambda: [step, calls, ago_s, number, first is not None], _first
+        )
+        if self._options.deadline_s is not None:
+            self._agreed_end_s = time.monotonic() + self._options.deadline_s - ago_s
+        if ranks.rank == 0:
+            _log.warning("stopping after step %d: %s was asked to, %.1f s ago", step, who, ago_s)
+
+
+def _first(found: list[list[Any]]) -> list[Any]:
+    """How long ago the first rank was asked, and which ranks were. Raises :class:`RankError` for ranks at different calls."""
+    places = [(step, calls) for step, calls, *_ in found]
+    if apart := {r: p for r, p in enumerate(places) if p != places[0]}:
+        words = "call {1} of should_stop, with step {0}".format
+        raise RankError(
+            "stop together",
+            {r: f"is at {words(*p)}; rank 0 is at {words(*places[0])}" for r, p in apart.items()},
+        )
+    asked = [rank for rank, one in enumerate(found) if one[4]]
+    who = "all ranks" if len(asked) == len(found) else f"rank {', '.join(map(str, asked[:10]))}"
+    return [max(one[2] for one in found), who]
+
+
+def _point_of(ranks: Ranks) -> StopPoint:
+    """A point of its own: under torchrun the store outlives the run, and holds what an earlier one has agreed on."""
+    made: list[StopPoint] = []
+
+    def point(nonce: str) -> StopPoint:
+        key = f"shardwise/stop/{nonce}"
+        return StopPoint(cast(Store, default_store()), key, ranks.rank, ranks.timeout_s)
+
+    def begin() -> str:
+        nonce = secrets.token_hex(8)
+        made.append(point(nonce))
+        made[0].begin()
+        return nonce
+
+    nonce = ranks.on_first("begin to look for a stop", begin)
+    return made[0] if made else point(nonce)

@@ -1,0 +1,61 @@
+"""Saves that fail on a full disk while training goes on: alike on all ranks, counted, tried again, into a fall-back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import shardwise as sw
+from shardwise.checkpoint.failures import may_pass
+from tests.checkpoint.test_checkpointer import tiny_disk as tiny_disk
+from tests.harness.pool import RankPool
+from tests.preemption import _failing_fns as fns
+
+
+def test_training_goes_on(ranks: RankPool, tiny_disk: Path) -> None:
+    first, second = ranks.run_ranks(2, fns.train_on, str(tiny_disk), None, "sync")
+    assert first == second
+    assert first["save 1"] is None
+    assert "takes 1,600,000 bytes" in first["save 2"]
+    assert first["save 3"] is not None
+    assert first["save 4"] is None, "tried again, and counted anew"
+    step, kind, text = first["raised"]
+    assert (step, kind) == (7, "LowSpaceError"), "the third in a row"
+    assert "No space left on device" in text
+    assert first["failures"] == 5
+    assert first["resumed"] == 4
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_fallback(ranks: RankPool, tiny_disk: Path, tmp_path: Path, mode: str) -> None:
+    elsewhere = str(tmp_path / "elsewhere")
+    first, second = ranks.run_ranks(2, fns.train_on, str(tiny_disk), elsewhere, mode)
+    assert first == second
+    assert "raised" not in first
+    assert first["resumed"] == (7 if mode == "sync" else 6), first
+    names = {path.name for path in Path(elsewhere).glob("step-*")}
+    if mode == "sync":
+        assert first["failures"] == 0
+        assert names == {"step-00000006", "step-00000007"}, "retention holds there, too"
+    else:
+        assert first["failures"] == 3, "each second one of those that do not fit: the next goes elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        (OSError(5, "Input/output error"), True),
+        (sw.LowSpaceError("full"), True),
+        (sw.LockedError("another run"), False),
+        (sw.StateError("a function"), False),
+        (TypeError("a program's error"), False),
+        (sw.RankError("write", {1: "OSError: [Errno 5] Input/output error"}), True),
+        (sw.RankError("write", {0: "PermissionError: no", 1: "CheckpointError: no"}), True),
+        (sw.RankError("write", {0: "CheckpointError: no", 1: "KeyError: 'x'"}), False),
+        (sw.RankError("write", {0: "LockedError: another run"}), False),
+        (sw.RankError("write", {}, (1,), 5.0), False),
+    ],
+)
+def test_which_failures_pass(error: Exception, passes: bool) -> None:
+    assert may_pass(error) is passes

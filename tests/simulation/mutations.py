@@ -1,0 +1,115 @@
+"""Errors in the production code, each of which a schedule must find: one kind of message, fsync, rename or check that is dropped.
+
+Messages and calls on files are the kinds that schedules themselves show. Checks are named here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.checkpoint import checkpointer, run_steps
+from shardwise.ranks import beats, protocol, ranks
+from shardwise.store import line, lock, publish
+from tests.simulation.installed import Stage
+from tests.simulation.schedules import KINDS, run_seed
+
+__all__ = ["HARMLESS", "Mutation", "applied", "found_at", "mutations"]
+
+#: Whose loss is no error, each with why.
+HARMLESS = {
+    "drop: check reply/part": "rank 0 deletes a reply only after every rank has read it: the check never says no",
+    "drop: check payload/n/part": "a rank deletes its parts only after rank 0 has read them: the check never says no",
+    "drop: fsync home/run/.tmp-latest-*": "`latest` is for people; no program reads it",
+    "drop: ftruncate home/run/.lock": "the lock holds without the note of its holder",
+    "drop: pwrite home/run/.lock": "the lock holds without the note of its holder",
+    "no check: whether the lock is held, before a save": "the check right before the step appears finds the same",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """One thing that the production code no longer does."""
+
+    name: str
+    dropped: str | None = None
+    """The label of a message or call."""
+    where: Any = None
+    attribute: str = ""
+    instead: Any = None
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _none_idle(self: Any, found: Any) -> tuple[int, ...]:
+    return ()
+
+
+#: By name: where the check is, its name there, and what stands in its place.
+_CHECKS: tuple[tuple[str, Any, str, Any], ...] = (
+    ("whether a rank makes progress", beats.Watch, "look", _none_idle),
+    ("when to look for progress", beats.Watch, "due", lambda self: False),
+    ("whether ranks are in the same call", protocol, "disagreement", lambda *_: ""),
+    ("whether all failed alike", protocol.Agreement, "_failures", None),
+    ("whether an error was agreed on", protocol.Agreement, "is_agreed", lambda self, error: False),
+    ("whether ranks claim the same", ranks, "_ranks_unlike_first", lambda digests: b""),
+    ("whether the lock is held, before the step appears", publish, "check_held", _nothing),
+    ("whether the lock is held, before a save", line, "check_held", _nothing),
+    ("whether another run has the lock", lock, "lock_file", _nothing),
+    ("whether the lock's file has its name", lock.DirectoryLock, "_has_its_name", lambda self: True),
+    ("whether all files are there", publish, "check_written", _nothing),
+    ("whether a step is newer than those there", run_steps.RunSteps, "name_of_next", None),
+    ("whether a step is whole, on resume", checkpointer, "quick_check", _nothing),
+    ("whether a step is whole, for retention", run_steps, "_is_whole", lambda *_: True),
+)
+
+
+def _no_failures(self: Any, request: Any, own_status: Any) -> Any:
+    return protocol.failure(request, {})
+
+
+def _any_name(self: Any, step: int, *, has_begun: bool) -> str:
+    return str(self._line.fresh_name(step))
+
+
+_INSTEAD = {"_failures": _no_failures, "name_of_next": _any_name}
+
+
+def mutations(labels: set[str]) -> list[Mutation]:
+    """All mutations: of the kinds of messages and calls that schedules showed, and of the checks above."""
+    dropped = [label for label in sorted(labels) if not label.startswith(("get ", "add nothing", "open "))]
+    found = [Mutation(f"drop: {label}", dropped=label) for label in dropped]
+    for name, where, attribute, instead in _CHECKS:
+        replacement = _INSTEAD[attribute] if instead is None else instead
+        found.append(Mutation(f"no check: {name}", None, where, attribute, replacement))
+    return found
+
+
+@contextlib.contextmanager
+def applied(mutation: Mutation) -> Iterator[None]:
+    """The production code with the error, for a mutation of a check."""
+    if mutation.where is None:
+        yield
+        return
+    before = getattr(mutation.where, mutation.attribute)
+    setattr(mutation.where, mutation.attribute, mutation.instead)
+    try:
+        yield
+    finally:
+        setattr(mutation.where, mutation.attribute, before)
+
+
+def found_at(on: Stage, mutation: Mutation, schedules: int) -> tuple[str, int, str] | None:
+    """The kind and seed of the first schedule that finds a mutation, and what it says; None if none of so many does."""
+    with applied(mutation):
+        for seed in range(schedules):
+            for kind, share in KINDS.items():
+                if seed % share == 0:
+                    found = run_seed(on, seed // share, kind, dropped=mutation.dropped)
+                    if found.problems:
+                        return kind, seed // share, found.problems[0]
+    return None

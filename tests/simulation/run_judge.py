@@ -1,0 +1,138 @@
+"""What launches of one run said, and whether it was true."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.simulation.agreements import limit_s
+from tests.simulation.files import Files
+from tests.simulation.world import Process, World
+
+__all__ = ["Run", "judge_end", "judge_holders", "judge_launch", "judge_rename", "judge_wait"]
+
+
+@dataclass(slots=True)
+class Run:
+    """What the launches of one run said, for the judge."""
+
+    world: World
+    files: Files
+    mode: str
+    keep_last: int | None
+    said: dict[int, int] = field(default_factory=dict)
+    """By step, the launch whose ranks said that it is published."""
+    tried: set[tuple[int, int]] = field(default_factory=set)
+    """Launch and step of every save that began."""
+    resumed: dict[int, dict[int, Any]] = field(default_factory=dict)
+    """By launch and rank."""
+    ended: dict[int, dict[int, list[str]]] = field(default_factory=dict)
+    """By launch and rank, how each call ended."""
+    damaged: set[int] = field(default_factory=set)
+    """Steps that a bad disk changed after they were published."""
+    was_damaged: bool = False
+    expected: dict[int, int] = field(default_factory=dict)
+    """By launch, the step that was said to be published when it began."""
+    forgets: int = -1
+    """The launch whose program does not resume."""
+    holders: dict[int, Process] = field(default_factory=dict)
+    """By launch, the process that holds the directory."""
+    lock_lost_at: float | None = None
+
+
+def judge_wait(run: Run, process: Process, name: str) -> None:
+    waited_s = run.world.now - run.world.last_progress
+    # A save is several agreements: each may be waited for once, and files are written between them.
+    most_s = limit_s(run.world) + 400 * run.world.latency_s * (11 if run.world.slow_share else 1)
+    if waited_s > most_s:
+        run.world.problems.append(
+            f"late: launch {process.launch}, rank {process.rank} waited {waited_s:.2f} s in {name}, at most {most_s:.2f} "
+            f"were allowed"
+        )
+
+
+def judge_holders(run: Run, process: Process) -> None:
+    others = [
+        p for n, p in run.holders.items() if n != process.launch and not p.is_dead and p.main is not None
+    ]
+    if any(not p.main.has_ended for p in others if p.main is not None):
+        run.world.problems.append(f"two runs: launch {process.launch} opened what another one holds")
+    run.holders[process.launch] = process
+
+
+def judge_rename(run: Run, old: str, new: str) -> None:
+    """A step appears."""
+    name = new.rpartition("/")[2]
+    if not name.startswith("step-") or "." in name:
+        return
+    run.damaged.discard(int(name[5:]))
+    lost = run.lock_lost_at
+    # The lock is looked at right before the rename: a few operations, each of which may be slow.
+    patience_s = 0.05 + 8 * run.world.latency_s * (20 if run.world.slow_share else 1)
+    if lost is not None and run.world.now - lost > patience_s:
+        run.world.problems.append(
+            f"lock: {name} appears {run.world.now - lost:.2f} s after the lock was lost"
+        )
+
+
+def judge_launch(run: Run, launch: int, processes: list[Process], fault: str | None) -> None:
+    problems, ended = run.world.problems, run.ended.get(launch, {})
+    resumed = run.resumed.get(launch, {})
+    begins = {begin for begin, _ in resumed.values()}
+    if len(begins) > 1:
+        problems.append(f"disagree: launch {launch} resumed from {begins}")
+    newest = run.expected[launch]
+    for rank, (begin, found) in resumed.items():
+        if begin < newest:
+            problems.append(f"lost: step {newest} was published, launch {launch} resumed from {begin}")
+        if begin in run.damaged and run.said.get(begin, launch) < launch:
+            problems.append(
+                f"damaged: launch {launch}, rank {rank} resumed from step {begin}, which is damaged"
+            )
+        if begin:
+            step, shared, own = found
+            right = step == begin == shared["step"] and (shared["launch"], step) in run.tried
+            if not right or own not in (None, [shared["launch"], step, rank]):
+                problems.append(f"mixed: launch {launch}, rank {rank} resumed {begin} and found {found}")
+    for name in sorted({line.partition(":")[0] for lines in ended.values() for line in lines}):
+        results = {
+            r: line.partition(": ")[2]
+            for r, lines in ended.items()
+            for line in lines
+            if line.startswith(f"{name}: ")
+        }
+        told = {
+            r: t
+            for r, t in results.items()
+            if "unreachable" not in t and "process group was destroyed" not in t
+        }
+        if name != "close" and len(set(told.values())) > 1:
+            problems.append(f"disagree: launch {launch}, {name}: {told}")
+    if fault is None and launch != run.forgets:
+        bad = {r: lines for r, lines in ended.items() if not all(line.endswith(": ok") for line in lines)}
+        if bad or len(ended) < len(processes):
+            problems.append(f"false alarm: launch {launch} without a fault ended as {bad or ended}")
+
+
+def judge_end(run: Run, launch: int, files: Files) -> None:
+    """After a launch without a fault: nothing of those before is left, and retention did its work."""
+    problems = run.world.problems
+    names = list(files.node("home/run").entries) if files.has("home/run") else []
+    if rubbish := [n for n in names if n.startswith((".tmp", ".trash"))]:
+        problems.append(f"rubbish: {rubbish} is left after launch {launch}")
+    steps = [n for n in names if n.startswith("step-") and "." not in n]
+    newest = max(run.said, default=0)
+    if f"step-{newest:08d}" not in steps and newest:
+        problems.append(f"lost: step {newest} is not among {steps}")
+    if run.keep_last is not None and len(steps) > run.keep_last:
+        problems.append(f"kept: {steps}, but keep_last is {run.keep_last}")
+    if not run.was_damaged and any("damaged" in n or "superseded" in n for n in names):
+        problems.append(f"damage: {names}")
+    if files.has("home/run/latest"):
+        hint = bytes(files.node("home/run/latest").content).decode().strip()
+        if hint != f"step-{newest:08d}" and newest:
+            problems.append(f"hint: latest says {hint}, the newest is {newest}")
+    else:
+        problems.append("hint: there is none")
+    if files.locks:
+        problems.append("lock: is held after close()")
