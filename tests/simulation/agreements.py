@@ -196,7 +196,9 @@ def _script(
     def run() -> None:
         number = 0
         for life in range(2 if story.returns else 1):
-            if life:
+            if life:  # as init_process_group does: it returns once all ranks are there
+                while any((number - 1, r) not in ended and not has_left(r) for r in range(story.world_size)):
+                    world.operation(0.05)
                 join_group(process, story.world_size)
             for call in story.calls:
                 interrupted = story.fault == "is interrupted" and process.rank == story.victim
@@ -205,10 +207,18 @@ def _script(
                 ended[number, process.rank] = result
                 world.note(f"call {number} ended: {result}")
                 number += 1
-                if result.missing or result.kind in ("unreachable", "interrupted"):
+                if _is_last(result):
                     return
 
+    def has_left(rank: int) -> bool:
+        return any(r == rank and _is_last(result) for (_, r), result in ended.items())
+
     return run
+
+
+def _is_last(result: Ended) -> bool:
+    """Whether a rank makes no more calls after one that ended so."""
+    return bool(result.missing) or result.kind in ("unreachable", "interrupted")
 
 
 def _timed(world: World, process: Process, call: Callable[[], Ended]) -> Ended:
@@ -298,7 +308,7 @@ def _disagreements(story: Story, ended: dict[tuple[int, int], Ended], processes:
     faulty = {story.victim} if story.fault else set()
     faulty |= {p.rank for p in processes if p.is_dead}
     # A rank that gave up, waited for another or left makes no more calls: the rest miss it.
-    left_early = {r for (_, r), e in ended.items() if e.kind in ("unreachable", "interrupted") or e.missing}
+    left_early = {r for (_, r), e in ended.items() if _is_last(e)}
     for number in sorted({n for n, _ in ended}):
         call = story.calls[number % len(story.calls)]
         of = {r: e for (n, r), e in ended.items() if n == number}
