@@ -151,7 +151,8 @@ def agreement_problems(world: World, server: Server, story: Story | None = None)
         story.fault is None
         and not problems
         and not story.hosted
-        and server.most_keys > 14 + 9 * story.world_size * len(story.calls)
+        # Of each rank: four entries for good; of a round, at most four parts of its payload, and four of the reply.
+        and server.most_keys > 14 + story.world_size * (4 + 8 * len(story.calls))
     ):
         problems.append(f"leak: the store held {server.most_keys} keys")
     quiet = story.fault is None and not story.hosted and not world.slow_share and not problems
