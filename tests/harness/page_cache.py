@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,11 +40,18 @@ def cached_bytes(*files: Path) -> int:
 
 
 def drop(*files: Path) -> None:
-    """Sync files and let the kernel forget their pages."""
+    """Sync files and let the kernel forget their pages.
+
+    The kernel leaves pages that another thread uses at this instant, so it is asked again, for up to half a second.
+    """
     for file in files:
         fd = os.open(file, os.O_RDONLY)
         os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        for pause_s in (0.0, 0.02, 0.08, 0.4):
+            time.sleep(pause_s)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            if not cached_bytes(file):
+                break
         os.close(fd)
 
 

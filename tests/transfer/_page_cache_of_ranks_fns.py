@@ -47,7 +47,7 @@ def _measured(directory: str, work: Any) -> tuple[Any, int]:
     dist.barrier()
     if dist.get_rank() == 0:
         drop(*files)
-        assert cached_bytes(*files) == 0
+        assert (stay := cached_bytes(*files)) == 0, f"{stay} bytes of {directory} can't be dropped"
     dist.barrier()
     result = work()
     dist.barrier()
