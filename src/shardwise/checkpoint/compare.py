@@ -1,7 +1,7 @@
-"""Finds what differs between the ranks of a save: hashes are compared on their way to rank 0, so that no rank gets those of all.
+"""Finds the documents and plain tensors that differ between the ranks of a save.
 
-Equal states are said once: a hash of all plain tensors tells that they are equal. Only if they are not, a second round compares
-each.
+Ranks compare hashes on their way to rank 0, so that no rank receives those of all ranks. One hash covers all plain tensors; only if it
+differs, a second round compares each tensor.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ LAYOUT = "layout"
 PLAIN = "plain tensors"
 #: The value in place of a hash where ranks differ.
 _DIFFERS = ""
-#: So many different models of ranks are told.
+#: An error tells of at most so many different models.
 _TOLD = 3
 
 
 def comparable(snapshot: Snapshot, plain: Mapping[str, int], ranks: Ranks) -> dict[str, Any]:
-    """What a rank says of its state: hashes by name, and its tensors in words. ``plain``: sums of plain tensors."""
+    """This rank's hashes by name, and its tensors in words. ``plain``: sums of plain tensors."""
     if ranks.world_size == 1:
         return {"hashes": {}, "held": {}}
     hashes = {name: document_hash(encoded) for name, encoded in snapshot.documents.items()}
@@ -39,7 +39,8 @@ def comparable(snapshot: Snapshot, plain: Mapping[str, int], ranks: Ranks) -> di
 
 
 def merged(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What several ranks say, as one: a hash that all have, or that they differ; the first ranks with each text."""
+    """Merges the :func:`comparable` of several ranks: the hash that all of them have, or a mark that they differ; for each text the
+    first rank that has it."""
     names = {name for one in told for name in one["hashes"]}
     hashes = {}
     for name in names:
@@ -54,7 +55,7 @@ def merged(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def differing_in(told: Mapping[str, Any]) -> list[Any]:
-    """The names of what differs between ranks; then some ranks' tensors in words, in the order of ranks."""
+    """The names whose hashes differ between ranks; then the tensors of some ranks in words, in the order of ranks."""
     return [sorted(n for n, value in told["hashes"].items() if value == _DIFFERS), told["held"]]
 
 

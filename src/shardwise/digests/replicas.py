@@ -2,8 +2,9 @@
 
 A rank adds its sum of a tensor to two totals. One is that of the replica that counts. In the other the sums of replica k weigh
 R(1024, k) of :mod:`.digest`, an odd number of 64 bits. If all replicas are equal, the second is the first times the sum of the
-weights. One element that differs in one replica is never missed: it changes the sum by less than 2^32 times an odd number.
-Other changes are missed with a chance of about 2^-32, as changes of several elements are by the digest. So 8 bytes for each tensor travel, 16 if it has replicas, however many ranks and replicas there are.
+weights. With two replicas the comparison finds every difference of their sums, because the weights are odd. With more, the differences
+of several replicas cancel with a chance of about 2^-32, as several changed elements of one tensor may in its digest. 8 bytes for each
+tensor travel, 16 if it has replicas, whatever the number of ranks and replicas.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def _replica_of(geometry: Geometry) -> tuple[dict[int, int], _Words]:
 
 
 class ReplicaTotals:
-    """How the sums of tensors are added up over ranks; the same on every rank. ``owners``: the replica that counts."""
+    """Adds up the sums of tensors over ranks. Every rank makes the same one. ``owners``: for each tensor, the replica that counts."""
 
     def __init__(self, geometries: Sequence[Geometry], owners: Sequence[int]) -> None:
         groups: dict[tuple[Geometry, int], list[int]] = {}

@@ -50,5 +50,6 @@ class Parts:
         return b"".join(parts)
 
     def delete(self, key: str, count: int) -> None:
+        """Delete the parts of a payload."""
         for i in range(count):
             self._store.delete_key(f"{key}/{i}")
