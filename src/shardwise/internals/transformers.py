@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .conversion_table import get_model_conversion_mapping
 from .torch import original_class
 
 __all__ = [
@@ -182,8 +183,6 @@ def transformers_conversions(meta_model: Any, key_mapping: Mapping[str, str] | N
     back empty. transformers 5.20-5.23: ``conversion_mapping.get_model_conversion_mapping``. Without it, tensors that
     the hub stores under other names, or in other parts, would be missing in a load.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
     model_class: Any = type(meta_model)
     if original_class(meta_model) is not model_class:
         raise TypeError(f"{model_class.__name__} is wrapped: its conversions would come back empty")
@@ -198,7 +197,6 @@ def default_conversions(meta_model: Any) -> list[Any]:
     transformers 5.20-5.23: as in ``core_model_loading.revert_weight_conversion``, which finds nothing on a model
     whose class FSDP2 swapped. Without it, ``save_pretrained`` of such a model would write the model's own names.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 
     found = get_model_conversion_mapping(meta_model, add_legacy=False)
