@@ -1,4 +1,4 @@
-"""transformers' table of conversions, of which only what one model needs is made."""
+"""transformers' table of conversions, of which only what one model needs is made. transformers 5.20-5.23."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ def get_model_conversion_mapping(*args: Any, **options: Any) -> Any:
     60 ms of CPU time on each rank: as long as all else that a load of 500 tensors does beside reading. Here the same
     functions run in a namespace of their own, in which a conversion is made when it is first asked for. transformers itself
     is not changed; once it has its table (somebody registered a conversion, or loaded a model by ``from_pretrained``),
-    its own function is called.
-
-    transformers 5.20-5.23: ``conversion_mapping._checkpoint_conversion_mapping_cache``. Without it, loads are right and
-    slower.
+    its own function is called. transformers 5.20-5.23: ``conversion_mapping._checkpoint_conversion_mapping_cache``.
+    Without it, loads are right and slower.
     """
     module = importlib.import_module("transformers.conversion_mapping")
     if getattr(module, "_checkpoint_conversion_mapping_cache", ()) is not None:
