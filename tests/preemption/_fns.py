@@ -76,6 +76,18 @@ class Training:
         time.sleep(self.pause_s)
 
 
+def _slow_disk(seconds: float) -> None:
+    """Each fsync of this process takes so much longer."""
+    fsync = os.fsync
+
+    def slow(file: int) -> None:
+        time.sleep(seconds)
+        fsync(file)
+
+    if seconds:
+        os.fsync = slow
+
+
 def _log(root: Path, life: int) -> Any:
     """Appends an event to this rank's file."""
     path = root / f"log-{life}-{dist.get_rank()}"
@@ -91,6 +103,7 @@ def train(root: Path, options: dict[str, Any]) -> None:
     """Resume, warm up, train with an evaluation every 4 steps and a save every 5; stop where it is asked to, and exit so."""
     training = Training(options)
     event = _log(root, options["life"])
+    _slow_disk(options.get("fsync_s", 0.0))
     checkpoints = sw.Checkpointer(
         root / "run",
         keep_last=2,
@@ -162,9 +175,12 @@ def train_accelerate(root: Path, options: dict[str, Any]) -> None:
         data = Samples(
             0.0, draws=False
         )  # of items that draw numbers the report says that a resume is not exact
-        model, optimizer, loader = accelerator.prepare(
-            model, optimizer, DataLoader(data, batch_size=4, shuffle=True)
+        workers = options.get("workers", 0)
+        context = "fork" if workers else None
+        batches: Any = DataLoader(
+            data, batch_size=4, shuffle=True, num_workers=workers, multiprocessing_context=context
         )
+        model, optimizer, loader = accelerator.prepare(model, optimizer, batches)
         folders = sorted((root / "run").glob("step-*"), key=lambda path: path.name)
         step, differences = 0, ()
         if folders:
@@ -185,6 +201,11 @@ def train_accelerate(root: Path, options: dict[str, Any]) -> None:
             event("stopped", step=step, newest=step)
             os._exit(accelerator.exit_code)
 
+        for _ in range(WARM_UP):
+            event("warm-up", step=step)
+            time.sleep(0.01)
+            if accelerator.should_stop(step):
+                end()
         while step < STEPS:
             for batch in loader:
                 loss = model(batch / 100).square().mean()
@@ -197,6 +218,7 @@ def train_accelerate(root: Path, options: dict[str, Any]) -> None:
                 if step % 5 == 0:
                     event("saving", step=step)
                     accelerator.save_state(root / f"run/step-{step:08d}", step=step)
+                    event("saved", step=step)
                 if accelerator.should_stop(step):
                     end()
                 for _ in range(3 if step % 4 == 0 else 0):
@@ -224,10 +246,20 @@ def train_trainer(root: Path, options: dict[str, Any]) -> None:
 
     event = _log(root, options["life"])
 
+    class Trainer(ShardwiseTrainer):
+        def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+            event("saving", step=self.state.global_step)
+            super()._save_checkpoint(*args, **kwargs)
+            event("saved", step=self.state.global_step)
+
     class Events(TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             if "loss" in logs:
                 event("step", step=state.global_step, loss=float(logs["loss"]).hex())
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            event("warm-up", step=state.global_step)
+            time.sleep(0.05)
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             time.sleep(0.02)
@@ -236,13 +268,11 @@ def train_trainer(root: Path, options: dict[str, Any]) -> None:
             event("evaluation", step=state.global_step)
             time.sleep(0.02)
 
-        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            event("saving", step=state.global_step)
-
     evaluation = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 8}
-    with arguments(str(root / "run"), save_steps=3, **evaluation) as args:
+    workers = {"dataloader_num_workers": options.get("workers", 0)}
+    with arguments(str(root / "run"), save_steps=3, **evaluation, **workers) as args:
         model, _ = load_pretrained(args, options["path"], config=config_of(options["path"], 0.2))
-        trainer = ShardwiseTrainer(
+        trainer = Trainer(
             model,
             args,
             train_dataset=Rows(),
@@ -258,5 +288,7 @@ def train_trainer(root: Path, options: dict[str, Any]) -> None:
         assert report is None or report.exact, report.differences
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         step = trainer.state.global_step
+        if report is not None:
+            event("resumed from", step=report.step)
         event("stopped" if trainer.exit_code else "done", step=step, newest=step)
         os._exit(trainer.exit_code)
