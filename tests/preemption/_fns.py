@@ -88,6 +88,13 @@ def _slow_disk(seconds: float) -> None:
         os.fsync = slow
 
 
+def _long_step(event: Any, step: int, options: dict[str, Any]) -> None:
+    """The step after the first save takes longer, if that is asked for."""
+    if step == 6 and options.get("long_s"):
+        event("long", step=step)
+        time.sleep(options["long_s"])
+
+
 def _log(root: Path, life: int) -> Any:
     """Appends an event to this rank's file."""
     path = root / f"log-{life}-{dist.get_rank()}"
@@ -132,6 +139,7 @@ def train(root: Path, options: dict[str, Any]) -> None:
             loss = training.step(batch)
             step += 1
             event("step", step=step, loss=loss)
+            _long_step(event, step, options)
             if step % 5 == 0:
                 event("saving", step=step)
                 checkpoints.save(training.state, step)
@@ -167,8 +175,13 @@ def train_accelerate(root: Path, options: dict[str, Any]) -> None:
             fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=100
         )
         loading = DataLoaderConfiguration(use_stateful_dataloader=True)  # else an epoch begins again
+        _slow_disk(options.get("fsync_s", 0.0))
         accelerator = Accelerator(
-            cpu=True, fsdp_plugin=plugin, dataloader_config=loading, stop_on=("SIGTERM", "SIGUSR1")
+            cpu=True,
+            fsdp_plugin=plugin,
+            dataloader_config=loading,
+            stop_on=("SIGTERM", "SIGUSR1"),
+            deadline_s=options.get("deadline_s", 30.0),
         )
         model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.2), nn.Linear(16, 1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -194,11 +207,17 @@ def train_accelerate(root: Path, options: dict[str, Any]) -> None:
             pid=os.getpid(),
         )
 
+        resumed_step = saved = step
+
         def end() -> None:
             event("stopping", step=step)
-            if not (root / f"run/step-{step:08d}").exists():
-                accelerator.save_state(root / f"run/step-{step:08d}", step=step)
-            event("stopped", step=step, newest=step)
+            newest = step
+            if (
+                step not in (resumed_step, 0) or not folders
+            ):  # a folder of the run before can't be saved again
+                report = accelerator.save_state(root / f"run/step-{step:08d}", step=step)
+                newest = step if report.failure is None else saved
+            event("stopped", step=step, newest=newest)
             os._exit(accelerator.exit_code)
 
         for _ in range(WARM_UP):
@@ -215,10 +234,12 @@ def train_accelerate(root: Path, options: dict[str, Any]) -> None:
                 time.sleep(0.01)
                 step += 1
                 event("step", step=step, loss=float(loss.detach()).hex())
+                _long_step(event, step, options)
                 if step % 5 == 0:
                     event("saving", step=step)
                     accelerator.save_state(root / f"run/step-{step:08d}", step=step)
                     event("saved", step=step)
+                    saved = step
                 if accelerator.should_stop(step):
                     end()
                 for _ in range(3 if step % 4 == 0 else 0):
@@ -256,6 +277,7 @@ def train_trainer(root: Path, options: dict[str, Any]) -> None:
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             if "loss" in logs:
                 event("step", step=state.global_step, loss=float(logs["loss"]).hex())
+                _long_step(event, state.global_step, options)
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             event("warm-up", step=state.global_step)
@@ -272,6 +294,7 @@ def train_trainer(root: Path, options: dict[str, Any]) -> None:
     workers = {"dataloader_num_workers": options.get("workers", 0)}
     with arguments(str(root / "run"), save_steps=3, **evaluation, **workers) as args:
         model, _ = load_pretrained(args, options["path"], config=config_of(options["path"], 0.2))
+        _slow_disk(options.get("fsync_s", 0.0))
         trainer = Trainer(
             model,
             args,
@@ -280,6 +303,7 @@ def train_trainer(root: Path, options: dict[str, Any]) -> None:
             processing_class=tokenizer(),
             callbacks=[Events()],
             stop_on=("SIGTERM", "SIGUSR1"),
+            deadline_s=options.get("deadline_s", 30.0),
         )
         resumes = trainer.has_checkpoint()
         event("resumed", step=-1, exact=True, pid=os.getpid())
@@ -290,5 +314,7 @@ def train_trainer(root: Path, options: dict[str, Any]) -> None:
         step = trainer.state.global_step
         if report is not None:
             event("resumed from", step=report.step)
-        event("stopped" if trainer.exit_code else "done", step=step, newest=step)
+        names = [path.name for path in (root / "run").glob("checkpoint-*")]
+        newest = max(int(name.rpartition("-")[2]) for name in names)
+        event("stopped" if trainer.exit_code else "done", step=step, newest=newest)
         os._exit(trainer.exit_code)
