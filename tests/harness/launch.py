@@ -72,6 +72,10 @@ class Launch:
         """Send ``signum`` to one rank: SIGKILL, SIGTERM, SIGSTOP, SIGCONT."""
         self._processes[rank].send_signal(signum)
 
+    def status(self, rank: int) -> int | None:
+        """The return code of a rank, or None while it runs."""
+        return self._processes[rank].poll()
+
     def wait(self, timeout_s: float, *, ranks: Iterable[int] | None = None) -> list[int]:
         """Return codes of ``ranks`` (all of them by default) once they ended; negative for a signal.
 

@@ -76,6 +76,25 @@ class Training:
         time.sleep(self.pause_s)
 
 
+def _slow_disk(seconds: float) -> None:
+    """Each fsync of this process takes so much longer."""
+    fsync = os.fsync
+
+    def slow(file: int) -> None:
+        time.sleep(seconds)
+        fsync(file)
+
+    if seconds:
+        os.fsync = slow
+
+
+def _long_step(event: Any, step: int, options: dict[str, Any]) -> None:
+    """The step after the first save takes longer, if that is asked for."""
+    if step == 6 and options.get("long_s"):
+        event("long", step=step)
+        time.sleep(options["long_s"])
+
+
 def _log(root: Path, life: int) -> Any:
     """Appends an event to this rank's file."""
     path = root / f"log-{life}-{dist.get_rank()}"
@@ -91,6 +110,7 @@ def train(root: Path, options: dict[str, Any]) -> None:
     """Resume, warm up, train with an evaluation every 4 steps and a save every 5; stop where it is asked to, and exit so."""
     training = Training(options)
     event = _log(root, options["life"])
+    _slow_disk(options.get("fsync_s", 0.0))
     checkpoints = sw.Checkpointer(
         root / "run",
         keep_last=2,
@@ -119,6 +139,7 @@ def train(root: Path, options: dict[str, Any]) -> None:
             loss = training.step(batch)
             step += 1
             event("step", step=step, loss=loss)
+            _long_step(event, step, options)
             if step % 5 == 0:
                 event("saving", step=step)
                 checkpoints.save(training.state, step)
@@ -154,17 +175,25 @@ def train_accelerate(root: Path, options: dict[str, Any]) -> None:
             fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=100
         )
         loading = DataLoaderConfiguration(use_stateful_dataloader=True)  # else an epoch begins again
+        _slow_disk(options.get("fsync_s", 0.0))
         accelerator = Accelerator(
-            cpu=True, fsdp_plugin=plugin, dataloader_config=loading, stop_on=("SIGTERM", "SIGUSR1")
+            cpu=True,
+            fsdp_plugin=plugin,
+            dataloader_config=loading,
+            stop_on=("SIGTERM", "SIGUSR1"),
+            deadline_s=options.get("deadline_s", 30.0),
         )
         model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.2), nn.Linear(16, 1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         data = Samples(
             0.0, draws=False
         )  # of items that draw numbers the report says that a resume is not exact
-        model, optimizer, loader = accelerator.prepare(
-            model, optimizer, DataLoader(data, batch_size=4, shuffle=True)
+        workers = options.get("workers", 0)
+        context = "fork" if workers else None
+        batches: Any = DataLoader(
+            data, batch_size=4, shuffle=True, num_workers=workers, multiprocessing_context=context
         )
+        model, optimizer, loader = accelerator.prepare(model, optimizer, batches)
         folders = sorted((root / "run").glob("step-*"), key=lambda path: path.name)
         step, differences = 0, ()
         if folders:
@@ -178,13 +207,24 @@ def train_accelerate(root: Path, options: dict[str, Any]) -> None:
             pid=os.getpid(),
         )
 
+        resumed_step = saved = step
+
         def end() -> None:
             event("stopping", step=step)
-            if not (root / f"run/step-{step:08d}").exists():
-                accelerator.save_state(root / f"run/step-{step:08d}", step=step)
-            event("stopped", step=step, newest=step)
+            newest = step
+            if (
+                step not in (resumed_step, 0) or not folders
+            ):  # a folder of the run before can't be saved again
+                report = accelerator.save_state(root / f"run/step-{step:08d}", step=step)
+                newest = step if report.failure is None else saved
+            event("stopped", step=step, newest=newest)
             os._exit(accelerator.exit_code)
 
+        for _ in range(WARM_UP):
+            event("warm-up", step=step)
+            time.sleep(0.01)
+            if accelerator.should_stop(step):
+                end()
         while step < STEPS:
             for batch in loader:
                 loss = model(batch / 100).square().mean()
@@ -194,9 +234,12 @@ def train_accelerate(root: Path, options: dict[str, Any]) -> None:
                 time.sleep(0.01)
                 step += 1
                 event("step", step=step, loss=float(loss.detach()).hex())
+                _long_step(event, step, options)
                 if step % 5 == 0:
                     event("saving", step=step)
                     accelerator.save_state(root / f"run/step-{step:08d}", step=step)
+                    event("saved", step=step)
+                    saved = step
                 if accelerator.should_stop(step):
                     end()
                 for _ in range(3 if step % 4 == 0 else 0):
@@ -224,10 +267,21 @@ def train_trainer(root: Path, options: dict[str, Any]) -> None:
 
     event = _log(root, options["life"])
 
+    class Trainer(ShardwiseTrainer):
+        def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+            event("saving", step=self.state.global_step)
+            super()._save_checkpoint(*args, **kwargs)
+            event("saved", step=self.state.global_step)
+
     class Events(TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             if "loss" in logs:
                 event("step", step=state.global_step, loss=float(logs["loss"]).hex())
+                _long_step(event, state.global_step, options)
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            event("warm-up", step=state.global_step)
+            time.sleep(0.05)
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             time.sleep(0.02)
@@ -236,13 +290,12 @@ def train_trainer(root: Path, options: dict[str, Any]) -> None:
             event("evaluation", step=state.global_step)
             time.sleep(0.02)
 
-        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            event("saving", step=state.global_step)
-
     evaluation = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 8}
-    with arguments(str(root / "run"), save_steps=3, **evaluation) as args:
+    workers = {"dataloader_num_workers": options.get("workers", 0)}
+    with arguments(str(root / "run"), save_steps=3, **evaluation, **workers) as args:
         model, _ = load_pretrained(args, options["path"], config=config_of(options["path"], 0.2))
-        trainer = ShardwiseTrainer(
+        _slow_disk(options.get("fsync_s", 0.0))
+        trainer = Trainer(
             model,
             args,
             train_dataset=Rows(),
@@ -250,6 +303,7 @@ def train_trainer(root: Path, options: dict[str, Any]) -> None:
             processing_class=tokenizer(),
             callbacks=[Events()],
             stop_on=("SIGTERM", "SIGUSR1"),
+            deadline_s=options.get("deadline_s", 30.0),
         )
         resumes = trainer.has_checkpoint()
         event("resumed", step=-1, exact=True, pid=os.getpid())
@@ -258,5 +312,9 @@ def train_trainer(root: Path, options: dict[str, Any]) -> None:
         assert report is None or report.exact, report.differences
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         step = trainer.state.global_step
-        event("stopped" if trainer.exit_code else "done", step=step, newest=step)
+        if report is not None:
+            event("resumed from", step=report.step)
+        names = [path.name for path in (root / "run").glob("checkpoint-*")]
+        newest = max(int(name.rpartition("-")[2]) for name in names)
+        event("stopped" if trainer.exit_code else "done", step=step, newest=newest)
         os._exit(trainer.exit_code)

@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import statistics
 import tempfile
@@ -22,16 +23,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import shardwise as sw
 from tests.harness.launch import Launch
 from tests.preemption import _fns as fns
 
-#: Programs with their options, and the moments at which they can be stopped.
-PROGRAMS: dict[str, tuple[Callable[..., None], dict[str, Any], tuple[str, ...]]] = {
-    "own loop": (fns.train, {}, ("step", "evaluation", "warm-up", "saving")),
-    "own loop, async": (fns.train, {"mode": "async", "width": 256}, ("step", "evaluation", "saving")),
-    "own loop, workers": (fns.train, {"workers": 2}, ("step", "evaluation", "warm-up", "saving")),
-    "Accelerate": (fns.train_accelerate, {}, ("step", "evaluation", "saving")),
-    "Trainer": (fns.train_trainer, {}, ("step", "evaluation", "saving")),
+_MOMENTS = ("step", "evaluation", "warm-up", "saving")
+#: Programs with their options. Slow storage makes a save so long that signals fall into it.
+PROGRAMS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
+    "own loop": (fns.train, {"fsync_s": 0.02}),
+    "own loop, async": (fns.train, {"mode": "async", "width": 256}),
+    "own loop, workers": (fns.train, {"workers": 2}),
+    "Accelerate": (fns.train_accelerate, {}),
+    "Accelerate, workers": (fns.train_accelerate, {"workers": 2}),
+    "Trainer": (fns.train_trainer, {}),
+    "Trainer, workers": (fns.train_trainer, {"workers": 2}),
 }
 RANKS, DEADLINE_S = 2, 30.0
 
@@ -47,6 +52,7 @@ class Outcome:
     seconds: list[float] = field(default_factory=list)
     """From the signal to the end of the last rank."""
     resumes: int = 0
+    """Of a step that was published, to the bitwise losses of at least one further step."""
 
     def words(self, name: str) -> str:
         found = self.seconds or [0.0]
@@ -72,7 +78,7 @@ def losses(root: Path, life: int) -> dict[tuple[int, int], str]:
 
 def reference(name: str, root: Path, extra: dict[str, Any]) -> dict[tuple[int, int], str]:
     """The losses of a run that never stops."""
-    program, options, _ = PROGRAMS[name]
+    program, options = PROGRAMS[name]
     with Launch(RANKS, program, root, {**options, **extra, "life": 0}) as job:
         assert job.wait(120) == [0] * RANKS
     return losses(root, 0)
@@ -109,15 +115,26 @@ def _children(pid: int) -> list[int]:
         return []
 
 
+def step_of(path: Path) -> int:
+    """The step that is published at a path; -1 for another name."""
+    found = re.fullmatch(r"(?:step|checkpoint)-(\d+)", path.name)
+    return int(found[1]) if found else -1
+
+
 def published(root: Path) -> int:
     """The newest published step."""
-    found = [p for pattern in ("step-????????", "checkpoint-*") for p in (root / "run").glob(pattern)]
-    return max((int(p.name.rpartition("-")[2]) for p in found), default=-1)
+    return max(map(step_of, (root / "run").glob("*-*")), default=-1)
+
+
+def fell_into(events_of_first: list[dict[str, Any]], sent: float) -> str:
+    """What rank 0 did when the signal was sent, by its log."""
+    before = [e["kind"] for e in events_of_first if e["time"] <= sent]
+    return before[-1] if before else "start"
 
 
 def campaign(name: str, root: Path, count: int, seed: int, **extra: Any) -> Outcome:
     """``count`` preemptions of one program. Raises AssertionError for the first one that ends wrongly."""
-    program, options, moments = PROGRAMS[name]
+    program, options = PROGRAMS[name]
     rng, outcome = random.Random(f"{name} {seed}"), Outcome()
     (root / "whole").mkdir()
     expected = reference(name, root / "whole", extra)
@@ -126,7 +143,7 @@ def campaign(name: str, root: Path, count: int, seed: int, **extra: Any) -> Outc
         place = root / f"run-{run}"
         place.mkdir(exist_ok=True)
         before = published(place)
-        moment = rng.choice(moments)
+        moment = rng.choice(_MOMENTS)
         with Launch(RANKS, program, place, {**options, **extra, "life": life}) as job:
             sent = preempt(job, place, life, moment, rng)
             statuses = job.wait(DEADLINE_S + 30)
@@ -138,9 +155,11 @@ def campaign(name: str, root: Path, count: int, seed: int, **extra: Any) -> Outc
             first = said[0][0]
             assert all(s[0]["kind"] == "resumed" and s[0]["exact"] for s in said), context
             if before >= 0:
-                assert first["step"] in (before, -1), context
-                outcome.resumes += 1
+                from_step = [e["step"] for e in said[0] if e["kind"] == "resumed from"] or [first["step"]]
+                assert from_step[0] in (before, -1), context
+                outcome.resumes += any(e["kind"] == "step" for e in said[0])
             if any(s[-1]["kind"] == "done" for s in said):  # the signal came too late
+                assert all(status in (0, -signal.SIGTERM, -signal.SIGUSR1) for status in statuses), context
                 outcome.ran_to_the_end += 1
                 run, life = run + 1, 0
                 continue
@@ -148,8 +167,10 @@ def campaign(name: str, root: Path, count: int, seed: int, **extra: Any) -> Outc
             assert seconds < DEADLINE_S, context
             (newest,) = {s[-1]["newest"] for s in said}
             assert newest == published(place) == said[0][-1]["step"], context
+            (path,) = (p for p in (place / "run").glob("*-*") if step_of(p) == newest)
+            assert not sw.verify(path).problems, context
         outcome.preemptions += 1
-        outcome.moments[moment] += 1
+        outcome.moments[fell_into(said[0], sent)] += 1
         outcome.seconds.append(seconds)
         life += 1
     return outcome
@@ -166,7 +187,7 @@ def main() -> None:
         count = given.preemptions // len(names) + (index < given.preemptions % len(names))
         with tempfile.TemporaryDirectory(prefix="preemptions-") as directory:
             root = Path(directory)
-            extra = {"path": hub(root)} if name == "Trainer" else {}
+            extra = {"path": hub(root)} if name.startswith("Trainer") else {}
             print(campaign(name, root, count, given.seed, **extra).words(name), flush=True)
 
 

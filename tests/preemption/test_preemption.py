@@ -169,7 +169,7 @@ def test_the_last_save(situation: Situation, saves: bool) -> None:
     ],
 )
 def test_preempted_at_random_moments(tmp_path: Path, name: str) -> None:
-    extra = {"path": campaign.hub(tmp_path)} if name == "Trainer" else {}
+    extra = {"path": campaign.hub(tmp_path)} if name.startswith("Trainer") else {}
     outcome = campaign.campaign(name, tmp_path, 3, seed=1, **extra)
     print(outcome.words(name))
     assert outcome.preemptions == 3

@@ -17,7 +17,7 @@ from tests.simulation.world import Killed, Process, World
 __all__ = ["Call", "Ended", "Story", "TIMEOUT_S", "agreement_problems", "born", "limit_s"]
 
 TIMEOUT_S = 8.0
-KINDS = ("agree", "alike", "combine", "reduce", "gather", "on_first", "nested")
+KINDS = ("agree", "alike", "combine", "reduce", "reduce", "gather", "on_first", "nested")
 #: What may happen to one rank.
 FAULTS = (
     "dies",
@@ -38,6 +38,8 @@ class Ended:
     """``ok``, ``own`` (its own exception), ``agreed`` (an error of all), ``unreachable``, ``interrupted``."""
     value: Any = None
     missing: tuple[int, ...] = ()
+    failed: tuple[int, ...] = ()
+    """The ranks that the error says failed."""
 
 
 @dataclass(slots=True)
@@ -78,12 +80,14 @@ def limit_s(world: World) -> float:
 
 
 def _told(draw: Any) -> Story:
-    size = draw.choice((2, 2, 3, 3, 4, 6))
+    size = draw.choice((2, 2, 3, 4, 5, 6))  # in a tree of 2, a rank below another from 4 on
     calls = []
     for _ in range(draw.randrange(1, 4)):
         kind = draw.choice(KINDS)
         slow = draw.random() < 0.15
         work = [draw.random() * (TIMEOUT_S * 2 if slow else 0.5) for _ in range(size)]
+        if draw.random() < 0.1:  # one rank alone is slow, and those above it in the tree wait for it
+            work[draw.randrange(size)] = TIMEOUT_S * draw.uniform(1.0, 2.0)
         call = Call(kind, work, size=draw.choice((5, 5, 150, 350)))
         chance = draw.random()
         if chance < 0.2:
@@ -272,7 +276,15 @@ def _make(world: World, story: Story, process: Process, call: Call, interrupt: b
         elif call.kind == "combine":
             value = current.combine(label, work, lambda found: ["reply", *found])
         elif call.kind == "reduce":
-            value = current.reduce(label, lambda: [work()], _together, lambda found: ["reply", *found])
+            is_stray = (
+                rank == call.stray
+            )  # what it hands over is of another call, and can't be merged with the rest
+            value = current.reduce(
+                label,
+                lambda: 7 if is_stray else [work()],  # type: ignore[arg-type, return-value]
+                _first if is_stray else _together,
+                lambda found: ["reply", *found],
+            )
         elif call.kind == "gather":
             found = current.gather(label, work())
             value = found is None or [f.partition(":")[0] for f in found] == [
@@ -288,7 +300,7 @@ def _make(world: World, story: Story, process: Process, call: Call, interrupt: b
             world.problems.append(f"nameless: rank {rank} got an error that names no rank: {error}")
         if any("unreachable" in cause for cause in error.causes.values()):
             return Ended("unreachable", str(error))
-        return Ended("agreed", str(error), tuple(error.missing))
+        return Ended("agreed", str(error), tuple(error.missing), tuple(error.causes))
     except (ShardwiseError, ValueError) as error:
         if error is not own:
             world.problems.append(f"strange: rank {rank} got {type(error).__name__}: {error}")
@@ -297,6 +309,10 @@ def _make(world: World, story: Story, process: Process, call: Call, interrupt: b
         return Ended("own", f"{error}")
     except KeyboardInterrupt:
         return Ended("interrupted")
+
+
+def _first(found: Sequence[Any]) -> Any:
+    return found[0]
 
 
 def _together(found: Sequence[list[str]]) -> list[str]:
@@ -330,6 +346,7 @@ def _disagreements(story: Story, ended: dict[tuple[int, int], Ended], processes:
                 problems.append(
                     f"wrong rank: rank {r} was told in call {number} that {sorted(wrong)} is missing"
                 )
+        problems += _wrong_causes(story, call, number, told, faulty | left_early)
         if story.fault is None:
             problems += _wrong_failure(story, call, number, of)
     wanted = (2 if story.returns else 1) * len(story.calls) * story.world_size
@@ -360,6 +377,20 @@ def _wrong_success(story: Story, call: Call, number: int, told: dict[int, Ended]
     elif call.kind == "nested":
         wanted = story.world_size
     return [f"wrong: call {number} gave rank {r} {e.value}" for r, e in told.items() if e.value != wanted]
+
+
+def _wrong_causes(
+    story: Story, call: Call, number: int, told: dict[int, Ended], faulty: set[int]
+) -> list[str]:
+    """An error names as failed only ranks that failed, or did something else than rank 0."""
+    everyone = set(range(story.world_size))
+    differs = call.kind == "alike" and len({r in call.differing for r in everyone}) > 1
+    guilty = set(call.fails) | faulty | (everyone if differs or call.stray == 0 else {call.stray})
+    return [
+        f"wrong rank: rank {r} was told in call {number} ({call.kind}) that {sorted(wrong)} failed: {e.value}"
+        for r, e in told.items()
+        if (wrong := set(e.failed) - guilty)
+    ]
 
 
 def _wrong_failure(story: Story, call: Call, number: int, of: dict[int, Ended]) -> list[str]:

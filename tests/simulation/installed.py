@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from shardwise.checkpoint import async_save, checkpointer, shared_fs, stage
+from shardwise.preemption import leases, stops
 from shardwise.ranks import beats, parts, patience, protocol, ranks, tree
 from shardwise.store import lock, publish
 from tests.simulation import threads
@@ -82,14 +83,15 @@ def _replacements(on: Stage) -> Iterator[tuple[Any, str, Any]]:
 
     time, threading = threads.Time(world), threads.Threading(world)
     hands = Hands(lambda: on.files)
-    for module in (protocol, beats, patience, shared_fs):
+    for module in (protocol, beats, patience, shared_fs, leases, stops):
         yield module, "time", time
     for module in (protocol, patience, async_save, stage):
         yield module, "threading", threading
     distributed = _Distributed(on)
     yield ranks, "dist", distributed
     yield protocol, "dist", distributed
-    yield protocol, "default_store", lambda: on.world.process.store
+    for module in (protocol, stops):
+        yield module, "default_store", lambda: on.world.process.store
     yield protocol, "_opening", _Opening(on)
     yield protocol, "_INLINE_BYTES", _INLINE_BYTES
     yield protocol, "_INLINE_IN_TREE_BYTES", _INLINE_IN_TREE_BYTES
@@ -101,7 +103,7 @@ def _replacements(on: Stage) -> Iterator[tuple[Any, str, Any]]:
     kinds = {n: getattr(fcntl, n) for n in ("F_WRLCK", "LOCK_EX", "LOCK_NB")}
     yield lock, "fcntl", SimpleNamespace(fcntl=hands.fcntl, **kinds)
     secrets = SimpleNamespace(token_hex=lambda n: f"{on.world.draw.getrandbits(8 * n):0{2 * n}x}")
-    for module in (lock, publish, checkpointer):
+    for module in (lock, publish, checkpointer, stops):
         yield module, "secrets", secrets
     for name, function in hands.functions().items():
         yield os, name, function

@@ -50,26 +50,26 @@ def labels_of(schedules: int) -> set[str]:
 
 def run_many(first: int, count: int, jobs: int) -> int:
     """Run schedules by number, and print those that broke a promise. Returns the exit status."""
-    started, operations, bad = time.monotonic(), 0, []
+    started, operations, bad = time.monotonic(), 0, 0
+    each = dict.fromkeys(KINDS, 0)
     starts = range(first, first + count, _BATCH)
-    ends = [min(s + _BATCH, first + count) for s in starts]
+    ends = [(s, min(s + _BATCH, first + count)) for s in starts]
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-        for done, (some, found) in enumerate(pool.imap_unordered(_pair, zip(starts, ends, strict=True)), 1):
+        # In order, so that each line that is printed tells of all schedules up to a number.
+        for done, (some, found) in enumerate(pool.imap(_pair, ends), 1):
             operations += some
-            bad += found
+            bad += len(found)
+            begin, end = ends[done - 1]
+            for number in range(begin, end):
+                each[kind_and_seed(number)[0]] += 1
             for kind, one in found:
                 print(f"--seed {one.seed} --kind {kind}: {one.problems[0]}", flush=True)
-            if done % 25 == 0:
+            if done % 25 == 0 or done == len(ends):
                 print(
-                    f"{min(done * _BATCH, count)} schedules, {operations} operations, {time.monotonic() - started:.0f} s",
+                    f"{first} to {end - 1}: {end - first} schedules ({each}), {operations} operations, "
+                    f"{time.monotonic() - started:.0f} s: {bad} broke a promise",
                     flush=True,
                 )
-    kinds = [kind_and_seed(n)[0] for n in range(first, first + count)] if count <= 10**5 else []
-    each = {kind: kinds.count(kind) for kind in KINDS} if kinds else {k: count // s for k, s in KINDS.items()}
-    print(
-        f"{count} schedules ({each}), {operations} operations, {time.monotonic() - started:.0f} s: "
-        f"{len(bad)} broke a promise"
-    )
     return 1 if bad else 0
 
 

@@ -6,12 +6,14 @@ Messages and calls on files are the kinds that schedules themselves show. Checks
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from shardwise.checkpoint import checkpointer, run_steps
+from shardwise.preemption import leases, stops
 from shardwise.ranks import beats, protocol, ranks
+from shardwise.ranks.verdicts import Request, Status
 from shardwise.store import line, lock, publish
 from tests.simulation.installed import Stage
 from tests.simulation.schedules import KINDS, run_seed
@@ -45,8 +47,41 @@ def _nothing(*_: Any, **__: Any) -> None:
     return None
 
 
+def _never(self: Any, is_asked: bool) -> bool:
+    return False
+
+
 def _none_idle(self: Any, found: Any) -> tuple[int, ...]:
     return ()
+
+
+def _all_there(statuses: Mapping[int, tuple[Status, bytes]], below: Sequence[int], request: Request) -> bool:
+    return all(s.cause is None and _same(s, request) for s, _ in statuses.values())
+
+
+def _all_well(statuses: Mapping[int, tuple[Status, bytes]], below: Sequence[int], request: Request) -> bool:
+    return len(statuses) == len(below) and all(_same(s, request) for s, _ in statuses.values())
+
+
+def _all_in_it(statuses: Mapping[int, tuple[Status, bytes]], below: Sequence[int], request: Request) -> bool:
+    return len(statuses) == len(below) and all(s.cause is None for s, _ in statuses.values())
+
+
+def _same(status: Status, request: Request) -> bool:
+    return (status.kind, status.label) == (request.kind, request.label)
+
+
+def _without_ticks(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of an agreement in which this rank says nothing of its progress."""
+
+    def silent(self: Any, *arguments: Any) -> Any:
+        self.tick = _nothing  # of this object alone, in front of the method
+        try:
+            return method(self, *arguments)
+        finally:
+            del self.tick
+
+    return silent
 
 
 #: By name: where the check is, its name there, and what stands in its place.
@@ -56,6 +91,25 @@ _CHECKS: tuple[tuple[str, Any, str, Any], ...] = (
     ("whether ranks are in the same call", protocol, "disagreement", lambda *_: ""),
     ("whether all failed alike", protocol.Agreement, "_failures", None),
     ("whether an error was agreed on", protocol.Agreement, "is_agreed", lambda self, error: False),
+    ("whether all ranks below are there", protocol, "are_mergeable", _all_there),
+    ("whether all ranks below are well", protocol, "are_mergeable", _all_well),
+    ("whether all ranks below are in the same call", protocol, "are_mergeable", _all_in_it),
+    (
+        "that a rank is alive while it waits for those below",
+        protocol.Agreement,
+        "_await_verdict",
+        _without_ticks(protocol.Agreement._await_verdict),
+    ),
+    (
+        "that rank 0 is alive while it waits",
+        protocol.Agreement,
+        "_await_arrivals",
+        _without_ticks(protocol.Agreement._await_arrivals),
+    ),
+    ("that a rank is alive while it works", ranks.Ranks, "tick", _nothing),
+    ("whether ranks stop at one call", stops, "_first", lambda found: [max(f[2] for f in found), ""]),
+    ("whether the lease is used up", leases.Lease, "covers", lambda self, calls, turns: False),
+    ("whether the lease is the last one", leases.StopPoint, "_lend", _never),
     ("whether ranks claim the same", ranks, "_ranks_unlike_first", lambda digests: b""),
     ("whether the lock is held, before the step appears", publish, "check_held", _nothing),
     ("whether the lock is held, before a save", line, "check_held", _nothing),

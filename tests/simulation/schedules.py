@@ -8,13 +8,15 @@ from tests.simulation.agreements import Story, agreement_problems
 from tests.simulation.files import Files
 from tests.simulation.installed import Stage
 from tests.simulation.runs import run_problems
+from tests.simulation.stops import stop_problems
 from tests.simulation.store import Server
 from tests.simulation.world import World
 
 __all__ = ["KINDS", "Schedule", "kind_and_seed", "run_seed"]
 
-#: Every so many schedules are of this kind: whole runs take ten times as long as agreements.
-KINDS = {"agreement": 1, "run": 5}
+#: Of so many schedules one is of this kind: whole runs take ten times as long as agreements.
+KINDS = {"agreement": 1, "run": 5, "stop": 5}
+_IN_TURN = ("agreement", "agreement", "agreement", "stop", "run")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +30,10 @@ class Schedule:
 
 
 def kind_and_seed(number: int) -> tuple[str, int]:
-    """What the schedule of a number is: every fifth is a whole run."""
-    whole, rest = divmod(number, KINDS["run"])
-    return ("run", whole) if rest == KINDS["run"] - 1 else ("agreement", whole * (KINDS["run"] - 1) + rest)
+    """What the schedule of a number is."""
+    whole, rest = divmod(number, len(_IN_TURN))
+    kind = _IN_TURN[rest]
+    return kind, whole * _IN_TURN.count(kind) + _IN_TURN[:rest].count(kind)
 
 
 def run_seed(
@@ -52,6 +55,8 @@ def run_seed(
     try:
         if kind == "agreement":
             problems = agreement_problems(world, server, story)
+        elif kind == "stop":
+            problems = stop_problems(world, server)
         else:
             problems = run_problems(world, server, files)
     finally:

@@ -40,6 +40,7 @@ def label_of(method: str, key: str) -> str:
     key = re.sub(
         r"^shardwise/[^/]*?(generation|\d+)/", lambda m: "generation/" if m[1] == "generation" else "", key
     )
+    key = re.sub(r"^shardwise/stop/[0-9a-f]+/", "stop/", key)
     key = re.sub(r"^\d+/", "", key)
     key = re.sub(r"^(payload/[0-9]+|reply)/[0-9]+", r"\1/part", key)
     return f"{method} {re.sub(r'/[1-9][0-9]*', '/n', key)}"

@@ -6,7 +6,9 @@ from collections import deque
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
-__all__ = ["SaveTimes", "Situation", "Way", "way_of"]
+from ..ranks.ranks import Ranks
+
+__all__ = ["LastSave", "SaveTimes", "Situation", "Way", "way_of"]
 
 #: A save beside other ranks that stop, too, takes longer than those before it.
 _MARGIN = 1.25
@@ -88,3 +90,26 @@ class SaveTimes:
     def longest_s(self) -> float:
         """0 before the first save."""
         return max(self._last, default=0.0)
+
+
+class LastSave:
+    """Whether there is time for the last save, in a run whose program or trainer makes the saves. The same calls on every rank."""
+
+    def __init__(self) -> None:
+        self._times = SaveTimes()
+        self._has_step = False
+
+    def resumed(self) -> None:
+        """There is a step to go on from."""
+        self._has_step = True
+
+    def saved(self, seconds: float) -> None:
+        """Note a save that was published."""
+        self._times.add(seconds)
+        self._has_step = True
+
+    def refusal(self, left_s: float | None, ranks: Ranks) -> str | None:
+        """Why a new step is not saved in the time that is left on this rank; None if it is. Collective."""
+        now = Situation(1, 0 if self._has_step else None, None, 0.0, self._times.longest_s, left_s)
+        saves, why = ranks.combine("plan the last save", now.to_list, way_for_all)
+        return None if saves else str(why)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import time
 from collections.abc import Iterator
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
+from ..checkpoint.last_save import LastSave
 from ..preemption.stops import StopOptions, Stops
 from ..ranks.ranks import Ranks
+from ._trainer_folder import Run
+
+_log = logging.getLogger(__name__)
 
 __all__ = ["StopCallback", "Stopping", "StoppedInEvaluationError"]
 
@@ -53,11 +59,14 @@ class Stopping(Trainer):
 
     _stop_options: StopOptions
     _stopping: StopCallback
+    _last_save: LastSave
+    _run: Run
+    resume_report: Any
 
     @contextlib.contextmanager
     def _stoppable(self) -> Iterator[None]:
         """Listen for signals in the block. Collective."""
-        self._stopping.stops = None
+        self._stopping.stops, self._last_save = None, LastSave()
         if self._stop_options.stop_on:
             self._stopping.stops = Stops(self._stop_options, Ranks.current())
             self._stopping.is_listening = True
@@ -72,6 +81,20 @@ class Stopping(Trainer):
     def exit_code(self) -> int:
         """The status for ``sys.exit``: 0, or ``exit_status`` after a ``train`` that a signal has stopped."""
         return 0 if self._stopping.stops is None else self._stopping.stops.exit_code
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """As Trainer's, unless it is the last save and there is no time for it."""
+        stops, started = self._stopping.stops, time.monotonic()
+        if stops is None or self.state.global_step in self._run.published:
+            super()._save_checkpoint(model, trial)
+            return
+        if self.resume_report is not None:
+            self._last_save.resumed()
+        if stops.has_stopped and (why := self._last_save.refusal(stops.left_s(), Ranks.current())):
+            _log.warning("checkpoint %d is not saved: %s", self.state.global_step, why)
+            return
+        super()._save_checkpoint(model, trial)
+        self._last_save.saved(time.monotonic() - started)
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """As Trainer's; an evaluation that a signal has stopped has no metrics."""

@@ -30,6 +30,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from ..checkpoint.checkpointer import save
+from ..checkpoint.last_save import LastSave
 from ..checkpoint.resume_report import ResumeReport
 from ..checkpoint.save import SaveReport
 from ..errors import StateError
@@ -316,17 +317,24 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
     Args:
         stop_on: names of signals that ask the run to stop: ``("SIGTERM", "SIGUSR1")``; see :meth:`should_stop`. Handlers that were
             there before are called, too, and are back after ``end_training``.
+        deadline_s: seconds from the first signal to the scheduler's SIGKILL. :meth:`save_state` plans the last save with it. None: not known.
         exit_status: :attr:`exit_code` of a run that has stopped.
 
     All other arguments and methods are ``accelerate.Accelerator``'s.
     """
 
     def __init__(
-        self, *args: Any, stop_on: tuple[str, ...] = (), exit_status: int = EXIT_STATUS, **kwargs: Any
+        self,
+        *args: Any,
+        stop_on: tuple[str, ...] = (),
+        deadline_s: float | None = None,
+        exit_status: int = EXIT_STATUS,
+        **kwargs: Any,
     ) -> None:
-        options = StopOptions(stop_on=stop_on, exit_status=exit_status)
+        options = StopOptions(stop_on=stop_on, deadline_s=deadline_s, exit_status=exit_status)
         super().__init__(*args, **kwargs)
-        self._stops = Stops(options, Ranks.current())
+        self._stops, self._last_save = Stops(options, Ranks.current()), LastSave()
+        self._newest: tuple[str, SaveReport] | None = None
 
     def should_stop(self, step: int) -> bool:
         """Whether the run was asked to stop; as :meth:`shardwise.Checkpointer.should_stop`.
@@ -380,10 +388,24 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
     ) -> SaveReport:
         """:func:`save_state` of this accelerator. ``safe_serialization`` has no effect: all tensors are safetensors.
 
+        After :meth:`should_stop` it is the last save: a folder just published is not saved again, and no save begins for which
+        ``deadline_s`` or a second signal leaves no time. The report then has ``failure``; the checkpoint before is the newest.
+
         Every rank must call it. Raises as :func:`save_state`.
         """
-        return save_state(self, output_dir, step=step)
+        folder = folder_for(self, output_dir)
+        if self._stops.has_stopped:
+            if self._newest is not None and self._newest[0] == folder:
+                return self._newest[1]
+            if why := self._last_save.refusal(self._stops.left_s(), Ranks.current()):
+                return SaveReport.of_failure(folder, self.save_iteration if step is None else step, why)
+        report = save_state(self, output_dir, step=step)
+        self._last_save.saved(report.seconds)
+        self._newest = folder, report
+        return report
 
     def load_state(self, input_dir: str | os.PathLike[str] | None = None) -> ResumeReport:
         """:func:`load_state` of this accelerator. Every rank must call it. Raises as :func:`load_state`."""
-        return load_state(self, input_dir)
+        report = load_state(self, input_dir)
+        self._last_save.resumed()
+        return report

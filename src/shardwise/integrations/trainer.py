@@ -117,7 +117,9 @@ class ShardwiseTrainer(Stopping, Saving):
       checkpoints lie; ``output_dir`` stays local. In a store their names are ``step-N.<nonce>``. ``resume_from_checkpoint`` takes URLs.
     * ``stop_on=("SIGTERM", "SIGUSR1")`` of the constructor: while ``train`` runs, such a signal on any rank stops all ranks after
       the same step, or in the same batch of an evaluation, and ``train`` returns with that step saved. Then call
-      ``sys.exit(trainer.exit_code)``: it is ``exit_status`` (75), and 0 for a run that came to its end.
+      ``sys.exit(trainer.exit_code)``: it is ``exit_status`` (75), and 0 for a run that came to its end. With ``deadline_s``, the seconds to the
+      scheduler's SIGKILL, and after a second signal, no last save begins that takes longer than saves took; the run then goes on from
+      the checkpoint before.
 
     Memory: ≤ 16 MiB besides the live tensors on CPU. Raises the errors of :func:`shardwise.save`,
     :func:`shardwise.restore` and :func:`shardwise.export_hf`, alike on every rank; its constructor raises
@@ -138,13 +140,12 @@ class ShardwiseTrainer(Stopping, Saving):
         *args: Any,
         checkpoint_root: str | os.PathLike[str] | None = None,
         stop_on: tuple[str, ...] = (),
+        deadline_s: float | None = None,
         exit_status: int = EXIT_STATUS,
         **kwargs: Any,
     ) -> None:
-        self._stop_options, self._stopping = (
-            StopOptions(stop_on=stop_on, exit_status=exit_status),
-            StopCallback(),
-        )
+        self._stop_options = StopOptions(stop_on=stop_on, deadline_s=deadline_s, exit_status=exit_status)
+        self._stopping = StopCallback()
         if checkpoint_root is not None:
             self._checkpoint_root = place_at(checkpoint_root)
         with References() as self._references:

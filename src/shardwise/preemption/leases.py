@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..errors import RankError
+from ..ranks.beats import Watch
 
 __all__ = ["Lease", "Lender", "Store", "StopPoint"]
 
@@ -128,16 +129,16 @@ class StopPoint:
         return lease.is_final and not lease.covers(self.calls, self.turns)
 
     def _follow(self) -> bool:
-        pause_s, waited_s = _FIRST_PAUSE_S, 0.0
-        while not self._lease.covers(self.calls, self.turns):
-            if self._lease.is_final:
-                return True
-            seen = Lease.unpacked(self._store.get(f"{self._key}/lease"))
-            if seen == self._lease:
-                if waited_s > self._timeout_s:
-                    raise RankError("stop together", {}, (0,), self._timeout_s)
-                time.sleep(pause_s)
-                waited_s += pause_s
-                pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
-            self._lease = seen
-        return False
+        if self._lease.covers(self.calls, self.turns):
+            return False
+        watch, pause_s = Watch(self._timeout_s), _FIRST_PAUSE_S
+        while not self._lease.is_final:
+            packed = self._store.get(f"{self._key}/lease")
+            self._lease = Lease.unpacked(packed)
+            if self._lease.covers(self.calls, self.turns):
+                return False
+            if watch.due() and watch.look({0: packed}):
+                raise RankError("stop together", {}, (0,), self._timeout_s)
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+        return True

@@ -100,7 +100,9 @@ class Stops:
             "stop together", lambda: [step, calls, ago_s, number, first is not None], _first
         )
         if self._options.deadline_s is not None:
-            self._agreed_end_s = time.monotonic() + self._options.deadline_s - ago_s
+            end_s = time.monotonic() + self._options.deadline_s - ago_s
+            # Ranks that came late have held up the agreement. The rank that was asked knows the time without it, and the least counts.
+            self._agreed_end_s = end_s if first is None else min(end_s, first.at_s + self._options.deadline_s)
         if ranks.rank == 0:
             _log.warning("stopping after step %d: %s was asked to, %.1f s ago", step, who, ago_s)
 
