@@ -181,3 +181,30 @@ def test_small_pages_on_request() -> None:
             tensor[start : start + 4 * MIB].fill_(1)
     assert _memory_of_process("AnonHugePages") == before
     assert memory.describe() == f"huge for 0% of {64 * MIB} bytes"
+
+
+@pytest.mark.skipif(not _has_huge_pages(), reason="this system has no huge pages")
+def test_no_huge_pages_come_after_the_load() -> None:
+    memory = HostMemory("huge")
+    tensor, gone = (memory.empty((3 * MIB,), (1,), torch.uint8) for _ in range(2))
+    flags = partial(_flags_at, tensor.data_ptr())
+    assert "hg" in flags()
+    tensor.fill_(1)
+    del gone
+    memory.settle()
+    # khugepaged would fill up the 2 MiB in which the end of the one lies beside the place of the other.
+    assert "hg" not in flags()
+    assert "nh" in flags()
+
+
+def _flags_at(address: int) -> list[str]:
+    """Flags of the mapping that holds an address, as smaps has them: "hg" and "nh" for and against huge pages."""
+    is_here = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if "-" in first and not first.endswith(":"):
+            start, stop = (int(part, 16) for part in first.split("-"))
+            is_here = start <= address < stop
+        elif is_here and first == "VmFlags:":
+            return line.split()[1:]
+    raise AssertionError("no such mapping")

@@ -180,7 +180,7 @@ def test_products_of_experts_are_compiled_for_each_number_of_tokens() -> None:
     assert products_of(model, groups, torch.float32, training) is None
     found = products_of(model, groups, None, training)
     # Two matrices, each with a product of the forward and two of the backward; 6 layers of 16 experts.
-    assert found == Products(shapes=6, experts=96, tokens=512, tokens_of_expert=128.0)
+    assert found == Products(dense=0, shapes=6, experts=96, tokens=512, tokens_of_expert=128.0)
     assert 6 * 48 < found.after_one_step() < 6 * 96
     assert found.after_many_steps() == 1024  # what oneDNN keeps
     assert replace(found, tokens=64).after_many_steps() == 6 * 64

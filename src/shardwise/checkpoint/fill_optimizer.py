@@ -156,6 +156,7 @@ class OptimizerFill:
         with SourceReader(tick, files=files, io=self.io, page_cache=page_cache) as reader:
             staging = Staging(self.io, self.plan.staging_bytes)
             execute(self.plan.transfers, reader, Destination(local), staging, self.memory)
+            self.memory.settle()
         return reader.bytes_read
 
     def place(self) -> None:

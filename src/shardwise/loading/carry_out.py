@@ -71,6 +71,7 @@ def carry_out(
         elif fills is not None:
             execute(fills, fills, destination, staging, memory)
             fills.close()
+        memory.settle()
         if choice.strategy != "once":
             compare(plan.checks, reader, destination, staging)
         elif (checks := share(copies=True)) is not None:

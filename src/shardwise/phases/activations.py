@@ -12,7 +12,7 @@ from torch import nn
 from ..sharding.groups import ShardPolicy
 from .groups import StepGroup, groups_of
 from .measure import Measured, alike, measure
-from .products import Products, products_of
+from .products import Products, products_of, workspaces_of
 from .step import StepPeak, peak_of
 from .timeline import whole_step
 from .training import Training
@@ -32,7 +32,9 @@ class Step:
     """Of the activations."""
     formula: str
     products: Products | None
-    """Of experts that run in two bytes an element."""
+    """The matrix products in two bytes an element; None if there are none."""
+    workspace_bytes: int | None
+    """What MKL keeps after the products in fp32, on the CPU. None: not known."""
     called: frozenset[int]
     """The groups whose forward runs with text alone."""
     reached: frozenset[str] | None
@@ -71,6 +73,8 @@ def step_of(
         reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else ""
         _log.info("the model can't run on tensors without memory: %s: %s", type(error).__name__, reason)
         return _by_formula(model, groups, compute, training, f"{type(error).__name__}: {reason}")
+    narrow = [] if measured.widened else [p for p in measured.products if p.itemsize == 2]
+    wide = [p for p in measured.products if p.itemsize == 4 or measured.widened]
     events = list(whole_step(measured.events, groups, first))
     called = frozenset(e.group for e in events if e.kind == "enter")
     left = [g for g in groups if g.index not in called and g.kind == "block"]
@@ -95,7 +99,8 @@ def step_of(
         ),
         error=0.15,
         formula=f"measured on tensors without memory{how}, {tokens}, {len(set(first.values()))} of {len(first)} blocks run",
-        products=products_of(model, groups, compute, training),
+        products=products_of(model, groups, compute, training, len(narrow)),
+        workspace_bytes=workspaces_of(wide),
         called=called,
         reached=measured.reached,
         activation_bytes=max(e.peak for e in events),
@@ -154,6 +159,7 @@ def _by_formula(
         formula=f"tokens x (hidden x (blocks x {kept} + {_BYTES_PER_ELEMENT}) + 12 x vocabulary) = {tokens} x ({hidden} x "
         f"({blocks} x {kept} + {_BYTES_PER_ELEMENT}) + 12 x {vocabulary})",
         products=products_of(model, groups, compute, training),
+        workspace_bytes=None,
         called=frozenset(range(len(groups))),
         reached=None,
         activation_bytes=None,

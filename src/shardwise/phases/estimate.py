@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ..planning import IOOptions
+from ..store.direct import BUFFER_BYTES
+from ..store.slice_file import LARGE_BYTES
 from .activations import Step
 from .files import with_cached_reads
 from .held import Held
@@ -34,11 +36,11 @@ _PROCESS_BYTES, _PROCESS_ERROR = 3 * _GIB // 4, 0.4
 _CONTEXT_BYTES, _CONTEXT_ERROR = 5 * _GIB // 4, 0.6
 #: A save's buffers besides the tensors, at most; an export's windows of 32 MiB for what is read and for what is written.
 _SAVE_BYTES, _EXPORT_BYTES = 32 * _MIB, 64 * _MIB
-#: Workspaces of kernels and buffers of gloo or of a device's libraries.
+#: Workspaces of kernels and buffers of gloo or of a device's libraries, where they are not known better.
 _SMALL_BYTES, _SMALL_UPPER_BYTES = 5 * _MIB, 54 * _MIB
 #: For each parameter: objects of FSDP2, DTensor, autograd and the optimizer, and what the heap keeps of small tensors. Measured on the
-#: CPU with 69 to 1,203 parameters after three steps: 50 to 75 KiB; after a load 10 to 27.
-_OBJECT_BYTES, _OBJECT_UPPER_BYTES = 70 * 1024, 140 * 1024
+#: CPU after three steps, beside workspaces and compiled products: 22 to 75 KiB, 50 in the middle; after a load 10 to 27.
+_OBJECT_BYTES, _OBJECT_UPPER_BYTES = 50 * 1024, 140 * 1024
 _LOADED_OBJECT_BYTES, _LOADED_OBJECT_UPPER_BYTES = 20 * 1024, 60 * 1024
 #: Model, optimizer, and two of the rank's own state; manifest, state, two configs.
 _FILES_OF_A_RANK, _FILES_OF_ALL = 4, 4
@@ -165,23 +167,29 @@ class _Run:
         ]
 
     def small(self, *, is_first: bool = False) -> list[Amount]:
-        count = self.held.count
         nbytes, upper = _SMALL_BYTES, _SMALL_UPPER_BYTES
         text = "workspaces of kernels: 5 MiB, at most 54"
-        if self.works == "host":
-            nbytes, upper = nbytes + count * _OBJECT_BYTES, upper + count * _OBJECT_UPPER_BYTES
-            text += f"; objects of {count} parameters: 70 KiB each, at most 140"
+        if self.works != "host":
+            return [Amount("small objects", self.works, nbytes, upper, text)]
+        count, workspaces = self.held.count, self.step.workspace_bytes
+        if workspaces is not None:
+            nbytes, upper = workspaces, upper + workspaces
+            text = (
+                f"workspaces that MKL keeps after products in fp32: {workspaces} bytes, at most 54 MiB more"
+            )
+        nbytes, upper = nbytes + count * _OBJECT_BYTES, upper + count * _OBJECT_UPPER_BYTES
+        text += f"; objects of {count} parameters: 50 KiB each, at most 140"
         found = [Amount("small objects", self.works, nbytes, upper, text)]
-        products = self.step.products
-        if self.works == "host" and products is not None:
+        if (products := self.step.products) is not None:
             most = products.after_many_steps()
             count = products.after_one_step() if is_first else most
             text = (
-                f"code that oneDNN compiles for experts in two bytes an element, 0.56 MiB x {count} products: {products.shapes} "
-                f"for each number of tokens that an expert gets, at most {most} are kept"
+                f"code that oneDNN compiles for products in two bytes an element, 0.56 MiB x {count}: {products.dense} of dense layers, and "
+                f"{products.shapes} for each number of tokens that an expert gets; at most {most} are kept"
             )
-            nbytes, upper = count * COMPILED_BYTES, most * COMPILED_UPPER_BYTES
-            found.append(Amount("compiled products", "host", nbytes, upper, text))
+            found.append(
+                Amount("compiled products", "host", count * COMPILED_BYTES, most * COMPILED_UPPER_BYTES, text)
+            )
         return found
 
     def update(self) -> list[Amount]:
@@ -254,6 +262,14 @@ class _Run:
         text = f"{what}: at most {most // _MIB} MiB; none for tensors on the CPU that are stored as they are"
         return Amount("staging", "host", 0 if self.keeps == "host" else most // 4, most, text)
 
+    def written_through(self, saving: Amount) -> Amount:
+        """The same where files are so large that they are written past the page cache, through buffers."""
+        largest = max(self.held.stored_model, self.held.stored_optimizer) // self.shards
+        if saving.nbytes or largest < LARGE_BYTES:
+            return saving
+        text = f"{saving.formula}; 16 MiB of buffers, shared pages, for a file of 16 MiB or more"
+        return replace(saving, nbytes=2 * BUFFER_BYTES, formula=text)
+
     def phases(self) -> Iterable[Phase]:
         reading = self.reading()
         saving = self.writing(_SAVE_BYTES, "buffers of the writer")
@@ -264,7 +280,7 @@ class _Run:
             "load": (*self.process(), *self.loaded(), reading),
             "first step": self.a_step(is_first=True),
             "steady step": steady,
-            "save, sync": (*self.at_rest(), saving, self.written()),
+            "save, sync": (*self.at_rest(), self.written_through(saving), self.written()),
             "save, async": (*steady, self.staging(), saving, self.written()),
             "resume": self.a_resume(reading),
             "export": (*self.at_rest(), export, self.written()),

@@ -20,6 +20,7 @@ from ..internals.torch import TorchDispatchMode, fake_tensors, storage_key, tree
 from ..internals.transformers import one_sequence_a_sample
 from ..names import canonical_name
 from .groups import Event, StepGroup
+from .products import Product, product_of
 from .training import Training
 
 __all__ = ["Measured", "alike", "measure"]
@@ -32,6 +33,10 @@ class Measured:
     events: tuple[Event, ...]
     reached: frozenset[str]
     """Names of the parameters that got a gradient."""
+    products: tuple[Product, ...]
+    """The different matrix products in the order in which they run first, those of experts apart."""
+    widened: bool
+    """Whether what ran in two bytes an element stands for fp32."""
 
 
 class _LiveBytes(TorchDispatchMode):
@@ -42,11 +47,14 @@ class _LiveBytes(TorchDispatchMode):
         self.live = self.peak = 0
         self.events: list[Event] = []
         self.is_backward = False
+        self.products: dict[Product, None] = {}
         self._widen = widen
         self._sizes = {storage_key(tensor): 0 for tensor in known}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if (product := product_of(func, args)) is not None:
+            self.products.setdefault(product)
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self._see(leaf)
@@ -138,7 +146,8 @@ def measure(
             loss.backward()
             del loss
             tracker.note("end", -1)
-    return Measured(tuple(tracker.events), _named(model, reached, groups, passed_over))
+    reached_names = _named(model, reached, groups, passed_over)
+    return Measured(tuple(tracker.events), reached_names, tuple(tracker.products), widen)
 
 
 def _named(

@@ -1,13 +1,13 @@
-"""The matrix products of experts that oneDNN compiles on the CPU, and the memory of their code.
+"""The matrix products that oneDNN compiles on the CPU, and the memory of their code.
 
-oneDNN (3.12 in torch 2.13) compiles a product for its exact shape, and keeps the last 1,024 (``ONEDNN_PRIMITIVE_CACHE_CAPACITY``).
-In fp32, torch calls MKL instead, which compiles nothing. A dense layer has one shape; experts have one for each number of tokens
-that the router gives to one of them, because ``grouped_mm`` on the CPU is one product for each expert.
+oneDNN (3.12 in torch 2.13) compiles a product for its exact shapes, and keeps the last 1,024 (``ONEDNN_PRIMITIVE_CACHE_CAPACITY``).
+In fp32, torch calls MKL instead, which compiles nothing, and keeps its workspaces. A dense layer has one product in the forward and two in the backward; experts
+have these for each number of tokens that the router gives to one of them, because ``grouped_mm`` on the CPU is one product for each expert.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,15 @@ from torch import nn
 from .groups import StepGroup
 from .training import Training
 
-__all__ = ["COMPILED_BYTES", "COMPILED_UPPER_BYTES", "Products", "products_of"]
+__all__ = [
+    "COMPILED_BYTES",
+    "COMPILED_UPPER_BYTES",
+    "Product",
+    "Products",
+    "product_of",
+    "products_of",
+    "workspaces_of",
+]
 
 _CACHED = 1024
 #: Of one product's code, measured for sizes of 256 to 4,096: 0.54 to 0.58 MiB with AVX512-BF16; 0.04 to 0.07 with AVX512 alone.
@@ -26,10 +34,12 @@ COMPILED_BYTES, COMPILED_UPPER_BYTES = int(0.56 * 1024**2), int(0.625 * 1024**2)
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """The products of a model's experts, where they run in two bytes an element."""
+    """The products of a model that run in two bytes an element."""
 
+    dense: int
+    """Products that are no experts'. Layers of the same shape share one."""
     shapes: int
-    """Products for each number of tokens: forward, gradient of the input, gradient of the weight; for each matrix."""
+    """Of experts, for each number of tokens: forward, gradient of the input, gradient of the weight; for each matrix."""
     experts: int
     """Of all layers."""
     tokens: int
@@ -47,17 +57,78 @@ class Products:
         most = min(self.tokens, int(20 * mean) + 20)
         share = 1 / (1 + mean)
         distinct = sum(1 - (1 - share * (1 - share) ** m) ** self.experts for m in range(1, most + 1))
-        return min(_CACHED, round(self.shapes * min(distinct, self.experts)))
+        return min(_CACHED, self.dense + round(self.shapes * min(distinct, self.experts)))
 
     def after_many_steps(self) -> int:
         """Compiled products after many steps: as many as are kept, unless there are fewer numbers of tokens."""
-        return min(_CACHED, self.shapes * self.tokens)
+        return min(_CACHED, self.dense + self.shapes * self.tokens)
+
+
+_OPERATIONS = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.baddbmm.default,
+)
+#: torch computes smaller products itself (``mkldnn_gemm_min_size``).
+_LEAST_MULTIPLICATIONS = 16**3
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A matrix product: those that are equal share their code. ``rows`` x ``inner`` times ``inner`` x ``columns``."""
+
+    operation: Any
+    layouts: tuple[Any, ...]
+    rows: int
+    inner: int
+    columns: int
+    itemsize: int
+
+
+def product_of(func: Any, args: Sequence[Any]) -> Product | None:
+    """The product that an operation computes by oneDNN or MKL. None for all else."""
+    if func not in _OPERATIONS:
+        return None
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    one, other = tensors[-2:]
+    if one.numel() * other.shape[-1] <= _LEAST_MULTIPLICATIONS:
+        return None
+    layouts = tuple((tuple(t.shape), t.stride()) for t in tensors)
+    rows, inner = one.shape[-2:]
+    return Product(func, layouts, rows, inner, other.shape[-1], one.dtype.itemsize)
+
+
+#: MKL 2024's blocks of an fp32 product in one thread, with AVX512 on Intel's CPUs: found from what it kept after 57 products of 19 shapes.
+_BLOCK, _MOST_COLUMNS = 384, 9984
+
+
+def workspaces_of(products: Iterable[Product]) -> int:
+    """Bytes of the workspaces that MKL keeps after fp32 products, in the order in which they run.
+
+    A product of more than 384 rows copies a block of each matrix. MKL keeps each workspace for later products, and makes another one for a
+    product that needs more.
+    """
+    largest = total = 0
+    for product in products:
+        if product.rows <= _BLOCK:
+            continue
+        inner = product.inner
+        inner = _BLOCK if inner >= 2 * _BLOCK else -(-inner // 2) if inner > _BLOCK else inner
+        nbytes = 4 * inner * (min(product.columns, _MOST_COLUMNS) + _BLOCK)
+        if nbytes > largest:
+            largest, total = nbytes, total + nbytes
+    return total
 
 
 def products_of(
-    model: nn.Module, groups: Sequence[StepGroup], compute: torch.dtype | None, training: Training
+    model: nn.Module,
+    groups: Sequence[StepGroup],
+    compute: torch.dtype | None,
+    training: Training,
+    dense: int = 0,
 ) -> Products | None:
-    """The products of the experts of ``model``; None if none runs in two bytes an element."""
+    """The products of ``model``, ``dense`` of them no experts'; None if none runs in two bytes an element."""
     matrices = [
         p
         for g in groups
@@ -66,12 +137,13 @@ def products_of(
         if p.ndim == 3 and (compute or p.dtype).itemsize == 2
     ]
     if not matrices:
-        return None
+        return Products(dense, 0, 0, 0, 0.0) if dense else None
     shapes = {(tuple(p.shape), p.requires_grad) for p in matrices}
     layers = sum(g.kind == "experts" and any(p.ndim == 3 for p in g.parameters) for g in groups)
     each = max(p.shape[0] for p in matrices)
     tokens = training.batch_size * training.sequence_length
     return Products(
+        dense=dense,
         shapes=sum(2 + is_trained for _, is_trained in shapes),
         experts=layers * each,
         tokens=tokens,
