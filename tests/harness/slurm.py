@@ -27,14 +27,14 @@ __all__ = ["Cluster", "NotInstalled", "cluster", "slurm_version"]
 _INSTALLED = ROOT / "build" / "slurm"
 _START_S = 30.0
 _DAEMONS = ("munged", "slurmctld", "slurmd", "slurmstepd")
-#: cred_expire: a requeued job waits so long, two minutes otherwise. KillWait: from SIGTERM to SIGKILL.
+#: KillWait: from SIGTERM to SIGKILL where there is no GraceTime.
 _CONF = """
 ClusterName=test
 SlurmctldHost=localhost
 SlurmctldPort={controller}
 AuthType=auth/munge
 CredType=cred/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=2
+AuthInfo=socket={folder}/munge.socket
 SlurmUser={user}
 SlurmdUser={user}
 {plugins}
@@ -110,6 +110,15 @@ class Cluster:
             time.sleep(0.1)
         return found
 
+    def start_again(self, job: str, timeout_s: float = 120.0) -> None:
+        """Wait until a job is requeued, and start it: SLURM lets it wait for two minutes, in case that the node was at fault."""
+        end = time.monotonic() + timeout_s
+        while (found := self.fields(job))["JobState"] != "PENDING" or found["Restarts"] == "0":
+            if found["JobState"] in ("FAILED", "COMPLETED", "CANCELLED") or time.monotonic() > end:
+                raise RuntimeError(f"job {job} is not requeued: {found}\n{self.said()}")
+            time.sleep(0.1)
+        self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+
     def said(self) -> str:
         """The last lines of each daemon."""
         return "\n".join(f"{log.name}:\n{log.read_text()[-1500:]}" for log in self.folder.glob("*.log"))
@@ -180,7 +189,12 @@ def cluster(folder: Path) -> Iterator[Cluster]:
 
 
 def _munge(folder: Path) -> list[str]:
-    files = {"key-file": "munge.key", "socket": "munge.socket", "pid-file": "munged.pid", "seed-file": "munge.seed"}
+    files = {
+        "key-file": "munge.key",
+        "socket": "munge.socket",
+        "pid-file": "munged.pid",
+        "seed-file": "munge.seed",
+    }
     return ["--foreground", "--force", *(f"--{name}={folder / file}" for name, file in files.items())]
 
 
