@@ -98,8 +98,14 @@ class Cluster:
         return self.run("sbatch", "--parsable", *arguments).strip()
 
     def fields(self, job: str) -> dict[str, str]:
-        """What the controller knows of a job: ``JobState``, ``Restarts``, ``ExitCode``…"""
-        return dict(re.findall(r"(\w+)=(\S*)", self.run("scontrol", "show", "job", job)))
+        """What the controller knows of a job: ``JobState``, ``Restarts``, ``ExitCode``… A job that requeues itself is FAILED for a
+        moment, which does not count."""
+        for last in (False, True):
+            found = dict(re.findall(r"(\w+)=(\S*)", self.run("scontrol", "show", "job", job)))
+            if found["JobState"] != "FAILED" or last:
+                break
+            time.sleep(3)
+        return found
 
     def wait(self, job: str, *states: str, timeout_s: float = 120.0) -> dict[str, str]:
         """The job's fields when it has come to one of these states. Raises :class:`TimeoutError` with what the daemons said."""

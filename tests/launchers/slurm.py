@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -134,11 +135,14 @@ CASES: dict[str, Callable[[Cluster, Path], str]] = {
 def run_case(slurm: Cluster, name: str, out: Path, expected: Curve) -> Row:
     """One way to be stopped: the job goes on to its end, with the losses of one that was not stopped."""
     job = CASES[name](slurm, out)
-    stops = 1
+    stops, limit = 1, time.monotonic() + 300
     while (end := slurm.wait(job, "COMPLETED", "FAILED", "PENDING", timeout_s=180))["JobState"] == "PENDING":
         if stops < int(end["Restarts"]):  # stopped again, as by another time limit
             stops = int(end["Restarts"])
             slurm.start_again(job)
+        if time.monotonic() > limit:
+            raise TimeoutError(f"job {job} has no end: {end}")
+        time.sleep(0.2)
     found = curve_of(out / "losses.jsonl")
     bitwise = found.repeated_alike and found.losses == expected.losses
     figure = f"steps by life: {found.words}; {end['Restarts']} restarts, then {end['JobState'].lower()}; {len(found.losses)} losses bitwise: {bitwise}"
