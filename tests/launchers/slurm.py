@@ -14,7 +14,7 @@ from tests.harness.slurm import Cluster, NotInstalled, cluster, slurm_version
 from .curves import Curve, curve_of, until_step
 from .rows import NotHere, Row
 
-__all__ = ["NAME", "CASES", "run", "run_case", "running", "version", "whole"]
+__all__ = ["CASES", "NAME", "SHORT", "run", "run_case", "running", "version", "whole"]
 
 NAME = "SLURM"
 STEPS, STEP_SECONDS = 60, 0.05
@@ -130,6 +130,10 @@ CASES: dict[str, Callable[[Cluster, Path], str]] = {
     "`scontrol requeue`": _requeued,
     "a node goes down": _node_down,
 }
+
+
+#: The one that CI runs.
+SHORT = "preempted by a higher partition, GraceTime 60"
 
 
 def run_case(slurm: Cluster, name: str, out: Path, expected: Curve) -> Row:
