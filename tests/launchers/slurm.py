@@ -96,8 +96,7 @@ def _requeued(slurm: Cluster, out: Path) -> str:
 
 def _time_limit(slurm: Cluster, out: Path) -> str:
     """SLURM looks at limits twice a minute and sends the signal up to a minute early, here 0 to 30 s after the start."""
-    job = submit(slurm, out, "--time=1", "--signal=USR1@30", step_seconds=1.0)
-    _at_step(slurm, out, 1)
+    job = submit(slurm, out, "--time=1", "--signal=USR1@30", step_seconds=0.7)
     slurm.start_again(job)
     return job
 

@@ -50,7 +50,7 @@ def test_the_published_schema_takes_it() -> None:
             1,
             "no such field",
         ),
-        (("spec", "replicatedJobs", 0, "replicas"), -1, "less than"),
+        (("spec", "ttlSecondsAfterFinished"), -1, "less than"),
     ],
 )
 def test_the_schema_refuses(place: tuple[Any, ...], value: Any, said: str) -> None:
