@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -74,7 +73,7 @@ def _preempted_with_grace(slurm: Cluster, out: Path) -> str:
     job = submit(slurm, out, "-p", "grace")
     _at_step(slurm, out, 7)
     _higher(slurm)
-    slurm.start_again(job)
+    slurm.until_requeued(job)
     return job
 
 
@@ -82,7 +81,7 @@ def _preempted_at_once(slurm: Cluster, out: Path) -> str:
     job = submit(slurm, out, "-p", "low")
     _at_step(slurm, out, 7)
     _higher(slurm)
-    slurm.start_again(job)
+    slurm.until_requeued(job)
     return job
 
 
@@ -90,14 +89,14 @@ def _requeued(slurm: Cluster, out: Path) -> str:
     job = submit(slurm, out)
     _at_step(slurm, out, 7)
     slurm.run("scontrol", "requeue", job)
-    slurm.start_again(job)
+    slurm.until_requeued(job)
     return job
 
 
 def _time_limit(slurm: Cluster, out: Path) -> str:
     """SLURM looks at limits twice a minute and sends the signal up to a minute early, here 0 to 30 s after the start."""
     job = submit(slurm, out, "--time=1", "--signal=USR1@30", step_seconds=0.7)
-    slurm.start_again(job)
+    slurm.until_requeued(job)
     return job
 
 
@@ -106,7 +105,7 @@ def _before_it_listens(slurm: Cluster, out: Path) -> str:
     job = submit(slurm, out, "-p", "grace")
     slurm.wait(job, "RUNNING")
     _higher(slurm)
-    slurm.start_again(job)
+    slurm.until_requeued(job)
     return job
 
 
@@ -116,7 +115,7 @@ def _node_down(slurm: Cluster, out: Path) -> str:
     _at_step(slurm, out, 27)
     slurm.run("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
     slurm.run("scontrol", "update", "NodeName=n2", "State=RESUME")
-    slurm.start_again(job)
+    slurm.until_requeued(job)
     return job
 
 
@@ -138,14 +137,7 @@ SHORT = "preempted by a higher partition, GraceTime 60"
 def run_case(slurm: Cluster, name: str, out: Path, expected: Curve) -> Row:
     """One way to be stopped: the job goes on to its end, with the losses of one that was not stopped."""
     job = CASES[name](slurm, out)
-    stops, limit = 1, time.monotonic() + 300
-    while (end := slurm.wait(job, "COMPLETED", "FAILED", "PENDING", timeout_s=180))["JobState"] == "PENDING":
-        if stops < int(end["Restarts"]):  # stopped again, as by another time limit
-            stops = int(end["Restarts"])
-            slurm.start_again(job)
-        if time.monotonic() > limit:
-            raise TimeoutError(f"job {job} has no end: {end}")
-        time.sleep(0.2)
+    end = slurm.wait(job, "COMPLETED", "FAILED", timeout_s=300)
     found = curve_of(out / "losses.jsonl")
     bitwise = found.repeated_alike and found.losses == expected.losses
     figure = f"steps by life: {found.words}; {end['Restarts']} restarts, then {end['JobState'].lower()}; {len(found.losses)} losses bitwise: {bitwise}"
