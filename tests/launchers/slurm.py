@@ -94,8 +94,8 @@ def _requeued(slurm: Cluster, out: Path) -> str:
 
 
 def _time_limit(slurm: Cluster, out: Path) -> str:
-    """SLURM looks at limits twice a minute and sends the signal up to a minute early, here 0 to 30 s after the start."""
-    job = submit(slurm, out, "--time=1", "--signal=USR1@30", step_seconds=0.7)
+    """SLURM looks at limits twice a minute and sends the signal up to half a minute early, here 25 to 55 s after the start."""
+    job = submit(slurm, out, "--time=1", "--signal=USR1@5", step_seconds=0.7)
     slurm.until_requeued(job)
     return job
 
