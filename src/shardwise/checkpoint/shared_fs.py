@@ -13,7 +13,6 @@ import xxhash
 from ..errors import CheckpointError, ShardwiseError, SourceError
 from ..format.manifest import MANIFEST_NAME, Manifest, read_manifest
 from ..limits import read_small
-from ..loading.strategy import on_network
 from ..ranks.ranks import Ranks
 from ..storage import is_url, names_in
 from ..store.lock import holder_of
@@ -99,6 +98,10 @@ def _wait_for_directory(root: str, holder: str, first: str, ranks: Ranks) -> Non
     ``first``: the directory and host of rank 0, for the error. Raises :class:`CheckpointError` after a minute or the time limit, on
     a local file system after two seconds: the ranks have no directory in common, and no save could succeed.
     """
+    if holder_of(root) == holder:
+        return
+    from ..loading.strategy import on_network  # and with it what loads, for which no first save waits
+
     patience_s = min(_MOST_PATIENCE_S if on_network(root) else _PATIENCE_OF_DISK_S, ranks.timeout_s)
     end = time.monotonic() + patience_s
     while (found := holder_of(root)) != holder:
