@@ -19,7 +19,7 @@ __all__ = ["NAME", "run", "version"]
 
 NAME = "torchrun"
 SAVE_EVERY = 5
-_RENDEZVOUS = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=6"
+_RENDEZVOUS = "last_call_timeout=10,keep_alive_interval=2,keep_alive_max_attempt=10"
 
 
 def version() -> str:
@@ -55,7 +55,7 @@ class _Agents:
     def wait(self, timeout_s: float = 120.0) -> list[int]:
         return [process.wait(timeout_s) for process in self.processes.values()]
 
-    def wait_for(self, what: str, found: Callable[[], bool], timeout_s: float = 120.0) -> None:
+    def wait_for(self, what: str, found: Callable[[], bool], timeout_s: float = 300.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not found():
             assert time.monotonic() < deadline, f"no {what} within {timeout_s:g} s\n{self.report()}"
