@@ -38,7 +38,7 @@ SHAPE := $(addprefix tests/meta/test_,imports.py exports.py internals.py mutatio
 QUICK := -m "not ranks and not processes and not faults and not slow and not hypothesis" --durations 5 \
   $(SHAPE:%=--ignore=%)
 
-.PHONY: help install demo quick test long lowest newest dist check docs bench phases gpu-check faults fuzz schedules simulate mutations servers sweep clean
+.PHONY: help install demo quick test long lowest newest dist check docs bench phases gpu-check faults fuzz schedules simulate mutations servers hosts launchers sweep clean
 .DEFAULT_GOAL := help
 
 help:
@@ -62,6 +62,8 @@ help:
 	@echo "make simulate agreement and publishing of simulated ranks, under random schedules and faults (SIMULATE='--schedules 100000')"
 	@echo "make mutations  seeded errors in a copy of the package, each of which tests of make test must catch (MUTATIONS=--sample 6)"
 	@echo "make servers  object stores that others wrote (azurite by npm, Debian's Ceph), into build/, and their tests (a minute)"
+	@echo "make hosts    two hosts as namespaces: shared and own disks, a host that vanishes or freezes in a save (minutes; Linux)"
+	@echo "make launchers  real launchers, as a table with versions (minutes)"
 	@echo "make sweep    sharded against ordinary load for every architecture (an hour)"
 	@echo "make clean    remove caches and products, keep $(VENV)"
 
@@ -143,6 +145,13 @@ mutations: install
 servers: install
 	sh tests/harness/servers.sh
 	$(BIN)/python -m pytest tests/storage/test_servers.py
+
+# Linux; says so where namespaces can't be made.
+hosts: install
+	$(BIN)/python -m tests.hosts
+
+launchers: install
+	$(BIN)/python -m tests.launchers.table
 
 sweep: install
 	$(BIN)/python benchmarks/sweep.py --table docs/supported-models.md

@@ -29,6 +29,7 @@ from .last_save import SaveTimes
 from .resume_report import ResumeReport
 from .run_steps import Candidate, Retention, RunSteps, Stored
 from .save import SaveReport, write_checkpoint
+from .shared_fs import open_for_all
 from .stage import StagingBuffer
 from .stopping import Stopping
 
@@ -149,7 +150,9 @@ class Checkpointer(Stopping):
         self._place = 0  # of the next async save
         stopping = StopOptions(stop_on=stop_on, deadline_s=deadline_s, exit_status=exit_status)
         try:
-            self._channel = self._ranks().on_first("lock checkpoint directory", self._open)
+            open_for_all(self.root, self._steps.open, self._ranks())
+            # Each Checkpointer has a channel of its own, because two may write at a time.
+            self._channel = self._ranks().on_first("name a channel", lambda: f"async-{next(_NUMBERS)}-")
             self._stops = Stops(stopping, self._ranks())
         except BaseException:  # also if another rank failed or is missing: the caller gets no object to close
             self._steps.close()
@@ -165,14 +168,6 @@ class Checkpointer(Stopping):
             if kind is None:
                 raise
             _log.warning("the async save failed, too: %s", error)  # the body's own error comes first
-
-    def _open(self) -> str:
-        """Lock the directory. Returns the channel of the background thread's agreements. For rank 0.
-
-        Each Checkpointer has a channel of its own, because two may write at a time.
-        """
-        self._steps.open()
-        return f"async-{next(_NUMBERS)}-"
 
     def close(self) -> None:
         """Wait for a pending async save and for the mirror, and release the directory; later saves and resumes are refused.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -14,11 +15,14 @@ from ..format.manifest import MANIFEST_NAME, Manifest, read_manifest
 from ..limits import read_small
 from ..ranks.ranks import Ranks
 from ..storage import is_url, names_in
+from ..store.lock import holder_of
 
-__all__ = ["SeenByFirst", "manifest_seen_by_first", "wait_for_folders"]
+__all__ = ["SeenByFirst", "manifest_seen_by_first", "open_for_all", "wait_for_folders"]
 
 #: Network file systems cache a directory for at most this long (NFS: acdirmax).
 _MOST_PATIENCE_S = 60.0
+#: On a disk of a host's own nothing comes late.
+_PATIENCE_OF_DISK_S = 2.0
 _PAUSE_S = 0.05
 
 
@@ -70,6 +74,47 @@ def manifest_seen_by_first(path: str, ranks: Ranks) -> SeenByFirst:
 
     view = None if ranks.world_size == 1 else ranks.on_first("look at manifest", look)
     return SeenByFirst(path, ranks, view, manifest)
+
+
+def open_for_all(root: str, open_first: Callable[[], None], ranks: Ranks) -> None:
+    """Rank 0 locks a run's directory by ``open_first``; the others look whether theirs is the same. Collective.
+
+    Raises what ``open_first`` raises, and :class:`RankError` naming ranks and hosts that have no directory in common with rank 0.
+    """
+
+    def opened() -> list[str]:
+        open_first()
+        return ["" if is_url(root) else holder_of(root), f"{root} on host {socket.gethostname()}"]
+
+    holder, first = ranks.on_first("lock checkpoint directory", opened)
+    if holder and ranks.world_size > 1:  # on a full disk no holder is noted
+        with ranks.agree("look at checkpoint directory"):
+            _wait_for_directory(root, holder, first, ranks)
+
+
+def _wait_for_directory(root: str, holder: str, first: str, ranks: Ranks) -> None:
+    """Wait until this rank sees in ``root`` what rank 0 has noted in its lock file there. Rank-local.
+
+    ``first``: the directory and host of rank 0, for the error. Raises :class:`CheckpointError` after a minute or the time limit, on
+    a local file system after two seconds: the ranks have no directory in common, and no save could succeed.
+    """
+    if holder_of(root) == holder:
+        return
+    from ..loading.strategy import on_network  # and with it what loads, for which no first save waits
+
+    patience_s = min(_MOST_PATIENCE_S if on_network(root) else _PATIENCE_OF_DISK_S, ranks.timeout_s)
+    end = time.monotonic() + patience_s
+    while (found := holder_of(root)) != holder:
+        if time.monotonic() > end:
+            there = "another directory than rank 0's" if os.path.isdir(root) else "no such directory"
+            seen = f"; its lock was noted by {found}" if found else ""
+            raise CheckpointError(
+                f"{root}: rank {ranks.rank} on host {socket.gethostname()} sees {there} after {patience_s:g} s; rank 0 has locked "
+                f"{first}{seen}. Give every rank the same path on a file system that all hosts share, or the URL of an object "
+                f"store (if the path contains the time, rank 0 must make it and send it to all ranks)"
+            )
+        ranks.tick()
+        time.sleep(_PAUSE_S)
 
 
 def wait_for_folders(path: str, folders: Sequence[str], ranks: Ranks) -> None:

@@ -16,7 +16,7 @@ from ..errors import CheckpointError, LockedError
 from ..ranks.patience import patiently
 from .write import make_directories
 
-__all__ = ["DirectoryLock", "check_held", "lock_file"]
+__all__ = ["DirectoryLock", "check_held", "holder_of", "lock_file"]
 
 #: Locks of this process, by the real path of their directory.
 _HELD: dict[str, DirectoryLock] = {}
@@ -131,6 +131,20 @@ class DirectoryLock:
                 del _HELD[self._root]
             with contextlib.suppress(OSError):  # the file is closed anyway, which drops the lock
                 patiently(os.close, fd)
+
+
+def holder_of(root: str) -> str:
+    """What the holder of a directory has noted in its lock file; empty if there is no such file. Rank-local."""
+    try:
+        fd = patiently(os.open, os.path.join(root, ".lock"), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return ""
+    try:
+        return patiently(os.pread, fd, 1000, 0).decode(errors="replace").strip()
+    except OSError:
+        return ""
+    finally:
+        patiently(os.close, fd)
 
 
 def check_held(root: str) -> None:

@@ -1,0 +1,17 @@
+"""A short form of `make hosts`; skipped where namespaces can't be made."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.hosts.__main__ import rows_of
+from tests.hosts.cases import files_on_one_host, no_shared_file_system
+from tests.hosts.hosts import why_not
+
+
+@pytest.mark.slow
+def test_hosts_without_a_directory_in_common() -> None:
+    if why := why_not():
+        pytest.skip(why)
+    rows = rows_of([no_shared_file_system, files_on_one_host])
+    assert all(row.ok for row in rows), rows
