@@ -45,6 +45,7 @@ __all__ = [
     "LoadReport",
     "LockedError",
     "LowSpaceError",
+    "MemoryTier",
     "NoCheckpointError",
     "PlanError",
     "PlanReport",

@@ -66,7 +66,7 @@ class Ring:
 
     def readable(self, name: str) -> str:
         """The path of a file that other hosts may read. Raises :class:`CheckpointError`, :class:`FormatError` for any other."""
-        if not _SLOTS.fullmatch(name.partition("/")[0]):
+        if not _SLOTS.fullmatch(name.partition("/")[0].removesuffix(".files")):
             raise CheckpointError(f"{name}: is no file of a slot")
         return inside(self.path, name)
 
