@@ -17,9 +17,7 @@ def tier(hosts: str, **options: Any) -> sw.MemoryTier:
     rank = dist.get_rank()
     folder = Path(hosts) / f"host-{rank}"
     folder.mkdir(parents=True, exist_ok=True)
-    return sw.MemoryTier(
-        every=2, directory=str(folder), host=f"host-{rank}", address="127.0.0.1", **options
-    )
+    return sw.MemoryTier(every=2, directory=str(folder), host=f"host-{rank}", address="127.0.0.1", **options)
 
 
 def train(root: str, hosts: str, last: int = 6, copies: int = 2) -> dict[str, Any]:
@@ -46,8 +44,12 @@ def resume(root: str, hosts: str) -> tuple[int | None, bool, bool]:
         assert report is not None
         expected = bits(reference(report.step))
         assert_same_bits(bits(state), expected)
-        checkpointer._memory.newest = report.step  # type: ignore[union-attr]
     return report.step, report.from_memory is not None, state.extra["label"] == f"at {report.step}"
+
+
+def resume_each(cases: list[tuple[str, str]]) -> list[tuple[int | None, bool, bool]]:
+    """:func:`resume` for each run and its hosts."""
+    return [resume(root, hosts) for root, hosts in cases]
 
 
 def reference(step: int) -> sw.TrainState:

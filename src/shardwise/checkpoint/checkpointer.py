@@ -12,11 +12,11 @@ from typing import Literal
 
 from ..errors import CheckpointError, ShardwiseError, is_damage, is_unreadable
 from ..format.steps import checked_step
+from ..memory.options import MemoryTier
 from ..operations.announced import announced
 from ..operations.operation import this_operation
 from ..planning import IOOptions
 from ..preemption.stops import EXIT_STATUS, StopOptions, Stops
-from ..memory.options import MemoryTier
 from ..ranks.patience import patiently
 from ..ranks.ranks import Ranks
 from ..state.train_state import TrainState
@@ -27,8 +27,8 @@ from .check import quick_check
 from .collect import Lineage, collect
 from .failures import Failures, OnSaveError, RefusalError, may_pass
 from .last_save import SaveTimes
-from .resume_report import ResumeReport
 from .remembering import Remembering
+from .resume_report import ResumeReport
 from .run_steps import Candidate, Retention, RunSteps, Stored
 from .save import SaveReport, write_checkpoint
 from .stage import StagingBuffer

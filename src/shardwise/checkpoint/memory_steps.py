@@ -7,6 +7,7 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import xxhash
@@ -200,7 +201,7 @@ class MemorySteps:
             holdings, lost = ranks.combine(
                 "prove a step in memory",
                 lambda kind=kind: self._proved(manifest, [n for n in mine if n.startswith(kind)], ranks),  # type: ignore[misc]
-                lambda found: _merged(manifest, [holdings, *found]),
+                partial(_merged, manifest, holdings),
             )
             if not lost:
                 break
@@ -223,17 +224,13 @@ class MemorySteps:
 class MemoryView:
     """A directory with every file of a step: links to what this host holds whole, and room for what ranks bring from others."""
 
-    def __init__(
-        self, host: Host, ranks: Ranks, manifest: Manifest, text: bytes, holdings: Holdings
-    ) -> None:
+    def __init__(self, host: Host, ranks: Ranks, manifest: Manifest, text: bytes, holdings: Holdings) -> None:
         self.manifest = manifest
         self._host, self._ranks, self._holdings = host, ranks, holdings
         self.taken: dict[str, int] = {}
         """Bytes that this rank brought here, by host."""
         leader = host.places.beside(ranks.rank)[0]
-        made = ranks.combine(
-            "name views", lambda: host.ring.new_view() if ranks.rank == leader else "", list
-        )
+        made = ranks.combine("name views", lambda: host.ring.new_view() if ranks.rank == leader else "", list)
         self.path = made[leader]
         with ranks.agree("make a view"):
             if ranks.rank == leader:
@@ -274,9 +271,7 @@ class MemoryView:
                 continue
             reader = self._host.reader(rank)
             try:
-                nbytes = copy_units(
-                    reader, f"{slot}/{name}", now, inside(self.path, name), self._ranks.tick
-                )
+                nbytes = copy_units(reader, f"{slot}/{name}", now, inside(self.path, name), self._ranks.tick)
             finally:
                 reader.close()
             host = self._host.places.peers[rank].host
@@ -313,10 +308,10 @@ def _only(found: list[bytes]) -> bytes:
     return next(text for text in found if text)
 
 
-def _merged(manifest: Manifest, found: Sequence[Mapping[str, Any]]) -> list[Any]:
+def _merged(manifest: Manifest, before: Holdings, new: Sequence[Mapping[str, Any]]) -> list[Any]:
     """All holdings, and the files of which a unit is held by no rank."""
     merged: dict[str, list[Any]] = {name: [] for name in manifest.files}
-    for one in found:
+    for one in (before, *new):
         for name, holders in one.items():
             merged[name] += holders
     lost = [
@@ -325,5 +320,3 @@ def _merged(manifest: Manifest, found: Sequence[Mapping[str, Any]]) -> list[Any]
         if len({n for _, _, units in merged[name] for n in units}) < len(units_of(entry))
     ]
     return [merged, lost]
-
-

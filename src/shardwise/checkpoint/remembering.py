@@ -56,7 +56,9 @@ class Remembering(ABC):
         """Give the memory back, unless it holds a step that disk does not, or the run was told to stop."""
         memory = self._memory
         if memory is not None:
-            is_newer = memory.wait() is not None and (self._on_disk is None or (memory.newest or 0) > self._on_disk)
+            is_newer = memory.wait() is not None and (
+                self._on_disk is None or (memory.newest or 0) > self._on_disk
+            )
             memory.close(keep=is_newer or self._stops.has_stopped, ranks=self._ranks())
 
     def remember(self, state: TrainState, step: int) -> int:

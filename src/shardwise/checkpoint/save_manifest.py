@@ -51,7 +51,9 @@ def manifest_of(
     Raises :class:`StateError` naming tensors whose replicas differ between ranks.
     """
     files = {n: FileEntry(**{**e, "blocks": tuple(e["blocks"])}) for n, e in records["files"].items()}
-    return _with_digests(collected, ranks, _digests(collected.snapshot, records["sums"], compare=compare), files)
+    return _with_digests(
+        collected, ranks, _digests(collected.snapshot, records["sums"], compare=compare), files
+    )
 
 
 def outline_of(collected: Collected, ranks: Ranks) -> Manifest:

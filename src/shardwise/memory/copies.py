@@ -42,5 +42,3 @@ def copy_units(
     finally:
         os.close(fd)
     return done
-
-

@@ -68,7 +68,9 @@ class Server:
         try:
             self._socket = socket.create_server((address, 0), backlog=_MAX_CONNECTIONS)
         except OSError as error:
-            raise CheckpointError(f"can't listen on {address}: {error.strerror}; give MemoryTier an address") from error
+            raise CheckpointError(
+                f"can't listen on {address}: {error.strerror}; give MemoryTier an address"
+            ) from error
         self.port: int = self._socket.getsockname()[1]
         threading.Thread(target=self._accept, name="shardwise-memory-server", daemon=True).start()
 
@@ -88,7 +90,9 @@ class Server:
                 if self._closed:
                     return
                 continue
-            threading.Thread(target=self._serve, args=(link,), name="shardwise-memory-link", daemon=True).start()
+            threading.Thread(
+                target=self._serve, args=(link,), name="shardwise-memory-link", daemon=True
+            ).start()
 
     def _serve(self, link: socket.socket) -> None:
         try:

@@ -47,7 +47,12 @@ def read_or_make_record(root: str) -> Record:
         try:
             found = read_json(path, "record of the memory tier", 10_000)
             name, line = found["name"], found["line"]
-            if found["format"] == _FORMAT and found["version"] == _VERSION and is_word(name) and is_word(line):
+            if (
+                found["format"] == _FORMAT
+                and found["version"] == _VERSION
+                and is_word(name)
+                and is_word(line)
+            ):
                 return Record(name, line)
         except (FormatError, KeyError, TypeError):
             pass  # damaged: what is in memory is then not found, and the resume takes a step on disk
