@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.tiers import long
 from tests.memory import _memory_fns as fns
 
 RANKS = 4
@@ -27,7 +26,8 @@ def is_held(killed: tuple[int, ...]) -> bool:
 SUBSETS = [c for n in range(RANKS + 1) for c in itertools.combinations(range(RANKS), n)]
 
 
-@pytest.mark.parametrize("world_size", [RANKS, *long(3)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [RANKS, 3])
 def test_every_subset_of_hosts_lost(ranks, tmp_path, world_size):
     root, hosts = tmp_path / "run", tmp_path / "hosts"
     trained = ranks.run_ranks(RANKS, fns.train, str(root), str(hosts))
@@ -45,6 +45,7 @@ def test_every_subset_of_hosts_lost(ranks, tmp_path, world_size):
         assert set(found) == {(6 if held else 3, held, True)}, killed
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_in_every_copy(ranks, tmp_path):
     """Each file of each slot of each host in turn, then all copies of a file: never a wrong bit, and memory as long as one copy is left."""
     root, hosts = tmp_path / "run", tmp_path / "hosts"
