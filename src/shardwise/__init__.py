@@ -45,6 +45,7 @@ __all__ = [
     "LoadReport",
     "LockedError",
     "LowSpaceError",
+    "MemoryTier",
     "NoCheckpointError",
     "PlanError",
     "PlanReport",
@@ -90,6 +91,7 @@ __all__ = [
 #: what loads, exports and converts, and the command line and its help need no torch.
 _HOMES = {
     "Checkpointer": "checkpoint.checkpointer",
+    "MemoryTier": "memory.options",
     "ConvertReport": "runs.convert",
     "CopyReport": "store.copy",
     "DiffReport": "runs.diff",

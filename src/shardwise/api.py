@@ -16,6 +16,7 @@ from .loading.initialize import initialize as initialize
 from .loading.load import load as load
 from .loading.pretrained import load_pretrained as load_pretrained
 from .loading.report import LoadReport as LoadReport
+from .memory.options import MemoryTier as MemoryTier
 from .models.meta_init import meta_init as meta_init
 from .operations.listeners import progress as progress
 from .operations.records import Progress as Progress

@@ -52,6 +52,7 @@ ORDER = (
     ),
     *(
         "store",
+        "memory",
         "checkpoint",
         "runs",
         "doctor",

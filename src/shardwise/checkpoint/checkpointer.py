@@ -12,6 +12,7 @@ from typing import Literal
 
 from ..errors import CheckpointError, ShardwiseError, is_damage, is_unreadable
 from ..format.steps import checked_step
+from ..memory.options import MemoryTier
 from ..operations.announced import announced
 from ..operations.operation import this_operation
 from ..planning import IOOptions
@@ -26,6 +27,7 @@ from .check import quick_check
 from .collect import Lineage, collect
 from .failures import Failures, OnSaveError, RefusalError, may_pass
 from .last_save import SaveTimes
+from .remembering import Remembering
 from .resume_report import ResumeReport
 from .run_steps import Candidate, Retention, RunSteps, Stored
 from .save import SaveReport, write_checkpoint
@@ -60,7 +62,7 @@ def _new_run_id() -> str:
     return secrets.token_hex(8)
 
 
-class Checkpointer(Stopping):
+class Checkpointer(Stopping, Remembering):
     """Checkpoints of one run in one directory: saving, retention, resuming from the newest valid step.
 
     Args:
@@ -91,6 +93,7 @@ class Checkpointer(Stopping):
             there before are called, too, and are back after :meth:`close`. Make the Checkpointer in the main thread then.
         deadline_s: seconds from the first signal to the scheduler's SIGKILL. :meth:`stop` plans with it. None: not known.
         exit_status: :attr:`exit_code` of a run that has stopped.
+        memory: keeps steps in the memory of the hosts, too: see :meth:`remember`. A resume takes the newest step, from there or from disk.
         io: staging of a resume, and time limits.
 
     Every rank of the default process group must make each call. Raises :class:`LockedError` on every rank if another
@@ -115,6 +118,7 @@ class Checkpointer(Stopping):
         stop_on: tuple[str, ...] = (),
         deadline_s: float | None = None,
         exit_status: int = EXIT_STATUS,
+        memory: MemoryTier | None = None,
         io: IOOptions | None = None,
     ) -> None:
         for name, value in (
@@ -148,12 +152,15 @@ class Checkpointer(Stopping):
         self._lineage: Lineage | None = None
         self._failures, self._times = Failures(on_save_error, max_failures), SaveTimes()
         self._place = 0  # of the next async save
+        self._memory, self._on_disk = None, None
         stopping = StopOptions(stop_on=stop_on, deadline_s=deadline_s, exit_status=exit_status)
         try:
             open_for_all(self.root, self._steps.open, self._ranks())
             # Each Checkpointer has a channel of its own, because two may write at a time.
             self._channel = self._ranks().on_first("name a channel", lambda: f"async-{next(_NUMBERS)}-")
             self._stops = Stops(stopping, self._ranks())
+            if memory is not None:
+                self._memory = self._begin_memory(memory)
         except BaseException:  # also if another rank failed or is missing: the caller gets no object to close
             self._steps.close()
             raise
@@ -182,6 +189,7 @@ class Checkpointer(Stopping):
         finally:
             if self._pending is None:  # else Ctrl-C: the save still runs, so no other run may write here yet
                 self._closed = True
+                self._close_memory()
                 self._stops.close()
                 with self._ranks().patience():
                     self._steps.close()
@@ -240,7 +248,7 @@ class Checkpointer(Stopping):
             if not pending.is_running:  # else Ctrl-C: it still writes, from the same buffer
                 self._pending = None
         assert self._lineage is not None
-        self._lineage = self._lineage.at(pending.step)
+        self._lineage, self._on_disk = self._lineage.at(pending.step), pending.step
         self._times.add(report.seconds)
         self._failures.succeed()
         return report
@@ -291,16 +299,18 @@ class Checkpointer(Stopping):
             raise RefusalError(error) from error
         target = self._steps.target(name, place)
         if self._lineage is None:
-            run_id = ranks.on_first("run id", _new_run_id)
-            self._lineage = Lineage(run_id, None)
+            self._lineage = self._begin_run(ranks)
         if self._buffer is not None:
             return self._save_async(state, target, step, place, self._buffer)
         report = write_checkpoint(state, target, step, self._lineage, ranks)
-        self._lineage = self._lineage.at(step)
+        self._lineage, self._on_disk = self._lineage.at(step), step
         self._retain(step, place, ranks)
         self._times.add(report.seconds)
         self._failures.succeed()
         return report
+
+    def _begin_run(self, ranks: Ranks) -> Lineage:
+        return Lineage(ranks.on_first("run id", _new_run_id), None)
 
     @announced("save", "step")
     def _save_async(
@@ -352,6 +362,8 @@ class Checkpointer(Stopping):
         self.wait()
         damaged: dict[int, dict[int, str]] = {}
         for one in self._candidates(ranks, step):
+            if found := self._from_memory(state, step, one.step, ranks, restore_into):
+                return found
             try:
                 with ranks.agree(f"check step {one.step}"):
                     if ranks.rank == 0:
@@ -371,9 +383,13 @@ class Checkpointer(Stopping):
             newer = ranks.on_first(
                 "set newer steps aside", partial(self._steps.go_on_from, one.step, damaged)
             )
-            self._lineage = Lineage(report.run_id, one.step)
+            if self._memory is not None:
+                self._memory.begin_line(one.step, ranks)
+            self._lineage, self._on_disk = Lineage(report.run_id, one.step), one.step
             bad = {s: why for place in sorted(damaged, reverse=True) for s, why in damaged[place].items()}
             return report.with_history(bad, tuple(s for s in newer if s not in bad))
+        if found := self._from_memory(state, step, 0, ranks, restore_into):
+            return found
         ranks.on_first("find a checkpoint", lambda: self._steps.raise_if_lost(step, damaged))
         return None
 

@@ -60,6 +60,8 @@ class ResumeReport:
     """Number of restored gradients, among ``optimizer_tensors``: the save was in the middle of an accumulation."""
     requests: int = 0
     """Requests that this rank made to object stores: for the manifest, documents, headers, models and optimizers."""
+    from_memory: Mapping[str, int] | None = None
+    """None for a step on disk. For one in memory (:class:`shardwise.MemoryTier`): the bytes that this rank brought from other hosts, by host."""
 
     @classmethod
     def of(

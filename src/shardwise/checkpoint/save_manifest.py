@@ -42,13 +42,18 @@ def merged_records(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"files": files, "sums": added_sums([one["sums"] for one in records])}
 
 
-def manifest_of(collected: Collected, ranks: Ranks, records: Mapping[str, Any]) -> Manifest:
-    """The manifest of what all ranks wrote. ``records``: the :func:`merged_records` of all ranks.
+def manifest_of(
+    collected: Collected, ranks: Ranks, records: Mapping[str, Any], *, compare: bool = True
+) -> Manifest:
+    """The manifest of what all ranks wrote. ``records``: the :func:`merged_records` of all ranks. Without ``compare`` they may hold sums
+    of what a rank wrote alone.
 
     Raises :class:`StateError` naming tensors whose replicas differ between ranks.
     """
     files = {n: FileEntry(**{**e, "blocks": tuple(e["blocks"])}) for n, e in records["files"].items()}
-    return _with_digests(collected, ranks, _digests(collected.snapshot, records["sums"]), files)
+    return _with_digests(
+        collected, ranks, _digests(collected.snapshot, records["sums"], compare=compare), files
+    )
 
 
 def outline_of(collected: Collected, ranks: Ranks) -> Manifest:
@@ -116,7 +121,7 @@ def _totals(snapshot: Snapshot) -> ReplicaTotals:
     return ReplicaTotals([t.geometry for t in stored], [t.owner for t in stored])
 
 
-def _digests(snapshot: Snapshot, added: Any) -> Digests:
+def _digests(snapshot: Snapshot, added: Any, *, compare: bool) -> Digests:
     """Digest of every tensor from the shares of all ranks. Replicas must be equal, except plain buffers.
 
     Raises :class:`StateError` naming tensors whose replicas differ.
@@ -129,7 +134,7 @@ def _digests(snapshot: Snapshot, added: Any) -> Digests:
         for part, v in map(counted.__getitem__, differ.tolist())
         if not (part.kind == "model" and f"{part.name}:{v.stored.name}" in buffers)
     ]
-    if unequal:
+    if unequal and compare:
         raise StateError(
             f"replicas of {len(unequal)} tensors differ between ranks: {', '.join(unequal[:10])}; they have drifted "
             f"apart, and a checkpoint can hold only one of them{_hint(unequal)}"

@@ -1,0 +1,268 @@
+"""Keeps one step in memory: copies the state into the ring at once; a thread hashes it, agrees, and lets other hosts copy it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import xxhash
+
+from ..catalog.checkpoint import directory
+from ..digests.digest import partial_sum
+from ..digests.pending import partial_sums
+from ..dtypes import torch_dtype
+from ..errors import CheckpointError, ShardwiseError
+from ..format.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry
+from ..format.slices import Slice, file_name, header_bytes, rank_files
+from ..format.spread import file_count
+from ..memory.copies import copy_units
+from ..memory.link import Reader
+from ..memory.options import MemoryTier
+from ..memory.places import Places
+from ..memory.ring import Ring, Slot, write_whole
+from ..memory.units import rank_of_file, units_of
+from ..ranks.ranks import Ranks
+from ..store.slice_file import tensor_bytes
+from .collect import Collected
+from .document_files import checked_text, write_documents
+from .pieces import LiveContents, Piece, boxes_on, live_piece
+from .save_manifest import file_records, manifest_of, merged_records, outline_of
+from .snapshot import Live
+from .stage import detached_documents
+
+__all__ = ["Host", "MemorySave"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """This rank's host, and the others."""
+
+    tier: MemoryTier
+    ring: Ring
+    places: Places
+    secret: bytes
+
+    def reader(self, rank: int) -> Reader:
+        """Reads from the ring of another rank's host."""
+        peer = self.places.peers[rank]
+        return Reader(peer.host, peer.address, peer.port, self.secret, self.tier.timeout_s)
+
+
+@dataclass(slots=True)
+class _File:
+    """One slice file in the slot."""
+
+    name: str
+    header: bytes
+    slices: list[tuple[Slice, Live]]
+    memory: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.header) + sum(s.nbytes for s, _ in self.slices)
+
+
+def _files_of(collected: Collected, rank: int) -> list[_File]:
+    found = []
+    for part in collected.snapshot.parts:
+        by_name = {v.stored.name: v for v in part.live}
+        stored = [v.stored for v in part.live if not v.refers]
+        count = file_count(stored)
+        for k, slices in enumerate(rank_files(stored, rank)):
+            name = f"{directory(part.kind, part.name)}/{file_name(part.kind, rank, k, count)}"
+            found.append(_File(name, header_bytes(slices), [(s, by_name[s.tensor.name]) for s in slices]))
+    return found
+
+
+class MemorySave:
+    """One step on its way into memory. :meth:`copy` in the training's thread, then a thread of its own."""
+
+    def __init__(self, collected: Collected, host: Host, number: int, ranks: Ranks) -> None:
+        self.step = collected.step
+        self.slot = host.ring.slot(f"own-{number}")
+        self.is_complete = False
+        self.nbytes = 0
+        self.error: BaseException | None = None
+        self._number, self._host, self._ranks = number, host, ranks
+        self._collected = collected
+        self._files: list[_File] = []
+        self._thread = threading.Thread(target=self._run, name=f"shardwise-memory-{self.step}", daemon=True)
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
+    def join(self) -> None:
+        """Wait for the thread."""
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def copy(self) -> None:
+        """Copy this rank's slices into the slot; the caller may then change the state. A failure is all ranks', later."""
+        try:
+            self._collected = detached_documents(self._collected)
+            self._copy()
+        except Exception as error:
+            self.error = error
+        self._thread.start()
+
+    def _copy(self) -> None:
+        rank, places = self._ranks.rank, self._host.places
+        self.slot.clear()
+        self._files = _files_of(self._collected, rank)
+        beside = places.beside(rank)
+        self.slot.keep_only({rank}, {f.name for f in self._files})
+        if places.is_leader(rank):
+            self.slot.keep_only({rank_of_file(n) for n in self.slot.files()}.difference(beside), ())
+        contents = LiveContents(Piece(v, s.held) for f in self._files for s, v in f.slices)
+        for file in self._files:
+            memory = file.memory = self.slot.mapped(file.name, file.nbytes)
+            at = len(file.header)
+            memory[:at] = torch.frombuffer(bytearray(file.header), dtype=torch.uint8)
+            for one, live in file.slices:
+                for _, part in contents.parts_of(Piece(live, one.held)):
+                    for view in tensor_bytes(part):
+                        memory[at : at + view.nbytes] = torch.frombuffer(view, dtype=torch.uint8)
+                        at += view.nbytes
+                        self.nbytes += view.nbytes
+
+    # -- the thread ---------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._publish()
+        except BaseException as error:
+            self.error = error
+            if self._ranks.rank == 0:
+                _log.warning("step %d is not kept in memory: %s", self.step, error)
+
+    def _publish(self) -> None:
+        collected, ranks = self._collected, self._ranks
+        with ranks.agree("keep a step in memory"):
+            if self.error is not None:
+                raise self.error
+            files, sums = self._records()
+            text = json.dumps({name: asdict(entry) for name, entry in files.items()}).encode()
+            write_whole(self._records_path(ranks.rank), text)
+        merged: list[dict[str, Any]] = []
+        ranks.reduce(
+            "file records in memory",
+            lambda: file_records(collected, ranks.rank, files, sums),
+            merged_records,
+            merged.append,
+        )
+        checksum = ranks.on_first("manifest in memory", lambda: self._write_manifest(merged[0]))
+        with ranks.agree("take the manifest in memory"):
+            if self._host.places.is_leader(ranks.rank):
+                self._take_manifest(checksum)
+        self.is_complete = True
+        problems = self._copy_others()
+        found = ranks.combine("copies in memory", lambda: problems, list)
+        if ranks.rank == 0 and any(found):
+            _log.warning("step %d in memory lacks copies: %s", self.step, "; ".join(p for p in found if p))
+
+    def _records(self) -> tuple[dict[str, FileEntry], list[int]]:
+        """Entries of this rank's files, and the digest sums of what it wrote."""
+        collected, rank = self._collected, self._ranks.rank
+        counted = [v for part in collected.snapshot.parts for v in part.live if v.counted]
+        totals = {id(v): 0 for v in counted}
+        files: dict[str, FileEntry] = {}
+        for file in self._files:
+            assert file.memory is not None
+            at = len(file.header)
+            for one, live in file.slices:
+                if id(live) in totals and one.nbytes:
+                    data = file.memory[at : at + one.nbytes]
+                    box = one.held.box
+                    dtype = torch_dtype(one.tensor.dtype)
+                    values = torch.frombuffer(data.numpy().data, dtype=dtype).view(box.sizes)
+                    totals[id(live)] += partial_sum(values, box.start)
+                at += one.nbytes
+                self._ranks.tick()
+            payload = file.memory[len(file.header) :].numpy().data
+            blocks = [
+                xxhash.xxh3_64_hexdigest(payload[a : a + BLOCK_BYTES])
+                for a in range(0, payload.nbytes, BLOCK_BYTES)
+            ]
+            files[file.name] = FileEntry(
+                file.nbytes, len(file.header), xxhash.xxh3_64_hexdigest(file.header), tuple(blocks)
+            )
+            file.memory = None
+        for v in counted:
+            if v.refers:
+                boxes = boxes_on(v.stored, rank)
+                totals[id(v)] = sum(partial_sums((live_piece(Piece(v, b)), b.box.start) for b in boxes))
+        self._write_documents(files)
+        return files, [totals[id(v)] % 2**64 for v in counted]
+
+    def _write_documents(self, files: dict[str, FileEntry]) -> None:
+        collected, ranks = self._collected, self._ranks
+        documents: dict[str, Mapping[str, Any]] = {f"rank/{ranks.rank:05d}": collected.local}
+        if ranks.rank == 0:
+            documents["state"] = collected.shared
+        outline = outline_of(collected, ranks)
+        for stem, of_stem in documents.items():
+            text = checked_text(of_stem, outline, stem, self.slot.path)
+            os.makedirs(os.path.dirname(os.path.join(self.slot.path, stem)), 0o700, exist_ok=True)
+            write_documents(self.slot.path, stem, text, of_stem, files)
+        for name, content in collected.assets.items() if ranks.rank == 0 else ():
+            write_whole(os.path.join(self.slot.path, name), content)
+            files[name] = FileEntry(len(content), len(content), xxhash.xxh3_64_hexdigest(content))
+
+    def _write_manifest(self, merged: Mapping[str, Any]) -> str:
+        text = manifest_of(self._collected, self._ranks, merged, compare=False).to_text().encode()
+        write_whole(os.path.join(self.slot.path, MANIFEST_NAME), text)
+        return xxhash.xxh3_64_hexdigest(text)
+
+    def _take_manifest(self, checksum: str) -> None:
+        """Into this host's slots: the own one, and the one of copies, whose old content then proves nothing any more."""
+        if self._ranks.rank == 0:
+            with open(os.path.join(self.slot.path, MANIFEST_NAME), "rb") as file:
+                text = file.read()
+        else:
+            reader = self._host.reader(0)
+            text = reader.read_whole(f"own-{self._number}/{MANIFEST_NAME}")
+            reader.close()
+        if xxhash.xxh3_64_hexdigest(text) != checksum:
+            raise CheckpointError("the manifest arrived damaged")
+        write_whole(os.path.join(self.slot.path, MANIFEST_NAME), text)
+        if min(self._host.tier.copies, self._host.places.hosts) > 1:
+            write_whole(os.path.join(self._held.path, MANIFEST_NAME), text)
+
+    @property
+    def _held(self) -> Slot:
+        number = self._number % self._host.tier.received_slots
+        return self._host.ring.slot(f"held-{number}")
+
+    def _records_path(self, rank: int) -> str:
+        return os.path.join(f"{self.slot.path}.files", f"{rank:05d}.json")
+
+    def _copy_others(self) -> str:
+        """Copy the slices of other hosts' ranks. Returns what went wrong; never raises for a host that is away."""
+        problems, held = [], self._held
+        for source in self._host.places.sources_of(self._ranks.rank, self._host.tier.copies):
+            reader = self._host.reader(source)
+            try:
+                self._copy_rank(reader, source, held)
+            except (ShardwiseError, OSError, ValueError, KeyError, TypeError) as error:
+                problems.append(f"rank {source}'s on host {self._host.tier.host_name}: {error}")
+            finally:
+                reader.close()
+        return "; ".join(problems)
+
+    def _copy_rank(self, reader: Reader, source: int, held: Slot) -> None:
+        slot = f"own-{self._number}"
+        records = json.loads(reader.read_whole(f"{slot}.files/{source:05d}.json"))
+        held.keep_only({source}, records.keys())
+        for name, fields in records.items():
+            entry = FileEntry(**{**fields, "blocks": tuple(fields["blocks"])})
+            path = held.room_for(name, entry.nbytes)
+            copy_units(reader, f"{slot}/{name}", units_of(entry), path, self._ranks.tick)

@@ -1,0 +1,44 @@
+"""Brings units of another host into files of this one. Each is compared with its checksum when it arrives."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+
+from ..errors import IntegrityError
+from ..format.manifest import BLOCK_BYTES
+from .link import Reader
+from .units import Unit
+
+__all__ = ["copy_units"]
+
+
+def copy_units(
+    reader: Reader,
+    name: str,
+    units: Iterable[Unit],
+    path: str,
+    on_progress: Callable[[], object],
+) -> int:
+    """Copy units of the file ``name`` of another ring into the file at ``path``, which has its size. Returns their bytes.
+
+    :class:`CheckpointError` if the other host does not send it.
+    """
+    done, buffer = 0, bytearray()
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        for unit in units:
+            if len(buffer) < unit.nbytes:
+                buffer = bytearray(max(unit.nbytes, BLOCK_BYTES))
+            view = memoryview(buffer)[: unit.nbytes]
+            reader.read_into(name, unit.start, view)
+            if not unit.is_proved_by(view):
+                raise IntegrityError(f"bytes {unit.start} to {unit.stop} arrived damaged", path=name)
+            at = 0
+            while at < unit.nbytes:
+                at += os.pwrite(fd, view[at:], unit.start + at)
+            done += unit.nbytes
+            on_progress()
+    finally:
+        os.close(fd)
+    return done

@@ -1,0 +1,69 @@
+"""``MemoryTier``: how often a run keeps a step in memory, where, and how many copies."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+__all__ = ["MemoryTier"]
+
+_DEFAULT_DIRECTORY = "/dev/shm"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryTier:
+    """Keeps a step in the memory of the hosts, between saves to disk. For ``Checkpointer(memory=…)``.
+
+    Memory per rank, in shards (the bytes that the rank writes to disk): two slots of its own, and one copy for each of
+    ``copies - 1`` other hosts: ``1 + copies``. With ``during_copies="all"`` twice ``copies``.
+    """
+
+    every: int
+    """``remember`` keeps the steps that this number divides."""
+    copies: int = 2
+    """How many hosts hold each slice: its own, and the next ones. There can't be more than hosts: on one host each slice is held once,
+    which outlives killed processes, but not the host."""
+    directory: str = _DEFAULT_DIRECTORY
+    """A directory on tmpfs. All ranks of a host give the same one."""
+    host: str | None = None
+    """The name of this rank's host. Ranks with one name share ``directory``, and are lost together. None: the host's own name."""
+    address: str | None = None
+    """Where other hosts reach this one. None: the address with which it reaches the group's store."""
+    during_copies: Literal["own", "all"] = "own"
+    """What stays of the step before while other hosts copy the new one. ``"own"``: each host's own slices; a host that is lost just then
+    takes both steps along, and the resume falls through to disk. ``"all"``: every copy, for more memory."""
+    timeout_s: float = 30.0
+    """A host that sends nothing for this long is given up: the step stays without that copy."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("every", self.every), ("copies", self.copies)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.during_copies not in ("own", "all"):
+            raise ValueError(f"during_copies must be 'own' or 'all', got {self.during_copies!r}")
+        if not self.timeout_s > 0:
+            raise ValueError(f"timeout_s must be positive, got {self.timeout_s}")
+
+    @property
+    def host_name(self) -> str:
+        """The name of the host: as given, or with the boot's id, because two machines may have one name."""
+        if self.host is not None:
+            return self.host
+        try:
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        except OSError:  # not Linux
+            boot = ""
+        return f"{socket.gethostname()} {boot}"
+
+    @property
+    def received_slots(self) -> int:
+        """Slots for what other hosts send."""
+        return 2 if self.during_copies == "all" else 1
+
+    @property
+    def root(self) -> str:
+        """The directory, absolute."""
+        return os.path.abspath(self.directory)

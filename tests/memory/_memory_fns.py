@@ -1,0 +1,60 @@
+"""What the ranks run in the tests of the memory tier. Each rank is a host of its own, with its own directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import shardwise as sw
+from tests.checkpoint._checkpointer_fns import set_values, state_at
+from tests.checkpoint._resume_fns import assert_same_bits, bits
+
+
+def tier(hosts: str, **options: Any) -> sw.MemoryTier:
+    """This rank as a host."""
+    rank = dist.get_rank()
+    folder = Path(hosts) / f"host-{rank}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return sw.MemoryTier(every=2, directory=str(folder), host=f"host-{rank}", address="127.0.0.1", **options)
+
+
+def train(root: str, hosts: str, last: int = 6, copies: int = 2) -> dict[str, Any]:
+    """Save step 3 on disk, keep 2, 4 and 6 in memory, and stop without a word."""
+    state = state_at(1)
+    checkpointer = sw.Checkpointer(root, memory=tier(hosts, copies=copies))
+    copied = []
+    for step in range(2, last + 1):
+        set_values(state, step)
+        copied.append(checkpointer.remember(state, step))
+        checkpointer.wait_for_memory()
+        if step == 3:
+            checkpointer.save(state, 3)
+    found = checkpointer.wait_for_memory()
+    checkpointer.close()
+    return {"newest": found, "copied": copied}
+
+
+def resume(root: str, hosts: str) -> tuple[int | None, bool, bool]:
+    """The resumed step, whether it came from memory, and whether every bit is that of the step."""
+    state = state_at(9)
+    with sw.Checkpointer(root, memory=tier(hosts)) as checkpointer:
+        report = checkpointer.resume(state)
+        assert report is not None
+        expected = bits(reference(report.step))
+        assert_same_bits(bits(state), expected)
+    return report.step, report.from_memory is not None, state.extra["label"] == f"at {report.step}"
+
+
+def resume_each(cases: list[tuple[str, str]]) -> list[tuple[int | None, bool, bool]]:
+    """:func:`resume` for each run and its hosts."""
+    return [resume(root, hosts) for root, hosts in cases]
+
+
+def reference(step: int) -> sw.TrainState:
+    """The state that :func:`train` had at a step."""
+    state = state_at(1)
+    for one in range(2, step + 1):
+        set_values(state, one)
+    return state

@@ -1,0 +1,81 @@
+"""Steps in memory: any hosts lost, any bit flipped, another number of ranks; the newest step that is held whole wins."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.memory import _memory_fns as fns
+
+RANKS = 4
+
+
+def lose(hosts: Path, killed: tuple[int, ...]) -> None:
+    for rank in killed:
+        shutil.rmtree(hosts / f"host-{rank}")
+
+
+def is_held(killed: tuple[int, ...]) -> bool:
+    """With two copies a slice is lost when its host and the next one are."""
+    return not any(rank in killed and (rank + 1) % RANKS in killed for rank in range(RANKS))
+
+
+SUBSETS = [c for n in range(RANKS + 1) for c in itertools.combinations(range(RANKS), n)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [RANKS, 3])
+def test_every_subset_of_hosts_lost(ranks, tmp_path, world_size):
+    root, hosts = tmp_path / "run", tmp_path / "hosts"
+    trained = ranks.run_ranks(RANKS, fns.train, str(root), str(hosts))
+    assert [one["newest"] for one in trained] == [6] * RANKS
+    cases = []
+    for number, killed in enumerate(SUBSETS):
+        again, left = tmp_path / f"run-{number}", tmp_path / f"hosts-{number}"
+        shutil.copytree(root, again)
+        shutil.copytree(hosts, left)
+        lose(left, killed)
+        cases.append((str(again), str(left)))
+    every = ranks.run_ranks(world_size, fns.resume_each, cases)
+    for found, killed in zip(zip(*every, strict=True), SUBSETS, strict=True):
+        held = is_held(killed + tuple(range(world_size, RANKS)))
+        assert set(found) == {(6 if held else 3, held, True)}, killed
+
+
+@pytest.mark.slow
+def test_a_flipped_bit_in_every_copy(ranks, tmp_path):
+    """Each file of each slot of each host in turn, then all copies of a file: never a wrong bit, and memory as long as one copy is left."""
+    root, hosts = tmp_path / "run", tmp_path / "hosts"
+    ranks.run_ranks(RANKS, fns.train, str(root), str(hosts))
+    files = sorted(
+        p.relative_to(hosts)
+        for slot in ("own-0", "own-1", "held-0")
+        for p in hosts.glob(f"host-*/shardwise-*/{slot}/**/*")
+        if p.is_file() and p.name != "manifest.json"
+    )
+    by_name: dict[str, list[Path]] = {}
+    for file in files:
+        by_name.setdefault("/".join(file.parts[3:]), []).append(file)
+    one_copy = [[file] for file in files]
+    cases = []
+    for number, flipped in enumerate([*one_copy, *by_name.values()]):
+        again, left = tmp_path / f"run-{number}", tmp_path / f"hosts-{number}"
+        shutil.copytree(root, again)
+        shutil.copytree(hosts, left)
+        for file in flipped:
+            flip(left / file, number)
+        cases.append((str(again), str(left)))
+    every = ranks.run_ranks(RANKS, fns.resume_each, cases)
+    for number, found in enumerate(zip(*every, strict=True)):
+        assert set(found) == {(6 if number < len(one_copy) else 3, number < len(one_copy), True)}, cases[
+            number
+        ]
+
+
+def flip(file: Path, number: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[number * 977 % len(content)] ^= 1 << number % 8
+    file.write_bytes(content)
