@@ -12,7 +12,7 @@ from typing import Any
 
 import xxhash
 
-from ..errors import CheckpointError, FormatError, ShardwiseError
+from ..errors import CheckpointError, FormatError, RankError, ShardwiseError
 from ..format.manifest import MANIFEST_NAME, Manifest, parse_manifest
 from ..limits import inside, read_small
 from ..memory.copies import copy_units
@@ -129,7 +129,7 @@ class MemorySteps:
         self._saving = None
         if saving.is_complete:
             self.newest, self._slot = saving.step, 1 - self._slot
-        if saving.error is not None and getattr(saving.error, "missing", ()):
+        if isinstance(saving.error, RankError) and saving.error.missing:
             self._is_off = True  # ranks are out of step
 
     def close(self, *, keep: bool, ranks: Ranks) -> None:
