@@ -170,6 +170,7 @@ def test_every_call_is_looked_at() -> None:
     others = {
         "ElasticSampler",
         "IOOptions",
+        "MemoryTier",
         "ResumableLoader",
         "ShardPolicy",
         "TrainState",

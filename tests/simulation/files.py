@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.faults.disk import CRASHES, Disk
-from tests.simulation.world import Process, World
+from tests.simulation.world import Killed, Process, World
 
 __all__ = ["ROOT", "Files", "Hands", "label_of"]
 
@@ -213,7 +213,11 @@ class Hands:
 
         def call(fd: int, *args: Any) -> Any:
             files = self._files()
-            one = files.opened.get(fd)
+            one, task = files.opened.get(fd), files.world.task
+            if (
+                task is not None and task.process.is_dead
+            ):  # its files are closed, and their numbers may be others' now
+                raise Killed
             return real(fd, *args) if one is None else own(files, fd, one, *args)
 
         return call

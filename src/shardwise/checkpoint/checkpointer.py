@@ -189,10 +189,12 @@ class Checkpointer(Stopping, Remembering):
         finally:
             if self._pending is None:  # else Ctrl-C: the save still runs, so no other run may write here yet
                 self._closed = True
-                self._close_memory()
-                self._stops.close()
-                with self._ranks().patience():
-                    self._steps.close()
+                try:
+                    self._close_memory()
+                finally:
+                    self._stops.close()
+                    with self._ranks().patience():
+                        self._steps.close()
 
     @property
     def staging_bytes(self) -> int:

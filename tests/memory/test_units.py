@@ -1,0 +1,126 @@
+"""The parts of the memory tier: units that prove themselves, hosts that copy from each other, and what one host reads of another."""
+
+from __future__ import annotations
+
+import random
+import socket
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from shardwise.errors import CheckpointError, IntegrityError
+from shardwise.format.manifest import BLOCK_BYTES, FileEntry
+from shardwise.memory.copies import copy_units
+from shardwise.memory.link import Reader, Server
+from shardwise.memory.places import Peer, Places
+from shardwise.memory.ring import Ring
+from shardwise.memory.units import proved_units, units_of
+
+HEADER, LAST = 100, 1000
+NBYTES = HEADER + BLOCK_BYTES + LAST
+
+
+@pytest.fixture(name="content", scope="module")
+def _content() -> bytes:
+    return random.Random(0).randbytes(NBYTES)
+
+
+@pytest.fixture(name="entry", scope="module")
+def _entry(content: bytes) -> FileEntry:
+    parts = (content[:HEADER], content[HEADER : HEADER + BLOCK_BYTES], content[HEADER + BLOCK_BYTES :])
+    header, *blocks = map(xxhash.xxh3_64_hexdigest, parts)
+    return FileEntry(NBYTES, HEADER, header, tuple(blocks))
+
+
+@pytest.mark.parametrize(
+    ("at", "proved"),
+    [
+        (0, [1, 2]),
+        (HEADER - 1, [1, 2]),
+        (HEADER, [0, 2]),
+        (HEADER + BLOCK_BYTES, [0, 1]),
+        (NBYTES - 1, [0, 1]),
+    ],
+)
+def test_a_flipped_bit_takes_the_proof_of_its_unit_alone(
+    tmp_path: Path, content: bytes, entry: FileEntry, at: int, proved: list[int]
+) -> None:
+    file = tmp_path / "slices"
+    file.write_bytes(content)
+    assert proved_units(str(file), entry, lambda: None) == [0, 1, 2]
+    with file.open("r+b") as opened:
+        opened.seek(at)
+        opened.write(bytes([content[at] ^ 16]))
+    assert proved_units(str(file), entry, lambda: None) == proved
+
+
+def test_nothing_of_a_file_that_is_lost_or_has_another_size(
+    tmp_path: Path, content: bytes, entry: FileEntry
+) -> None:
+    for name, found in (("short", content[:-1]), ("long", content + b"\0"), ("empty", b"")):
+        (tmp_path / name).write_bytes(found)
+        assert proved_units(str(tmp_path / name), entry, lambda: None) == []
+    assert proved_units(str(tmp_path / "lost"), entry, lambda: None) == []
+
+
+@pytest.mark.parametrize("hosts", ["abcd", "aabb", "aabbb", "abab"])
+@pytest.mark.parametrize("copies", [1, 2, 3])
+def test_each_slice_lies_on_as_many_hosts_as_there_are_copies(hosts: str, copies: int) -> None:
+    places = Places([Peer(host, "", 0) for host in hosts])
+    for rank, host in enumerate(hosts):
+        others = [hosts[one] for one in places.holders_of(rank, copies)]
+        assert len({host, *others}) == min(copies, len(set(hosts))) == 1 + len(others)
+        assert {one for one in range(len(hosts)) if rank in places.sources_of(one, copies)} == set(
+            places.holders_of(rank, copies)
+        )
+
+
+@pytest.fixture(name="ring")
+def _ring(tmp_path: Path, content: bytes) -> Ring:
+    ring = Ring(str(tmp_path), "run")
+    (Path(ring.path) / "own-0").mkdir()
+    (Path(ring.path) / "own-0" / "slices").write_bytes(content)
+    (Path(ring.path) / "lines").write_text("secret")
+    return ring
+
+
+def _reader(server: Server, secret: bytes) -> Reader:
+    return Reader("there", "127.0.0.1", server.port, secret, 5.0)
+
+
+def test_units_come_over_the_wire_and_damage_is_found_when_they_arrive(
+    tmp_path: Path, ring: Ring, content: bytes, entry: FileEntry
+) -> None:
+    server = Server(ring, b"word", "127.0.0.1", 5.0)
+    reader, here = _reader(server, b"word"), tmp_path / "here"
+    here.write_bytes(bytes(NBYTES))
+    assert copy_units(reader, "own-0/slices", units_of(entry), str(here), lambda: None) == NBYTES
+    assert here.read_bytes() == content
+    with (Path(ring.path) / "own-0" / "slices").open("r+b") as opened:
+        opened.seek(HEADER + 5)
+        opened.write(bytes([content[HEADER + 5] ^ 1]))
+    with pytest.raises(IntegrityError, match=f"bytes {HEADER} to {HEADER + BLOCK_BYTES} arrived damaged"):
+        copy_units(reader, "own-0/slices", units_of(entry), str(here), lambda: None)
+    assert here.read_bytes() == content, "no damaged byte is written"
+    reader.close()
+    server.close()
+
+
+def test_a_stranger_reads_nothing(ring: Ring) -> None:
+    server = Server(ring, b"word", "127.0.0.1", 5.0)
+    with pytest.raises(CheckpointError, match="host there"):
+        _reader(server, b"another word").read_whole("own-0/slices")
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5.0) as link:
+        assert len(link.recv(16)) == 16
+        link.sendall(bytes(32 + 16))  # no proof, and no wish for the server's
+        assert link.recv(1) == b""
+    reader = _reader(server, b"word")
+    for name in ("lines", "own-0/../lines", "../run", "/etc/hostname", "own-0/lost"):
+        with pytest.raises(CheckpointError, match="does not hold"):
+            reader.read_whole(name)
+    assert len(reader.read_whole("own-0/slices")) == NBYTES
+    reader.close()
+    server.close()
+    with pytest.raises(CheckpointError, match="host there"):
+        _reader(server, b"word").read_whole("own-0/slices")
