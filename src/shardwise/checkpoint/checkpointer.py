@@ -155,9 +155,7 @@ class Checkpointer(Stopping, Remembering):
         self._memory, self._on_disk = None, None
         stopping = StopOptions(stop_on=stop_on, deadline_s=deadline_s, exit_status=exit_status)
         try:
-            open_for_all(self.root, self._steps.open, self._ranks())
-            # Each Checkpointer has a channel of its own, because two may write at a time.
-            self._channel = self._ranks().on_first("name a channel", lambda: f"async-{next(_NUMBERS)}-")
+            self._channel = open_for_all(self.root, self._open, self._ranks())
             self._stops = Stops(stopping, self._ranks())
             if memory is not None:
                 self._memory = self._begin_memory(memory)
@@ -175,6 +173,14 @@ class Checkpointer(Stopping, Remembering):
             if kind is None:
                 raise
             _log.warning("the async save failed, too: %s", error)  # the body's own error comes first
+
+    def _open(self) -> str:
+        """Lock the directory. Returns the channel of the background thread's agreements. For rank 0.
+
+        Each Checkpointer has a channel of its own, because two may write at a time.
+        """
+        self._steps.open()
+        return f"async-{next(_NUMBERS)}-"
 
     def close(self) -> None:
         """Wait for a pending async save and for the mirror, and release the directory; later saves and resumes are refused.

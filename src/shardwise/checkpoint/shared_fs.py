@@ -76,20 +76,22 @@ def manifest_seen_by_first(path: str, ranks: Ranks) -> SeenByFirst:
     return SeenByFirst(path, ranks, view, manifest)
 
 
-def open_for_all(root: str, open_first: Callable[[], None], ranks: Ranks) -> None:
-    """Rank 0 locks a run's directory by ``open_first``; the others look whether theirs is the same. Collective.
+def open_for_all(root: str, open_first: Callable[[], str], ranks: Ranks) -> str:
+    """Rank 0 locks a run's directory by ``open_first``; the others look whether theirs is the same. Returns what
+    ``open_first`` returned there. Collective.
 
     Raises what ``open_first`` raises, and :class:`RankError` naming ranks and hosts that have no directory in common with rank 0.
     """
 
     def opened() -> list[str]:
-        open_first()
-        return ["" if is_url(root) else holder_of(root), f"{root} on host {socket.gethostname()}"]
+        found = open_first()
+        return [found, "" if is_url(root) else holder_of(root), f"{root} on host {socket.gethostname()}"]
 
-    holder, first = ranks.on_first("lock checkpoint directory", opened)
+    found, holder, first = ranks.on_first("lock checkpoint directory", opened)
     if holder and ranks.world_size > 1:  # on a full disk no holder is noted
         with ranks.agree("look at checkpoint directory"):
             _wait_for_directory(root, holder, first, ranks)
+    return str(found)
 
 
 def _wait_for_directory(root: str, holder: str, first: str, ranks: Ranks) -> None:
