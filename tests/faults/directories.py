@@ -196,7 +196,8 @@ def _judge_late(name: str, never: bool, by_rank: Any) -> Case:
     problem = "" if names == ["step-00000001", "step-00000002"] else f" something was set aside: {names};"
     if isinstance(found, str) or not never:
         return judge(place, found, allowed=[2], problem=problem)
-    if "rank 1: SourceError" not in found.error or "rank 0 sees" not in found.error:
+    kind, seen = ("CheckpointError", "rank 0 has locked") if name == "." else ("SourceError", "rank 0 sees")
+    if f"rank 1: {kind}" not in found.error or seen not in found.error:
         problem += f" expected an error that names rank 1 and why, got {found};"
     return Case(place, "wrong" if problem else "error", problem=problem)
 

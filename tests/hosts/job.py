@@ -40,6 +40,10 @@ class Agents:
         for process in self._agents.values():
             process.kill()
             process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    with contextlib.suppress(OSError):  # what was not sent yet: the agent is gone
+                        pipe.close()
 
     def start(self, host: Host) -> None:
         """Start the agent of a host, also of one that has come back."""

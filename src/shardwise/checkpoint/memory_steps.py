@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import secrets
@@ -32,6 +33,7 @@ from .memory_save import Host, MemorySave
 __all__ = ["HeldStep", "MemorySteps"]
 
 _log = logging.getLogger(__name__)
+_NUMBERS = itertools.count()
 #: For each file of a step, the ranks that have proved units of it: rank, slot, and numbers of the units.
 Holdings = Mapping[str, Sequence[tuple[int, str, Sequence[int]]]]
 
@@ -48,10 +50,10 @@ class HeldStep:
 class MemorySteps:
     """Every rank makes one. Collective, and raises alike on all ranks: :class:`CheckpointError`, :class:`RankError`."""
 
-    def __init__(self, tier: MemoryTier, root: str, ranks: Ranks, channel: str) -> None:
+    def __init__(self, tier: MemoryTier, root: str, ranks: Ranks) -> None:
         if is_url(root):
             raise ValueError(f"memory= needs a directory for the run's steps, not a URL: {root}")
-        self._tier, self._root, self._channel = tier, root, channel
+        self._tier, self._root = tier, root
         self.newest: int | None = None
         """The newest step that this run has in memory, or had taken from there."""
         self._slot, self._is_off, self._has_line = 1, False, False
@@ -61,9 +63,10 @@ class MemorySteps:
 
         def begin() -> list[str]:
             record = read_or_make_record(root)
-            return [record.name, record.line, secrets.token_hex(32)]
+            # Rank 0 names the channel of the threads' agreements: other ranks may have had another number of runs.
+            return [record.name, record.line, secrets.token_hex(32), f"memory-{next(_NUMBERS)}-"]
 
-        self._name, self._line, secret = ranks.on_first("begin the memory tier", begin)
+        self._name, self._line, secret, self._channel = ranks.on_first("begin the memory tier", begin)
 
         def told() -> list[Any]:
             ring = Ring(tier.root, self._name)

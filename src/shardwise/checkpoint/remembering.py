@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -24,7 +23,6 @@ from .run_steps import RunSteps
 __all__ = ["Remembering"]
 
 _log = logging.getLogger(__name__)
-_NUMBERS = itertools.count()
 
 
 class Remembering(ABC):
@@ -50,7 +48,7 @@ class Remembering(ABC):
     def _name_of_next(self, step: int, place: int) -> str: ...
 
     def _begin_memory(self, tier: MemoryTier) -> MemorySteps:
-        return MemorySteps(tier, self._steps.root_of(0), self._ranks(), f"memory-{next(_NUMBERS)}-")
+        return MemorySteps(tier, self._steps.root_of(0), self._ranks())
 
     def _close_memory(self) -> None:
         """Give the memory back, unless it holds a step that disk does not, or the run was told to stop."""
