@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import socket
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -85,42 +87,47 @@ def _ring(tmp_path: Path, content: bytes) -> Ring:
     return ring
 
 
-def _reader(server: Server, secret: bytes) -> Reader:
-    return Reader("there", "127.0.0.1", server.port, secret, 5.0)
+@pytest.fixture(name="server")
+def _server(ring: Ring) -> Iterator[Server]:
+    with closing(Server(ring, b"word", "127.0.0.1", 5.0)) as server:
+        yield server
+
+
+def _reader(server: Server, secret: bytes) -> closing[Reader]:
+    return closing(Reader("there", "127.0.0.1", server.port, secret, 5.0))
 
 
 def test_units_come_over_the_wire_and_damage_is_found_when_they_arrive(
-    tmp_path: Path, ring: Ring, content: bytes, entry: FileEntry
+    tmp_path: Path, ring: Ring, server: Server, content: bytes, entry: FileEntry
 ) -> None:
-    server = Server(ring, b"word", "127.0.0.1", 5.0)
-    reader, here = _reader(server, b"word"), tmp_path / "here"
+    here = tmp_path / "here"
     here.write_bytes(bytes(NBYTES))
-    assert copy_units(reader, "own-0/slices", units_of(entry), str(here), lambda: None) == NBYTES
-    assert here.read_bytes() == content
-    with (Path(ring.path) / "own-0" / "slices").open("r+b") as opened:
-        opened.seek(HEADER + 5)
-        opened.write(bytes([content[HEADER + 5] ^ 1]))
-    with pytest.raises(IntegrityError, match=f"bytes {HEADER} to {HEADER + BLOCK_BYTES} arrived damaged"):
-        copy_units(reader, "own-0/slices", units_of(entry), str(here), lambda: None)
+    with _reader(server, b"word") as reader:
+        assert copy_units(reader, "own-0/slices", units_of(entry), str(here), lambda: None) == NBYTES
+        assert here.read_bytes() == content
+        with (Path(ring.path) / "own-0" / "slices").open("r+b") as opened:
+            opened.seek(HEADER + 5)
+            opened.write(bytes([content[HEADER + 5] ^ 1]))
+        with pytest.raises(IntegrityError, match=f"bytes {HEADER} to {HEADER + BLOCK_BYTES} arrived damaged"):
+            copy_units(reader, "own-0/slices", units_of(entry), str(here), lambda: None)
     assert here.read_bytes() == content, "no damaged byte is written"
-    reader.close()
-    server.close()
 
 
-def test_a_stranger_reads_nothing(ring: Ring) -> None:
-    server = Server(ring, b"word", "127.0.0.1", 5.0)
-    with pytest.raises(CheckpointError, match="host there"):
-        _reader(server, b"another word").read_whole("own-0/slices")
+def test_a_stranger_reads_nothing(server: Server) -> None:
+    with (
+        _reader(server, b"another word") as stranger,
+        pytest.raises(CheckpointError, match="host there"),
+    ):
+        stranger.read_whole("own-0/slices")
     with socket.create_connection(("127.0.0.1", server.port), timeout=5.0) as link:
         assert len(link.recv(16)) == 16
         link.sendall(bytes(32 + 16))  # no proof, and no wish for the server's
         assert link.recv(1) == b""
-    reader = _reader(server, b"word")
-    for name in ("lines", "own-0/../lines", "../run", "/etc/hostname", "own-0/lost"):
-        with pytest.raises(CheckpointError, match="does not hold"):
-            reader.read_whole(name)
-    assert len(reader.read_whole("own-0/slices")) == NBYTES
-    reader.close()
+    with _reader(server, b"word") as reader:
+        for name in ("lines", "own-0/../lines", "../run", "/etc/hostname", "own-0/lost"):
+            with pytest.raises(CheckpointError, match="does not hold"):
+                reader.read_whole(name)
+        assert len(reader.read_whole("own-0/slices")) == NBYTES
     server.close()
-    with pytest.raises(CheckpointError, match="host there"):
-        _reader(server, b"word").read_whole("own-0/slices")
+    with _reader(server, b"word") as late, pytest.raises(CheckpointError, match="host there"):
+        late.read_whole("own-0/slices")
