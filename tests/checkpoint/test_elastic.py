@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -12,13 +11,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import shardwise as sw
 from shardwise.store.publish import published_steps
 from tests.checkpoint import _elastic_fns as fns
+from tests.harness.elastic_log import lives
 from tests.harness.pool import RankPool
 from tests.harness.process import ROOT, worker_env
 
@@ -100,24 +99,9 @@ def agents(tmp_path: Path) -> Iterator[Agents]:
     found.close()
 
 
-def sections(out: Path, rank: int) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """What a rank logged: after each start how it resumed, and the steps that followed."""
-    found: list[tuple[dict[str, Any], list[dict[str, Any]]]] = []
-    path = out / f"rank-{rank}.jsonl"
-    for line in path.read_text().splitlines(keepends=True) if path.exists() else ():
-        if not line.endswith("\n"):
-            break  # is being written
-        entry = json.loads(line)
-        if "resumed" in entry:
-            found.append((entry, []))
-        else:
-            found[-1][1].append(entry)
-    return found
-
-
 def last_step(out: Path, rank: int, world_size: int) -> int:
     """Of a rank's latest start, if it is in a group of this size; else 0."""
-    head, steps = (sections(out, rank) or [({"world_size": 0}, [])])[-1]
+    head, steps = (lives(out, rank) or [({"world_size": 0}, [])])[-1]
     return steps[-1]["step"] if steps and head["world_size"] == world_size else 0
 
 
@@ -143,10 +127,10 @@ def run_through(agents: Agents) -> None:
     alone = last_step(out, 1, 2) + 3
     agents.wait_for("a few steps on 1 rank", lambda: last_step(out, 0, 1) >= alone)
     agents.start()
-    starts = len(sections(out, 1))
+    starts = len(lives(out, 1))
     agents.wait_for(
         "a few steps on 2 ranks again",
-        lambda: len(sections(out, 1)) > starts and last_step(out, 1, 2) >= last_step(out, 0, 2) - 1 > alone,
+        lambda: len(lives(out, 1)) > starts and last_step(out, 1, 2) >= last_step(out, 0, 2) - 1 > alone,
     )
     agents.wait_for("their save", lambda: max(published_steps(str(out / "checkpoints"))) > alone)
     agents.close()
@@ -154,7 +138,7 @@ def run_through(agents: Agents) -> None:
 
 def check(out: Path, ranks: RankPool, alone: Path) -> None:
     """Each start goes on from the newest step; each step has the samples and the loss of a run that never stopped."""
-    found = sections(out, 0)
+    found = lives(out, 0)
     heads = [head for head, _ in found]
     assert [h for h in heads if h["world_size"] == 1 and h["saved_on"] == 2], "went on with fewer ranks"
     assert [h for h in heads if h["world_size"] == 2 and h["saved_on"] == 1], "went on with more ranks"
@@ -165,11 +149,11 @@ def check(out: Path, ranks: RankPool, alone: Path) -> None:
         assert reached - SAVE_EVERY <= resumed <= reached, "lost more than the steps since the newest save"
         assert [s["step"] for s in steps] == list(range(resumed + 1, resumed + 1 + len(steps)))
         reached = resumed + len(steps)
-    furthest = max(step["step"] for rank in (0, 1) for _, steps in sections(out, rank) for step in steps)
+    furthest = max(step["step"] for rank in (0, 1) for _, steps in lives(out, rank) for step in steps)
     ranks.run_ranks(1, fns.uninterrupted, str(alone), furthest)
-    ((_, expected),) = sections(alone, 0)
+    ((_, expected),) = lives(alone, 0)
     for rank in (0, 1):
-        for head, steps in sections(out, rank):
+        for head, steps in lives(out, rank):
             share = GLOBAL_BATCH // head["world_size"]
             for step in steps:
                 truth = expected[step["step"] - 1]

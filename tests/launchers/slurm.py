@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from tests.harness.slurm import Cluster, NotInstalled, cluster, slurm_version
@@ -69,16 +70,8 @@ def _higher(slurm: Cluster) -> str:
     )
 
 
-def _preempted_with_grace(slurm: Cluster, out: Path) -> str:
-    job = submit(slurm, out, "-p", "grace")
-    _at_step(slurm, out, 7)
-    _higher(slurm)
-    slurm.until_requeued(job)
-    return job
-
-
-def _preempted_at_once(slurm: Cluster, out: Path) -> str:
-    job = submit(slurm, out, "-p", "low")
+def _preempted(slurm: Cluster, out: Path, *, partition: str) -> str:
+    job = submit(slurm, out, "-p", partition)
     _at_step(slurm, out, 7)
     _higher(slurm)
     slurm.until_requeued(job)
@@ -122,8 +115,8 @@ def _node_down(slurm: Cluster, out: Path) -> str:
 #: What happens to the job. Each returns its number once it is requeued.
 CASES: dict[str, Callable[[Cluster, Path], str]] = {
     "`--signal` before the time limit": _time_limit,
-    "preempted by a higher partition, GraceTime 60": _preempted_with_grace,
-    "preempted by a higher partition, no GraceTime": _preempted_at_once,
+    "preempted by a higher partition, GraceTime 60": partial(_preempted, partition="grace"),
+    "preempted by a higher partition, no GraceTime": partial(_preempted, partition="low"),
     "preempted while it imports torch": _before_it_listens,
     "`scontrol requeue`": _requeued,
     "a node goes down": _node_down,

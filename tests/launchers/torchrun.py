@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.harness.elastic_log import lives
 from tests.harness.process import ROOT
 from tests.hosts.hosts import SHARED, Hosts, why_not
 from tests.launchers.rows import NotHere, Row
@@ -65,20 +66,6 @@ class _Agents:
         return "\n".join(
             f"-- {log.name}\n{log.read_text()[-3000:]}" for log in self.hosts.folder.glob("*-agent-*.log")
         )
-
-
-def lives(out: Path, rank: int = 0) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """What a rank logged: after each start how it resumed, and the steps that followed."""
-    found: list[tuple[dict[str, Any], list[dict[str, Any]]]] = []
-    path = out / f"rank-{rank}.jsonl"
-    for line in path.read_text().splitlines(keepends=True) if path.exists() else ():
-        if line.endswith("\n"):
-            entry = json.loads(line)
-            if "resumed" in entry:
-                found.append((entry, []))
-            else:
-                found[-1][1].append(entry)
-    return found
 
 
 def _reached(out: Path, ranks: int, step: int) -> bool:

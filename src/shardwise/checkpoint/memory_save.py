@@ -32,7 +32,7 @@ from ..store.slice_file import tensor_bytes
 from .collect import Collected
 from .document_files import checked_text, write_documents
 from .pieces import LiveContents, Piece, boxes_on, live_piece
-from .save_manifest import file_records, manifest_of, merged_records, outline_of
+from .save_manifest import file_records, manifest_of_written, merged_records, outline_of
 from .snapshot import Live
 from .stage import detached_documents
 
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """This rank's host, and the others."""
+    """This rank's host, and how to reach the hosts of the other ranks."""
 
     tier: MemoryTier
     ring: Ring
@@ -218,7 +218,7 @@ class MemorySave:
             files[name] = FileEntry(len(content), len(content), xxhash.xxh3_64_hexdigest(content))
 
     def _write_manifest(self, merged: Mapping[str, Any]) -> str:
-        text = manifest_of(self._collected, self._ranks, merged, compare=False).to_text().encode()
+        text = manifest_of_written(self._collected, self._ranks, merged).to_text().encode()
         write_whole(os.path.join(self.slot.path, MANIFEST_NAME), text)
         return xxhash.xxh3_64_hexdigest(text)
 

@@ -42,18 +42,19 @@ def merged_records(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"files": files, "sums": added_sums([one["sums"] for one in records])}
 
 
-def manifest_of(
-    collected: Collected, ranks: Ranks, records: Mapping[str, Any], *, compare: bool = True
-) -> Manifest:
-    """The manifest of what all ranks wrote. ``records``: the :func:`merged_records` of all ranks. Without ``compare`` they may hold sums
-    of what a rank wrote alone.
+def manifest_of(collected: Collected, ranks: Ranks, records: Mapping[str, Any]) -> Manifest:
+    """The manifest of what all ranks wrote. ``records``: the :func:`merged_records` of all ranks.
 
     Raises :class:`StateError` naming tensors whose replicas differ between ranks.
     """
+    _refuse_unequal(collected.snapshot, records["sums"])
+    return manifest_of_written(collected, ranks, records)
+
+
+def manifest_of_written(collected: Collected, ranks: Ranks, records: Mapping[str, Any]) -> Manifest:
+    """As :func:`manifest_of`, where each rank has summed only what it wrote: replicas are not compared."""
     files = {n: FileEntry(**{**e, "blocks": tuple(e["blocks"])}) for n, e in records["files"].items()}
-    return _with_digests(
-        collected, ranks, _digests(collected.snapshot, records["sums"], compare=compare), files
-    )
+    return _with_digests(collected, ranks, _digests(collected.snapshot, records["sums"]), files)
 
 
 def outline_of(collected: Collected, ranks: Ranks) -> Manifest:
@@ -121,24 +122,27 @@ def _totals(snapshot: Snapshot) -> ReplicaTotals:
     return ReplicaTotals([t.geometry for t in stored], [t.owner for t in stored])
 
 
-def _digests(snapshot: Snapshot, added: Any, *, compare: bool) -> Digests:
-    """Digest of every tensor from the shares of all ranks. Replicas must be equal, except plain buffers.
-
-    Raises :class:`StateError` naming tensors whose replicas differ.
-    """
+def _refuse_unequal(snapshot: Snapshot, added: Any) -> None:
+    """Raises :class:`StateError` naming tensors whose replicas differ, except plain buffers."""
     counted = _counted(snapshot)
-    totals, differ = _totals(snapshot).read(added)
+    _, differ = _totals(snapshot).read(added)
     buffers = plain_tensors(snapshot, kind="buffer")
     unequal = [
         v.stored.name
         for part, v in map(counted.__getitem__, differ.tolist())
         if not (part.kind == "model" and f"{part.name}:{v.stored.name}" in buffers)
     ]
-    if unequal and compare:
+    if unequal:
         raise StateError(
             f"replicas of {len(unequal)} tensors differ between ranks: {', '.join(unequal[:10])}; they have drifted "
             f"apart, and a checkpoint can hold only one of them{_hint(unequal)}"
         )
+
+
+def _digests(snapshot: Snapshot, added: Any) -> Digests:
+    """Digest of every tensor from the shares of all ranks."""
+    counted = _counted(snapshot)
+    totals, _ = _totals(snapshot).read(added)
     return {
         (part.kind, part.name, v.stored.name): finish(total, v.stored.dtype, v.stored.shape)
         for (part, v), total in zip(counted, totals.tolist(), strict=True)

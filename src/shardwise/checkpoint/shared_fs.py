@@ -77,8 +77,8 @@ def manifest_seen_by_first(path: str, ranks: Ranks) -> SeenByFirst:
 
 
 def open_for_all(root: str, open_first: Callable[[], str], ranks: Ranks) -> str:
-    """Rank 0 locks a run's directory by ``open_first``; the others look whether theirs is the same. Returns what
-    ``open_first`` returned there. Collective.
+    """Rank 0 locks a run's directory by ``open_first``; every other rank checks that it sees the same directory.
+    Returns on every rank what ``open_first`` returned on rank 0. Collective.
 
     Raises what ``open_first`` raises, and :class:`RankError` naming ranks and hosts that have no directory in common with rank 0.
     """

@@ -19,7 +19,7 @@ def get_model_conversion_mapping(*args: Any, **options: Any) -> Any:
     That first call makes the conversions of all classes that transformers has, with 860 regular expressions, which takes
     60 ms of CPU time on each rank: as long as all else that a load of 500 tensors does beside reading. Here the same
     functions run in a namespace of their own, in which a conversion is made when it is first asked for. transformers itself
-    is not changed; once it has its table (somebody registered a conversion, or loaded a model by ``from_pretrained``),
+    is not changed; once it has its table (the caller registered a conversion, or loaded a model by ``from_pretrained``),
     its own function is called. transformers 5.20-5.23: ``conversion_mapping._checkpoint_conversion_mapping_cache``.
     Without it, loads are right and slower.
     """

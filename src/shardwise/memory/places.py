@@ -10,7 +10,7 @@ __all__ = ["Peer", "Places"]
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A rank as the others reach it."""
+    """A rank's host, and where other ranks reach its server."""
 
     host: str
     address: str
@@ -37,7 +37,7 @@ class Places:
         return self._by_host[self.peers[rank].host]
 
     def is_leader(self, rank: int) -> bool:
-        """Whether a rank is the first on its host, which does what is done once there."""
+        """Whether a rank is the first on its host. That rank does the work that a host needs once."""
         return self.beside(rank)[0] == rank
 
     def holders_of(self, rank: int, copies: int) -> list[int]:

@@ -55,7 +55,7 @@ def read_or_make_record(root: str) -> Record:
             ):
                 return Record(name, line)
         except (FormatError, KeyError, TypeError):
-            pass  # damaged: what is in memory is then not found, and the resume takes a step on disk
+            pass  # damaged: a resume then finds no step in memory, and takes one on disk
     record = Record(new_word(), new_word())
     write_record(root, record)
     return record

@@ -85,7 +85,7 @@ def _pieces(fd: int, unit: Unit, buffer: memoryview) -> Iterator[memoryview]:
 
 
 def rank_of_file(name: str) -> int:
-    """The rank that writes a file of a checkpoint: rank 0 what is not named after a rank."""
+    """The rank that writes a file of a checkpoint. Rank 0 writes the files whose names hold no rank."""
     folder, _, last = name.rpartition("/")
     if folder == "rank":
         return int(last.partition(".")[0])
