@@ -82,8 +82,10 @@ def stateful() -> Any:
     return StatefulDataLoader(Rows(), batch_size=2, shuffle=True)
 
 
-def sampled(make: Callable[[], Any], dataset: Any = None) -> Callable[[], DataLoader[Any]]:
-    return lambda: DataLoader(Rows() if dataset is None else dataset, batch_size=2, sampler=make())
+def sampled(
+    make: Callable[[], Any], dataset: Any = None, **options: Any
+) -> Callable[[], DataLoader[Any]]:
+    return lambda: DataLoader(Rows() if dataset is None else dataset, batch_size=2, sampler=make(), **options)
 
 
 def shuffled(**options: Any) -> Callable[[], DataLoader[Any]]:
@@ -132,6 +134,10 @@ def kinds() -> dict[str, Kind]:
         "own batches": Kind(own_batches, STATEFUL),
         "noisy": Kind(sampled(weighted, Noisy()), STATEFUL),
         "workers": Kind(shuffled(num_workers=1), STATEFUL),
+        "workers, own generator": Kind(
+            lambda: shuffled(generator=generator(), num_workers=2, prefetch_factor=3)(), STATEFUL
+        ),
+        "weighted, workers": Kind(sampled(weighted, num_workers=2), STATEFUL),
         "streamed": Kind(lambda: DataLoader(Streamed(), batch_size=2), STATEFUL),
         "plain shuffled": Kind(shuffled()),
         "plain weighted": Kind(sampled(weighted)),
@@ -140,6 +146,8 @@ def kinds() -> dict[str, Kind]:
         "theirs": Kind(shuffled(), STATEFUL, ours=False),
         "theirs, noisy": Kind(sampled(weighted, Noisy()), STATEFUL, ours=False),
         "theirs, seeded before": Kind(shuffled(), STATEFUL, ours=False, reseeds=True),
+        "theirs, workers": Kind(shuffled(num_workers=1), STATEFUL, ours=False),
+        "theirs, seeded before, workers": Kind(shuffled(num_workers=1), STATEFUL, ours=False, reseeds=True),
     }
 
 

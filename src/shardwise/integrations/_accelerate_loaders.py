@@ -166,7 +166,9 @@ def _draw_again(loader: Any, position: Mapping[str, Any]) -> bool:
     if recorder is None or order is None or _is_dispatched_to(loader):
         return needs_no_start
     recorder.dataset_draws = order["dataset_draws"]
-    start = order["start"] or start_that_leads_to(_sampler(loader), position["generators"].get("sampler"))
+    start = order["start"] or start_that_leads_to(
+        loader, _sampler(loader), position["generators"].get("sampler")
+    )
     if start is None and not needs_no_start:
         return False
     start = start or {"rng": None, "generator": None}

@@ -58,8 +58,7 @@ class RecordedSampler(Sampler[Any]):
     To ``isinstance`` it is the wrapped sampler, because Accelerate checks the type of a loader's sampler.
     """
 
-    def __init__(self, sampler: Any, per_batch: int) -> None:
-        """``per_batch``: number of samples that this rank's loader requests before it fetches a batch."""
+    def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
         self.start: dict[str, Any] | None = None
         """The random states from which the order of the present epoch was drawn; None before the first one."""
@@ -67,7 +66,8 @@ class RecordedSampler(Sampler[Any]):
         """Whether fetching a batch drew from the global generators of this process; None: not known yet."""
         self.again: Order | None = None
         """The order that the next epoch repeats."""
-        self._per_batch = per_batch
+        self.per_batch = 1
+        """Number of samples that this rank's loader requests before it fetches a batch."""
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -80,6 +80,15 @@ class RecordedSampler(Sampler[Any]):
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return type(self.sampler)
+
+    @property
+    def generator(self) -> Any:
+        """The wrapped sampler's. Accelerate gives one to a sampler without."""
+        return self.sampler.generator
+
+    @generator.setter
+    def generator(self, generator: torch.Generator) -> None:
+        self.sampler.generator = generator
 
     def __iter__(self) -> Iterator[Any]:
         again, self.again = self.again, None
@@ -100,7 +109,7 @@ class RecordedSampler(Sampler[Any]):
     def _watched(self, samples: Iterator[Any]) -> Iterator[Any]:
         """Watch the first two batches, fetched at once: only the dataset can move generators between them."""
         before = capture_host_rng()
-        yield from itertools.islice(samples, self._per_batch)
+        yield from itertools.islice(samples, self.per_batch)
         self.dataset_draws = bool(self.dataset_draws) or not same(before, capture_host_rng())
         yield from samples
 
@@ -117,18 +126,21 @@ class RecordedSampler(Sampler[Any]):
 
 
 def record(loader: Any) -> RecordedSampler | None:
-    """Wrap the sampler of a loader that Accelerate prepared in a recorder, once; None without a sampler of torch's form.
+    """Wrap the sampler of a loader in a recorder, once; None without a sampler of torch's form. Draws nothing.
 
-    A running epoch goes on with the bare sampler. Draws nothing.
+    A running epoch goes on with the bare sampler. The first epoch runs already when Accelerate has prepared a stateful
+    loader with workers: torchdata starts them, and draws the order, at the first question for a state. So a loader is
+    recorded before it is prepared, and again afterwards: Accelerate may have put another sampler in.
     """
     batches, outer = innermost(loader), loader.batch_sampler
     keeps_state = type(batches).__module__.startswith("torchdata.") and batches is outer
     if isinstance(loader.dataset, IterableDataset) or not _is_plain(batches) or keeps_state:
         return None
     if type(batches.sampler) is not RecordedSampler:
-        shards = 1 if getattr(outer, "split_batches", False) else getattr(outer, "num_processes", 1)
-        batches.sampler = RecordedSampler(batches.sampler, int(batches.batch_size or 1) * shards)
+        batches.sampler = RecordedSampler(batches.sampler)
     found: RecordedSampler = batches.sampler
+    shards = 1 if getattr(outer, "split_batches", False) else getattr(outer, "num_processes", 1)
+    found.per_batch = int(batches.batch_size or 1) * shards
     return found
 
 
@@ -160,12 +172,17 @@ def _is_plain(batches: Any) -> bool:
     return isinstance(batches, BatchSampler) and type(batches).__module__.startswith(("torch.", "torchdata."))
 
 
-def start_that_leads_to(sampler: Any, end: Any) -> dict[str, Any] | None:
+def start_that_leads_to(loader: Any, sampler: Any, end: Any) -> dict[str, Any] | None:
     """The present state of a sampler's generator, if drawing an order from it ends in ``end``; otherwise None.
 
     A script that seeds before it makes its loader begins with the generator of the stored run. For torch's random
-    samplers without replacement, which draw the order at once. Costs one permutation.
+    samplers without replacement, which draw the order at once, and once more at its end. Costs one permutation.
+
+    None for loaders with workers: these have been asked for samples before this process trained, and may have been
+    asked for the last one when the position was stored. Another order then ends in the same state.
     """
+    if loader.num_workers:
+        return None
     own = getattr(sampler, "generator", None)
     if type(sampler) is not RandomSampler or sampler.replacement or not isinstance(own, torch.Generator):
         return None

@@ -28,6 +28,7 @@ from typing import Any, Literal, Unpack
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch.utils.data import DataLoader
 
 from ..checkpoint.checkpointer import save
 from ..checkpoint.last_save import LastSave
@@ -177,6 +178,9 @@ def _prepared(accelerator: Any, by: Callable[..., Any], objects: tuple[Any, ...]
     check_kind(accelerator)
     optimizers = [found for found in objects if isinstance(found, torch.optim.Optimizer)]
     before = [groups_of(optimizer) for optimizer in optimizers]
+    for found in objects:
+        if isinstance(found, DataLoader):
+            record(found)
     with explained("load_pretrained or load of shardwise.integrations.accelerate"):
         result = by(*objects)
     for optimizer, groups in zip(optimizers, before, strict=True):
