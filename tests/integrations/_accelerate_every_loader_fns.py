@@ -82,9 +82,7 @@ def stateful() -> Any:
     return StatefulDataLoader(Rows(), batch_size=2, shuffle=True)
 
 
-def sampled(
-    make: Callable[[], Any], dataset: Any = None, **options: Any
-) -> Callable[[], DataLoader[Any]]:
+def sampled(make: Callable[[], Any], dataset: Any = None, **options: Any) -> Callable[[], DataLoader[Any]]:
     return lambda: DataLoader(Rows() if dataset is None else dataset, batch_size=2, sampler=make(), **options)
 
 
