@@ -126,6 +126,12 @@ def published(root: Path) -> int:
     return max(map(step_of, (root / "run").glob("*-*")), default=-1)
 
 
+def is_exact(resumed: dict[str, Any]) -> bool:
+    """Whether the report says that a resume is exact, but for random draws in workers, of which these datasets have none."""
+    caveats = resumed.get("differences", [])
+    return bool(resumed["exact"] or (caveats and all("random draws in them" in line for line in caveats)))
+
+
 def fell_into(events_of_first: list[dict[str, Any]], sent: float) -> str:
     """What rank 0 did when the signal was sent, by its log."""
     before = [e["kind"] for e in events_of_first if e["time"] <= sent]
@@ -153,7 +159,7 @@ def campaign(name: str, root: Path, count: int, seed: int, **extra: Any) -> Outc
             for (rank, step), loss in losses(place, life).items():
                 assert expected[rank, step] == loss, (context, rank, step)
             first = said[0][0]
-            assert all(s[0]["kind"] == "resumed" and s[0]["exact"] for s in said), context
+            assert all(s[0]["kind"] == "resumed" and is_exact(s[0]) for s in said), context
             if before >= 0:
                 from_step = [e["step"] for e in said[0] if e["kind"] == "resumed from"] or [first["step"]]
                 assert from_step[0] in (before, -1), context
