@@ -1554,6 +1554,13 @@ MUTATIONS = (
         "rank 0 stops before the lease ends",
     ),
     Mutation(
+        "preemption/leases.py",
+        "max(end, last.calls) if last.turns == turns else end",
+        "end",
+        ("tests/preemption/test_preemption.py::test_a_lease_takes_back_no_call_of_the_one_before",),
+        "a lease that other ranks have used is shortened",
+    ),
+    Mutation(
         "preemption/signals.py",
         "if received.si_pid == parent or os.getppid() != parent:",
         "if True:",

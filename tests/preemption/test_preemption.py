@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.checkpoint.last_save import Situation, way_of
-from shardwise.preemption.leases import StopPoint
+from shardwise.preemption.leases import Lease, Lender, StopPoint
 from shardwise.preemption.signals import StopSignals, numbers_of
 from tests.preemption import campaign
 
@@ -53,6 +53,18 @@ def test_all_ranks_stop_at_one_call(seed: int) -> None:
     assert len(set(found.values())) == 1, found
     first = min(asked_at.values())
     assert first <= found[0][0], "no rank was asked before"
+
+
+def test_a_lease_takes_back_no_call_of_the_one_before() -> None:
+    """Calls that become slow have shorter leases, but another rank may have passed the calls of the long one."""
+    lender, lease = Lender(), Lease()
+    for calls in range(1, 40):
+        now_s = 0.001 * calls if calls < 20 else 0.02 + 0.1 * (calls - 20)
+        if lender.is_due(lease, calls, 0):
+            later = lender.next(lease, calls, 0, now_s)
+            assert later.calls >= lease.calls
+            lease = later
+    assert lender.next(lease, 40, 1, 2.1).calls < lease.calls + 4, "after a turn all look again"
 
 
 def test_a_rank_does_not_wait_for_ever(tmp_path: Path) -> None:

@@ -38,6 +38,8 @@ class Run:
     holders: dict[int, Process] = field(default_factory=dict)
     """By launch, the process that holds the directory."""
     lock_lost_at: float | None = None
+    was_free: dict[tuple[int, int], bool] = field(default_factory=dict)
+    """By launch and attempt to open the directory, whether no process of another launch lived when its first rank began."""
 
 
 def judge_wait(run: Run, process: Process, name: str) -> None:

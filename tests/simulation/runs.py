@@ -246,8 +246,13 @@ def _main(run: Run, process: Process, steps: int) -> None:
 
 
 def _open(run: Run, call: Callable[..., Any], process: Process) -> Any:
-    """Open the directory; while a process of the launch before still holds it, try again, as a launcher does."""
-    for _ in range(100):
+    """Open the directory; while a process of the launch before still holds it, try again, as a launcher does.
+
+    All ranks try as often: whether the directory may be held is decided when the first of them begins an attempt.
+    """
+    for attempt in range(100):
+        others = [p for p in run.world.processes if p.launch != process.launch]
+        was_free = run.was_free.setdefault((process.launch, attempt), all(p.is_dead for p in others))
         try:
             return call(
                 "open",
@@ -256,7 +261,7 @@ def _open(run: Run, call: Callable[..., Any], process: Process) -> Any:
                 ),  # type: ignore[arg-type]
             )
         except LockedError:
-            if all(p.is_dead for p in run.world.processes if p.launch != process.launch):
+            if was_free:
                 raise
             run.ended[process.launch][process.rank].pop()
             run.world.progressed(run.world.now + 2.0)

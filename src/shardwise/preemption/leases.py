@@ -69,15 +69,16 @@ class Lender:
         """Whether to lend now: before the other ranks have used the lease up, if calls are fast."""
         return not lease.covers(calls + self._ahead, turns)
 
-    def next(self, calls: int, turns: int, now_s: float) -> Lease:
-        """A lease from this call on."""
+    def next(self, last: Lease, calls: int, turns: int, now_s: float) -> Lease:
+        """A lease from this call on, which takes back nothing of the last one: other ranks may have passed its calls."""
         self._length, self._ahead = 1, 0
         if self._since is not None and self._since[0] == turns and calls > self._since[1]:
             each_s = max(1e-6, (now_s - self._since[2]) / (calls - self._since[1]))
             self._length = max(1, min(_MOST_CALLS, int(_LOOK_S / each_s)))
             self._ahead = 0 if each_s >= _SLOW_CALL_S else max(1, self._length // 2)
         self._since = turns, calls, now_s
-        return Lease(calls + self._ahead + self._length, turns)
+        end = calls + self._ahead + self._length
+        return Lease(max(end, last.calls) if last.turns == turns else end, turns)
 
 
 class StopPoint:
@@ -123,7 +124,7 @@ class StopPoint:
             if is_asked or self._store.check([f"{self._key}/asked"]):
                 lease = Lease(lease.calls, lease.turns, is_final=True)
             else:
-                lease = self._lender.next(self.calls, self.turns, time.monotonic())
+                lease = self._lender.next(lease, self.calls, self.turns, time.monotonic())
             self._store.set(f"{self._key}/lease", lease.packed())
             self._lease = lease
         return lease.is_final and not lease.covers(self.calls, self.turns)
