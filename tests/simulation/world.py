@@ -222,6 +222,8 @@ class World:
         for process in self.processes:
             process.is_dead = True
             process._reap()
+            # Agreements are kept for as long as their group lives, and the store of these knows its process.
+            process.group = process.store = None
 
     # -- what was seen ----------------------------------------------------------------------------------
 
