@@ -53,9 +53,7 @@ class StagingTally:
         if choice.strategy == "own":
             return [max(one.alone, one.initialized) for one in self._found.values()]
         most = first.io.staging_bytes
-        return [
-            max(min(buckets + one.beside_buckets, most), one.initialized) for one in self._found.values()
-        ]
+        return [max(min(buckets + one.beside_buckets, most), one.initialized) for one in self._found.values()]
 
     def _choice(self, first: Planned) -> Choice:
         """The strategy that the ranks will choose."""

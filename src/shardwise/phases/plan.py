@@ -264,8 +264,7 @@ def _plan_ranks(
         ep=variant.ep,
         first=first,
         costs=tuple(
-            replace(cost, staging_bytes=nbytes)
-            for cost, nbytes in zip(costs, staging.result(), strict=True)
+            replace(cost, staging_bytes=nbytes) for cost, nbytes in zip(costs, staging.result(), strict=True)
         ),
         total_shard_bytes=_over_all_ranks(live, ranks),
         store=None if tally is None else tally.result(looks),

@@ -220,9 +220,7 @@ def peak_of(
     return state.best
 
 
-def _peak_without_fsdp(
-    events: Iterable[Event], groups: Sequence[StepGroup], compiled: _Compiled
-) -> StepPeak:
+def _peak_without_fsdp(events: Iterable[Event], groups: Sequence[StepGroup], compiled: _Compiled) -> StepPeak:
     """The same of a model whose parameters are there all the time: each gradient stays as it comes."""
     best, gradients = StepPeak(0, 0, 0, 0, ""), 0
     for event in events:

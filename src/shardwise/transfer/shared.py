@@ -28,7 +28,15 @@ from ..planning.records import StridedLoop, Transfer
 from ..ranks.ranks import Ranks
 from .converted import Reader
 
-__all__ = ["NodeReader", "NotShared", "OnceReader", "SharedReader", "bucket_bytes", "held_bytes", "spans_in_turn"]
+__all__ = [
+    "NodeReader",
+    "NotShared",
+    "OnceReader",
+    "SharedReader",
+    "bucket_bytes",
+    "held_bytes",
+    "spans_in_turn",
+]
 
 #: Buckets of one round of :class:`OnceReader`: so many ranks read at a time.
 _AT_ONCE = 4
