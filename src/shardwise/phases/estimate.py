@@ -297,7 +297,7 @@ class _Run:
             "first step": self.a_step(is_first=True),
             "steady step": steady,
             "save, sync": (*self.at_rest(), self.written_through(saving), self.written()),
-            "save, async": (*steady, self.staging(), saving, self.written()),
+            "save, async": (*steady, self.staging(), self.written_through(saving), self.written()),
             "resume": self.a_resume(reading),
             "export": (*self.at_rest(), export, self.written()),
         }
