@@ -54,7 +54,7 @@ help:
 	@echo "make newest   make quick with the newest versions there are, in .venv-newest"
 	@echo "make dist     sdist and wheel, and the wheel tried without any extra"
 	@echo "make bench    loads and saves beside their floors and other loaders (half an hour; BENCH=--short: a minute)"
-	@echo "make phases   memory of each phase of 46 configurations beside its plan, under a limit at the plan (40 minutes)"
+	@echo "make phases   memory of each phase of 53 configurations beside its plan, under a limit at the plan (45 minutes)"
 	@echo "make gpu-check  with a GPU: its tests and benchmark, into build/gpu-check (GPU_CHECK='--only checks': no benchmark)"
 	@echo "make faults   every fault of tests/faults at every place, and a table of what it led to (minutes)"
 	@echo "make fuzz     damaged and hostile files into every reader (FUZZ_SECONDS=600)"

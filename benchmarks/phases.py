@@ -43,7 +43,7 @@ import transformers
 
 import shardwise as sw
 from benchmarks.fresh import from_fresh_process, in_fresh_process, on_fresh_ranks
-from benchmarks.loading.counters import anonymous_bytes, marked
+from benchmarks.loading.counters import charged_bytes, marked
 from benchmarks.memory_limit import MemoryLimit, limited_memory
 from benchmarks.phase_cases import CASES, SHORT, Case, write, write_tiny
 from benchmarks.phase_layouts import Layout
@@ -210,7 +210,7 @@ def _peak_of_activations(run: _Run) -> int:
     ids = run.ids()
     run.backward(ids)  # what is imported, started and compiled once
     gc.collect()
-    before = anonymous_bytes()
+    before = charged_bytes()
     with marked() as peak:
         run.backward(ids)
     return peak.nbytes - before
@@ -224,7 +224,7 @@ class _Phases:
         self._rank, self._allowed, self._limit = rank, allowed, limit
         gc.collect()
         dist.barrier()
-        self._before, self._all_before = anonymous_bytes(), 0 if limit is None else limit.held_bytes()
+        self._before, self._all_before = charged_bytes(), 0 if limit is None else limit.held_bytes()
         dist.barrier()
 
     def run(self, name: str, work: Callable[[], Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 __all__ = [
     "CollectiveBytes",
     "anonymous_bytes",
+    "charged_bytes",
     "marked",
     "pss_bytes",
     "read_calls",
@@ -27,11 +28,39 @@ __all__ = [
 
 #: Seconds between two looks at the memory of a rank.
 SAMPLE_S = 0.002
+#: Less shared memory is not looked at page by page.
+_LEAST_SHARED_BYTES = 256 * 1024
 
 
 def anonymous_bytes() -> int:
     """Resident anonymous memory of this process."""
     return _field("/proc/self/status", "RssAnon") * 1024
+
+
+def charged_bytes() -> int:
+    """Resident memory of this process that is no file's: anonymous, and shared memory, of which n processes with a page count 1/n each.
+
+    A cgroup charges both. Of what the ranks of a load share, a rank counts no more than it made itself, also while it is the last that
+    has it: the sum over all processes is what they hold together.
+    """
+    return _charged()[0]
+
+
+def _charged() -> tuple[int, int]:
+    """:func:`charged_bytes`, and the bytes of shared memory that other processes are counted for."""
+    anonymous, shared = _fields("/proc/self/status", "RssAnon", "RssShmem")
+    own = shared
+    if shared > _LEAST_SHARED_BYTES:  # a look at each page takes 10 ms for each GiB
+        own = min(shared, _fields("/proc/self/smaps_rollup", "Pss_Shmem")[0], _made_at_most(shared))
+    return anonymous + own, shared - own
+
+
+def _made_at_most(shared: int) -> int:
+    """Of ``shared`` bytes, those that this process may have made: of the slots of the ranks of a load, which are alike, one rank's."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    ranges = [line.split()[0].split("-") for line in lines if "/memfd:shardwise" in line]
+    slots = [int(stop, 16) - int(start, 16) for start, stop in ranges]
+    return max(slots, default=0) + max(0, shared - sum(slots))
 
 
 def pss_bytes() -> int:
@@ -56,23 +85,40 @@ def _field(file: str, name: str) -> int:
     raise RuntimeError(f"no {name} in {file}")
 
 
+def _fields(file: str, *names: str) -> list[int]:
+    """Numbers in KiB of one look at a file, in bytes."""
+    lines = (line.split() for line in Path(file).read_text().splitlines())
+    found = {words[0]: int(words[1]) * 1024 for words in lines if words[0].rstrip(":") in names}
+    return [found[f"{name}:"] for name in names]
+
+
 class Peak:
-    """The most anonymous memory that this process had while it was looked at."""
+    """The most memory that this process had while it was looked at."""
 
     nbytes = 0
+    elsewhere_bytes = 0
+    """The most shared memory for which other processes were counted, in :func:`marked`."""
 
 
 @contextmanager
-def sampled(limit_bytes: int | None = None) -> Iterator[Peak]:
-    """Look at this process's anonymous memory every 2 ms, in a thread. Slows the process down.
+def sampled() -> Iterator[Peak]:
+    """Look at this process's anonymous memory every 2 ms, in a thread. Slows the process down."""
+    with _looking(lambda: (anonymous_bytes(), 0), None) as peak:
+        yield peak
 
-    ``limit_bytes``: kill the process when it holds more.
-    """
+
+@contextmanager
+def _looking(held: Callable[[], tuple[int, int]], limit_bytes: int | None) -> Iterator[Peak]:
+    """Look every 2 ms. ``limit_bytes``: kill the process when it holds more."""
     peak, done = Peak(), threading.Event()
+
+    def see() -> None:
+        nbytes, elsewhere = held()
+        peak.nbytes, peak.elsewhere_bytes = max(peak.nbytes, nbytes), max(peak.elsewhere_bytes, elsewhere)
 
     def look() -> None:
         while not done.wait(SAMPLE_S):
-            peak.nbytes = max(peak.nbytes, anonymous_bytes())
+            see()
             if limit_bytes is not None and peak.nbytes > limit_bytes:
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -83,26 +129,27 @@ def sampled(limit_bytes: int | None = None) -> Iterator[Peak]:
     finally:
         done.set()
         thread.join()
-        peak.nbytes = max(peak.nbytes, anonymous_bytes())
+        see()
 
 
 @contextmanager
 def marked(limit_bytes: int | None = None) -> Iterator[Peak]:
-    """As :func:`sampled`, and what the kernel's own mark of resident memory says that looks every 2 ms missed.
+    """The most of :func:`charged_bytes`, by looks every 2 ms, and by the kernel's own mark of resident memory for what they missed.
 
-    The mark (``VmHWM``) is reset first, for the whole process. It counts pages of files, too: as many as there are before or after, the
-    larger number, so that what is left is not more than the peak of anonymous memory. Source: ``proc(5)``, clear_refs.
+    ``limit_bytes``: kill the process when it holds more. The mark (``VmHWM``) is reset first, for the whole process. It counts pages of
+    files, too: as many as there are before or after, the larger number; and pages that n processes share n times, as seen by looks.
+    So what is left is not more than the peak. Source: ``proc(5)``, clear_refs.
     """
     Path("/proc/self/clear_refs").write_text("5")
-    before = _shared_bytes()
-    with sampled(limit_bytes) as peak:
+    before = _file_bytes()
+    with _looking(_charged, limit_bytes) as peak:
         yield peak
     mark = _field("/proc/self/status", "VmHWM") * 1024
-    peak.nbytes = max(peak.nbytes, mark - max(before, _shared_bytes()))
+    peak.nbytes = max(peak.nbytes, mark - max(before, _file_bytes()) - peak.elsewhere_bytes)
 
 
-def _shared_bytes() -> int:
-    return sum(_field("/proc/self/status", name) * 1024 for name in ("RssFile", "RssShmem"))
+def _file_bytes() -> int:
+    return _field("/proc/self/status", "RssFile") * 1024
 
 
 class CollectiveBytes(TorchDispatchMode):

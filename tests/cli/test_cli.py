@@ -424,7 +424,15 @@ def test_verify_finds_damage(steps: Path, damage: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
-    [("7", 7), ("40KB", 40_000), ("40 kib", 40_960), ("1.5MB", 1_500_000), ("2GiB", 2**31), ("1TB", 10**12)],
+    [
+        ("7", 7),
+        ("40KB", 40_000),
+        ("40 kib", 40_960),
+        ("1.5MB", 1_500_000),
+        ("2GiB", 2**31),
+        ("1TB", 10**12),
+        ("2e9", 2 * 10**9),
+    ],
 )
 def test_units(text: str, nbytes: int) -> None:
     context = click.Context(main)

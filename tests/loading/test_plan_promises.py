@@ -113,6 +113,19 @@ def test_a_cast_is_planned_with_its_staging(model: Path) -> None:
     assert all(0 < cost.staging_bytes <= IOOptions().staging_bytes for cost in report.per_rank)
 
 
+def test_buckets_that_ranks_share_are_planned(model: Path) -> None:
+    def staging(strategy: Any, staging_bytes: int = 2**20, **given: Any) -> list[int]:
+        io = IOOptions(strategy=strategy, staging_bytes=staging_bytes)
+        return [cost.staging_bytes for cost in sw.plan(model, ranks=2, io=io, **given).per_rank]
+
+    stored = sw.plan(model, ranks=2).source_bytes
+    assert staging("auto") == staging("own") == [0, 0]
+    # Two buckets, each of a quarter, but no more than there is to read.
+    assert staging("node") == [min(2**19, -(-stored // 2))] * 2
+    assert staging("node", 2**25) == [-(-stored // 2)] * 2
+    assert staging("once") == [5 * 2**17] * 2
+
+
 def test_beyond_the_limit_the_extremes_are_those_of_all_ranks(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

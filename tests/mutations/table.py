@@ -821,6 +821,20 @@ MUTATIONS = (
         "the group that FSDP2 gathers ahead takes nothing",
     ),
     Mutation(
+        "phases/step.py",
+        "        self.dense = max(self.dense, event.products)\n",
+        "        self.dense = self.products.dense\n",
+        ("tests/phases/test_step.py::test_a_first_step_has_compiled_no_product_that_it_has_not_run",),
+        "a first step has compiled the products of its backward in its forward",
+    ),
+    Mutation(
+        "loading/foreseen.py",
+        "            max(min(buckets + one.beside_buckets, most)",
+        "            max(min(one.beside_buckets, most)",
+        ("tests/loading/test_plan_promises.py::test_buckets_that_ranks_share_are_planned",),
+        "the memory that ranks of a host share in a load is not planned",
+    ),
+    Mutation(
         "phases/held.py",
         "    return int(count * numel * bytes_each) + steps",
         "    return int(numel * bytes_each) + steps",

@@ -180,8 +180,15 @@ def test_products_of_experts_are_compiled_for_each_number_of_tokens() -> None:
     assert products_of(model, groups, torch.float32, training) is None
     found = products_of(model, groups, None, training)
     # Two matrices, each with a product of the forward and two of the backward; 6 layers of 16 experts.
-    assert found == Products(dense=0, shapes=6, experts=96, tokens=512, tokens_of_expert=128.0)
+    assert found == Products(
+        dense=0, shapes=6, forward_shapes=2, layers=6, experts=16, tokens=512, tokens_of_expert=128.0
+    )
     assert 6 * 48 < found.after_one_step() < 6 * 96
+    assert found.so_far(5, 0, 0) == 5
+    # The numbers of a layer are drawn apart from those of the others, and equal ones share their code.
+    assert 2 * 10 < found.so_far(0, 1, 0) < 2 * 16
+    assert found.so_far(0, 6, 6) == pytest.approx(3 * found.so_far(0, 6, 0), abs=2)
+    assert replace(found, tokens_of_expert=512.0).after_one_step() == 6  # every expert gets every token
     assert found.after_many_steps() == 1024  # what oneDNN keeps
     assert replace(found, tokens=64).after_many_steps() == 6 * 64
     model.requires_grad_(False)

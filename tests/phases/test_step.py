@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.phases.groups import Event, StepGroup
+from shardwise.phases.products import COMPILED_BYTES, Products
 from shardwise.phases.step import StepPeak, peak_of
 from shardwise.phases.timeline import whole_step
 
@@ -135,3 +136,25 @@ def test_blocks_that_are_alike_take_what_the_first_took() -> None:
     seconds = [e for e in whole if e.kind == "grad" and e.group == 1]
     assert [(e.nbytes, e.peak) for e in seconds] == [(100, 75 + 60 + 55)]
     assert whole[-1].live == 15
+
+
+def test_a_first_step_has_compiled_no_product_that_it_has_not_run() -> None:
+    experts = replace(BLOCK, kind="experts")
+    products = Products(
+        dense=5, shapes=6, forward_shapes=2, layers=1, experts=4, tokens=8, tokens_of_expert=8.0
+    )
+    events = [
+        replace(event("enter", 0), products=2),
+        replace(event("exit", 0, peak=900), products=3),
+        event("loss", peak=950),
+        replace(event("back", 0), products=5),
+    ]
+    for is_wrapped in (True, False):
+        given: dict[str, Any] = {"shards": 4, "is_wrapped": is_wrapped}
+        found = peak_of(events, (experts, replace(ROOT, index=1)), compiles=products, **given)
+        # The code of products in the backward is larger than all that these tensors take.
+        assert found.compiled == 5 + 6
+        assert found.total_bytes >= 11 * COMPILED_BYTES
+        forward = peak_of(events[:3], (experts, replace(ROOT, index=1)), compiles=products, **given)
+        assert forward.compiled == 3 + 2
+        assert peak_of(events, (experts, replace(ROOT, index=1)), **given).compiled == 0

@@ -32,17 +32,21 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}
 _UNITS |= {f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", 1)}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?(?:[Ee]\+?\d{1,2})?)\s*([A-Za-z]*)\s*")
+#: More bytes than this are a mistake, and do not fit into the numbers of other tools.
+_LIMIT_BYTES = 2**63
 
 
 def byte_count(context: click.Context, parameter: click.Parameter, value: str) -> int:
-    """A number of bytes from ``500MB`` (powers of 1000), ``5GiB`` (powers of 1024), or a plain number."""
+    """A number of bytes from ``500MB`` (powers of 1000), ``5GiB`` (powers of 1024), or a plain number, also as ``2e9``."""
     found = _SIZE.fullmatch(value)
     unit = _UNITS.get(found[2].upper()) if found else None
     nbytes = int(float(found[1]) * unit) if found and unit and len(found[1]) < 16 else 0
-    if nbytes < 1:
+    if not 1 <= nbytes < _LIMIT_BYTES:
         raise click.BadParameter(
-            f"{value!r} is not a size; write for example 5GB, 500MiB or a number of bytes", context, parameter
+            f"{value!r} is not a size; write for example 5GB, 500MiB or a number of bytes (2000000000, 2e9)",
+            context,
+            parameter,
         )
     return nbytes
 

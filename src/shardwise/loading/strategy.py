@@ -29,7 +29,16 @@ from ..transfer.checked import boxes_of_transfers
 from ..transfer.converted import Reader
 from ..transfer.shared import NodeReader, OnceReader, SharedReader, bucket_bytes
 
-__all__ = ["Choice", "Facts", "Planned", "buckets_for", "choose", "facts_of", "shared_reader"]
+__all__ = [
+    "Choice",
+    "Facts",
+    "Planned",
+    "bucket_bytes_of",
+    "buckets_for",
+    "choose",
+    "facts_of",
+    "shared_reader",
+]
 
 Strategy = Literal["own", "node", "once"]
 Asked = Literal["auto", "own", "node", "once"]
@@ -283,7 +292,7 @@ def buckets_for(planned: Planned, choice: Choice, rank: int, *, copies: bool) ->
     found = cut_into_buckets(
         planned.stored,
         names,
-        _bucket_bytes(planned, choice),
+        bucket_bytes_of(planned, choice),
         piece_bytes=_PIECE_BYTES if apart else None,
         wanted=wanted,
         of_one_file=bool(coded) or _in_store(planned.catalog),
@@ -302,7 +311,7 @@ def shared_reader(
     buckets = buckets_for(planned, choice, ranks.rank, copies=copies)
     if buckets is None:
         return None
-    nbytes = _bucket_bytes(planned, choice)
+    nbytes = bucket_bytes_of(planned, choice)
     plan = planned.from_buckets(buckets.tensors)
     transfers = plan.checks if copies else plan.transfers
     if choice.strategy == "node":
@@ -316,7 +325,8 @@ def shared_reader(
     return OnceReader(transfers, buckets, files, ranks, readers=choice.readers, device=on, nbytes=nbytes)
 
 
-def _bucket_bytes(planned: Planned, choice: Choice) -> int:
+def bucket_bytes_of(planned: Planned, choice: Choice) -> int:
+    """Bytes of a bucket of a load."""
     return bucket_bytes(choice.strategy, planned.io.staging_bytes, in_store=_in_store(planned.catalog))
 
 

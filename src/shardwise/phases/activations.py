@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -28,6 +29,8 @@ class Step:
 
     groups: tuple[StepGroup, ...]
     peak: StepPeak
+    first_peak: StepPeak
+    """Of the first step, in which matrix products are compiled on the way."""
     error: float
     """Of the activations."""
     formula: str
@@ -77,6 +80,18 @@ def step_of(
     wide = [p for p in measured.products if p.itemsize == 4 or measured.widened]
     events = list(whole_step(measured.events, groups, first))
     called = frozenset(e.group for e in events if e.kind == "enter")
+    products = products_of(model, groups, compute, training, len(narrow))
+    on_cpu = training.device == "cpu"
+    peak = partial(
+        peak_of,
+        events,
+        groups,
+        shards=shards,
+        keeps_gathered=policy.reshard_after_forward is False,
+        copies=on_cpu,
+        has_replicas=replicas > 1,
+        is_wrapped=is_wrapped,
+    )
     left = [g for g in groups if g.index not in called and g.kind == "block"]
     assumptions = [
         f"{tokens} on each rank, one forward and backward for each optimizer step",
@@ -88,18 +103,11 @@ def step_of(
         )
     return Step(
         groups=groups,
-        peak=peak_of(
-            events,
-            groups,
-            shards=shards,
-            keeps_gathered=policy.reshard_after_forward is False,
-            copies=training.device == "cpu",
-            has_replicas=replicas > 1,
-            is_wrapped=is_wrapped,
-        ),
+        peak=peak(),
+        first_peak=peak(compiles=products if on_cpu else None),
         error=0.15,
         formula=f"measured on tensors without memory{how}, {tokens}, {len(set(first.values()))} of {len(first)} blocks run",
-        products=products_of(model, groups, compute, training, len(narrow)),
+        products=products,
         workspace_bytes=workspaces_of(wide),
         called=called,
         reached=measured.reached,
@@ -152,13 +160,17 @@ def _by_formula(
     largest = max((g.gathered_bytes for g in groups), default=0)
     reduced = max((g.reduced_bytes for g in groups), default=0)
     gradients = sum(g.gradient_bytes for g in groups)
+    products = products_of(model, groups, compute, training)
+    compiled = 0 if products is None or training.device != "cpu" else products.after_one_step()
+    peak = StepPeak(3 * largest, 3 * reduced, gradients, activations, "all at once")
     return Step(
         groups=groups,
-        peak=StepPeak(3 * largest, 3 * reduced, gradients, activations, "all at once"),
+        peak=peak,
+        first_peak=replace(peak, compiled=compiled),
         error=FORMULA_ERROR,
         formula=f"tokens x (hidden x (blocks x {kept} + {_BYTES_PER_ELEMENT}) + 12 x vocabulary) = {tokens} x ({hidden} x "
         f"({blocks} x {kept} + {_BYTES_PER_ELEMENT}) + 12 x {vocabulary})",
-        products=products_of(model, groups, compute, training),
+        products=products,
         workspace_bytes=None,
         called=frozenset(range(len(groups))),
         reached=None,

@@ -14,6 +14,7 @@ from .files import with_cached_reads
 from .held import Held
 from .products import COMPILED_BYTES, COMPILED_UPPER_BYTES
 from .records import Amount, Checkpoint, Files, Flow, Phase, RunPlan, Where
+from .step import StepPeak
 from .training import OPTIMIZERS
 from .variant import Variant
 
@@ -144,8 +145,8 @@ class _Run:
 
     # -- what comes and goes -----------------------------------------------------------------------------
 
-    def forward_backward(self) -> list[Amount]:
-        peak, place = self.step.peak, self.works
+    def forward_backward(self, peak: StepPeak) -> list[Amount]:
+        place = self.works
         at = f"at the peak ({peak.when})"
         # A caching allocator on a device keeps pools for several streams.
         error = 0.02 if self.training.device == "cpu" else 0.1
@@ -166,7 +167,7 @@ class _Run:
             ),
         ]
 
-    def small(self, *, is_first: bool = False) -> list[Amount]:
+    def small(self) -> list[Amount]:
         nbytes, upper = _SMALL_BYTES, _SMALL_UPPER_BYTES
         text = "workspaces of kernels: 5 MiB, at most 54"
         if self.works != "host":
@@ -179,18 +180,21 @@ class _Run:
             )
         nbytes, upper = nbytes + count * _OBJECT_BYTES, upper + count * _OBJECT_UPPER_BYTES
         text += f"; objects of {count} parameters: 50 KiB each, at most 140"
-        found = [Amount("small objects", self.works, nbytes, upper, text)]
-        if (products := self.step.products) is not None:
-            most = products.after_many_steps()
-            count = products.after_one_step() if is_first else most
-            text = (
-                f"code that oneDNN compiles for products in two bytes an element, 0.56 MiB x {count}: {products.dense} of dense layers, and "
-                f"{products.shapes} for each number of tokens that an expert gets; at most {most} are kept"
-            )
-            found.append(
-                Amount("compiled products", "host", count * COMPILED_BYTES, most * COMPILED_UPPER_BYTES, text)
-            )
-        return found
+        return [Amount("small objects", self.works, nbytes, upper, text)]
+
+    def compiled(self, count: int | None = None) -> list[Amount]:
+        """The code of ``count`` matrix products. None: after many steps."""
+        products = self.step.products
+        if products is None or self.works != "host":
+            return []
+        most = products.after_many_steps()
+        count = most if count is None else count
+        text = (
+            f"code that oneDNN compiles for products in two bytes an element, 0.55 MiB x {count}: {products.dense} of dense layers, and "
+            f"{products.shapes} for each number of tokens that an expert gets, a third of them in the forward; at most {most} are kept"
+        )
+        sizes = count * COMPILED_BYTES, most * COMPILED_UPPER_BYTES
+        return [Amount("compiled products", "host", *sizes, text)]
 
     def update(self) -> list[Amount]:
         on_cpu = self.keeps == "host"
@@ -206,10 +210,18 @@ class _Run:
 
     def a_step(self, *, is_first: bool) -> tuple[Amount, ...]:
         """The larger of forward with backward, and of the optimizer's update; of each pool of memory."""
-        base = [*self.process(), *self.model(), *self.small(is_first=is_first)]
-        before = [] if is_first else self.optimizer()
+        base = [*self.process(), *self.model(), *self.small()]
+        if is_first:
+            products, peak = self.step.products, self.step.first_peak
+            before, compiled = self.compiled(peak.compiled), []
+            if products is not None:
+                compiled = self.compiled(products.after_one_step())
+        else:
+            peak, compiled = self.step.peak, self.compiled()
+            before = [*compiled, *self.optimizer()]
         return self._larger(
-            [*base, *before, *self.forward_backward()], [*base, *self.optimizer(), *self.update()]
+            [*base, *before, *self.forward_backward(peak)],
+            [*base, *compiled, *self.optimizer(), *self.update()],
         )
 
     def _larger(self, *ways: list[Amount]) -> tuple[Amount, ...]:
@@ -244,7 +256,8 @@ class _Run:
         return self._larger([*base, reading], [*base, *self.optimizer(), restoring])
 
     def at_rest(self) -> list[Amount]:
-        return [*self.process(), *self.model(), *self.optimizer(), *self.gradients(), *self.small()]
+        kept = [*self.small(), *self.compiled()]
+        return [*self.process(), *self.model(), *self.optimizer(), *self.gradients(), *kept]
 
     # -- phases ------------------------------------------------------------------------------------------
 
@@ -254,7 +267,10 @@ class _Run:
         text = f"at most IOOptions.staging_bytes = {most}"
         if planned is None or self.works != "host":  # a device's rings of pinned memory
             return _up_to("staging", "host", most, text)
-        text = f"the largest read that is cast or converted, or a module that is initialised; {text}"
+        text = (
+            f"the largest read that is cast or converted, or a module that is initialised; its two buckets, if the ranks of a host "
+            f"share what they read; {text}"
+        )
         return Amount("staging", "host", planned, max(planned, most), text)
 
     def writing(self, most: int, what: str) -> Amount:
@@ -281,7 +297,7 @@ class _Run:
             "first step": self.a_step(is_first=True),
             "steady step": steady,
             "save, sync": (*self.at_rest(), self.written_through(saving), self.written()),
-            "save, async": (*steady, self.staging(), saving, self.written()),
+            "save, async": (*steady, self.staging(), self.written_through(saving), self.written()),
             "resume": self.a_resume(reading),
             "export": (*self.at_rest(), export, self.written()),
         }

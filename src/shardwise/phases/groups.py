@@ -28,6 +28,8 @@ class Event:
     """Bytes of activations now, without parameters and whole gradients."""
     peak: int
     """The most bytes of them since the event before."""
+    products: int = 0
+    """Different dense products in two bytes an element that ran until now."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -48,13 +48,15 @@ class _LiveBytes(TorchDispatchMode):
         self.events: list[Event] = []
         self.is_backward = False
         self.products: dict[Product, None] = {}
+        self._narrow = 0
         self._widen = widen
         self._sizes = {storage_key(tensor): 0 for tensor in known}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if (product := product_of(func, args)) is not None:
-            self.products.setdefault(product)
+        if (product := product_of(func, args)) is not None and product not in self.products:
+            self.products[product] = None
+            self._narrow += product.itemsize == 2 and not self._widen
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self._see(leaf)
@@ -79,7 +81,7 @@ class _LiveBytes(TorchDispatchMode):
         self.live -= self._sizes.pop(key, 0)
 
     def note(self, kind: str, group: int, nbytes: int = 0) -> None:
-        self.events.append(Event(kind, group, nbytes, self.live, self.peak))
+        self.events.append(Event(kind, group, nbytes, self.live, self.peak, self._narrow))
         self.peak = self.live
 
 

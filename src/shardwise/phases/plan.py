@@ -17,6 +17,7 @@ from ..errors import ShardError
 from ..gc_paused import gc_paused
 from ..internals.torch import fake_store
 from ..layout.live import LiveModel, describe
+from ..loading.foreseen import StagingTally
 from ..loading.load import plan_load
 from ..loading.pretrained import Prepared
 from ..loading.store_requests import StoreTally
@@ -245,11 +246,13 @@ def _plan_ranks(
     catalog, ranks = prepared.catalog, variant.ranks
     in_store = any(is_url(file.path) for file in catalog.files)
     costs, first, tally = [], None, None
+    staging = StagingTally(ranks=ranks, ranks_per_host=variant.ranks_per_host)
     for rank in _ranks_to_plan(ranks):
         # None for the rank that this process plays: its boxes are also checked against what torch allocated.
         planned = plan_load(live, catalog, prepared.rules, io=io, rank=rank or None)
         first = first or planned.plan
         costs.append(_cost(rank, planned.plan))
+        staging.add(rank, planned)
         if in_store:
             tally = tally or StoreTally(planned, ranks=ranks, ranks_per_host=variant.ranks_per_host)
             tally.add(rank, planned)
@@ -260,7 +263,9 @@ def _plan_ranks(
         tp=variant.tp,
         ep=variant.ep,
         first=first,
-        costs=tuple(costs),
+        costs=tuple(
+            replace(cost, staging_bytes=nbytes) for cost, nbytes in zip(costs, staging.result(), strict=True)
+        ),
         total_shard_bytes=_over_all_ranks(live, ranks),
         store=None if tally is None else tally.result(looks),
     )

@@ -7,6 +7,7 @@ have these for each number of tokens that the router gives to one of them, becau
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,8 +29,9 @@ __all__ = [
 ]
 
 _CACHED = 1024
-#: Of one product's code, measured for sizes of 256 to 4,096: 0.54 to 0.58 MiB with AVX512-BF16; 0.04 to 0.07 with AVX512 alone.
-COMPILED_BYTES, COMPILED_UPPER_BYTES = int(0.56 * 1024**2), int(0.625 * 1024**2)
+#: Of one product's code, measured for sizes of 256 to 4,096: 0.54 to 0.58 MiB with AVX512-BF16; 0.04 to 0.07 with AVX512 alone. In a run of
+#: 1,024 products of experts 0.55 each.
+COMPILED_BYTES, COMPILED_UPPER_BYTES = int(0.55 * 1024**2), int(0.625 * 1024**2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,28 +42,55 @@ class Products:
     """Products that are no experts'. Layers of the same shape share one."""
     shapes: int
     """Of experts, for each number of tokens: forward, gradient of the input, gradient of the weight; for each matrix."""
+    forward_shapes: int
+    """Of these, the forward's."""
+    layers: int
+    """With experts."""
     experts: int
-    """Of all layers."""
+    """Of a layer."""
     tokens: int
-    """Of a rank, in one forward."""
+    """That an expert may get: those of a rank in one forward, or of all ranks that send to it."""
     tokens_of_expert: float
     """On average."""
 
-    def after_one_step(self) -> int:
-        """Compiled products that a first step leaves.
+    def so_far(self, dense: int, forwards: int, backwards: int) -> int:
+        """Compiled products after ``dense`` different dense ones, and these layers' forwards and backwards."""
+        found = float(dense)
+        for layers, shapes in (
+            (forwards, self.forward_shapes),
+            (backwards, self.shapes - self.forward_shapes),
+        ):
+            if layers and shapes:
+                found += shapes * self._distinct(layers * self.experts)
+        return min(_CACHED, round(found))
 
-        Two experts with as many tokens share their code. How evenly a router spreads tokens depends on its weights; the numbers
-        are taken as geometrically distributed, which assumes least about them, given their mean.
-        """
-        mean = self.tokens_of_expert
-        most = min(self.tokens, int(20 * mean) + 20)
-        share = 1 / (1 + mean)
-        distinct = sum(1 - (1 - share * (1 - share) ** m) ** self.experts for m in range(1, most + 1))
-        return min(_CACHED, self.dense + round(self.shapes * min(distinct, self.experts)))
+    def after_one_step(self) -> int:
+        """Compiled products that a first step leaves."""
+        return self.so_far(self.dense, self.layers, self.layers)
 
     def after_many_steps(self) -> int:
         """Compiled products after many steps: as many as are kept, unless there are fewer numbers of tokens."""
         return min(_CACHED, self.dense + self.shapes * self.tokens)
+
+    def _distinct(self, experts: int) -> float:
+        """How many different numbers of tokens so many experts get. Two with as many tokens share their code.
+
+        How evenly a router spreads tokens depends on its weights and on the text. Nothing of it is known but the mean: the share of tokens that
+        go to an expert is taken as a beta distribution with Jeffreys' parameter of 1/2, as of one of ``tokens / tokens_of_expert`` outcomes,
+        and their number as binomial with that share. No expert gets a token twice.
+        """
+        tokens, ratio = self.tokens, self.tokens / self.tokens_of_expert
+        if ratio <= 1:  # every expert gets all
+            return 1.0
+        a, b = 0.5, 0.5 * (ratio - 1)
+        log = math.lgamma(tokens + b) + math.lgamma(a + b) - math.lgamma(b) - math.lgamma(tokens + a + b)
+        share, found = math.exp(log), 0.0
+        for number in range(tokens):
+            share *= (tokens - number) * (number + a) / ((number + 1) * (tokens - number - 1 + b))
+            found += 1 - (1 - share) ** experts
+            if found > _CACHED:  # no more are kept
+                break
+        return min(found, experts)
 
 
 _OPERATIONS = (
@@ -137,24 +166,31 @@ def products_of(
         if p.ndim == 3 and (compute or p.dtype).itemsize == 2
     ]
     if not matrices:
-        return Products(dense, 0, 0, 0, 0.0) if dense else None
+        return Products(dense, 0, 0, 0, 0, 0, 0.0) if dense else None
     shapes = {(tuple(p.shape), p.requires_grad) for p in matrices}
     layers = sum(g.kind == "experts" and any(p.ndim == 3 for p in g.parameters) for g in groups)
     each = max(p.shape[0] for p in matrices)
     tokens = training.batch_size * training.sequence_length
+    senders = max(1, _setting(model, _EXPERTS, each) // each)  # with expert parallelism
     return Products(
         dense=dense,
         shapes=sum(2 + is_trained for _, is_trained in shapes),
-        experts=layers * each,
-        tokens=tokens,
-        tokens_of_expert=tokens * _of_each_token(model) / each,
+        forward_shapes=len(shapes),
+        layers=layers,
+        experts=each,
+        tokens=tokens * senders,
+        tokens_of_expert=tokens * _setting(model, _OF_EACH_TOKEN, 1) / each,
     )
 
 
-def _of_each_token(model: Any) -> int:
-    """Experts that a token goes to, as configs of transformers name it."""
+#: As configs of transformers name them: experts of a layer, and those that a token goes to.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_OF_EACH_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k")
+
+
+def _setting(model: Any, names: Sequence[str], default: int) -> int:
+    """The first of these numbers that the config of the model's text has."""
     settings = getattr(model, "config", None)
     if settings is not None and hasattr(settings, "get_text_config"):
         settings = settings.get_text_config()
-    names = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k")
-    return next((n for n in (getattr(settings, name, None) for name in names) if isinstance(n, int)), 1)
+    return next((n for n in (getattr(settings, name, None) for name in names) if isinstance(n, int)), default)

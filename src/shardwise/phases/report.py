@@ -27,7 +27,7 @@ class RankCost:
     bytes_read: int
     """Bytes that the load reads from the source."""
     staging_bytes: int
-    """Host memory besides the shards during the load, for a CPU target."""
+    """Host memory besides the shards during the load, for a CPU target; of memory that ranks of a host share, this rank's part."""
     reads: int
     """Strided copies in the plan."""
 

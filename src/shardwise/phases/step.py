@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from .groups import Event, StepGroup
+from .products import COMPILED_BYTES, Products
 
 __all__ = ["StepPeak", "peak_of"]
 
@@ -31,10 +32,39 @@ class StepPeak:
     activation_bytes: int
     when: str
     """The event, and the group at which it is."""
+    compiled: int = 0
+    """In a first step, the matrix products that oneDNN has compiled so far."""
 
     @property
     def total_bytes(self) -> int:
-        return self.gathered_bytes + self.reduced_bytes + self.gradient_bytes + self.activation_bytes
+        held = self.gathered_bytes + self.reduced_bytes + self.gradient_bytes + self.activation_bytes
+        return held + self.compiled * COMPILED_BYTES
+
+
+@dataclass(slots=True)
+class _Compiled:
+    """The products that are compiled in a first step, as it goes on. They stay."""
+
+    groups: Sequence[StepGroup]
+    products: Products | None
+    now: int = 0
+    dense: int = 0
+    forwards: set[int] = field(default_factory=set)
+    """Groups of experts whose forward ran."""
+    backwards: set[int] = field(default_factory=set)
+
+    def see(self, event: Event) -> None:
+        if self.products is None:
+            return
+        before = self.dense, len(self.forwards), len(self.backwards)
+        self.dense = max(self.dense, event.products)
+        if event.group >= 0 and self.groups[event.group].kind == "experts":
+            if event.kind == "exit":
+                self.forwards.add(event.group)
+            elif event.kind in ("back", "grad"):
+                self.backwards.add(event.group)
+        if (self.dense, len(self.forwards), len(self.backwards)) != before:
+            self.now = self.products.so_far(self.dense, len(self.forwards), len(self.backwards))
 
 
 @dataclass(slots=True)
@@ -46,6 +76,7 @@ class _Fsdp2:
     copies: bool
     """Collectives copy their buffers (gloo)."""
     has_replicas: bool
+    compiled: _Compiled
     best: StepPeak = field(default_factory=lambda: StepPeak(0, 0, 0, 0, ""))
     is_backward: bool = False
     gathered: set[int] = field(default_factory=set)
@@ -74,6 +105,7 @@ class _Fsdp2:
             self.gradients,
             activations,
             when,
+            self.compiled.now,
         )
         if now.total_bytes > self.best.total_bytes:
             self.best = now
@@ -143,16 +175,19 @@ def peak_of(
     copies: bool = False,
     has_replicas: bool = False,
     is_wrapped: bool = True,
+    compiles: Products | None = None,
 ) -> StepPeak:
     """The instant of a step at which it needs most, beside parameters and optimizer state. ``events``: of the whole step.
 
-    ``is_wrapped``: whether FSDP2 is there at all.
+    ``is_wrapped``: whether FSDP2 is there at all. ``compiles``: products that the step compiles, because it is the first.
     """
+    compiled = _Compiled(groups, compiles)
     if not is_wrapped:
-        return _peak_without_fsdp(events, groups)
-    state, root = _Fsdp2(groups, shards, copies, has_replicas), len(groups) - 1
+        return _peak_without_fsdp(events, groups, compiled)
+    state, root = _Fsdp2(groups, shards, copies, has_replicas, compiled), len(groups) - 1
     waiting: dict[int, int] = {}
     for event in events:
+        compiled.see(event)
         state.look(event.peak, f"{event.kind} {groups[event.group].path if event.group >= 0 else ''}".strip())
         if waiting and event.kind in ("back", "end", "grad"):
             for index in [i for i in waiting if waiting[i] == 0 and i != event.group]:
@@ -185,12 +220,13 @@ def peak_of(
     return state.best
 
 
-def _peak_without_fsdp(events: Iterable[Event], groups: Sequence[StepGroup]) -> StepPeak:
+def _peak_without_fsdp(events: Iterable[Event], groups: Sequence[StepGroup], compiled: _Compiled) -> StepPeak:
     """The same of a model whose parameters are there all the time: each gradient stays as it comes."""
     best, gradients = StepPeak(0, 0, 0, 0, ""), 0
     for event in events:
+        compiled.see(event)
         name = groups[event.group].path if event.group >= 0 else ""
-        now = StepPeak(0, 0, gradients, event.peak, f"{event.kind} {name}".strip())
+        now = StepPeak(0, 0, gradients, event.peak, f"{event.kind} {name}".strip(), compiled.now)
         best = max(best, now, key=lambda peak: peak.total_bytes)
         gradients += event.nbytes
     return best

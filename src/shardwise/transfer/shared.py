@@ -28,7 +28,15 @@ from ..planning.records import StridedLoop, Transfer
 from ..ranks.ranks import Ranks
 from .converted import Reader
 
-__all__ = ["NodeReader", "NotShared", "OnceReader", "SharedReader", "bucket_bytes", "spans_in_turn"]
+__all__ = [
+    "NodeReader",
+    "NotShared",
+    "OnceReader",
+    "SharedReader",
+    "bucket_bytes",
+    "held_bytes",
+    "spans_in_turn",
+]
 
 #: Buckets of one round of :class:`OnceReader`: so many ranks read at a time.
 _AT_ONCE = 4
@@ -46,6 +54,11 @@ def bucket_bytes(strategy: str, staging_bytes: int, *, in_store: bool) -> int:
     if strategy == "node":
         return staging_bytes * 7 // 8 // _SLOTS if in_store else staging_bytes // 4
     return staging_bytes // 8
+
+
+def held_bytes(strategy: str, nbytes: int, *, readers: int) -> int:
+    """What a rank holds for buckets of ``nbytes``. With ``node`` its own slots, which the ranks of its host see, too."""
+    return {"own": 0, "node": _SLOTS, "once": 3 + min(_AT_ONCE, readers)}[strategy] * nbytes
 
 
 def spans_in_turn(buckets: Sequence[Bucket], readers: Sequence[int], rank: int) -> Iterator[Span]:
@@ -156,7 +169,7 @@ class NodeReader(SharedReader):
         rounds = ranks.combine("count rounds", lambda: needed, _most)
         super().__init__(transfers, buckets, files, ranks, rounds, peers)
         self._index, self._count, self._nbytes = peers.index(ranks.rank), len(peers), nbytes
-        self.memory_bytes = _SLOTS * nbytes
+        self.memory_bytes = held_bytes("node", nbytes, readers=len(peers))
         self._memory = self._share(peers)
 
     def close(self) -> None:
@@ -225,7 +238,7 @@ class OnceReader(SharedReader):
         rounds = -(-len(buckets.buckets) // self._at_once)
         super().__init__(transfers, buckets, files, ranks, rounds, readers)
         self._device = device
-        self.memory_bytes = (3 + self._at_once) * nbytes
+        self.memory_bytes = held_bytes("once", nbytes, readers=len(readers))
         self._bucket = torch.empty(nbytes if ranks.rank in readers else 0, dtype=torch.uint8)
 
     def close(self) -> None:
