@@ -107,8 +107,10 @@ class Agreement:
         self._broken = False
         self._unswept: list[str] = []
         self._tree = False  # whether payloads of this round are combined on their way
-        # All ranks together poll about 5,000 times a second at most; a TCPStore serves many more.
+        # All ranks together poll about 5,000 times a second at most; a TCPStore serves many more. In a round it serves each rank
+        # some requests, of 20 to 30 us each: an earlier first look would find nothing.
         self._longest_pause_s = max(0.005, 0.0002 * world_size)
+        self._first_pause_s = max(_FIRST_PAUSE_S, 0.00002 * world_size)
 
     def tick(self, amount: int, period_s: float) -> None:
         self._ticks += amount
@@ -372,9 +374,9 @@ class Agreement:
         return verdict, self._parts.get(self._key("reply"), verdict.parts) if verdict.parts else inline
 
     def _pauses(self) -> Iterator[float]:
-        """The pauses between polls: up to 5 ms at first, later a twentieth of the time waited, at most 50 ms."""
+        """The pauses between polls: up to 5 ms at first, later a twentieth of the time waited, at most 50 ms; longer from 25 ranks on."""
         begin = time.monotonic()
-        pause_s = _FIRST_PAUSE_S
+        pause_s = self._first_pause_s
         while True:
             yield pause_s
             waited_s = time.monotonic() - begin
