@@ -23,6 +23,7 @@ from ..format.slices import Slice, file_name, header_bytes, rank_files
 from ..format.spread import file_count
 from ..memory.copies import copy_units
 from ..memory.link import Reader
+from ..memory.maps import Maps
 from ..memory.options import MemoryTier
 from ..memory.places import Places
 from ..memory.ring import Ring, Slot, write_whole
@@ -49,6 +50,7 @@ class Host:
     ring: Ring
     places: Places
     secret: bytes
+    maps: Maps
 
     def reader(self, rank: int) -> Reader:
         """Reads from the ring of another rank's host."""
@@ -123,8 +125,9 @@ class MemorySave:
         if places.is_leader(rank):
             self.slot.keep_only({rank_of_file(n) for n in self.slot.files()}.difference(beside), ())
         contents = LiveContents(Piece(v, s.held) for f in self._files for s, v in f.slices)
+        memories = self._host.maps.of(self.slot, {f.name: f.nbytes for f in self._files})
         for file in self._files:
-            memory = file.memory = self.slot.mapped(file.name, file.nbytes)
+            memory = file.memory = memories[file.name]
             at = len(file.header)
             memory[:at] = torch.frombuffer(bytearray(file.header), dtype=torch.uint8)
             for one, live in file.slices:

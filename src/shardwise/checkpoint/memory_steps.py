@@ -18,6 +18,7 @@ from ..format.manifest import MANIFEST_NAME, Manifest, parse_manifest
 from ..limits import inside, read_small
 from ..memory.copies import copy_units
 from ..memory.link import Server, own_address
+from ..memory.maps import Maps
 from ..memory.options import MemoryTier
 from ..memory.places import Peer, Places
 from ..memory.record import Record, new_word, read_or_make_record, write_record
@@ -56,7 +57,7 @@ class MemorySteps:
         self._tier, self._root = tier, root
         self.newest: int | None = None
         """The newest step that this run has in memory, or had taken from there."""
-        self._slot, self._is_off, self._has_line = 1, False, False
+        self._slot, self._knows_slot, self._is_off, self._has_line = 1, False, False, False
         self._saving: MemorySave | None = None
         self.failed: list[HeldStep] = []
         """Steps that were tried, and are not held whole."""
@@ -79,7 +80,7 @@ class MemorySteps:
 
         peers = ranks.combine("meet the hosts", told, list)
         places = Places([Peer(*one) for one in peers])
-        self._host = Host(tier, self._ring, places, secret.encode())
+        self._host = Host(tier, self._ring, places, secret.encode(), Maps())
         if ranks.rank == 0 and places.hosts < tier.copies:
             _log.warning(
                 "memory tier: %d copies are asked for, and there are %d hosts: each slice is held on %d",
@@ -115,6 +116,8 @@ class MemorySteps:
             return None
         if self.newest is None:
             return -1
+        if self._knows_slot and self._ring.slot(f"own-{self._slot}").has_manifest:
+            return self._slot
         held = [_held_in(self._ring.slot(f"own-{n}")) for n in (0, 1)]
         return next((n for n, one in enumerate(held) if one is not None and one.step == self.newest), -1)
 
@@ -131,7 +134,7 @@ class MemorySteps:
             return
         self._saving = None
         if saving.is_complete:
-            self.newest, self._slot = saving.step, 1 - self._slot
+            self.newest, self._slot, self._knows_slot = saving.step, 1 - self._slot, True
         if isinstance(saving.error, RankError) and saving.error.missing:
             self._is_off = True  # ranks are out of step
 
@@ -139,6 +142,7 @@ class MemorySteps:
         """Wait, and give the memory back unless the next start wants it."""
         self.wait()
         self._server.close()
+        self._host.maps.forget()
         if not keep and self._host.places.is_leader(ranks.rank):
             self._ring.remove()
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import mmap
 import os
 import re
 import secrets
 import stat
 from collections.abc import Collection, Iterator
-
-import torch
 
 from ..errors import CheckpointError, LowSpaceError
 from ..format.manifest import MANIFEST_NAME
@@ -139,15 +136,6 @@ class Slot:
                 raise LowSpaceError(f"{path}: no room for {nbytes:,} bytes", needed_bytes=nbytes) from error
             raise CheckpointError(f"{path}: can't be written: {error.strerror}") from error
         return path
-
-    def mapped(self, name: str, nbytes: int) -> torch.Tensor:
-        """The file as memory, with room for so many bytes (at least one)."""
-        path = self.room_for(name, nbytes)
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            return torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
-        finally:
-            os.close(fd)
 
 
 def write_whole(path: str, content: bytes) -> None:
