@@ -23,7 +23,7 @@ from ..format.slices import Slice, file_name, header_bytes, rank_files
 from ..format.spread import file_count
 from ..memory.copies import copy_units
 from ..memory.link import Reader
-from ..memory.maps import Maps
+from ..memory.maps import Maps, copy_bytes
 from ..memory.options import MemoryTier
 from ..memory.places import Places
 from ..memory.ring import Ring, Slot, write_whole
@@ -133,7 +133,7 @@ class MemorySave:
             for one, live in file.slices:
                 for _, part in contents.parts_of(Piece(live, one.held)):
                     for view in tensor_bytes(part):
-                        memory[at : at + view.nbytes] = torch.frombuffer(view, dtype=torch.uint8)
+                        copy_bytes(view, memory, at)
                         at += view.nbytes
                         self.nbytes += view.nbytes
 
@@ -149,9 +149,10 @@ class MemorySave:
 
     def _publish(self) -> None:
         collected, ranks = self._collected, self._ranks
-        with ranks.agree("keep a step in memory"):
+        with ranks.agree("copy a step into memory"):  # hashing would slow down ranks that still copy, for which training waits
             if self.error is not None:
                 raise self.error
+        with ranks.agree("keep a step in memory"):
             files, sums = self._records()
             text = json.dumps({name: asdict(entry) for name, entry in files.items()}).encode()
             write_whole(self._records_path(ranks.rank), text)

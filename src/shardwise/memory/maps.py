@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 from collections.abc import Mapping
@@ -10,7 +11,14 @@ import torch
 
 from .ring import Slot
 
-__all__ = ["Maps"]
+__all__ = ["Maps", "copy_bytes"]
+
+
+def copy_bytes(content: memoryview, target: torch.Tensor, at: int) -> None:
+    """Copy bytes into memory, from byte ``at`` on, as the C library does: it writes past the caches, which ``Tensor.copy_`` does not."""
+    assert at + content.nbytes <= target.numel()
+    source = torch.frombuffer(content, dtype=torch.uint8)
+    ctypes.memmove(target.data_ptr() + at, source.data_ptr(), content.nbytes)
 
 
 class Maps:
