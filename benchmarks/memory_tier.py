@@ -132,7 +132,7 @@ def remember(rank: int, world_size: int, nbytes: int, root: str, hosts: str, rou
         for turn in range(rounds + 2):
             for work in (copy, lambda: keep(2 + turn))[:: -1 if turn % 2 else 1]:  # noqa: B023
                 work()
-        del target
+        target.clear()
         with Most(given.directory) as most:
             copied = keep(2 + rounds + 2)
             keep(2 + rounds + 3)

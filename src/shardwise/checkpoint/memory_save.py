@@ -149,7 +149,9 @@ class MemorySave:
 
     def _publish(self) -> None:
         collected, ranks = self._collected, self._ranks
-        with ranks.agree("copy a step into memory"):  # hashing would slow down ranks that still copy, for which training waits
+        with ranks.agree(
+            "copy a step into memory"
+        ):  # hashing would slow down ranks that still copy, for which training waits
             if self.error is not None:
                 raise self.error
         with ranks.agree("keep a step in memory"):
