@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -38,8 +37,6 @@ from .snapshot import Live
 from .stage import detached_documents
 
 __all__ = ["Host", "MemorySave"]
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +84,13 @@ def _files_of(collected: Collected, rank: int) -> list[_File]:
 class MemorySave:
     """One step on its way into memory. :meth:`copy` in the training's thread, then a thread of its own."""
 
-    def __init__(self, collected: Collected, host: Host, number: int, ranks: Ranks) -> None:
+    def __init__(
+        self, collected: Collected, host: Host, number: int, ranks: Ranks, warn: Callable[[str], None]
+    ) -> None:
+        self._warn = warn
         self.step = collected.step
         self.slot = host.ring.slot(f"own-{number}")
-        self.is_complete = False
+        self.is_complete = self.has_copies = False
         self.nbytes = 0
         self.error: BaseException | None = None
         self._number, self._host, self._ranks = number, host, ranks
@@ -144,8 +144,7 @@ class MemorySave:
             self._publish()
         except BaseException as error:
             self.error = error
-            if self._ranks.rank == 0:
-                _log.warning("step %d is not kept in memory: %s", self.step, error)
+            self._warn(f"step {self.step} is not kept in memory: {error}")
 
     def _publish(self) -> None:
         collected, ranks = self._collected, self._ranks
@@ -172,8 +171,9 @@ class MemorySave:
         self.is_complete = True
         problems = self._copy_others()
         found = ranks.combine("copies in memory", lambda: problems, list)
-        if ranks.rank == 0 and any(found):
-            _log.warning("step %d in memory lacks copies: %s", self.step, "; ".join(p for p in found if p))
+        self.has_copies = not any(found)
+        if not self.has_copies:
+            self._warn(f"step {self.step} in memory lacks copies: {'; '.join(p for p in found if p)}")
 
     def _records(self) -> tuple[dict[str, FileEntry], list[int]]:
         """Entries of this rank's files, and the digest sums of what it wrote."""

@@ -55,6 +55,7 @@ class MemorySteps:
         self.newest: int | None = None
         """The newest step that this run has in memory, or had taken from there."""
         self._slot, self._knows_slot, self._is_off, self._has_line = 1, False, False, False
+        self._has_warned = False
         self._saving: MemorySave | None = None
         self.failed: list[HeldStep] = []
         """Steps that were tried, and are not held whole."""
@@ -66,6 +67,8 @@ class MemorySteps:
 
         self._name, self._line, secret, self._channel = ranks.on_first("begin the memory tier", begin)
 
+        self._server: Server | None = None
+
         def told() -> list[Any]:
             ring = Ring(tier.root, self._name)
             address = tier.address or own_address(
@@ -75,7 +78,12 @@ class MemorySteps:
             self._ring = ring
             return [tier.host_name, address, self._server.port]
 
-        peers = ranks.combine("meet the hosts", told, list)
+        try:
+            peers = ranks.combine("meet the hosts", told, list)
+        except BaseException:  # the caller gets no object to close
+            if self._server is not None:
+                self._server.close()
+            raise
         places = Places([Peer(*one) for one in peers])
         self._host = Host(tier, self._ring, places, secret.encode(), Maps())
         if ranks.rank == 0 and places.hosts < tier.copies:
@@ -103,7 +111,16 @@ class MemorySteps:
         self._slot = slot
         collected = collect(state, step, lineage, ranks)
         group = Ranks.current(timeout_s=ranks.timeout_s, channel=self._channel)
-        self._saving = MemorySave(collected, self._host, 1 - self._slot, group)
+        level = (
+            logging.INFO if self._has_warned else logging.WARNING
+        )  # one warning, until a step is held whole
+
+        def warn(text: str) -> None:
+            self._has_warned = True
+            if ranks.rank == 0:
+                _log.log(level, "%s", text)
+
+        self._saving = MemorySave(collected, self._host, 1 - self._slot, group, warn)
         self._saving.copy()
         return self._saving.nbytes
 
@@ -132,12 +149,14 @@ class MemorySteps:
         self._saving = None
         if saving.is_complete:
             self.newest, self._slot, self._knows_slot = saving.step, 1 - self._slot, True
+        self._has_warned = self._has_warned and not saving.has_copies
         if isinstance(saving.error, RankError) and saving.error.missing:
             self._is_off = True  # ranks are out of step
 
     def close(self, *, keep: bool, ranks: Ranks) -> None:
         """Wait, and give the memory back unless the next start wants it."""
         self.wait()
+        assert self._server is not None
         self._server.close()
         self._host.maps.forget()
         if not keep and self._host.places.is_leader(ranks.rank):
