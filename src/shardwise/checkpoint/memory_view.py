@@ -10,7 +10,7 @@ from ..format.manifest import MANIFEST_NAME, Manifest
 from ..limits import inside
 from ..memory.copies import copy_units
 from ..memory.link import Reader
-from ..memory.ring import write_whole
+from ..memory.ring import unwritten, write_whole
 from ..memory.units import rank_of_file, units_of
 from ..ranks.patience import remove_tree
 from ..ranks.ranks import Ranks
@@ -48,12 +48,15 @@ class MemoryView:
         write_whole(os.path.join(self.path, MANIFEST_NAME), text)
         for name, entry in self.manifest.files.items():
             path = inside(self.path, name)
-            os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
-            if whole := self._whole_here(name):
-                os.link(whole, path)
-            else:
-                with open(path, "xb") as file:
-                    file.truncate(entry.nbytes)
+            try:
+                os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
+                if whole := self._whole_here(name):
+                    os.link(whole, path)
+                else:
+                    with open(path, "xb") as file:
+                        file.truncate(entry.nbytes)
+            except OSError as error:
+                raise unwritten(path, error) from error
 
     def _whole_here(self, name: str) -> str | None:
         count, beside = len(units_of(self.manifest.files[name])), self._host.places.beside(self._ranks.rank)

@@ -138,4 +138,6 @@ def _is_of_memory(error: ShardwiseError) -> bool:
     if isinstance(error, CheckpointError):
         return True
     causes = getattr(error, "causes", {})
-    return bool(causes) and all(c.startswith(("CheckpointError", "IntegrityError")) for c in causes.values())
+    return bool(causes) and all(
+        c.startswith(("CheckpointError", "LowSpaceError", "IntegrityError")) for c in causes.values()
+    )

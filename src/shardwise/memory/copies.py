@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from ..errors import IntegrityError
 from ..format.manifest import BLOCK_BYTES
 from .link import Reader
+from .ring import unwritten
 from .units import Unit
 
 __all__ = ["copy_units"]
@@ -22,7 +23,7 @@ def copy_units(
 ) -> int:
     """Copy units of the file ``name`` of another ring into the file at ``path``, which has its size. Returns their bytes.
 
-    :class:`CheckpointError` if the other host does not send it.
+    Raises :class:`CheckpointError` if the other host does not send it, :class:`LowSpaceError` if the file's pages find no room.
     """
     done, buffer = 0, bytearray()
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -34,11 +35,18 @@ def copy_units(
             reader.read_into(name, unit.start, view)
             if not unit.is_proved_by(view):
                 raise IntegrityError(f"bytes {unit.start} to {unit.stop} arrived damaged", path=name)
-            at = 0
-            while at < unit.nbytes:
-                at += os.pwrite(fd, view[at:], unit.start + at)
+            _write(fd, view, unit.start, path)
             done += unit.nbytes
             on_progress()
     finally:
         os.close(fd)
     return done
+
+
+def _write(fd: int, content: memoryview, start: int, path: str) -> None:
+    at = 0
+    try:
+        while at < content.nbytes:
+            at += os.pwrite(fd, content[at:], start + at)
+    except OSError as error:
+        raise unwritten(path, error) from error

@@ -16,7 +16,7 @@ from ..limits import inside, read_small
 from ..ranks.patience import remove_tree
 from .units import rank_of_file
 
-__all__ = ["Ring", "Slot", "write_whole"]
+__all__ = ["Ring", "Slot", "unwritten", "write_whole"]
 
 _SLOTS = re.compile(r"(own|held)-[01]")
 _MAX_LINES_BYTES = 10_000
@@ -138,6 +138,12 @@ class Slot:
         return path
 
 
+def unwritten(path: str, error: OSError) -> CheckpointError:
+    """The error of a file on tmpfs that can't be written: :class:`LowSpaceError` where it is full."""
+    kind = LowSpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else CheckpointError
+    return kind(f"{path}: can't be written: {error.strerror}")
+
+
 def write_whole(path: str, content: bytes) -> None:
     """Replace a small file. Raises :class:`CheckpointError`."""
     temporary = f"{path}.{secrets.token_hex(4)}"
@@ -149,5 +155,4 @@ def write_whole(path: str, content: bytes) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
-        kind = LowSpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else CheckpointError
-        raise kind(f"{path}: can't be written: {error.strerror}") from error
+        raise unwritten(path, error) from error
