@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 
 import shardwise as sw
+from shardwise.checkpoint.memory_view import MemoryView
 from tests.checkpoint._checkpointer_fns import set_values, state_at
 from tests.checkpoint._resume_fns import assert_same_bits, bits
 
@@ -45,6 +47,26 @@ def resume(root: str, hosts: str, per_host: int = 1) -> tuple[int | None, bool, 
         expected = bits(reference(report.step))
         assert_same_bits(bits(state), expected)
     return report.step, report.from_memory is not None, state.extra["label"] == f"at {report.step}"
+
+
+def brought(root: str, hosts: str) -> tuple[int | None, list[str]]:
+    """The resumed step, and the files of which this rank brought anything."""
+    state, names = state_at(9), []
+    real = MemoryView._bring
+
+    def noted(view: MemoryView, name: str, wanted: frozenset[int]) -> None:
+        names.append(name)
+        real(view, name, wanted)
+
+    with (
+        mock.patch.object(MemoryView, "_bring", noted),
+        sw.Checkpointer(root, memory=tier(hosts)) as checkpointer,
+    ):
+        report = checkpointer.resume(state)
+        assert report is not None
+        assert report.from_memory is not None
+        assert_same_bits(bits(state), bits(reference(report.step)))
+    return report.step, names
 
 
 def resume_each(cases: list[tuple[Any, ...]]) -> list[tuple[int | None, bool, bool]]:
