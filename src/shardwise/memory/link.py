@@ -44,6 +44,11 @@ def _proof(secret: bytes, side: bytes, nonce: bytes) -> bytes:
     return hmac.new(secret, side + nonce, hashlib.sha256).digest()
 
 
+def _send_at_once(link: socket.socket) -> None:
+    """Else the end of each reply waits for the acknowledgement of what came before it: 40 ms, more than 16 MiB take."""
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
 def _receive(link: socket.socket, nbytes: int) -> bytes:
     content = bytearray(nbytes)
     _receive_into(link, memoryview(content))
@@ -98,6 +103,7 @@ class Server:
         try:
             with link, contextlib.suppress(OSError, ShardwiseError, struct.error):
                 link.settimeout(self._timeout_s)
+                _send_at_once(link)
                 nonce = secrets.token_bytes(_NONCE_BYTES)
                 link.sendall(nonce)
                 proof, other = _receive(link, _HASH_BYTES), _receive(link, _NONCE_BYTES)
@@ -169,6 +175,7 @@ class Reader:
     def _connect(self) -> socket.socket:
         link = socket.create_connection(self._at, timeout=self._timeout_s)
         try:
+            _send_at_once(link)
             nonce, own = _receive(link, _NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
             link.sendall(_proof(self._secret, b"reader", nonce) + own)
             if not hmac.compare_digest(_receive(link, _HASH_BYTES), _proof(self._secret, b"server", own)):
