@@ -1569,8 +1569,8 @@ MUTATIONS = (
     ),
     Mutation(
         "checkpoint/memory_view.py",
-        '                and (not name.startswith("rank/") or rank_of_file(name) in beside)',
-        '                and not name.startswith("rank/")',
+        '            and (not name.startswith("rank/") or rank_of_file(name) in beside)',
+        '            and not name.startswith("rank/")',
         ("tests/memory/test_memory_tier.py::test_a_host_brings_what_its_ranks_read",),
         "documents of a lost host's ranks are not brought",
     ),
