@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterable
 
 from ..errors import IntegrityError
-from ..format.manifest import BLOCK_BYTES
 from .link import Reader
 from .ring import unwritten
 from .units import Unit
@@ -25,13 +24,11 @@ def copy_units(
 
     Raises :class:`CheckpointError` if the other host does not send it, :class:`LowSpaceError` if the file's pages find no room.
     """
-    done, buffer = 0, bytearray()
+    done = 0
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         for unit in units:
-            if len(buffer) < unit.nbytes:
-                buffer = bytearray(max(unit.nbytes, BLOCK_BYTES))
-            view = memoryview(buffer)[: unit.nbytes]
+            view = reader.room_for(unit.nbytes)
             reader.read_into(name, unit.start, view)
             if not unit.is_proved_by(view):
                 raise IntegrityError(f"bytes {unit.start} to {unit.stop} arrived damaged", path=name)

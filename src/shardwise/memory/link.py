@@ -17,6 +17,7 @@ import struct
 import threading
 
 from ..errors import CheckpointError, ShardwiseError
+from ..format.manifest import BLOCK_BYTES
 from .ring import Ring
 
 __all__ = ["Reader", "Server", "own_address"]
@@ -138,8 +139,16 @@ class Reader:
         self._host, self._timeout_s = host, timeout_s
         self._at, self._secret = (address, port), secret
         self._link: socket.socket | None = None
+        self._memory = bytearray()
+
+    def room_for(self, nbytes: int) -> memoryview:
+        """Memory to read into, the same at each call: new pages for each unit would cost as much as the unit."""
+        if len(self._memory) < nbytes:
+            self._memory = bytearray(max(nbytes, BLOCK_BYTES))
+        return memoryview(self._memory)[:nbytes]
 
     def close(self) -> None:
+        self._memory = bytearray()
         if self._link is not None:
             self._link.close()
             self._link = None
