@@ -27,6 +27,7 @@ SCRIPTS = {
         ["--short"],
     ),
     "save.py": (["--pairs", "3"], ["--ranks", "2", "--gib", "0.02", "--pairs", "1", "--loop-s", "0.2"]),
+    "memory_tier.py": ([], ["--short"]),
     "metadata.py": (["--repeats", "1"], ["--params", "200", "--ranks", "16", "--repeats", "1"]),
     "scale.py": (
         ["--ranks", "64", "1024", "--rounds", "3"],

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 
 import shardwise as sw
+from shardwise.checkpoint.memory_view import MemoryView
 from tests.checkpoint._checkpointer_fns import set_values, state_at
 from tests.checkpoint._resume_fns import assert_same_bits, bits
 
 
-def tier(hosts: str, **options: Any) -> sw.MemoryTier:
-    """This rank as a host."""
-    rank = dist.get_rank()
-    folder = Path(hosts) / f"host-{rank}"
+def tier(hosts: str, per_host: int = 1, **options: Any) -> sw.MemoryTier:
+    """This rank's host: so many ranks share one."""
+    host = dist.get_rank() // per_host
+    folder = Path(hosts) / f"host-{host}"
     folder.mkdir(parents=True, exist_ok=True)
-    return sw.MemoryTier(every=2, directory=str(folder), host=f"host-{rank}", address="127.0.0.1", **options)
+    return sw.MemoryTier(every=2, directory=str(folder), host=f"host-{host}", address="127.0.0.1", **options)
 
 
-def train(root: str, hosts: str, last: int = 6, copies: int = 2) -> dict[str, Any]:
+def train(root: str, hosts: str, last: int = 6, **options: Any) -> dict[str, Any]:
     """Save step 3 on disk, keep 2, 4 and 6 in memory, and stop without a word."""
     state = state_at(1)
-    checkpointer = sw.Checkpointer(root, memory=tier(hosts, copies=copies))
+    checkpointer = sw.Checkpointer(root, memory=tier(hosts, **options))
     copied = []
     for step in range(2, last + 1):
         set_values(state, step)
@@ -36,10 +38,10 @@ def train(root: str, hosts: str, last: int = 6, copies: int = 2) -> dict[str, An
     return {"newest": found, "copied": copied}
 
 
-def resume(root: str, hosts: str) -> tuple[int | None, bool, bool]:
+def resume(root: str, hosts: str, per_host: int = 1) -> tuple[int | None, bool, bool]:
     """The resumed step, whether it came from memory, and whether every bit is that of the step."""
     state = state_at(9)
-    with sw.Checkpointer(root, memory=tier(hosts)) as checkpointer:
+    with sw.Checkpointer(root, memory=tier(hosts, per_host)) as checkpointer:
         report = checkpointer.resume(state)
         assert report is not None
         expected = bits(reference(report.step))
@@ -47,9 +49,29 @@ def resume(root: str, hosts: str) -> tuple[int | None, bool, bool]:
     return report.step, report.from_memory is not None, state.extra["label"] == f"at {report.step}"
 
 
-def resume_each(cases: list[tuple[str, str]]) -> list[tuple[int | None, bool, bool]]:
+def brought(root: str, hosts: str) -> tuple[int | None, list[str]]:
+    """The resumed step, and the files of which this rank brought anything."""
+    state, names = state_at(9), []
+    real = MemoryView._bring
+
+    def noted(view: MemoryView, name: str, wanted: frozenset[int]) -> None:
+        names.append(name)
+        real(view, name, wanted)
+
+    with (
+        mock.patch.object(MemoryView, "_bring", noted),
+        sw.Checkpointer(root, memory=tier(hosts)) as checkpointer,
+    ):
+        report = checkpointer.resume(state)
+        assert report is not None
+        assert report.from_memory is not None
+        assert_same_bits(bits(state), bits(reference(report.step)))
+    return report.step, names
+
+
+def resume_each(cases: list[tuple[Any, ...]]) -> list[tuple[int | None, bool, bool]]:
     """:func:`resume` for each run and its hosts."""
-    return [resume(root, hosts) for root, hosts in cases]
+    return [resume(*case) for case in cases]
 
 
 def reference(step: int) -> sw.TrainState:

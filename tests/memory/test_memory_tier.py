@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.memory.units import rank_of_file
 from tests.memory import _memory_fns as fns
 
 RANKS = 4
@@ -24,6 +25,19 @@ def is_held(killed: tuple[int, ...]) -> bool:
 
 
 SUBSETS = [c for n in range(RANKS + 1) for c in itertools.combinations(range(RANKS), n)]
+
+
+def test_a_host_brings_what_its_ranks_read(ranks, tmp_path):
+    """Rank 1's host is lost: rank 1 brings its slices and documents from where they were copied; the others what it wrote for all."""
+    root, hosts = tmp_path / "run", tmp_path / "hosts"
+    ranks.run_ranks(3, fns.train, str(root), str(hosts))
+    lose(hosts, (1,))
+    found = ranks.run_ranks(3, fns.brought, str(root), str(hosts))
+    assert [step for step, _ in found] == [6] * 3
+    of_rank_1 = [{name for name in names if rank_of_file(name) == 1} for _, names in found]
+    folders = [{name.partition("/")[0] for name in names} for names in of_rank_1]
+    # Rank 1 also wrote a buffer that all have; host 2 has the copies.
+    assert folders == [{"model"}, {"model", "optimizer", "rank"}, set()]
 
 
 @pytest.mark.slow

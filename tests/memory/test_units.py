@@ -15,9 +15,12 @@ from shardwise.errors import CheckpointError, IntegrityError
 from shardwise.format.manifest import BLOCK_BYTES, FileEntry
 from shardwise.memory.copies import copy_units
 from shardwise.memory.link import Reader, Server
+from shardwise.memory.maps import Maps, copy_bytes
 from shardwise.memory.places import Peer, Places
 from shardwise.memory.ring import Ring
 from shardwise.memory.units import proved_units, units_of
+from shardwise.transfer import FileReader
+from shardwise.transfer.arriving import arriving
 
 HEADER, LAST = 100, 1000
 NBYTES = HEADER + BLOCK_BYTES + LAST
@@ -131,3 +134,34 @@ def test_a_stranger_reads_nothing(server: Server) -> None:
     server.close()
     with _reader(server, b"word") as late, pytest.raises(CheckpointError, match="host there"):
         late.read_whole("own-0/slices")
+
+
+def test_a_slot_stays_mapped_and_a_new_file_is_mapped_anew(ring: Ring) -> None:
+    maps, slot = Maps(), ring.slot("own-1")
+    first = maps.of(slot, {"a": 10, "b": 20})
+    copy_bytes(memoryview(bytearray(b"0123456789")), first["a"], 0)
+    assert (Path(slot.path) / "a").read_bytes() == b"0123456789"
+    again = maps.of(slot, {"a": 10, "b": 30})
+    assert again["a"].data_ptr() == first["a"].data_ptr()
+    assert again["b"].numel() == 30
+    (Path(slot.path) / "a").unlink()
+    copy_bytes(memoryview(bytearray(b"abc")), maps.of(slot, {"a": 10})["a"], 4)
+    assert (Path(slot.path) / "a").read_bytes() == b"\0\0\0\0abc\0\0\0"
+
+
+def test_bytes_arrive_before_they_are_read(tmp_path: Path) -> None:
+    file, asked = tmp_path / "slices", []
+    file.write_bytes(bytes(100))
+
+    def arrive(path: str, start: int, stop: int) -> None:
+        asked.append((path, start, stop))
+        file.write_bytes(bytes(range(100)))
+
+    with arriving(arrive), FileReader() as reader:
+        found = bytearray(10)
+        reader.read_into(str(file), 20, memoryview(found))
+    assert found == bytes(range(20, 30))
+    assert asked == [(str(file), 20, 30)]
+    with FileReader() as reader:
+        reader.read_into(str(file), 0, memoryview(found))
+    assert len(asked) == 1, "only readers that are made in the block ask"

@@ -6,6 +6,7 @@ import platform
 import posixpath
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -222,18 +223,24 @@ def _hub_tensors(state: TrainState) -> dict[str, dict[str, tuple[int, ...]]]:
 
 def software_versions(state: TrainState) -> dict[str, str]:
     """Versions, threads and devices: an exact resume needs the same."""
-    from importlib.metadata import PackageNotFoundError, version
-
     found = {"python": platform.python_version(), "torch": torch.__version__, "machine": platform.machine()}
     for package in ("shardwise", "transformers", "numpy"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
+        found[package] = _version(package)
     device = next((p.device.type for m in state.models.values() for p in m.parameters()), "cpu")
     found["device"] = _device_name(device)
     found["threads"] = str(torch.get_num_threads())
     return found
+
+
+@cache
+def _version(package: str) -> str:
+    """Of an installed package; it does not change while the process runs, and to read it takes milliseconds."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def _device_name(kind: str) -> str:

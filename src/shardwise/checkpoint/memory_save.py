@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,6 +22,7 @@ from ..format.slices import Slice, file_name, header_bytes, rank_files
 from ..format.spread import file_count
 from ..memory.copies import copy_units
 from ..memory.link import Reader
+from ..memory.maps import Maps, copy_bytes
 from ..memory.options import MemoryTier
 from ..memory.places import Places
 from ..memory.ring import Ring, Slot, write_whole
@@ -38,8 +38,6 @@ from .stage import detached_documents
 
 __all__ = ["Host", "MemorySave"]
 
-_log = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True, slots=True)
 class Host:
@@ -49,6 +47,7 @@ class Host:
     ring: Ring
     places: Places
     secret: bytes
+    maps: Maps
 
     def reader(self, rank: int) -> Reader:
         """Reads from the ring of another rank's host."""
@@ -85,10 +84,13 @@ def _files_of(collected: Collected, rank: int) -> list[_File]:
 class MemorySave:
     """One step on its way into memory. :meth:`copy` in the training's thread, then a thread of its own."""
 
-    def __init__(self, collected: Collected, host: Host, number: int, ranks: Ranks) -> None:
+    def __init__(
+        self, collected: Collected, host: Host, number: int, ranks: Ranks, warn: Callable[[str], None]
+    ) -> None:
+        self._warn = warn
         self.step = collected.step
         self.slot = host.ring.slot(f"own-{number}")
-        self.is_complete = False
+        self.is_complete = self.has_copies = False
         self.nbytes = 0
         self.error: BaseException | None = None
         self._number, self._host, self._ranks = number, host, ranks
@@ -123,14 +125,15 @@ class MemorySave:
         if places.is_leader(rank):
             self.slot.keep_only({rank_of_file(n) for n in self.slot.files()}.difference(beside), ())
         contents = LiveContents(Piece(v, s.held) for f in self._files for s, v in f.slices)
+        memories = self._host.maps.of(self.slot, {f.name: f.nbytes for f in self._files})
         for file in self._files:
-            memory = file.memory = self.slot.mapped(file.name, file.nbytes)
+            memory = file.memory = memories[file.name]
             at = len(file.header)
             memory[:at] = torch.frombuffer(bytearray(file.header), dtype=torch.uint8)
             for one, live in file.slices:
                 for _, part in contents.parts_of(Piece(live, one.held)):
                     for view in tensor_bytes(part):
-                        memory[at : at + view.nbytes] = torch.frombuffer(view, dtype=torch.uint8)
+                        copy_bytes(view, memory, at)
                         at += view.nbytes
                         self.nbytes += view.nbytes
 
@@ -141,14 +144,16 @@ class MemorySave:
             self._publish()
         except BaseException as error:
             self.error = error
-            if self._ranks.rank == 0:
-                _log.warning("step %d is not kept in memory: %s", self.step, error)
+            self._warn(f"step {self.step} is not kept in memory: {error}")
 
     def _publish(self) -> None:
         collected, ranks = self._collected, self._ranks
-        with ranks.agree("keep a step in memory"):
+        with ranks.agree(
+            "copy a step into memory"
+        ):  # hashing would slow down ranks that still copy, for which training waits
             if self.error is not None:
                 raise self.error
+        with ranks.agree("keep a step in memory"):
             files, sums = self._records()
             text = json.dumps({name: asdict(entry) for name, entry in files.items()}).encode()
             write_whole(self._records_path(ranks.rank), text)
@@ -166,8 +171,9 @@ class MemorySave:
         self.is_complete = True
         problems = self._copy_others()
         found = ranks.combine("copies in memory", lambda: problems, list)
-        if ranks.rank == 0 and any(found):
-            _log.warning("step %d in memory lacks copies: %s", self.step, "; ".join(p for p in found if p))
+        self.has_copies = not any(found)
+        if not self.has_copies:
+            self._warn(f"step {self.step} in memory lacks copies: {'; '.join(p for p in found if p)}")
 
     def _records(self) -> tuple[dict[str, FileEntry], list[int]]:
         """Entries of this rank's files, and the digest sums of what it wrote."""

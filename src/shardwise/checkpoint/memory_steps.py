@@ -6,7 +6,7 @@ import itertools
 import logging
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,26 +16,24 @@ import xxhash
 from ..errors import CheckpointError, FormatError, RankError, ShardwiseError
 from ..format.manifest import MANIFEST_NAME, Manifest, parse_manifest
 from ..limits import inside, read_small
-from ..memory.copies import copy_units
 from ..memory.link import Server, own_address
+from ..memory.maps import Maps
 from ..memory.options import MemoryTier
 from ..memory.places import Peer, Places
 from ..memory.record import Record, new_word, read_or_make_record, write_record
-from ..memory.ring import Ring, Slot, write_whole
-from ..memory.units import Unit, proved_units, units_of
-from ..ranks.patience import remove_tree
+from ..memory.ring import Ring, Slot
+from ..memory.units import proved_units, units_of
 from ..ranks.ranks import Ranks
 from ..state.train_state import TrainState
 from ..storage import is_url
 from .collect import Lineage, collect
 from .memory_save import Host, MemorySave
+from .memory_view import Holdings, MemoryView
 
 __all__ = ["HeldStep", "MemorySteps"]
 
 _log = logging.getLogger(__name__)
 _NUMBERS = itertools.count()
-#: For each file of a step, the ranks that have proved units of it: rank, slot, and numbers of the units.
-Holdings = Mapping[str, Sequence[tuple[int, str, Sequence[int]]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +54,8 @@ class MemorySteps:
         self._tier, self._root = tier, root
         self.newest: int | None = None
         """The newest step that this run has in memory, or had taken from there."""
-        self._slot, self._is_off, self._has_line = 1, False, False
+        self._slot, self._knows_slot, self._is_off, self._has_line = 1, False, False, False
+        self._has_warned = False
         self._saving: MemorySave | None = None
         self.failed: list[HeldStep] = []
         """Steps that were tried, and are not held whole."""
@@ -68,6 +67,8 @@ class MemorySteps:
 
         self._name, self._line, secret, self._channel = ranks.on_first("begin the memory tier", begin)
 
+        self._server: Server | None = None
+
         def told() -> list[Any]:
             ring = Ring(tier.root, self._name)
             address = tier.address or own_address(
@@ -77,9 +78,14 @@ class MemorySteps:
             self._ring = ring
             return [tier.host_name, address, self._server.port]
 
-        peers = ranks.combine("meet the hosts", told, list)
+        try:
+            peers = ranks.combine("meet the hosts", told, list)
+        except BaseException:  # the caller gets no object to close
+            if self._server is not None:
+                self._server.close()
+            raise
         places = Places([Peer(*one) for one in peers])
-        self._host = Host(tier, self._ring, places, secret.encode())
+        self._host = Host(tier, self._ring, places, secret.encode(), Maps())
         if ranks.rank == 0 and places.hosts < tier.copies:
             _log.warning(
                 "memory tier: %d copies are asked for, and there are %d hosts: each slice is held on %d",
@@ -105,7 +111,16 @@ class MemorySteps:
         self._slot = slot
         collected = collect(state, step, lineage, ranks)
         group = Ranks.current(timeout_s=ranks.timeout_s, channel=self._channel)
-        self._saving = MemorySave(collected, self._host, 1 - self._slot, group)
+        level = (
+            logging.INFO if self._has_warned else logging.WARNING
+        )  # one warning, until a step is held whole
+
+        def warn(text: str) -> None:
+            self._has_warned = True
+            if ranks.rank == 0:
+                _log.log(level, "%s", text)
+
+        self._saving = MemorySave(collected, self._host, 1 - self._slot, group, warn)
         self._saving.copy()
         return self._saving.nbytes
 
@@ -115,6 +130,8 @@ class MemorySteps:
             return None
         if self.newest is None:
             return -1
+        if self._knows_slot and self._ring.slot(f"own-{self._slot}").has_manifest:
+            return self._slot
         held = [_held_in(self._ring.slot(f"own-{n}")) for n in (0, 1)]
         return next((n for n, one in enumerate(held) if one is not None and one.step == self.newest), -1)
 
@@ -131,14 +148,17 @@ class MemorySteps:
             return
         self._saving = None
         if saving.is_complete:
-            self.newest, self._slot = saving.step, 1 - self._slot
+            self.newest, self._slot, self._knows_slot = saving.step, 1 - self._slot, True
+        self._has_warned = self._has_warned and not saving.has_copies
         if isinstance(saving.error, RankError) and saving.error.missing:
             self._is_off = True  # ranks are out of step
 
     def close(self, *, keep: bool, ranks: Ranks) -> None:
         """Wait, and give the memory back unless the next start wants it."""
         self.wait()
+        assert self._server is not None
         self._server.close()
+        self._host.maps.forget()
         if not keep and self._host.places.is_leader(ranks.rank):
             self._ring.remove()
 
@@ -200,10 +220,12 @@ class MemorySteps:
         with ranks.agree("read the manifest in memory"):
             manifest = parse_manifest(text, self._ring.path)
         holdings: Holdings = {}
+        lost = list(manifest.files)
         for kind in ("own", "held"):
+            slots = [n for n in mine if n.startswith(kind)]
             holdings, lost = ranks.combine(
                 "prove a step in memory",
-                lambda kind=kind: self._proved(manifest, [n for n in mine if n.startswith(kind)], ranks),  # type: ignore[misc]
+                partial(self._proved, manifest, slots, frozenset(lost), ranks),
                 partial(_merged, manifest, holdings),
             )
             if not lost:
@@ -212,82 +234,19 @@ class MemorySteps:
             raise CheckpointError(f"step {held.step} in memory: no host holds all of {', '.join(lost[:5])}")
         return MemoryView(self._host, ranks, manifest, text, holdings)
 
-    def _proved(self, manifest: Manifest, slots: Sequence[str], ranks: Ranks) -> dict[str, Any]:
+    def _proved(
+        self, manifest: Manifest, slots: Sequence[str], wanted: Collection[str], ranks: Ranks
+    ) -> dict[str, Any]:
+        """What this rank proves of the wanted files; the ranks of a host share the work."""
         beside = self._host.places.beside(ranks.rank)
         index, found = beside.index(ranks.rank), {}
         for slot in slots:
-            files = [f for f in sorted(self._ring.slot(slot).files()) if f in manifest.files]
+            files = [f for f in sorted(self._ring.slot(slot).files()) if f in wanted]
             for name in files[index :: len(beside)]:
                 path = inside(self._ring.slot(slot).path, name)
                 if units := proved_units(path, manifest.files[name], ranks.tick):
                     found[name] = [[ranks.rank, slot, units]]
         return found
-
-
-class MemoryView:
-    """A directory with every file of a step: links to what this host holds whole, and room for what ranks bring from others."""
-
-    def __init__(self, host: Host, ranks: Ranks, manifest: Manifest, text: bytes, holdings: Holdings) -> None:
-        self.manifest = manifest
-        self._host, self._ranks, self._holdings = host, ranks, holdings
-        self.taken: dict[str, int] = {}
-        """Bytes that this rank brought here, by host."""
-        leader = host.places.beside(ranks.rank)[0]
-        made = ranks.combine("name views", lambda: host.ring.new_view() if ranks.rank == leader else "", list)
-        self.path = made[leader]
-        with ranks.agree("make a view"):
-            if ranks.rank == leader:
-                host.ring.sweep_views()
-                self._make(text)
-
-    def _make(self, text: bytes) -> None:
-        write_whole(os.path.join(self.path, MANIFEST_NAME), text)
-        for name, entry in self.manifest.files.items():
-            path = inside(self.path, name)
-            os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
-            if whole := self._whole_here(name):
-                os.link(whole, path)
-            else:
-                with open(path, "xb") as file:
-                    file.truncate(entry.nbytes)
-
-    def _whole_here(self, name: str) -> str | None:
-        count, beside = len(units_of(self.manifest.files[name])), self._host.places.beside(self._ranks.rank)
-        for rank, slot, units in self._holdings[name]:
-            if rank in beside and len(units) == count:
-                return inside(self._host.ring.slot(slot).path, name)
-        return None
-
-    def bring(self) -> None:
-        """Bring what this host lacks; its ranks share the work. Rank-local. Raises :class:`CheckpointError`, :class:`IntegrityError`."""
-        beside = self._host.places.beside(self._ranks.rank)
-        lacking = [name for name in self.manifest.files if self._whole_here(name) is None]
-        for name in lacking[beside.index(self._ranks.rank) :: len(beside)]:
-            self._bring(name)
-
-    def _bring(self, name: str) -> None:
-        units = units_of(self.manifest.files[name])
-        left = set(range(len(units)))
-        for rank, slot, found in self._holdings[name]:
-            now: list[Unit] = [units[n] for n in found if n in left]
-            if not now:
-                continue
-            reader = self._host.reader(rank)
-            try:
-                nbytes = copy_units(reader, f"{slot}/{name}", now, inside(self.path, name), self._ranks.tick)
-            finally:
-                reader.close()
-            host = self._host.places.peers[rank].host
-            self.taken[host] = self.taken.get(host, 0) + nbytes
-            left.difference_update(found)
-        if left:
-            raise CheckpointError(f"{name}: no host holds all of it")
-
-    def remove(self) -> None:
-        """Give its memory back. Collective."""
-        with self._ranks.agree("remove the view"):
-            if self._host.places.is_leader(self._ranks.rank):
-                remove_tree(self.path)
 
 
 def _held_in(slot: Slot) -> HeldStep | None:

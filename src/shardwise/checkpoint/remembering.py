@@ -15,6 +15,7 @@ from ..planning import IOOptions
 from ..preemption.stops import Stops
 from ..ranks.ranks import Ranks
 from ..state.train_state import TrainState
+from ..transfer.arriving import arriving
 from .collect import Lineage
 from .memory_steps import HeldStep, MemorySteps
 from .resume_report import ResumeReport
@@ -89,9 +90,10 @@ class Remembering(ABC):
         view = None
         try:
             view = self._memory.view(held, ranks)
-            with ranks.agree("bring a step from memory"):
-                view.bring()
-            report = restore(state, view.path, ranks, self._io)
+            with ranks.agree("bring documents from memory"):
+                view.bring_documents()
+            with arriving(view.bring):
+                report = restore(state, view.path, ranks, self._io)
         except ShardwiseError as error:
             if not is_damage(error) and not _is_of_memory(error):
                 raise
@@ -136,4 +138,6 @@ def _is_of_memory(error: ShardwiseError) -> bool:
     if isinstance(error, CheckpointError):
         return True
     causes = getattr(error, "causes", {})
-    return bool(causes) and all(c.startswith(("CheckpointError", "IntegrityError")) for c in causes.values())
+    return bool(causes) and all(
+        c.startswith(("CheckpointError", "LowSpaceError", "IntegrityError")) for c in causes.values()
+    )

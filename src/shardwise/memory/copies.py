@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable, Iterable
 
 from ..errors import IntegrityError
-from ..format.manifest import BLOCK_BYTES
 from .link import Reader
+from .ring import unwritten
 from .units import Unit
 
 __all__ = ["copy_units"]
@@ -22,23 +22,28 @@ def copy_units(
 ) -> int:
     """Copy units of the file ``name`` of another ring into the file at ``path``, which has its size. Returns their bytes.
 
-    :class:`CheckpointError` if the other host does not send it.
+    Raises :class:`CheckpointError` if the other host does not send it, :class:`LowSpaceError` if the file's pages find no room.
     """
-    done, buffer = 0, bytearray()
+    done = 0
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         for unit in units:
-            if len(buffer) < unit.nbytes:
-                buffer = bytearray(max(unit.nbytes, BLOCK_BYTES))
-            view = memoryview(buffer)[: unit.nbytes]
+            view = reader.room_for(unit.nbytes)
             reader.read_into(name, unit.start, view)
             if not unit.is_proved_by(view):
                 raise IntegrityError(f"bytes {unit.start} to {unit.stop} arrived damaged", path=name)
-            at = 0
-            while at < unit.nbytes:
-                at += os.pwrite(fd, view[at:], unit.start + at)
+            _write(fd, view, unit.start, path)
             done += unit.nbytes
             on_progress()
     finally:
         os.close(fd)
     return done
+
+
+def _write(fd: int, content: memoryview, start: int, path: str) -> None:
+    at = 0
+    try:
+        while at < content.nbytes:
+            at += os.pwrite(fd, content[at:], start + at)
+    except OSError as error:
+        raise unwritten(path, error) from error

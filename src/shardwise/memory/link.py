@@ -17,6 +17,7 @@ import struct
 import threading
 
 from ..errors import CheckpointError, ShardwiseError
+from ..format.manifest import BLOCK_BYTES
 from .ring import Ring
 
 __all__ = ["Reader", "Server", "own_address"]
@@ -42,6 +43,11 @@ def own_address(towards: tuple[str, int]) -> str:
 
 def _proof(secret: bytes, side: bytes, nonce: bytes) -> bytes:
     return hmac.new(secret, side + nonce, hashlib.sha256).digest()
+
+
+def _send_at_once(link: socket.socket) -> None:
+    """Else the end of each reply waits for the acknowledgement of what came before it: 40 ms, more than 16 MiB take."""
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def _receive(link: socket.socket, nbytes: int) -> bytes:
@@ -98,6 +104,7 @@ class Server:
         try:
             with link, contextlib.suppress(OSError, ShardwiseError, struct.error):
                 link.settimeout(self._timeout_s)
+                _send_at_once(link)
                 nonce = secrets.token_bytes(_NONCE_BYTES)
                 link.sendall(nonce)
                 proof, other = _receive(link, _HASH_BYTES), _receive(link, _NONCE_BYTES)
@@ -132,8 +139,16 @@ class Reader:
         self._host, self._timeout_s = host, timeout_s
         self._at, self._secret = (address, port), secret
         self._link: socket.socket | None = None
+        self._memory = bytearray()
+
+    def room_for(self, nbytes: int) -> memoryview:
+        """Memory to read into, the same at each call: new pages for each unit would cost as much as the unit."""
+        if len(self._memory) < nbytes:
+            self._memory = bytearray(max(nbytes, BLOCK_BYTES))
+        return memoryview(self._memory)[:nbytes]
 
     def close(self) -> None:
+        self._memory = bytearray()
         if self._link is not None:
             self._link.close()
             self._link = None
@@ -169,6 +184,7 @@ class Reader:
     def _connect(self) -> socket.socket:
         link = socket.create_connection(self._at, timeout=self._timeout_s)
         try:
+            _send_at_once(link)
             nonce, own = _receive(link, _NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
             link.sendall(_proof(self._secret, b"reader", nonce) + own)
             if not hmac.compare_digest(_receive(link, _HASH_BYTES), _proof(self._secret, b"server", own)):

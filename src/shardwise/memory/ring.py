@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import mmap
 import os
 import re
 import secrets
 import stat
 from collections.abc import Collection, Iterator
-
-import torch
 
 from ..errors import CheckpointError, LowSpaceError
 from ..format.manifest import MANIFEST_NAME
@@ -19,7 +16,7 @@ from ..limits import inside, read_small
 from ..ranks.patience import remove_tree
 from .units import rank_of_file
 
-__all__ = ["Ring", "Slot", "write_whole"]
+__all__ = ["Ring", "Slot", "unwritten", "write_whole"]
 
 _SLOTS = re.compile(r"(own|held)-[01]")
 _MAX_LINES_BYTES = 10_000
@@ -140,14 +137,11 @@ class Slot:
             raise CheckpointError(f"{path}: can't be written: {error.strerror}") from error
         return path
 
-    def mapped(self, name: str, nbytes: int) -> torch.Tensor:
-        """The file as memory, with room for so many bytes (at least one)."""
-        path = self.room_for(name, nbytes)
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            return torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
-        finally:
-            os.close(fd)
+
+def unwritten(path: str, error: OSError) -> CheckpointError:
+    """The error of a file on tmpfs that can't be written: :class:`LowSpaceError` where it is full."""
+    kind = LowSpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else CheckpointError
+    return kind(f"{path}: can't be written: {error.strerror}")
 
 
 def write_whole(path: str, content: bytes) -> None:
@@ -161,5 +155,4 @@ def write_whole(path: str, content: bytes) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
-        kind = LowSpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else CheckpointError
-        raise kind(f"{path}: can't be written: {error.strerror}") from error
+        raise unwritten(path, error) from error

@@ -14,6 +14,7 @@ from ..planning.buckets import Span
 from ..planning.records import Reads, Transfer
 from ..ranks.patience import patiently
 from .ahead import LookAhead, Quicker
+from .arriving import arrival
 from .page_cache import Chosen, Pages
 from .threads import Threads, threads_of_this_rank
 
@@ -57,6 +58,7 @@ class FileReader:
         self._fds: dict[str, int] = {}
         self._held: dict[str, int] = {}
         self._on_progress = on_progress
+        self._arrive = arrival()
 
     def __enter__(self) -> FileReader:
         return self
@@ -118,6 +120,8 @@ class FileReader:
         """Fill ``view`` with the bytes at ``offset_bytes``. Raises :class:`SourceError`, or :class:`IntegrityError` if
         the file is too short."""
         done, length = 0, view.nbytes
+        if self._arrive is not None:
+            self._arrive(path, offset_bytes, offset_bytes + length)
         while done < length:
             at = offset_bytes + done
             try:

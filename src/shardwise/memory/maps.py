@@ -1,0 +1,53 @@
+"""Files of a ring as memory of this process, kept from one step to the next."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Mapping
+
+import torch
+
+from .ring import Slot
+
+__all__ = ["Maps", "copy_bytes"]
+
+
+def copy_bytes(content: memoryview, target: torch.Tensor, at: int) -> None:
+    """Copy bytes into memory, from byte ``at`` on, as the C library does: it writes past the caches, which ``Tensor.copy_`` does not."""
+    assert at + content.nbytes <= target.numel()
+    source = torch.frombuffer(content, dtype=torch.uint8)
+    ctypes.memmove(target.data_ptr() + at, source.data_ptr(), content.nbytes)
+
+
+class Maps:
+    """What one rank has mapped. A slot's files keep their pages from step to step, and here the process keeps its way to them: to meet
+    a page for the first time costs several times what it takes to copy into it."""
+
+    def __init__(self) -> None:
+        self._slots: dict[str, dict[str, tuple[int, torch.Tensor]]] = {}
+
+    def of(self, slot: Slot, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
+        """Files of a slot, with room for so many bytes (at least one), as memory by name. Lets go of other files of the slot.
+
+        Raises as :meth:`Slot.room_for`.
+        """
+        before, found = self._slots.pop(slot.path, {}), {}
+        for name, nbytes in sizes.items():
+            path = slot.room_for(name, nbytes)
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                inode = os.fstat(fd).st_ino
+                known = before.pop(name, None)
+                if known is None or known[0] != inode or known[1].numel() != nbytes:
+                    known = inode, torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
+                found[name] = known
+            finally:
+                os.close(fd)
+        self._slots[slot.path] = found
+        return {name: memory for name, (_, memory) in found.items()}
+
+    def forget(self) -> None:
+        """Let go of all files: those that are deleted give their memory back."""
+        self._slots.clear()
