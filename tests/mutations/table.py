@@ -1098,7 +1098,7 @@ MUTATIONS = (
         "a step that another run's retention deletes is called damaged",
     ),
     Mutation(
-        "checkpoint/checkpointer.py",
+        "checkpoint/resuming.py",
         "            self._lineage = None  # no save",
         "            self._lineage = Lineage(report.run_id, one.step)  # no save",
         (
@@ -1505,7 +1505,7 @@ MUTATIONS = (
         "one step more than keep_last stays",
     ),
     Mutation(
-        "checkpoint/checkpointer.py",
+        "checkpoint/resuming.py",
         "                if not is_damage(error):\n                    raise\n",
         "",
         ("tests/checkpoint/test_promises.py::test_a_later_format_version_is_not_damage",),
