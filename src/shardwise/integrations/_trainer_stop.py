@@ -94,7 +94,8 @@ class Stopping(Trainer):
             _log.warning("checkpoint %d is not saved: %s", self.state.global_step, why)
             return
         super()._save_checkpoint(model, trial)
-        self._last_save.saved(time.monotonic() - started)
+        if self.state.global_step in self._run.published:
+            self._last_save.saved(time.monotonic() - started)
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """As Trainer's; an evaluation that a signal has stopped has no metrics."""
