@@ -54,7 +54,7 @@ class Run:
     """Checkpoints that were skipped, by path: their steps, and what is damaged."""
     resumed_step: int = -1
     published: dict[int, str] = field(default_factory=dict)
-    """Paths of the checkpoints that this run has published, by step."""
+    """Paths of the checkpoints that this run has published or resumed from, by step: none is saved again."""
     lines: dict[str, Line] = field(default_factory=dict)
     """Where its checkpoints lie, by directory or URL."""
     stand_ins: StandIns = field(default_factory=StandIns)
@@ -65,6 +65,8 @@ class Run:
     batches_in_epoch: int = 0
     place: tuple[int, int] = (0, 0)
     """Epoch in which a resume goes on, and the number of its batches before that place."""
+    end_is_due: bool = False
+    """Whether the checkpoint was saved after the last step of an epoch, and before what comes at the epoch's end."""
     seeds: dict[str, int] = field(default_factory=dict)
     """Seeds in the checkpoint of samplers that seed themselves for each epoch."""
 

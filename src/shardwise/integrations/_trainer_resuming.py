@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,13 +13,14 @@ from transformers import TrainingArguments
 from ..checkpoint.resume_report import ResumeReport
 from ..errors import NoCheckpointError, ShardwiseError, is_damage
 from ..format.manifest import MANIFEST_NAME, read_manifest
+from ..internals.trainer import end_epoch
 from ..internals.trl import keeps_completions
 from ..loading.load import load
 from ..ranks.ranks import Ranks
 from ..rng import capture_rng, restore_rng
 from ..runs.restore import restore
 from ..state.loader_parts import put_own_states
-from ..storage import is_file, join
+from ..storage import absolute, is_file, join
 from ._prepare import explained
 from ._trainer_data import DataPlace
 from ._trainer_folder import Run, contents, held, is_ours, newest
@@ -130,6 +132,7 @@ class Resuming(Stopping, Saving):
                     if Ranks.current().rank == 0:
                         _log.warning("skipping damaged %s: %s", path, error)
                     raise _DamagedError(path) from error
+                self._run.published[self.state.global_step] = absolute(path)
         # Trainer finds none of its files there; subclasses may find theirs.
         super()._load_optimizer_and_scheduler(checkpoint_dir)
 
@@ -196,6 +199,7 @@ class Resuming(Stopping, Saving):
             if (holds.get("accumulation"), holds["global_batch_size"]) == (now, self._global_batch_size):
                 place = holds["epoch"], 0 if self.args.ignore_data_skip else holds["batches"]
                 self._run.seeds = holds["seeds"]
+                self._run.end_is_due = holds.get("end_is_due", False)
         self._run.place = place
         return place
 
@@ -224,8 +228,22 @@ class Resuming(Stopping, Saving):
         skips = resumed and not self.args.ignore_data_skip
         skipped = given["steps_trained_in_current_epoch"] if skips else 0
         self._run.batches_in_epoch = given["steps_in_epoch"]
+        if resumed and self._run.end_is_due:
+            self._end_the_epoch_before(given)
+            if self.control.should_training_stop:
+                return
         given["train_dataloader"] = self._data.open(loader, epoch, skipped, resumed, self._run.rng)
         super()._run_epoch(**given)  # type: ignore[no-untyped-call]
+
+    def _end_the_epoch_before(self, given: Mapping[str, Any]) -> None:
+        """Make up for the end of the epoch, which came after the save: callbacks, and the evaluation that is due there.
+
+        Without it the evaluation is lost, and what its loader draws is missing in the epochs that follow.
+        """
+        self._run.end_is_due = False
+        restore_rng(self._run.rng)
+        end_epoch(self, given["epoch"] - 1, given)
+        self._run.rng = capture_rng()
 
     def _load_rng_state(self, checkpoint_dir: str | None) -> None:
         """Restore again, because Trainer draws numbers when it skips batches. A resumed epoch has done so itself."""
@@ -236,8 +254,6 @@ class Resuming(Stopping, Saving):
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
-        if self._stopping.has_stopped:
-            return  # the run goes on
         if best is None or not is_ours(best):
             super()._load_best_model()
             return

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 from transformers.trainer import TRAINING_ARGS_NAME
 
 from ..checkpoint.collect import Lineage
@@ -43,7 +43,19 @@ from ._trainer_line import trainer_line_of
 from ._trainer_stand_in import STATE_NAME
 from ._trl import generation_state
 
-__all__ = ["Saving"]
+__all__ = ["EpochEnds", "Saving"]
+
+
+class EpochEnds(TrainerCallback):
+    """Whether the end of the present epoch has come: its callbacks, and its evaluation."""
+
+    has_come = False
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.has_come = False
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.has_come = True
 
 
 class Saving(Trainer):
@@ -53,6 +65,7 @@ class Saving(Trainer):
     _run: Run
     _data: DataPlace
     _checkpoint_root: str | None = None
+    _epoch_ends: EpochEnds
     _failures: Failures
     _fallback: str | None = None
     save_report: SaveReport | None = None
@@ -118,7 +131,7 @@ class Saving(Trainer):
             with ranks.agree("collect the Trainer's state"):
                 state = self._train_state(optimizer=not self.args.save_only_model, files=files, place=place)
             # The place that does not take the save may be gone. Once a save is published, nothing newer can be there.
-            looked_at = [line] if run.published else lines
+            looked_at = [line] if max(run.published, default=-1) > run.resumed_step else lines
             ranks.on_first("set newer checkpoints aside", lambda: set_newer_aside(looked_at, run))
             lineage = Lineage(ranks.on_first("run id", lambda: secrets.token_hex(8)), None)
             at_top = not is_url(line.root)  # a store has no links
@@ -203,7 +216,8 @@ class Saving(Trainer):
     def _place(self) -> dict[str, Any]:
         """The part of the place in the data that is the same on all ranks and at any world size."""
         epoch, batches, ended = self._data.reached()
-        if ended or batches >= self._run.batches_in_epoch or self.control.should_epoch_stop:
+        is_at_end = ended or batches >= self._run.batches_in_epoch or self.control.should_epoch_stop
+        if is_at_end:
             epoch, batches = epoch + 1, 0
         loader = self._run.loader
         return {
@@ -211,6 +225,7 @@ class Saving(Trainer):
             "batches": batches,
             "accumulation": self.args.gradient_accumulation_steps,
             "batches_in_epoch": self._run.batches_in_epoch,
+            "end_is_due": is_at_end and not self._epoch_ends.has_come,
             "seeds": {} if loader is None else own_states(loader)["seeds"],
         }
 

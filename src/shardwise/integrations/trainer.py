@@ -34,6 +34,7 @@ from ._prepare import Groups, adopt, groups_of, put_back
 from ._trainer_data import DataPlace
 from ._trainer_folder import Run
 from ._trainer_resuming import Resuming
+from ._trainer_saving import EpochEnds
 from ._trainer_stop import StopCallback
 from ._trl import LOAD, References, gather_head
 
@@ -130,12 +131,13 @@ class ShardwiseTrainer(Resuming):
         self._failures = Failures(on_save_error, max_failures)
         self._fallback = None if fallback is None else place_at(fallback)
         self._stop_options = StopOptions(stop_on=stop_on, deadline_s=deadline_s, exit_status=exit_status)
-        self._stopping = StopCallback()
+        self._stopping, self._epoch_ends = StopCallback(), EpochEnds()
         if checkpoint_root is not None:
             self._checkpoint_root = place_at(checkpoint_root)
         with References() as self._references:
             super().__init__(*args, **kwargs)
         self.add_callback(self._stopping)
+        self.add_callback(self._epoch_ends)
         if hasattr(self.args, "model_init_kwargs"):  # TRL's
             gather_head(self.model)
 
