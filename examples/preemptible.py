@@ -79,6 +79,7 @@ def train(args: argparse.Namespace) -> int:
         keep_last=3,
         stop_on=("SIGTERM", "SIGUSR1"),
         deadline_s=args.deadline_s,
+        exit_status=args.exit_status,
     )
     model = build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -135,6 +136,12 @@ def main() -> int:
     parser.add_argument("--step-seconds", type=float, default=0.2, help="pause, to have time for a signal")
     parser.add_argument(
         "--deadline-s", type=float, default=30.0, help="from the scheduler's signal to its SIGKILL"
+    )
+    parser.add_argument(
+        "--exit-status",
+        type=int,
+        default=75,
+        help="of a run that was stopped; under torchrun 0 is no restart",
     )
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)

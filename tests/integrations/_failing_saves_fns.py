@@ -183,18 +183,15 @@ def accelerate(root: str) -> dict[str, Any]:
         with small_files(1):
             found["raised"] = _error_of(script.save)
         found["warned"] = [text for text in warned if "is not saved" in text]
-        script.accelerator.end_training()
     with launched():
         script = _Script(root)
         found["resumed"] = script.resume().step
         found["after"] = [script.train(), script.train()]
-        script.accelerator.end_training()
     with launched():
         script = _Script(f"{root}-raise")
         script.train()
         with small_files(1):
             found["by default"] = _error_of(script.save)
-        script.accelerator.end_training()
     return found
 
 
@@ -213,12 +210,10 @@ def accelerate_with_fallback(disk: str, elsewhere: str, automatic: bool) -> dict
                 report = script.save()
             assert report.failure is None, report.failure
             found["paths"].append(report.path)
-        script.accelerator.end_training()
     with launched():
         script = _Script(root, **options)
         report = script.resume()
         found["resumed"] = report.step, report.path
         found["after"] = [script.train(), script.train()]
         found["next"] = script.save().path
-        script.accelerator.end_training()
     return found

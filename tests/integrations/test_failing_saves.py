@@ -14,6 +14,7 @@ from tests.harness.pool import RankPool
 from tests.integrations import _failing_saves_fns as fns
 from tests.integrations.test_trainer import hub as hub
 
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 64 MiB."""
