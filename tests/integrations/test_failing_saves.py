@@ -70,6 +70,7 @@ def test_accelerate_with_a_fallback(
         assert found["next"] == str(places[0] / last)
 
 
+@pytest.mark.slow
 def test_trainer(ranks: RankPool, hub: Path, tmp_path: Path) -> None:
     first, second = ranks.run_ranks(2, fns.trainer, str(hub), str(tmp_path), timeout_s=200)
     for name in ("warn", "raise", "beside"):
@@ -96,6 +97,7 @@ def test_trainer(ranks: RankPool, hub: Path, tmp_path: Path) -> None:
         assert found["again"]["losses"] == found["whole"]["losses"]
 
 
+@pytest.mark.slow
 def test_trainer_with_a_fallback(ranks: RankPool, hub: Path, small_disk: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     for found in ranks.run_ranks(
