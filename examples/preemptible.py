@@ -2,11 +2,12 @@
 
     sbatch examples/slurm.sbatch --out runs/a
     kubectl apply -f examples/jobset.yaml
-    torchrun --nproc-per-node 2 examples/preemptible.py --out runs/a    # then: kill -USR1 to one of its ranks
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --max-restarts 3 --nproc-per-node 2 examples/preemptible.py --out runs/a
 
 A signal stops all ranks at the same step. They save it and exit with the status 75; the job script, or the JobSet's policy,
-starts them again for that. `runs/a/losses.jsonl` has the loss of each step, and which life of the run computed it. The losses
-are bitwise those of a run that nothing stopped. Runs on CPUs; on GPUs use "cuda" for the mesh and the backend.
+starts them again for that, and so does torchrun (after `kill -USR1` to one of its ranks; for the variable see elastic.py).
+`runs/a/losses.jsonl` has the loss of each step, and which life of the run computed it. The losses are bitwise those of a run
+that nothing stopped. Runs on CPUs; on GPUs use "cuda" for the mesh and the backend.
 """
 
 from __future__ import annotations

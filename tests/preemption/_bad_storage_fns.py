@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import resource
+import struct
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -41,20 +43,24 @@ class _Own:
         self.state = state
 
 
-def _remount(disk: Path, how: str) -> None:
-    subprocess.run(["mount", "-o", f"remount,{how}", str(disk)], check=True)
+@contextlib.contextmanager
+def read_only(disk: Path) -> Iterator[None]:
+    """The kernel has made the file system read-only, as after an error in its journal. For good."""
+    if dist.get_rank() == 0:
+        subprocess.run(["mount", "-o", "remount,abort", str(disk)], check=True)
+    dist.barrier()
+    yield
 
 
 @contextlib.contextmanager
-def read_only(disk: Path) -> Iterator[None]:
-    """The file system is read-only, as the kernel makes one after errors."""
+def shut_down(disk: Path) -> Iterator[None]:
+    """Every call says EIO, as if the device were gone. For good."""
     if dist.get_rank() == 0:
-        _remount(disk, "ro")
+        folder = os.open(disk, os.O_RDONLY)
+        fcntl.ioctl(folder, _EXT4_IOC_SHUTDOWN, struct.pack("I", 2))
+        os.close(folder)
     dist.barrier()
     yield
-    dist.barrier()
-    if dist.get_rank() == 0:
-        _remount(disk, "rw")
 
 
 @contextlib.contextmanager
@@ -76,7 +82,7 @@ def no_inodes(disk: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def backing_full(disk: Path) -> Iterator[None]:
-    """The device below the file system has no room: writes into the page cache succeed, and fsync says EIO."""
+    """The device below the file system has no room: writes into the page cache succeed, and fsync fails."""
     ballast = disk.parent / "backing" / "ballast"
     if dist.get_rank() == 0:
         os.sync()
@@ -101,15 +107,18 @@ def size_limit(disk: Path) -> Iterator[None]:
 
 
 FAULTS: dict[str, Callable[[Path], AbstractContextManager[None]]] = {
-    "read-only": read_only,
     "no inodes": no_inodes,
-    "I/O error": backing_full,
+    "full device": backing_full,
     "size limit": size_limit,
+    "read-only": read_only,
+    "shut down": shut_down,
 }
+FOR_GOOD = ("read-only", "shut down")
+_EXT4_IOC_SHUTDOWN = 0x8004587D
 
 
 def saves(disk: str, kind: str, on_save_error: Any) -> dict[str, Any]:
-    """Step 1 is saved, 2 and 3 fail, 4 is saved. What each call said, what lies there in between, and what a resume finds."""
+    """Step 1 is saved, 2 and 3 fail, 4 is saved if storage is back. What each call said, and what a resume finds."""
     place, root = Path(disk), Path(disk) / f"run-{on_save_error}"
     found: dict[str, Any] = {"said": {}}
 
@@ -125,10 +134,13 @@ def saves(disk: str, kind: str, on_save_error: Any) -> dict[str, Any]:
         with FAULTS[kind](place):
             save(2)
             save(3)
+        if kind not in FOR_GOOD:
             found["steps"] = sorted(path.name for path in root.glob("step-*"))
-        save(4)
+            save(4)
         checkpoints.close()
     found["warned"] = [text for text in warned if "is not saved" in text]
+    if kind in FOR_GOOD:
+        return found
     dist.barrier()
     with sw.Checkpointer(root) as again:
         state = _state(0)

@@ -51,7 +51,7 @@ class _Job:
                     *("--save-every", "10", "--step-seconds", "0.1", *case.options),
                 ],
                 cwd=ROOT,
-                env=worker_env(),
+                env=worker_env(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"),
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
