@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+from accelerate import Accelerator
 
 from ..checkpoint.checkpointer import save
 from ..checkpoint.failures import Failures, RefusalError
@@ -28,9 +30,6 @@ from ._accelerate_folders import (
 )
 from ._accelerate_loaders import LoaderPositions
 from ._accelerate_settings import check_kind
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 __all__ = ["load_from", "load_state", "save_state", "save_to", "train_state"]
 
