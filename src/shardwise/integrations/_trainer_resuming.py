@@ -106,6 +106,7 @@ class Resuming(Stopping, Saving):
                 )
             except _DamagedError:
                 self._data, self._run.seeds = DataPlace(self._differ, self.reads_again), {}
+                self._run.end_is_due = False
                 resume_from_checkpoint = self._to_open(True)
             if not self.is_fsdp_enabled:  # a checkpoint of plain Trainer must be read before this
                 self._load_from_checkpoint(resume_from_checkpoint)
