@@ -168,7 +168,8 @@ def set_newer_aside(lines: Iterable[Line], run: Run) -> None:
     own = max((run.resumed_step, *run.published))
     for line in lines:
         paths = {step: join(line.root, name) for step, name in line.steps().items()}
-        fates = {s: _fate(path, run) for s, path in paths.items() if s > own or path in run.damaged}
+        damaged = run.damaged.keys() - run.published.values()  # this run may have saved that step anew
+        fates = {s: _fate(path, run) for s, path in paths.items() if s > own or path in damaged}
         if fates:
             line.take(own, {step: fate for step, fate in fates.items() if fate == "damaged"})
             words = [f"{os.path.basename(paths[step])} ({_WORDS[fate]})" for step, fate in fates.items()]
