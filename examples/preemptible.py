@@ -2,11 +2,12 @@
 
     sbatch examples/slurm.sbatch --out runs/a
     kubectl apply -f examples/jobset.yaml
-    torchrun --nproc-per-node 2 examples/preemptible.py --out runs/a    # then: kill -USR1 to one of its ranks
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --max-restarts 3 --nproc-per-node 2 examples/preemptible.py --out runs/a
 
 A signal stops all ranks at the same step. They save it and exit with the status 75; the job script, or the JobSet's policy,
-starts them again for that. `runs/a/losses.jsonl` has the loss of each step, and which life of the run computed it. The losses
-are bitwise those of a run that nothing stopped. Runs on CPUs; on GPUs use "cuda" for the mesh and the backend.
+starts them again for that, and so does torchrun (after `kill -USR1` to one of its ranks; for the variable see elastic.py).
+`runs/a/losses.jsonl` has the loss of each step, and which life of the run computed it. The losses are bitwise those of a run
+that nothing stopped. Runs on CPUs; on GPUs use "cuda" for the mesh and the backend.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ def train(args: argparse.Namespace) -> int:
         keep_last=3,
         stop_on=("SIGTERM", "SIGUSR1"),
         deadline_s=args.deadline_s,
+        exit_status=args.exit_status,
     )
     model = build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -135,6 +137,12 @@ def main() -> int:
     parser.add_argument("--step-seconds", type=float, default=0.2, help="pause, to have time for a signal")
     parser.add_argument(
         "--deadline-s", type=float, default=30.0, help="from the scheduler's signal to its SIGKILL"
+    )
+    parser.add_argument(
+        "--exit-status",
+        type=int,
+        default=75,
+        help="of a run that was stopped; under torchrun 0 is no restart",
     )
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)

@@ -50,7 +50,7 @@ def stem_of(step: Path) -> str:
 def test_what_a_trainer_writes_is_taken(step: Path) -> None:
     assert check_place(str(step), read_manifest(step), stem_of(step))["extra.data"]["consumed"] == 2
     assert contents(str(step))["trainer"]["global_batch_size"] == 4
-    assert newest(trainer_line_of(str(step.parent)), {}) == str(step)
+    assert newest([trainer_line_of(str(step.parent))], {}) == str(step)
 
 
 @pytest.mark.parametrize(
@@ -92,10 +92,10 @@ def test_a_malformed_place(step: Path, name: str) -> None:
 
 def test_the_search_passes_a_malformed_one_by(step: Path) -> None:
     edit_documents(step, lambda d: d.pop("extra.trainer"))
-    damaged: dict[int, str] = {}
+    damaged: dict[str, tuple[int, str]] = {}
     with pytest.raises(sw.errors.NoCheckpointError):
-        newest(trainer_line_of(str(step.parent)), damaged)
-    assert "holds no extra.trainer" in damaged[3]
+        newest([trainer_line_of(str(step.parent))], damaged)
+    assert "holds no extra.trainer" in damaged[str(step)][1]
 
 
 def test_a_run_that_lost_the_directory_renames_nothing(step: Path) -> None:
@@ -105,7 +105,7 @@ def test_a_run_that_lost_the_directory_renames_nothing(step: Path) -> None:
         (root / "_lock").unlink()
         (root / "_lock").touch()
         with pytest.raises(LockedError, match="has lost its lock"):
-            set_newer_aside(trainer_line_of(str(root)), Run(resumed_step=1))
+            set_newer_aside([trainer_line_of(str(root))], Run(resumed_step=1))
     finally:
         lock.release()
     assert step.is_dir()

@@ -1112,7 +1112,7 @@ MUTATIONS = (
         "a step that another run's retention deletes is called damaged",
     ),
     Mutation(
-        "checkpoint/checkpointer.py",
+        "checkpoint/resuming.py",
         "            self._lineage = None  # no save",
         "            self._lineage = Lineage(report.run_id, one.step)  # no save",
         (
@@ -1519,7 +1519,7 @@ MUTATIONS = (
         "one step more than keep_last stays",
     ),
     Mutation(
-        "checkpoint/checkpointer.py",
+        "checkpoint/resuming.py",
         "                if not is_damage(error):\n                    raise\n",
         "",
         ("tests/checkpoint/test_promises.py::test_a_later_format_version_is_not_damage",),
@@ -1895,6 +1895,27 @@ MUTATIONS = (
         "in self.steps().items():",
         ("tests/integrations/test_trainer_place.py::test_a_run_that_lost_the_directory_renames_nothing",),
         "checkpoints of another run are renamed",
+    ),
+    Mutation(
+        "integrations/_accelerate_folders.py",
+        "return found[max(found)] if found else None",
+        "return found[min(found)] if found else None",
+        ("tests/integrations/test_failing_saves.py::test_accelerate",),
+        "a script resumes from its oldest checkpoint",
+    ),
+    Mutation(
+        "integrations/_accelerate_state.py",
+        "    if report.failure is None:\n        accelerator.project_configuration.iteration += 1",
+        "    if step < 3:\n        accelerator.project_configuration.iteration += 1",
+        ("tests/integrations/test_failing_saves.py::test_accelerate_with_a_fallback",),
+        "saves into the fall-back are not counted",
+    ),
+    Mutation(
+        "checkpoint/failures.py",
+        "            if report.is_published:\n                self.succeed()\n",
+        "",
+        ("tests/preemption/test_failing_saves.py::test_training_goes_on",),
+        "failed saves are not counted anew after one that is published",
     ),
     # ----------------------------------------------------------------------------- ledgers, report
     Mutation(

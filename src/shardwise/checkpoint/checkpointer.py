@@ -6,30 +6,25 @@ import itertools
 import logging
 import os
 import secrets
-from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-from ..errors import CheckpointError, ShardwiseError, is_damage, is_unreadable
+from ..errors import CheckpointError, ShardwiseError
 from ..format.steps import checked_step
 from ..memory.options import MemoryTier
 from ..operations.announced import announced
-from ..operations.operation import this_operation
 from ..planning import IOOptions
 from ..preemption.stops import EXIT_STATUS, StopOptions, Stops
-from ..ranks.patience import patiently
 from ..ranks.ranks import Ranks
 from ..state.train_state import TrainState
-from ..storage import absolute, counting
+from ..storage import absolute
 from ..store.target import Target, target_of
 from .async_save import AsyncSave, reserve_for
-from .check import quick_check
 from .collect import Lineage, collect
-from .failures import Failures, OnSaveError, RefusalError, may_pass
+from .failures import Failures, OnSaveError, RefusalError
 from .last_save import SaveTimes
-from .remembering import Remembering
-from .resume_report import ResumeReport
-from .run_steps import Candidate, Retention, RunSteps, Stored
+from .resuming import Resuming
+from .run_steps import Retention, RunSteps, Stored
 from .save import SaveReport, write_checkpoint
 from .shared_fs import open_for_all
 from .stage import StagingBuffer
@@ -62,7 +57,7 @@ def _new_run_id() -> str:
     return secrets.token_hex(8)
 
 
-class Checkpointer(Stopping, Remembering):
+class Checkpointer(Stopping, Resuming):
     """Checkpoints of one run in one directory: saving, retention, resuming from the newest valid step.
 
     Args:
@@ -125,14 +120,12 @@ class Checkpointer(Stopping, Remembering):
             ("keep_last", keep_last),
             ("keep_every", keep_every),
             ("max_staging_bytes", max_staging_bytes),
-            ("max_failures", max_failures),
         ):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1 or None, got {value}")
         for option, given, allowed in (
             ("mode", mode, ("sync", "async")),
             ("when_busy", when_busy, ("wait", "refuse")),
-            ("on_save_error", on_save_error, ("raise", "warn")),
         ):
             if given not in allowed:
                 raise ValueError(f"{option} must be one of {allowed}, got {given!r}")
@@ -277,19 +270,10 @@ class Checkpointer(Stopping, Remembering):
         first, self._place = self._place, 0
         fallback = self._steps.fallback
         places = [first] if first or fallback is None else [first, fallback]
-        while True:
-            place = places.pop(0)
-            try:
-                return self._save_at(place, state, step, ranks)
-            except RefusalError as refusal:
-                raise refusal.error from None
-            except Exception as error:
-                if places and may_pass(error):
-                    if ranks.rank == 0:
-                        _log.warning("step %d goes to the fallback: %s", step, error)
-                    continue
-                self._failures.note(error, step, is_first_rank=ranks.rank == 0)
-                return SaveReport.of_failure(self._steps.root_of(place), step, str(error))
+        ways = {
+            self._steps.root_of(place): partial(self._save_at, place, state, step, ranks) for place in places
+        }
+        return self._failures.attempt(step, ways, is_first_rank=ranks.rank == 0)
 
     def _settle(self) -> None:
         """Wait for a pending async save. Its failure passes if failures may."""
@@ -314,7 +298,6 @@ class Checkpointer(Stopping, Remembering):
         self._lineage, self._on_disk = self._lineage.at(step), step
         self._retain(step, place, ranks)
         self._times.add(report.seconds)
-        self._failures.succeed()
         return report
 
     def _begin_run(self, ranks: Ranks) -> Lineage:
@@ -347,60 +330,6 @@ class Checkpointer(Stopping, Remembering):
             if ranks.rank == 0:
                 self._steps.after_save(step, ranks.tick, place)
 
-    @announced("resume", "step")
-    def resume(self, state: TrainState, step: int | None = None) -> ResumeReport | None:
-        """Restore the newest valid step (or exactly ``step``); None only if nothing was ever published here.
-
-        Damaged steps are skipped with a warning and set aside as ``step-N.damaged-…``. Steps newer than the resumed
-        one are set aside as ``step-N.superseded-…``: if the run stops again, it resumes from its own steps. Steps with
-        another step's manifest (an old manifest, or a renamed directory) or with a malformed document count as
-        damaged. Collective.
-
-        Raises :class:`NoCheckpointError` if steps exist and none is valid; :class:`PlanError` or
-        :class:`StateError` if a valid step does not fit the live objects (nothing is set aside then).
-        """
-        with counting() as asked:
-            report = self._resume(state, step, self._ranks())
-        return None if report is None else replace(report, requests=asked.total)
-
-    def _resume(self, state: TrainState, step: int | None, ranks: Ranks) -> ResumeReport | None:
-        from .restore import restore_into  # and with it what loads, for which no first save waits
-
-        self._check_open()
-        self.wait()
-        damaged: dict[int, dict[int, str]] = {}
-        for one in self._candidates(ranks, step):
-            if found := self._from_memory(state, step, one.step, ranks, restore_into):
-                return found
-            try:
-                with ranks.agree(f"check step {one.step}"):
-                    if ranks.rank == 0:
-                        patiently(quick_check, one.path, one.step, ranks.tick)
-                this_operation().begin_again(one.path)
-                report = restore_into(state, one.path, ranks, self._io)
-            except ShardwiseError as error:
-                if is_unreadable(error):
-                    ranks.on_first("look at the steps again", self._steps.raise_if_taken)
-                if not is_damage(error):
-                    raise
-                damaged.setdefault(one.place, {})[one.step] = str(error)
-                if ranks.rank == 0:
-                    _log.warning("skipping damaged %s: %s", one.path, error)
-                continue
-            self._lineage = None  # no save goes on from this step while newer ones are not set aside
-            newer = ranks.on_first(
-                "set newer steps aside", partial(self._steps.go_on_from, one.step, damaged)
-            )
-            if self._memory is not None:
-                self._memory.begin_line(one.step, ranks)
-            self._lineage, self._on_disk = Lineage(report.run_id, one.step), one.step
-            bad = {s: why for place in sorted(damaged, reverse=True) for s, why in damaged[place].items()}
-            return report.with_history(bad, tuple(s for s in newer if s not in bad))
-        if found := self._from_memory(state, step, 0, ranks, restore_into):
-            return found
-        ranks.on_first("find a checkpoint", lambda: self._steps.raise_if_lost(step, damaged))
-        return None
-
     def _check_open(self) -> None:
         if self._closed:
             raise CheckpointError(f"{self.root}: this Checkpointer is closed; make a new one")
@@ -411,8 +340,3 @@ class Checkpointer(Stopping, Remembering):
 
     def _ranks(self) -> Ranks:
         return Ranks.current(timeout_s=self._io.timeout_s)
-
-    def _candidates(self, ranks: Ranks, step: int | None) -> list[Candidate]:
-        """The steps to try, newest first, as rank 0 sees them."""
-        found = ranks.on_first("scan checkpoint directory", lambda: self._steps.candidates(step))
-        return [Candidate(s, place, self._steps.path_of(place, name)) for s, place, name in found]

@@ -1,14 +1,19 @@
-"""Saves that fail while training goes on: which failures may pass, and how many in a row."""
+"""Saves that fail while training goes on: where else they are tried, which failures may pass, and how many in a row.
+
+:class:`.Checkpointer`, Accelerate and the Trainer save through :meth:`Failures.attempt`.
+"""
 
 from __future__ import annotations
 
 import builtins
 import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from .. import errors
 from ..errors import CheckpointError, LockedError, RankError, SourceError
+from .save import SaveReport
 
 __all__ = ["Failures", "OnSaveError", "RefusalError", "may_pass"]
 
@@ -18,12 +23,47 @@ OnSaveError = Literal["raise", "warn"]
 
 @dataclass(slots=True)
 class Failures:
-    """The saves of a run that failed in a row. The same on every rank, because the ranks fail alike."""
+    """The saves of a run that failed in a row. The same on every rank, because the ranks fail alike.
+
+    Raises ``ValueError`` for options that there are not.
+    """
 
     on_error: OnSaveError
     most: int
     in_a_row: int = 0
     total: int = 0
+
+    def __post_init__(self) -> None:
+        if self.on_error not in get_args(OnSaveError):
+            raise ValueError(f"on_save_error must be one of {get_args(OnSaveError)}, got {self.on_error!r}")
+        if self.most < 1:
+            raise ValueError(f"max_failures must be at least 1, got {self.most}")
+
+    def attempt(
+        self, step: int, ways: Mapping[str, Callable[[], SaveReport]], *, is_first_rank: bool
+    ) -> SaveReport:
+        """Save by the first of ``ways`` that storage does not make fail: by path, the run's own place before the fall-back.
+
+        If all fail, the report says why, or the last error is raised; see :meth:`note`. Raises the error in a
+        :class:`RefusalError` at once. Collective, if the ways are.
+        """
+        *others, last = ways
+        for path in (*others, last):
+            try:
+                report = ways[path]()
+            except RefusalError as refusal:
+                raise refusal.error from None
+            except Exception as error:
+                if path != last and may_pass(error):
+                    if is_first_rank:
+                        _log.warning("step %d goes to the fallback: %s", step, _words(error))
+                    continue
+                self.note(error, step, is_first_rank=is_first_rank)
+                return SaveReport.of_failure(path, step, str(error))
+            if report.is_published:
+                self.succeed()
+            return report
+        raise AssertionError("there is no way")
 
     def note(self, error: Exception, step: int, *, is_first_rank: bool) -> None:
         """Count a failed save and warn. Raises ``error`` itself if it must not pass, and at the limit."""
@@ -40,7 +80,7 @@ class Failures:
                 step,
                 self.in_a_row,
                 self.most,
-                error,
+                _words(error),
             )
 
     def succeed(self) -> None:
@@ -67,6 +107,11 @@ def _is_of_storage(cause: str) -> bool:
         and issubclass(kind, (OSError, SourceError, CheckpointError))
         and kind is not LockedError
     )
+
+
+def _words(error: Exception) -> str:
+    """The error with the ranks that it comes from: what rank 0 finds for all of them names none."""
+    return str(error) if isinstance(error, RankError) else f"rank 0: {error}"
 
 
 class RefusalError(Exception):

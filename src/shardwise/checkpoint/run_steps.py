@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import CheckpointError, NoCheckpointError, ShardwiseError, SourceError, is_damage
 from ..format.manifest import read_manifest
 from ..ranks.patience import patiently
-from ..storage import bytes_below, is_url, join
+from ..storage import bytes_below, is_url, join, real
 from ..store.line import Line, line_of
 from ..store.publish import dcp_directories
 from ..store.target import Target
@@ -97,7 +97,7 @@ class RunSteps:
         places = {"run's own place": root, "mirror": mirror, "fallback": fallback}
         found: dict[str, str] = {}
         for name, place in places.items():
-            if place is not None and (before := found.setdefault(_real(place), name)) != name:
+            if place is not None and (before := found.setdefault(real(place), name)) != name:
                 raise ValueError(f"the {name} is the {before}: {place}; give another one")
         self._line = line_of(root)
         self._retention = retention
@@ -299,10 +299,6 @@ class RunSteps:
                 ", ".join(others[-3:]),
                 os.path.join(root, others[-1]),
             )
-
-
-def _real(path: str) -> str:
-    return path if is_url(path) else os.path.realpath(path)
 
 
 def _is_whole(path: str, step: int, on_progress: Callable[[], object]) -> bool:

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from ..errors import CheckpointError, NoCheckpointError
+from ..errors import CheckpointError, NoCheckpointError, SourceError
+from ..format.manifest import MANIFEST_NAME, read_manifest
 from ..ranks.patience import patiently
-from ..storage import absolute, is_directory, is_url
+from ..storage import absolute, is_directory, is_file, is_url, join, names_in
 from ..store.publish import delete_all
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-__all__ = ["delete_oldest", "folder_for", "make_room", "newest", "place_at"]
+__all__ = [
+    "delete_oldest",
+    "first_stored",
+    "folder_for",
+    "make_room",
+    "newest",
+    "newest_below",
+    "place_at",
+    "places_of",
+]
+
+_log = logging.getLogger(__name__)
 
 
 def place_at(path: str | os.PathLike[str]) -> str:
@@ -55,19 +69,58 @@ def make_room(folder: str, *, automatic: bool) -> None:
         patiently(os.makedirs, os.path.dirname(folder), exist_ok=True)
 
 
-def newest(accelerator: Accelerator) -> str:
-    """The newest checkpoint of automatic naming. Raises :class:`NoCheckpointError` if there is none."""
+def places_of(folder: str, fallback: str | None) -> list[str]:
+    """Where a checkpoint may lie: at ``folder``, and under the same name in the fall-back."""
+    return [folder, *([] if fallback is None else [join(fallback, os.path.basename(folder))])]
+
+
+def first_stored(places: Sequence[str]) -> str:
+    """The first place at which there is something; the first one if there is nothing at any. For one rank."""
+    return next((path for path in places if patiently(is_directory, path)), places[0])
+
+
+def newest(accelerator: Accelerator, fallback: str | None = None) -> str:
+    """The newest checkpoint of automatic naming, there or in the fall-back. Raises :class:`NoCheckpointError` if there is none."""
     root = _root(accelerator)
-    found = _folders(root) if accelerator.project_configuration.automatic_checkpoint_naming else []
-    if not found:
-        raise NoCheckpointError(f"{root}: no checkpoint_N in it, and no input_dir was given")
-    return found[-1][1]
+    if accelerator.project_configuration.automatic_checkpoint_naming:
+        roots = [*([] if fallback is None else [fallback]), root]
+        found = [one for place in roots for one in _folders(place)]
+        if found:
+            return max(reversed(found), key=lambda one: one[0])[1]  # of equal ones that of the project
+    raise NoCheckpointError(f"{root}: no checkpoint_N in it, and no input_dir was given")
+
+
+def newest_below(roots: Iterable[str]) -> str | None:
+    """The checkpoint with the newest step directly below these directories or URLs, of equal steps that of the first. For one rank.
+
+    A checkpoint whose manifest can't be read does not count, and is logged.
+    """
+    found: dict[int, str] = {}
+    for root in roots:
+        for name in sorted(names_in(root)) if is_directory(root) else ():
+            path = join(root, name)
+            if name.startswith(".") or not is_file(join(path, MANIFEST_NAME)):
+                continue
+            try:
+                found.setdefault(patiently(read_manifest, path).step, path)
+            except SourceError as error:
+                _log.warning("skipping %s: %s", path, error)
+    return found[max(found)] if found else None
 
 
 def delete_oldest(folder: str, limit: int) -> None:
-    """Keep the ``limit`` newest beside ``folder``. A kill leaves remains under another name, which no resume takes."""
-    root = os.path.dirname(folder)
-    delete_all(old for _, old in _folders(root)[:-limit])
+    """Keep the ``limit`` newest beside ``folder``; in a store all stay. Logs what fails.
+
+    A kill leaves remains under another name, which no resume takes.
+    """
+    if is_url(folder):
+        return
+    try:
+        old = [path for _, path in _folders(os.path.dirname(folder))[:-limit]]
+    except OSError as error:  # the new checkpoint is published already
+        _log.warning("no checkpoint is deleted: %s", error)
+        return
+    delete_all(old)
 
 
 def _root(accelerator: Accelerator) -> str:
@@ -76,7 +129,7 @@ def _root(accelerator: Accelerator) -> str:
 
 def _folders(root: str) -> list[tuple[int, str]]:
     """Published checkpoints, oldest first."""
-    if not os.path.isdir(root):
+    if not is_directory(root):
         return []
-    matches = ((re.fullmatch(r"checkpoint_(\d+)", name), name) for name in os.listdir(root))
-    return sorted((int(m[1]), os.path.join(root, name)) for m, name in matches if m)
+    matches = ((re.fullmatch(r"checkpoint_(\d+)", name), name) for name in names_in(root))
+    return sorted((int(m[1]), join(root, name)) for m, name in matches if m)

@@ -7,7 +7,7 @@ import glob
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,7 @@ __all__ = [
     "keep_only",
     "move_into",
     "newest",
+    "path_in",
     "rotate",
     "set_newer_aside",
 ]
@@ -49,11 +50,11 @@ class Run:
 
     falls_back: bool = False
     """Whether damage leads to the checkpoint before. Not if the caller named one."""
-    damaged: dict[int, str] = field(default_factory=dict)
-    """Checkpoints that were skipped, with their damage."""
+    damaged: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """Checkpoints that were skipped, by path: their steps, and what is damaged."""
     resumed_step: int = -1
     published: dict[int, str] = field(default_factory=dict)
-    """Names of the checkpoints that this run has published, by step."""
+    """Paths of the checkpoints that this run has published or resumed from, by step: none is saved again."""
     lines: dict[str, Line] = field(default_factory=dict)
     """Where its checkpoints lie, by directory or URL."""
     stand_ins: StandIns = field(default_factory=StandIns)
@@ -64,6 +65,8 @@ class Run:
     batches_in_epoch: int = 0
     place: tuple[int, int] = (0, 0)
     """Epoch in which a resume goes on, and the number of its batches before that place."""
+    end_is_due: bool = False
+    """Whether the checkpoint was saved after the last step of an epoch, and before what comes at the epoch's end."""
     seeds: dict[str, int] = field(default_factory=dict)
     """Seeds in the checkpoint of samplers that seed themselves for each epoch."""
 
@@ -111,18 +114,19 @@ def contents(path: str) -> dict[str, Any]:
     }
 
 
-def newest(line: Line, damaged: dict[int, str]) -> str:
-    """The newest checkpoint that is intact, as far as a check without payload can tell; empty if there are none.
+def newest(lines: Sequence[Line], damaged: dict[str, tuple[int, str]]) -> str:
+    """The newest checkpoint of all lines that is intact, as far as a check without payload can tell; empty if there are none.
 
-    Skips those in ``damaged``, and adds newly found damage to it. Collective. Raises :class:`NoCheckpointError` if all
-    are damaged. Raises the error of a checkpoint that can't be read for another reason, which is not damage.
+    Of two of one step that of the first line. Skips those in ``damaged``, and adds newly found damage to it. Collective. Raises
+    :class:`NoCheckpointError` if all are damaged. Raises the error of a checkpoint that can't be read for another
+    reason, which is not damage.
     """
 
     def search() -> list[Any]:
-        for step, name in line.steps().items():
-            if step in damaged:
+        found = [(step, join(line.root, name)) for line in lines for step, name in line.steps().items()]
+        for step, path in sorted(found, key=lambda one: -one[0]):
+            if path in damaged:
                 continue
-            path = join(line.root, name)
             try:
                 if is_ours(path):
                     patiently(quick_check, path, step)
@@ -131,35 +135,49 @@ def newest(line: Line, damaged: dict[int, str]) -> str:
                     raise IntegrityError(f"holds neither {MANIFEST_NAME} nor {STATE_NAME}", path=path)
             except (FormatError, IntegrityError) as error:
                 _log.warning("skipping damaged %s: %s", path, error)
-                damaged[step] = str(error)
+                damaged[path] = (step, str(error))
                 continue
-            return [path, {str(step): why for step, why in damaged.items()}]
+            return [path, {where: list(one) for where, one in damaged.items()}]
         if damaged:
-            found = "; ".join(damaged.values())
+            why = "; ".join(why for _, why in damaged.values())
             raise NoCheckpointError(
-                f"{line.root}: no checkpoint is valid ({found}). Move them away to start anew"
+                f"{lines[0].root}: no checkpoint is valid ({why}). Move them away to start anew"
             )
         return ["", {}]
 
     path, known = Ranks.current().on_first("find newest checkpoint", search)
-    damaged |= {int(step): why for step, why in known.items()}
+    damaged |= {where: (step, why) for where, (step, why) in known.items()}
     return str(path)
 
 
-def set_newer_aside(line: Line, run: Run) -> None:
+def path_in(line: Line, step: int) -> str | None:
+    """The path of a step's checkpoint, if the line has it; None also if the place can't be read now. For rank 0."""
+    try:
+        name = line.steps().get(step)
+    except (OSError, CheckpointError, SourceError) as error:
+        _log.warning("%s: can't be read: %s", line.root, error)
+        return None
+    return None if name is None else join(line.root, name)
+
+
+def set_newer_aside(lines: Iterable[Line], run: Run) -> None:
     """Set checkpoints newer than the resumed one aside: they are kept, but never count as newer ones. For rank 0.
 
     Raises :class:`LockedError` if another run has taken the line: the checkpoints may belong to it.
     """
     own = max((run.resumed_step, *run.published))
-    newer = [f"{name} ({_WORDS[_fate(step, run)]})" for step, name in line.steps().items() if step > own]
-    if newer:
-        line.take(own, {step: _fate(step, run) for step in run.damaged})
-        _log.warning("%s: set aside: %s", line.root, ", ".join(newer))
+    for line in lines:
+        paths = {step: join(line.root, name) for step, name in line.steps().items()}
+        damaged = run.damaged.keys() - run.published.values()  # this run may have saved that step anew
+        fates = {s: _fate(path, run) for s, path in paths.items() if s > own or path in damaged}
+        if fates:
+            line.take(own, {step: fate for step, fate in fates.items() if fate == "damaged"})
+            words = [f"{os.path.basename(paths[step])} ({_WORDS[fate]})" for step, fate in fates.items()]
+            _log.warning("%s: set aside: %s", line.root, ", ".join(words))
 
 
-def _fate(step: int, run: Run) -> Fate:
-    return "damaged" if step in run.damaged else "superseded"
+def _fate(path: str, run: Run) -> Fate:
+    return "damaged" if path in run.damaged else "superseded"
 
 
 _WORDS: dict[Fate, str] = {"damaged": "damaged", "superseded": "of another line than this run"}
@@ -178,17 +196,19 @@ def rotate(line: Line, limit: int | None, best: str | None) -> None:
     line.remove([step for step in sorted(steps) if step not in kept][: max(excess, 0)])
 
 
-def keep_only(line: Line, best: str) -> None:
+def keep_only(lines: Sequence[Line], best: str) -> None:
     """Delete all checkpoints but the best, if it is one of them. For rank 0, at the end. Logs what fails."""
-    steps = _steps_to_delete(line)
-    if kept := _steps_at(line, steps, best):
-        line.remove(steps.keys() - kept)
+    found = [(line, _steps_to_delete(line)) for line in lines]
+    kept = [_steps_at(line, steps, best) for line, steps in found]
+    if any(kept):
+        for (line, steps), own in zip(found, kept, strict=True):
+            line.remove(steps.keys() - own)
 
 
 def _steps_to_delete(line: Line) -> dict[int, str]:
     try:
         return line.steps()
-    except (CheckpointError, SourceError) as error:
+    except (OSError, CheckpointError, SourceError) as error:
         _log.warning("no checkpoint is deleted: %s", error)
         return {}
 

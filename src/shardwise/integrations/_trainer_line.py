@@ -59,7 +59,7 @@ class CheckpointFolders(DirectoryLine):
 
     def take(self, resumed: int, aside: Mapping[int, Fate]) -> None:
         for step, name in self.held_steps().items():
-            if step <= resumed:
+            if step <= resumed and step not in aside:
                 continue
             path = self._path(name)
             moved = self._path(f"_{aside.get(step, 'superseded')}-{name}-{secrets.token_hex(4)}")

@@ -17,7 +17,7 @@ from ..state.places import Places
 __all__ = ["check_place", "trainer_extra"]
 
 _TRAINER, _DATA = "extra.trainer", "extra.data"
-_SHARED = ("global_batch_size", "accumulation", "epoch", "batches", "seeds")
+_SHARED = ("global_batch_size", "accumulation", "epoch", "batches", "end_is_due", "seeds")
 
 
 def check_place(path: str, manifest: Manifest, stem: str) -> dict[str, Any]:
@@ -53,6 +53,8 @@ def _check_trainer(value: Any, file: str) -> None:
     if "accumulation" in value:  # earlier releases wrote no place
         place = {"accumulation": _is_positive, "epoch": is_count, "batches": is_count, "seeds": _are_seeds}
         _check(value, place, _TRAINER, file)
+    if "end_is_due" in value:  # earlier releases did not say
+        _check(value, {"end_is_due": _is_bool}, _TRAINER, file)
 
 
 def _check_data(value: Any, file: str) -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import tempfile
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 from transformers.trainer import TRAINING_ARGS_NAME
 
 from ..checkpoint.collect import Lineage
-from ..checkpoint.save import write_checkpoint
+from ..checkpoint.failures import Failures
+from ..checkpoint.save import SaveReport, write_checkpoint
 from ..export.hub import export_hf
 from ..internals.peft import peft_model
 from ..ranks.patience import patiently, remove_tree
@@ -35,12 +38,24 @@ from ._trainer_files import (
     read_all,
     without_fsdp,
 )
-from ._trainer_folder import Run, keep_only, move_into, rotate, set_newer_aside
+from ._trainer_folder import Run, keep_only, move_into, path_in, rotate, set_newer_aside
 from ._trainer_line import trainer_line_of
 from ._trainer_stand_in import STATE_NAME
 from ._trl import generation_state
 
-__all__ = ["Saving"]
+__all__ = ["EpochEnds", "Saving"]
+
+
+class EpochEnds(TrainerCallback):
+    """Whether the end of the present epoch has come: its callbacks, and its evaluation."""
+
+    has_come = False
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.has_come = False
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.has_come = True
 
 
 class Saving(Trainer):
@@ -50,8 +65,14 @@ class Saving(Trainer):
     _run: Run
     _data: DataPlace
     _checkpoint_root: str | None = None
+    _epoch_ends: EpochEnds
+    _failures: Failures
+    _fallback: str | None = None
+    save_report: SaveReport | None = None
+    """The report of the last save that was tried; ``failure`` says why it failed, while training went on."""
     _staging: str | None = None
     _writes_beside = False
+    _failed_beside: Exception | None = None
 
     @property
     def _root(self) -> str:
@@ -66,49 +87,59 @@ class Saving(Trainer):
         """Where Trainer looks for the checkpoints of a run, and writes them."""
         if self._staging is not None:
             return self._staging
-        run_dir: str = super()._get_output_dir(trial)
-        below = os.path.relpath(
-            run_dir, self._root
-        )  # a search over hyperparameters has a folder for each trial
-        return self._checkpoints if below == "." else join(self._checkpoints, below)
+        return self._below(self._checkpoints, trial)
 
-    def _line(self, trial: Any = None) -> Line:
-        """Where the checkpoints of this call of ``train`` lie."""
-        root = absolute(self._get_output_dir(trial))
-        if root not in self._run.lines:
-            self._run.lines[root] = trainer_line_of(root)
-        return self._run.lines[root]
+    def _below(self, root: str, trial: Any) -> str:
+        """The folder of a run below a place of checkpoints: a search over hyperparameters has one for each trial."""
+        below = os.path.relpath(super()._get_output_dir(trial), self._root)
+        return root if below == "." else join(root, below)
+
+    def _places(self, trial: Any = None) -> list[str]:
+        """The directory or URL of the checkpoints, then the fall-back if there is one."""
+        roots = [self._checkpoints, *([] if self._fallback is None else [self._fallback])]
+        return [absolute(self._below(root, trial)) for root in roots]
+
+    def _lines(self, trial: Any = None) -> list[Line]:
+        """Where the checkpoints of this call of ``train`` lie, in the order of :meth:`_places`."""
+        lines = self._run.lines
+        for root in self._places(trial):
+            if root not in lines:
+                lines[root] = trainer_line_of(root)
+        return [lines[root] for root in self._places(trial)]
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Save where storage lets it; a failure passes if failures may."""
+        ranks, run, step = Ranks.current(), self._run, self.state.global_step
+        if step in run.published:  # an evaluation at the end of the epoch may have come after the save
+            self._name_best(
+                ranks.on_first("look at checkpoints", lambda: self._best(trial, run.published[step]))
+            )
+            return
+        ways = {line.root: partial(self._save_at, line, model, trial) for line in self._lines(trial)}
+        self.save_report = self._failures.attempt(step, ways, is_first_rank=ranks.rank == 0)
+
+    def _save_at(self, line: Line, model: Any, trial: Any) -> SaveReport:
         """Let Trainer write its small files into a separate folder, then publish everything at once."""
         ranks, run, step = Ranks.current(), self._run, self.state.global_step
-        line = self._line(trial)
-        name, best = ranks.on_first("look at checkpoints", lambda: self._look(line))
-        if step in run.published:
-            self._name_best(best)  # an evaluation at the end of the epoch may have come after the save
-            return
+        lines, best_before = self._lines(trial), self.state.best_model_checkpoint
+        name, best = ranks.on_first("look at checkpoints", lambda: self._look(line, trial))
         place = ranks.on_first("place in the data", self._place)
-        with tempfile.TemporaryDirectory(prefix="shardwise-") as staging:
-            folder = os.path.join(staging, f"checkpoint-{step}")
-            with ranks.agree("write Trainer's files"):
-                patiently(os.mkdir, folder)
-                self._staging = staging
-                try:
-                    super()._save_checkpoint(model, trial)
-                finally:
-                    self._staging = None
-                self._name_best(best)
-                if self.args.should_save:
-                    self.state.save_to_json(os.path.join(folder, STATE_NAME))
-                files = read_all(folder)
-        files = adapter_files(self.model, self._root, ranks) | gathered(ranks, files)
-        with ranks.agree("collect the Trainer's state"):
-            state = self._train_state(optimizer=not self.args.save_only_model, files=files, place=place)
-        ranks.on_first("set newer checkpoints aside", lambda: set_newer_aside(line, run))
-        lineage = Lineage(ranks.on_first("run id", lambda: secrets.token_hex(8)), None)
-        at_top = not is_url(line.root)  # a store has no links
-        write_checkpoint(state, line.target(name), step, lineage, ranks, at_top=at_top)
-        run.published[step] = name
+        try:
+            files = self._files_beside(model, trial, best, ranks)
+            scratch = self._root if is_url(line.root) else line.root
+            files = adapter_files(self.model, scratch, ranks) | gathered(ranks, files)
+            with ranks.agree("collect the Trainer's state"):
+                state = self._train_state(optimizer=not self.args.save_only_model, files=files, place=place)
+            # The place that does not take the save may be gone. Once a save is published, nothing newer can be there.
+            looked_at = [line] if max(run.published, default=-1) > run.resumed_step else lines
+            ranks.on_first("set newer checkpoints aside", lambda: set_newer_aside(looked_at, run))
+            lineage = Lineage(ranks.on_first("run id", lambda: secrets.token_hex(8)), None)
+            at_top = not is_url(line.root)  # a store has no links
+            report = write_checkpoint(state, line.target(name), step, lineage, ranks, at_top=at_top)
+        except BaseException:
+            self.state.best_model_checkpoint = best_before  # this one may have been named
+            raise
+        run.published[step] = report.path
         limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
 
         def clear() -> None:
@@ -116,21 +147,50 @@ class Saving(Trainer):
             rotate(line, limit, best)
 
         ranks.on_first("rotate checkpoints", clear)
+        return report
 
-    def _look(self, line: Line) -> list[Any]:
-        """The name of this step's checkpoint, and the path of the best one, which may be this. For rank 0."""
-        step, best = self.state.global_step, self.state.best_global_step
-        name = self._run.published.get(step) or line.fresh_name(step)
-        names = {**line.steps(), step: name}
-        return [name, join(line.root, names[best]) if best and best in names else None]
+    def _files_beside(self, model: Any, trial: Any, best: str | None, ranks: Ranks) -> dict[str, bytes]:
+        """The small files that Trainer and its subclasses write on this rank, by name. Collective."""
+        with contextlib.ExitStack() as stack:
+            with ranks.agree("make a folder for Trainer's files"):
+                staging = stack.enter_context(tempfile.TemporaryDirectory(prefix="shardwise-"))
+                folder = os.path.join(staging, f"checkpoint-{self.state.global_step}")
+                patiently(os.mkdir, folder)
+            with ranks.agree("write Trainer's files"):
+                self._staging, self._failed_beside = staging, None
+                try:
+                    super()._save_checkpoint(model, trial)
+                finally:
+                    self._staging = None
+                if self._failed_beside is not None:
+                    raise self._failed_beside
+                self._name_best(best)
+                if self.args.should_save:
+                    self.state.save_to_json(os.path.join(folder, STATE_NAME))
+                return read_all(folder)
+        raise AssertionError("an agreement raises or returns")
+
+    def _look(self, line: Line, trial: Any) -> list[Any]:
+        """A name for this step's checkpoint in a line, and the path of the best one, which may be this. For rank 0."""
+        name = line.fresh_name(self.state.global_step)
+        return [name, self._best(trial, join(line.root, name))]
+
+    def _best(self, trial: Any, path: str) -> str | None:
+        """The path of the best checkpoint, if it is there: one of this run's, or the one of this step, at ``path``. For rank 0."""
+        best = self.state.best_global_step
+        if not best:
+            return None
+        if best == self.state.global_step:
+            return path
+        return next((found for line in self._lines(trial) if (found := path_in(line, best))), None)
 
     def _finalize_training(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
         """As Trainer's. With ``save_total_limit=1`` the best checkpoint alone stays, also where Trainer sees none."""
         output = super()._finalize_training(trial, *args, **kwargs)  # type: ignore[no-untyped-call]
         best = self.state.best_model_checkpoint
         if best is not None and self.args.save_total_limit == 1:
-            line = self._line(trial)
-            Ranks.current().on_first("keep the best checkpoint", lambda: keep_only(line, best))
+            lines = self._lines(trial)
+            Ranks.current().on_first("keep the best checkpoint", lambda: keep_only(lines, best))
         return output
 
     def _train_state(
@@ -156,7 +216,8 @@ class Saving(Trainer):
     def _place(self) -> dict[str, Any]:
         """The part of the place in the data that is the same on all ranks and at any world size."""
         epoch, batches, ended = self._data.reached()
-        if ended or batches >= self._run.batches_in_epoch or self.control.should_epoch_stop:
+        is_at_end = ended or batches >= self._run.batches_in_epoch or self.control.should_epoch_stop
+        if is_at_end:
             epoch, batches = epoch + 1, 0
         loader = self._run.loader
         return {
@@ -164,6 +225,7 @@ class Saving(Trainer):
             "batches": batches,
             "accumulation": self.args.gradient_accumulation_steps,
             "batches_in_epoch": self._run.batches_in_epoch,
+            "end_is_due": is_at_end and not self._epoch_ends.has_come,
             "seeds": {} if loader is None else own_states(loader)["seeds"],
         }
 
@@ -196,8 +258,13 @@ class Saving(Trainer):
         """
         target = os.path.abspath(output_dir or self._root)
         if self._staging is not None:
-            self._write_beside(target)
-            into_model(target)
+            try:
+                self._write_beside(target)
+                into_model(target)
+            except (
+                Exception
+            ) as error:  # Trainer's next call may be a barrier, in which the other ranks would wait
+                self._failed_beside = error
             return
         ranks = Ranks.current()
 

@@ -94,7 +94,18 @@ class Stopping(Trainer):
             _log.warning("checkpoint %d is not saved: %s", self.state.global_step, why)
             return
         super()._save_checkpoint(model, trial)
-        self._last_save.saved(time.monotonic() - started)
+        if self.state.global_step in self._run.published:
+            self._last_save.saved(time.monotonic() - started)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's; but a run that was stopped goes on from its newest checkpoint, so neither is the best model loaded, nor does
+        ``save_total_limit=1`` leave the best checkpoint alone."""
+        best = self.state.best_model_checkpoint
+        if self._stopping.has_stopped:
+            self.state.best_model_checkpoint = None
+        output = super()._finalize_training(*args, **kwargs)  # type: ignore[no-untyped-call]
+        self.state.best_model_checkpoint = best
+        return output
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """As Trainer's; an evaluation that a signal has stopped has no metrics."""

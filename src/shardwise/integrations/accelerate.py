@@ -30,12 +30,11 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ..checkpoint.checkpointer import save
+from ..checkpoint.failures import Failures, OnSaveError
 from ..checkpoint.last_save import LastSave
 from ..checkpoint.resume_report import ResumeReport
 from ..checkpoint.save import SaveReport
-from ..errors import StateError
-from ..internals.accelerate import has_state_hooks, prepared
+from ..internals.accelerate import prepared
 from ..loading.load import FillOptions, Names
 from ..loading.load import load as _load
 from ..loading.pretrained import load_wrapped
@@ -45,15 +44,12 @@ from ..models.meta_init import meta_init
 from ..planning import IOOptions
 from ..preemption.stops import EXIT_STATUS, StopOptions, Stops
 from ..ranks.ranks import Ranks
-from ..runs.restore import restore
-from ..runs.third_party import is_third_party
 from ..state.gradients import watch_steps
-from ..state.train_state import TrainState
-from ._accelerate_folders import delete_oldest, folder_for, make_room, newest, place_at
-from ._accelerate_loaders import LoaderPositions
+from ._accelerate_folders import folder_for, newest_below, place_at, places_of
 from ._accelerate_samplers import record
 from ._accelerate_settings import check_kind
 from ._accelerate_sharding import device_of, shard
+from ._accelerate_state import load_from, load_state, save_state, save_to, train_state
 from ._prepare import explained, groups_of, put_back
 
 __all__ = [
@@ -192,129 +188,6 @@ def _prepared(accelerator: Any, by: Callable[..., Any], objects: tuple[Any, ...]
     return result
 
 
-# ----------------------------------------------------------------------------------------------------
-# State
-
-
-def save_state(
-    accelerator: Accelerator, output_dir: str | os.PathLike[str] | None = None, *, step: int | None = None
-) -> SaveReport:
-    """``accelerator.save_state`` into a shardwise checkpoint: one directory, all of it or nothing.
-
-    Stores everything that was prepared or registered: models, optimizers, schedulers, scaler, RNG, positions of the
-    data loaders, custom objects, and the accelerator's own counters. With
-    ``ProjectConfiguration(automatic_checkpoint_naming=True)`` the directory is the project's
-    ``checkpoints/checkpoint_N``, which overrules ``output_dir``, as with Accelerate. ``total_limit`` deletes the oldest
-    checkpoints after the new one is published.
-
-    Args:
-        output_dir: a directory or a URL; must not exist, or be empty. Unlike Accelerate, a save never overwrites a checkpoint (a folder
-            ``latest``). Give each save its own (``f"step-{step}"``).
-        step: recorded in the checkpoint. Default: the number of earlier saves.
-
-    Every rank must call it. Raises as :func:`shardwise.save`; :class:`CheckpointError` for a directory that is not
-    empty; :class:`StateError` also for registered save hooks: they would add files that the checkpoint does not list.
-    """
-    _refuse_hooks(accelerator, "save")
-    project = accelerator.project_configuration
-    folder = folder_for(accelerator, output_dir)
-    ranks = Ranks.current()
-    automatic = project.automatic_checkpoint_naming
-    ranks.on_first("make room for the checkpoint", lambda: make_room(folder, automatic=automatic))
-    number = accelerator.save_iteration if step is None else step
-    with ranks.agree("collect the accelerator's state"):
-        state = train_state(accelerator)
-    report = save(state, folder, step=number)
-    project.iteration += 1
-    if automatic and project.total_limit is not None:
-        ranks.on_first("delete oldest", lambda: delete_oldest(folder, project.total_limit))
-    return report
-
-
-def load_state(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None = None) -> ResumeReport:
-    """``accelerator.load_state`` from a shardwise checkpoint, or from one that ``accelerator.save_state`` wrote.
-
-    Restores everything that was prepared and registered, under any mesh; a shardwise checkpoint is proved by digests.
-    Without ``input_dir`` it takes the newest of ``automatic_checkpoint_naming``. Accelerate's checkpoints hold no
-    readable data position: data loaders then stay unchanged. ``input_dir`` may be the URL of a shardwise checkpoint.
-
-    Every rank must call it. Raises as :func:`shardwise.restore`; :class:`NoCheckpointError` if there is none.
-    """
-    _refuse_hooks(accelerator, "load")
-    ranks = Ranks.current()
-    if input_dir is None:
-        found = ranks.on_first("find newest", lambda: newest(accelerator))
-    else:
-        found = place_at(input_dir)
-    with ranks.agree("collect the accelerator's state"):
-        state = train_state(accelerator)
-    if ranks.on_first("look at checkpoint", lambda: is_third_party(found)):
-        state.dataloader = None
-    return restore(state, found)
-
-
-def train_state(accelerator: Accelerator) -> TrainState:
-    """All objects that the accelerator prepared or registered, by reference; for a :class:`shardwise.Checkpointer`.
-
-    Several models are called ``model_0``, ``model_1``, …, and so are optimizers and schedulers. Rank-local.
-    """
-    check_kind(accelerator)
-    held = prepared(accelerator)
-    if not held.models:
-        raise StateError("the accelerator has no model; call accelerator.prepare(model, optimizer, …) first")
-    for optimizer in held.optimizers:
-        every = [p for group in optimizer.param_groups for p in group["params"]]
-        if len({id(p) for p in every}) < len(every):
-            raise StateError(
-                "an optimizer holds a parameter twice: Accelerate mixed up empty shards of a model that was not loaded here; call "
-                "shardwise.integrations.accelerate.prepare(accelerator, …) instead of accelerator.prepare(…)"
-            )
-    return TrainState(
-        model=held.models[0] if len(held.models) == 1 else _numbered("model", held.models),
-        optimizer=_one_or_numbered("optimizer", held.optimizers),
-        scheduler=_one_or_numbered("scheduler", held.schedulers),
-        dataloader=LoaderPositions(held.loaders) if held.loaders else None,
-        scaler=accelerator.scaler,
-        extra={"accelerate": _Counters(accelerator), **_numbered("custom", held.objects)},
-    )
-
-
-def _numbered(name: str, objects: Sequence[Any]) -> dict[str, Any]:
-    return {f"{name}_{i}": found for i, found in enumerate(objects)}
-
-
-def _one_or_numbered(name: str, objects: Sequence[Any]) -> Any:
-    if not objects:
-        return None
-    return objects[0] if len(objects) == 1 else _numbered(name, objects)
-
-
-class _Counters:
-    """The accelerator's own counters."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
-
-    def state_dict(self) -> dict[str, int]:
-        return {"step": self._accelerator.step, "save_iteration": self._accelerator.save_iteration}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self._accelerator.step = state["step"]
-        self._accelerator.project_configuration.iteration = state["save_iteration"] + 1
-
-
-def _refuse_hooks(accelerator: Accelerator, when: Literal["save", "load"]) -> None:
-    if has_state_hooks(accelerator, when):
-        raise StateError(
-            f"hooks of register_{when}_state_pre_hook write and read files of their own beside Accelerate's state; a shardwise checkpoint holds "
-            "listed files only. Remove the hooks, and register objects with state_dict (register_for_checkpointing)"
-        )
-
-
-# ----------------------------------------------------------------------------------------------------
-# All of it as one accelerator
-
-
 class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
     """Accelerate's ``Accelerator``, but it loads models sharded, and saves and loads shardwise checkpoints.
 
@@ -323,6 +196,11 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
             there before are called, too, and are back after ``end_training``.
         deadline_s: seconds from the first signal to the scheduler's SIGKILL. :meth:`save_state` plans the last save with it. None: not known.
         exit_status: :attr:`exit_code` of a run that has stopped.
+        on_save_error: ``"warn"``: a :meth:`save_state` that storage made fail, on whichever rank, is logged, alike on all ranks, and
+            training goes on. The report says why (``failure``), and the next one is tried as ever.
+        max_failures: for ``"warn"``, the number of failed saves in a row at which :meth:`save_state` raises.
+        fallback: a second directory or URL, for a folder that can't be saved in the first place: it goes there under its own name.
+            :meth:`load_state` and :meth:`newest_checkpoint` look there, too. Give it again at each start, and each run its own.
 
     All other arguments and methods are ``accelerate.Accelerator``'s.
     """
@@ -333,8 +211,13 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         stop_on: tuple[str, ...] = (),
         deadline_s: float | None = None,
         exit_status: int = EXIT_STATUS,
+        on_save_error: OnSaveError = "raise",
+        max_failures: int = 3,
+        fallback: str | os.PathLike[str] | None = None,
         **kwargs: Any,
     ) -> None:
+        self._failures = Failures(on_save_error, max_failures)
+        self._fallback = None if fallback is None else place_at(fallback)
         options = StopOptions(stop_on=stop_on, deadline_s=deadline_s, exit_status=exit_status)
         super().__init__(*args, **kwargs)
         self._stops, self._last_save = Stops(options, Ranks.current()), LastSave()
@@ -394,22 +277,34 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
 
         After :meth:`should_stop` it is the last save: a folder just published is not saved again, and no save begins for which
         ``deadline_s`` or a second signal leaves no time. The report then has ``failure``; the checkpoint before is the newest.
+        ``failure`` also says why a save has failed that ``on_save_error="warn"`` lets pass.
 
         Every rank must call it. Raises as :func:`save_state`.
         """
-        folder = folder_for(self, output_dir)
+        places = places_of(folder_for(self, output_dir), self._fallback)
+        number = self.save_iteration if step is None else step
         if self._stops.has_stopped:
-            if self._newest is not None and self._newest[0] == folder:
+            if self._newest is not None and self._newest[0] == places[0]:
                 return self._newest[1]
             if why := self._last_save.refusal(self._stops.left_s(), Ranks.current()):
-                return SaveReport.of_failure(folder, self.save_iteration if step is None else step, why)
-        report = save_state(self, output_dir, step=step)
-        self._last_save.saved(report.seconds)
-        self._newest = folder, report
+                return SaveReport.of_failure(places[0], number, why)
+        report = save_to(self, places, number, self._failures)
+        if report.failure is None:
+            self._last_save.saved(report.seconds)
+            self._newest = places[0], report
         return report
 
     def load_state(self, input_dir: str | os.PathLike[str] | None = None) -> ResumeReport:
-        """:func:`load_state` of this accelerator. Every rank must call it. Raises as :func:`load_state`."""
-        report = load_state(self, input_dir)
+        """:func:`load_state` of this accelerator. A folder that only the fall-back holds is taken from there, and the newest of
+        ``automatic_checkpoint_naming`` is that of both. Every rank must call it. Raises as :func:`load_state`."""
+        report = load_from(self, input_dir, self._fallback)
         self._last_save.resumed()
         return report
+
+    def newest_checkpoint(self, root: str | os.PathLike[str]) -> str | None:
+        """The checkpoint of the newest step directly below ``root`` or in the fall-back, for :meth:`load_state`; None if there is none.
+
+        For folders that the script names. Reads manifests; one that can't be read does not count, with a warning. Every rank must call it.
+        """
+        roots = [place_at(root), *([] if self._fallback is None else [self._fallback])]
+        return Ranks.current().on_first("find the newest checkpoint", lambda: newest_below(roots))

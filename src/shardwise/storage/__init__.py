@@ -17,6 +17,7 @@ from .look import (
     names_in,
     read_range,
     read_whole,
+    real,
     stat_of,
     stat_of_expected,
 )
@@ -52,6 +53,7 @@ __all__ = [
     "place_of",
     "read_range",
     "read_whole",
+    "real",
     "stat_of",
     "stat_of_expected",
     "storage_options",

@@ -27,6 +27,7 @@ __all__ = [
     "names_in",
     "read_range",
     "read_whole",
+    "real",
     "stat_of",
     "stat_of_expected",
 ]
@@ -161,6 +162,11 @@ def absolute(path: str | os.PathLike[str]) -> str:
             "is a URL with one slash, as path objects make it; give the URL as a text", path=path
         )
     return place_of(path).url if is_url(path) else os.path.abspath(path)
+
+
+def real(path: str) -> str:
+    """A path without links, or a URL, to see whether two are one place."""
+    return path if is_url(path) else os.path.realpath(path)
 
 
 def files_below(path: str, expected: Iterable[str] = ()) -> dict[str, Stat | None]:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, SourceError
 from ..format.head import Fate, SetAside
 from ..storage import is_url
 from . import publish
@@ -131,7 +131,7 @@ class DirectoryLine:
     def tidy(self, newest: int) -> None:
         try:
             publish.write_hint(self.root, newest)
-        except CheckpointError as error:  # the step is published already
+        except (CheckpointError, SourceError) as error:  # the step is published already
             _log.warning("%s", error)
 
     def set_aside(self) -> list[SetAside]:

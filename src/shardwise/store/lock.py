@@ -12,7 +12,7 @@ import socket
 import stat
 import struct
 
-from ..errors import CheckpointError, LockedError
+from ..errors import CheckpointError, LockedError, SourceError
 from ..ranks.patience import patiently
 from .write import make_directories
 
@@ -89,7 +89,8 @@ class DirectoryLock:
         """Raise :class:`LockedError` unless this process still holds the directory.
 
         It holds it if the file under this name is the locked one, the lock is its own, and no other run has noted
-        itself as holder since. A dropped lock (a server restarted) that no other run took is taken again.
+        itself as holder since. A dropped lock (a server restarted) that no other run took is taken again. Raises
+        :class:`SourceError` if storage does not say.
         """
         problem = self._problem()
         if problem:
@@ -109,8 +110,13 @@ class DirectoryLock:
         except FileNotFoundError:
             return "the file was deleted"
         except OSError as error:
-            who = "another run has locked it" if error.errno in _TAKEN else "it can't be looked at"
-            return f"{who}: {error.strerror}"
+            if (
+                error.errno not in _TAKEN
+            ):  # storage fails: the lock may still be held, and the next save may succeed
+                raise SourceError(
+                    f"the lock can't be looked at: {error.strerror}", path=self._path
+                ) from error
+            return f"another run has locked it: {error.strerror}"
         return "" if holder == self._lease else f"it was taken by {holder or 'another run'}"
 
     def has_its_name(self) -> bool:

@@ -15,7 +15,7 @@ import secrets
 from collections.abc import Iterable
 
 from ..catalog.dcp import METADATA_NAME
-from ..errors import CheckpointError
+from ..errors import CheckpointError, SourceError
 from ..format.head import Fate, SetAside
 from ..format.manifest import MANIFEST_NAME, Manifest
 from ..format.steps import STEP_NAME, checked_step
@@ -214,7 +214,7 @@ def delete_all(paths: Iterable[str]) -> None:
     for path in paths:
         try:
             discard(path)
-        except (OSError, CheckpointError) as error:
+        except (OSError, CheckpointError, SourceError) as error:
             _log.warning("can't delete %s: %s", path, error)
 
 

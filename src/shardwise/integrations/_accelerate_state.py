@@ -1,0 +1,170 @@
+"""What an accelerator has prepared, in and out of shardwise checkpoints."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+from accelerate import Accelerator
+
+from ..checkpoint.checkpointer import save
+from ..checkpoint.failures import Failures, RefusalError
+from ..checkpoint.resume_report import ResumeReport
+from ..checkpoint.save import SaveReport
+from ..errors import CheckpointError, StateError
+from ..internals.accelerate import has_state_hooks, prepared
+from ..ranks.ranks import Ranks
+from ..runs.restore import restore
+from ..runs.third_party import is_third_party
+from ..state.train_state import TrainState
+from ._accelerate_folders import (
+    delete_oldest,
+    first_stored,
+    folder_for,
+    make_room,
+    newest,
+    place_at,
+    places_of,
+)
+from ._accelerate_loaders import LoaderPositions
+from ._accelerate_settings import check_kind
+
+__all__ = ["load_from", "load_state", "save_state", "save_to", "train_state"]
+
+
+def save_state(
+    accelerator: Accelerator, output_dir: str | os.PathLike[str] | None = None, *, step: int | None = None
+) -> SaveReport:
+    """``accelerator.save_state`` into a shardwise checkpoint: one directory, all of it or nothing.
+
+    Stores everything that was prepared or registered: models, optimizers, schedulers, scaler, RNG, positions of the
+    data loaders, custom objects, and the accelerator's own counters. With
+    ``ProjectConfiguration(automatic_checkpoint_naming=True)`` the directory is the project's
+    ``checkpoints/checkpoint_N``, which overrules ``output_dir``, as with Accelerate. ``total_limit`` deletes the oldest
+    checkpoints after the new one is published.
+
+    Args:
+        output_dir: a directory or a URL; must not exist, or be empty. Unlike Accelerate, a save never overwrites a checkpoint (a folder
+            ``latest``). Give each save its own (``f"step-{step}"``).
+        step: recorded in the checkpoint. Default: the number of earlier saves.
+
+    Every rank must call it. Raises as :func:`shardwise.save`; :class:`CheckpointError` for a directory that is not
+    empty; :class:`StateError` also for registered save hooks: they would add files that the checkpoint does not list.
+    """
+    number = accelerator.save_iteration if step is None else step
+    return save_to(accelerator, [folder_for(accelerator, output_dir)], number, Failures("raise", 1))
+
+
+def save_to(accelerator: Accelerator, places: Sequence[str], step: int, failures: Failures) -> SaveReport:
+    """:func:`save_state` into the first of ``places`` that storage does not make fail; see :meth:`.Failures.attempt`. Collective."""
+    _refuse_hooks(accelerator, "save")
+    ways = {folder: partial(_save_into, accelerator, folder, step) for folder in places}
+    report = failures.attempt(step, ways, is_first_rank=Ranks.current().rank == 0)
+    if report.failure is None:
+        accelerator.project_configuration.iteration += 1
+    return report
+
+
+def _save_into(accelerator: Accelerator, folder: str, step: int) -> SaveReport:
+    ranks, project = Ranks.current(), accelerator.project_configuration
+    automatic = project.automatic_checkpoint_naming
+    try:
+        ranks.on_first("make room for the checkpoint", lambda: make_room(folder, automatic=automatic))
+    except CheckpointError as error:
+        raise RefusalError(error) from error
+    with ranks.agree("collect the accelerator's state"):
+        state = train_state(accelerator)
+    report = save(state, folder, step=step)
+    if automatic and project.total_limit is not None:
+        ranks.on_first("delete oldest", lambda: delete_oldest(folder, project.total_limit))
+    return report
+
+
+def load_state(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None = None) -> ResumeReport:
+    """``accelerator.load_state`` from a shardwise checkpoint, or from one that ``accelerator.save_state`` wrote.
+
+    Restores everything that was prepared and registered, under any mesh; a shardwise checkpoint is proved by digests.
+    Without ``input_dir`` it takes the newest of ``automatic_checkpoint_naming``. Accelerate's checkpoints hold no
+    readable data position: data loaders then stay unchanged. ``input_dir`` may be the URL of a shardwise checkpoint.
+
+    Every rank must call it. Raises as :func:`shardwise.restore`; :class:`NoCheckpointError` if there is none.
+    """
+    return load_from(accelerator, input_dir, None)
+
+
+def load_from(
+    accelerator: Accelerator, input_dir: str | os.PathLike[str] | None, fallback: str | None
+) -> ResumeReport:
+    """:func:`load_state`, also of checkpoints in ``fallback``. Collective."""
+    _refuse_hooks(accelerator, "load")
+    ranks = Ranks.current()
+    if input_dir is None:
+        found = ranks.on_first("find newest", lambda: newest(accelerator, fallback))
+    else:
+        places = places_of(place_at(input_dir), fallback)
+        found = ranks.on_first("find checkpoint", lambda: first_stored(places))
+    with ranks.agree("collect the accelerator's state"):
+        state = train_state(accelerator)
+    if ranks.on_first("look at checkpoint", lambda: is_third_party(found)):
+        state.dataloader = None
+    return restore(state, found)
+
+
+def train_state(accelerator: Accelerator) -> TrainState:
+    """All objects that the accelerator prepared or registered, by reference; for a :class:`shardwise.Checkpointer`.
+
+    Several models are called ``model_0``, ``model_1``, …, and so are optimizers and schedulers. Rank-local.
+    """
+    check_kind(accelerator)
+    held = prepared(accelerator)
+    if not held.models:
+        raise StateError("the accelerator has no model; call accelerator.prepare(model, optimizer, …) first")
+    for optimizer in held.optimizers:
+        every = [p for group in optimizer.param_groups for p in group["params"]]
+        if len({id(p) for p in every}) < len(every):
+            raise StateError(
+                "an optimizer holds a parameter twice: Accelerate mixed up empty shards of a model that was not loaded here; call "
+                "shardwise.integrations.accelerate.prepare(accelerator, …) instead of accelerator.prepare(…)"
+            )
+    return TrainState(
+        model=held.models[0] if len(held.models) == 1 else _numbered("model", held.models),
+        optimizer=_one_or_numbered("optimizer", held.optimizers),
+        scheduler=_one_or_numbered("scheduler", held.schedulers),
+        dataloader=LoaderPositions(held.loaders) if held.loaders else None,
+        scaler=accelerator.scaler,
+        extra={"accelerate": _Counters(accelerator), **_numbered("custom", held.objects)},
+    )
+
+
+def _numbered(name: str, objects: Sequence[Any]) -> dict[str, Any]:
+    return {f"{name}_{i}": found for i, found in enumerate(objects)}
+
+
+def _one_or_numbered(name: str, objects: Sequence[Any]) -> Any:
+    if not objects:
+        return None
+    return objects[0] if len(objects) == 1 else _numbered(name, objects)
+
+
+class _Counters:
+    """The accelerator's own counters."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self._accelerator.step, "save_iteration": self._accelerator.save_iteration}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self._accelerator.step = state["step"]
+        self._accelerator.project_configuration.iteration = state["save_iteration"] + 1
+
+
+def _refuse_hooks(accelerator: Accelerator, when: Literal["save", "load"]) -> None:
+    if has_state_hooks(accelerator, when):
+        raise StateError(
+            f"hooks of register_{when}_state_pre_hook write and read files of their own beside Accelerate's state; a shardwise checkpoint holds "
+            "listed files only. Remove the hooks, and register objects with state_dict (register_for_checkpointing)"
+        )
