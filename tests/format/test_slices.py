@@ -357,10 +357,10 @@ def test_a_manifest_without_its_checksum_is_damaged(tmp_path: Path) -> None:
         read_manifest(write_manifest(tmp_path, json.dumps(document).encode()))
 
 
-@pytest.mark.parametrize("change", [{"version": 2}, {"version": 0}, {"version": None}, {"version": "1"}])
+@pytest.mark.parametrize("change", [{"version": 3}, {"version": 0}, {"version": None}, {"version": "1"}])
 def test_another_version_is_said_to_be_one(tmp_path: Path, change: dict[str, Any]) -> None:
     document = json.loads(manifest().to_text()) | change
-    with pytest.raises(VersionError, match=r"format version .*, this release reads 1; update shardwise"):
+    with pytest.raises(VersionError, match=r"format version .*, this release reads 1 and 2; update shardwise"):
         read_manifest(write_manifest(tmp_path, signed(document)))
 
 

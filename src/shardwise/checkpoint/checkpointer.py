@@ -7,31 +7,27 @@ import logging
 import os
 import secrets
 from dataclasses import replace
-from functools import partial
 from typing import Literal
 
 from ..errors import CheckpointError, ShardwiseError, is_damage, is_unreadable
 from ..format.steps import checked_step
 from ..memory.options import MemoryTier
 from ..operations.announced import announced
-from ..operations.operation import this_operation
 from ..planning import IOOptions
 from ..preemption.stops import EXIT_STATUS, StopOptions, Stops
-from ..ranks.patience import patiently
 from ..ranks.ranks import Ranks
 from ..state.train_state import TrainState
-from ..storage import absolute, counting
+from ..storage import absolute, counting, is_url
 from ..store.target import Target, target_of
 from .async_save import AsyncSave, reserve_for
-from .check import quick_check
 from .collect import Lineage, collect
+from .directories import Directories, OneDirectory
 from .failures import Failures, OnSaveError, RefusalError, may_pass
 from .last_save import SaveTimes
 from .remembering import Remembering
 from .resume_report import ResumeReport
-from .run_steps import Candidate, Retention, RunSteps, Stored
+from .run_steps import Retention, RunSteps, Stored
 from .save import SaveReport, write_checkpoint
-from .shared_fs import open_for_all
 from .stage import StagingBuffer
 from .stopping import Stopping
 
@@ -94,6 +90,9 @@ class Checkpointer(Stopping, Remembering):
         deadline_s: seconds from the first signal to the scheduler's SIGKILL. :meth:`stop` plans with it. None: not known.
         exit_status: :attr:`exit_code` of a run that has stopped.
         memory: keeps steps in the memory of the hosts, too: see :meth:`remember`. A resume takes the newest step, from there or from disk.
+        local: each host keeps the files of its ranks in a directory of its own: ``root`` on a local disk, which may have another path on each
+            rank. The manifest lies on every host, and names hosts and ranks. A resume needs all hosts that saved the step, or their parts
+            merged into one directory; other hosts and another number of ranks may take part. docs/howto/several-hosts.md.
         io: staging of a resume, and time limits.
 
     Every rank of the default process group must make each call. Raises :class:`LockedError` on every rank if another
@@ -119,6 +118,7 @@ class Checkpointer(Stopping, Remembering):
         deadline_s: float | None = None,
         exit_status: int = EXIT_STATUS,
         memory: MemoryTier | None = None,
+        local: bool = False,
         io: IOOptions | None = None,
     ) -> None:
         for name, value in (
@@ -136,6 +136,8 @@ class Checkpointer(Stopping, Remembering):
         ):
             if given not in allowed:
                 raise ValueError(f"{option} must be one of {allowed}, got {given!r}")
+        if local and (is_url(os.fspath(root)) or any(x is not None for x in (mirror, fallback, memory))):
+            raise ValueError("local=True needs a directory as root, and takes no mirror, fallback or memory")
         self.root = absolute(root)
         self._steps = RunSteps(
             self.root,
@@ -143,6 +145,7 @@ class Checkpointer(Stopping, Remembering):
             Retention(keep_last, keep_every),
             None if fallback is None else absolute(fallback),
         )
+        self._places = self._directories(local=local)
         self._io = io or IOOptions()
         self._buffer = StagingBuffer() if mode == "async" else None
         self._max_staging_bytes = max_staging_bytes
@@ -155,13 +158,20 @@ class Checkpointer(Stopping, Remembering):
         self._memory, self._on_disk = None, None
         stopping = StopOptions(stop_on=stop_on, deadline_s=deadline_s, exit_status=exit_status)
         try:
-            self._channel = open_for_all(self.root, self._open, self._ranks())
+            self._channel = self._places.open(self._open, self._ranks())
             self._stops = Stops(stopping, self._ranks())
             if memory is not None:
                 self._memory = self._begin_memory(memory)
         except BaseException:  # also if another rank failed or is missing: the caller gets no object to close
             self._steps.close()
             raise
+
+    def _directories(self, *, local: bool) -> Directories:
+        if not local:
+            return OneDirectory(self._steps)
+        from .local_directories import LocalDirectories  # and with it what reads other hosts' parts
+
+        return LocalDirectories(self._steps)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -302,17 +312,17 @@ class Checkpointer(Stopping, Remembering):
 
     def _save_at(self, place: int, state: TrainState, step: int, ranks: Ranks) -> SaveReport:
         try:
-            name = ranks.on_first("check checkpoint directory", lambda: self._name_of_next(step, place))
+            name = self._places.name_of_next(lambda: self._name_of_next(step, place), ranks)
         except CheckpointError as error:
             raise RefusalError(error) from error
-        target = self._steps.target(name, place)
+        target = self._places.target(name, place)
         if self._lineage is None:
             self._lineage = self._begin_run(ranks)
         if self._buffer is not None:
             return self._save_async(state, target, step, place, self._buffer)
         report = write_checkpoint(state, target, step, self._lineage, ranks)
         self._lineage, self._on_disk = self._lineage.at(step), step
-        self._retain(step, place, ranks)
+        self._places.after_save(step, place, ranks)
         self._times.add(report.seconds)
         self._failures.succeed()
         return report
@@ -331,7 +341,11 @@ class Checkpointer(Stopping, Remembering):
         ranks_of_thread = Ranks.current(timeout_s=self._io.timeout_s, channel=self._channel)
         with ranks.agree("copy documents"):  # if one rank has no memory for them, no rank saves
             pending = AsyncSave(
-                collected, target, buffer, ranks_of_thread, lambda: self._retain(step, place, ranks_of_thread)
+                collected,
+                target,
+                buffer,
+                ranks_of_thread,
+                lambda: self._places.after_save(step, place, ranks_of_thread),
             )
         self._pending = pending
         return pending.copy()
@@ -341,11 +355,6 @@ class Checkpointer(Stopping, Remembering):
             raise CheckpointError(
                 f"{self.root}: the save before still runs; call wait(), save less often, or give when_busy='wait'"
             )
-
-    def _retain(self, step: int, place: int, ranks: Ranks) -> None:
-        with ranks.agree("retention"):
-            if ranks.rank == 0:
-                self._steps.after_save(step, ranks.tick, place)
 
     @announced("resume", "step")
     def resume(self, state: TrainState, step: int | None = None) -> ResumeReport | None:
@@ -369,18 +378,14 @@ class Checkpointer(Stopping, Remembering):
         self._check_open()
         self.wait()
         damaged: dict[int, dict[int, str]] = {}
-        for one in self._candidates(ranks, step):
+        for one in self._places.candidates(step, ranks):
             if found := self._from_memory(state, step, one.step, ranks, restore_into):
                 return found
             try:
-                with ranks.agree(f"check step {one.step}"):
-                    if ranks.rank == 0:
-                        patiently(quick_check, one.path, one.step, ranks.tick)
-                this_operation().begin_again(one.path)
-                report = restore_into(state, one.path, ranks, self._io)
+                report = self._places.restore(restore_into, state, one, ranks, self._io)
             except ShardwiseError as error:
                 if is_unreadable(error):
-                    ranks.on_first("look at the steps again", self._steps.raise_if_taken)
+                    self._places.raise_if_taken(ranks)
                 if not is_damage(error):
                     raise
                 damaged.setdefault(one.place, {})[one.step] = str(error)
@@ -388,9 +393,7 @@ class Checkpointer(Stopping, Remembering):
                     _log.warning("skipping damaged %s: %s", one.path, error)
                 continue
             self._lineage = None  # no save goes on from this step while newer ones are not set aside
-            newer = ranks.on_first(
-                "set newer steps aside", partial(self._steps.go_on_from, one.step, damaged)
-            )
+            newer = self._places.go_on_from(one.step, damaged, ranks)
             if self._memory is not None:
                 self._memory.begin_line(one.step, ranks)
             self._lineage, self._on_disk = Lineage(report.run_id, one.step), one.step
@@ -398,7 +401,7 @@ class Checkpointer(Stopping, Remembering):
             return report.with_history(bad, tuple(s for s in newer if s not in bad))
         if found := self._from_memory(state, step, 0, ranks, restore_into):
             return found
-        ranks.on_first("find a checkpoint", lambda: self._steps.raise_if_lost(step, damaged))
+        self._places.raise_if_lost(step, damaged, ranks)
         return None
 
     def _check_open(self) -> None:
@@ -411,8 +414,3 @@ class Checkpointer(Stopping, Remembering):
 
     def _ranks(self) -> Ranks:
         return Ranks.current(timeout_s=self._io.timeout_s)
-
-    def _candidates(self, ranks: Ranks, step: int | None) -> list[Candidate]:
-        """The steps to try, newest first, as rank 0 sees them."""
-        found = ranks.on_first("scan checkpoint directory", lambda: self._steps.candidates(step))
-        return [Candidate(s, place, self._steps.path_of(place, name)) for s, place, name in found]
