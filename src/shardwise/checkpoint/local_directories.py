@@ -121,41 +121,41 @@ class LocalDirectories:
             except ShardwiseError as error:
                 if not is_damage(error):
                     raise
-                return ["", [], str(error), []]
+                return ["", [], str(error)]
             text = read_small(os.path.join(one.path, MANIFEST_NAME), "manifest")
             places = [[p.id, p.host, list(p.ranks)] for p in manifest.places]
-            return [xxhash.xxh3_64_hexdigest(text), here, "", places]
+            return [xxhash.xxh3_64_hexdigest(text), here, "", places, one.path]
 
         seen = self._at.on_each(f"check step {one.step}", look, ranks)
         whole = [part for part in seen if part is not None and not part[2]]
         damage = "; ".join(f"{part[2]}" for part in seen if part is not None and part[2])
         if not whole:
-            raise IntegrityError(damage, path=one.path)
-        if len({part[0] for part in whole}) > 1:
+            raise IntegrityError(damage)
+        if unlike := [part for part in whole if part[0] != whole[0][0]]:
             raise CheckpointError(
-                f"{one.path}: hosts hold different manifests of step {one.step}: these are steps of several runs or branches"
+                f"{unlike[0][4]}: this host's manifest of step {one.step} is another one than {whole[0][4]}: these are steps of "
+                f"several runs, or of branches of one"
             )
         here = [part[1] if part is not None else [] for part in seen]
-        places = [Place(i, host, tuple(of)) for i, host, of in whole[0][3]]
+        *_, told, path = whole[0]
+        places = [Place(i, host, tuple(of)) for i, host, of in told]
         sources = [
             next((n for n, parts in enumerate(here) if number in parts), -1)
             for number in range(max(1, len(places)))
         ]
-        self._refuse_lost(one, places, [n for n, source in enumerate(sources) if source < 0], damage)
+        self._refuse_lost(path, places, [n for n, source in enumerate(sources) if source < 0], damage)
         return _Found(here, sources)
 
-    def _refuse_lost(self, one: Candidate, places: Sequence[Place], lost: Sequence[int], damage: str) -> None:
+    def _refuse_lost(self, path: str, places: Sequence[Place], lost: Sequence[int], damage: str) -> None:
+        """``path``: of a part that is there. The text is the same on every rank."""
         present = {place.id for place in self._at.places}
         if away := [n for n in lost if places[n].id not in present]:
-            raise CheckpointError(
-                f"{one.path}: no host of this run has all of step {one.step}. {describe_absent(one.path, places, away)}"
-            )
+            raise CheckpointError(f"{path}: {describe_absent(path, places, away)}")
         if lost:
             hosts = ", ".join(f"{places[n].host} (place {places[n].id})" for n in lost)
             raise IntegrityError(
                 damage
-                or f"{hosts} lacks its part: lost, or the save was killed before the part got its name",
-                path=one.path,
+                or f"{path}: {hosts} lacks its part: lost, or the save was killed before the part got its name"
             )
 
     @contextmanager
