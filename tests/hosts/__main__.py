@@ -5,19 +5,29 @@ from __future__ import annotations
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tests.hosts.cases import CASES, LONG_CASES
 from tests.hosts.hosts import Hosts, why_not
 from tests.hosts.job import Agents
+from tests.hosts.local_cases import LOCAL_CASES, THREE_HOSTS
+from tests.hosts.odd_cases import SKEW, SKEWED, SLOW, why_no_skew
 from tests.launchers.rows import Row
 
 
-def rows_of(cases: Sequence[Callable[[Agents], Row]]) -> list[Row]:
-    """Run cases one after the other on the same two hosts."""
+def rows_of(
+    cases: Sequence[Callable[[Agents], Row]],
+    count: int = 2,
+    env: Mapping[int, Mapping[str, str]] | None = None,
+) -> list[Row]:
+    """Run cases one after the other on the same hosts. ``env``: variables of some hosts, by number."""
     found = []
-    with tempfile.TemporaryDirectory() as folder, Hosts(2, Path(folder)) as hosts, Agents(hosts) as agents:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Hosts(count, Path(folder)) as hosts,
+        Agents(hosts, env=env) as agents,
+    ):
         for case in cases:
             try:
                 found.append(case(agents))
@@ -31,12 +41,17 @@ def main(names: Sequence[str]) -> int:
     if why := why_not():
         print(f"not run: {why}")
         return 0
-    groups = [CASES, *([case] for case in LONG_CASES)]
+    groups = [(CASES, 2, {}), (LOCAL_CASES, 2, {}), (THREE_HOSTS, 3, {}), (SLOW, 2, {})]
+    groups += [([case], 2, {}) for case in LONG_CASES]
+    if why := why_no_skew():
+        print(f"not run: {', '.join(case.__name__ for case in SKEWED)}: {why}")
+    else:
+        groups.append((SKEWED, 2, SKEW))
     rows = [
         row
-        for group in groups
+        for group, count, env in groups
         if (some := [c for c in group if not names or c.__name__ in names])
-        for row in rows_of(some)
+        for row in rows_of(some, count, env)
     ]
     print("| case | figure | holds |\n|---|---|---|")
     for row in rows:

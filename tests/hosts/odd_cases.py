@@ -1,0 +1,67 @@
+"""Hosts that are not alike: a clock that is minutes off, and a host that is 100 times slower."""
+
+from __future__ import annotations
+
+import glob
+import time
+from collections.abc import Callable
+
+from tests.hosts import _fns as fns
+from tests.hosts.hosts import SHARED
+from tests.hosts.job import Agents, Job
+from tests.launchers.rows import Row
+
+__all__ = ["SKEW", "SKEWED", "SLOW", "why_no_skew"]
+
+_SKEW_S = -420
+_LIBRARY = next(iter(glob.glob("/usr/lib/*/faketime/libfaketimeMT.so.1")), "")
+#: Host 1's wall clock, by Debian's libfaketime: what its processes get from time(2), clock_gettime(2) and so on. Clocks that only go
+#: forward are left alone, as a wrong wall clock leaves them alone.
+SKEW = {1: {"LD_PRELOAD": _LIBRARY, "FAKETIME": f"{_SKEW_S}s", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}}
+_CPU_SHARE, _MBIT = 0.01, 10.0
+
+
+def why_no_skew() -> str | None:
+    """Why no host can have another clock here; None if one can."""
+    return None if _LIBRARY else "libfaketime is not installed (Debian: libfaketime)"
+
+
+def clock_skew(agents: Agents) -> Row:
+    """Save, resume, export and verify with a clock that is 7 minutes behind on one of two hosts."""
+    outcomes, off = [], 0.0
+    for mode in ("sync", "async"):
+        for places in ((0, 0), (0, 1)):
+            folder = f"skew-{mode}-{places[1]}"
+            (agents.hosts.shared / folder).mkdir()
+            with Job(agents, places, fns.whole_way, str(SHARED / folder), mode) as job:
+                found = job.results(90)
+            off = found[1]["clock"] - found[0]["clock"]
+            outcomes.append([(one["digest"], one["trained"], one["same"], one["problems"]) for one in found])
+    same = all(one == outcomes[0] for one in outcomes) and outcomes[0][0][2:] == (True, [])
+    figure = f"host1's clock was {off:+.0f} s off; sync and async: digests as on one host: {same}"
+    return Row("clocks that differ by minutes", figure, same and abs(off - _SKEW_S) < 30)
+
+
+def slow_host(agents: Agents) -> Row:
+    """Host 1 gets a hundredth of a core and a slow link: slower than the limit, but never without progress."""
+    (agents.hosts.shared / "even").mkdir()
+    (agents.hosts.shared / "slow").mkdir()
+    with Job(agents, (0, 1), fns.whole_way, str(SHARED / "even"), "sync", 10.0) as job:
+        even = job.results(90)
+    how = agents.hosts[1].slow_down(_CPU_SHARE, _MBIT)
+    started = time.monotonic()
+    with Job(agents, (0, 1), fns.whole_way, str(SHARED / "slow"), "sync", 10.0) as job:
+        slow = job.results(400)
+    seconds = time.monotonic() - started
+    same = [(one["digest"], one["trained"]) for one in even] == [
+        (one["digest"], one["trained"]) for one in slow
+    ]
+    figure = (
+        f"host1: {how}; save, resume, export took {slow[1]['seconds']:.0f} s instead of {even[1]['seconds']:.1f} s with timeout_s=10 "
+        f"({seconds:.0f} s with the start): no rank was given up, digests as before: {same}"
+    )
+    return Row("one host 100 times slower", figure, same and "cgroup" in how)
+
+
+SKEWED: list[Callable[[Agents], Row]] = [clock_skew]
+SLOW: list[Callable[[Agents], Row]] = [slow_host]
