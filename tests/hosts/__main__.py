@@ -12,21 +12,25 @@ from tests.hosts.cases import CASES, LONG_CASES
 from tests.hosts.hosts import Hosts, why_not
 from tests.hosts.job import Agents
 from tests.hosts.local_cases import LOCAL_CASES, THREE_HOSTS
-from tests.hosts.odd_cases import SKEW, SKEWED, SLOW, why_no_skew
+from tests.hosts.odd_cases import SKEWED, SLOW, skew, why_no_skew
 from tests.launchers.rows import Row
+
+
+def _alike(hosts: Hosts) -> Mapping[int, Mapping[str, str]]:
+    return {}
 
 
 def rows_of(
     cases: Sequence[Callable[[Agents], Row]],
     count: int = 2,
-    env: Mapping[int, Mapping[str, str]] | None = None,
+    variables: Callable[[Hosts], Mapping[int, Mapping[str, str]]] = _alike,
 ) -> list[Row]:
-    """Run cases one after the other on the same hosts. ``env``: variables of some hosts, by number."""
+    """Run cases one after the other on the same hosts. ``variables`` of the environment of some hosts, by number."""
     found = []
     with (
         tempfile.TemporaryDirectory() as folder,
         Hosts(count, Path(folder)) as hosts,
-        Agents(hosts, env=env) as agents,
+        Agents(hosts, env=variables(hosts)) as agents,
     ):
         for case in cases:
             try:
@@ -41,17 +45,17 @@ def main(names: Sequence[str]) -> int:
     if why := why_not():
         print(f"not run: {why}")
         return 0
-    groups = [(CASES, 2, {}), (LOCAL_CASES, 2, {}), (THREE_HOSTS, 3, {}), (SLOW, 2, {})]
-    groups += [([case], 2, {}) for case in LONG_CASES]
+    groups = [(CASES, 2, _alike), (LOCAL_CASES, 2, _alike), (THREE_HOSTS, 3, _alike), (SLOW, 2, _alike)]
+    groups += [([case], 2, _alike) for case in LONG_CASES]
     if why := why_no_skew():
         print(f"not run: {', '.join(case.__name__ for case in SKEWED)}: {why}")
     else:
-        groups.append((SKEWED, 2, SKEW))
+        groups.append((SKEWED, 2, skew))
     rows = [
         row
-        for group, count, env in groups
+        for group, count, variables in groups
         if (some := [c for c in group if not names or c.__name__ in names])
-        for row in rows_of(some, count, env)
+        for row in rows_of(some, count, variables)
     ]
     print("| case | figure | holds |\n|---|---|---|")
     for row in rows:

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-import glob
+import shutil
+import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from tests.hosts import _fns as fns
-from tests.hosts.hosts import SHARED
+from tests.hosts.hosts import SHARED, Hosts
 from tests.hosts.job import Agents, Job
 from tests.launchers.rows import Row
 
-__all__ = ["SKEW", "SKEWED", "SLOW", "why_no_skew"]
+__all__ = ["SKEWED", "SLOW", "skew", "why_no_skew"]
 
 _SKEW_S = -420
-_LIBRARY = next(iter(glob.glob("/usr/lib/*/faketime/libfaketimeMT.so.1")), "")
-#: Host 1's wall clock, by Debian's libfaketime: what its processes get from time(2), clock_gettime(2) and so on. Clocks that only go
-#: forward are left alone, as a wrong wall clock leaves them alone.
-SKEW = {1: {"LD_PRELOAD": _LIBRARY, "FAKETIME": f"{_SKEW_S}s", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}}
 _CPU_SHARE, _MBIT = 0.01, 10.0
 
 
 def why_no_skew() -> str | None:
     """Why no host can have another clock here; None if one can."""
-    return None if _LIBRARY else "libfaketime is not installed (Debian: libfaketime)"
+    return None if shutil.which("cc") else "no C compiler (cc) for tests/hosts/clock.c"
+
+
+def skew(hosts: Hosts) -> dict[int, dict[str, str]]:
+    """Variables that put host 1's wall clock off: what time(2), clock_gettime(2) and waits until a time of day are to its processes."""
+    library = "clock.so"
+    source = Path(__file__).with_name("clock.c")
+    command = ["cc", "-shared", "-fPIC", "-O1", "-o", str(hosts.shared / library), str(source)]
+    subprocess.run(command, check=True, timeout=60)
+    return {1: {"LD_PRELOAD": str(SHARED / library), "SKEW_S": str(_SKEW_S)}}
 
 
 def clock_skew(agents: Agents) -> Row:
