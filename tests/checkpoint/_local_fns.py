@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -137,3 +138,36 @@ def restored(path: str) -> str:
     state = build()
     sw.restore(state, path)
     return digest(state)
+
+
+def keep_two(hosts: str, places: Sequence[int]) -> list[str]:
+    """Save steps 1 to 3, lose a file of step 3 on the last host, save step 4; the steps that are left here."""
+    at, state = root(hosts, places), build()
+    with sw.Checkpointer(at, local=True, keep_last=2, io=IO) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(state, step)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            next(Path(at).glob("step-00000003/model/shard-*")).unlink()
+        dist.barrier()
+        checkpoints.save(state, 4)
+    return sorted(n for n in os.listdir(at) if n.startswith("step-"))
+
+
+def failing_seal(hosts: str, places: Sequence[int]) -> tuple[tuple[str, str], list[str]]:
+    """A save whose last step fails on the last host: it may write every file but the manifest, which is the largest."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(60)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    # Its packed states take more text in the manifest than bytes in a file.
+    optimizer = torch.optim.Adagrad(model.parameters())
+    state, at = sw.TrainState(model=model, optimizer=optimizer), root(hosts, places)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with sw.Checkpointer(at, local=True, io=IO) as checkpoints:
+        checkpoints.save(state, 1)
+        sizes = sorted((p.stat().st_size, p.name) for p in Path(at).glob("step-00000001/**/*") if p.is_file())
+        assert sizes[-1][1] == "manifest.json", sizes
+        if dist.get_rank() == dist.get_world_size() - 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (sizes[-2][0], limits[1]))
+        found = failure(lambda: checkpoints.save(state, 2))
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return found, sorted(n for n in os.listdir(at) if n.startswith(("step-", ".tmp")))

@@ -130,6 +130,19 @@ def test_a_host_that_fails_fails_all(ranks, tmp_path):
     assert "rank 1" in held[0][1]
 
 
+def test_no_part_appears_before_all_are_sealed(ranks, tmp_path):
+    for (kind, text), left in ranks.run_ranks(2, fns.failing_seal, str(tmp_path), [0, 1]):
+        assert kind == "RankError"
+        assert "rank 1" in text and "manifest.json" in text  # noqa: PT018
+        assert left == ["step-00000001"]
+
+
+def test_hosts_agree_on_the_steps_that_stay(ranks, tmp_path):
+    """Step 3 is damaged on one host: it does not count on the other one, either, and step 2 stays on both."""
+    left = ranks.run_ranks(2, fns.keep_two, str(tmp_path), [0, 1])
+    assert left == [["step-00000002", "step-00000003", "step-00000004"]] * 2
+
+
 def test_what_local_does_not_go_with(tmp_path):
     for options in (
         {"mirror": tmp_path / "m"},
