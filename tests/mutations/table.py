@@ -952,7 +952,7 @@ MUTATIONS = (
     ),
     Mutation(
         "store/complete.py",
-        '    wrong = [f"{n}: not ours" for n in found if n not in manifest.files]',
+        '    wrong = [f"{n}: not ours" for n in found if n not in files]',
         "    wrong: list[str] = []",
         ("tests/storage/test_saves.py::test_what_another_program_puts_there_is_found",),
         "objects of another program are published",
@@ -1450,7 +1450,7 @@ MUTATIONS = (
     ),
     Mutation(
         "store/complete.py",
-        '    wrong += [f"{n}: lost" for n in manifest.files if n not in found]\n',
+        '    wrong += [f"{n}: lost" for n in files if n not in found]\n',
         "",
         ("tests/store/test_publish.py",),
         "a step is published without a file",
@@ -1514,8 +1514,8 @@ MUTATIONS = (
     ),
     Mutation(
         "checkpoint/checkpointer.py",
-        "        self._lineage, self._on_disk = self._lineage.at(step), step\n        self._retain(step, place, ranks)",
-        "        self._on_disk = step\n        self._retain(step, place, ranks)",
+        "        self._lineage, self._on_disk = self._lineage.at(step), step\n        self._places.after_save(step, place, ranks)",
+        "        self._on_disk = step\n        self._places.after_save(step, place, ranks)",
         (f"{CLI}::test_inspect_a_checkpoint",),
         "a step does not name the step before it",
     ),
@@ -1598,8 +1598,8 @@ MUTATIONS = (
     ),
     Mutation(
         "checkpoint/save.py",
-        "            prove(manifest)\n            target.commit(manifest)",
-        "            target.commit(manifest)\n            prove(manifest)",
+        "            prove(manifest)\n            return manifest\n",
+        "            target.commit(manifest)\n            prove(manifest)\n            return manifest\n",
         (
             "tests/format/test_hostile_manifest.py::test_a_conversion_of_damaged_tensors_publishes_nothing_even_for_a_moment",
         ),
