@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -162,6 +163,7 @@ def test_one_process_is_one_host(tmp_path):
         checkpoints.save(state, 1)
         assert checkpoints.resume(state) is not None
     assert sw.verify(tmp_path / "run/step-00000001").ok
+    assert json.loads((tmp_path / "run/step-00000001/manifest.json").read_text())["version"] == 1
 
 
 @pytest.mark.parametrize(

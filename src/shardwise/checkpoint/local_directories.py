@@ -187,13 +187,13 @@ class LocalDirectories:
                         make_view(view, one.path, text, manifest, here)
                 with ranks.agree("bring what other hosts hold"):
                     if lacking:
-                        readers = {}
-                        for number in set(range(len(files))).difference(mine):
+
+                        def reader_of(number: int) -> Reader:
                             host, address, port = peers[self._at.leaders[found.sources[number]]]
-                            readers[number] = Reader(host, address, port, secret.encode(), io.timeout_s)
-                            stack.callback(readers[number].close)
-                        needed = units_needed(state, view, manifest, lacking, ranks)
-                        nbytes = bring(view, needed, manifest, readers, ranks)
+                            return Reader(host, address, port, secret.encode(), io.timeout_s)
+
+                        needed = units_needed(state, view, manifest, lacking, ranks, with_shared=leads)
+                        nbytes = bring(view, needed, manifest, reader_of, ranks)
                         _log.info("%s: %d bytes were brought from other hosts", one.path, nbytes)
             yield view
         finally:

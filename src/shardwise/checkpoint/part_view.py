@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..catalog import StoredTensor
@@ -69,26 +69,39 @@ def bring(
     view: str,
     needed: Mapping[str, Sequence[Unit]],
     manifest: Manifest,
-    readers: Mapping[int, Reader],
+    reader_of: Callable[[int], Reader],
     ranks: Ranks,
 ) -> int:
     """Copy units of files that are not here into a view; each is proved when it arrives. Returns their bytes. Rank-local.
 
-    ``readers``: by the number of the place that holds the files. Raises :class:`CheckpointError`, :class:`IntegrityError`.
+    ``reader_of`` gets the number of the place that holds the files. One connection is open at a time, and none afterwards: a host
+    serves some ranks at a time. Raises :class:`CheckpointError`, :class:`IntegrityError`.
     """
     total = 0
     for number, names in enumerate(files_by_place(manifest)):
-        for name in names:
-            if number in readers and needed.get(name):
-                total += copy_units(readers[number], name, needed[name], inside(view, name), ranks.tick)
+        if wanted := [name for name in names if needed.get(name)]:
+            reader = reader_of(number)
+            try:
+                for name in wanted:
+                    total += copy_units(reader, name, needed[name], inside(view, name), ranks.tick)
+            finally:
+                reader.close()
     return total
 
 
 def units_needed(
-    state: TrainState, path: str, manifest: Manifest, lacking: Collection[str], ranks: Ranks
+    state: TrainState,
+    path: str,
+    manifest: Manifest,
+    lacking: Collection[str],
+    ranks: Ranks,
+    *,
+    with_shared: bool,
 ) -> dict[str, list[Unit]]:
-    """The units of each of the files ``lacking`` that a restore of ``state`` reads on this rank: those of documents, and of slices that share an element
-    with what it holds. Of a tensor that this run knows under no such name or shape, every slice. Reads nothing. Rank-local.
+    """The units of each of the files ``lacking`` that a restore of ``state`` reads on this rank. Reads nothing. Rank-local.
+
+    They are those of its documents, and of slices that share an element with what it holds; of a tensor that this run does not know
+    under that name and shape, every slice. ``with_shared``: also the documents of all ranks, of which a host needs one copy.
     """
     names = {inside(path, name): name for name in lacking}
     spans = defaultdict[str, list[tuple[int, int]]](list)
@@ -100,7 +113,7 @@ def units_needed(
                 end = chunk.offset_bytes + chunk.box.numel * itemsize(tensor.dtype)
                 if (name := names.get(chunk.path)) is not None:
                     spans[name].append((chunk.offset_bytes, end))
-    stems = ["state"] + [f"rank/{ranks.rank:05d}"] * (manifest.world_size == ranks.world_size)
+    stems = ["state"] * with_shared + [f"rank/{ranks.rank:05d}"] * (manifest.world_size == ranks.world_size)
     found = {
         name: units_of(manifest.files[name])
         for stem in stems

@@ -175,7 +175,8 @@ def publish_collected(
         )
 
         def proved() -> Manifest:
-            manifest = replace(manifest_of(collected, ranks, *merged), places=target.places)
+            places = target.places if len(target.places) > 1 else ()  # else one directory holds all of it
+            manifest = replace(manifest_of(collected, ranks, *merged), places=places)
             if at_top:
                 shown = show_at_top(place, manifest.files)
                 manifest = replace(manifest, files=dict(sorted(shown.items())))
