@@ -12,6 +12,7 @@ import pytest
 from torch import nn
 
 import shardwise as sw
+from shardwise.catalog.checkpoint import catalog_of_checkpoint
 from shardwise.checkpoint.check import quick_check
 from shardwise.errors import CheckpointError
 from shardwise.format.places import rank_of_file
@@ -49,6 +50,8 @@ def test_parts_resume_bitwise_and_merge_into_a_checkpoint(ranks, tmp_path):
     assert not any("lost" in p for p in problems)
     with pytest.raises(CheckpointError, match=r"holds a part of the step: host .* has the files of ranks 1"):
         quick_check(str(parts[0]), 3)
+    with pytest.raises(CheckpointError, match=r"rsync -a"):  # for restore, convert and export
+        catalog_of_checkpoint(parts[1])
 
     merged = merge(hosts, STEP, tmp_path / "step-00000003")
     assert sw.verify(merged).ok

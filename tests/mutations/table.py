@@ -1950,7 +1950,7 @@ MUTATIONS = (
     ),
     # -------------------------------------------------------------------------------------- parts on hosts
     Mutation(
-        "checkpoint/check.py",
+        "format/places.py",
         "        if not any(os.path.lexists(inside(path, name)) for name in names)\n",
         "        if not any(os.path.lexists(inside(path, name)) for name in names) and not names\n",
         (f"{LOCAL}::test_parts_resume_bitwise_and_merge_into_a_checkpoint",),

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable, Iterator
 import xxhash
 
 from ..catalog.checkpoint import check_size
-from ..errors import CheckpointError, IntegrityError, SourceError
+from ..errors import IntegrityError, SourceError
 from ..format.manifest import BLOCK_BYTES, MANIFEST_NAME, Manifest, read_manifest
-from ..format.places import describe_absent, files_by_place
+from ..format.places import absent_places, files_by_place, refuse_part
 from ..limits import inside
 from ..storage import is_url, join, looking_once, stat_of_expected
 from ..transfer import SourceReader
 
-__all__ = ["absent_places", "check_files", "check_parts", "quick_check", "read_head"]
+__all__ = ["check_files", "check_parts", "quick_check", "read_head"]
 
 
 def quick_check(path: str, step: int, on_progress: Callable[[], object] = lambda: None) -> Manifest:
@@ -47,17 +47,6 @@ def check_parts(
             if heads:
                 _check_heads(path, manifest, names, on_progress)
     return manifest, here
-
-
-def absent_places(path: str, manifest: Manifest) -> list[int]:
-    """The numbers of the manifest's places none of whose files is at ``path``: parts that lie elsewhere. Rank-local."""
-    if not manifest.places or is_url(path):
-        return []
-    return [
-        number
-        for number, names in enumerate(files_by_place(manifest))
-        if not any(os.path.lexists(inside(path, name)) for name in names)
-    ]
 
 
 def _check_heads(
@@ -95,8 +84,7 @@ def check_files(path: str, step: int, on_progress: Callable[[], object] = lambda
 
 def _check_files(path: str, step: int, on_progress: Callable[[], object]) -> Manifest:
     manifest = _manifest_of(path, step)
-    if absent := absent_places(path, manifest):
-        raise CheckpointError(f"{path}: {describe_absent(path, manifest.places, absent)}")
+    refuse_part(path, manifest)
     _check_sizes(path, manifest, manifest.files, on_progress)
     return manifest
 

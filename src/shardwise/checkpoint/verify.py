@@ -28,7 +28,7 @@ from ..digests.digest import finish, partial_sum_bytes
 from ..dtypes import itemsize
 from ..errors import ShardwiseError
 from ..format.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry, Manifest, read_manifest
-from ..format.places import describe_absent, files_by_place
+from ..format.places import absent_places, describe_absent, files_by_place
 from ..format.slices import Slice, SliceTensor, file_name, header_bytes, rank_files
 from ..format.steps import misnamed
 from ..limits import inside
@@ -36,7 +36,7 @@ from ..operations.announced import announced
 from ..operations.operation import Operation, this_operation
 from ..storage import Stat, absolute, files_below, is_url
 from ..transfer import SourceReader
-from .check import absent_places, read_head
+from .check import read_head
 
 __all__ = ["VerifyReport", "boxes_of_run", "model_of", "runs_of", "verify"]
 

@@ -9,9 +9,12 @@ import os
 import re
 from collections.abc import Collection, Sequence
 
+from ..errors import CheckpointError
+from ..limits import inside
+from ..storage import is_url
 from .manifest import Manifest, Place
 
-__all__ = ["describe_absent", "files_by_place", "rank_of_file"]
+__all__ = ["absent_places", "describe_absent", "files_by_place", "rank_of_file", "refuse_part"]
 
 _OF_RANK = re.compile(r"rank/([0-9]{5,})\.(json|safetensors)")
 _SLICES = re.compile(
@@ -36,6 +39,23 @@ def files_by_place(manifest: Manifest) -> list[list[str]]:
     for name in manifest.files:
         found[place_of.get(rank_of_file(name), 0)].append(name)
     return found
+
+
+def absent_places(path: str, manifest: Manifest) -> list[int]:
+    """The numbers of the manifest's places none of whose files is at ``path``: parts that lie elsewhere. Rank-local."""
+    if not manifest.places or is_url(path):
+        return []
+    return [
+        number
+        for number, names in enumerate(files_by_place(manifest))
+        if not any(os.path.lexists(inside(path, name)) for name in names)
+    ]
+
+
+def refuse_part(path: str, manifest: Manifest) -> None:
+    """Raise :class:`CheckpointError` if parts of a step lie elsewhere: it is not damaged. Rank-local."""
+    if absent := absent_places(path, manifest):
+        raise CheckpointError(f"{path}: {describe_absent(path, manifest.places, absent)}")
 
 
 def describe_absent(path: str, places: Sequence[Place], absent: Collection[int]) -> str:
