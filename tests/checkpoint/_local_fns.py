@@ -84,10 +84,12 @@ def whole_way(hosts: str, places: Sequence[int], mode: str, replicas: int = 1) -
     return {"same": after == again and saved == found, "exact": report.exact, "path": report.path}
 
 
-def save_steps(hosts: str, places: Sequence[int], last: int, keep_last: int | None) -> dict[int, str]:
+def save_steps(
+    hosts: str, places: Sequence[int], last: int, keep_last: int | None, local: bool = True
+) -> dict[int, str]:
     """Save steps 1 to ``last``; the digest of each."""
     state, digests = build(), {}
-    with sw.Checkpointer(root(hosts, places), local=True, keep_last=keep_last, io=IO) as checkpoints:
+    with sw.Checkpointer(root(hosts, places), local=local, keep_last=keep_last, io=IO) as checkpoints:
         for step in range(1, last + 1):
             train(state, 1)
             checkpoints.save(state, step)

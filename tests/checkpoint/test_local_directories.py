@@ -123,6 +123,16 @@ def test_a_host_that_is_new_gets_what_it_needs(ranks, tmp_path):
         assert (tmp_path / f"host-{number}/run/step-00000012").is_dir()
 
 
+@pytest.mark.slow
+def test_a_run_moves_from_one_directory_to_disks_of_hosts(ranks, tmp_path):
+    """What lies whole on one host is fetched by the other; the next step lies in parts."""
+    digests = ranks.run_ranks(2, fns.save_steps, str(tmp_path), [0, 0], 1, None, False)[0]
+    found = ranks.run_ranks(2, fns.resume_each, [(str(tmp_path), [0, 1], True)])
+    assert all(one == [(1, digests[1], True)] for one in found), found
+    assert (tmp_path / "host-1/run/step-00000011/rank/00001.json").is_file()
+    assert not (tmp_path / "host-0/run/step-00000011/rank/00001.json").exists()
+
+
 def test_a_host_that_fails_fails_all(ranks, tmp_path):
     blocked, held = zip(*ranks.run_ranks(2, fns.failing_saves, str(tmp_path), [0, 1]), strict=True)
     assert blocked[0] == blocked[1]
