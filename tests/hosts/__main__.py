@@ -12,7 +12,7 @@ from tests.hosts.cases import CASES, LONG_CASES
 from tests.hosts.hosts import Hosts, why_not
 from tests.hosts.job import Agents
 from tests.hosts.local_cases import LOCAL_CASES, THREE_HOSTS
-from tests.hosts.odd_cases import SKEWED, SLOW, skew, why_no_skew
+from tests.hosts.odd_cases import SKEWED, SLOW, skew, why_no_skew, why_no_slow
 from tests.launchers.rows import Row
 
 
@@ -45,12 +45,13 @@ def main(names: Sequence[str]) -> int:
     if why := why_not():
         print(f"not run: {why}")
         return 0
-    groups = [(CASES, 2, _alike), (LOCAL_CASES, 2, _alike), (THREE_HOSTS, 3, _alike), (SLOW, 2, _alike)]
+    groups = [(CASES, 2, _alike), (LOCAL_CASES, 2, _alike), (THREE_HOSTS, 3, _alike)]
     groups += [([case], 2, _alike) for case in LONG_CASES]
-    if why := why_no_skew():
-        print(f"not run: {', '.join(case.__name__ for case in SKEWED)}: {why}")
-    else:
-        groups.append((SKEWED, 2, skew))
+    for why, cases, variables in ((why_no_skew(), SKEWED, skew), (why_no_slow(), SLOW, _alike)):
+        if why:
+            print(f"not run: {', '.join(case.__name__ for case in cases)}: {why}")
+        else:
+            groups.append((cases, 2, variables))
     rows = [
         row
         for group, count, variables in groups

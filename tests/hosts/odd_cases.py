@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import time
@@ -13,7 +14,7 @@ from tests.hosts.hosts import SHARED, Hosts
 from tests.hosts.job import Agents, Job
 from tests.launchers.rows import Row
 
-__all__ = ["SKEWED", "SLOW", "skew", "why_no_skew"]
+__all__ = ["SKEWED", "SLOW", "skew", "why_no_skew", "why_no_slow"]
 
 _SKEW_S = -420
 _CPU_SHARE, _MBIT = 0.01, 10.0
@@ -22,6 +23,16 @@ _CPU_SHARE, _MBIT = 0.01, 10.0
 def why_no_skew() -> str | None:
     """Why no host can have another clock here; None if one can."""
     return None if shutil.which("cc") else "no C compiler (cc) for tests/hosts/clock.c"
+
+
+def why_no_slow() -> str | None:
+    """Why no host can have a share of a core here; None if one can."""
+    fine = (
+        os.geteuid() == 0
+        and os.access("/sys/fs/cgroup/cpu", os.W_OK)
+        and shutil.which("tc", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+    )
+    return None if fine else "a share of a core needs root, cgroup 1 and tc (Debian: iproute2)"
 
 
 def skew(hosts: Hosts) -> dict[int, dict[str, str]]:
