@@ -62,7 +62,7 @@ help:
 	@echo "make simulate agreement and publishing of simulated ranks, under random schedules and faults (SIMULATE='--schedules 100000')"
 	@echo "make mutations  seeded errors in a copy of the package, each of which tests of make test must catch (MUTATIONS=--sample 6)"
 	@echo "make servers  object stores that others wrote (azurite by npm, Debian's Ceph), into build/, and their tests (a minute)"
-	@echo "make hosts    two hosts as namespaces: shared and own disks, a host that vanishes or freezes in a save (minutes; Linux)"
+	@echo "make hosts    hosts as namespaces: shared and own disks, another clock, a slow host, one that vanishes or freezes in a save (minutes; Linux)"
 	@echo "make launchers  real launchers, as a table with versions (minutes)"
 	@echo "make sweep    sharded against ordinary load for every architecture (an hour)"
 	@echo "make clean    remove caches and products, keep $(VENV)"

@@ -142,7 +142,7 @@ def test_a_later_format_version_is_not_damage(tmp_path: Path) -> None:
         for number in (1, 2):
             checkpoints.save(run(), number)
     manifest = tmp_path / "step-00000002" / "manifest.json"
-    document = {k: v for k, v in json.loads(manifest.read_text()).items() if k != "xxh3"} | {"version": 2}
+    document = {k: v for k, v in json.loads(manifest.read_text()).items() if k != "xxh3"} | {"version": 3}
     text = json.dumps(document, separators=(",", ":"), sort_keys=True)
     manifest.write_text(json.dumps(document | {"xxh3": xxhash.xxh3_64_hexdigest(text.encode())}))
     with sw.Checkpointer(tmp_path) as checkpoints, pytest.raises(VersionError, match="update shardwise"):

@@ -30,8 +30,10 @@ from shardwise.format.manifest import (
     Packed,
     StateEntry,
     TensorEntry,
+    parse_manifest,
     read_manifest,
 )
+from shardwise.format.manifest_records import checksum_of
 from shardwise.format.slices import (
     Slice,
     SliceTensor,
@@ -357,10 +359,38 @@ def test_a_manifest_without_its_checksum_is_damaged(tmp_path: Path) -> None:
         read_manifest(write_manifest(tmp_path, json.dumps(document).encode()))
 
 
-@pytest.mark.parametrize("change", [{"version": 2}, {"version": 0}, {"version": None}, {"version": "1"}])
+@pytest.mark.parametrize(
+    ("places", "is_fine"),
+    [
+        ([[0, 2], [1, 3]], True),
+        ([[0, 1, 2]], False),
+        ([[0, 1], [1, 2, 3]], False),
+        ([[0, 1], [2, 3, 4]], False),
+        ([], False),
+    ],
+)
+def test_each_rank_has_one_place(places: list[list[int]], is_fine: bool) -> None:
+    document = json.loads(manifest().to_text()) | {
+        "version": 2,
+        "places": [{"id": f"{n:016x}", "host": "vm", "ranks": of} for n, of in enumerate(places)],
+    }
+    document["xxh3"] = checksum_of(document)
+    text = json.dumps(document).encode()
+    if is_fine:
+        found = parse_manifest(text, "manifest.json")
+        assert [list(p.ranks) for p in found.places] == places
+        assert parse_manifest(found.to_text().encode(), "manifest.json") == found
+    else:
+        with pytest.raises(FormatError, match="places hold other ranks than 0 to 3"):
+            parse_manifest(text, "manifest.json")
+
+
+@pytest.mark.parametrize("change", [{"version": 3}, {"version": 0}, {"version": None}, {"version": "1"}])
 def test_another_version_is_said_to_be_one(tmp_path: Path, change: dict[str, Any]) -> None:
     document = json.loads(manifest().to_text()) | change
-    with pytest.raises(VersionError, match=r"format version .*, this release reads 1; update shardwise"):
+    with pytest.raises(
+        VersionError, match=r"format version .*, this release reads 1 and 2; update shardwise"
+    ):
         read_manifest(write_manifest(tmp_path, signed(document)))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import time
 from pathlib import Path
@@ -43,16 +45,17 @@ def train(model: nn.Module, state: sw.TrainState, steps: int) -> list[str]:
     return losses
 
 
-def whole_way(folder: str, mode: str) -> dict[str, Any]:
+def whole_way(folder: str, mode: str, timeout_s: float = 60.0) -> dict[str, Any]:
     """Train 3, save, train 3; resume anew, train 3; export, verify. What it came to, on each rank."""
-    root = Path(folder)
+    root, io = Path(folder), sw.IOOptions(timeout_s=timeout_s)
     model, state = build()
-    with sw.Checkpointer(root / "run", mode=mode, io=sw.IOOptions(timeout_s=60)) as checkpoints:  # type: ignore[arg-type]
+    started = time.monotonic()
+    with sw.Checkpointer(root / "run", mode=mode, io=io) as checkpoints:  # type: ignore[arg-type]
         train(model, state, 3)
         checkpoints.save(state, 3)
         after = train(model, state, 3)
     model, state = build()
-    with sw.Checkpointer(root / "run", mode=mode, io=sw.IOOptions(timeout_s=60)) as checkpoints:  # type: ignore[arg-type]
+    with sw.Checkpointer(root / "run", mode=mode, io=io) as checkpoints:  # type: ignore[arg-type]
         report = checkpoints.resume(state)
         assert report is not None
         again = train(model, state, 3)
@@ -65,7 +68,42 @@ def whole_way(folder: str, mode: str) -> dict[str, Any]:
         "digest": report.digest,
         "trained": f"{sw.digest(model)}",
         "problems": list(problems),
+        "clock": time.time(),
+        "seconds": time.monotonic() - started,
     }
+
+
+def train_local(path: str, last: int, dies_after: int = 0) -> dict[str, Any]:
+    """Train to step ``last`` on the hosts' own disks, from the newest step, with a save at each third one; or die like a host
+    without power, after a step."""
+    model, state = build()
+    losses: dict[int, str] = {}
+    with sw.Checkpointer(path, local=True, keep_last=3, io=sw.IOOptions(timeout_s=30)) as checkpoints:
+        report = checkpoints.resume(state)
+        first = report.step if report is not None else 0
+        for step in range(first + 1, last + 1):
+            losses[step] = train(model, state, 1)[0]
+            if step % 3 == 0:
+                checkpoints.save(state, step)
+            if step == dies_after:
+                os.kill(os.getpid(), signal.SIGKILL)
+    return {
+        "from": first,
+        "losses": losses,
+        "exact": report is None or report.exact,
+        "damaged": {} if report is None else dict(report.damaged),
+        "files": sorted(str(p.relative_to(path)) for p in Path(path).glob("step-*/*/*")),
+    }
+
+
+def resume_shared(path: str) -> dict[str, Any]:
+    """An ordinary resume of a directory that all ranks see, and what ``verify`` says of its newest step."""
+    model, state = build()
+    with sw.Checkpointer(path, io=sw.IOOptions(timeout_s=30)) as checkpoints:
+        report = checkpoints.resume(state)
+    assert report is not None
+    problems = sw.verify(report.path).problems if dist.get_rank() == 0 else ()
+    return {"from": report.step, "losses": train(model, state, 3), "problems": list(problems)}
 
 
 def write_source(path: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.memory.units import rank_of_file
+from shardwise.format.places import rank_of_file
 from tests.memory import _memory_fns as fns
 
 RANKS = 4

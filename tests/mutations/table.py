@@ -42,6 +42,7 @@ NAMES = ("tests/test_names.py",)
 DIRECT = ("tests/store/test_direct.py",)
 DIFF = ("tests/runs/test_diff.py",)
 CLI = "tests/cli/test_cli.py"
+LOCAL = "tests/checkpoint/test_local_directories.py"
 DEVICE = "tests/device/test_devices.py"
 
 
@@ -965,7 +966,7 @@ MUTATIONS = (
     ),
     Mutation(
         "store/complete.py",
-        '    wrong = [f"{n}: not ours" for n in found if n not in manifest.files]',
+        '    wrong = [f"{n}: not ours" for n in found if n not in files]',
         "    wrong: list[str] = []",
         ("tests/storage/test_saves.py::test_what_another_program_puts_there_is_found",),
         "objects of another program are published",
@@ -1463,7 +1464,7 @@ MUTATIONS = (
     ),
     Mutation(
         "store/complete.py",
-        '    wrong += [f"{n}: lost" for n in manifest.files if n not in found]\n',
+        '    wrong += [f"{n}: lost" for n in files if n not in found]\n',
         "",
         ("tests/store/test_publish.py",),
         "a step is published without a file",
@@ -1527,8 +1528,8 @@ MUTATIONS = (
     ),
     Mutation(
         "checkpoint/checkpointer.py",
-        "        self._lineage, self._on_disk = self._lineage.at(step), step\n        self._retain(step, place, ranks)",
-        "        self._on_disk = step\n        self._retain(step, place, ranks)",
+        "        self._lineage, self._on_disk = self._lineage.at(step), step\n        self._places.after_save(step, place, ranks)",
+        "        self._on_disk = step\n        self._places.after_save(step, place, ranks)",
         (f"{CLI}::test_inspect_a_checkpoint",),
         "a step does not name the step before it",
     ),
@@ -1646,8 +1647,8 @@ MUTATIONS = (
     ),
     Mutation(
         "checkpoint/save.py",
-        "            prove(manifest)\n            target.commit(manifest)",
-        "            target.commit(manifest)\n            prove(manifest)",
+        "            prove(manifest)\n            return manifest\n",
+        "            target.commit(manifest)\n            prove(manifest)\n            return manifest\n",
         (
             "tests/format/test_hostile_manifest.py::test_a_conversion_of_damaged_tensors_publishes_nothing_even_for_a_moment",
         ),
@@ -2016,6 +2017,71 @@ MUTATIONS = (
         '        if store.create(f"{key}-two", second) is None:\n',
         ("tests/storage/test_doctor.py",),
         "a store without If-None-Match is fine",
+    ),
+    # -------------------------------------------------------------------------------------- parts on hosts
+    Mutation(
+        "format/places.py",
+        "        if not any(os.path.lexists(inside(path, name)) for name in names)\n",
+        "        if not any(os.path.lexists(inside(path, name)) for name in names) and not names\n",
+        (f"{LOCAL}::test_parts_resume_bitwise_and_merge_into_a_checkpoint",),
+        "a part of a step counts as a damaged checkpoint",
+    ),
+    Mutation(
+        "checkpoint/local_directories.py",
+        "set.intersection(*map(set, lists))",
+        "set.union(*map(set, lists))",
+        (f"{LOCAL}::test_hosts_agree_on_the_steps_that_stay",),
+        "a step counts for retention that is damaged on another host",
+    ),
+    Mutation(
+        "checkpoint/local_directories.py",
+        "if places[n].id not in present]",
+        "if places[n].id not in present and not present]",
+        (f"{LOCAL}::test_the_newest_step_that_all_hosts_hold",),
+        "a step whose host is away is set aside as damaged",
+    ),
+    Mutation(
+        "checkpoint/local_directories.py",
+        '        own = replace(io, strategy="own")',
+        '        own = replace(io, strategy="node")',
+        (f"{LOCAL}::test_the_newest_step_that_all_hosts_hold",),
+        "a rank reads for another one from a directory that holds only what it needs itself",
+    ),
+    Mutation(
+        "checkpoint/parts.py",
+        """            target.seal(text)
+    with ranks.agree("publish the parts"):
+        if ranks.rank == target.leader:
+            target.appear()
+""",
+        """            target.seal(text)
+            target.appear()
+""",
+        (f"{LOCAL}::test_no_part_appears_before_all_are_sealed",),
+        "a part appears before the others are sealed",
+    ),
+    Mutation(
+        "checkpoint/part_view.py",
+        "        numbers.update(range(first // BLOCK_BYTES, last // BLOCK_BYTES + 1))\n",
+        "        numbers.update(range(first // BLOCK_BYTES, last // BLOCK_BYTES))\n",
+        (f"{LOCAL}::test_parts_resume_bitwise_and_merge_into_a_checkpoint",),
+        "the last block that a rank needs is not fetched",
+    ),
+    Mutation(
+        "store/part_target.py",
+        """        names = files_by_place(manifest)[self._own]
+""",
+        """        names = files_by_place(manifest)[0]
+""",
+        (f"{LOCAL}::test_parts_resume_bitwise_and_merge_into_a_checkpoint",),
+        "a host compares its part with another host's files",
+    ),
+    Mutation(
+        "format/manifest.py",
+        "    if sorted(rank for place in found for rank in place.ranks) != list(range(world_size)):",
+        "    if {rank for place in found for rank in place.ranks} != set(range(world_size)):",
+        ("tests/format/test_slices.py::test_each_rank_has_one_place",),
+        "a rank may have two places",
     ),
     # ------------------------------------------------------------------------------------- cli
     Mutation(

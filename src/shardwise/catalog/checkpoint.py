@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from ..dtypes import itemsize
 from ..errors import CheckpointError, FormatError, IntegrityError, SourceError
 from ..format.manifest import Manifest, read_manifest
+from ..format.places import refuse_part
 from ..format.slices import SliceTensor, file_name
 from ..format.spread import CutKind, SliceAt, Spread
 from ..format.states import StateKey, by_name
@@ -214,10 +215,11 @@ def catalog_of_checkpoint(
 
     ``model`` names one of several; None takes the only one, or the one called ``model``. ``manifest``: the
     directory's, if it was read already. Raises :class:`SourceError`, :class:`FormatError`, :class:`IntegrityError`
-    as reading a manifest does.
+    as reading a manifest does; :class:`CheckpointError` for one host's part of a step.
     """
     path = os.fspath(root)
     manifest = manifest or read_manifest(path)
+    refuse_part(path, manifest)
     name = model_named(manifest, model, path)
     catalog = catalog_of_slices(path, manifest, "model", name, model_tensors(manifest, name))
     aliases = {a for t in manifest.models[name].values() for a in t.stored_aliases}

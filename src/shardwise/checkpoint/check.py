@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import xxhash
 
 from ..catalog.checkpoint import check_size
 from ..errors import IntegrityError, SourceError
 from ..format.manifest import BLOCK_BYTES, MANIFEST_NAME, Manifest, read_manifest
+from ..format.places import absent_places, files_by_place, refuse_part
 from ..limits import inside
 from ..storage import is_url, join, looking_once, stat_of_expected
 from ..transfer import SourceReader
 
-__all__ = ["check_files", "quick_check", "read_head"]
+__all__ = ["check_files", "check_parts", "quick_check", "read_head"]
 
 
 def quick_check(path: str, step: int, on_progress: Callable[[], object] = lambda: None) -> Manifest:
@@ -22,11 +23,38 @@ def quick_check(path: str, step: int, on_progress: Callable[[], object] = lambda
 
     A resume itself reads no headers, and at another world size not the files of the old ranks; this check makes it
     accept only steps that ``verify`` accepts. Rank-local; raises for the first problem: :class:`SourceError`,
-    :class:`IntegrityError` (also for another step).
+    :class:`IntegrityError` (also for another step), :class:`CheckpointError` for a part of a step, which is not damaged.
     """
     manifest = check_files(path, step, on_progress)
+    _check_heads(path, manifest, manifest.files, on_progress)
+    return manifest
+
+
+def check_parts(
+    path: str, step: int, on_progress: Callable[[], object], *, heads: bool = True
+) -> tuple[Manifest, list[int]]:
+    """As :func:`quick_check`, of a directory that may hold parts of a step: the manifest, and the numbers of the places whose parts are
+    here, or [0] for a manifest without places. Without ``heads`` as :func:`check_files`.
+
+    A place is not here if none of its files is. Raises for a part that is here and damaged.
+    """
+    manifest = _manifest_of(path, step)
+    absent, here = absent_places(path, manifest), []
+    for number, names in enumerate(files_by_place(manifest)):
+        if number not in absent:
+            here.append(number)
+            _check_sizes(path, manifest, names, on_progress)
+            if heads:
+                _check_heads(path, manifest, names, on_progress)
+    return manifest, here
+
+
+def _check_heads(
+    path: str, manifest: Manifest, names: Iterable[str], on_progress: Callable[[], object]
+) -> None:
     with SourceReader() as reader:
-        for name, entry in manifest.files.items():
+        for name in names:
+            entry = manifest.files[name]
             total = xxhash.xxh3_64()
             for piece in read_head(reader, inside(path, name), entry.header_bytes):
                 total.update(piece)
@@ -34,7 +62,6 @@ def quick_check(path: str, step: int, on_progress: Callable[[], object] = lambda
                 what = "content" if entry.header_bytes == entry.nbytes else "header"
                 raise IntegrityError(f"{what} differs from its checksum: damaged", path=inside(path, name))
             on_progress()
-    return manifest
 
 
 def read_head(reader: SourceReader, file: str, nbytes: int) -> Iterator[memoryview]:
@@ -56,6 +83,21 @@ def check_files(path: str, step: int, on_progress: Callable[[], object] = lambda
 
 
 def _check_files(path: str, step: int, on_progress: Callable[[], object]) -> Manifest:
+    manifest = _manifest_of(path, step)
+    refuse_part(path, manifest)
+    _check_sizes(path, manifest, manifest.files, on_progress)
+    return manifest
+
+
+def _check_sizes(
+    path: str, manifest: Manifest, names: Iterable[str], on_progress: Callable[[], object]
+) -> None:
+    for name in names:
+        check_size(inside(path, name), manifest.files[name].nbytes)
+        on_progress()
+
+
+def _manifest_of(path: str, step: int) -> Manifest:
     try:
         if not is_url(path):
             os.stat(os.path.join(path, MANIFEST_NAME))
@@ -72,7 +114,4 @@ def _check_files(path: str, step: int, on_progress: Callable[[], object]) -> Man
             f"give it the name that it was published under",
             path=path,
         )
-    for name, entry in manifest.files.items():
-        check_size(inside(path, name), entry.nbytes)
-        on_progress()
     return manifest

@@ -17,16 +17,16 @@ from ..planning import IOOptions
 from ..preemption.stops import EXIT_STATUS, StopOptions, Stops
 from ..ranks.ranks import Ranks
 from ..state.train_state import TrainState
-from ..storage import absolute
+from ..storage import absolute, is_url
 from ..store.target import Target, target_of
 from .async_save import AsyncSave, reserve_for
 from .collect import Lineage, collect
+from .directories import Directories, OneDirectory
 from .failures import Failures, OnSaveError, RefusalError
 from .last_save import SaveTimes
 from .resuming import Resuming
 from .run_steps import Retention, RunSteps, Stored
 from .save import SaveReport, write_checkpoint
-from .shared_fs import open_for_all
 from .stage import StagingBuffer
 from .stopping import Stopping
 
@@ -89,6 +89,9 @@ class Checkpointer(Stopping, Resuming):
         deadline_s: seconds from the first signal to the scheduler's SIGKILL. :meth:`stop` plans with it. None: not known.
         exit_status: :attr:`exit_code` of a run that has stopped.
         memory: keeps steps in the memory of the hosts, too: see :meth:`remember`. A resume takes the newest step, from there or from disk.
+        local: each host keeps the files of its ranks in a directory of its own: ``root`` on a local disk, which may have another path on each
+            rank. The manifest lies on every host, and names hosts and ranks. A resume needs all hosts that saved the step, or their parts
+            merged into one directory; other hosts and another number of ranks may take part. docs/howto/several-hosts.md.
         io: staging of a resume, and time limits.
 
     Every rank of the default process group must make each call. Raises :class:`LockedError` on every rank if another
@@ -114,6 +117,7 @@ class Checkpointer(Stopping, Resuming):
         deadline_s: float | None = None,
         exit_status: int = EXIT_STATUS,
         memory: MemoryTier | None = None,
+        local: bool = False,
         io: IOOptions | None = None,
     ) -> None:
         for name, value in (
@@ -129,6 +133,8 @@ class Checkpointer(Stopping, Resuming):
         ):
             if given not in allowed:
                 raise ValueError(f"{option} must be one of {allowed}, got {given!r}")
+        if local and (is_url(os.fspath(root)) or any(x is not None for x in (mirror, fallback, memory))):
+            raise ValueError("local=True needs a directory as root, and takes no mirror, fallback or memory")
         self.root = absolute(root)
         self._steps = RunSteps(
             self.root,
@@ -136,6 +142,7 @@ class Checkpointer(Stopping, Resuming):
             Retention(keep_last, keep_every),
             None if fallback is None else absolute(fallback),
         )
+        self._places = self._directories(local=local)
         self._io = io or IOOptions()
         self._buffer = StagingBuffer() if mode == "async" else None
         self._max_staging_bytes = max_staging_bytes
@@ -148,13 +155,20 @@ class Checkpointer(Stopping, Resuming):
         self._memory, self._on_disk = None, None
         stopping = StopOptions(stop_on=stop_on, deadline_s=deadline_s, exit_status=exit_status)
         try:
-            self._channel = open_for_all(self.root, self._open, self._ranks())
+            self._channel = self._places.open(self._open, self._ranks())
             self._stops = Stops(stopping, self._ranks())
             if memory is not None:
                 self._memory = self._begin_memory(memory)
         except BaseException:  # also if another rank failed or is missing: the caller gets no object to close
             self._steps.close()
             raise
+
+    def _directories(self, *, local: bool) -> Directories:
+        if not local:
+            return OneDirectory(self._steps)
+        from .local_directories import LocalDirectories  # and with it what reads other hosts' parts
+
+        return LocalDirectories(self._steps)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -286,17 +300,17 @@ class Checkpointer(Stopping, Resuming):
 
     def _save_at(self, place: int, state: TrainState, step: int, ranks: Ranks) -> SaveReport:
         try:
-            name = ranks.on_first("check checkpoint directory", lambda: self._name_of_next(step, place))
+            name = self._places.name_of_next(lambda: self._name_of_next(step, place), ranks)
         except CheckpointError as error:
             raise RefusalError(error) from error
-        target = self._steps.target(name, place)
+        target = self._places.target(name, place)
         if self._lineage is None:
             self._lineage = self._begin_run(ranks)
         if self._buffer is not None:
             return self._save_async(state, target, step, place, self._buffer)
         report = write_checkpoint(state, target, step, self._lineage, ranks)
         self._lineage, self._on_disk = self._lineage.at(step), step
-        self._retain(step, place, ranks)
+        self._places.after_save(step, place, ranks)
         self._times.add(report.seconds)
         return report
 
@@ -314,7 +328,11 @@ class Checkpointer(Stopping, Resuming):
         ranks_of_thread = Ranks.current(timeout_s=self._io.timeout_s, channel=self._channel)
         with ranks.agree("copy documents"):  # if one rank has no memory for them, no rank saves
             pending = AsyncSave(
-                collected, target, buffer, ranks_of_thread, lambda: self._retain(step, place, ranks_of_thread)
+                collected,
+                target,
+                buffer,
+                ranks_of_thread,
+                lambda: self._places.after_save(step, place, ranks_of_thread),
             )
         self._pending = pending
         return pending.copy()
@@ -324,11 +342,6 @@ class Checkpointer(Stopping, Resuming):
             raise CheckpointError(
                 f"{self.root}: the save before still runs; call wait(), save less often, or give when_busy='wait'"
             )
-
-    def _retain(self, step: int, place: int, ranks: Ranks) -> None:
-        with ranks.agree("retention"):
-            if ranks.rank == 0:
-                self._steps.after_save(step, ranks.tick, place)
 
     def _check_open(self) -> None:
         if self._closed:

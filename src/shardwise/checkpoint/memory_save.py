@@ -18,6 +18,7 @@ from ..digests.pending import partial_sums
 from ..dtypes import torch_dtype
 from ..errors import CheckpointError, ShardwiseError
 from ..format.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry
+from ..format.places import rank_of_file
 from ..format.slices import Slice, file_name, header_bytes, rank_files
 from ..format.spread import file_count
 from ..memory.copies import copy_units
@@ -26,7 +27,7 @@ from ..memory.maps import Maps, copy_bytes
 from ..memory.options import MemoryTier
 from ..memory.places import Places
 from ..memory.ring import Ring, Slot, write_whole
-from ..memory.units import rank_of_file, units_of
+from ..memory.units import units_of
 from ..ranks.ranks import Ranks
 from ..store.slice_file import tensor_bytes
 from .collect import Collected

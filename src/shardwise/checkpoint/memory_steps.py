@@ -16,7 +16,7 @@ import xxhash
 from ..errors import CheckpointError, FormatError, RankError, ShardwiseError
 from ..format.manifest import MANIFEST_NAME, Manifest, parse_manifest
 from ..limits import inside, read_small
-from ..memory.link import Server, own_address
+from ..memory.link import Server, address_towards_store
 from ..memory.maps import Maps
 from ..memory.options import MemoryTier
 from ..memory.places import Peer, Places
@@ -71,9 +71,7 @@ class MemorySteps:
 
         def told() -> list[Any]:
             ring = Ring(tier.root, self._name)
-            address = tier.address or own_address(
-                (os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "1")))
-            )
+            address = tier.address or address_towards_store()
             self._server = Server(ring, secret.encode(), address, tier.timeout_s)
             self._ring = ring
             return [tier.host_name, address, self._server.port]

@@ -7,11 +7,12 @@ from collections.abc import Collection, Mapping, Sequence
 
 from ..errors import CheckpointError, IntegrityError
 from ..format.manifest import MANIFEST_NAME, Manifest
+from ..format.places import rank_of_file
 from ..limits import inside
 from ..memory.copies import copy_units
 from ..memory.link import Reader
 from ..memory.ring import unwritten, write_whole
-from ..memory.units import rank_of_file, units_of
+from ..memory.units import units_of
 from ..ranks.patience import remove_tree
 from ..ranks.ranks import Ranks
 from .memory_save import Host

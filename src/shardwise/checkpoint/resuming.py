@@ -5,20 +5,16 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from dataclasses import replace
-from functools import partial
 
 from ..errors import ShardwiseError, is_damage, is_unreadable
 from ..operations.announced import announced
-from ..operations.operation import this_operation
-from ..ranks.patience import patiently
 from ..ranks.ranks import Ranks
 from ..state.train_state import TrainState
 from ..storage import counting
-from .check import quick_check
 from .collect import Lineage
+from .directories import Directories
 from .remembering import Remembering
 from .resume_report import ResumeReport
-from .run_steps import Candidate
 from .save import SaveReport
 
 __all__ = ["Resuming"]
@@ -28,6 +24,8 @@ _log = logging.getLogger(__name__)
 
 class Resuming(Remembering):
     """The resuming methods of :class:`.checkpointer.Checkpointer`."""
+
+    _places: Directories
 
     @abstractmethod
     def wait(self) -> SaveReport | None:
@@ -55,18 +53,14 @@ class Resuming(Remembering):
         self._check_open()
         self.wait()
         damaged: dict[int, dict[int, str]] = {}
-        for one in self._candidates(ranks, step):
+        for one in self._places.candidates(step, ranks):
             if found := self._from_memory(state, step, one.step, ranks, restore_into):
                 return found
             try:
-                with ranks.agree(f"check step {one.step}"):
-                    if ranks.rank == 0:
-                        patiently(quick_check, one.path, one.step, ranks.tick)
-                this_operation().begin_again(one.path)
-                report = restore_into(state, one.path, ranks, self._io)
+                report = self._places.restore(restore_into, state, one, ranks, self._io)
             except ShardwiseError as error:
                 if is_unreadable(error):
-                    ranks.on_first("look at the steps again", self._steps.raise_if_taken)
+                    self._places.raise_if_taken(ranks)
                 if not is_damage(error):
                     raise
                 damaged.setdefault(one.place, {})[one.step] = str(error)
@@ -74,9 +68,7 @@ class Resuming(Remembering):
                     _log.warning("skipping damaged %s: %s", one.path, error)
                 continue
             self._lineage = None  # no save goes on from this step while newer ones are not set aside
-            newer = ranks.on_first(
-                "set newer steps aside", partial(self._steps.go_on_from, one.step, damaged)
-            )
+            newer = self._places.go_on_from(one.step, damaged, ranks)
             if self._memory is not None:
                 self._memory.begin_line(one.step, ranks)
             self._lineage, self._on_disk = Lineage(report.run_id, one.step), one.step
@@ -84,10 +76,5 @@ class Resuming(Remembering):
             return report.with_history(bad, tuple(s for s in newer if s not in bad))
         if found := self._from_memory(state, step, 0, ranks, restore_into):
             return found
-        ranks.on_first("find a checkpoint", lambda: self._steps.raise_if_lost(step, damaged))
+        self._places.raise_if_lost(step, damaged, ranks)
         return None
-
-    def _candidates(self, ranks: Ranks, step: int | None) -> list[Candidate]:
-        """The steps to try, newest first, as rank 0 sees them."""
-        found = ranks.on_first("scan checkpoint directory", lambda: self._steps.candidates(step))
-        return [Candidate(s, place, self._steps.path_of(place, name)) for s, place, name in found]

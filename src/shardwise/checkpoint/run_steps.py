@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["Candidate", "Retention", "RunSteps", "Stored"]
 
 _log = logging.getLogger(__name__)
+#: Steps beyond those that are kept which a place looks at, for steps that are not whole at some places.
+_MORE_STEPS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +177,30 @@ class RunSteps:
             self._look_what_is_stored()
         if self.mirror is not None:
             self.mirror.follow()
+
+    def newest_whole(self, newest: int, is_whole: Callable[[str, int], bool]) -> list[int]:
+        """The steps up to ``newest`` that one place may count: some more than are kept, because other places may count others."""
+        if self._retention.keep_last is None:
+            return []
+        steps = [(s, name) for s, name in self._line.steps().items() if s <= newest]
+        return [
+            s
+            for s, name in steps[: self._retention.keep_last + _MORE_STEPS]
+            if is_whole(join(self._line.root, name), s)
+        ]
+
+    def keep_newest(self, newest: int, whole: Sequence[int]) -> None:
+        """As :meth:`after_save`, where the places have agreed on the steps that are ``whole``, newest first."""
+        self._line.tidy(newest)
+        keep_last, keep_every = self._retention.keep_last, self._retention.keep_every
+        if keep_last is not None and len(whole) >= keep_last:
+            oldest = whole[keep_last - 1]
+            try:
+                self._line.remove(
+                    s for s in self._line.steps() if s < oldest and (keep_every is None or s % keep_every)
+                )
+            except CheckpointError as error:
+                _log.warning("no step is deleted: %s", error)
 
     def _look_what_is_stored(self) -> None:
         """One request for each 1,000 objects, and two for the head. Never makes a save fail."""

@@ -26,12 +26,14 @@ from ..ranks.ranks import Ranks
 from ..state.train_state import TrainState
 from ..state.typed_json import Encoded
 from ..storage import counting, is_url
+from ..store.part_target import PartTarget
 from ..store.slice_file import write_slices
 from ..store.target import Target
 from ..store.write import make_directories, write_file
 from .at_top import show_at_top
 from .collect import Collected, Lineage, collect
 from .document_files import checked_text, write_documents
+from .parts import begin_parts, publish_parts
 from .pieces import Contents, LiveContents, Piece, boxes_on, pieces_of, replicas_of_others
 from .save_manifest import file_records, manifest_of, merged_records, outline_of
 from .shared_fs import wait_for_folders
@@ -145,8 +147,10 @@ def publish_collected(
         first_final, place = ranks.on_first(
             "make temporary directory", lambda: _begin(target, collected, total)
         )
+        if isinstance(target, PartTarget):
+            place = begin_parts(target, place, _folders(collected), ranks)
         with phase("write"), ranks.agree("write checkpoint"):
-            if first_final != final:
+            if not target.places and first_final != final:
                 raise CheckpointError(
                     f"rank {ranks.rank} should save to {final}, rank 0 to {first_final}; give every rank the same path "
                     f"(if it contains the time, rank 0 must make it and send it to all ranks)"
@@ -170,18 +174,22 @@ def publish_collected(
             merged.append,
         )
 
-        def publish() -> None:
-            manifest = manifest_of(collected, ranks, *merged)
+        def proved() -> Manifest:
+            places = target.places if len(target.places) > 1 else ()  # else one directory holds all of it
+            manifest = replace(manifest_of(collected, ranks, *merged), places=places)
             if at_top:
                 shown = show_at_top(place, manifest.files)
                 manifest = replace(manifest, files=dict(sorted(shown.items())))
             collected.lineage.refuse_changed_base(manifest)
             prove(manifest)
-            target.commit(manifest)
+            return manifest
 
-        ranks.on_first("publish checkpoint", publish)
+        if isinstance(target, PartTarget):
+            publish_parts(target, proved, ranks)
+        else:
+            ranks.on_first("publish checkpoint", lambda: target.commit(proved()))
     except BaseException:
-        if ranks.rank == 0:
+        if ranks.rank == (target.leader if isinstance(target, PartTarget) else 0):
             with ranks.patience():
                 target.discard()
         raise
@@ -195,7 +203,8 @@ def _begin(target: Target, collected: Collected, total: int) -> list[str]:
             f"{target.final}: is the name of another step, but this is step {collected.step}: a reader would call it damaged; "
             f"give it the name of its step"
         )
-    refuse_low_space(os.path.dirname(target.final), total, f"step {collected.step}")
+    if not target.places:  # else each rank looks at the part that it writes
+        refuse_low_space(os.path.dirname(target.final), total, f"step {collected.step}")
     return [target.final, target.begin(_folders(collected))]
 
 

@@ -28,6 +28,7 @@ from ..digests.digest import finish, partial_sum_bytes
 from ..dtypes import itemsize
 from ..errors import ShardwiseError
 from ..format.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry, Manifest, read_manifest
+from ..format.places import absent_places, describe_absent, files_by_place
 from ..format.slices import Slice, SliceTensor, file_name, header_bytes, rank_files
 from ..format.steps import misnamed
 from ..limits import inside
@@ -107,7 +108,14 @@ def _file_set_problems(root: str, manifest: Manifest) -> tuple[list[str], set[st
     problems = [
         f"{n}: not listed in the manifest" for n in sorted(set(found) - set(manifest.files) - {MANIFEST_NAME})
     ]
+    absent = absent_places(root, manifest)
+    if absent:
+        problems.append(describe_absent(root, manifest.places, absent))
+    of_places = files_by_place(manifest)
+    bad |= {name for number in absent for name in of_places[number]}
     for name, entry in manifest.files.items():
+        if name in bad:
+            continue
         wrong = _wrong_file(inside(root, name), entry.nbytes, found[name]) if name in found else "lost"
         if wrong is not None:
             problems.append(f"{name}: {wrong}")

@@ -39,9 +39,11 @@ from .manifest_records import (
     GRADIENT,
     MANIFEST_NAME,
     VERSION,
+    VERSION_OF_PLACES,
     FileEntry,
     Manifest,
     Packed,
+    Place,
     StateEntry,
     TensorEntry,
     checksum_of,
@@ -56,6 +58,7 @@ __all__ = [
     "FileEntry",
     "Manifest",
     "Packed",
+    "Place",
     "StateEntry",
     "TensorEntry",
     "parse_manifest",
@@ -99,9 +102,10 @@ def parse_manifest(raw: bytes, path: str) -> Manifest:
         raise FormatError(f"not a checkpoint manifest ({cause(error)})", path=path) from error
     if checksum != document.get("xxh3"):
         raise IntegrityError("its checksum does not match its content: damaged", path=path)
-    if document.get("version") != VERSION:
+    if document.get("version") not in (VERSION, VERSION_OF_PLACES):
         raise VersionError(
-            f"format version {brief(document.get('version'))}, this release reads {VERSION}; update shardwise",
+            f"format version {brief(document.get('version'))}, this release reads {VERSION} and {VERSION_OF_PLACES}; "
+            f"update shardwise",
             path=path,
         )
     try:
@@ -146,6 +150,7 @@ def _from_document(d: dict[str, Any]) -> Manifest:
         files=files,
         software={_text(k): _text(v) for k, v in d["software"].items()},
         local_documents=_texts(d["local_documents"]),
+        places=_places(d["places"], world_size) if d["version"] == VERSION_OF_PLACES else (),
         hub_tensors={
             _known(m, models): {_text(n): _shape(s) for n, s in ts.items()}
             for m, ts in d["hub_tensors"].items()
@@ -391,6 +396,16 @@ def _check_work(
         raise ValueError(
             f"{len(kinds)} shapes are spread over {places} places, too many for {listed} tensors and files"
         )
+
+
+def _places(value: Any, world_size: int) -> tuple[Place, ...]:
+    """Each rank has one place, and a place is named once."""
+    found = tuple([Place(_word(p["id"]), _text(p["host"]), _counts(p["ranks"])) for p in value])
+    if sorted(rank for place in found for rank in place.ranks) != list(range(world_size)):
+        raise ValueError(f"places hold other ranks than 0 to {world_size - 1}")
+    if len({place.id for place in found}) < len(found):
+        raise ValueError("two places have one id")
+    return found
 
 
 def _file_name(name: str) -> str:

@@ -20,9 +20,11 @@ __all__ = [
     "GRADIENT",
     "MANIFEST_NAME",
     "VERSION",
+    "VERSION_OF_PLACES",
     "FileEntry",
     "Manifest",
     "Packed",
+    "Place",
     "StateEntry",
     "TensorEntry",
     "checksum_of",
@@ -31,6 +33,8 @@ __all__ = [
 MANIFEST_NAME = "manifest.json"
 FORMAT = "shardwise-checkpoint"
 VERSION = 1
+#: Of a manifest with places. A reader of version 1 would take a part for a damaged checkpoint.
+VERSION_OF_PLACES = 2
 #: Payload is checksummed in blocks of this many bytes.
 BLOCK_BYTES = 16 * 1024**2
 #: The key of a gradient beside the optimizer states of its parameter.
@@ -95,6 +99,17 @@ class Packed:
     owner: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A directory that holds a part of each step, on the disk of one host: the files of some ranks. See :mod:`.places`."""
+
+    id: str
+    """Drawn when the directory was first used."""
+    host: str
+    """The host's name, for people."""
+    ranks: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """Everything about a checkpoint but its payload."""
@@ -111,6 +126,8 @@ class Manifest:
     software: Mapping[str, str]
     hub_tensors: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
     local_documents: tuple[str, ...] = ()
+    places: tuple[Place, ...] = ()
+    """Where the save put the parts, if hosts have directories of their own; empty for one directory."""
 
     def to_text(self) -> str:
         """The manifest's JSON text, its own checksum included."""
@@ -121,7 +138,7 @@ class Manifest:
     def _document(self) -> dict[str, Any]:
         return {
             "format": FORMAT,
-            "version": VERSION,
+            "version": VERSION_OF_PLACES if self.places else VERSION,
             "step": self.step,
             "run_id": self.run_id,
             "parent_step": self.parent_step,
@@ -137,6 +154,7 @@ class Manifest:
             "local_documents": list(self.local_documents),
             "hub_tensors": {m: dict(shapes) for m, shapes in self.hub_tensors.items()},
             "files": {n: _sparse(asdict(f)) for n, f in self.files.items()},
+            **({"places": [asdict(place) for place in self.places]} if self.places else {}),
         }
 
 

@@ -1,4 +1,4 @@
-"""Reads files of another host's ring, over TCP. Each rank serves its host's ring, to who knows the run's secret.
+"""Reads files of another host's ring or part of a step, over TCP. A rank serves its host's, to who knows the run's secret.
 
 Plain sockets, because no collective may run beside those of training. One request: bytes of a file. Both sides prove that they know
 the secret, which travels through the group's store, by a keyed hash of the other's random bytes. Content is not encrypted, as that of
@@ -15,12 +15,12 @@ import secrets
 import socket
 import struct
 import threading
+from typing import Protocol
 
 from ..errors import CheckpointError, ShardwiseError
 from ..format.manifest import BLOCK_BYTES
-from .ring import Ring
 
-__all__ = ["Reader", "Server", "own_address"]
+__all__ = ["Readable", "Reader", "Server", "address_towards_store", "own_address"]
 
 _NONCE_BYTES, _HASH_BYTES = 16, 32
 #: Length of the name, first byte and number of bytes.
@@ -39,6 +39,11 @@ def own_address(towards: tuple[str, int]) -> str:
             return str(probe.getsockname()[0])
     except OSError:
         return "127.0.0.1"
+
+
+def address_towards_store() -> str:
+    """The address of this host with which it reaches the group's store, by torch's environment."""
+    return own_address((os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "1"))))
 
 
 def _proof(secret: bytes, side: bytes, nonce: bytes) -> bytes:
@@ -64,10 +69,17 @@ def _receive_into(link: socket.socket, view: memoryview) -> None:
         view = view[count:]
 
 
-class Server:
-    """Serves one ring until it is closed; its threads are daemons."""
+class Readable(Protocol):
+    """What a server serves: a ring, or a host's part of a step."""
 
-    def __init__(self, ring: Ring, secret: bytes, address: str, timeout_s: float) -> None:
+    def readable(self, name: str) -> str:
+        """The path of a file that other hosts may read. Raises :class:`CheckpointError`, :class:`FormatError` for any other."""
+
+
+class Server:
+    """Serves one ring or part until it is closed; its threads are daemons."""
+
+    def __init__(self, ring: Readable, secret: bytes, address: str, timeout_s: float) -> None:
         self._ring, self._secret, self._timeout_s = ring, secret, timeout_s
         self._room = threading.BoundedSemaphore(_MAX_CONNECTIONS)
         self._closed = False
@@ -75,7 +87,7 @@ class Server:
             self._socket = socket.create_server((address, 0), backlog=_MAX_CONNECTIONS)
         except OSError as error:
             raise CheckpointError(
-                f"can't listen on {address}: {error.strerror}; give MemoryTier an address"
+                f"can't listen on {address}: {error.strerror}; give MemoryTier an address, if this is for the memory tier"
             ) from error
         self.port: int = self._socket.getsockname()[1]
         threading.Thread(target=self._accept, name="shardwise-memory-server", daemon=True).start()

@@ -12,9 +12,9 @@ from collections.abc import Collection, Iterator
 
 from ..errors import CheckpointError, LowSpaceError
 from ..format.manifest import MANIFEST_NAME
+from ..format.places import rank_of_file
 from ..limits import inside, read_small
 from ..ranks.patience import remove_tree
-from .units import rank_of_file
 
 __all__ = ["Ring", "Slot", "unwritten", "write_whole"]
 

@@ -13,7 +13,7 @@ import xxhash
 
 from ..format.manifest import BLOCK_BYTES, FileEntry
 
-__all__ = ["Unit", "proved_units", "rank_of_file", "units_of"]
+__all__ = ["Unit", "proved_units", "units_of"]
 
 #: Small enough to stay in a core's cache between reading and hashing.
 _PIECE_BYTES = 1024**2
@@ -82,12 +82,3 @@ def _pieces(fd: int, unit: Unit, buffer: memoryview) -> Iterator[memoryview]:
             return  # the file became shorter: the checksum will differ
         yield buffer[:count]
         at += count
-
-
-def rank_of_file(name: str) -> int:
-    """The rank that writes a file of a checkpoint. Rank 0 writes the files whose names hold no rank."""
-    folder, _, last = name.rpartition("/")
-    if folder == "rank":
-        return int(last.partition(".")[0])
-    kind, _, number = last.partition("-")
-    return int(number[:5]) - 1 if kind == "shard" and number[:5].isdigit() else 0

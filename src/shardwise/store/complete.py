@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..errors import CheckpointError, SourceError
-from ..format.manifest import Manifest, parse_manifest
+from ..format.manifest import FileEntry, Manifest, parse_manifest
 
 __all__ = ["check_written", "readable_text"]
 
 
-def check_written(place: str, found: Mapping[str, int], manifest: Manifest) -> None:
-    """Raise :class:`CheckpointError` unless the sizes ``found`` at ``place``, by name, are exactly the manifest's."""
-    wrong = [f"{n}: not ours" for n in found if n not in manifest.files]
-    wrong += [f"{n}: lost" for n in manifest.files if n not in found]
+def check_written(place: str, found: Mapping[str, int], files: Mapping[str, FileEntry]) -> None:
+    """Raise :class:`CheckpointError` unless the sizes ``found`` at ``place``, by name, are exactly those of the manifest's ``files``."""
+    wrong = [f"{n}: not ours" for n in found if n not in files]
+    wrong += [f"{n}: lost" for n in files if n not in found]
     wrong += [
         f"{n}: {found[n]} bytes, expected {entry.nbytes}"
-        for n, entry in manifest.files.items()
+        for n, entry in files.items()
         if found.get(n, entry.nbytes) != entry.nbytes
     ]
     if wrong:

@@ -22,7 +22,7 @@ from ..format.head import (
     stored_name,
     stored_step,
 )
-from ..format.manifest import Manifest
+from ..format.manifest import Manifest, Place
 from ..format.steps import checked_step
 from ..ranks.patience import patiently
 from ..storage import Held, files_below, files_in, folders_in, join, place_of, stat_of, store_of
@@ -256,6 +256,8 @@ def _newest_first(head: Head | None) -> dict[int, str]:
 
 class _HeadTarget:
     """A step to be: a directory with a name of its own, the manifest, then the head. Implements :class:`.Target`."""
+
+    places: tuple[Place, ...] = ()
 
     def __init__(self, line: HeadLine, name: str) -> None:
         self.final = join(line.root, name)

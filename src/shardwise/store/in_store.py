@@ -123,7 +123,9 @@ def commit_in_store(url: str, manifest: Manifest) -> None:
     there is a manifest already.
     """
     below = patiently(files_below, url, manifest.files)
-    check_written(url, {name: stat.nbytes for name, stat in below.items() if stat is not None}, manifest)
+    check_written(
+        url, {name: stat.nbytes for name, stat in below.items() if stat is not None}, manifest.files
+    )
     text = readable_text(manifest, url)
     place = place_of(join(url, MANIFEST_NAME))
     if not patiently(store_of(place.root).create, place.key, text):

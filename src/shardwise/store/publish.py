@@ -12,12 +12,12 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from ..catalog.dcp import METADATA_NAME
 from ..errors import CheckpointError, SourceError
 from ..format.head import Fate, SetAside
-from ..format.manifest import MANIFEST_NAME, Manifest
+from ..format.manifest import MANIFEST_NAME, FileEntry, Manifest
 from ..format.steps import STEP_NAME, checked_step
 from ..limits import inside
 from ..ranks.patience import patiently, remove_tree
@@ -26,6 +26,7 @@ from .lock import check_held
 from .write import fsync_directory, make_directories, write_file
 
 __all__ = [
+    "appear",
     "commit",
     "dcp_directories",
     "delete_all",
@@ -34,6 +35,7 @@ __all__ = [
     "leftovers",
     "make_temporary",
     "published_steps",
+    "seal_part",
     "set_aside",
     "step_name",
     "steps_set_aside",
@@ -138,10 +140,29 @@ def commit(temporary: str, final: str, manifest: Manifest) -> None:
     would refuse its text, or if ``final`` exists already (a published directory is never written again);
     :class:`LockedError` if this process held the lock of the directory above and has lost it.
     """
-    check_written(temporary, _files_in(temporary), manifest)
-    write_file(os.path.join(temporary, MANIFEST_NAME), readable_text(manifest, final))
-    for folder in sorted({os.path.dirname(n) for n in manifest.files} | {""}, reverse=True):
+    check_written(temporary, _files_in(temporary), manifest.files)
+    _seal(temporary, readable_text(manifest, final), manifest.files)
+    appear(temporary, final)
+
+
+def seal_part(temporary: str, text: bytes, files: Mapping[str, FileEntry]) -> None:
+    """Complete one host's part of a checkpoint, but for its name: ``files`` are those of the manifest's that belong here.
+
+    Raises :class:`CheckpointError` if other files lie there.
+    """
+    check_written(temporary, _files_in(temporary), files)
+    _seal(temporary, text, files)
+
+
+def _seal(temporary: str, text: bytes, files: Iterable[str]) -> None:
+    """Write the manifest's text, and make all names durable."""
+    write_file(os.path.join(temporary, MANIFEST_NAME), text)
+    for folder in sorted({os.path.dirname(n) for n in files} | {""}, reverse=True):
         fsync_directory(os.path.join(temporary, folder))
+
+
+def appear(temporary: str, final: str) -> None:
+    """Give a sealed directory its name. Raises as :func:`commit`."""
     if os.path.lexists(final):
         raise CheckpointError(f"{final}: is published already and can't be written again")
     check_held(os.path.dirname(final))

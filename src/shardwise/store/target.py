@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from ..errors import CheckpointError
-from ..format.manifest import Manifest
+from ..format.manifest import Manifest, Place
 from ..ranks.patience import remove_tree
 from ..storage import is_url
 from .in_store import claim, commit_in_store, discard_in_store, release
@@ -17,11 +17,15 @@ __all__ = ["DirectoryTarget", "ObjectTarget", "Target", "target_of"]
 
 
 class Target(Protocol):
-    """One checkpoint to be. Every rank makes one; rank 0 alone calls its methods."""
+    """One checkpoint to be. Every rank makes one; rank 0 alone calls its methods, but for :class:`.part_target.PartTarget`."""
 
     @property
     def final(self) -> str:
         """The path of the checkpoint."""
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """The directories of several hosts, each of which gets a part; empty for one place."""
 
     def begin(self, folders: Iterable[str]) -> str:
         """Take the place, and make these folders in it. Returns the path that every rank writes below.
@@ -47,6 +51,8 @@ def target_of(path: str) -> Target:
 class DirectoryTarget:
     """A directory, which appears by a rename."""
 
+    places: tuple[Place, ...] = ()
+
     def __init__(self, final: str) -> None:
         self.final = final
         self._temporary: str | None = None
@@ -70,6 +76,8 @@ class DirectoryTarget:
 
 class ObjectTarget:
     """Objects of a store under the names of a checkpoint directory, by a claim and the manifest: see :mod:`.in_store`."""
+
+    places: tuple[Place, ...] = ()
 
     def __init__(self, final: str) -> None:
         self.final = final
