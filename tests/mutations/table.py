@@ -830,8 +830,8 @@ MUTATIONS = (
     ),
     Mutation(
         "loading/foreseen.py",
-        "            max(min(buckets + one.beside_buckets, most)",
-        "            max(min(one.beside_buckets, most)",
+        "min(buckets + one.beside_buckets, most)",
+        "min(one.beside_buckets, most)",
         ("tests/loading/test_plan_promises.py::test_buckets_that_ranks_share_are_planned",),
         "the memory that ranks of a host share in a load is not planned",
     ),
