@@ -75,7 +75,8 @@ def test_what_a_step_sends_and_takes(moe: Path, ranks: RankPool) -> None:
         reduced = sent[0].get("all-reduce", 0) + sent[0].get("all-gather", 0) // 2
         assert flows.get("tensor parallelism", 0) == reduced, (tp, ep)
         assert flows.get("tokens to experts", 0) == sum(s.get("all-to-all", 0) for s in sent) // 4, (tp, ep)
-        parts = {a.what: a.nbytes for a in run.phase("first step").amounts}
+        # A tiny model's first step is largest once its products are compiled, when most activations are gone.
+        parts = {a.what: a.nbytes for a in run.phase("steady step").amounts}
         peaks = [rank[k]["peak"] for rank in found]
         assert parts["activations"] + parts["gradients"] == pytest.approx(sum(peaks) / 2, rel=0.1), (tp, ep)
         if tp == 2:  # no ranks are left for FSDP2, and the embedding's gradient stays whole

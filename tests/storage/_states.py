@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,3 +22,9 @@ def trained(hub: str, seed: int) -> sw.TrainState:
     optimizer.step()
     optimizer.zero_grad()
     return sw.TrainState(model=model, optimizer=optimizer)
+
+
+def without_staging(plan: dict[str, Any]) -> dict[str, Any]:
+    """A plan as JSON without what its ranks stage: from a store they read each range once, and hand it on in buckets."""
+    per_rank = [{k: v for k, v in rank.items() if k != "staging_bytes"} for rank in plan["per_rank"]]
+    return {**plan, "per_rank": per_rank}
