@@ -75,6 +75,19 @@ def test_a_rank_does_not_wait_for_ever(tmp_path: Path) -> None:
         point.reached(1, is_asked=False)
 
 
+def test_a_checkpointer_that_can_not_begin_listens_no_more(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no directory")
+    before = signal.getsignal(signal.SIGUSR1)
+    with pytest.raises((sw.errors.ShardwiseError, OSError)):
+        sw.Checkpointer(
+            tmp_path / "run",
+            stop_on=("SIGUSR1",),
+            memory=sw.MemoryTier(every=1, directory=str(tmp_path / "file")),
+        )
+    assert signal.getsignal(signal.SIGUSR1) is before
+    sw.Checkpointer(tmp_path / "run").close()  # the directory is free, too
+
+
 def test_handlers_are_chained_and_given_back() -> None:
     heard: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))

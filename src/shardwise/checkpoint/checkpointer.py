@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import secrets
+from contextlib import ExitStack
 from functools import partial
 from typing import Literal
 
@@ -154,14 +155,14 @@ class Checkpointer(Stopping, Resuming):
         self._place = 0  # of the next async save
         self._memory, self._on_disk = None, None
         stopping = StopOptions(stop_on=stop_on, deadline_s=deadline_s, exit_status=exit_status)
-        try:
+        with ExitStack() as undo:  # also if another rank failed or is missing: the caller gets no object to close
+            undo.callback(self._steps.close)
             self._channel = self._places.open(self._open, self._ranks())
             self._stops = Stops(stopping, self._ranks())
+            undo.callback(self._stops.close)
             if memory is not None:
                 self._memory = self._begin_memory(memory)
-        except BaseException:  # also if another rank failed or is missing: the caller gets no object to close
-            self._steps.close()
-            raise
+            undo.pop_all()
 
     def _directories(self, *, local: bool) -> Directories:
         if not local:
