@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shardwise.transfer.shared import SharedReader
+
 __all__ = [
     "CollectiveBytes",
     "anonymous_bytes",
@@ -109,12 +111,17 @@ def sampled() -> Iterator[Peak]:
 
 @contextmanager
 def _looking(held: Callable[[], tuple[int, int]], limit_bytes: int | None) -> Iterator[Peak]:
-    """Look every 2 ms. ``limit_bytes``: kill the process when it holds more."""
-    peak, done = Peak(), threading.Event()
+    """Look every 2 ms, and before buckets that ranks share are given back: they may live for less. ``limit_bytes``: kill the process when
+    it holds more."""
+    peak, done, close = Peak(), threading.Event(), SharedReader.close
 
     def see() -> None:
         nbytes, elsewhere = held()
         peak.nbytes, peak.elsewhere_bytes = max(peak.nbytes, nbytes), max(peak.elsewhere_bytes, elsewhere)
+
+    def see_and_close(reader: SharedReader) -> None:
+        see()
+        close(reader)
 
     def look() -> None:
         while not done.wait(SAMPLE_S):
@@ -124,9 +131,11 @@ def _looking(held: Callable[[], tuple[int, int]], limit_bytes: int | None) -> It
 
     thread = threading.Thread(target=look)
     thread.start()
+    SharedReader.close = see_and_close  # type: ignore[method-assign]
     try:
         yield peak
     finally:
+        SharedReader.close = close  # type: ignore[method-assign]
         done.set()
         thread.join()
         see()
