@@ -23,6 +23,7 @@ __all__ = [
     "children",
     "exchange_parameter",
     "modules_by_path",
+    "modules_once",
     "named_tensors",
     "own_parameter",
     "own_tensors",
@@ -206,6 +207,15 @@ def modules_by_path(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         path, module = stack.pop()
         yield path, module
         stack += reversed([(f"{path}.{n}" if path else n, child) for n, child in children(module)])
+
+
+def modules_once(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """``model.named_modules()`` without its generator for each level of depth: each module at its first path."""
+    seen: set[int] = set()
+    for path, module in modules_by_path(model):
+        if id(module) not in seen:
+            seen.add(id(module))
+            yield path, module
 
 
 def own_tensors(

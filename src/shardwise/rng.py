@@ -20,6 +20,7 @@ from torch import nn
 
 from .devices import own_device
 from .errors import StateError
+from .names import modules_once, own_tensors
 
 __all__ = [
     "RngPlan",
@@ -155,7 +156,12 @@ def derive_rng(*, seed: int, step: int, rank: int) -> str:
 
 def devices_of(models: Iterable[nn.Module]) -> set[torch.device]:
     """The devices on which this rank holds tensors of ``models``."""
-    return {t.device for model in models for t in (*model.parameters(), *model.buffers())}
+    return {
+        tensor.device
+        for model in models
+        for _, module in modules_once(model)
+        for _, tensor, _, _ in own_tensors(module)
+    }
 
 
 def _derived_text(**numbers: int) -> str:

@@ -155,7 +155,9 @@ class Checkpointer(Stopping, Resuming):
         self._place = 0  # of the next async save
         self._memory, self._on_disk = None, None
         stopping = StopOptions(stop_on=stop_on, deadline_s=deadline_s, exit_status=exit_status)
-        with ExitStack() as undo:  # also if another rank failed or is missing: the caller gets no object to close
+        with (
+            ExitStack() as undo
+        ):  # also if another rank failed or is missing: the caller gets no object to close
             undo.callback(self._steps.close)
             self._channel = self._places.open(self._open, self._ranks())
             self._stops = Stops(stopping, self._ranks())

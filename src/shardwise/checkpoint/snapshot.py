@@ -28,9 +28,9 @@ from ..layout.live import LiveModel, describe
 from ..layout.model import local_tensor, world_size
 from ..layout.placements import Geometry
 from ..limits import brief
-from ..names import NamedTensor, canonical_name
+from ..names import NamedTensor, canonical_name, modules_once
 from ..recipe.match import Recipe
-from ..rng import capture_rng, devices_of
+from ..rng import capture_rng
 from ..state.beyond import Beyond
 from ..state.beyond_model import beyond_model, refuse_fsdp1
 from ..state.beyond_optimizer import beyond_optimizer
@@ -269,7 +269,8 @@ def _optimizer_live(drained: Drained, model: ModelPart) -> list[Live]:
 def _documents(
     state: TrainState, models: tuple[ModelPart, ...], optimizers: tuple[OptimizerPart, ...], step: int
 ) -> dict[str, Any]:
-    documents: dict[str, Any] = {"step": step, "rng": capture_rng(devices_of(state.models.values()))}
+    devices = {t.tensor.device for part in models for t in part.named}
+    documents: dict[str, Any] = {"step": step, "rng": capture_rng(devices)}
     live = state.optimizers
     for o in optimizers:
         documents[document_of("optimizer", o.name)] = {
@@ -317,7 +318,7 @@ def _classes_in(scheduler: Any) -> Any:
 
 def modules_with_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Modules that keep state beside tensors (``get_extra_state``), by canonical name, once each."""
-    for path, module in model.named_modules():
+    for path, module in modules_once(model):
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             yield canonical_name(path), module
 

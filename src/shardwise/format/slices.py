@@ -10,13 +10,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from operator import attrgetter, itemgetter
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..dtypes import itemsize
 from ..gc_paused import gc_paused
@@ -99,18 +98,27 @@ def assign_owners(tensors: Sequence[SliceTensor]) -> list[SliceTensor]:
     Deterministic: the same on every rank.
     """
     geometries = {t.geometry for t in tensors}
+    members = {g: np.array(replicas(g), np.int64) for g in geometries}
+    if all(len(groups) == 1 for groups in members.values()):
+        return [t if t.owner == 0 else replace(t, owner=0) for t in tensors]
     loads = np.zeros(1 + max((max(g.ranks, default=0) for g in geometries), default=0), np.int64)
-    members: dict[Geometry, NDArray[np.int64]] = {}
+    # What the one replica of other tensors writes is added up, and counted before the next choice.
+    waiting: dict[Geometry, int] = dict.fromkeys(geometries, 0)
     owners: dict[str, int] = {}
     sized = [(-math.prod(t.shape) * itemsize(t.dtype), t.name, t.geometry) for t in tensors]
     for negative_bytes, name, geometry in sorted(sized, key=itemgetter(0, 1)):
-        groups = members.get(geometry)
-        if groups is None:
-            groups = members[geometry] = np.array(replicas(geometry), np.int64)
-        owner = int(loads[groups].max(axis=1).argmin()) if len(groups) > 1 else 0
-        owners[name] = owner
-        loads[groups[owner]] += -negative_bytes // groups.shape[1]
-    return [SliceTensor(t.name, t.dtype, t.shape, t.geometry, owners[t.name]) for t in tensors]
+        groups = members[geometry]
+        each_bytes = -negative_bytes // groups.shape[1]
+        if len(groups) == 1:
+            waiting[geometry] += each_bytes
+            continue
+        for other, nbytes in waiting.items():
+            if nbytes:
+                loads[members[other][0]] += nbytes
+                waiting[other] = 0
+        owner = owners[name] = int(loads[groups].max(axis=1).argmin())
+        loads[groups[owner]] += each_bytes
+    return [t if t.owner == (owner := owners.get(t.name, 0)) else replace(t, owner=owner) for t in tensors]
 
 
 def file_name(kind: str, rank: int, index: int, count: int) -> str:
@@ -167,7 +175,9 @@ def header_bytes(slices: Sequence[Slice]) -> bytes:
     Carries ``DCP_SHARDING_INFO`` with ``saved_offsets`` per tensor, as torch's HuggingFaceStorageReader
     expects (torch 2.9-2.14, ``distributed/checkpoint/_hf_utils.py``).
     """
-    offsets = {s.tensor.name: {"saved_offsets": list(s.held.box.start)} for s in slices}
+    # Tensors of one kind share a box (rank_files), and kinds are far fewer than tensors.
+    shapes: dict[int, list[int]] = {}
+    offsets = {s.tensor.name: {"saved_offsets": s.held.box.start} for s in slices}
     document: dict[str, object] = {
         "__metadata__": {
             "format": "pt",
@@ -176,10 +186,14 @@ def header_bytes(slices: Sequence[Slice]) -> bytes:
         }
     }
     for s in slices:
+        shape = shapes.get(id(s.held))
+        if shape is None:
+            shape = shapes[id(s.held)] = list(s.held.box.sizes)
+        end = s.offset_bytes + math.prod(shape) * itemsize(s.tensor.dtype)
         document[s.tensor.name] = {
             "dtype": s.tensor.dtype,
-            "shape": list(s.held.box.sizes),
-            "data_offsets": [s.offset_bytes, s.offset_bytes + s.nbytes],
+            "shape": shape,
+            "data_offsets": (s.offset_bytes, end),
         }
     text = json.dumps(document, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

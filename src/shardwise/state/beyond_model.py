@@ -17,7 +17,7 @@ from torch import nn
 
 from ..errors import StateError
 from ..layout.live import LiveModel
-from ..names import NamedTensor, canonical_name, unwrap
+from ..names import NamedTensor, canonical_name, modules_once, unwrap
 from .beyond import (
     Beyond,
     Path,
@@ -67,7 +67,7 @@ def has_own_loading(model: nn.Module) -> bool:
 
 def _differs_from_torch(model: nn.Module, methods: tuple[str, ...], hooks: tuple[str, ...]) -> bool:
     plain: set[type] = set()
-    for module in model.modules():
+    for _, module in modules_once(model):
         cls = type(module)
         if cls not in plain and any(getattr(cls, n) is not getattr(nn.Module, n) for n in methods):
             return True

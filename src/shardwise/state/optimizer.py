@@ -155,16 +155,18 @@ def drain(
         for parameter in group["params"]:
             name = names[id(parameter)]
             for key, value in optimizer.state.get(parameter, {}).items():
-                few = _few_bits(parameter, value, forms.get(id(parameter), {}).get(key))
+                is_spread = isinstance(value, torch.Tensor) and _is_spread_like(value, parameter)
+                agreed = forms[id(parameter)].get(key) if id(parameter) in forms else None
+                few = _few_bits(parameter, value, agreed) if is_spread else None
                 if few is None:
-                    _sort_state(found, scalars, parameter, name, key, value)
+                    _sort_state(found, scalars, parameter, name, key, value, is_spread=is_spread)
                 else:
                     found.low_bit.setdefault(name, {})[key] = few
     found.has_unseen_gradients = has_unseen_gradients(optimizer)
     for parameter, gradient in waiting_gradients(optimizer):
         name = names[id(parameter)]
         _check_gradient(optimizer, parameter, name, gradient)
-        _sort_state(found, scalars, parameter, name, GRADIENT, gradient)
+        _sort_state(found, scalars, parameter, name, GRADIENT, gradient, is_spread=True)
     on_host = iter(to_host([t.detach() for entries in scalars.values() for _, _, t in entries]))
     for key, entries in scalars.items():
         found.packed[key] = torch.stack([next(on_host).reshape(()) for _ in entries])
@@ -173,9 +175,7 @@ def drain(
     return found
 
 
-def _few_bits(parameter: torch.Tensor, value: Any, agreed: AgreedForm | None) -> LowBitState | None:
-    if not isinstance(value, torch.Tensor) or not _is_spread_like(value, parameter):
-        return None
+def _few_bits(parameter: torch.Tensor, value: torch.Tensor, agreed: AgreedForm | None) -> LowBitState | None:
     form = form_of(value) if agreed is None else agreed.form
     return (
         None if form is None else LowBitState(value, parameter, form, agreed is not None and agreed.is_mixed)
@@ -203,7 +203,10 @@ def _sort_state(
     name: str,
     key: str,
     value: Any,
+    *,
+    is_spread: bool,
 ) -> None:
+    """``is_spread``: the value is a tensor, sharded like its parameter."""
     if not isinstance(key, str):
         raise StateError(
             f"the optimizer keeps a state of {name} under {brief(key)}, which is not text; such state has no name to be "
@@ -215,7 +218,7 @@ def _sort_state(
     refuse_unstorable(f"optimizer state {name}.{key}", value)
     if value.dim() == 0:
         scalars.setdefault(f"{key}.{code_of(value.dtype)}", []).append((name, key, local_tensor(value)))
-    elif _is_spread_like(value, parameter):
+    elif is_spread:
         found.tensors.setdefault(name, {})[key] = value
     elif isinstance(value, DTensor):
         raise StateError(
