@@ -135,7 +135,7 @@ def resumed(place: Path) -> None:
 
 def trainer_resumed(place: Path) -> None:
     """The newest checkpoint of a Trainer that is of its form, its place in the data, and the rest of the epoch."""
-    path = newest(trainer_line_of(str(place)), {})
+    path = newest([trainer_line_of(str(place))], {})
     data = DataPlace(lambda _: None, reads_again=True)
     state = state_of(3, trained=False)
     state = dataclasses.replace(state, dataloader=None, extra={"trainer": {}, "data": data})
