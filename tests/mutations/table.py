@@ -1593,7 +1593,7 @@ MUTATIONS = (
         "preemption/leases.py",
         "return lease.is_final and not lease.covers(self.calls, self.turns)",
         "return lease.is_final",
-        ("tests/preemption/test_preemption.py::test_all_ranks_stop_at_one_call",),
+        ("tests/preemption/test_preemption.py::test_rank_0_stops_where_its_last_lease_ends",),
         "rank 0 stops before the lease ends",
     ),
     Mutation(

@@ -55,6 +55,18 @@ def test_all_ranks_stop_at_one_call(seed: int) -> None:
     assert first <= found[0][0], "no rank was asked before"
 
 
+def test_rank_0_stops_where_its_last_lease_ends() -> None:
+    """It is asked while calls are lent ahead: the other rank, which comes later, passes these."""
+    store = dist.HashStore()
+    first, other = (StopPoint(store, "stop", rank, 20.0) for rank in range(2))
+    first.begin()
+    while not first.reached(first.calls, is_asked=first.calls >= 20):
+        pass
+    while not other.reached(other.calls, is_asked=False):
+        pass
+    assert 20 < first.calls == other.calls
+
+
 def test_a_lease_takes_back_no_call_of_the_one_before() -> None:
     """Calls that become slow have shorter leases, but another rank may have passed the calls of the long one."""
     lender, lease = Lender(), Lease()
