@@ -36,9 +36,29 @@ class _Loop:
     first_asked_s: float | None = None
     first_call_then: int = 0
     """Calls of rank 0 when the first rank was asked."""
+    known_call: int | None = None
+    """Calls of rank 0 when it could know: it was asked itself, or another rank's word was in the store."""
     calls: dict[int, int] = field(default_factory=dict)
     ended: dict[int, tuple[str, Any]] = field(default_factory=dict)
     """``stopped`` with call and step, ``end``, ``error`` with the ranks it names, ``unreachable``."""
+
+    def is_known(self) -> None:
+        """Rank 0 can know from now on that a rank was asked."""
+        if self.known_call is None:
+            self.known_call = max(self.calls.values(), default=0)
+
+
+class _Told(dict[str, bytes]):
+    """The store's values. Notes when the first rank has told that it was asked."""
+
+    def __init__(self, values: dict[str, bytes], loop: _Loop) -> None:
+        super().__init__(values)
+        self._loop = loop
+
+    def __setitem__(self, key: str, value: bytes) -> None:
+        if key.endswith("/asked"):
+            self._loop.is_known()
+        super().__setitem__(key, value)
 
 
 def stop_problems(world: World, server: Server) -> list[str]:
@@ -59,6 +79,7 @@ def stop_problems(world: World, server: Server) -> list[str]:
         stray=draw.randrange(size) if draw.random() < 0.1 else -1,
     )
     world.note(f"{loop}")
+    server.data = _Told(server.data, loop)
     processes = [born(world, server, rank, size) for rank in range(size)]
     server.duplicates = 0.3 if draw.random() < 0.2 else 0.0
     for process in processes:
@@ -103,6 +124,8 @@ def _main(world: World, loop: _Loop, process: Process) -> None:
         loop.calls[rank] = call
         if loop.asked.get(rank) == call:
             stops.request()
+            if rank == 0:
+                loop.is_known()
             if loop.first_asked_s is None:
                 loop.first_asked_s, loop.first_call_then = world.now, max(loop.calls.values())
         shown = step + 1000 if rank == loop.stray and call > 4 else step
@@ -164,8 +187,8 @@ def _judged(loop: _Loop, processes: list[Process]) -> list[str]:
             problems.append(f"false alarm: no rank was asked to stop, and all stop at call {call}")
         elif call < min(loop.asked.values()):
             problems.append(f"false alarm: all stop at call {call}, before a rank was asked")
-        elif loop.fault is None and call > loop.first_call_then + _MOST_CALLS_LATE:
-            problems.append(f"late: asked at call {loop.first_call_then}, stopped at {call}")
+        elif loop.fault is None and loop.known_call is not None and call > loop.known_call + _MOST_CALLS_LATE:
+            problems.append(f"late: known at call {loop.known_call}, stopped at {call}")
     if loop.fault is None and loop.stray < 0:
         if kinds - {"stopped", "end"}:
             problems.append(f"false alarm: {loop.ended}")
