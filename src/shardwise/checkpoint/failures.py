@@ -25,7 +25,7 @@ OnSaveError = Literal["raise", "warn"]
 class Failures:
     """The saves of a run that failed in a row. The same on every rank, because the ranks fail alike.
 
-    Raises ``ValueError`` for options that there are not.
+    Raises ``ValueError`` for an ``on_error`` that is not in :data:`OnSaveError`, and for ``most`` below 1.
     """
 
     on_error: OnSaveError
@@ -47,10 +47,10 @@ class Failures:
         If all fail, the report says why, or the last error is raised; see :meth:`note`. Raises the error in a
         :class:`RefusalError` at once. Collective, if the ways are.
         """
-        *others, last = ways
-        for path in (*others, last):
+        last = [*ways][-1]
+        for path, save in ways.items():
             try:
-                report = ways[path]()
+                report = save()
             except RefusalError as refusal:
                 raise refusal.error from None
             except Exception as error:

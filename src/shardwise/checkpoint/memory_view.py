@@ -24,7 +24,8 @@ Holdings = Mapping[str, Sequence[tuple[int, str, Sequence[int]]]]
 
 
 class MemoryView:
-    """A directory with every file of a step: links to what this host holds whole, and room for what its ranks bring from others."""
+    """A directory with every file of a step: links to the files that this host holds whole, and room for units that its ranks bring from
+    other hosts."""
 
     def __init__(self, host: Host, ranks: Ranks, manifest: Manifest, text: bytes, holdings: Holdings) -> None:
         self.manifest = manifest

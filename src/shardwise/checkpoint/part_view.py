@@ -1,4 +1,5 @@
-"""A step in parts as a directory that a restore reads: links to the files that are here, and of others what this host's ranks need."""
+"""A step in parts as a directory that a restore reads: links to the files that are here, and the
+blocks of other hosts' files that this host's ranks need."""
 
 from __future__ import annotations
 

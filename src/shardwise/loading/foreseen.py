@@ -36,7 +36,7 @@ class StagingTally:
         self._found: dict[int, _Staged] = {}
 
     def add(self, rank: int, planned: Planned) -> None:
-        """Note what a rank that has this plan tells the others, and what it stages."""
+        """Note a rank's plan: it tells the other ranks of it, and stages memory for it."""
         plan = planned.plan
         self._first = self._first or planned
         self._facts[rank] = facts_of(planned, "", "")

@@ -21,7 +21,7 @@ class PartTarget:
     1. Rank 0's :meth:`begin`, and then :meth:`follow` of the others with the name that it drew.
     2. When all files are written, :meth:`text_of` on rank 0, and :meth:`seal` with that text at every place.
     3. When every place has sealed its part, :meth:`appear`. So a host that is lost before leaves no part, and one that is lost here
-       leaves a step that some places hold and others don't, which no resume takes.
+       leaves a step that only some places hold; no resume takes it.
     """
 
     def __init__(self, final: str, places: tuple[Place, ...], own: int) -> None:
