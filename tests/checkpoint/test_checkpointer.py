@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from tests.checkpoint import _checkpointer_fns as fns
 from tests.harness.logged import warnings_logged
 from tests.harness.on_ranks import on_ranks
 from tests.harness.pool import RankPool
+from tests.harness.small_disks import small_disk_at
 from tests.harness.tiers import long
 
 
@@ -141,15 +141,8 @@ def test_a_run_finds_its_own_line(ranks: RankPool, tmp_path: Path) -> None:
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 1 MiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], check=False, capture_output=True
-    )
-    if mounted.returncode:
-        pytest.skip("mounting needs root")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
+    with small_disk_at(tmp_path / "disk", "1m") as disk:
+        yield disk
 
 
 def test_full_disk_fails_on_every_rank(ranks: RankPool, tiny_disk: Path) -> None:

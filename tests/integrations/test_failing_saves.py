@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.harness.pool import RankPool
+from tests.harness.small_disks import small_disk_at
 from tests.integrations import _failing_saves_fns as fns
 from tests.integrations.test_trainer import hub as hub
 
@@ -18,15 +18,8 @@ from tests.integrations.test_trainer import hub as hub
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 64 MiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(disk)], check=False, capture_output=True
-    )
-    if mounted.returncode:
-        pytest.skip("mounting needs root")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
+    with small_disk_at(tmp_path / "disk", "64m") as disk:
+        yield disk
 
 
 TOO_LARGE = os.strerror(errno.EFBIG)
