@@ -10,6 +10,8 @@ import transformers
 
 import shardwise as sw
 from shardwise.errors import SourceError
+from shardwise.internals.torch import fake_tensors
+from shardwise.phases import measure
 from tests.harness.tiers import long
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -78,3 +80,22 @@ def test_a_training_in_other_dtypes() -> None:
     parts = [{a.what: a.nbytes for a in run.phase("save, sync").amounts} for run in (narrow, wide)]
     for what in ("parameters", "gradients", "optimizer state"):
         assert parts[1][what] == pytest.approx(2 * parts[0][what], rel=1e-4)
+
+
+def test_views_made_without_torch_s_rules_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_of(name: str, auto_class: object, *, checkpointing: bool) -> object:
+        training = sw.Training(
+            sequence_length=130, checkpointing=checkpointing
+        )  # the last chunk of 64 is padded
+        return sw.plan(CONFIGS / f"{name}.json", ranks=2, training=training, auto_class=auto_class).run
+
+    cases = [("qwen3.5-35b-a3b", transformers.Qwen3_5MoeForCausalLM), ("gpt-oss-20b", None)]
+    fast = [run_of(*case, checkpointing=on) for case in cases for on in (True, False)]
+    monkeypatch.setattr(measure, "fake_device_or_view", lambda *_: None)
+    assert fast == [run_of(*case, checkpointing=on) for case in cases for on in (True, False)]
+
+
+def test_a_view_of_a_known_value_is_known() -> None:
+    with fake_tensors(), measure.LiveBytes(iter(()), widen=False):
+        value = torch.tensor(3)  # torch keeps the values of single elements
+        assert int(value.view(1)) == 3

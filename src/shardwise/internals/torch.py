@@ -28,6 +28,7 @@ __all__ = [
     "dtensor_like",
     "empty_like",
     "fake_store",
+    "fake_device_or_view",
     "fake_tensors",
     "is_checkpointed",
     "is_stateful_loader",
@@ -98,6 +99,30 @@ def fake_tensors() -> Iterator[None]:
             yield
     finally:
         log.removeFilter(quiet)
+
+
+def fake_device_or_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of ``func`` where it asks a fake tensor for its device or makes a view of it; None for other operations.
+
+    They are most of what a model dispatches, and neither needs torch's rules: the operation itself makes a view without memory.
+    The mode of :func:`fake_tensors` looks for each in a cache whose key holds the offset, and so misses in loops over the parts of
+    a tensor. Tensors whose values torch keeps are left to that mode.
+
+    torch 2.12-2.14: ``FakeTensor`` and ``in_kernel_invocation_manager``. Without it, a plan of Qwen3.5-35B-A3B, whose
+    linear attention walks over the sequence in Python, takes 3.2 CPU s, not 2.0.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+
+    tensor = args[0] if args else None
+    if type(tensor) is not FakeTensor:
+        return None
+    if func is torch.ops.prim.device.default:
+        return tensor.fake_device
+    if not (func.is_view or func is torch.ops.aten._unsafe_view.default) or tensor.constant is not None:
+        return None
+    with in_kernel_invocation_manager(tensor.fake_mode):
+        view = func(*args, **kwargs)
+    return FakeTensor(tensor.fake_mode, view, tensor.fake_device) if isinstance(view, torch.Tensor) else None
 
 
 def sibling_meshes(mesh: Any) -> torch.Tensor:

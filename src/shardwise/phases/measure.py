@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..internals.torch import TorchDispatchMode, fake_tensors, storage_key, tree_leaves
+from ..internals.torch import TorchDispatchMode, fake_device_or_view, fake_tensors, storage_key, tree_leaves
 from ..internals.transformers import one_sequence_a_sample
 from ..names import canonical_name
 from .groups import Event, StepGroup
 from .products import Product, product_of
 from .training import Training
 
-__all__ = ["Measured", "alike", "measure"]
+__all__ = ["LiveBytes", "Measured", "alike", "measure"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Measured:
     """Whether what ran in two bytes an element stands for fp32."""
 
 
-class _LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):
     """Bytes of live storages, and the most there were since the last event."""
 
     def __init__(self, known: Iterator[torch.Tensor], *, widen: bool) -> None:
@@ -53,7 +53,9 @@ class _LiveBytes(TorchDispatchMode):
         self._sizes = {storage_key(tensor): 0 for tensor in known}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result = fake_device_or_view(func, args, kwargs or {})
+        if result is None:
+            result = func(*args, **(kwargs or {}))
         if (product := product_of(func, args)) is not None and product not in self.products:
             self.products[product] = None
             self._narrow += product.itemsize == 2 and not self._widen
@@ -138,7 +140,7 @@ def measure(
         reached: set[int] = set()
         for index, rep in passed_over.items():
             stack.enter_context(_passing_on(groups[index].module, rep, outputs))
-        tracker = _LiveBytes(iter(parameters.values()), widen=widen)
+        tracker = LiveBytes(iter(parameters.values()), widen=widen)
         _hook(stack, groups, tracker, outputs, parameters, reached, times)
         ids = torch.zeros(training.batch_size, training.sequence_length, dtype=torch.int64)
         with tracker:
@@ -239,7 +241,7 @@ def _passing_on(module: nn.Module, rep: int, outputs: dict[int, Any]) -> Iterato
 def _hook(
     stack: ExitStack,
     groups: Sequence[StepGroup],
-    tracker: _LiveBytes,
+    tracker: LiveBytes,
     outputs: dict[int, Any],
     parameters: dict[int, nn.Parameter],
     reached: set[int],
