@@ -41,6 +41,7 @@ from shardwise.catalog.checkpoint import catalog_of_checkpoint
 from shardwise.checkpoint.collect import Collected, Lineage
 from shardwise.checkpoint.fill_optimizer import TrainedBy, plan_states
 from shardwise.checkpoint.optimizer import stored_states
+from shardwise.checkpoint.own_files import own_parts
 from shardwise.checkpoint.save_manifest import file_records, manifest_of, merged_records
 from shardwise.checkpoint.snapshot import Snapshot, layout_hash, take_snapshot
 from shardwise.checkpoint.stored_checkpoint import StoredCheckpoint
@@ -249,6 +250,7 @@ def collected_of(snapshot: Snapshot) -> Collected:
         seed=0,
         software={"torch": torch.__version__},
         hub_tensors={},
+        own=own_parts(snapshot, 0),
     )
 
 

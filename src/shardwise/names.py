@@ -206,7 +206,8 @@ def modules_by_path(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     while stack:
         path, module = stack.pop()
         yield path, module
-        stack += reversed([(f"{path}.{n}" if path else n, child) for n, child in children(module)])
+        if module._modules:  # most modules have none
+            stack += reversed([(f"{path}.{n}" if path else n, child) for n, child in children(module)])
 
 
 def modules_once(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

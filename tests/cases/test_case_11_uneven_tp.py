@@ -115,13 +115,10 @@ def save(folder: Path, spread: Geometry) -> int:
     per_rank = {rank: rank_files(stored, rank) for rank in spread.ranks}
     most = max(map(len, per_rank.values()))
 
-    def piece_of(one: Slice) -> torch.Tensor:
-        return FULL[one.held.box.start[0] : one.held.box.stop[0]]
-
     folder.mkdir()
     for rank, files in per_rank.items():
         for k, slices in enumerate(files):
-            write_slices(str(folder / file_name("model", rank, k, most)), slices, piece_of)
+            write_slices(str(folder / file_name("model", rank, k, most)), slices, ([FULL[s.held.box.slices]] for s in slices))
     return most
 
 

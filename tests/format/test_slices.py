@@ -218,7 +218,7 @@ def test_headers_are_read_by_others(
     for rank in sorted({r for t in tensors for r in t.geometry.ranks}):
         for k, slices in enumerate(rank_files(tensors, rank)):
             path = folder / file_name("model", rank, k, 9)
-            entry = write_slices(str(path), slices, lambda s: box_of(full[s.tensor.name], s))
+            entry = write_slices(str(path), slices, ([box_of(full[s.tensor.name], s)] for s in slices))
             assert entry.nbytes == path.stat().st_size
             assert entry.header_bytes == len(header_bytes(slices))
             assert entry.header_bytes % 8 == 0
