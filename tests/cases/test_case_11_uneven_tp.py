@@ -24,7 +24,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwise.catalog import catalog_of_safetensors
-from shardwise.format.slices import Slice, SliceTensor, file_name, rank_files
+from shardwise.format.slices import SliceTensor, file_name, rank_files
 from shardwise.layout.placements import Cut, Geometry, cut_boxes, local_boxes, local_shape
 from shardwise.layout.wanted import Layout, Wanted, contiguous_strides
 from shardwise.planning import IOOptions, build_plan
@@ -118,7 +118,11 @@ def save(folder: Path, spread: Geometry) -> int:
     folder.mkdir()
     for rank, files in per_rank.items():
         for k, slices in enumerate(files):
-            write_slices(str(folder / file_name("model", rank, k, most)), slices, ([FULL[s.held.box.slices]] for s in slices))
+            write_slices(
+                str(folder / file_name("model", rank, k, most)),
+                slices,
+                ([FULL[s.held.box.slices]] for s in slices),
+            )
     return most
 
 

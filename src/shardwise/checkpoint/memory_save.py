@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import xxhash
 
-from ..catalog.checkpoint import directory
 from ..digests.digest import partial_sum
 from ..digests.pending import partial_sums
 from ..dtypes import torch_dtype

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..catalog.checkpoint import directory
 from ..dtypes import itemsize
-from ..format.slices import Slice, SliceTensor, file_name, owner_ranks, rank_files
+from ..format.slices import Slice, SliceTensor, file_name, rank_files
 from ..format.spread import file_count
 from ..gc_paused import gc_paused
 from ..layout.boxes import LocalBox
@@ -18,8 +19,7 @@ from .snapshot import Live, ModelPart, OptimizerPart, Snapshot
 __all__ = ["OwnFile", "OwnPart", "Piece", "boxes_on", "own_parts"]
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):  # as a slice
     """One box of a tensor on this rank."""
 
     live: Live
@@ -77,15 +77,9 @@ def _own_part(part: ModelPart | OptimizerPart, rank: int) -> OwnPart:
         )
         for k, slices in enumerate(rank_files(stored, rank))
     ]
-    replicas = _replicas_of_others(part.live, rank)
-    return OwnPart(files, [Piece(v, held) for v in replicas for held in boxes_on(v.stored, rank)])
-
-
-def _replicas_of_others(live: Sequence[Live], rank: int) -> Iterator[Live]:
-    """Tensors of which this rank's copy is not written by this rank: another one does, or the checkpoint refers to them."""
-    for v in live:
-        if v.counted and (v.refers or rank not in owner_ranks(v.stored.geometry, v.stored.owner)):
-            yield v
+    written = {s.tensor.name for file in files for s in file.slices}
+    others = [v for v in part.live if v.counted and v.stored.name not in written]
+    return OwnPart(files, [Piece(v, held) for v in others for held in boxes_on(v.stored, rank)])
 
 
 def boxes_on(stored: SliceTensor, rank: int) -> tuple[LocalBox, ...]:

@@ -32,8 +32,8 @@ from ..store.write import make_directories, write_file
 from .at_top import show_at_top
 from .collect import Collected, Lineage, collect
 from .document_files import checked_text, write_documents
-from .parts import begin_parts, publish_parts
 from .own_files import OwnPart, Piece
+from .parts import begin_parts, publish_parts
 from .pieces import Contents, LiveContents, pieces_of
 from .save_manifest import file_records, manifest_of, merged_records, outline_of
 from .shared_fs import wait_for_folders

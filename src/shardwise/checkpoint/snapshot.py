@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -26,7 +26,6 @@ from ..gc_paused import gc_paused
 from ..internals.transformers import is_transformers_model
 from ..layout.live import LiveModel, describe
 from ..layout.model import local_tensor, world_size
-from ..layout.placements import Geometry
 from ..limits import brief
 from ..names import NamedTensor, canonical_name
 from ..recipe.match import Recipe
@@ -55,8 +54,7 @@ class MadeOf:
     stored: Mapping[str, StoredTensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Live:
+class Live(NamedTuple):  # as a slice
     """A stored tensor and its live tensor. ``counted=False`` for a second copy under a tied name."""
 
     stored: SliceTensor
