@@ -241,6 +241,33 @@ def test_headers_are_read_by_others(
             assert content[: len(expected)] == expected
 
 
+def test_a_header_is_the_json_of_its_slices() -> None:
+    """Header texts are put together of parts, and are what ``json`` makes of the whole, to the byte."""
+    names = ('q"uote', "back\\slash", "nämlich", "line\nend", "\u2028", "\U0001f600", "plain.weight")
+    tensors = [
+        SliceTensor(f"{name}.{dtype}.{len(shape)}", dtype, shape, geometry)
+        for name in names
+        for dtype in ("F32", "BF16", "BOOL")  # boxes of one shape are one object, whatever the dtype
+        for shape in ((8, 3), (5,), ())
+        for geometry in ([FSDP] if shape else [PLAIN])
+    ]
+    for rank in range(4):
+        for slices in (*rank_files(tensors, rank), []):
+            offsets = {s.tensor.name: {"saved_offsets": s.held.box.start} for s in slices}
+            info = json.dumps(offsets, separators=(",", ":"))
+            document: dict[str, Any] = {
+                "__metadata__": {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": info}
+            }
+            for s in slices:
+                document[s.tensor.name] = {
+                    "dtype": s.tensor.dtype,
+                    "shape": s.held.box.sizes,
+                    "data_offsets": (s.offset_bytes, s.offset_bytes + s.nbytes),
+                }
+            text = json.dumps(document, separators=(",", ":")).encode()
+            assert header_bytes(slices)[8:].rstrip(b" ") == text
+
+
 def values(tensor: SliceTensor) -> torch.Tensor:
     return torch.arange(math.prod(tensor.shape)).to(torch_dtype(tensor.dtype)).reshape(tensor.shape)
 
