@@ -39,13 +39,17 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import shardwise as sw
 from shardwise.catalog.checkpoint import catalog_of_checkpoint
 from shardwise.checkpoint.collect import Collected, Lineage
+from shardwise.checkpoint.compare import comparable
+from shardwise.checkpoint.document_files import checked_text
 from shardwise.checkpoint.fill_optimizer import TrainedBy, plan_states
 from shardwise.checkpoint.optimizer import stored_states
-from shardwise.checkpoint.save_manifest import file_records, manifest_of, merged_records
-from shardwise.checkpoint.snapshot import Snapshot, layout_hash, take_snapshot
+from shardwise.checkpoint.own_files import own_parts
+from shardwise.checkpoint.save_manifest import file_records, manifest_of, merged_records, outline_of
+from shardwise.checkpoint.snapshot import Snapshot, plain_sums, take_snapshot
+from shardwise.checkpoint.space import payload_bytes
 from shardwise.checkpoint.stored_checkpoint import StoredCheckpoint
 from shardwise.format.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry, Manifest, read_manifest
-from shardwise.format.slices import boxes_to_write, file_name, header_bytes, rank_files
+from shardwise.format.slices import boxes_to_write, file_name, header_bytes
 from shardwise.format.spread import file_count
 from shardwise.gc_paused import gc_paused
 from shardwise.layout.live import describe
@@ -185,16 +189,15 @@ def timed(work: Callable[[], Any], repeats: int) -> tuple[float, Any]:
 
 
 def plan_save(state: sw.TrainState, rank: int) -> tuple[Snapshot, list[tuple[str, bytes]]]:
-    """What a rank works out before it writes: its state by reference, its slice files and their headers."""
+    """What a rank works out before it writes: its state by reference, hashes to compare it with that of other ranks, its slice
+    files, a reader's check of its documents, the bytes of all, and its files' headers."""
     snapshot = take_snapshot(state, 1)
-    layout_hash(snapshot)
-    headers = []
-    for part in snapshot.parts:
-        stored = [v.stored for v in part.live]
-        count = file_count(stored)
-        for k, slices in enumerate(rank_files(stored, rank)):
-            headers.append((file_name(part.kind, rank, k, count), header_bytes(slices)))
-    return snapshot, headers
+    ranks = Ranks(rank=rank, world_size=dist.get_world_size())
+    comparable(snapshot, plain_sums(snapshot), ranks)
+    collected = collected_of(snapshot, rank)
+    checked_text(collected.local, outline_of(collected, ranks), f"rank/{rank:05d}", "")
+    payload_bytes(collected)
+    return snapshot, [(f.name, header_bytes(f.slices)) for part in collected.own for f in part.files]
 
 
 def records_of_all(collected: Collected, ranks: int, header: int) -> Callable[[int], dict[str, Any]]:
@@ -237,8 +240,8 @@ def records_of_all(collected: Collected, ranks: int, header: int) -> Callable[[i
     return record
 
 
-def collected_of(snapshot: Snapshot) -> Collected:
-    """A snapshot as a save collects it."""
+def collected_of(snapshot: Snapshot, rank: int = 0) -> Collected:
+    """A snapshot as a save collects it on a rank."""
     return Collected(
         snapshot=snapshot,
         shared={},
@@ -249,6 +252,7 @@ def collected_of(snapshot: Snapshot) -> Collected:
         seed=0,
         software={"torch": torch.__version__},
         hub_tensors={},
+        own=own_parts(snapshot, rank),
     )
 
 

@@ -1,18 +1,17 @@
-"""What a save and a restore cost as ranks grow: planning of a rank, messages, rank 0's decision, manifest, and the store.
+"""What a save costs as ranks grow: planning of a rank, messages, rank 0's decision, the manifest, and agreements on the store.
 
     OMP_NUM_THREADS=1 python benchmarks/scale.py                     # 64, 256, 1,024 and 4,096 ranks, 100,000 tensors
     OMP_NUM_THREADS=1 python benchmarks/scale.py --only store        # agreements on a real TCPStore
     OMP_NUM_THREADS=1 python benchmarks/scale.py --only messages
 
-*Messages*: one process plays the ranks of a save one after another on the model of ``metadata.py``: each makes the record that
+*Messages*: one process plays the ranks of a save one after another on the model of ``metadata.py``. One of them plans: all that a
+rank works out before payload moves. Then each makes the record that
 it would send after writing (checksums' digits and sums are stand-ins), and the code of the save merges them in the tree of
 ranks, as they would. Counted are the bytes that rank 0 receives, those of the rank that receives most, and those of all ranks
 together, which all pass the store; beside them what rank 0 would receive if each rank sent it all of its sums. Then rank 0's
 part: merging, the manifest, its text, and a reader's check of it.
 
-*Store*: a TCPStore in a process of its own, one client (a socket and a thread) for each rank, in processes that share the
-cores. Each round is the production code's. *Store* seconds are CPU seconds of the store's process in one round; the seconds
-that pass are those of all clients on these cores, too. ``--tensors`` numbers travel up the tree in a round of sums.
+*Store*: :mod:`scale_store`. ``--tensors`` numbers travel up the tree in a round of sums. The exit status is 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -20,23 +19,15 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
-import resource
-import statistics
 import subprocess
 import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import numpy as np
 import torch
-import torch.distributed as dist
 
 from benchmarks.metadata import (
     collected_of,
@@ -47,16 +38,25 @@ from benchmarks.metadata import (
     records_of_all,
     timed,
 )
+from benchmarks.scale_store import measured_apart
 from shardwise.checkpoint.save_manifest import manifest_of, merged_records
-from shardwise.digests.replicas import added_sums
 from shardwise.format.manifest import parse_manifest
 from shardwise.gc_paused import gc_paused
 from shardwise.ranks.messages import pack, unpack
 from shardwise.ranks.ranks import Ranks
 from shardwise.ranks.tree import ranks_below
-from tests.harness.thread_ranks import ThreadRanks, rank_on
 
 RANKS = (64, 256, 1024, 4096)
+#: The most that a figure may be.
+GOALS = {
+    "planning, CPU s": 2.0,
+    "planning, MiB": 500,
+    "rank 0 receives, MB": 50,
+    "rank 0's decision, CPU s": 5.0,
+    "manifest, MB": 20,
+    "agree, store s": 1.0,
+    "gather, store s": 1.0,
+}
 MEBI = 2**20
 
 
@@ -64,23 +64,28 @@ MEBI = 2**20
 # Messages of a save
 
 
-def measure_messages(params: int, ranks: int, mesh: str) -> dict[str, Any]:
+def measure_messages(params: int, ranks: int, mesh: str, repeats: int) -> dict[str, Any]:
     """Planning of one rank, all records merged in the tree, and rank 0's decision; in a process of its own."""
     with ranks_not_there(ranks):
         state = make_state(params, ranks, mesh)
-        gc.collect()
-        before = peak_bytes()
-        plan_s, (snapshot, headers) = timed(lambda: plan_save(state, rank_of(ranks)), 1)
+        seconds, before = [], begin_peak()
+        snapshot, headers = plan_save(state, rank_of(ranks))
         plan_bytes = peak_bytes() - before
+        for _ in range(repeats):
+            del snapshot, headers
+            gc.collect()
+            begun = time.process_time()
+            snapshot, headers = plan_save(state, rank_of(ranks))
+            seconds.append(time.process_time() - begun)
         collected = collected_of(snapshot)
         records = records_of_all(collected, ranks, max(len(h) for _, h in headers))
         sums = sum(v.counted for part in snapshot.parts for v in part.live)
         first, received, sent, merge_s = merged_up(records, ranks)
-    before = peak_bytes()
+    before = begin_peak()
     decide_s, text = timed(lambda: decided(collected, ranks, first), 1)
     return {
         "tensors": sum(len(part.live) for part in snapshot.parts),
-        "planning, CPU s": round(plan_s, 2),
+        "planning, CPU s": round(min(seconds), 2),
         "planning, MiB": round(plan_bytes / MEBI),
         "rank 0 receives, MB": round(received[0] / 1e6, 1),
         "most that a rank receives, MB": round(max(received) / 1e6, 1),
@@ -121,153 +126,75 @@ def decided(collected: Any, ranks: int, payloads: list[bytes]) -> str:
     return text
 
 
+def begin_peak() -> int:
+    """Let the system count this process's peak of memory from now on. Returns the bytes that it has now."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak_bytes()
+
+
 def peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    (line,) = [one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith("VmHWM")]
+    return int(line.split()[1]) * 1024
 
 
 # ----------------------------------------------------------------------------------------------------
-# Agreements on a real store
+# The table
 
 
-def serve() -> None:
-    """Host a store; tell its port; at each line of input tell the CPU seconds of this process."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    print(store.port, flush=True)
-    for _ in sys.stdin:
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        print(used.ru_utime + used.ru_stime, used.ru_maxrss * 1024, flush=True)
-
-
-def client(port: int, first: int, last: int, ranks: int, tensors: int, rounds: int) -> None:
-    """Play the ranks from ``first`` to ``last`` - 1, a thread each; a round of each kind at each line of input."""
-    threading.stack_size(512 * 1024)
-    with ThreadPoolExecutor(last - first) as pool:  # some connections take five seconds, here and there
-        held = list(pool.map(lambda rank: rank_on(port, rank, ranks, timeout_s=600), range(first, last)))
-    kinds = ["agree", "gather", "sums"] if tensors else ["agree", "gather"]
-    steps = [kind for kind in kinds for _ in range(rounds)]
-    start, end = threading.Barrier(last - first + 1), threading.Barrier(last - first + 1)
-
-    def run(member: ThreadRanks) -> None:
-        for kind in steps:
-            start.wait()
-            one_round(kind, member, tensors)
-            end.wait()
-
-    threads = [threading.Thread(target=run, args=(member,)) for member in held]
-    for thread in threads:
-        thread.start()
-    print("ready", flush=True)
-    for _ in steps:
-        sys.stdin.readline()
-        start.wait()
-        end.wait()
-        print("done", flush=True)
-
-
-def one_round(kind: str, ranks: ThreadRanks, tensors: int) -> None:
-    if kind == "agree":
-        with ranks.agree("bench"):
-            pass
-    elif kind == "gather":
-        ranks.combine("bench", lambda: "x" * 600, len)
-    else:
-        ranks.reduce(
-            "bench", lambda: np.full(tensors, ranks.rank, np.uint64), added_sums, lambda s: int(s[0])
-        )
-
-
-def measure_store(ranks: int, tensors: int, rounds: int, processes: int) -> dict[str, Any]:
-    """Store seconds and seconds of each kind of round, medians of the rounds after the first."""
-    server = child("--serve")
-    port = int(server.stdout.readline())  # type: ignore[union-attr]
-    cuts = [ranks * k // processes for k in range(processes + 1)]
-    clients = [child("--client", *map(str, (port, a, b, ranks, tensors, rounds))) for a, b in pairwise(cuts)]
-    for one in clients:
-        answer(one)
-    found: dict[str, Any] = {}
-    for kind in ["agree", "gather", "sums"] if tensors else ["agree", "gather"]:
-        cpu, wall = [], []
-        for _ in range(rounds):
-            before, begun = float(told(server).split()[0]), time.perf_counter()
-            for one in clients:
-                say(one)
-            for one in clients:
-                answer(one)
-            wall.append(time.perf_counter() - begun)
-            cpu.append(float(told(server).split()[0]) - before)
-        found[f"{kind}, store s"] = round(statistics.median(cpu[1:] or cpu), 3)
-        found[f"{kind}, first, store s"] = round(cpu[0], 3)
-        found[f"{kind}, s"] = round(statistics.median(wall[1:] or wall), 2)
-    found["store's memory, MiB"] = round(float(told(server).split()[1]) / MEBI)
-    for one in [*clients, server]:
-        one.stdin.close()  # type: ignore[union-attr]
-        one.wait(60)
+def played_apart(params: int, ranks: int, mesh: str, repeats: int) -> dict[str, Any]:
+    """:func:`measure_messages` in a process of its own."""
+    words = ("--played", str(ranks), "--params", str(params), "--mesh", mesh, "--repeats", str(repeats))
+    done = subprocess.run([sys.executable, __file__, *words], stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 
-def child(*words: str) -> subprocess.Popen[str]:
-    command = [sys.executable, __file__, *words]
-    environment = {
-        **os.environ,
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-    }  # else a line for each client whose host has no name
-    return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    )
+def table(rows: dict[int, dict[str, Any]]) -> str:
+    """The figures by number of ranks, as Markdown; those past their goal in bold."""
+    names = dict.fromkeys(name for row in rows.values() for name in row)
+    lines = ["| ranks | " + " | ".join(f"{n:,}" for n in rows) + " | goal |", "|---" * (len(rows) + 2) + "|"]
+    for name in names:
+        cells = [f"**{row[name]}**" if name in missed(row) else str(row[name]) for row in rows.values()]
+        lines.append(f"| {name} | {' | '.join(cells)} | {GOALS.get(name, '')} |")
+    return "\n".join(lines)
 
 
-def say(process: subprocess.Popen[str]) -> None:
-    assert process.stdin is not None
-    process.stdin.write("\n")
-    process.stdin.flush()
-
-
-def answer(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line:
-        raise SystemExit(f"{process.args} ended with {process.wait()}")
-    return line
-
-
-def told(process: subprocess.Popen[str]) -> str:
-    say(process)
-    return answer(process)
-
-
-# ----------------------------------------------------------------------------------------------------
+def missed(row: dict[str, Any]) -> list[str]:
+    """The figures that are past their goal."""
+    return [name for name, most in GOALS.items() if row.get(name, 0) > most]
 
 
 def main() -> None:
+    """Measure and print; exit status 1 if a goal is missed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     parser.add_argument("--params", type=int, default=33_400, help="in steps of 200; three tensors each")
     parser.add_argument("--mesh", default="1-D", help="of benchmarks/metadata.py")
+    parser.add_argument("--repeats", type=int, default=3, help="of a rank's planning; the least counts")
     parser.add_argument("--tensors", type=int, default=0, help="numbers that a rank sends in a round of sums")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--only", choices=("messages", "store"))
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--client", type=int, nargs=6, help=argparse.SUPPRESS)
+    parser.add_argument("--json", action="store_true")
     parser.add_argument("--played", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    if args.serve:
-        serve()
-    elif args.client:
-        client(*args.client)
-    elif args.played:
-        print(json.dumps(measure_messages(args.params, args.played, args.mesh)))
-    else:
-        for ranks in args.ranks:
-            if args.only != "store":
-                words = ("--played", str(ranks), "--params", str(args.params), "--mesh", args.mesh)
-                print(ranks, "messages", answer(child(*words)).strip(), flush=True)
-            if args.only != "messages":
-                found = measure_store(ranks, args.tensors, args.rounds, args.processes)
-                print(ranks, "store", json.dumps(found), flush=True)
+    if args.played:
+        print(json.dumps(measure_messages(args.params, args.played, args.mesh, args.repeats)))
+        return
+    rows: dict[int, dict[str, Any]] = {}
+    for ranks in args.ranks:
+        row = rows[ranks] = {}
+        if args.only != "store":
+            row |= played_apart(args.params, ranks, args.mesh, args.repeats)
+        if args.only != "messages":
+            row |= measured_apart(ranks, args.tensors, args.rounds, args.processes)
+        print(ranks, json.dumps(row), file=sys.stderr, flush=True)
+    print(json.dumps(rows) if args.json else table(rows))
+    sys.exit(any(missed(row) for row in rows.values()))
 
 
 if __name__ == "__main__":

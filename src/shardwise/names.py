@@ -6,8 +6,7 @@ FSDP1, applied in any order.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -35,7 +34,6 @@ __all__ = [
 
 # torch.compile; torch's activation checkpointing; FSDP1; DDP, DataParallel and most third-party wrappers.
 _WRAPPER_PARTS = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"))
-_WRAPPER_PART = re.compile("|".join(_WRAPPER_PARTS))
 
 
 def canonical_name(path: str) -> str:
@@ -44,7 +42,7 @@ def canonical_name(path: str) -> str:
     >>> canonical_name("_orig_mod.layers.0._checkpoint_wrapped_module.mlp.weight")
     'layers.0.mlp.weight'
     """
-    if not _WRAPPER_PART.search(path):
+    if "module" not in path and "_orig_mod" not in path:  # every part of a wrapper has one of these
         return path
     return ".".join(part for part in path.split(".") if part not in _WRAPPER_PARTS)
 
@@ -148,13 +146,14 @@ def named_tensors(model: nn.Module) -> tuple[NamedTensor, ...]:
     Raises:
         LayoutError: two different tensors have one canonical name; names all such cases.
     """
-    return tensors_of(modules_by_path(model))
+    return tensors_of(tuple(modules_by_path(model)))
 
 
-def tensors_of(modules: Iterable[tuple[str, nn.Module]]) -> tuple[NamedTensor, ...]:
+def tensors_of(modules: Sequence[tuple[str, nn.Module]]) -> tuple[NamedTensor, ...]:
     """:func:`named_tensors` of a model whose tree was walked already; ``modules`` as :func:`modules_by_path` gives them."""
     entries: dict[int, _Entry] = {}
-    holders: dict[str, list[str]] = {}
+    of_name: dict[str, _Entry] = {}
+    clashes: set[str] = set()
     for path, module in modules:
         if not module._parameters and not module._buffers:
             continue
@@ -162,13 +161,14 @@ def tensors_of(modules: Iterable[tuple[str, nn.Module]]) -> tuple[NamedTensor, .
             entry = entries.get(id(tensor))
             if entry is None:
                 entry = entries[id(tensor)] = _Entry(tensor, kind)
-            full_path = f"{path}.{attribute}" if path else attribute
-            name = canonical_name(full_path)
+            name = canonical_name(f"{path}.{attribute}" if path else attribute)
+            if of_name.setdefault(name, entry) is not entry:
+                clashes.add(name)
             entry.names[name] = None
             entry.owners[(id(module), attribute)] = (module, attribute)
             entry.persistent |= persistent
-            holders.setdefault(name, []).append(full_path)
-    _refuse_collisions(entries, holders)
+    if clashes:
+        _refuse_collisions(clashes, modules)
     return tuple(
         NamedTensor(
             name=(names := tuple(entry.names))[0],
@@ -206,7 +206,8 @@ def modules_by_path(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     while stack:
         path, module = stack.pop()
         yield path, module
-        stack += reversed([(f"{path}.{n}" if path else n, child) for n, child in children(module)])
+        if module._modules:  # most modules have none
+            stack += reversed([(f"{path}.{n}" if path else n, child) for n, child in children(module)])
 
 
 def modules_once(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -230,19 +231,18 @@ def own_tensors(
             yield attribute, buffer, "buffer", attribute not in module._non_persistent_buffers_set
 
 
-def _refuse_collisions(entries: dict[int, _Entry], holders: dict[str, list[str]]) -> None:
-    if sum(len(entry.names) for entry in entries.values()) == len(holders):
-        return  # each name has one tensor
-    count: dict[str, int] = {}
-    for entry in entries.values():
-        for name in entry.names:
-            count[name] = count.get(name, 0) + 1
-    clashes = [name for name, tensors in count.items() if tensors > 1]
-    if clashes:
-        lines = [f"  - {name}: held at {', '.join(holders[name])}" for name in clashes]
-        raise LayoutError(
-            "different tensors of the model have one name once wrapper parts "
-            f"({', '.join(sorted(_WRAPPER_PARTS))}) are left out:\n"
-            + "\n".join(lines)
-            + "\nRename one of the attributes, or unwrap the model before passing it on."
-        )
+def _refuse_collisions(names: Set[str], modules: Sequence[tuple[str, nn.Module]]) -> None:
+    """Raise for ``names`` that several tensors have."""
+    held: dict[str, list[str]] = {}
+    for path, module in modules:
+        for attribute, *_ in own_tensors(module):
+            full_path = f"{path}.{attribute}" if path else attribute
+            if (name := canonical_name(full_path)) in names:
+                held.setdefault(name, []).append(full_path)
+    lines = [f"  - {name}: held at {', '.join(paths)}" for name, paths in held.items()]
+    raise LayoutError(
+        "different tensors of the model have one name once wrapper parts "
+        f"({', '.join(sorted(_WRAPPER_PARTS))}) are left out:\n"
+        + "\n".join(lines)
+        + "\nRename one of the attributes, or unwrap the model before passing it on."
+    )

@@ -24,7 +24,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwise.catalog import catalog_of_safetensors
-from shardwise.format.slices import Slice, SliceTensor, file_name, rank_files
+from shardwise.format.slices import SliceTensor, file_name, rank_files
 from shardwise.layout.placements import Cut, Geometry, cut_boxes, local_boxes, local_shape
 from shardwise.layout.wanted import Layout, Wanted, contiguous_strides
 from shardwise.planning import IOOptions, build_plan
@@ -115,13 +115,14 @@ def save(folder: Path, spread: Geometry) -> int:
     per_rank = {rank: rank_files(stored, rank) for rank in spread.ranks}
     most = max(map(len, per_rank.values()))
 
-    def piece_of(one: Slice) -> torch.Tensor:
-        return FULL[one.held.box.start[0] : one.held.box.stop[0]]
-
     folder.mkdir()
     for rank, files in per_rank.items():
         for k, slices in enumerate(files):
-            write_slices(str(folder / file_name("model", rank, k, most)), slices, piece_of)
+            write_slices(
+                str(folder / file_name("model", rank, k, most)),
+                slices,
+                ([FULL[s.held.box.slices]] for s in slices),
+            )
     return most
 
 

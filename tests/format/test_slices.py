@@ -218,7 +218,7 @@ def test_headers_are_read_by_others(
     for rank in sorted({r for t in tensors for r in t.geometry.ranks}):
         for k, slices in enumerate(rank_files(tensors, rank)):
             path = folder / file_name("model", rank, k, 9)
-            entry = write_slices(str(path), slices, lambda s: box_of(full[s.tensor.name], s))
+            entry = write_slices(str(path), slices, ([box_of(full[s.tensor.name], s)] for s in slices))
             assert entry.nbytes == path.stat().st_size
             assert entry.header_bytes == len(header_bytes(slices))
             assert entry.header_bytes % 8 == 0
@@ -239,6 +239,33 @@ def test_headers_are_read_by_others(
             ]
             expected = piece.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
             assert content[: len(expected)] == expected
+
+
+def test_a_header_is_the_json_of_its_slices() -> None:
+    """Header texts are put together of parts, and are what ``json`` makes of the whole, to the byte."""
+    names = ('q"uote', "back\\slash", "nämlich", "line\nend", "\u2028", "\U0001f600", "plain.weight")
+    tensors = [
+        SliceTensor(f"{name}.{dtype}.{len(shape)}", dtype, shape, geometry)
+        for name in names
+        for dtype in ("F32", "BF16", "BOOL")  # boxes of one shape are one object, whatever the dtype
+        for shape in ((8, 3), (5,), ())
+        for geometry in ([FSDP] if shape else [PLAIN])
+    ]
+    for rank in range(4):
+        for slices in (*rank_files(tensors, rank), []):
+            offsets = {s.tensor.name: {"saved_offsets": s.held.box.start} for s in slices}
+            info = json.dumps(offsets, separators=(",", ":"))
+            document: dict[str, Any] = {
+                "__metadata__": {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": info}
+            }
+            for s in slices:
+                document[s.tensor.name] = {
+                    "dtype": s.tensor.dtype,
+                    "shape": s.held.box.sizes,
+                    "data_offsets": (s.offset_bytes, s.offset_bytes + s.nbytes),
+                }
+            text = json.dumps(document, separators=(",", ":")).encode()
+            assert header_bytes(slices)[8:].rstrip(b" ") == text
 
 
 def values(tensor: SliceTensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from shardwise import names
+from shardwise.format import slices
 from shardwise.layout import model as layout
 from shardwise.ranks.protocol import Agreement
 
@@ -28,6 +30,8 @@ class Looks:
     """How often tensors of a whole module tree were named, of any module."""
     geometries: int = 0
     """How often it was worked out how a model's tensors are spread."""
+    files: int = 0
+    """How often the slice files of a rank were worked out for one part of a state."""
     rounds: Counter[str] = field(default_factory=Counter)
     """Rounds of agreement, by label. There are none with one rank."""
 
@@ -46,12 +50,16 @@ def looks() -> Iterator[Looks]:
     def geometries(_: FrameType) -> None:
         found.geometries += 1
 
+    def files(_: FrameType) -> None:
+        found.files += 1
+
     def agreed(frame: FrameType) -> None:
         found.rounds[frame.f_locals["request"].label] += 1
 
     counted: dict[CodeType, Callable[[FrameType], None]] = {
         _WALK.__code__: walk,
         layout.geometries_of.__code__: geometries,
+        inspect.unwrap(slices.rank_files).__code__: files,
         Agreement.agree.__code__: agreed,
     }
 

@@ -18,6 +18,7 @@ import shardwise.checkpoint.checkpointer as checkpointer_module
 import shardwise.checkpoint.restore as restore_module
 import shardwise.checkpoint.save as save_module
 from shardwise.checkpoint.collect import Collected, Lineage
+from shardwise.checkpoint.own_files import own_parts
 from shardwise.checkpoint.shared_fs import manifest_seen_by_first
 from shardwise.checkpoint.snapshot import ModelPart, Snapshot
 from shardwise.checkpoint.stored_documents import read_documents
@@ -89,6 +90,7 @@ def _collect(state: _State, step: int, lineage: Lineage, ranks: Any) -> Collecte
         0,
         {CONVERTED: "a simulation"},  # such a checkpoint need not hold random states, which are large
         {},
+        own_parts(_SNAPSHOT, state.rank),
     )
 
 

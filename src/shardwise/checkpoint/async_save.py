@@ -37,7 +37,7 @@ def reserve_for(collected: Collected, buffer: StagingBuffer, ranks: Ranks, most_
     Raises :class:`StateError` on every rank if a rank's largest piece is larger than the budget.
     """
     with ranks.agree("reserve staging"):
-        pieces = list(pieces_of(collected, ranks.rank))
+        pieces = list(pieces_of(collected))
         staging = StagedPieces(pieces)
         needed = staging.nbytes
         if most_bytes is not None and needed > most_bytes:
@@ -62,7 +62,7 @@ class AsyncSave:
         after: Callable[[], None],
     ) -> None:
         self.step = collected.step
-        pieces = list(pieces_of(collected, ranks.rank))
+        pieces = list(pieces_of(collected))
         self._nbytes = sum(piece.nbytes for piece in pieces if piece.is_copied)
         self._staging = StagedPieces(pieces)
         try:

@@ -23,6 +23,7 @@ from ..state.train_state import TrainState, document_of
 from ..state.typed_json import Encoded, encode
 from .compare import LAYOUT, PLAIN, comparable, differing_in, differing_tensors, merged
 from .low_bit_save import agree_on_forms
+from .own_files import OwnPart, own_parts
 from .snapshot import Snapshot, on_host, plain_sums, plain_tensors, take_snapshot
 
 __all__ = ["Collected", "Lineage", "collect", "software_versions"]
@@ -75,6 +76,8 @@ class Collected:
     seed: int
     software: Mapping[str, str]
     hub_tensors: Mapping[str, Mapping[str, tuple[int, ...]]]
+    own: Sequence[OwnPart]
+    """What this rank writes, for each part of the snapshot."""
 
 
 def collect(state: TrainState, step: int, lineage: Lineage, ranks: Ranks) -> Collected:
@@ -85,15 +88,17 @@ def collect(state: TrainState, step: int, lineage: Lineage, ranks: Ranks) -> Col
     snapshot: Snapshot | None = None
     assets: dict[str, bytes] = {}
     sums: dict[str, int] = {}
+    own: tuple[OwnPart, ...] = ()
 
     forms = agree_on_forms(state, ranks)
 
     def collected() -> dict[str, Any]:
-        nonlocal snapshot, assets, sums
+        nonlocal snapshot, assets, sums, own
         snapshot = take_snapshot(state, step, forms)
         for live in (live for part in snapshot.parts for live in part.live):
             refuse_meta(live.stored.name, live.tensor)
         _check_names(snapshot)
+        own = own_parts(snapshot, ranks.rank)
         assets = _assets(state) if ranks.rank == 0 else {}
         if ranks.world_size > 1:
             sums = plain_sums(snapshot)
@@ -115,6 +120,7 @@ def collect(state: TrainState, step: int, lineage: Lineage, ranks: Ranks) -> Col
         torch.initial_seed() % 2**63,
         software_versions(state),
         _hub_tensors(state),
+        own,
     )
 
 

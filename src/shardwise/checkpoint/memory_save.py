@@ -12,15 +12,13 @@ from typing import Any
 import torch
 import xxhash
 
-from ..catalog.checkpoint import directory
 from ..digests.digest import partial_sum
 from ..digests.pending import partial_sums
 from ..dtypes import torch_dtype
 from ..errors import CheckpointError, ShardwiseError
 from ..format.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry
 from ..format.places import rank_of_file
-from ..format.slices import Slice, file_name, header_bytes, rank_files
-from ..format.spread import file_count
+from ..format.slices import header_bytes
 from ..memory.copies import copy_units
 from ..memory.link import Reader
 from ..memory.maps import Maps, copy_bytes
@@ -32,9 +30,9 @@ from ..ranks.ranks import Ranks
 from ..store.slice_file import tensor_bytes
 from .collect import Collected
 from .document_files import checked_text, write_documents
-from .pieces import LiveContents, Piece, boxes_on, live_piece
+from .own_files import OwnFile, Piece, boxes_on
+from .pieces import LiveContents, live_piece
 from .save_manifest import file_records, manifest_of_written, merged_records, outline_of
-from .snapshot import Live
 from .stage import detached_documents
 
 __all__ = ["Host", "MemorySave"]
@@ -60,26 +58,17 @@ class Host:
 class _File:
     """One slice file in the slot."""
 
-    name: str
+    own: OwnFile
     header: bytes
-    slices: list[tuple[Slice, Live]]
     memory: torch.Tensor | None = None
 
     @property
+    def name(self) -> str:
+        return self.own.name
+
+    @property
     def nbytes(self) -> int:
-        return len(self.header) + sum(s.nbytes for s, _ in self.slices)
-
-
-def _files_of(collected: Collected, rank: int) -> list[_File]:
-    found = []
-    for part in collected.snapshot.parts:
-        by_name = {v.stored.name: v for v in part.live}
-        stored = [v.stored for v in part.live if not v.refers]
-        count = file_count(stored)
-        for k, slices in enumerate(rank_files(stored, rank)):
-            name = f"{directory(part.kind, part.name)}/{file_name(part.kind, rank, k, count)}"
-            found.append(_File(name, header_bytes(slices), [(s, by_name[s.tensor.name]) for s in slices]))
-    return found
+        return len(self.header) + sum(s.nbytes for s in self.own.slices)
 
 
 class MemorySave:
@@ -120,19 +109,19 @@ class MemorySave:
     def _copy(self) -> None:
         rank, places = self._ranks.rank, self._host.places
         self.slot.clear()
-        self._files = _files_of(self._collected, rank)
+        self._files = [_File(f, header_bytes(f.slices)) for part in self._collected.own for f in part.files]
         beside = places.beside(rank)
         self.slot.keep_only({rank}, {f.name for f in self._files})
         if places.is_leader(rank):
             self.slot.keep_only({rank_of_file(n) for n in self.slot.files()}.difference(beside), ())
-        contents = LiveContents(Piece(v, s.held) for f in self._files for s, v in f.slices)
+        contents = LiveContents(piece for file in self._files for piece in file.own.pieces)
         memories = self._host.maps.of(self.slot, {f.name: f.nbytes for f in self._files})
         for file in self._files:
             memory = file.memory = memories[file.name]
             at = len(file.header)
             memory[:at] = torch.frombuffer(bytearray(file.header), dtype=torch.uint8)
-            for one, live in file.slices:
-                for _, part in contents.parts_of(Piece(live, one.held)):
+            for piece in file.own.pieces:
+                for _, part in contents.parts_of(piece):
                     for view in tensor_bytes(part):
                         copy_bytes(view, memory, at)
                         at += view.nbytes
@@ -185,14 +174,15 @@ class MemorySave:
         for file in self._files:
             assert file.memory is not None
             at = len(file.header)
-            for one, live in file.slices:
-                if id(live) in totals and one.nbytes:
-                    data = file.memory[at : at + one.nbytes]
-                    box = one.held.box
-                    dtype = torch_dtype(one.tensor.dtype)
+            for piece in file.own.pieces:
+                live, nbytes = piece.live, piece.nbytes
+                if id(live) in totals and nbytes:
+                    data = file.memory[at : at + nbytes]
+                    box = piece.held.box
+                    dtype = torch_dtype(live.stored.dtype)
                     values = torch.frombuffer(data.numpy().data, dtype=dtype).view(box.sizes)
                     totals[id(live)] += partial_sum(values, box.start)
-                at += one.nbytes
+                at += nbytes
                 self._ranks.tick()
             payload = file.memory[len(file.header) :].numpy().data
             blocks = [

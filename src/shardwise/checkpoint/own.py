@@ -84,7 +84,7 @@ class OwnState:
         def asked() -> list[str]:
             return differences_of_model(stored, lives[name])
 
-        if not stored.leaves and not has_own_loading(lives[name].root):
+        if not stored.leaves and not has_own_loading(lives[name]):
             self._note(document, [], asked)
             return False
         before = tensor_sums(lives[name])

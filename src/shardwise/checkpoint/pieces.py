@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, repeat
 from typing import Protocol
@@ -14,12 +13,10 @@ import torch
 from ..devices import copies_late
 from ..digests.pending import PendingSums
 from ..dtypes import itemsize, torch_dtype
-from ..format.slices import SliceTensor, owner_ranks, rank_files
 from ..layout.boxes import Box, LocalBox
 from ..layout.model import local_tensor
-from ..layout.placements import cut_boxes
 from .collect import Collected
-from .snapshot import Live
+from .own_files import Piece
 from .stage import StagingBuffer, room_for
 from .verify import boxes_of_run, runs_of
 
@@ -27,14 +24,11 @@ __all__ = [
     "Contents",
     "InParts",
     "LiveContents",
-    "Piece",
     "StagedContents",
     "StagedPieces",
     "boxes_from",
-    "boxes_on",
     "live_piece",
     "pieces_of",
-    "replicas_of_others",
 ]
 
 #: Pinned memory of a save that waits: two copies of 8 MiB are under way or being written.
@@ -42,28 +36,6 @@ _RING_BYTES = 16 * 1024**2
 _SUM_BYTES = 8
 #: The most that the buffer adds to the bytes of a tensor.
 _ROUNDING_BYTES = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One box of a tensor on this rank."""
-
-    live: Live
-    held: LocalBox
-
-    @property
-    def is_on_device(self) -> bool:
-        """Whether it is copied from a device, which then sums its digest."""
-        return self.live.tensor.device.type not in ("cpu", "meta")
-
-    @property
-    def is_copied(self) -> bool:
-        """Whether its bytes go anywhere. Of a tensor that the checkpoint only refers to they are summed where they lie."""
-        return not self.live.refers
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.held.box.sizes) * itemsize(self.live.stored.dtype)
 
 
 def live_piece(piece: Piece) -> torch.Tensor:
@@ -74,30 +46,12 @@ def live_piece(piece: Piece) -> torch.Tensor:
     return found
 
 
-def boxes_on(stored: SliceTensor, rank: int) -> tuple[LocalBox, ...]:
-    """The boxes of a tensor that a rank holds."""
-    coordinate = stored.geometry.coordinate(rank)
-    return () if coordinate is None else cut_boxes(stored.shape, stored.geometry, coordinate)
-
-
-def pieces_of(collected: Collected, rank: int) -> Iterator[Piece]:
+def pieces_of(collected: Collected) -> Iterator[Piece]:
     """The pieces that a rank hands to the writer, in order. The writer writes them, or only sums replicas."""
-    for part in collected.snapshot.parts:
-        live = part.live
-        by_name = {v.stored.name: v for v in live}
-        for slices in rank_files([v.stored for v in live if not v.refers], rank):
-            for one in slices:
-                yield Piece(by_name[one.tensor.name], one.held)
-        for v in replicas_of_others(live, rank):
-            for held in boxes_on(v.stored, rank):
-                yield Piece(v, held)
-
-
-def replicas_of_others(live: Sequence[Live], rank: int) -> Iterator[Live]:
-    """Tensors of which this rank's copy is not written by this rank: another one does, or the checkpoint refers to them."""
-    for v in live:
-        if v.counted and (v.refers or rank not in owner_ranks(v.stored.geometry, v.stored.owner)):
-            yield v
+    for part in collected.own:
+        for file in part.files:
+            yield from file.pieces
+        yield from part.summed
 
 
 # --- contents --------------------------------------------------------------------------------------------

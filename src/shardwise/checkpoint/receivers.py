@@ -142,12 +142,16 @@ class _Extra(_OfCheckpoint):
 class _Modules(_OfCheckpoint):
     """State that modules keep beside tensors."""
 
-    def __init__(self, name: str, model: nn.Module, stored: StoredCheckpoint) -> None:
+    def __init__(self, name: str, lives: Mapping[str, LiveModel], stored: StoredCheckpoint) -> None:
         super().__init__(document_of("model", name, "modules"), stored)
-        self._model, self._places = model, stored.places
+        self._model, self._lives, self._places = name, lives, stored.places
+
+    @property
+    def _modules(self) -> dict[str, nn.Module]:
+        return dict(modules_with_state(self._lives[self._model].modules))
 
     def check(self, stored: Any) -> None:
-        lost = [path for path, _ in modules_with_state(self._model) if path not in stored]
+        lost = [path for path in self._modules if path not in stored]
         if lost:
             raise StateError(
                 f"{self.name}: the checkpoint holds no extra state of the module {lost[0]!r}; resume with the model that was "
@@ -155,7 +159,7 @@ class _Modules(_OfCheckpoint):
             )
 
     def restore(self, stored: Any) -> Iterable[str]:
-        modules = dict(modules_with_state(self._model))
+        modules = self._modules
         for path, module in modules.items():
             name, kept = f"{self.name}[{path!r}]", copy.deepcopy(stored[path])
             value = self._places.put(stored[path], module.get_extra_state)
@@ -168,10 +172,10 @@ class _Modules(_OfCheckpoint):
         ]
 
     def reaches_others(self) -> bool:
-        return any(True for _ in modules_with_state(self._model))
+        return bool(self._modules)
 
     def missing(self) -> None:
-        if any(True for _ in modules_with_state(self._model)):
+        if self._modules:
             super().missing()
 
 
@@ -309,8 +313,8 @@ def receivers_of(
         if target is not None:
             found.append(_Stateful(name, target, stored))
     found += [_Extra(state.extra, key, stored) for key in state.extra]
-    for name, model in state.models.items():
-        found += [_Modules(name, model, stored), Buffers(name, lives, stored)]
+    for name in state.models:
+        found += [_Modules(name, lives, stored), Buffers(name, lives, stored)]
     for name, optimizer in state.optimizers.items():
         found += [
             _Optimizer(name, optimizer, lives, stored),

@@ -15,8 +15,7 @@ from ..catalog.checkpoint import directory
 from ..digests.digest import partial_sum
 from ..errors import CheckpointError
 from ..format.manifest import FileEntry, Manifest
-from ..format.slices import Slice, file_name, header_bytes, rank_files
-from ..format.spread import file_count
+from ..format.slices import header_bytes
 from ..format.steps import misnamed
 from ..limits import inside
 from ..operations.announced import announced
@@ -33,11 +32,12 @@ from ..store.write import make_directories, write_file
 from .at_top import show_at_top
 from .collect import Collected, Lineage, collect
 from .document_files import checked_text, write_documents
+from .own_files import OwnPart, Piece
 from .parts import begin_parts, publish_parts
-from .pieces import Contents, LiveContents, Piece, boxes_on, pieces_of, replicas_of_others
+from .pieces import Contents, LiveContents, pieces_of
 from .save_manifest import file_records, manifest_of, merged_records, outline_of
 from .shared_fs import wait_for_folders
-from .snapshot import Live, ModelPart, OptimizerPart
+from .snapshot import Live
 from .space import payload_bytes, refuse_low_space
 
 __all__ = ["SaveReport", "publish_collected", "write_checkpoint"]
@@ -115,7 +115,7 @@ def write_checkpoint(
     started = time.perf_counter()
     with phase("collect"):
         collected = collect(state, step, lineage, ranks)
-    contents = LiveContents(pieces_of(collected, ranks.rank))
+    contents = LiveContents(pieces_of(collected))
     with counting() as asked:
         written = publish_collected(collected, target, ranks, contents, at_top=at_top)
     return SaveReport.of(
@@ -229,15 +229,9 @@ def _checked_texts(collected: Collected, ranks: Ranks, final: str) -> dict[str, 
 
 def _bytes_to_write(collected: Collected, texts: Mapping[str, bytes], rank: int) -> int:
     """The bytes of this rank's files, but for tensors of documents: these are known when they are encoded."""
-    slices = [
-        one
-        for part in collected.snapshot.parts
-        for one in rank_files([v.stored for v in part.live if not v.refers], rank)
-    ]
+    files = [file.slices for part in collected.own for file in part.files]
     small = [*texts.values(), *(collected.assets.values() if rank == 0 else ())]
-    return sum(len(header_bytes(file)) + sum(s.nbytes for s in file) for file in slices) + sum(
-        map(len, small)
-    )
+    return sum(len(header_bytes(file)) + sum(s.nbytes for s in file) for file in files) + sum(map(len, small))
 
 
 def _write_rank(
@@ -251,8 +245,9 @@ def _write_rank(
     """Write and sync this rank's files. Returns their entries and the digest sums of its copies of all tensors."""
     files: dict[str, FileEntry] = {}
     sums = _Sums(contents)
-    for part in collected.snapshot.parts:
-        _write_tensors(root, part, files, ranks, sums, counted)
+    for part, own in zip(collected.snapshot.parts, collected.own, strict=True):
+        sums.start(v for v in part.live if v.counted)
+        _write_tensors(root, own, files, ranks, sums, counted)
     for stem, pieces_of_stem in _documents(collected, ranks).items():
         write_documents(root, stem, texts[stem], pieces_of_stem, files)
         counted.add(len(texts[stem]))
@@ -303,28 +298,17 @@ class _Sums:
 
 def _write_tensors(
     root: str,
-    part: ModelPart | OptimizerPart,
+    own: OwnPart,
     files: dict[str, FileEntry],
     ranks: Ranks,
     sums: _Sums,
     counted: Operation,
 ) -> None:
-    live = part.live
-    sums.start(v for v in live if v.counted)
-    by_name = {v.stored.name: v for v in live}
-    stored = [v.stored for v in live if not v.refers]
-    count = file_count(stored)
-
-    def slice_parts(one: Slice) -> Iterator[torch.Tensor]:
-        return sums.parts_of(Piece(by_name[one.tensor.name], one.held))
-
-    for k, slices in enumerate(rank_files(stored, ranks.rank)):
-        name = f"{directory(part.kind, part.name)}/{file_name(part.kind, ranks.rank, k, count)}"
-        files[name] = write_slices(
-            os.path.join(root, name), slices, slice_parts, counted.counting(ranks.tick)
-        )
-    for v in replicas_of_others(live, ranks.rank):
-        for held in boxes_on(v.stored, ranks.rank):
-            for _ in sums.parts_of(Piece(v, held)):
-                pass  # another rank writes it, or none
+    for file in own.files:
+        contents = map(sums.parts_of, file.pieces)  # the writer takes them in the order of slices
+        path = os.path.join(root, file.name)
+        files[file.name] = write_slices(path, file.slices, contents, counted.counting(ranks.tick))
+    for piece in own.summed:
+        for _ in sums.parts_of(piece):
+            pass
         ranks.tick()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from ..format.states import StateKey
 from ..layout.placements import Geometry
 from ..ranks.ranks import Ranks
 from ..state.gradients import GRADIENT
+from ..state.optimizer import Drained
 from .collect import Collected
 from .snapshot import Live, ModelPart, OptimizerPart, Snapshot, plain_tensors
 
@@ -58,8 +59,25 @@ def manifest_of_written(collected: Collected, ranks: Ranks, records: Mapping[str
 
 
 def outline_of(collected: Collected, ranks: Ranks) -> Manifest:
-    """The manifest before anything is written: without files and digests."""
-    return _with_digests(collected, ranks, defaultdict(int), {})
+    """What the check of documents takes from a manifest, before anything is written: it has no files, no digests, and only the
+    tensors that documents name, which are buffers and those with states of few bits."""
+    snapshot = collected.snapshot
+    named = {name for o in snapshot.optimizers for name in o.drained.low_bit}
+    named |= {t.name for m in snapshot.models for t in m.named if t.kind == "buffer"}
+    models = [replace(m, live=tuple([v for v in m.live if v.stored.name in named])) for m in snapshot.models]
+    optimizers = [replace(o, drained=_only(o.drained, named)) for o in snapshot.optimizers]
+    spoken_of = replace(snapshot, models=tuple(models), optimizers=tuple(optimizers))
+    return _with_digests(replace(collected, snapshot=spoken_of), ranks, defaultdict(int), {})
+
+
+def _only(drained: Drained, names: Set[str]) -> Drained:
+    """The states of some parameters that are stored as tensors."""
+    tensors, packed = drained.tensors, drained.packed_index
+    return replace(
+        drained,
+        tensors={n: states for n, states in tensors.items() if n in names},
+        packed_index={n: states for n, states in packed.items() if n in names},
+    )
 
 
 def _with_digests(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -26,9 +26,8 @@ from ..gc_paused import gc_paused
 from ..internals.transformers import is_transformers_model
 from ..layout.live import LiveModel, describe
 from ..layout.model import local_tensor, world_size
-from ..layout.placements import Geometry
 from ..limits import brief
-from ..names import NamedTensor, canonical_name, modules_once
+from ..names import NamedTensor, canonical_name
 from ..recipe.match import Recipe
 from ..rng import capture_rng
 from ..state.beyond import Beyond
@@ -39,7 +38,7 @@ from ..state.optimizer import NO_FORMS, AgreedForm, Drained, drain, parameter_na
 from ..state.scaler import refuse_unfinished_step
 from ..state.schedulers import class_text, functions_left_out, unwrapped
 from ..state.several import is_several
-from ..state.storable import refuse_unstorable
+from ..state.storable import why_unstorable
 from ..state.train_state import TrainState, document_of
 from ..state.typed_json import Encoded, encode
 from .low_bit_save import low_bit_document, split_low_bit
@@ -55,8 +54,7 @@ class MadeOf:
     stored: Mapping[str, StoredTensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Live:
+class Live(NamedTuple):  # as a slice
     """A stored tensor and its live tensor. ``counted=False`` for a second copy under a tied name."""
 
     stored: SliceTensor
@@ -141,7 +139,8 @@ def take_snapshot(
     optimizers = tuple(_optimizer_part(name, o, lives, models, forms) for name, o in state.optimizers.items())
     beyond = _beyond(state, lives)
     documents = {
-        name: encode(value, where=name) for name, value in _documents(state, models, optimizers, step).items()
+        name: encode(value, where=name)
+        for name, value in _documents(state, lives, models, optimizers, step).items()
     }
     functions = {
         name: _without(encoded.not_stored) for name, encoded in documents.items() if encoded.not_stored
@@ -211,7 +210,8 @@ def _model_part(name: str, described: LiveModel, refers: frozenset[str] = frozen
     refuse_fsdp1(described.fsdp1_problem)
     persistent = described.stored
     for t in persistent:
-        refuse_unstorable(t.name, t.tensor)
+        if why := why_unstorable(t.tensor):
+            raise StateError(f"{t.name}: {why}")
     geometries, is_hub_model = described.geometries, is_transformers_model(described.unwrapped)
     aliases = {t.name: t.aliases for t in persistent if t.aliases and is_hub_model and t.name not in refers}
     all_of = [
@@ -252,22 +252,23 @@ def trained_model(optimizer: Optimizer, lives: Mapping[str, LiveModel]) -> str:
 
 def _optimizer_live(drained: Drained, model: ModelPart) -> list[Live]:
     geometries = {v.stored.name: v.stored.geometry for v in model.live}
-    tensors: dict[str, torch.Tensor] = {}
-    stored = []
-    for name, states in drained.tensors.items():
-        for key, tensor in states.items():
-            full = StateKey(name, key).name
-            tensors[full] = tensor
-            stored.append(SliceTensor(full, code_of(tensor.dtype), tuple(tensor.shape), geometries[name]))
-    for key, tensor in drained.packed.items():
-        full = packed_name(key)
-        tensors[full] = tensor
-        stored.append(SliceTensor(full, code_of(tensor.dtype), tuple(tensor.shape), replicated(world_size())))
-    return [Live(t, tensors[t.name]) for t in assign_owners(stored)]
+    found = [
+        (StateKey(name, key).name, tensor, geometries[name])
+        for name, states in drained.tensors.items()
+        for key, tensor in states.items()
+    ]
+    whole = replicated(world_size())
+    found += [(packed_name(key), tensor, whole) for key, tensor in drained.packed.items()]
+    stored = [SliceTensor(name, code_of(t.dtype), tuple(t.shape), geometry) for name, t, geometry in found]
+    return [Live(one, t) for one, (_, t, _) in zip(assign_owners(stored), found, strict=True)]
 
 
 def _documents(
-    state: TrainState, models: tuple[ModelPart, ...], optimizers: tuple[OptimizerPart, ...], step: int
+    state: TrainState,
+    lives: Mapping[str, LiveModel],
+    models: tuple[ModelPart, ...],
+    optimizers: tuple[OptimizerPart, ...],
+    step: int,
 ) -> dict[str, Any]:
     devices = {t.tensor.device for part in models for t in part.named}
     documents: dict[str, Any] = {"step": step, "rng": capture_rng(devices)}
@@ -296,8 +297,8 @@ def _documents(
     for name, value in state.extra.items():
         has_state = hasattr(value, "state_dict") or hasattr(value, "load_state_dict")
         documents[f"extra.{name}"] = _state_of(value, f"extra.{name}") if has_state else value
-    for name, model in state.models.items():
-        modules = {path: m.get_extra_state() for path, m in modules_with_state(model)}
+    for name, described in lives.items():
+        modules = {path: m.get_extra_state() for path, m in modules_with_state(described.modules)}
         if modules:
             documents[document_of("model", name, "modules")] = modules
     return documents
@@ -316,10 +317,12 @@ def _classes_in(scheduler: Any) -> Any:
     return class_text(scheduler)
 
 
-def modules_with_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules that keep state beside tensors (``get_extra_state``), by canonical name, once each."""
-    for path, module in modules_once(model):
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
+def modules_with_state(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
+    """Those of a model's modules that keep state beside tensors (``get_extra_state``), by canonical name, once each."""
+    found: set[int] = set()
+    for path, module in modules:
+        if type(module).get_extra_state is not nn.Module.get_extra_state and id(module) not in found:
+            found.add(id(module))
             yield canonical_name(path), module
 
 
@@ -363,16 +366,16 @@ def document_hash(encoded: Encoded) -> str:
 
 def layout_hash(snapshot: Snapshot) -> str:
     """Hash of the stored tensors and their layout on ranks; one manifest can describe only one layout."""
-    geometries: dict[Geometry, int] = {}
-    total = xxhash.xxh3_64()
+    kinds: dict[tuple[Any, ...], int] = {}  # far fewer than tensors
+    parts = []
     for part in snapshot.parts:
-        total.update(f"{part.kind} {part.name}".encode())
+        of_part = []
         for live in part.live:
             t = live.stored
-            index = geometries.setdefault(t.geometry, len(geometries))
-            total.update(repr((t.name, t.dtype, t.shape, index, live.refers)).encode())
-    total.update(repr(list(geometries)).encode())
-    return total.hexdigest()
+            index = kinds.setdefault((t.dtype, t.shape, t.geometry, live.refers), len(kinds))
+            of_part.append((t.name, index))
+        parts.append((part.kind, part.name, of_part))
+    return xxhash.xxh3_64_hexdigest(json.dumps([parts, [repr(kind) for kind in kinds]]).encode())
 
 
 def plain_tensors(snapshot: Snapshot, *, kind: str = "") -> dict[str, tuple[ModelPart, NamedTensor]]:

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ..checkpoint.pieces import InParts, Piece, boxes_from, boxes_on, live_piece
+from ..checkpoint.own_files import Piece, boxes_on
+from ..checkpoint.pieces import InParts, boxes_from, live_piece
 from ..checkpoint.snapshot import Live
 from ..checkpoint.stage import StagingBuffer
 from ..devices import copies_late

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from ..adapters.names import WrappedNames, wrapped_names
-from ..checkpoint.pieces import InParts, Piece, boxes_on, live_piece
+from ..checkpoint.own_files import Piece, boxes_on
+from ..checkpoint.pieces import InParts, live_piece
 from ..checkpoint.snapshot import Live
 from ..dtypes import torch_dtype
 from ..errors import CheckpointError

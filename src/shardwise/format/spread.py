@@ -172,4 +172,5 @@ class Spread:
 
 def file_count(tensors: Sequence[SliceTensor]) -> int:
     """The largest number of slice files of any rank. Every slice file's name ends with it."""
-    return max(Spread(tensors).held.values(), default=0)
+    kinds = {(t.shape, t.geometry, t.owner, t.dtype): t for t in tensors}
+    return max(Spread([*kinds.values()]).held.values(), default=0)

@@ -36,6 +36,8 @@ class LiveModel:
     """Inside PEFT's wrapper, too: the model that names of stored tensors are about."""
     tensors: tuple[NamedTensor, ...]
     """Every distinct parameter and buffer, in module order; FSDP2's as shards."""
+    modules: tuple[tuple[str, nn.Module], ...]
+    """Every module with its path, in order; one that stands twice is there twice."""
     fsdp_modules: tuple[FSDPModule, ...]
     """The modules that ``fully_shard`` was applied to."""
     fsdp1_problem: str | None
@@ -101,6 +103,7 @@ def describe(model: nn.Module) -> LiveModel:
         root=model,
         unwrapped=unwrap(model),
         base=base_of(model),
+        modules=modules,
         fsdp_modules=reshard(module for _, module in modules),
         tensors=tensors_of(modules),
         fsdp1_problem=fsdp1_problem(modules),

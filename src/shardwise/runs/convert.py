@@ -17,7 +17,8 @@ import torch
 from ..catalog import StoredFile, StoredTensor
 from ..catalog.checkpoint import directory, packed_name, replicated
 from ..checkpoint.collect import Collected, Lineage
-from ..checkpoint.pieces import InParts, Piece, live_piece
+from ..checkpoint.own_files import Piece, own_parts
+from ..checkpoint.pieces import InParts, live_piece
 from ..checkpoint.save import publish_collected
 from ..checkpoint.snapshot import Live, MadeOf, ModelPart, OptimizerPart, Snapshot, layout_hash
 from ..dtypes import code_of, torch_dtype
@@ -119,6 +120,7 @@ def convert(
         step = int(named[1]) if named else 0
         run = describe_run(root, home, step=step, trust_remote_code=trust_remote_code, io=io)
         snapshot = _snapshot(run, ranks.world_size)
+        own = own_parts(snapshot, ranks.rank)
         files = _files_of(run)
         claim.alike([layout_hash(snapshot), [[f.path, f.version] for f in files if f.version is not None]])
     run_id = run.run_id or ranks.on_first("run id", lambda: secrets.token_hex(8))
@@ -132,6 +134,7 @@ def convert(
         seed=run.seed,
         software={**run.software, CONVERTED: run.kind},
         hub_tensors={n: m.hub_tensors for n, m in run.models.items() if m.hub_tensors is not None},
+        own=own,
     )
     this_operation(final)  # counts what is written
     with SourceReader(ranks.tick, files=files, io=io, page_cache=page_cache_for(io, ())) as reader:

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..errors import StateError
 from ..layout.live import LiveModel
-from ..names import NamedTensor, canonical_name, modules_once, unwrap
+from ..names import NamedTensor, canonical_name, unwrap
 from .beyond import (
     Beyond,
     Path,
@@ -60,14 +60,14 @@ def refuse_fsdp1(problem: str | None) -> None:
         raise StateError(problem)
 
 
-def has_own_loading(model: nn.Module) -> bool:
+def has_own_loading(live: LiveModel) -> bool:
     """Whether the model's ``load_state_dict`` does more than that of torch's base class."""
-    return _differs_from_torch(model, *_LOADING)
+    return _differs_from_torch(live, *_LOADING)
 
 
-def _differs_from_torch(model: nn.Module, methods: tuple[str, ...], hooks: tuple[str, ...]) -> bool:
+def _differs_from_torch(live: LiveModel, methods: tuple[str, ...], hooks: tuple[str, ...]) -> bool:
     plain: set[type] = set()
-    for _, module in modules_once(model):
+    for _, module in live.modules:
         cls = type(module)
         if cls not in plain and any(getattr(cls, n) is not getattr(nn.Module, n) for n in methods):
             return True
@@ -90,7 +90,7 @@ def beyond_model(name: str, live: LiveModel) -> Beyond:
     Calls the model's ``state_dict`` if it may hold more than torch's. Paths begin with the canonical key.
     """
     model = live.root
-    if not _differs_from_torch(model, *_SAVING):
+    if not _differs_from_torch(live, *_SAVING):
         return Beyond()
     try:
         leaves = _leaves(model, live.tensors)
@@ -145,7 +145,7 @@ def give_back_to_model(own: StoredOwn, live: LiveModel, places: Places) -> list[
     Call it after restoring the model's tensors: it passes the live ones, so torch copies nothing. Tensors in
     ``own`` move to the devices of the live ones. Returns reasons for a failure; raises no error of the model.
     """
-    if not (own.leaves or has_own_loading(live.root)):
+    if not (own.leaves or has_own_loading(live)):
         return []
     try:
         now = dict(_leaves(live.root, live.tensors))
@@ -158,7 +158,7 @@ def give_back_to_model(own: StoredOwn, live: LiveModel, places: Places) -> list[
 
 def differences_of_model(own: StoredOwn, live: LiveModel) -> list[str]:
     """One line per value of the model's own state that differs from the stored one. Rank-local."""
-    if not (own.leaves or _differs_from_torch(live.root, *_SAVING)):
+    if not (own.leaves or _differs_from_torch(live, *_SAVING)):
         return []
     try:
         now = _leaves(live.root, live.tensors)
@@ -201,7 +201,7 @@ def make_room(live: LiveModel, shapes: Mapping[str, tuple[int, ...]]) -> bool:
         if type(t.tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and not t.tensor.is_meta
         and any(tuple(t.tensor.shape) != shapes[n] for n in t.names if n in shapes)
     ]  # fmt: skip
-    if not other or not has_own_loading(live.root):
+    if not other or not has_own_loading(live):
         return False
     zeros: list[tuple[Path, Any]] = [
         ((n,), t.tensor.new_zeros(shapes[n])) for t in other for n in t.names if n in shapes

@@ -26,7 +26,7 @@ from ..models.host_memory import HostMemory
 from ..names import NamedTensor
 from .gradients import GRADIENT, has_unseen_gradients, waiting_gradients
 from .low_bit import Form, StoredForm, form_of, part_name, room_for
-from .storable import refuse_unstorable
+from .storable import why_unstorable
 
 __all__ = [
     "NO_FORMS",
@@ -167,9 +167,9 @@ def drain(
         name = names[id(parameter)]
         _check_gradient(optimizer, parameter, name, gradient)
         _sort_state(found, scalars, parameter, name, GRADIENT, gradient, is_spread=True)
-    on_host = iter(to_host([t.detach() for entries in scalars.values() for _, _, t in entries]))
+    on_host = iter(to_host([t for entries in scalars.values() for _, _, t in entries]))
     for key, entries in scalars.items():
-        found.packed[key] = torch.stack([next(on_host).reshape(()) for _ in entries])
+        found.packed[key] = torch.stack([next(on_host) for _ in entries]).detach()
         for index, (name, state, _) in enumerate(entries):
             found.packed_index.setdefault(name, {})[state] = (key, index)
     return found
@@ -215,7 +215,8 @@ def _sort_state(
     if not isinstance(value, torch.Tensor):
         found.values.setdefault(name, {})[key] = value
         return
-    refuse_unstorable(f"optimizer state {name}.{key}", value)
+    if why := why_unstorable(value):
+        raise StateError(f"optimizer state {name}.{key}: {why}")
     if value.dim() == 0:
         scalars.setdefault(f"{key}.{code_of(value.dtype)}", []).append((name, key, local_tensor(value)))
     elif is_spread:

@@ -9,17 +9,7 @@ from ..dtypes import code_of
 from ..errors import FormatError, StateError
 from ..internals.torch import local_tensor
 
-__all__ = ["refuse_meta", "refuse_unstorable"]
-
-
-def refuse_unstorable(where: str, tensor: torch.Tensor) -> None:
-    """Raise :class:`StateError` naming ``where`` if a tensor (the local part of a DTensor) can't be stored.
-
-    Accepts tensors on meta, which may be planned but not written: see :func:`refuse_meta`.
-    """
-    why = _why_not(local_tensor(tensor))
-    if why:
-        raise StateError(f"{where}: {why}")
+__all__ = ["refuse_meta", "why_unstorable"]
 
 
 def refuse_meta(where: str, tensor: torch.Tensor) -> None:
@@ -30,7 +20,12 @@ def refuse_meta(where: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _why_not(local: torch.Tensor) -> str:
+def why_unstorable(tensor: torch.Tensor) -> str:
+    """Why a tensor (the local part of a DTensor) can't be stored, and the way out; empty if it can.
+
+    Accepts tensors on meta, which may be planned but not written: see :func:`refuse_meta`.
+    """
+    local = local_tensor(tensor)
     if is_lazy(local):
         return "is lazy and has no shape yet; run the model once before saving"
     if type(local).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:

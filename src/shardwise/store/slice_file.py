@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import xxhash
@@ -24,13 +24,13 @@ LARGE_BYTES = 16 * 1024**2
 def write_slices(
     path: str,
     slices: Sequence[Slice],
-    piece_of: Callable[[Slice], torch.Tensor | Iterator[torch.Tensor]],
+    contents: Iterable[Iterable[torch.Tensor]],
     on_progress: Callable[[int], object] | None = None,
 ) -> FileEntry:
     """Write one slice file, or object of a store, in safetensors format, and sync it. Returns its manifest entry.
 
-    ``piece_of`` gives the tensor on the CPU (any strides) that holds exactly a slice's box, or its parts one after
-    another. Memory: 16 MiB for a large file, and 16 MiB for tensors that are not contiguous.
+    ``contents``: for each slice, in order, tensors on the CPU (any strides) that hold its box, one part after another. They
+    are taken when they are written. Memory: 16 MiB for a large file, and 16 MiB for tensors that are not contiguous.
     """
     header = header_bytes(slices)
     blocks = _Blocks()
@@ -42,10 +42,9 @@ def write_slices(
         writer = (DirectWriter if nbytes >= LARGE_BYTES else FileWriter)(path, on_progress)
     with writer as file:
         file.write(header)
-        for one in slices:
-            found = piece_of(one)
-            for piece in (found,) if isinstance(found, torch.Tensor) else found:
-                for view in tensor_bytes(piece):
+        for parts in contents:
+            for part in parts:
+                for view in tensor_bytes(part):
                     file.write(view)
                     blocks.add(view)
     return FileEntry(file.nbytes, len(header), xxhash.xxh3_64_hexdigest(header), blocks.finish())
