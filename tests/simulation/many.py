@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from tests.simulation.installed import Stage, installed
 from tests.simulation.mutations import HARMLESS, found_at, mutations
-from tests.simulation.runs import without_tensors
+from tests.simulation.programs import without_tensors
 from tests.simulation.schedules import KINDS, Schedule, kind_and_seed, run_seed
 
 __all__ = ["labels_of", "run_many", "search", "simulated"]
