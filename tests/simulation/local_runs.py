@@ -52,6 +52,8 @@ def local_problems(world: World, server: Server, disks: list[Files]) -> list[str
         away = [h for h in hosts[:] if h and not is_last and draw.random() < 0.2]
         present = [h for h in hosts if h not in away]
         parts.hosts[launch] = present
+        if any(not process.is_dead for process in world.processes):
+            parts.guests.add(launch)
         processes = _processes(world, server, launch, present, sizes)
         _judge_names(run, parts, launch)
         if launch and not is_last and draw.random() < 0.1:
