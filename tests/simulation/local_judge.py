@@ -32,8 +32,6 @@ def judge_part(run: Run, parts: Parts, host: int, launch: int, old: str, new: st
     name = new.rpartition("/")[2]
     if name.startswith("step-") and "." not in name:
         step = int(name[5:])
-        if parts.published.get((host, step)) == launch:
-            run.world.problems.append(f"twice: launch {launch} publishes {name} on host {host} again")
         if all(parts.published.get((h, step)) != launch for h in range(len(run.disks))):
             run.damaged.discard(step)  # this launch has not damaged it yet
         if host == run.lock_lost_on:

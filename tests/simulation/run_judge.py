@@ -57,8 +57,9 @@ class Run:
 def judge_wait(run: Run, process: Process, name: str) -> None:
     waited_s = run.world.now - run.world.last_progress
     # A save is several agreements: each may be waited for once, and files are written between them.
-    operations = 800 if run.is_local else 400
-    most_s = limit_s(run.world) + operations * run.world.latency_s * (11 if run.world.slow_share else 1)
+    most_s = limit_s(run.world) + 400 * run.world.latency_s * (11 if run.world.slow_share else 1)
+    if run.is_local:  # which takes more agreements
+        most_s += 8 * run.world.least_sleep_s + 400 * run.world.latency_s
     if waited_s > most_s:
         run.world.problems.append(
             f"late: launch {process.launch}, rank {process.rank} waited {waited_s:.2f} s in {name}, at most {most_s:.2f} "

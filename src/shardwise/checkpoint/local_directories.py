@@ -22,8 +22,7 @@ from ..planning import IOOptions
 from ..ranks.patience import patiently, remove_tree
 from ..ranks.ranks import Ranks
 from ..state.train_state import TrainState
-from ..store.part_target import PartTarget
-from ..store.publish import sweep_leftovers
+from ..store.part_target import PartTarget, delete_sealed
 from ..store.target import Target
 from .check import check_parts
 from .directories import Restore
@@ -97,7 +96,7 @@ class LocalDirectories:
         with ranks.agree("retention"):
             if self._at.leads(ranks.rank):
                 self._steps.keep_newest(step, agreed)
-                sweep_leftovers(self._root)  # a sealed part of an older step is of no use now
+                delete_sealed(self._root)  # those of older steps are of no use now
 
     def _is_own_part_whole(self, ranks: Ranks) -> Callable[[str, int], bool]:
         own = self._at.places[self._at.own].id

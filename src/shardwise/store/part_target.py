@@ -16,7 +16,7 @@ from ..ranks.patience import patiently, remove_tree
 from .complete import readable_text
 from .publish import appear, leftovers, make_temporary, seal_part, step_name
 
-__all__ = ["PartTarget", "SealedPart", "digest_of_step", "sealed_parts", "settle"]
+__all__ = ["PartTarget", "SealedPart", "delete_sealed", "digest_of_step", "sealed_parts", "settle"]
 
 
 class PartTarget:
@@ -121,6 +121,12 @@ def sealed_parts(root: str) -> list[SealedPart]:
         if name.startswith(".tmp-step-") and (one := _sealed_part(root, name)) is not None:
             found.append(one)
     return found
+
+
+def delete_sealed(root: str) -> None:
+    """Delete the sealed parts in a directory. Rank-local."""
+    for part in sealed_parts(root):
+        remove_tree(os.path.join(root, part.name))
 
 
 def _sealed_part(root: str, name: str) -> SealedPart | None:
