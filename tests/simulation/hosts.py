@@ -14,6 +14,9 @@ from tests.simulation.world import Process, World
 
 __all__ = ["Network", "opened_new"]
 
+#: The kind of message, as a mutation drops it.
+_LABEL = "read from another host"
+
 
 @dataclass(slots=True, eq=False)
 class _Served:
@@ -83,6 +86,10 @@ class _Reader:
         except OSError as error:
             raise CheckpointError(f"host {self._host}: does not hold {name}") from error
         found = bytearray(content[start : start + view.nbytes])
+        if one.files.labels is not None:
+            one.files.labels.add(_LABEL)
+        if one.files.dropped == _LABEL:
+            return
         if len(found) != view.nbytes:
             raise CheckpointError(f"host {self._host}: {name} is shorter than expected")
         if world.garbled_reads:

@@ -47,7 +47,9 @@ def judge_part(run: Run, parts: Parts, host: int, launch: int, old: str, new: st
 
 def judge_away(run: Run, parts: Parts, launch: int, processes: list[Process], away: list[int]) -> bool:
     """Whether a resume refused, alike on all ranks, because it lacks the part of a host that is away; and then all else must be there."""
-    lines = {r: [t for t in told if t.startswith("resume: ")] for r, told in run.ended.get(launch, {}).items()}
+    lines = {
+        r: [t for t in told if t.startswith("resume: ")] for r, told in run.ended.get(launch, {}).items()
+    }
     texts = {t for told in lines.values() for t in told}
     is_named = texts and all(any(f"host host{h} (place" in text for h in away) for text in texts)
     if not is_named:

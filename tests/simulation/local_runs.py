@@ -68,7 +68,9 @@ def local_problems(world: World, server: Server, disks: list[Files]) -> list[str
             assert process.main is not None
             is_stopped = process.paused_until > world.now
             if not process.is_dead and not process.main.has_ended and not is_stopped:
-                world.problems.append(f"hang: launch {launch}, rank {process.rank} still waits at {world.now:.1f} s")
+                world.problems.append(
+                    f"hang: launch {launch}, rank {process.rank} still waits at {world.now:.1f} s"
+                )
         is_refused = bool(away) and judge_away(run, parts, launch, processes, away)
         judge_launch(run, launch, processes, "a host is away" if is_refused else fault)
         _end_launch(run, processes, draw, survives=survivor)
@@ -81,7 +83,9 @@ def local_problems(world: World, server: Server, disks: list[Files]) -> list[str
     return list(world.problems)
 
 
-def _processes(world: World, server: Server, launch: int, present: list[int], sizes: list[int]) -> list[Process]:
+def _processes(
+    world: World, server: Server, launch: int, present: list[int], sizes: list[int]
+) -> list[Process]:
     places = [host for host in present for _ in range(sizes[host])]
     processes = [born(world, server, rank, len(places), launch) for rank in range(len(places))]
     for process, host in zip(processes, places, strict=True):

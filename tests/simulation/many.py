@@ -85,6 +85,8 @@ def _look_for(
 ) -> tuple[str, tuple[str, int, str] | None]:
     mutation = mutations(set(labels))[index]
     assert mutation.name == name
+    gc.collect()
+    gc.freeze()
     with simulated() as on:
         return name, found_at(on, mutation, schedules)
 

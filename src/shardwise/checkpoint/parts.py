@@ -57,7 +57,9 @@ def settle_parts(root: str, places: LocalPlaces, ranks: Ranks) -> None:
     steps = sorted({part.step for of in sealed for part in of})
     if not steps:
         return
-    published = places.on_each("look for their steps", lambda: [digest_of_step(root, s) for s in steps], ranks)
+    published = places.on_each(
+        "look for their steps", lambda: [digest_of_step(root, s) for s in steps], ranks
+    )
     present = {place.id for place in places.places}
 
     def finish() -> None:

@@ -135,7 +135,9 @@ def _sealed_part(root: str, name: str) -> SealedPart | None:
         manifest, digest = _manifest_at(path)
     except ShardwiseError:  # none, or not all of it
         return None
-    return SealedPart(name, manifest.step, digest, [p.id for p in manifest.places]) if manifest.places else None
+    return (
+        SealedPart(name, manifest.step, digest, [p.id for p in manifest.places]) if manifest.places else None
+    )
 
 
 def digest_of_step(root: str, step: int) -> str:
