@@ -48,6 +48,7 @@ def local_problems(world: World, server: Server, disks: list[Files]) -> list[str
             kept = draw.random() < 0.5 and not server.is_dead
             server = server if kept else Server(world, server.dropped)
             server.labels = disks[0].labels
+        server.duplicates = 0.3 if draw.random() < 0.2 else 0.0
         # Host 0 is always there: else two launches without a host in common go on from different steps, as two runs do.
         away = [h for h in hosts[:] if h and not is_last and draw.random() < 0.2]
         present = [h for h in hosts if h not in away]
@@ -123,7 +124,7 @@ def _plan(run: Run, fault: str, processes: list[Process], server: Server) -> Non
     elif fault == "a host loses power between the phases":
         _lose_between(run, processes, draw.randrange(1, 2 * len(run.disks)))
     elif fault == "a read is garbled":
-        world.garbled_reads = draw.randrange(1, 6)
+        world.garbled_reads = draw.choice((1, 1, 2, 3))
         run.was_damaged = True
     else:
         plan_fault(run, fault, processes, server)

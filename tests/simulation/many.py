@@ -93,7 +93,7 @@ def _look_for(
 
 def search(schedules: int, jobs: int, only: str) -> int:
     """Look for each mutation, and print which schedule finds it. Returns the exit status."""
-    labels = frozenset(labels_of(600))
+    labels = frozenset(labels_of(2000))
     chosen = [(m.name, k) for k, m in enumerate(mutations(set(labels))) if only in m.name]
     missed = []
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:

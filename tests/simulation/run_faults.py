@@ -29,7 +29,8 @@ FAULTS = (
 def plan_fault(run: Run, fault: str, processes: list[Process], server: Server) -> None:
     world, draw = run.world, run.world.draw
     victim = draw.choice(processes)
-    at = draw.randrange(1, 200 if run.mode == "sync" else 260)
+    most = 200 if run.mode == "sync" else 260
+    at = draw.randrange(1, most + 100 if run.is_local else most)
     world.note(f"planned: {fault}, rank {victim.rank}")
     if fault == "a rank dies":
         victim.dies_at = at
