@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 from collections.abc import Sequence
@@ -173,3 +174,31 @@ def failing_seal(hosts: str, places: Sequence[int]) -> tuple[tuple[str, str], li
         found = failure(lambda: checkpoints.save(state, 2))
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     return found, sorted(n for n in os.listdir(at) if n.startswith(("step-", ".tmp")))
+
+
+def half_published(hosts: str, places: Sequence[int]) -> dict[str, Any]:
+    """A first save whose last part does not get its name; then a start that resumes."""
+    state, at = build(), root(hosts, places)
+    rename = os.rename
+
+    def failing(source: str, target: str) -> None:
+        if dist.get_rank() == dist.get_world_size() - 1 and os.path.basename(target).startswith("step-"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), target)
+        rename(source, target)
+
+    with sw.Checkpointer(at, local=True, io=IO) as checkpoints:
+        train(state, 1)
+        os.rename = failing
+        try:
+            error = failure(lambda: checkpoints.save(state, 1))
+        finally:
+            os.rename = rename
+    dist.barrier()
+    left = [n.rpartition("-")[0] for n in os.listdir(at) if n.startswith((".tmp", "step-"))]
+    dist.barrier()
+    saved, state = digest(state), build()
+    with sw.Checkpointer(at, local=True, io=IO) as checkpoints:
+        report = checkpoints.resume(state)
+    there = [n for n in os.listdir(at) if n.startswith((".tmp", "step-"))]
+    step = None if report is None else report.step
+    return {"error": error, "left": left, "resumed": step, "same": saved == digest(state), "there": there}

@@ -151,6 +151,25 @@ def test_no_part_appears_before_all_are_sealed(ranks, tmp_path):
         assert left == ["step-00000001"]
 
 
+def test_a_part_that_did_not_get_its_name_gets_it_at_the_next_start(ranks, tmp_path):
+    first, second = ranks.run_ranks(2, fns.half_published, str(tmp_path), [0, 1])
+    assert first["error"] == second["error"]
+    assert "rank 1" in first["error"][1]
+    assert (first["left"], second["left"]) == (["step"], [".tmp-step-00000001"])
+    for one in (first, second):
+        assert (one["resumed"], one["same"], one["there"]) == (1, True, ["step-00000001"])
+
+
+@pytest.mark.slow
+def test_of_two_manifests_of_a_step_the_whole_one_is_taken(ranks, tmp_path):
+    """Host 1 alone has published its part of step 1, and was away when the run began again on host 0."""
+    ranks.run_ranks(2, fns.save_steps, str(tmp_path), [0, 1], 1, None)
+    shutil.rmtree(tmp_path / "host-0/run/step-00000001")
+    digests = ranks.run_ranks(2, fns.save_steps, str(tmp_path), [0, 0], 1, None)[0]
+    found = ranks.run_ranks(2, fns.resume_each, [(str(tmp_path), [0, 1], True)])
+    assert all(one == [(1, digests[1], True)] for one in found), found
+
+
 def test_hosts_agree_on_the_steps_that_stay(ranks, tmp_path):
     """Step 3 is damaged on one host: it does not count on the other one, either, and step 2 stays on both."""
     left = ranks.run_ranks(2, fns.keep_two, str(tmp_path), [0, 1])

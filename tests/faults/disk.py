@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CRASHES", "Disk", "Tree", "read_tree", "write_tree"]
+__all__ = ["CRASHES", "Disk", "Link", "Tree", "read_tree", "write_tree"]
 
 #: Content by path; None for a directory.
 Tree = dict[str, bytes | None]
@@ -31,6 +31,13 @@ class _File:
 
     def fsync(self) -> None:
         self.durable, self.pending = bytes(self.content), []
+
+
+@dataclass(slots=True, eq=False)
+class Link(_File):
+    """A symbolic link. What a crash leaves of one is an empty file: no link of a save outlives its process."""
+
+    target: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -117,6 +124,9 @@ class Disk:
         elif name == "mkdir":
             parent, base = self._parent(path)
             parent.apply("", base, _Directory())
+        elif name == "symlink":
+            parent, base = self._parent(path)
+            parent.apply("", base, Link(target=target))
         elif name in ("unlink", "remove", "rmdir"):
             parent, base = self._parent(path)
             parent.apply(base, "", None)

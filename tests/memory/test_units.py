@@ -116,6 +116,27 @@ def test_units_come_over_the_wire_and_damage_is_found_when_they_arrive(
     assert here.read_bytes() == content, "no damaged byte is written"
 
 
+def test_a_unit_that_arrives_damaged_once_is_read_again(
+    tmp_path: Path, server: Server, content: bytes, entry: FileEntry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    here.write_bytes(bytes(NBYTES))
+    read, calls = Reader.read_into, 0
+
+    def garbled_once(self: Reader, name: str, start: int, view: memoryview) -> None:
+        nonlocal calls
+        calls += 1
+        read(self, name, start, view)
+        if calls == 2:
+            view[0] ^= 1
+
+    monkeypatch.setattr(Reader, "read_into", garbled_once)
+    with _reader(server, b"word") as reader:
+        copy_units(reader, "own-0/slices", units_of(entry), str(here), lambda: None)
+    assert here.read_bytes() == content
+    assert calls == len(units_of(entry)) + 1
+
+
 def test_a_stranger_reads_nothing(server: Server) -> None:
     with (
         _reader(server, b"another word") as stranger,

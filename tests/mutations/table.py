@@ -2056,16 +2056,48 @@ MUTATIONS = (
     ),
     Mutation(
         "checkpoint/parts.py",
-        """            target.seal(text)
-    with ranks.agree("publish the parts"):
-        if ranks.rank == target.leader:
-            target.appear()
+        """                target.seal(text)
 """,
-        """            target.seal(text)
-            target.appear()
+        """                target.seal(text)
+                target.appear()
 """,
         (f"{LOCAL}::test_no_part_appears_before_all_are_sealed",),
         "a part appears before the others are sealed",
+    ),
+    Mutation(
+        "checkpoint/parts.py",
+        "if appears or present.issuperset(part.places):",
+        "if not appears and present.issuperset(part.places):",
+        (f"{LOCAL}::test_a_part_that_did_not_get_its_name_gets_it_at_the_next_start",),
+        "a sealed part of a step that another host has published is not published",
+    ),
+    Mutation(
+        "store/part_target.py",
+        "if self._temporary is not None and not self._is_sealed:",
+        "if self._temporary is not None:",
+        (f"{LOCAL}::test_a_part_that_did_not_get_its_name_gets_it_at_the_next_start",),
+        "a failed save deletes a sealed part, though another host may have published its own",
+    ),
+    Mutation(
+        "checkpoint/parts.py",
+        "        if ranks.is_settled(error):\n",
+        "        if not ranks.is_settled(error):\n",
+        (f"{LOCAL}::test_no_part_appears_before_all_are_sealed",),
+        "a sealed part stays on the disk after a save that no host has published",
+    ),
+    Mutation(
+        "checkpoint/local_directories.py",
+        "complete = [one for one in found if not one.lost]",
+        "complete = found",
+        (f"{LOCAL}::test_of_two_manifests_of_a_step_the_whole_one_is_taken",),
+        "a step that one host alone has published stands against the whole one",
+    ),
+    Mutation(
+        "memory/copies.py",
+        "_ATTEMPTS = 3",
+        "_ATTEMPTS = 1",
+        ("tests/memory/test_units.py::test_a_unit_that_arrives_damaged_once_is_read_again",),
+        "one damaged answer of the network costs a step",
     ),
     Mutation(
         "checkpoint/part_view.py",

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from tests.faults.disk import CRASHES, Disk
+from tests.faults.disk import CRASHES, Disk, Link
 from tests.simulation.world import Killed, Process, World
 
 __all__ = ["ROOT", "Files", "Hands", "label_of"]
@@ -29,7 +29,7 @@ def label_of(call: str, path: str, target: str = "") -> str:
     """A kind of call: names without their numbers."""
 
     def plain(text: str) -> str:
-        text = _RANDOM.sub("-*", text)
+        text = re.sub(r"(\.tmp-probe)-\w+-\d+", r"\1-*", _RANDOM.sub("-*", text))
         text = re.sub(r"^\.(tmp|trash)-step-\d+", r".\1-step-N", re.sub(r"step-\d+", "step-N", text))
         return re.sub(r"/0*[1-9][0-9]*\.", "/n.", re.sub(r"/0+\.", "/0.", text)) or "."
 
@@ -98,6 +98,12 @@ class Files:
         return os.path.normpath(path[len(ROOT) :].lstrip("/") or ".")
 
     def node(self, path: str) -> Any:
+        """What a path leads to. Only files are linked to, and only by their whole path."""
+        node = self.entry(path)
+        return self.node(self.inner(node.target) or ".") if isinstance(node, Link) else node
+
+    def entry(self, path: str) -> Any:
+        """As :meth:`node`; a link is not followed."""
         try:
             return self.disk._node(path)
         except (KeyError, AttributeError) as error:
@@ -141,6 +147,8 @@ class Files:
     def status(self, node: Any) -> os.stat_result:
         is_folder = hasattr(node, "entries")
         mode = stat.S_IFDIR | 0o755 if is_folder else stat.S_IFREG | 0o644
+        if isinstance(node, Link):
+            mode = stat.S_IFLNK | 0o777
         size = 0 if is_folder else len(node.content)
         return os.stat_result((mode, id(node), 1, 1, 0, 0, size, 0, 0, 0))
 
@@ -173,7 +181,7 @@ def _entry(path: str, name: str, child: Any) -> Any:
         name=name,
         path=os.path.join(path, name),
         is_dir=lambda **_: is_folder,
-        is_symlink=lambda: False,
+        is_symlink=lambda: isinstance(child, Link),
         is_file=lambda **_: not is_folder,
     )
 
@@ -195,6 +203,7 @@ class Hands:
             "scandir": self.scandir,
             "rename": self.rename,
             "replace": self.replace,
+            "symlink": self.symlink,
         }
 
     def _by_path(self, name: str) -> Callable[..., Any]:
@@ -255,7 +264,8 @@ class Hands:
     def stat(self, files: Files, path: str) -> os.stat_result:
         return files.status(files.node(path))
 
-    lstat = stat
+    def lstat(self, files: Files, path: str) -> os.stat_result:
+        return files.status(files.entry(path))
 
     def listdir(self, files: Files, path: str) -> list[str]:
         files.world.operation()
@@ -284,7 +294,7 @@ class Hands:
 
     def unlink(self, files: Files, path: str) -> None:
         if files._changes("unlink", path):
-            files.node(path)
+            files.entry(path)
             files.replay("unlink", path)
 
     def rmdir(self, files: Files, path: str) -> None:
@@ -292,6 +302,16 @@ class Hands:
             if files.node(path).entries:
                 raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
             files.replay("rmdir", path)
+
+    def symlink(self, source: Any, target: Any) -> None:
+        files = self._files()
+        new = files.inner(target)
+        if new is None:
+            _REAL.symlink(source, target)
+        elif files._changes("symlink", new):
+            if files.has(new):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
+            files.replay("symlink", new, source)
 
     def rename(self, source: Any, target: Any) -> None:
         self._renamed("rename", source, target)

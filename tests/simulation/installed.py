@@ -9,12 +9,21 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from shardwise.checkpoint import async_save, checkpointer, shared_fs, stage
+from shardwise.checkpoint import (
+    async_save,
+    checkpointer,
+    local_directories,
+    local_places,
+    part_view,
+    shared_fs,
+    stage,
+)
 from shardwise.preemption import leases, stops
 from shardwise.ranks import beats, parts, patience, protocol, ranks, tree
 from shardwise.store import lock, publish
 from tests.simulation import threads
 from tests.simulation.files import Files, Hands
+from tests.simulation.hosts import Network, opened_new
 from tests.simulation.world import World
 
 __all__ = ["Group", "Stage", "installed"]
@@ -28,7 +37,15 @@ class Stage:
 
     def __init__(self) -> None:
         self.world = World(0)
-        self.files = Files(self.world)
+        self.disks = [Files(self.world)]
+        """By host; one, if all hosts share it."""
+        self.network = Network(lambda: self.world, lambda: self.files)
+
+    @property
+    def files(self) -> Files:
+        """The disk of the process that runs now."""
+        task = self.world.task
+        return self.disks[0 if task is None or len(self.disks) == 1 else task.process.host]
 
 
 class Group:
@@ -103,8 +120,17 @@ def _replacements(on: Stage) -> Iterator[tuple[Any, str, Any]]:
     kinds = {n: getattr(fcntl, n) for n in ("F_WRLCK", "LOCK_EX", "LOCK_NB")}
     yield lock, "fcntl", SimpleNamespace(fcntl=hands.fcntl, **kinds)
     secrets = SimpleNamespace(token_hex=lambda n: f"{on.world.draw.getrandbits(8 * n):0{2 * n}x}")
-    for module in (lock, publish, checkpointer, stops):
+    for module in (lock, publish, checkpointer, stops, local_places, local_directories):
         yield module, "secrets", secrets
+    yield (
+        local_places,
+        "socket",
+        SimpleNamespace(gethostname=lambda: f"host{on.world.process.host}"),
+    )
+    yield local_directories, "address_towards_store", lambda: f"address of host{on.world.process.host}"
+    yield local_directories, "Server", on.network.server
+    yield local_directories, "Reader", on.network.reader
+    yield part_view, "open", opened_new(hands)
     for name, function in hands.functions().items():
         yield os, name, function
 
@@ -112,11 +138,14 @@ def _replacements(on: Stage) -> Iterator[tuple[Any, str, Any]]:
 @contextlib.contextmanager
 def installed(on: Stage) -> Iterator[None]:
     """Simulated modules in place of real ones, in this process."""
-    before = [(where, name, getattr(where, name)) for where, name, _ in _replacements(on)]
+    before = [(where, name, getattr(where, name, None)) for where, name, _ in _replacements(on)]
     for where, name, value in _replacements(on):
         setattr(where, name, value)
     try:
         yield
     finally:
         for where, name, value in before:
-            setattr(where, name, value)
+            if value is None:  # a builtin, which the module did not have under this name
+                delattr(where, name)
+            else:
+                setattr(where, name, value)

@@ -10,7 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.checkpoint import checkpointer, run_steps
+from shardwise.checkpoint import checkpointer, local_directories, run_steps, save
+from shardwise.format.manifest import read_manifest
+from shardwise.format.places import absent_places
+from shardwise.memory import copies, units
 from shardwise.preemption import leases, stops
 from shardwise.ranks import beats, protocol, ranks
 from shardwise.ranks.verdicts import Request, Status
@@ -28,6 +31,9 @@ HARMLESS = {
     "drop: ftruncate home/run/.lock": "the lock holds without the note of its holder",
     "drop: pwrite home/run/.lock": "the lock holds without the note of its holder",
     "no check: whether the lock is held, before a save": "the check right before the step appears finds the same",
+    "drop: fsync local/run/.tmp-latest-*": "`latest` is for people; no program reads it",
+    "drop: ftruncate local/run/.lock": "the lock holds without the note of its holder",
+    "drop: pwrite local/run/.lock": "the lock holds without the note of its holder",
 }
 
 
@@ -84,6 +90,33 @@ def _without_ticks(method: Callable[..., Any]) -> Callable[..., Any]:
     return silent
 
 
+def _in_one_phase(target: Any, manifest: Callable[[], Any], current: Any) -> None:
+    text = current.on_first("make the manifest", lambda: target.text_of(manifest()))
+    with current.agree("publish the parts"):
+        if current.rank == target.leader:
+            target.seal(text)
+            target.appear()
+
+
+def _without_end(target: Any, manifest: Callable[[], Any], current: Any) -> None:
+    text = current.on_first("make the manifest", lambda: target.text_of(manifest()))
+    with current.agree("seal the parts"):
+        if current.rank == target.leader:
+            target.seal(text)
+    if current.rank == target.leader:
+        target.appear()
+
+
+def _unchecked_parts(path: str, step: int, tick: Any, *, heads: bool = True) -> tuple[Any, list[int]]:
+    manifest = read_manifest(path)
+    absent = absent_places(path, manifest)
+    return manifest, [n for n in range(max(1, len(manifest.places))) if n not in absent]
+
+
+def _sweep_all(root: str, places: Any, current: Any) -> None:
+    places.on_each("look for parts", lambda: publish.sweep_leftovers(root), current)
+
+
 #: By name: where the check is, its name there, and what stands in its place.
 _CHECKS: tuple[tuple[str, Any, str, Any], ...] = (
     ("whether a rank makes progress", beats.Watch, "look", _none_idle),
@@ -119,6 +152,21 @@ _CHECKS: tuple[tuple[str, Any, str, Any], ...] = (
     ("whether a step is newer than those there", run_steps.RunSteps, "name_of_next", None),
     ("whether a step is whole, on resume", checkpointer, "quick_check", _nothing),
     ("whether a step is whole, for retention", run_steps, "_is_whole", lambda *_: True),
+    ("whether all parts are sealed before one appears", save, "publish_parts", _in_one_phase),
+    ("whether all parts have appeared", save, "publish_parts", _without_end),
+    ("whether a part is whole, on resume", local_directories, "check_parts", _unchecked_parts),
+    ("whether every part of a step is there", local_directories._Held, "lost", property(lambda self: [])),
+    (
+        "whether a part is whole, for retention",
+        local_directories.LocalDirectories,
+        "_is_own_part_whole",
+        lambda self, current: lambda path, step: True,
+    ),
+    ("whether bytes of another host are right", units.Unit, "is_proved_by", lambda self, view: True),
+    ("whether bytes of another host are right when read again", copies, "_ATTEMPTS", 1),
+    ("whether a sealed part is of a published step", local_directories, "settle_parts", _sweep_all),
+    ("whether other parts may have appeared, after a failure", ranks.Ranks, "is_settled", lambda *_: True),
+    ("whether a directory of links is deleted", local_directories, "remove_tree", _nothing),
 )
 
 
@@ -135,7 +183,8 @@ _INSTEAD = {"_failures": _no_failures, "name_of_next": _any_name}
 
 def mutations(labels: set[str]) -> list[Mutation]:
     """All mutations: of the kinds of messages and calls that schedules showed, and of the checks above."""
-    dropped = [label for label in sorted(labels) if not label.startswith(("get ", "add nothing", "open "))]
+    harmless = ("get ", "add nothing", "open ")
+    dropped = [label for label in sorted(labels) if not label.startswith(harmless)]
     found = [Mutation(f"drop: {label}", dropped=label) for label in dropped]
     for name, where, attribute, instead in _CHECKS:
         replacement = _INSTEAD[attribute] if instead is None else instead
@@ -157,12 +206,18 @@ def applied(mutation: Mutation) -> Iterator[None]:
         setattr(mutation.where, mutation.attribute, before)
 
 
+def _may_find(mutation: Mutation, kind: str) -> bool:
+    """Whether schedules of a kind make the call that is dropped: each kind of run has a directory of its own name."""
+    of_kinds = {"home/run": "run", "local/run": "local", "another host": "local"}
+    return all(kind == of or name not in (mutation.dropped or "") for name, of in of_kinds.items())
+
+
 def found_at(on: Stage, mutation: Mutation, schedules: int) -> tuple[str, int, str] | None:
     """The kind and seed of the first schedule that finds a mutation, and what it says; None if none of so many does."""
     with applied(mutation):
         for seed in range(schedules):
             for kind, share in KINDS.items():
-                if seed % share == 0:
+                if seed % share == 0 and _may_find(mutation, kind):
                     found = run_seed(on, seed // share, kind, dropped=mutation.dropped)
                     if found.problems:
                         return kind, seed // share, found.problems[0]

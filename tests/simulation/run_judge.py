@@ -9,7 +9,7 @@ from tests.simulation.agreements import limit_s
 from tests.simulation.files import Files
 from tests.simulation.world import Process, World
 
-__all__ = ["Run", "judge_end", "judge_holders", "judge_launch", "judge_rename", "judge_wait"]
+__all__ = ["Run", "judge_end", "judge_holders", "judge_launch", "judge_lock", "judge_rename", "judge_wait"]
 
 
 @dataclass(slots=True)
@@ -17,9 +17,12 @@ class Run:
     """What the launches of one run said, for the judge."""
 
     world: World
-    files: Files
+    disks: list[Files]
+    """One that all ranks see, or one of each host."""
     mode: str
     keep_last: int | None
+    home: str = "home/run"
+    """The run's directory on each disk."""
     said: dict[int, int] = field(default_factory=dict)
     """By step, the launch whose ranks said that it is published."""
     tried: set[tuple[int, int]] = field(default_factory=set)
@@ -35,17 +38,28 @@ class Run:
     """By launch, the step that was said to be published when it began."""
     forgets: int = -1
     """The launch whose program does not resume."""
-    holders: dict[int, Process] = field(default_factory=dict)
-    """By launch, the process that holds the directory."""
+    holders: dict[tuple[int, int], Process] = field(default_factory=dict)
+    """By launch and host, the process that holds the directory."""
     lock_lost_at: float | None = None
+    lock_lost_on: int = 0
+    """The host whose lock was lost."""
     was_free: dict[tuple[int, int], bool] = field(default_factory=dict)
     """By launch and attempt to open the directory, whether no process of another launch lived when its first rank began."""
+    refused: dict[int, dict[int, str]] = field(default_factory=dict)
+    """By launch and rank, the error of a resume that did not take an older step, because a host is away."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether each host has a directory of its own."""
+        return len(self.disks) > 1
 
 
 def judge_wait(run: Run, process: Process, name: str) -> None:
     waited_s = run.world.now - run.world.last_progress
     # A save is several agreements: each may be waited for once, and files are written between them.
     most_s = limit_s(run.world) + 400 * run.world.latency_s * (11 if run.world.slow_share else 1)
+    if run.is_local:  # which takes more agreements
+        most_s += 8 * run.world.least_sleep_s + 400 * run.world.latency_s
     if waited_s > most_s:
         run.world.problems.append(
             f"late: launch {process.launch}, rank {process.rank} waited {waited_s:.2f} s in {name}, at most {most_s:.2f} "
@@ -54,20 +68,27 @@ def judge_wait(run: Run, process: Process, name: str) -> None:
 
 
 def judge_holders(run: Run, process: Process) -> None:
+    """No other launch has the directory that this process has just opened."""
     others = [
-        p for n, p in run.holders.items() if n != process.launch and not p.is_dead and p.main is not None
+        p
+        for (launch, host), p in run.holders.items()
+        if launch != process.launch and host == process.host and not p.is_dead
     ]
     if any(not p.main.has_ended for p in others if p.main is not None):
         run.world.problems.append(f"two runs: launch {process.launch} opened what another one holds")
-    run.holders[process.launch] = process
+    run.holders[process.launch, process.host] = process
 
 
 def judge_rename(run: Run, old: str, new: str) -> None:
-    """A step appears."""
+    """A step appears, if that is what is renamed."""
     name = new.rpartition("/")[2]
-    if not name.startswith("step-") or "." in name:
-        return
-    run.damaged.discard(int(name[5:]))
+    if name.startswith("step-") and "." not in name:
+        run.damaged.discard(int(name[5:]))
+        judge_lock(run, name)
+
+
+def judge_lock(run: Run, name: str) -> None:
+    """A step appears: the lock must be held."""
     lost = run.lock_lost_at
     # The lock is looked at right before the rename: a few operations, each of which may be slow.
     patience_s = 0.05 + 8 * run.world.latency_s * (20 if run.world.slow_share else 1)
@@ -119,7 +140,7 @@ def judge_launch(run: Run, launch: int, processes: list[Process], fault: str | N
 def judge_end(run: Run, launch: int, files: Files) -> None:
     """After a launch without a fault: nothing of those before is left, and retention did its work."""
     problems = run.world.problems
-    names = list(files.node("home/run").entries) if files.has("home/run") else []
+    names = list(files.node(run.home).entries) if files.has(run.home) else []
     if rubbish := [n for n in names if n.startswith((".tmp", ".trash"))]:
         problems.append(f"rubbish: {rubbish} is left after launch {launch}")
     steps = [n for n in names if n.startswith("step-") and "." not in n]
@@ -130,8 +151,8 @@ def judge_end(run: Run, launch: int, files: Files) -> None:
         problems.append(f"kept: {steps}, but keep_last is {run.keep_last}")
     if not run.was_damaged and any("damaged" in n or "superseded" in n for n in names):
         problems.append(f"damage: {names}")
-    if files.has("home/run/latest"):
-        hint = bytes(files.node("home/run/latest").content).decode().strip()
+    if files.has(f"{run.home}/latest"):
+        hint = bytes(files.node(f"{run.home}/latest").content).decode().strip()
         if hint != f"step-{newest:08d}" and newest:
             problems.append(f"hint: latest says {hint}, the newest is {newest}")
     else:

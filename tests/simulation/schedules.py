@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from tests.simulation.agreements import Story, agreement_problems
 from tests.simulation.files import Files
 from tests.simulation.installed import Stage
+from tests.simulation.local_runs import MOST_HOSTS, local_problems
 from tests.simulation.runs import run_problems
 from tests.simulation.stops import stop_problems
 from tests.simulation.store import Server
@@ -15,8 +16,9 @@ from tests.simulation.world import World
 __all__ = ["KINDS", "Schedule", "kind_and_seed", "run_seed"]
 
 #: Of so many schedules one is of this kind: whole runs take ten times as long as agreements.
-KINDS = {"agreement": 1, "run": 5, "stop": 5}
-_IN_TURN = ("agreement", "agreement", "agreement", "stop", "run")
+KINDS = {"agreement": 1, "run": 5, "stop": 5, "local": 5}
+#: A schedule of hosts with own directories takes three times as long as one of a shared directory.
+_IN_TURN = (*("agreement",) * 13, *("stop",) * 4, *("run",) * 2, "local")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +51,24 @@ def run_seed(
     """Run the schedule of a seed. ``dropped``: messages or calls of this kind are lost. ``labels`` gets the kinds there are."""
     world = World(seed)
     world.trace = [] if traced else None
-    server, files = Server(world, dropped), Files(world, dropped)
-    server.labels = files.labels = labels
-    on.world, on.files = world, files
+    server = Server(world, dropped)
+    disks = [Files(world, dropped) for _ in range(MOST_HOSTS if kind == "local" else 1)]
+    server.labels = labels
+    for files in disks:
+        files.labels = labels
+    on.world, on.disks = world, disks
+    on.network.forget()
     try:
         if kind == "agreement":
             problems = agreement_problems(world, server, story)
         elif kind == "stop":
             problems = stop_problems(world, server)
+        elif kind == "local":
+            problems = local_problems(world, server, disks)
         else:
-            problems = run_problems(world, server, files)
+            problems = run_problems(world, server, disks[0])
     finally:
         world.end()
-        files.end()
+        for files in disks:
+            files.end()
     return Schedule(seed, tuple(problems), world.operations, tuple(world.trace or ()))

@@ -22,7 +22,7 @@ def _stage() -> Iterator[Stage]:
         yield stage
 
 
-@pytest.mark.parametrize(("kind", "schedules"), [("agreement", 1500), ("run", 150)])
+@pytest.mark.parametrize(("kind", "schedules"), [("agreement", 1500), ("run", 150), ("local", 40)])
 def test_schedules_break_no_promise(stage: Stage, kind: str, schedules: int) -> None:
     found = [run_seed(stage, seed, kind) for seed in range(schedules)]
     assert [(one.seed, one.problems) for one in found if one.problems] == []
@@ -55,6 +55,8 @@ def test_a_seed_replays_its_schedule(stage: Stage) -> None:
         "drop: rename home/run/.tmp-step-*-* -> home/run/step-*",
         "no check: whether a rank makes progress",
         "no check: whether another run has the lock",
+        "no check: whether all parts are sealed before one appears",
+        "no check: whether a sealed part is of a published step",
     ],
 )
 def test_schedules_find_errors(stage: Stage, name: str) -> None:

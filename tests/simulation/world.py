@@ -26,6 +26,9 @@ class Process:
 
     def __init__(self, world: World, rank: int, launch: int) -> None:
         self.world, self.rank, self.launch = world, rank, launch
+        self.host = 0
+        self.leads_host = rank == 0
+        """Whether it is the first rank of its host."""
         self.is_dead = False
         self.paused_until = 0.0
         self.cut_until = 0.0
@@ -116,6 +119,8 @@ class World:
         self._number = 0
         self._limit_s = 0.0
         self.operations = 0
+        self.garbled_reads = 0
+        """Which read from another host arrives damaged, counted down; 0: none."""
         # How this schedule's machines are: quick or slow, even or uneven.
         self.latency_s = self.draw.choice((0.0005, 0.005, 0.03))
         self.slow_share = self.draw.choice((0.0, 0.0, 0.05))

@@ -142,6 +142,7 @@ class Checkpointer(Stopping, Resuming):
             None if mirror is None else absolute(mirror),
             Retention(keep_last, keep_every),
             None if fallback is None else absolute(fallback),
+            sweeps=not local,  # what another host knows decides about parts of steps
         )
         self._places = self._directories(local=local)
         self._io = io or IOOptions()

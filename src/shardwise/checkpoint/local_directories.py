@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import xxhash
 
@@ -22,12 +22,13 @@ from ..planning import IOOptions
 from ..ranks.patience import patiently, remove_tree
 from ..ranks.ranks import Ranks
 from ..state.train_state import TrainState
-from ..store.part_target import PartTarget
+from ..store.part_target import PartTarget, delete_sealed
 from ..store.target import Target
 from .check import check_parts
 from .directories import Restore
 from .local_places import LocalPlaces, id_of_place
 from .part_view import PartFiles, bring, make_view, units_needed
+from .parts import settle_parts
 from .resume_report import ResumeReport
 from .run_steps import Candidate, RunSteps
 
@@ -46,6 +47,23 @@ class _Found:
     """For each part, the place of this run that holds it."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """The parts of a step under one manifest."""
+
+    path: str
+    """Of a part that is there."""
+    places: list[Place]
+    here: list[list[int]]
+    sources: list[int]
+    """As of :class:`_Found`; -1 for a part that no place holds."""
+
+    @property
+    def lost(self) -> list[int]:
+        """The parts that no place holds."""
+        return [number for number, source in enumerate(self.sources) if source < 0]
+
+
 class LocalDirectories:
     """See :class:`.Directories`. The first rank of each place does its work."""
 
@@ -60,6 +78,7 @@ class LocalDirectories:
             "lock checkpoint directories", lambda: [take(), id_of_place(self._root)], ranks
         )
         self._at.with_ids([one for _, one in found])
+        settle_parts(self._root, self._at, ranks)
         return found[0][0]
 
     def name_of_next(self, name: Callable[[], str], ranks: Ranks) -> str:
@@ -77,6 +96,7 @@ class LocalDirectories:
         with ranks.agree("retention"):
             if self._at.leads(ranks.rank):
                 self._steps.keep_newest(step, agreed)
+                delete_sealed(self._root)  # those of older steps are of no use now
 
     def _is_own_part_whole(self, ranks: Ranks) -> Callable[[str, int], bool]:
         own = self._at.places[self._at.own].id
@@ -131,32 +151,42 @@ class LocalDirectories:
         damage = "; ".join(f"{part[2]}" for part in seen if part is not None and part[2])
         if not whole:
             raise IntegrityError(damage)
-        if unlike := [part for part in whole if part[0] != whole[0][0]]:
+        found = [self._of_manifest(digest, seen) for digest in sorted({part[0] for part in whole})]
+        complete = [one for one in found if not one.lost]
+        if len(complete) > 1:
             raise CheckpointError(
-                f"{unlike[0][4]}: this host's manifest of step {one.step} is another one than {whole[0][4]}: these are steps of "
-                f"several runs, or of branches of one"
+                f"{complete[1].path}: this host's manifest of step {one.step} is another one than {complete[0].path}: these are steps "
+                f"of several runs, or of branches of one. Move the directories of one of them away"
             )
-        here = [part[1] if part is not None else [] for part in seen]
-        *_, told, path = whole[0]
-        places = [Place(i, host, tuple(of)) for i, host, of in told]
+        if not complete:  # of several, none of which is whole, one that a host which is away may make whole
+            self._refuse_lost(max(found, key=self._lacks_host), damage)
+        return _Found(complete[0].here, complete[0].sources)
+
+    def _of_manifest(self, digest: str, seen: Sequence[list[Any] | None]) -> _Held:
+        """Who holds the parts of the step with this manifest. A host that holds a step of this number with another manifest, as a save leaves
+        it that one host alone has published, holds none."""
+        of = [part if part is not None and part[0] == digest else None for part in seen]
+        here = [[] if part is None else part[1] for part in of]
+        *_, told, path = next(part for part in of if part is not None)
+        places = [Place(i, host, tuple(of_place)) for i, host, of_place in told]
         sources = [
             next((n for n, parts in enumerate(here) if number in parts), -1)
             for number in range(max(1, len(places)))
         ]
-        self._refuse_lost(path, places, [n for n, source in enumerate(sources) if source < 0], damage)
-        return _Found(here, sources)
+        return _Held(path, places, here, sources)
 
-    def _refuse_lost(self, path: str, places: Sequence[Place], lost: Sequence[int], damage: str) -> None:
-        """``path``: of a part that is there. The text is the same on every rank."""
+    def _lacks_host(self, held: _Held) -> bool:
+        present = {place.id for place in self._at.places}
+        return any(held.places[n].id not in present for n in held.lost)
+
+    def _refuse_lost(self, held: _Held, damage: str) -> NoReturn:
+        """The text is the same on every rank."""
+        path, places, lost = held.path, held.places, held.lost
         present = {place.id for place in self._at.places}
         if away := [n for n in lost if places[n].id not in present]:
             raise CheckpointError(f"{path}: {describe_absent(path, places, away)}")
-        if lost:
-            hosts = ", ".join(f"{places[n].host} (place {places[n].id})" for n in lost)
-            raise IntegrityError(
-                damage
-                or f"{path}: {hosts} lacks its part: lost, or the save was killed before the part got its name"
-            )
+        hosts = ", ".join(f"{places[n].host} (place {places[n].id})" for n in lost)
+        raise IntegrityError(damage or f"{path}: {hosts} lacks its part: lost")
 
     @contextmanager
     def _viewed(

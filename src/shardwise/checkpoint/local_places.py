@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from .. import errors
-from ..errors import CheckpointError
+from ..errors import CheckpointError, LockedError
 from ..format.manifest import Place
 from ..limits import read_small
 from ..ranks.patience import patiently
@@ -46,11 +46,22 @@ class LocalPlaces:
 
         def look() -> list[object]:
             seen = [n.removeprefix(prefix) for n in patiently(os.listdir, root) if n.startswith(prefix)]
-            return [min(map(int, seen)), socket.gethostname()]
+            return [min(map(int, seen), default=-1), socket.gethostname()]
 
         found = ranks.combine("meet at the directories", look, list)
-        with ranks.agree("remove probes"):
-            patiently(os.unlink, probe)
+
+        def remove() -> bool:
+            try:
+                patiently(os.unlink, probe)
+            except FileNotFoundError:
+                return False
+            return True
+
+        if not ranks.combine("remove probes", remove, all) or any(first == -1 for first, _ in found):
+            raise LockedError(
+                f"{root}: another run that writes checkpoints here deletes the files of this one; stop it, or give this run another "
+                f"directory"
+            )
         first_of: list[int] = [int(first) for first, _ in found]  # type: ignore[call-overload]
         if any(first_of[first] != first for first in first_of):
             raise CheckpointError(

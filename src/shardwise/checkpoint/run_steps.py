@@ -94,14 +94,20 @@ class RunSteps:
     """The line of a run, and the mirror's, if there is one. Every rank makes one."""
 
     def __init__(
-        self, root: str, mirror: str | None, retention: Retention, fallback: str | None = None
+        self,
+        root: str,
+        mirror: str | None,
+        retention: Retention,
+        fallback: str | None = None,
+        *,
+        sweeps: bool = True,
     ) -> None:
         places = {"run's own place": root, "mirror": mirror, "fallback": fallback}
         found: dict[str, str] = {}
         for name, place in places.items():
             if place is not None and (before := found.setdefault(real(place), name)) != name:
                 raise ValueError(f"the {name} is the {before}: {place}; give another one")
-        self._line = line_of(root)
+        self._line = line_of(root, sweeps=sweeps)
         self._retention = retention
         self.stored: Stored | None = None
         self._fallback = None if fallback is None else line_of(fallback)

@@ -12,6 +12,9 @@ from .units import Unit
 
 __all__ = ["copy_units"]
 
+#: A unit that arrives damaged is read again: a resume takes what stays damaged for damage on the disk, and goes on from an older step.
+_ATTEMPTS = 3
+
 
 def copy_units(
     reader: Reader,
@@ -29,9 +32,12 @@ def copy_units(
     try:
         for unit in units:
             view = reader.room_for(unit.nbytes)
-            reader.read_into(name, unit.start, view)
-            if not unit.is_proved_by(view):
-                raise IntegrityError(f"bytes {unit.start} to {unit.stop} arrived damaged", path=name)
+            for attempt in range(_ATTEMPTS):
+                reader.read_into(name, unit.start, view)
+                if unit.is_proved_by(view):
+                    break
+                if attempt == _ATTEMPTS - 1:
+                    raise IntegrityError(f"bytes {unit.start} to {unit.stop} arrived damaged", path=name)
             _write(fd, view, unit.start, path)
             done += unit.nbytes
             on_progress()

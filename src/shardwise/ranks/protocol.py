@@ -126,6 +126,11 @@ class Agreement:
         """Whether all ranks have just raised this error: no rank would come to another agreement on it."""
         return bool(getattr(error, _AGREED, None) == (self._generation, self._round))
 
+    def is_settled(self, error: BaseException) -> bool:
+        """Whether the round just failed with this error on every rank that learns its outcome. False where this rank did not learn it."""
+        causes = error.causes.values() if isinstance(error, RankError) else ()
+        return self.is_agreed(error) and not any(_UNREACHABLE in cause for cause in causes)
+
     def agree(
         self,
         request: Request,

@@ -211,6 +211,11 @@ class Ranks:
         finally:
             watch.end()
 
+    def is_settled(self, error: BaseException) -> bool:
+        """Whether an agreement has just failed with this error for all ranks. False where this rank did not learn the outcome: others
+        may go on as after a success. Rank-local."""
+        return self.world_size == 1 or self._agreement().is_settled(error)
+
     def tick(self, amount: int = 1) -> None:
         """Tell the other ranks that this rank makes progress. Call it for each block read or written.
 

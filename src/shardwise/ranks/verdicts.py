@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 
 from shardwise.errors import RankError
 
@@ -90,8 +90,11 @@ def pack(header: Status | Verdict, inline: bytes = b"") -> bytes:
 
     Leaves out optional fields that are empty, as their defaults are: every rank sends and gets such a line in each round.
     """
-    required = {f.name for f in fields(header) if f.default is MISSING and f.default_factory is MISSING}
-    told = {name: value for name, value in asdict(header).items() if value or name in required}
+    told = {
+        f.name: value
+        for f in fields(header)
+        if (value := getattr(header, f.name)) or (f.default is MISSING and f.default_factory is MISSING)
+    }
     return json.dumps(told, separators=(",", ":")).encode() + b"\n" + inline
 
 

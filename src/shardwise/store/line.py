@@ -79,21 +79,23 @@ class Line(Protocol):
         """The text of an error if the place holds steps that are not of a line: another program's, or copies. None if it does not."""
 
 
-def line_of(root: str) -> Line:
-    """The line in a directory, or below a URL."""
-    return HeadLine(root) if is_url(root) else DirectoryLine(root)
+def line_of(root: str, *, sweeps: bool = True) -> Line:
+    """The line in a directory, or below a URL. Without ``sweeps`` the caller deletes what killed saves left in a directory."""
+    return HeadLine(root) if is_url(root) else DirectoryLine(root, sweeps=sweeps)
 
 
 class DirectoryLine:
     """Steps in a local directory: see :mod:`.publish` and :mod:`.lock`."""
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, *, sweeps: bool = True) -> None:
         self.root = root
+        self._sweeps = sweeps
         self._lock: DirectoryLock | None = None
 
     def open(self) -> None:
         self._lock = DirectoryLock(self.root)
-        publish.sweep_leftovers(self.root)
+        if self._sweeps:
+            publish.sweep_leftovers(self.root)
 
     def close(self) -> None:
         if self._lock is not None:

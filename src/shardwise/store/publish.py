@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 from ..catalog.dcp import METADATA_NAME
 from ..errors import CheckpointError, SourceError
@@ -152,6 +152,9 @@ def seal_part(temporary: str, text: bytes, files: Mapping[str, FileEntry]) -> No
     """
     check_written(temporary, _files_in(temporary), files)
     _seal(temporary, text, files)
+    fsync_directory(
+        os.path.dirname(temporary)
+    )  # a power loss leaves the part under this name or its last one
 
 
 def _seal(temporary: str, text: bytes, files: Iterable[str]) -> None:
@@ -239,12 +242,12 @@ def delete_all(paths: Iterable[str]) -> None:
             _log.warning("can't delete %s: %s", path, error)
 
 
-def sweep_leftovers(root: str) -> list[str]:
-    """Delete leftovers of killed saves and deletions. Call it only while holding the directory's lock.
+def sweep_leftovers(root: str, spared: Container[str] = ()) -> list[str]:
+    """Delete leftovers of killed saves and deletions, but for the names ``spared``. Call it only while holding the directory's lock.
 
     Leftovers that can't be deleted stay: they never count as steps. Returns the names that were tried.
     """
-    swept = leftovers(root)
+    swept = [name for name in leftovers(root) if name not in spared]
     for name in swept:
         path = os.path.join(root, name)
         with contextlib.suppress(OSError):
