@@ -12,7 +12,9 @@ from ..errors import CheckpointError, NoCheckpointError, SourceError
 from ..format.manifest import MANIFEST_NAME, read_manifest
 from ..ranks.patience import patiently
 from ..storage import absolute, is_directory, is_file, is_url, join, names_in
+from ..store.in_store import refuse_without_conditions
 from ..store.publish import delete_all
+from ..store.write import make_directories
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -26,6 +28,7 @@ __all__ = [
     "newest_below",
     "place_at",
     "places_of",
+    "refuse_unfit",
 ]
 
 _log = logging.getLogger(__name__)
@@ -35,6 +38,19 @@ def place_at(path: str | os.PathLike[str]) -> str:
     """A caller's path without ``~`` and ``..``, or its URL."""
     path = os.fspath(path)
     return absolute(path if is_url(path) else os.path.expanduser(path))
+
+
+def refuse_unfit(fallback: str) -> None:
+    """Raise :class:`CheckpointError` or :class:`SourceError` for a fall-back that could take no checkpoint: else the first save that
+    fails would find it out. Makes a directory; writes and deletes one small object below a URL. For one rank.
+    """
+    if is_url(fallback):
+        refuse_without_conditions(fallback)
+        return
+    try:
+        patiently(make_directories, fallback)
+    except OSError as error:
+        raise CheckpointError(f"{fallback}: this fall-back can't be made: {error.strerror}") from error
 
 
 def folder_for(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None) -> str:

@@ -45,7 +45,7 @@ from ..planning import IOOptions
 from ..preemption.stops import EXIT_STATUS, StopOptions, Stops
 from ..ranks.ranks import Ranks
 from ..state.gradients import watch_steps
-from ._accelerate_folders import folder_for, newest_below, place_at, places_of
+from ._accelerate_folders import folder_for, newest_below, place_at, places_of, refuse_unfit
 from ._accelerate_samplers import record
 from ._accelerate_settings import check_kind
 from ._accelerate_sharding import device_of, shard
@@ -200,7 +200,8 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
             training goes on. The report says why (``failure``), and the next one is tried as ever.
         max_failures: for ``"warn"``, the number of failed saves in a row at which :meth:`save_state` raises.
         fallback: a second directory or URL, for a folder that can't be saved in the first place: it goes there under its own name.
-            :meth:`load_state` and :meth:`newest_checkpoint` look there, too. Give it again at each start, and each run its own.
+            :meth:`load_state` and :meth:`newest_checkpoint` look there, too. Give it again at each start, and each run its own. The
+            constructor raises :class:`CheckpointError` or :class:`RankError` for one that could take nothing.
 
     All other arguments and methods are ``accelerate.Accelerator``'s.
     """
@@ -220,6 +221,8 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         self._fallback = None if fallback is None else place_at(fallback)
         options = StopOptions(stop_on=stop_on, deadline_s=deadline_s, exit_status=exit_status)
         super().__init__(*args, **kwargs)
+        if (fallback_of_all := self._fallback) is not None:
+            Ranks.current().on_first("look at the fallback", lambda: refuse_unfit(fallback_of_all))
         self._stops, self._last_save = Stops(options, Ranks.current()), LastSave()
         self._newest: tuple[str, SaveReport] | None = None
 
