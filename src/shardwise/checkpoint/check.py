@@ -10,12 +10,12 @@ import xxhash
 from ..catalog.checkpoint import check_size
 from ..errors import IntegrityError, SourceError
 from ..format.manifest import BLOCK_BYTES, MANIFEST_NAME, Manifest, read_manifest
-from ..format.places import absent_places, files_by_place, refuse_part
+from ..format.places import absent_places, describe_part, files_by_place, refuse_part
 from ..limits import inside
 from ..storage import is_url, join, looking_once, stat_of_expected
 from ..transfer import SourceReader
 
-__all__ = ["check_files", "check_parts", "quick_check", "read_head"]
+__all__ = ["check_files", "check_part", "check_parts", "quick_check", "read_head"]
 
 
 def quick_check(path: str, step: int, on_progress: Callable[[], object] = lambda: None) -> Manifest:
@@ -47,6 +47,18 @@ def check_parts(
             if heads:
                 _check_heads(path, manifest, names, on_progress)
     return manifest, here
+
+
+def check_part(path: str, step: int) -> tuple[Manifest, str | None]:
+    """As :func:`quick_check`, of a directory that may hold one host's part of a step: the manifest, and what part it is, if it is one.
+
+    Raises as :func:`quick_check`; :class:`IntegrityError` also where the manifest is all that is left.
+    """
+    manifest, here = check_parts(path, step, lambda: None)
+    part = describe_part(path, manifest)
+    if not here:
+        raise IntegrityError(f"lost: {part}", path=path)
+    return manifest, part
 
 
 def _check_heads(

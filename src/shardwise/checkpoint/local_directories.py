@@ -150,7 +150,8 @@ class LocalDirectories:
         """``path``: of a part that is there. The text is the same on every rank."""
         present = {place.id for place in self._at.places}
         if away := [n for n in lost if places[n].id not in present]:
-            raise CheckpointError(f"{path}: {describe_absent(path, places, away)}")
+            text = describe_absent(path, places, away, holder="the hosts of this run hold")
+            raise CheckpointError(f"{path}: {text}")
         if lost:
             hosts = ", ".join(f"{places[n].host} (place {places[n].id})" for n in lost)
             raise IntegrityError(
