@@ -31,10 +31,10 @@ def quick_check(path: str, step: int, on_progress: Callable[[], object] = lambda
 
 
 def check_parts(
-    path: str, step: int, on_progress: Callable[[], object], *, heads: bool = True
+    path: str, step: int | None, on_progress: Callable[[], object], *, heads: bool = True
 ) -> tuple[Manifest, list[int]]:
     """As :func:`quick_check`, of a directory that may hold parts of a step: the manifest, and the numbers of the places whose parts are
-    here, or [0] for a manifest without places. Without ``heads`` as :func:`check_files`.
+    here, or [0] for a manifest without places. ``step`` None takes any. Without ``heads`` as :func:`check_files`.
 
     A place is not here if none of its files is. Raises for a part that is here and damaged.
     """
@@ -109,7 +109,7 @@ def _check_sizes(
         on_progress()
 
 
-def _manifest_of(path: str, step: int) -> Manifest:
+def _manifest_of(path: str, step: int | None) -> Manifest:
     try:
         if not is_url(path):
             os.stat(os.path.join(path, MANIFEST_NAME))
@@ -120,7 +120,7 @@ def _manifest_of(path: str, step: int) -> Manifest:
     except OSError as error:  # an unreachable server is not damage
         raise SourceError(f"can't be read: {error.strerror}", path=path) from error
     manifest = read_manifest(path)
-    if manifest.step != step:
+    if step is not None and manifest.step != step:
         raise IntegrityError(
             f"holds step {manifest.step}, not {step}: an old manifest, or a step under another's name. If it was renamed, "
             f"give it the name that it was published under",
