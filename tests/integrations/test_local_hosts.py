@@ -53,3 +53,40 @@ def test_accelerate(ranks: RankPool, tmp_path: Path, automatic: bool) -> None:
         assert "give a directory" in one["url"][1]
         assert "no such directory on any host" in one["nothing"][1]
         assert one["none below"] is None
+
+
+@pytest.mark.slow
+def test_trainer(ranks: RankPool, hub: Path, tmp_path: Path) -> None:
+    """Four ranks on two hosts, then three on three; 48 rows are six steps an epoch."""
+    hosts, places = tmp_path / "hosts", [0, 0, 1, 1]
+    found = ranks.run_ranks(4, fns.trainer, str(hub), str(hosts), places, timeout_s=200)
+    for place, one in zip(places, found, strict=True):
+        own = hosts / f"host-{place}/run"
+        whole, first, again, torn = (one[name] for name in ("whole", "first", "again", "torn"))
+        assert (first["has"], again["has"]) == (False, True)
+        assert first["losses"] == whole["losses"][:10]
+        assert first["names"] == ["checkpoint-6", "checkpoint-9"], "save_total_limit"
+        assert again["report"] == (9, True, str(own / "checkpoint-9"), [])
+        assert again["losses"] == whole["losses"], "bitwise"
+        assert again["digest"] == whole["digest"]
+        assert again["best"] == str(own / Path(whole["best"]).name)
+        assert torn["report"] == (9, True, str(own / "checkpoint-9"), [12])
+        assert torn["losses"] == whole["losses"]
+        assert torn["best"] == again["best"]
+        assert [n for n in torn["names"] if n.startswith("checkpoint")] == ["checkpoint-12", "checkpoint-9"]
+        aside = [n for n in torn["names"] if n.startswith("_damaged-checkpoint-12-")]
+        assert len(aside) == (place == 0), "it was whole on no host but the first"
+    assert any("lacks its part" in text for text in found[0]["torn"]["warned"])
+    parts = [hosts / f"host-{n}/run/checkpoint-12" for n in (0, 1)]
+    files = [{str(p.relative_to(part)) for p in part.rglob("*") if p.is_file()} for part in parts]
+    assert files[0] & files[1] == {"manifest.json"}
+    assert "trainer_state.json" in files[0]
+    merged = merge(hosts, "run/checkpoint-12", tmp_path / "merged")
+    assert sw.verify(merged).ok
+    assert sw.verify(parts[1]).problems == ()
+
+
+@pytest.mark.slow
+def test_trainer_on_other_hosts(ranks: RankPool, hub: Path, tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    ranks.run_ranks(2, fns.trainer_best, str(hub), str(hosts), [0, 1], timeout_s=200)
