@@ -45,10 +45,13 @@ def test_parts_resume_bitwise_and_merge_into_a_checkpoint(ranks, tmp_path):
     assert parts[0].joinpath("manifest.json").read_bytes() == parts[1].joinpath("manifest.json").read_bytes()
     assert {n for n in os.listdir(parts[0].parent) if n.startswith(".tmp")} == set()
 
-    problems = sw.verify(parts[1]).problems
-    assert len([p for p in problems if "rsync -a" in p and "ranks 0" in p]) == 1
-    assert not any("lost" in p for p in problems)
-    with pytest.raises(CheckpointError, match=r"holds a part of the step: host .* has the files of ranks 1"):
+    report = sw.verify(parts[1])
+    assert report.problems == ()
+    assert not report.ok
+    assert report.part is not None
+    assert report.part.startswith("holds part 2 of 2 of the step")
+    assert "has the files of ranks 0" in report.part
+    with pytest.raises(CheckpointError, match=r"holds part 1 of 2 .*; host .* has the files of ranks 1\."):
         quick_check(str(parts[0]), 3)
     with pytest.raises(CheckpointError, match=r"rsync -a"):  # for restore, convert and export
         catalog_of_checkpoint(parts[1])
@@ -101,12 +104,13 @@ def test_the_newest_step_that_all_hosts_hold(ranks, tmp_path):
         assert len(aside) == 1, name
     kind, text = by_name["away"]
     assert kind == "CheckpointError"
+    assert "the hosts of this run hold part 1 of 2 of the step" in text
     assert "has the files of ranks 2" in text
     assert "rsync -a " in text
     assert (tmp_path / "away/host-0/run/step-00000005").is_dir()
     assert by_name["merged"] == (5, digests[5], True)
     kind, text = by_name["one unmerged"]
-    assert "holds a part of the step" in text
+    assert "holds part 1 of 2 of the step" in text
     assert (tmp_path / "one unmerged/host-0/run/step-00000005").is_dir()
 
     found = ranks.run_ranks(2, fns.resume_each, [(str(tmp_path / "other ranks"), [1, 0], True)])

@@ -11,7 +11,9 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any, get_type_hints
 
 import click
@@ -63,8 +65,7 @@ def test_names_and_arguments_exist(block: Block) -> None:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("shardwise"):
             module = importlib.import_module(str(node.module))
             for alias in node.names:
-                public = getattr(module, "__all__", ())
-                assert alias.name in public or inspect.ismodule(getattr(module, alias.name, None)), alias.name
+                assert is_public(module, alias.name), alias.name
         if isinstance(node, ast.Call):
             check_arguments(node, block)
     for _, before, after in names_in(block):
@@ -74,6 +75,13 @@ def test_names_and_arguments_exist(block: Block) -> None:
             assert hasattr(METHODS[before], after), f"{before}.{after}"
         if before in ("report", "resumed", "resume_report"):
             assert after in reports(), f"{before}.{after}"
+
+
+def is_public(module: ModuleType, name: str) -> bool:
+    """Whether a module exports a name, or is a package with a module of that name, imported by now or not."""
+    if name in getattr(module, "__all__", ()):
+        return True
+    return hasattr(module, "__path__") and find_spec(f"{module.__name__}.{name}") is not None
 
 
 #: Pages whose blocks run as they are, with a model and a loader for those that the reader has.

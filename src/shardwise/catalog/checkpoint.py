@@ -27,6 +27,7 @@ from .records import Catalog, Chunks, SharedChunk, StoredFile, StoredTensor
 
 __all__ = [
     "catalog_of_checkpoint",
+    "catalog_of_manifest",
     "catalog_of_optimizer",
     "catalog_of_slices",
     "check_size",
@@ -220,6 +221,11 @@ def catalog_of_checkpoint(
     path = os.fspath(root)
     manifest = manifest or read_manifest(path)
     refuse_part(path, manifest)
+    return catalog_of_manifest(path, manifest, model)
+
+
+def catalog_of_manifest(path: str, manifest: Manifest, model: str | None = None) -> Catalog:
+    """As :func:`catalog_of_checkpoint`, also of one host's part of a step, whose other files can't be read here."""
     name = model_named(manifest, model, path)
     catalog = catalog_of_slices(path, manifest, "model", name, model_tensors(manifest, name))
     aliases = {a for t in manifest.models[name].values() for a in t.stored_aliases}

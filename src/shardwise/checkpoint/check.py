@@ -10,12 +10,12 @@ import xxhash
 from ..catalog.checkpoint import check_size
 from ..errors import IntegrityError, SourceError
 from ..format.manifest import BLOCK_BYTES, MANIFEST_NAME, Manifest, read_manifest
-from ..format.places import absent_places, files_by_place, refuse_part
+from ..format.places import absent_places, describe_part, files_by_place, refuse_part
 from ..limits import inside
 from ..storage import is_url, join, looking_once, stat_of_expected
 from ..transfer import SourceReader
 
-__all__ = ["check_files", "check_parts", "quick_check", "read_head"]
+__all__ = ["check_files", "check_part", "check_parts", "quick_check", "read_head"]
 
 
 def quick_check(path: str, step: int, on_progress: Callable[[], object] = lambda: None) -> Manifest:
@@ -31,10 +31,10 @@ def quick_check(path: str, step: int, on_progress: Callable[[], object] = lambda
 
 
 def check_parts(
-    path: str, step: int, on_progress: Callable[[], object], *, heads: bool = True
+    path: str, step: int | None, on_progress: Callable[[], object], *, heads: bool = True
 ) -> tuple[Manifest, list[int]]:
     """As :func:`quick_check`, of a directory that may hold parts of a step: the manifest, and the numbers of the places whose parts are
-    here, or [0] for a manifest without places. Without ``heads`` as :func:`check_files`.
+    here, or [0] for a manifest without places. ``step`` None takes any. Without ``heads`` as :func:`check_files`.
 
     A place is not here if none of its files is. Raises for a part that is here and damaged.
     """
@@ -47,6 +47,18 @@ def check_parts(
             if heads:
                 _check_heads(path, manifest, names, on_progress)
     return manifest, here
+
+
+def check_part(path: str, step: int) -> tuple[Manifest, str | None]:
+    """As :func:`quick_check`, of a directory that may hold one host's part of a step: the manifest, and what part it is, if it is one.
+
+    Raises as :func:`quick_check`; :class:`IntegrityError` also where the manifest is all that is left.
+    """
+    manifest, here = check_parts(path, step, lambda: None)
+    part = describe_part(path, manifest)
+    if not here:
+        raise IntegrityError(f"lost: {part}", path=path)
+    return manifest, part
 
 
 def _check_heads(
@@ -97,7 +109,7 @@ def _check_sizes(
         on_progress()
 
 
-def _manifest_of(path: str, step: int) -> Manifest:
+def _manifest_of(path: str, step: int | None) -> Manifest:
     try:
         if not is_url(path):
             os.stat(os.path.join(path, MANIFEST_NAME))
@@ -108,7 +120,7 @@ def _manifest_of(path: str, step: int) -> Manifest:
     except OSError as error:  # an unreachable server is not damage
         raise SourceError(f"can't be read: {error.strerror}", path=path) from error
     manifest = read_manifest(path)
-    if manifest.step != step:
+    if step is not None and manifest.step != step:
         raise IntegrityError(
             f"holds step {manifest.step}, not {step}: an old manifest, or a step under another's name. If it was renamed, "
             f"give it the name that it was published under",

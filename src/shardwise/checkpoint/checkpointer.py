@@ -31,7 +31,7 @@ from .save import SaveReport, write_checkpoint
 from .stage import StagingBuffer
 from .stopping import Stopping
 
-__all__ = ["Checkpointer", "save"]
+__all__ = ["Checkpointer", "save", "save_at"]
 
 _log = logging.getLogger(__name__)
 _NUMBERS = itertools.count()
@@ -48,10 +48,15 @@ def save(
     each model or optimizer). Raises :class:`StateError` before anything is written, :class:`CheckpointError` if
     ``path`` exists, :class:`LockedError` if another save writes to the URL (or was killed there), :class:`RankError` on every rank.
     """
+    return save_at(target_of(absolute(path)), state, step, io)
+
+
+def save_at(target: Target, state: TrainState, step: int, io: IOOptions | None = None) -> SaveReport:
+    """As :func:`save`, at a place that may be one of several."""
     io = io or IOOptions()
     ranks = Ranks.current(timeout_s=io.timeout_s)
     run_id = ranks.on_first("run id", _new_run_id)
-    return write_checkpoint(state, target_of(absolute(path)), step, Lineage(run_id, None), ranks)
+    return write_checkpoint(state, target, step, Lineage(run_id, None), ranks)
 
 
 def _new_run_id() -> str:

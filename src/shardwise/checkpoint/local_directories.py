@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 import logging
-import os
-import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
-import xxhash
-
-from ..errors import CheckpointError, IntegrityError, ShardwiseError, is_damage
-from ..format.manifest import MANIFEST_NAME, Place, parse_manifest
-from ..format.places import describe_absent, files_by_place
-from ..limits import read_small
-from ..memory.link import Reader, Server, address_towards_store
+from ..errors import CheckpointError, ShardwiseError
 from ..operations.operation import this_operation
 from ..planning import IOOptions
-from ..ranks.patience import patiently, remove_tree
+from ..ranks.patience import patiently
 from ..ranks.ranks import Ranks
 from ..state.train_state import TrainState
 from ..store.part_target import PartTarget, delete_sealed
 from ..store.target import Target
 from .check import check_parts
 from .directories import Restore
+from .local_parts import opened
 from .local_places import LocalPlaces, id_of_place
-from .part_view import PartFiles, bring, make_view, units_needed
 from .parts import settle_parts
 from .resume_report import ResumeReport
 from .run_steps import Candidate, RunSteps
@@ -35,33 +25,6 @@ from .run_steps import Candidate, RunSteps
 __all__ = ["LocalDirectories"]
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """The parts of a step, by the number of their place in its manifest."""
-
-    here: list[list[int]]
-    """Of each of this run's places, the parts that it holds whole."""
-    sources: list[int]
-    """For each part, the place of this run that holds it."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """The parts of a step under one manifest."""
-
-    path: str
-    """Of a part that is there."""
-    places: list[Place]
-    here: list[list[int]]
-    sources: list[int]
-    """As of :class:`_Found`; -1 for a part that no place holds."""
-
-    @property
-    def lost(self) -> list[int]:
-        """The parts that no place holds."""
-        return [number for number, source in enumerate(self.sources) if source < 0]
 
 
 class LocalDirectories:
@@ -122,132 +85,10 @@ class LocalDirectories:
     def restore(
         self, restore: Restore, state: TrainState, one: Candidate, ranks: Ranks, io: IOOptions
     ) -> ResumeReport:
-        found = self._find(one, ranks)
-        this_operation().begin_again(one.path)
-        own = replace(io, strategy="own")  # no rank sees what another host holds
-        if all(len(here) == len(found.sources) for here in found.here):
-            return restore(state, one.path, ranks, own)
-        with self._viewed(state, one, found, ranks, own) as path:
-            return replace(restore(state, path, ranks, own), path=one.path)
-
-    def _find(self, one: Candidate, ranks: Ranks) -> _Found:
-        """Check the parts of a step, and find who holds each. Raises damage, and :class:`CheckpointError` if a host is away."""
-
-        def look() -> list[Any] | None:
-            if not os.path.lexists(one.path):
-                return None
-            try:
-                manifest, here = patiently(lambda: check_parts(one.path, one.step, ranks.tick))
-            except ShardwiseError as error:
-                if not is_damage(error):
-                    raise
-                return ["", [], str(error)]
-            text = read_small(os.path.join(one.path, MANIFEST_NAME), "manifest")
-            places = [[p.id, p.host, list(p.ranks)] for p in manifest.places]
-            return [xxhash.xxh3_64_hexdigest(text), here, "", places, one.path]
-
-        seen = self._at.on_each(f"check step {one.step}", look, ranks)
-        whole = [part for part in seen if part is not None and not part[2]]
-        damage = "; ".join(f"{part[2]}" for part in seen if part is not None and part[2])
-        if not whole:
-            raise IntegrityError(damage)
-        found = [self._of_manifest(digest, seen) for digest in sorted({part[0] for part in whole})]
-        complete = [one for one in found if not one.lost]
-        if len(complete) > 1:
-            raise CheckpointError(
-                f"{complete[1].path}: this host's manifest of step {one.step} is another one than {complete[0].path}: these are steps "
-                f"of several runs, or of branches of one. Move the directories of one of them away"
-            )
-        if not complete:  # of several, none of which is whole, one that a host which is away may make whole
-            self._refuse_lost(max(found, key=self._lacks_host), damage)
-        return _Found(complete[0].here, complete[0].sources)
-
-    def _of_manifest(self, digest: str, seen: Sequence[list[Any] | None]) -> _Held:
-        """Who holds the parts of the step with this manifest. A host that holds a step of this number with another manifest, as a save leaves
-        it that one host alone has published, holds none."""
-        of = [part if part is not None and part[0] == digest else None for part in seen]
-        here = [[] if part is None else part[1] for part in of]
-        *_, told, path = next(part for part in of if part is not None)
-        places = [Place(i, host, tuple(of_place)) for i, host, of_place in told]
-        sources = [
-            next((n for n, parts in enumerate(here) if number in parts), -1)
-            for number in range(max(1, len(places)))
-        ]
-        return _Held(path, places, here, sources)
-
-    def _lacks_host(self, held: _Held) -> bool:
-        present = {place.id for place in self._at.places}
-        return any(held.places[n].id not in present for n in held.lost)
-
-    def _refuse_lost(self, held: _Held, damage: str) -> NoReturn:
-        """The text is the same on every rank."""
-        path, places, lost = held.path, held.places, held.lost
-        present = {place.id for place in self._at.places}
-        if away := [n for n in lost if places[n].id not in present]:
-            raise CheckpointError(f"{path}: {describe_absent(path, places, away)}")
-        hosts = ", ".join(f"{places[n].host} (place {places[n].id})" for n in lost)
-        raise IntegrityError(damage or f"{path}: {hosts} lacks its part: lost")
-
-    @contextmanager
-    def _viewed(
-        self, state: TrainState, one: Candidate, found: _Found, ranks: Ranks, io: IOOptions
-    ) -> Iterator[str]:
-        """The path of a directory with all that this host's ranks need of a step. Collective."""
-        nonce, secret = ranks.on_first("name views", lambda: [secrets.token_hex(8), secrets.token_hex(32)])
-        text = self._text_for_all(one, found, ranks)
-        manifest = parse_manifest(text, one.path)
-        files, mine, leads = files_by_place(manifest), found.here[self._at.own], self._at.leads(ranks.rank)
-        here = frozenset(name for number in mine for name in files[number])
-        lacking = frozenset(manifest.files) - here
-        view = os.path.join(self._root, f".tmp-view-{nonce}") if lacking else one.path
-        try:
-            with ExitStack() as stack:
-
-                def serve() -> list[Any] | None:
-                    if not leads or not mine:
-                        return None
-                    address = address_towards_store()
-                    server = Server(PartFiles(one.path, here), secret.encode(), address, io.timeout_s)
-                    stack.callback(server.close)
-                    return [self._at.places[self._at.own].host, address, server.port]
-
-                peers: list[Any] = ranks.combine("serve parts", serve, list)
-                with ranks.agree("make views"):
-                    if leads and lacking:
-                        make_view(view, one.path, text, manifest, here)
-                with ranks.agree("bring what other hosts hold"):
-                    if lacking:
-
-                        def reader_of(number: int) -> Reader:
-                            host, address, port = peers[self._at.leaders[found.sources[number]]]
-                            return Reader(host, address, port, secret.encode(), io.timeout_s)
-
-                        needed = units_needed(state, view, manifest, lacking, ranks, with_shared=leads)
-                        nbytes = bring(view, needed, manifest, reader_of, ranks)
-                        _log.info("%s: %d bytes were brought from other hosts", one.path, nbytes)
-            yield view
-        finally:
-            if leads and lacking:
-                with ranks.patience():
-                    remove_tree(view)
-
-    def _text_for_all(self, one: Candidate, found: _Found, ranks: Ranks) -> bytes:
-        """The manifest's text; sent only if a place does not hold it."""
-        holder = self._at.leaders[found.sources[0]]
-
-        def read() -> bytes:
-            return read_small(os.path.join(one.path, MANIFEST_NAME), "manifest")
-
-        if all(found.here):
-            text = b""
-            with ranks.agree("read the manifest"):
-                text = read()
-            return text
-        return ranks.combine(
-            "send the manifest",
-            lambda: read() if ranks.rank == holder else b"",
-            lambda of: of[holder],
-        )
+        with opened(one.path, one.step, self._at, ranks, io) as parts:
+            this_operation().begin_again(one.path)
+            parts.bring(state)
+            return replace(restore(state, parts.path, ranks, parts.io), path=one.path)
 
     def go_on_from(self, step: int, damaged: Mapping[int, Mapping[int, str]], ranks: Ranks) -> list[int]:
         lists = self._at.on_each(

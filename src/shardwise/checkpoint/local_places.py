@@ -138,4 +138,4 @@ def id_of_place(root: str) -> str:
     except OSError as error:
         raise CheckpointError(f"{path}: can't be written: {error.strerror}") from error
     fsync_directory(root)
-    return new
+    return id_of_place(root)  # of two runs that draw at a time the later one wins

@@ -25,7 +25,7 @@ from ..ranks.ranks import Ranks
 from ..state.train_state import TrainState
 from .verify import model_of
 
-__all__ = ["PartFiles", "bring", "make_view", "units_needed"]
+__all__ = ["PartFiles", "bring", "document_units", "make_view", "slice_units"]
 
 #: Where a stored tensor lies in the model of this run: its shape there, and the boxes of this rank.
 _Held = Mapping[str, tuple[tuple[int, ...], Sequence[Box]]]
@@ -90,19 +90,30 @@ def bring(
     return total
 
 
-def units_needed(
-    state: TrainState,
-    path: str,
+def document_units(
     manifest: Manifest,
     lacking: Collection[str],
     ranks: Ranks,
     *,
     with_shared: bool,
+    also: Callable[[str], bool],
 ) -> dict[str, list[Unit]]:
-    """The units of each of the files ``lacking`` that a restore of ``state`` reads on this rank. Reads nothing. Rank-local.
+    """The units of the documents among the files ``lacking`` that a restore reads on this rank. Rank-local.
 
-    They are those of its documents, and of slices that share an element with what it holds; of a tensor that this run does not know
-    under that name and shape, every slice. ``with_shared``: also the documents of all ranks, of which a host needs one copy.
+    ``with_shared``: also the documents of all ranks and the files that ``also`` names, of which a host needs one copy.
+    """
+    stems = ["state"] * with_shared + [f"rank/{ranks.rank:05d}"] * (manifest.world_size == ranks.world_size)
+    names = {f"{stem}.{ending}" for stem in stems for ending in ("json", "safetensors")}
+    names |= {name for name in lacking if with_shared and also(name)}
+    return {name: units_of(manifest.files[name]) for name in sorted(names) if name in lacking}
+
+
+def slice_units(
+    state: TrainState, path: str, manifest: Manifest, lacking: Collection[str]
+) -> dict[str, list[Unit]]:
+    """The units of slices among the files ``lacking`` that a restore of ``state`` reads on this rank. Reads nothing. Rank-local.
+
+    They share an element with what the rank holds; of a tensor that this run does not know under that name and shape, every slice.
     """
     names = {inside(path, name): name for name in lacking}
     spans = defaultdict[str, list[tuple[int, int]]](list)
@@ -114,14 +125,7 @@ def units_needed(
                 end = chunk.offset_bytes + chunk.box.numel * itemsize(tensor.dtype)
                 if (name := names.get(chunk.path)) is not None:
                     spans[name].append((chunk.offset_bytes, end))
-    stems = ["state"] * with_shared + [f"rank/{ranks.rank:05d}"] * (manifest.world_size == ranks.world_size)
-    found = {
-        name: units_of(manifest.files[name])
-        for stem in stems
-        for name in (f"{stem}.json", f"{stem}.safetensors")
-        if name in lacking
-    }
-    return found | {name: _touched(manifest.files[name], of) for name, of in spans.items()}
+    return {name: _touched(manifest.files[name], of) for name, of in spans.items()}
 
 
 def _touched(entry: FileEntry, spans: Sequence[tuple[int, int]]) -> list[Unit]:

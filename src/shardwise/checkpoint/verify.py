@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -55,10 +55,13 @@ class VerifyReport:
     referred: int = 0
     """Tensors of which the checkpoint holds only digests: a restore compares them with the live ones."""
 
+    part: str | None = None
+    """Of one host's part of a step (``Checkpointer(local=True)``): which part, and where the others are. What is here was checked."""
+
     @property
     def ok(self) -> bool:
-        """Whether there is no problem."""
-        return not self.problems
+        """Whether the checkpoint is proved: no problem, and all of it is here."""
+        return not self.problems and self.part is None
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values."""
@@ -73,7 +76,8 @@ def verify(path: str | os.PathLike[str], *, threads: int | None = None) -> Verif
     checksum of every header, small file and 16 MiB block; that headers agree with the manifest; that slices cover every
     tensor exactly once; that this release knows the names and forms of documents (with at most 16 MiB of tensors);
     every tensor's digest, recomputed from the stored bytes; and that a directory named after a step holds that step.
-    Hard links of one file are read once.
+    Hard links of one file are read once. Of one host's part of a step it checks the files that are here; ``part`` of the report says
+    where the others are.
 
     ``threads``: default all cores of the process, at most 8; memory: 17 MiB each. Rank-local. Raises :class:`SourceError` (or a subclass) only if there is no
     readable manifest; every other problem is a line in ``problems``.
@@ -89,11 +93,12 @@ def verify(path: str | os.PathLike[str], *, threads: int | None = None) -> Verif
         path=root,
         step=manifest.step,
         problems=work.problems(),
-        files=len(manifest.files) + 1,
+        files=work.files + 1,
         tensors=work.tensors,
         bytes_read=work.bytes_read,
         seconds=time.perf_counter() - started,
         referred=sum(t.refers for entries in manifest.models.values() for t in entries.values()),
+        part=work.part,
     )
 
 
@@ -102,16 +107,15 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _file_set_problems(root: str, manifest: Manifest) -> tuple[list[str], set[str]]:
-    """Problems of the set of files and their sizes, and the names of files that can't be read."""
+def _file_set_problems(root: str, manifest: Manifest, absent: Collection[int]) -> tuple[list[str], set[str]]:
+    """Problems of the set of files and their sizes, and the names of files that can't be read. ``absent``: parts that lie elsewhere."""
     found, bad = files_below(root, manifest.files), set()
     problems = [
         f"{n}: not listed in the manifest" for n in sorted(set(found) - set(manifest.files) - {MANIFEST_NAME})
     ]
-    absent = absent_places(root, manifest)
-    if absent:
-        problems.append(describe_absent(root, manifest.places, absent))
     of_places = files_by_place(manifest)
+    if len(absent) == len(of_places):
+        problems.append(f"lost: {describe_absent(root, manifest.places, absent)}")
     bad |= {name for number in absent for name in of_places[number]}
     for name, entry in manifest.files.items():
         if name in bad:
@@ -177,7 +181,10 @@ class _Verification:
         self._stopped = False
         self._done = 0
         self._found: dict[tuple[int, int], list[str]] = {}  # by file and block, for a fixed order
-        wrong_files, self._bad = _file_set_problems(root, manifest)
+        absent = absent_places(root, manifest)
+        self._absent = absent
+        self.part = describe_absent(root, manifest.places, absent) if absent else None
+        wrong_files, self._bad = _file_set_problems(root, manifest, absent)
         wrong_name = misnamed(root, manifest.step, manifest.files)
         self._first = [f"{MANIFEST_NAME}: {wrong_name}"] * bool(wrong_name) + wrong_files
         self._last: list[str] = []
@@ -189,8 +196,15 @@ class _Verification:
         self._tasks = ((f, b) for f, file in enumerate(self._files) for b in range(-1, _blocks_in(file)))
 
     @property
+    def files(self) -> int:
+        """The files of the manifest that are in this directory, or should be."""
+        of_places = files_by_place(self._manifest)
+        return sum(len(names) for number, names in enumerate(of_places) if number not in self._absent)
+
+    @property
     def tensors(self) -> int:
-        return sum(map(len, self._sums))
+        elsewhere = sum(map(len, self._unread)) if self.part else 0
+        return sum(map(len, self._sums)) - elsewhere
 
     @property
     def bytes_read(self) -> int:

@@ -27,7 +27,7 @@ from .options import (
     trust_remote_code,
 )
 from .phases import as_training, asked_training, show_phases
-from .program import FINE, WRONG_DATA, Program, print_json, rank_of_launcher
+from .program import FINE, ONLY_A_PART, WRONG_DATA, Program, print_json, rank_of_launcher
 
 if TYPE_CHECKING:
     from .inspection import Inspection
@@ -51,7 +51,7 @@ def main() -> None:
 def inspect(path: str, as_json: bool) -> int:
     """Show what a source, a checkpoint or a directory of checkpoints holds.
 
-    Reads headers and manifests only. Status 1 if they show that a published step is damaged. PATH may be the id of a
+    Reads headers and manifests only. Status 1 if they show that a published step is damaged; one host's part of a step is not. PATH may be the id of a
     model on the hub if the cache holds it; inspect downloads nothing.
     """
     from .inspection import contents_of, to_json
@@ -167,7 +167,11 @@ def plan(
 )
 @common
 def verify(path: str, threads: int | None, as_json: bool) -> int:
-    """Check every byte of a checkpoint, or of every step of a directory of checkpoints."""
+    """Check every byte of a checkpoint, or of every step of a directory of checkpoints.
+
+    Of one host's part of a step (Checkpointer(local=True)) it checks what is here. Status 3 if that is sound: the whole can't be
+    proved here.
+    """
     from .inspection import is_root
     from .render import console, show_verify
 
@@ -177,7 +181,7 @@ def verify(path: str, threads: int | None, as_json: bool) -> int:
             print_json(report.to_json())
         else:
             show_verify(console(), report)
-        return FINE if report.ok else WRONG_DATA
+        return _status(bool(report.problems), report.part is not None)
     return _verify_steps(path, threads, as_json)
 
 
@@ -201,6 +205,10 @@ def diff(first: str, second: str, as_json: bool) -> int:
     return FINE if report.ok else WRONG_DATA
 
 
+def _status(is_wrong: bool, is_part: bool) -> int:
+    return WRONG_DATA if is_wrong else ONLY_A_PART if is_part else FINE
+
+
 def _verify_steps(root: str, threads: int | None, as_json: bool) -> int:
     from ..storage import join
     from ..store.line import line_of
@@ -220,13 +228,15 @@ def _verify_steps(root: str, threads: int | None, as_json: bool) -> int:
             if not as_json:
                 show_verify(console(), report)
         except ShardwiseError as error:
-            documents.append({"path": path, "step": step, "ok": False, "problems": [str(error)]})
+            documents.append(
+                {"path": path, "step": step, "ok": False, "problems": [str(error)], "part": None}
+            )
             if not as_json:
                 show_problems(console(), [str(error)])
     ok = all(document["ok"] for document in documents)
     if as_json:
         print_json({"path": root, "ok": ok, "steps": documents})
-    return FINE if ok else WRONG_DATA
+    return _status(any(d["problems"] for d in documents), any(d["part"] for d in documents))
 
 
 def _verify_one(path: str, threads: int | None) -> Any:

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ..catalog.checkpoint import catalog_of_checkpoint
+from ..catalog.checkpoint import catalog_of_manifest
 from ..catalog.open import open_catalog
 from ..catalog.records import Catalog, StoredTensor
 from ..dtypes import itemsize
 from ..errors import PlanError, UnsupportedConversionError
 from ..format.manifest import MANIFEST_NAME, Manifest, read_manifest
+from ..format.places import absent_places, describe_part, files_by_place
 from ..layout.placements import Geometry
 from ..layout.spec import TensorSpec
 from ..limits import inside
@@ -24,6 +25,7 @@ from .tree import Node, tree_of
 __all__ = [
     "CheckpointContents",
     "Inspection",
+    "PartOfStep",
     "RootContents",
     "SourceContents",
     "StepSummary",
@@ -76,6 +78,19 @@ class OptimizerState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PartOfStep:
+    """A host's part of a checkpoint that ``Checkpointer(local=True)`` saved."""
+
+    host: str
+    place: str
+    """The id of the host's directory."""
+    ranks: tuple[int, ...]
+    files: int
+    file_bytes: int
+    is_here: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointContents:
     """The contents of a checkpoint beyond those of every source."""
 
@@ -89,6 +104,10 @@ class CheckpointContents:
     software: Mapping[str, str]
     problems: tuple[str, ...]
     """Files that are lost, or whose size differs from the manifest's."""
+    parts: tuple[PartOfStep, ...] = ()
+    """Where hosts have saved it to directories of their own."""
+    part: str | None = None
+    """Of a directory that lacks some of the parts: which are here, and where the others are. It is not damaged."""
     referred: int = 0
     """Frozen tensors of which it holds only digests."""
 
@@ -171,6 +190,7 @@ def _bytes_by_dtype(tensors: Iterable[StoredTensor]) -> dict[str, int]:
 
 def _checkpoint(path: str) -> CheckpointContents:
     manifest = read_manifest(path)
+    parts = tuple(_parts(path, manifest))
     file_bytes = sum(f.nbytes for f in manifest.files.values())
     return CheckpointContents(
         source=_source(_models(path, manifest), path, len(manifest.files), file_bytes),
@@ -182,13 +202,15 @@ def _checkpoint(path: str) -> CheckpointContents:
         optimizer_states=tuple(_optimizer_states(manifest)),
         software=dict(manifest.software),
         problems=tuple(_wrong_files(path, manifest)),
+        parts=parts,
+        part=describe_part(path, manifest),
         referred=sum(t.refers for tensors in manifest.models.values() for t in tensors.values()),
     )
 
 
 def _models(path: str, manifest: Manifest) -> Catalog:
     """The tensors of every model; with several models, under the model's name."""
-    catalogs = {name: catalog_of_checkpoint(path, name, manifest=manifest) for name in manifest.models}
+    catalogs = {name: catalog_of_manifest(path, manifest, name) for name in manifest.models}
     first, *others = catalogs.values()
     if not others:
         return first
@@ -198,6 +220,19 @@ def _models(path: str, manifest: Manifest) -> Catalog:
         for t in catalog.tensors.values()
     }
     return replace(first, tensors=tensors)
+
+
+def _parts(path: str, manifest: Manifest) -> Iterable[PartOfStep]:
+    absent = absent_places(path, manifest)
+    for number, (place, names) in enumerate(zip(manifest.places, files_by_place(manifest), strict=False)):
+        yield PartOfStep(
+            host=place.host,
+            place=place.id,
+            ranks=place.ranks,
+            files=len(names),
+            file_bytes=sum(manifest.files[name].nbytes for name in names),
+            is_here=number not in absent,
+        )
 
 
 def _geometries(manifest: Manifest) -> Iterable[GeometryUse]:
@@ -241,8 +276,12 @@ def _optimizer_states(manifest: Manifest) -> Iterable[OptimizerState]:
 
 
 def _wrong_files(path: str, manifest: Manifest) -> Iterable[str]:
-    for name, entry in manifest.files.items():
-        file = inside(path, name)
+    absent, names_of = set(absent_places(path, manifest)), files_by_place(manifest)
+    if len(absent) == len(names_of):
+        yield f"no file of it is here; it {describe_part(path, manifest)}"
+        return
+    for name in [name for number, names in enumerate(names_of) if number not in absent for name in names]:
+        entry, file = manifest.files[name], inside(path, name)
         try:
             found = stat_of_expected(file) if is_url(file) else Stat(os.stat(file).st_size)
         except OSError as error:

@@ -18,9 +18,19 @@ from ..errors import PlanError, RankError, ShardwiseError
 from ..operations.bars import Bars
 from ..operations.listeners import following
 
-__all__ = ["FINE", "INTERRUPTED", "WRONG_DATA", "WRONG_USAGE", "Program", "print_json", "rank_of_launcher"]
+__all__ = [
+    "FINE",
+    "INTERRUPTED",
+    "ONLY_A_PART",
+    "WRONG_DATA",
+    "WRONG_USAGE",
+    "Program",
+    "print_json",
+    "rank_of_launcher",
+]
 
 FINE, WRONG_DATA, WRONG_USAGE = 0, 1, 2
+ONLY_A_PART = 3  # of ``verify``: what is here is sound, and the rest of the step lies on other hosts
 INTERRUPTED = 130  # the status that shells expect after Ctrl-C
 
 #: Where no bar can be drawn, operations that take longer get lines on stderr.

@@ -12,8 +12,9 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from ..format.places import ranks_text
 from ..operations.records import size
-from .inspection import CheckpointContents, Inspection, RootContents
+from .inspection import CheckpointContents, Inspection, PartOfStep, RootContents
 from .terminal import console
 from .tree import Node
 
@@ -65,6 +66,12 @@ def show_contents(out: Console, contents: Inspection) -> None:
     out.print(tree)
     if isinstance(contents, CheckpointContents):
         show_problems(out, contents.problems)
+        if contents.part and not contents.problems:
+            _show_part(out, contents.part)
+
+
+def _show_part(out: Console, part: str) -> None:
+    out.print(Text(plain(f"not damaged: it {part}"), _YELLOW), soft_wrap=True)
 
 
 def _grow(tree: Tree, nodes: Iterable[Node]) -> None:
@@ -109,11 +116,18 @@ def _checkpoint_facts(c: CheckpointContents) -> dict[str, str]:
         facts[f"geometry {number}"] = f"{g.tensors} tensors, {cuts}"
     if c.referred:
         facts["refers to"] = f"{c.referred} frozen tensors of a base, by their digests"
+    if c.parts:
+        facts["parts"] = _some([_part(number, one) for number, one in enumerate(c.parts, 1)])
     for s in c.optimizer_states:
         facts[f"{s.optimizer}.{s.name}"] = (
             f"{', '.join(s.dtypes)}, {s.parameters} parameters, {size(s.state_bytes)}"
         )
     return facts
+
+
+def _part(number: int, one: PartOfStep) -> str:
+    held = f"ranks {ranks_text(one.ranks)}, {one.files} files, {size(one.file_bytes)}"
+    return f"{number} of host {one.host} ({held}){'' if one.is_here else ': not here'}"
 
 
 def _show_root(out: Console, root: RootContents) -> None:
@@ -131,11 +145,13 @@ def _show_root(out: Console, root: RootContents) -> None:
                 parent,
                 s.run_id or "-",
             ]
-            table.add_row(str(s.step), _verdict(s.ok), *(Text(plain(cell)) for cell in row))
+            table.add_row(str(s.step), _verdict(s.ok, s.part), *(Text(plain(cell)) for cell in row))
         out.print(table)
     for s in history:
         if s.problem:
             out.print(Text(plain(f"{os.path.basename(s.path)}: {s.problem}"), _RED), soft_wrap=True)
+    if part := next((s for s in history if s.part), None):  # the others have the same hosts, as a rule
+        out.print(Text(plain(f"{os.path.basename(part.path)}: {part.part}"), _YELLOW), soft_wrap=True)
     if root.leftovers:
         out.print(Text(plain(f"leftovers of stopped saves: {', '.join(root.leftovers)}")), soft_wrap=True)
     if not root.steps:
@@ -248,7 +264,9 @@ def show_verify(out: Console, report: Any) -> None:
         facts["not checked"] = f"{report.referred} frozen tensors of a base: it holds their digests"
     _facts(out, str(report.path), facts)
     show_problems(out, report.problems)
-    out.print(_verdict(report.ok))
+    if report.part:
+        out.print(Text(plain(f"not proved as a whole: it {report.part}"), _YELLOW), soft_wrap=True)
+    out.print(_verdict(not report.problems, report.part))
 
 
 def show_diff(out: Console, report: Any) -> None:
@@ -344,7 +362,10 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _verdict(ok: bool) -> RenderableType:
+def _verdict(ok: bool, part: str | None = None) -> RenderableType:
+    """``part``: what it is a part of, which is well and not whole."""
+    if ok and part:
+        return Text("ok, a part", _YELLOW)
     return Text("ok", _GREEN) if ok else Text("damaged", _RED)
 
 

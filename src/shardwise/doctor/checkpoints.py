@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 
 from ..catalog.dcp import METADATA_NAME
-from ..checkpoint.check import quick_check
+from ..checkpoint.check import check_part
 from ..errors import ShardwiseError
 from ..format.head import HEAD_NAME
 from ..format.manifest import MANIFEST_NAME, read_manifest
@@ -78,7 +78,7 @@ def _damage(steps: dict[int, str]) -> dict[str, str]:
     found = {}
     for step, place in steps.items():
         try:
-            quick_check(place, step)
+            check_part(place, step)
         except ShardwiseError as error:
             found[os.path.basename(place)] = str(error)
     return found

@@ -14,8 +14,18 @@ from ..limits import inside
 from ..storage import is_url
 from .manifest import Manifest, Place
 
-__all__ = ["absent_places", "describe_absent", "files_by_place", "rank_of_file", "refuse_part"]
+__all__ = [
+    "absent_places",
+    "describe_absent",
+    "describe_part",
+    "files_by_place",
+    "rank_of_file",
+    "ranks_text",
+    "refuse_part",
+]
 
+#: Hosts that a text names.
+_SHOWN = 5
 _OF_RANK = re.compile(r"rank/([0-9]{5,})\.(json|safetensors)")
 _SLICES = re.compile(
     r"(models?|optimizers?)/(.*/)?shard-([0-9]{5,})-(model|optimizer)-[0-9]+-of-[0-9]+\.safetensors"
@@ -54,25 +64,43 @@ def absent_places(path: str, manifest: Manifest) -> list[int]:
 
 def refuse_part(path: str, manifest: Manifest) -> None:
     """Raise :class:`CheckpointError` if parts of a step lie elsewhere: it is not damaged. Rank-local."""
-    if absent := absent_places(path, manifest):
-        raise CheckpointError(f"{path}: {describe_absent(path, manifest.places, absent)}")
+    if part := describe_part(path, manifest):
+        raise CheckpointError(f"{path}: {part}")
 
 
-def describe_absent(path: str, places: Sequence[Place], absent: Collection[int]) -> str:
-    """The text of an error for a step whose parts of some places are not at ``path``, with the lines that merge them."""
+def describe_part(path: str, manifest: Manifest) -> str | None:
+    """What :func:`describe_absent` says of the directory of a step; None if no part of it lies elsewhere. Rank-local."""
+    absent = absent_places(path, manifest)
+    return describe_absent(path, manifest.places, absent) if absent else None
+
+
+def describe_absent(
+    path: str, places: Sequence[Place], absent: Collection[int], *, holder: str = "holds"
+) -> str:
+    """Which parts of a step are at ``path`` and which hosts have the others, with the lines that merge them.
+
+    ``holder``: the words before what is there.
+    """
     step = os.path.basename(os.path.abspath(path))
     lost = [places[number] for number in sorted(absent)]
-    hosts = "; ".join(
-        f"host {p.host} (place {p.id}) has the files of ranks {_numbers(p.ranks)}" for p in lost[:5]
+    here = [number for number in range(len(places)) if number not in absent]
+    numbers = f"part{'s' * (len(here) > 1)} {ranks_text([n + 1 for n in here])}" if here else "none"
+    of = f" ({', '.join([f'host {places[n].host}' for n in here[:_SHOWN]])}{_more(here)})" if here else ""
+    hosts = ", ".join(
+        [f"host {p.host} (place {p.id}) has the files of ranks {ranks_text(p.ranks)}" for p in lost[:_SHOWN]]
     )
-    merge = " && ".join(f"rsync -a {p.host}:DIRECTORY/{step}/ {path}/" for p in lost[:5])
-    more = f" and {len(lost) - 5} more hosts" if len(lost) > 5 else ""
+    merge = " && ".join(f"rsync -a {p.host}:DIRECTORY/{step}/ {path}/" for p in lost[:_SHOWN])
     return (
-        f"holds a part of the step: {hosts}{more}. Start with local=True on all hosts that saved it, or merge the parts into one "
-        f"directory: {merge}{more}"
+        f"{holder} {numbers} of {len(places)} of the step{of}; {hosts}{_more(lost)}. Start with local=True on all hosts that saved "
+        f"it, or merge the parts into one directory: {merge}{_more(lost)}"
     )
 
 
-def _numbers(ranks: Sequence[int]) -> str:
+def _more(hosts: Sequence[object]) -> str:
+    return f" and {len(hosts) - _SHOWN} more hosts" if len(hosts) > _SHOWN else ""
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Numbers as people write them: ``0 to 7``, or ``0, 2, 5``."""
     whole = len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1))
     return f"{ranks[0]} to {ranks[-1]}" if whole else ", ".join(map(str, ranks))

@@ -5,14 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from ..checkpoint.hosts import Hosts
 from ..errors import CheckpointError, NoCheckpointError, SourceError
 from ..format.manifest import MANIFEST_NAME, read_manifest
 from ..ranks.patience import patiently
 from ..storage import absolute, is_directory, is_file, is_url, join, names_in
+from ..store.in_store import refuse_without_conditions
 from ..store.publish import delete_all
+from ..store.write import make_directories
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -23,9 +27,11 @@ __all__ = [
     "folder_for",
     "make_room",
     "newest",
-    "newest_below",
+    "newest_of",
     "place_at",
     "places_of",
+    "refuse_unfit",
+    "steps_in",
 ]
 
 _log = logging.getLogger(__name__)
@@ -35,6 +41,19 @@ def place_at(path: str | os.PathLike[str]) -> str:
     """A caller's path without ``~`` and ``..``, or its URL."""
     path = os.fspath(path)
     return absolute(path if is_url(path) else os.path.expanduser(path))
+
+
+def refuse_unfit(fallback: str) -> None:
+    """Raise :class:`CheckpointError` or :class:`SourceError` for a fall-back that could take no checkpoint: else the first save that
+    fails would find it out. Makes a directory; writes and deletes one small object below a URL. For one rank.
+    """
+    if is_url(fallback):
+        refuse_without_conditions(fallback)
+        return
+    try:
+        patiently(make_directories, fallback)
+    except OSError as error:
+        raise CheckpointError(f"{fallback}: this fall-back can't be made: {error.strerror}") from error
 
 
 def folder_for(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None) -> str:
@@ -48,14 +67,17 @@ def folder_for(accelerator: Accelerator, output_dir: str | os.PathLike[str] | No
     return place_at(output_dir)
 
 
-def make_room(folder: str, *, automatic: bool) -> None:
-    """Make the parent of ``folder``, and remove ``folder`` if it is empty; a store needs neither. For one rank.
+def make_room(folder: str, hosts: Hosts, *, automatic: bool) -> None:
+    """Make the parent of ``folder``, and remove ``folder`` if it is empty; a store needs neither. Collective.
 
-    Raises :class:`CheckpointError` if the folder is not empty.
+    A checkpoint that only some hosts hold, because a save was killed when its parts appeared, is set aside with a warning. Raises
+    :class:`CheckpointError` for any other folder that is not empty.
     """
-    if not is_url(folder) and os.path.isdir(folder) and not os.listdir(folder):
-        patiently(os.rmdir, folder)
-    if patiently(is_directory, folder) if is_url(folder) else os.path.lexists(folder):
+    root = os.path.dirname(folder)
+    found = hosts.on_each(root, "make room for the checkpoint", lambda: _in_the_way(folder))
+    if set(found) == {"", _CHECKPOINT} and not hosts.holds(folder):
+        hosts.on_own(root, "set a torn checkpoint aside", lambda: _set_aside(folder))
+    elif any(found):
         raise CheckpointError(
             f"{folder}: holds something already, and a published checkpoint is never overwritten; "
             + (
@@ -65,8 +87,33 @@ def make_room(folder: str, *, automatic: bool) -> None:
                 "ProjectConfiguration(automatic_checkpoint_naming=True, total_limit=…) and no output_dir"
             )
         )
-    if not is_url(folder):
-        patiently(os.makedirs, os.path.dirname(folder), exist_ok=True)
+
+
+_CHECKPOINT = "checkpoint"
+
+
+def _in_the_way(folder: str) -> str:
+    """What is in the way of a new folder, whose parent is made; empty for nothing."""
+    if is_url(folder):
+        return "objects" if patiently(is_directory, folder) else ""
+    if os.path.isdir(folder) and not os.listdir(folder):
+        patiently(os.rmdir, folder)
+    if os.path.lexists(folder):
+        return _CHECKPOINT if os.path.isfile(os.path.join(folder, MANIFEST_NAME)) else "something else"
+    patiently(os.makedirs, os.path.dirname(folder), exist_ok=True)
+    return ""
+
+
+def _set_aside(folder: str) -> None:
+    """Under a name that no search takes. For one rank of each host."""
+    if not os.path.lexists(folder):
+        return
+    aside = os.path.join(os.path.dirname(folder), f".torn-{os.path.basename(folder)}-{secrets.token_hex(4)}")
+    try:
+        patiently(os.rename, folder, aside)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: can't be set aside: {error.strerror}") from error
+    _log.warning("%s: only some hosts hold it, of a save that was killed; it is now %s", folder, aside)
 
 
 def places_of(folder: str, fallback: str | None) -> list[str]:
@@ -79,33 +126,55 @@ def first_stored(places: Sequence[str]) -> str:
     return next((path for path in places if patiently(is_directory, path)), places[0])
 
 
-def newest(accelerator: Accelerator, fallback: str | None = None) -> str:
-    """The newest checkpoint of automatic naming, there or in the fall-back. Raises :class:`NoCheckpointError` if there is none."""
-    root = _root(accelerator)
+def newest(accelerator: Accelerator, hosts: Hosts, fallback: str | None = None) -> str:
+    """The newest checkpoint of automatic naming, there or in the fall-back. Collective. Raises :class:`NoCheckpointError` if there is
+    none."""
+    root, found = _root(accelerator), None
     if accelerator.project_configuration.automatic_checkpoint_naming:
-        roots = [*([] if fallback is None else [fallback]), root]
-        found = [one for place in roots for one in _folders(place)]
-        if found:
-            return max(reversed(found), key=lambda one: one[0])[1]  # of equal ones that of the project
-    raise NoCheckpointError(f"{root}: no checkpoint_N in it, and no input_dir was given")
+        roots = [root, *([] if fallback is None else [fallback])]
+        found = newest_of(roots, hosts, _numbered_in)
+    if found is None:
+        raise NoCheckpointError(f"{root}: no checkpoint_N in it, and no input_dir was given")
+    return found
 
 
-def newest_below(roots: Iterable[str]) -> str | None:
-    """The checkpoint with the newest step directly below these directories or URLs, of equal steps that of the first. For one rank.
+def newest_of(roots: Sequence[str], hosts: Hosts, numbered: Callable[[str], Mapping[int, str]]) -> str | None:
+    """The checkpoint with the highest number in these directories or URLs, of equal ones that of the first. Collective.
+
+    ``numbered`` returns the names of the checkpoints in a directory, by number.
+    """
+
+    def look() -> list[list[Any]]:
+        return [[number, k, name] for k, root in enumerate(roots) for number, name in numbered(root).items()]
+
+    of_hosts = hosts.on_each(roots[0], "find the newest checkpoint", look)
+    found = {(number, k, name) for of_host in of_hosts for number, k, name in of_host}
+    for _, k, name in sorted(found, key=lambda one: (-one[0], one[1])):
+        path = join(roots[k], name)
+        if hosts.holds(path):
+            return path
+    return None
+
+
+def steps_in(root: str) -> dict[int, str]:
+    """The checkpoints directly below a directory or URL, by step. For one rank.
 
     A checkpoint whose manifest can't be read does not count, and is logged.
     """
     found: dict[int, str] = {}
-    for root in roots:
-        for name in sorted(names_in(root)) if is_directory(root) else ():
-            path = join(root, name)
-            if name.startswith(".") or not is_file(join(path, MANIFEST_NAME)):
-                continue
-            try:
-                found.setdefault(patiently(read_manifest, path).step, path)
-            except SourceError as error:
-                _log.warning("skipping %s: %s", path, error)
-    return found[max(found)] if found else None
+    for name in sorted(names_in(root)) if is_directory(root) else ():
+        path = join(root, name)
+        if name.startswith(".") or not is_file(join(path, MANIFEST_NAME)):
+            continue
+        try:
+            found.setdefault(patiently(read_manifest, path).step, name)
+        except SourceError as error:
+            _log.warning("skipping %s: %s", path, error)
+    return found
+
+
+def _numbered_in(root: str) -> dict[int, str]:
+    return {number: os.path.basename(path) for number, path in _folders(root)}
 
 
 def delete_oldest(folder: str, limit: int) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 from accelerate import Accelerator
 
-from ..checkpoint.checkpointer import save
+from ..checkpoint.checkpointer import save_at
 from ..checkpoint.failures import Failures, RefusalError
+from ..checkpoint.hosts import Hosts, OneForAll
 from ..checkpoint.resume_report import ResumeReport
 from ..checkpoint.save import SaveReport
 from ..errors import CheckpointError, StateError
@@ -19,6 +21,7 @@ from ..ranks.ranks import Ranks
 from ..runs.restore import restore
 from ..runs.third_party import is_third_party
 from ..state.train_state import TrainState
+from ..store.target import target_of
 from ._accelerate_folders import (
     delete_oldest,
     first_stored,
@@ -54,31 +57,35 @@ def save_state(
     empty; :class:`StateError` also for registered save hooks: they would add files that the checkpoint does not list.
     """
     number = accelerator.save_iteration if step is None else step
-    return save_to(accelerator, [folder_for(accelerator, output_dir)], number, Failures("raise", 1))
+    places = [folder_for(accelerator, output_dir)]
+    return save_to(accelerator, places, number, Failures("raise", 1), OneForAll())
 
 
-def save_to(accelerator: Accelerator, places: Sequence[str], step: int, failures: Failures) -> SaveReport:
+def save_to(
+    accelerator: Accelerator, places: Sequence[str], step: int, failures: Failures, hosts: Hosts
+) -> SaveReport:
     """:func:`save_state` into the first of ``places`` that storage does not make fail; see :meth:`.Failures.attempt`. Collective."""
     _refuse_hooks(accelerator, "save")
-    ways = {folder: partial(_save_into, accelerator, folder, step) for folder in places}
+    ways = {folder: partial(_save_into, accelerator, folder, step, hosts) for folder in places}
     report = failures.attempt(step, ways, is_first_rank=Ranks.current().rank == 0)
     if report.failure is None:
         accelerator.project_configuration.iteration += 1
     return report
 
 
-def _save_into(accelerator: Accelerator, folder: str, step: int) -> SaveReport:
+def _save_into(accelerator: Accelerator, folder: str, step: int, hosts: Hosts) -> SaveReport:
     ranks, project = Ranks.current(), accelerator.project_configuration
     automatic = project.automatic_checkpoint_naming
     try:
-        ranks.on_first("make room for the checkpoint", lambda: make_room(folder, automatic=automatic))
+        make_room(folder, hosts, automatic=automatic)
     except CheckpointError as error:
         raise RefusalError(error) from error
     with ranks.agree("collect the accelerator's state"):
         state = train_state(accelerator)
-    report = save(state, folder, step=step)
+    report = save_at(hosts.target(target_of(folder)), state, step)
     if automatic and project.total_limit is not None:
-        ranks.on_first("delete oldest", lambda: delete_oldest(folder, project.total_limit))
+        root = os.path.dirname(folder)
+        hosts.on_own(root, "delete oldest", lambda: delete_oldest(folder, project.total_limit))
     return report
 
 
@@ -91,25 +98,37 @@ def load_state(accelerator: Accelerator, input_dir: str | os.PathLike[str] | Non
 
     Every rank must call it. Raises as :func:`shardwise.restore`; :class:`NoCheckpointError` if there is none.
     """
-    return load_from(accelerator, input_dir, None)
+    return load_from(accelerator, input_dir, None, OneForAll())
 
 
 def load_from(
-    accelerator: Accelerator, input_dir: str | os.PathLike[str] | None, fallback: str | None
+    accelerator: Accelerator,
+    input_dir: str | os.PathLike[str] | None,
+    fallback: str | None,
+    hosts: Hosts,
 ) -> ResumeReport:
     """:func:`load_state`, also of checkpoints in ``fallback``. Collective."""
     _refuse_hooks(accelerator, "load")
     ranks = Ranks.current()
-    if input_dir is None:
-        found = ranks.on_first("find newest", lambda: newest(accelerator, fallback))
-    else:
-        places = places_of(place_at(input_dir), fallback)
-        found = ranks.on_first("find checkpoint", lambda: first_stored(places))
+    found = (
+        newest(accelerator, hosts, fallback)
+        if input_dir is None
+        else _named(place_at(input_dir), fallback, ranks)
+    )
     with ranks.agree("collect the accelerator's state"):
         state = train_state(accelerator)
-    if ranks.on_first("look at checkpoint", lambda: is_third_party(found)):
-        state.dataloader = None
-    return restore(state, found)
+    with hosts.opened(found) as checkpoint:
+        if ranks.on_first("look at checkpoint", lambda: is_third_party(checkpoint.path)):
+            state.dataloader = None
+        checkpoint.bring(state)
+        return replace(restore(state, checkpoint.path, io=checkpoint.io), path=found)
+
+
+def _named(path: str, fallback: str | None, ranks: Ranks) -> str:
+    """A named checkpoint, or the one of its name in the fall-back. Collective."""
+    if fallback is None:
+        return path
+    return ranks.on_first("find checkpoint", lambda: first_stored(places_of(path, fallback)))
 
 
 def train_state(accelerator: Accelerator) -> TrainState:

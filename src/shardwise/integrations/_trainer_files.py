@@ -100,10 +100,10 @@ def gathered(ranks: Ranks, files: Mapping[str, bytes]) -> dict[str, bytes]:
     return found
 
 
-def adapter_files(model: Any, run_dir: str, ranks: Ranks) -> dict[str, bytes]:
+def adapter_files(model: Any, run_dir: str | None, ranks: Ranks) -> dict[str, bytes]:
     """The files of a ``PeftModel``'s adapters, as PEFT reads them, on rank 0; none for other models. Collective.
 
-    Gathers them through a temporary folder in ``run_dir``. Adapters that PEFT computes when it stores them (prompt and
+    Gathers them through a temporary folder in ``run_dir``, which all ranks must see; there are none without it, with a warning. Adapters that PEFT computes when it stores them (prompt and
     prefix tuning) have no files, with a warning: the checkpoint holds them as the model does.
     """
     if peft_model(model) is None:
@@ -111,7 +111,9 @@ def adapter_files(model: Any, run_dir: str, ranks: Ranks) -> dict[str, bytes]:
     refused = ranks.combine(
         "look at the adapters", lambda: _refused(model), lambda found: next(filter(None, found), None)
     )
-    if refused is not None:
+    if run_dir is None:
+        refused = refused or "no directory is seen by all hosts (local=True); export them by save_model"
+    if refused is not None or run_dir is None:
         if ranks.rank == 0:
             _log.warning("no copy of the adapters for PEFT lies in the checkpoint: %s", refused)
         return {}

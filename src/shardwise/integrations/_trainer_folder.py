@@ -7,13 +7,23 @@ import glob
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ..checkpoint.check import quick_check
+from ..checkpoint.hosts import Hosts
 from ..checkpoint.stored_documents import read_checked
-from ..errors import CheckpointError, FormatError, IntegrityError, NoCheckpointError, SourceError
+from ..errors import (
+    CheckpointError,
+    FormatError,
+    IntegrityError,
+    NoCheckpointError,
+    ShardwiseError,
+    SourceError,
+    is_damage,
+)
 from ..format.documents import parse_documents
 from ..format.head import Fate
 from ..format.manifest import MANIFEST_NAME, read_manifest
@@ -72,15 +82,15 @@ class Run:
 
 
 @contextlib.contextmanager
-def held(line: Line) -> Iterator[None]:
-    """Hold a run's checkpoints: of a directory its lock, of a store the right to write to it. Collective."""
+def held(line: Line, hosts: Hosts) -> Iterator[None]:
+    """Hold a run's checkpoints: of a directory its lock, on each host that has its own; of a store the right to write to it. Collective."""
 
     def take() -> None:
         line.open()
         line.held_steps()  # what a save could not do shows now, before anything is trained
 
     try:
-        Ranks.current().on_first("lock the place of the checkpoints", take)
+        hosts.on_each(line.root, "lock the place of the checkpoints", take)
         yield
     finally:
         with Ranks.current().patience():
@@ -114,13 +124,15 @@ def contents(path: str) -> dict[str, Any]:
     }
 
 
-def newest(lines: Sequence[Line], damaged: dict[str, tuple[int, str]]) -> str:
+def newest(lines: Sequence[Line], damaged: dict[str, tuple[int, str]], hosts: Hosts) -> str:
     """The newest checkpoint of all lines that is intact, as far as a check without payload can tell; empty if there are none.
 
     Of two of one step that of the first line. Skips those in ``damaged``, and adds newly found damage to it. Collective. Raises
     :class:`NoCheckpointError` if all are damaged. Raises the error of a checkpoint that can't be read for another
     reason, which is not damage.
     """
+    if hosts.is_local:
+        return _newest_of_hosts(lines[0], damaged, hosts)
 
     def search() -> list[Any]:
         found = [(step, join(line.root, name)) for line in lines for step, name in line.steps().items()]
@@ -139,15 +151,45 @@ def newest(lines: Sequence[Line], damaged: dict[str, tuple[int, str]]) -> str:
                 continue
             return [path, {where: list(one) for where, one in damaged.items()}]
         if damaged:
-            why = "; ".join(why for _, why in damaged.values())
-            raise NoCheckpointError(
-                f"{lines[0].root}: no checkpoint is valid ({why}). Move them away to start anew"
-            )
+            raise NoCheckpointError(_none_valid(lines[0], damaged))
         return ["", {}]
 
     path, known = Ranks.current().on_first("find newest checkpoint", search)
     damaged |= {where: (step, why) for where, (step, why) in known.items()}
     return str(path)
+
+
+def _newest_of_hosts(line: Line, damaged: dict[str, tuple[int, str]], hosts: Hosts) -> str:
+    """As :func:`newest`: the newest of which all hosts together hold all parts."""
+    ranks = Ranks.current()
+
+    def look() -> list[Any]:
+        return [[step, name] for step, name in line.steps().items()]
+
+    of_hosts = hosts.on_each(line.root, "scan checkpoints", look)
+    names = {int(step): str(name) for of_host in of_hosts for step, name in of_host}
+    for step in sorted(names, reverse=True):
+        path = join(line.root, names[step])
+        if path in damaged:
+            continue
+        try:
+            with hosts.opened(path, step) as opened:
+                ranks.on_first("look at checkpoint", partial(contents, opened.path))
+            return path
+        except ShardwiseError as error:
+            if not is_damage(error):
+                raise
+            if ranks.rank == 0:
+                _log.warning("skipping damaged %s: %s", path, error)
+            damaged[path] = (step, str(error))
+    if damaged:
+        raise NoCheckpointError(_none_valid(line, damaged))
+    return ""
+
+
+def _none_valid(line: Line, damaged: Mapping[str, tuple[int, str]]) -> str:
+    why = "; ".join(why for _, why in damaged.values())
+    return f"{line.root}: no checkpoint is valid ({why}). Move them away to start anew"
 
 
 def path_in(line: Line, step: int) -> str | None:

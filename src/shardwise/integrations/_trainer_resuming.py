@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from transformers import TrainingArguments
 
+from ..checkpoint.hosts import OneForAll, Opened
 from ..checkpoint.resume_report import ResumeReport
 from ..errors import NoCheckpointError, ShardwiseError, is_damage
 from ..format.manifest import MANIFEST_NAME, read_manifest
@@ -20,7 +22,8 @@ from ..ranks.ranks import Ranks
 from ..rng import capture_rng, restore_rng
 from ..runs.restore import restore
 from ..state.loader_parts import put_own_states
-from ..storage import absolute, is_file, join
+from ..state.train_state import TrainState
+from ..storage import absolute, is_directory, is_file, is_url, join
 from ._prepare import explained
 from ._trainer_data import DataPlace
 from ._trainer_folder import Run, contents, held, is_ours, newest
@@ -60,9 +63,9 @@ class Resuming(Stopping, Saving):
         self.resume_report = None
         with contextlib.ExitStack() as stack:
             if self._checkpoints != self._root:
-                stack.enter_context(held(trainer_line_of(self._root)))
+                stack.enter_context(held(trainer_line_of(self._root), OneForAll()))
             for line in self._lines():
-                stack.enter_context(held(line))
+                stack.enter_context(held(line, self._hosts))
             stack.callback(run.stand_ins.close)
             stack.enter_context(self._stoppable())
             self._data = DataPlace(self._differ, self.reads_again)
@@ -75,20 +78,24 @@ class Resuming(Stopping, Saving):
         store can't be asked.
         """
         lines = [trainer_line_of(root) for root in self._places()]
-        return bool(
-            Ranks.current().on_first("look for checkpoints", lambda: any(line.steps() for line in lines))
+        return any(
+            self._hosts.on_each(
+                lines[0].root, "look for checkpoints", lambda: any(line.steps() for line in lines)
+            )
         )
 
     def _to_open(self, given: Any) -> Any:
         """What Trainer takes to resume: the folder of the newest or named checkpoint, or its stand-in. Collective."""
         if given is True:
-            given = newest(self._lines(), self._run.damaged) or True
+            given = newest(self._lines(), self._run.damaged, self._hosts) or True
             if given is True and self._checkpoint_root is not None:
                 raise NoCheckpointError(
                     f"{self._checkpoints}: no checkpoint to resume from; begin with resume_from_checkpoint=False, or ask has_checkpoint()"
                 )
         # No checkpoint in output_dir: let Trainer raise its own error.
-        return given if given is None or isinstance(given, bool) else self._run.stand_ins.folder_for(given)
+        if given is None or isinstance(given, bool):
+            return given
+        return self._run.stand_ins.folder_for(given, self._hosts)
 
     def _inner_training_loop(
         self,
@@ -117,15 +124,16 @@ class Resuming(Stopping, Saving):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _is_ours(self, folder: str) -> bool:
-        return is_ours(self._run.stand_ins.path_of(folder))
+        return is_ours(self._run.stand_ins.reading_place(folder))
 
     def _load_optimizer_and_scheduler(self, checkpoint_dir: str | None) -> None:
         if checkpoint_dir is not None:
             self._run.resumed_step = self.state.global_step
             path = self._run.stand_ins.path_of(checkpoint_dir)
-            if is_ours(path):
+            if self._is_ours(checkpoint_dir):
                 try:
-                    self._restore(path)
+                    with self._run.stand_ins.opened(checkpoint_dir, self._hosts) as opened:
+                        self._restore(path, opened)
                 except ShardwiseError as error:
                     if not (self._run.falls_back and is_damage(error)):
                         raise
@@ -137,17 +145,18 @@ class Resuming(Stopping, Saving):
         # Trainer finds none of its files there; subclasses may find theirs.
         super()._load_optimizer_and_scheduler(checkpoint_dir)
 
-    def _restore(self, path: str) -> None:
+    def _restore(self, path: str, opened: Opened) -> None:
         """Restore everything at once, and add the differences that Trainer itself causes to the report."""
-        ranks, run = Ranks.current(), self._run
-        holds = ranks.on_first("look at checkpoint", lambda: contents(path))
+        ranks, run, place = Ranks.current(), self._run, opened.path
+        holds = ranks.on_first("look at checkpoint", lambda: contents(place))
         with_optimizer = "optimizer" in holds["documents"]
         with_place = "extra.data" in holds["documents"] and holds["world_size"] == ranks.world_size
         if with_place:
             with ranks.agree("look at the place in the data"):
-                check_place(path, read_manifest(path), f"rank/{ranks.rank:05d}")
-        state = self._train_state(optimizer=with_optimizer, data=with_place, source=path)
-        report = restore(state, path)
+                check_place(place, read_manifest(place), f"rank/{ranks.rank:05d}")
+        state = self._train_state(optimizer=with_optimizer, data=with_place, source=place)
+        opened.bring(state)
+        report = replace(restore(state, place, io=opened.io), path=path)
         run.rng = capture_rng()
         saved, now = holds["trainer"]["global_batch_size"], self._global_batch_size
         found = list(self._data.differences(run.loader, *run.place, "seeds" in holds["trainer"]))
@@ -191,8 +200,8 @@ class Resuming(Stopping, Saving):
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
         if resume_from_checkpoint is not None and self._is_ours(resume_from_checkpoint):
-            path = self._run.stand_ins.path_of(resume_from_checkpoint)
-            self._find_best(self._run.stand_ins.best_of(resume_from_checkpoint))
+            path = self._run.stand_ins.reading_place(resume_from_checkpoint)
+            self._find_best(self._run.stand_ins.best_of(resume_from_checkpoint), trial)
             holds = Ranks.current().on_first("look for the place in the data", lambda: contents(path))[
                 "trainer"
             ]
@@ -204,12 +213,19 @@ class Resuming(Stopping, Saving):
         self._run.place = place
         return place
 
-    def _find_best(self, best: str | None) -> None:
-        """Take the best checkpoint of a resumed state that lies in a store, as Trainer does for a directory. Collective."""
+    def _find_best(self, best: str | None, trial: Any) -> None:
+        """Take the best checkpoint of a resumed state that lies in a store, or in parts, as Trainer does for a directory. Collective."""
         if best is None:
             return
-        if Ranks.current().on_first("look for the best", lambda: is_file(join(best, MANIFEST_NAME))):
-            self.state.best_model_checkpoint = best
+        root = self._lines(trial)[0].root
+        path = join(root, os.path.basename(best)) if self._hosts.is_local else best
+        there = self._hosts.on_each(
+            root,
+            "look for the best",
+            lambda: is_directory(path) if not is_url(path) else is_file(join(path, MANIFEST_NAME)),
+        )
+        if all(there):
+            self.state.best_model_checkpoint = path
         else:
             _log.warning("the best checkpoint %s is not there any more; this run goes on without it", best)
 
@@ -259,4 +275,6 @@ class Resuming(Stopping, Saving):
             super()._load_best_model()
             return
         _log.info("loading the best model from %s (score %s)", best, self.state.best_metric)
-        load(self.model, best)
+        with self._hosts.opened(best) as opened:
+            opened.bring(TrainState(model=self.model))
+            load(self.model, opened.path, io=opened.io)

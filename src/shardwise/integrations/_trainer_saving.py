@@ -16,6 +16,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 
 from ..checkpoint.collect import Lineage
 from ..checkpoint.failures import Failures
+from ..checkpoint.hosts import Hosts
 from ..checkpoint.save import SaveReport, write_checkpoint
 from ..export.hub import export_hf
 from ..internals.peft import peft_model
@@ -67,6 +68,7 @@ class Saving(Trainer):
     _checkpoint_root: str | None = None
     _epoch_ends: EpochEnds
     _failures: Failures
+    _hosts: Hosts
     _fallback: str | None = None
     save_report: SaveReport | None = None
     """The report of the last save that was tried; ``failure`` says why it failed, while training went on."""
@@ -111,9 +113,11 @@ class Saving(Trainer):
         """Save where storage lets it; a failure passes if failures may."""
         ranks, run, step = Ranks.current(), self._run, self.state.global_step
         if step in run.published:  # an evaluation at the end of the epoch may have come after the save
-            self._name_best(
-                ranks.on_first("look at checkpoints", lambda: self._best(trial, run.published[step]))
+            root = self._lines(trial)[0].root
+            best = self._hosts.on_own(
+                root, "look at checkpoints", lambda: self._best(trial, run.published[step])
             )
+            self._name_best(best)
             return
         ways = {line.root: partial(self._save_at, line, model, trial) for line in self._lines(trial)}
         self.save_report = self._failures.attempt(step, ways, is_first_rank=ranks.rank == 0)
@@ -122,20 +126,23 @@ class Saving(Trainer):
         """Let Trainer write its small files into a separate folder, then publish everything at once."""
         ranks, run, step = Ranks.current(), self._run, self.state.global_step
         lines, best_before = self._lines(trial), self.state.best_model_checkpoint
-        name, best = ranks.on_first("look at checkpoints", lambda: self._look(line, trial))
+        hosts = self._hosts
+        name, best = hosts.on_own(line.root, "look at checkpoints", lambda: self._look(line, trial))
         place = ranks.on_first("place in the data", self._place)
         try:
             files = self._files_beside(model, trial, best, ranks)
-            scratch = self._root if is_url(line.root) else line.root
+            scratch = None if hosts.is_local else self._root if is_url(line.root) else line.root
             files = adapter_files(self.model, scratch, ranks) | gathered(ranks, files)
             with ranks.agree("collect the Trainer's state"):
                 state = self._train_state(optimizer=not self.args.save_only_model, files=files, place=place)
             # The place that does not take the save may be gone. Once a save is published, nothing newer can be there.
             looked_at = [line] if max(run.published, default=-1) > run.resumed_step else lines
-            ranks.on_first("set newer checkpoints aside", lambda: set_newer_aside(looked_at, run))
+            hosts.on_own(line.root, "set newer checkpoints aside", lambda: set_newer_aside(looked_at, run))
             lineage = Lineage(ranks.on_first("run id", lambda: secrets.token_hex(8)), None)
-            at_top = not is_url(line.root)  # a store has no links
-            report = write_checkpoint(state, line.target(name), step, lineage, ranks, at_top=at_top)
+            # A store has no links, and a host has not what other hosts' ranks write.
+            at_top = not is_url(line.root) and not hosts.is_local
+            target = hosts.target(line.target(name))
+            report = write_checkpoint(state, target, step, lineage, ranks, at_top=at_top)
         except BaseException:
             self.state.best_model_checkpoint = best_before  # this one may have been named
             raise
@@ -146,7 +153,7 @@ class Saving(Trainer):
             line.tidy(step)
             rotate(line, limit, best)
 
-        ranks.on_first("rotate checkpoints", clear)
+        hosts.on_own(line.root, "rotate checkpoints", clear)
         return report
 
     def _files_beside(self, model: Any, trial: Any, best: str | None, ranks: Ranks) -> dict[str, bytes]:
@@ -190,7 +197,7 @@ class Saving(Trainer):
         best = self.state.best_model_checkpoint
         if best is not None and self.args.save_total_limit == 1:
             lines = self._lines(trial)
-            Ranks.current().on_first("keep the best checkpoint", lambda: keep_only(lines, best))
+            self._hosts.on_own(lines[0].root, "keep the best checkpoint", lambda: keep_only(lines, best))
         return output
 
     def _train_state(

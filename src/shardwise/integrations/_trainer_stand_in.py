@@ -1,13 +1,16 @@
-"""Local folders that Trainer opens in place of checkpoints in a store: with the small files, without the state."""
+"""Local folders that Trainer opens in place of checkpoints in a store, or in parts on several hosts: with the small files, without
+the state."""
 
 from __future__ import annotations
 
 import json
 import os
 import tempfile
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+from ..checkpoint.hosts import Hosts, Opened
 from ..checkpoint.stored_documents import read_checked
 from ..errors import FormatError
 from ..format.manifest import Manifest, read_manifest
@@ -25,8 +28,11 @@ STATE_NAME = "trainer_state.json"
 class _StandIn:
     path: str
     """The checkpoint."""
+    opened: Opened
     best: str | None
-    """The best checkpoint that its ``trainer_state.json`` names, if that is a URL: Trainer would look for a directory."""
+    """The best checkpoint that its ``trainer_state.json`` names: Trainer would look for a directory, on each rank."""
+    stack: ExitStack
+    """Closes the checkpoint."""
 
 
 class StandIns:
@@ -36,20 +42,39 @@ class StandIns:
         self._stack = ExitStack()
         self._found: dict[str, _StandIn] = {}
 
-    def folder_for(self, path: str | os.PathLike[str]) -> str:
-        """The folder that Trainer opens for a checkpoint: a local one itself, for a URL a new one with its small files. Collective.
+    def folder_for(self, path: str | os.PathLike[str], hosts: Hosts) -> str:
+        """The folder that Trainer opens for a checkpoint: one that all ranks see itself, else a new one with its small files. Collective.
 
-        Raises as :func:`.read_manifest`; :class:`FormatError` for a checkpoint that no ``ShardwiseTrainer`` has written,
-        :class:`IntegrityError` for a damaged file.
+        Raises as :func:`.read_manifest` and :meth:`.Hosts.opened`; :class:`FormatError` for a checkpoint that no ``ShardwiseTrainer``
+        has written, :class:`IntegrityError` for a damaged file.
         """
         path = os.fspath(path)
-        if not is_url(path):
+        if not is_url(path) and not hosts.is_local:
             return path
         path = absolute(path)
+        stack = self._stack.enter_context(ExitStack())
+        opened = stack.enter_context(hosts.opened(path, also=_is_small))
         with Ranks.current().agree("fetch Trainer's files"):
             folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="shardwise-resumed-"))
-            self._found[folder] = _StandIn(path, _fetch(path, read_manifest(path), folder))
+            best = _fetch(opened.path, read_manifest(opened.path), folder)
+            self._found[folder] = _StandIn(path, opened, best, stack)
         return folder
+
+    @contextmanager
+    def opened(self, folder: str, hosts: Hosts) -> Iterator[Opened]:
+        """The checkpoint for which a folder stands, for the block; it is closed with it. Collective."""
+        found = self._found.get(folder)
+        if found is None:
+            with hosts.opened(folder) as opened:
+                yield opened
+            return
+        with found.stack:
+            yield found.opened
+
+    def reading_place(self, folder: str) -> str:
+        """Where this rank reads the checkpoint for which a folder stands, until :meth:`opened` has closed it."""
+        found = self._found.get(folder)
+        return folder if found is None else found.opened.path
 
     def path_of(self, folder: str) -> str:
         """The checkpoint for which a folder stands; for any other folder itself."""
@@ -57,7 +82,7 @@ class StandIns:
         return folder if found is None else found.path
 
     def best_of(self, folder: str) -> str | None:
-        """The URL of the best checkpoint that the stored state of a stand-in names."""
+        """The best checkpoint that the stored state of a stand-in names: a URL, or a path on the host of rank 0 of then."""
         found = self._found.get(folder)
         return None if found is None else found.best
 
@@ -67,7 +92,7 @@ class StandIns:
 
 
 def _fetch(path: str, manifest: Manifest, folder: str) -> str | None:
-    """Copy the files at the top, but weights and documents, into ``folder``. Returns the URL of the best checkpoint, if it is one."""
+    """Copy the files at the top, but weights and documents, into ``folder``. Returns the best checkpoint, if one is named."""
     if STATE_NAME not in manifest.files:
         raise FormatError(
             f"holds no {STATE_NAME}, which checkpoints of a ShardwiseTrainer have; restore it with shardwise.restore",
@@ -75,7 +100,7 @@ def _fetch(path: str, manifest: Manifest, folder: str) -> str | None:
         )
     best = None
     for name in manifest.files:
-        if "/" in name or name == "state.json" or name.endswith(".safetensors"):
+        if not _is_small(name):
             continue
         content = read_checked(path, manifest, name, MAX_FILES_BYTES)
         if name == STATE_NAME:
@@ -85,13 +110,18 @@ def _fetch(path: str, manifest: Manifest, folder: str) -> str | None:
     return best
 
 
+def _is_small(name: str) -> bool:
+    """Whether a file at the top is one of Trainer's."""
+    return not ("/" in name or name == "state.json" or name.endswith(".safetensors"))
+
+
 def _without_best(content: bytes, path: str) -> tuple[str | None, bytes]:
-    """The best checkpoint in Trainer's state, if it is a URL, and the state without it."""
+    """The best checkpoint in Trainer's state, if there is one, and the state without it."""
     try:
         state = json.loads(content)
         best = state.get("best_model_checkpoint")
     except (ValueError, AttributeError) as error:
         raise FormatError(f"is not Trainer's state: {error}", path=path) from error
-    if not isinstance(best, str) or not is_url(best):
+    if not isinstance(best, str):
         return None, content
     return best, json.dumps({**state, "best_model_checkpoint": None}, indent=2).encode()

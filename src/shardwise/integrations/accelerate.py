@@ -31,6 +31,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ..checkpoint.failures import Failures, OnSaveError
+from ..checkpoint.hosts import hosts_of
 from ..checkpoint.last_save import LastSave
 from ..checkpoint.resume_report import ResumeReport
 from ..checkpoint.save import SaveReport
@@ -45,7 +46,7 @@ from ..planning import IOOptions
 from ..preemption.stops import EXIT_STATUS, StopOptions, Stops
 from ..ranks.ranks import Ranks
 from ..state.gradients import watch_steps
-from ._accelerate_folders import folder_for, newest_below, place_at, places_of
+from ._accelerate_folders import folder_for, newest_of, place_at, places_of, refuse_unfit, steps_in
 from ._accelerate_samplers import record
 from ._accelerate_settings import check_kind
 from ._accelerate_sharding import device_of, shard
@@ -200,7 +201,11 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
             training goes on. The report says why (``failure``), and the next one is tried as ever.
         max_failures: for ``"warn"``, the number of failed saves in a row at which :meth:`save_state` raises.
         fallback: a second directory or URL, for a folder that can't be saved in the first place: it goes there under its own name.
-            :meth:`load_state` and :meth:`newest_checkpoint` look there, too. Give it again at each start, and each run its own.
+            :meth:`load_state` and :meth:`newest_checkpoint` look there, too. Give it again at each start, and each run its own. The
+            constructor raises :class:`CheckpointError` or :class:`RankError` for one that could take nothing.
+        local: each host keeps the files of its ranks in a folder of its own: ``output_dir`` and the project's folders are on a local
+            disk. :meth:`load_state` needs all hosts that saved, or their parts merged; other hosts and another number of
+            ranks may take part. docs/howto/several-hosts.md.
 
     All other arguments and methods are ``accelerate.Accelerator``'s.
     """
@@ -214,12 +219,16 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         on_save_error: OnSaveError = "raise",
         max_failures: int = 3,
         fallback: str | os.PathLike[str] | None = None,
+        local: bool = False,
         **kwargs: Any,
     ) -> None:
         self._failures = Failures(on_save_error, max_failures)
         self._fallback = None if fallback is None else place_at(fallback)
+        self._hosts = hosts_of(local=local, fallback=self._fallback)
         options = StopOptions(stop_on=stop_on, deadline_s=deadline_s, exit_status=exit_status)
         super().__init__(*args, **kwargs)
+        if (fallback_of_all := self._fallback) is not None:
+            Ranks.current().on_first("look at the fallback", lambda: refuse_unfit(fallback_of_all))
         self._stops, self._last_save = Stops(options, Ranks.current()), LastSave()
         self._newest: tuple[str, SaveReport] | None = None
 
@@ -288,7 +297,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
                 return self._newest[1]
             if why := self._last_save.refusal(self._stops.left_s(), Ranks.current()):
                 return SaveReport.of_failure(places[0], number, why)
-        report = save_to(self, places, number, self._failures)
+        report = save_to(self, places, number, self._failures, self._hosts)
         if report.failure is None:
             self._last_save.saved(report.seconds)
             self._newest = places[0], report
@@ -297,14 +306,15 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
     def load_state(self, input_dir: str | os.PathLike[str] | None = None) -> ResumeReport:
         """:func:`load_state` of this accelerator. A folder that only the fall-back holds is taken from there, and the newest of
         ``automatic_checkpoint_naming`` is that of both. Every rank must call it. Raises as :func:`load_state`."""
-        report = load_from(self, input_dir, self._fallback)
+        report = load_from(self, input_dir, self._fallback, self._hosts)
         self._last_save.resumed()
         return report
 
     def newest_checkpoint(self, root: str | os.PathLike[str]) -> str | None:
         """The checkpoint of the newest step directly below ``root`` or in the fall-back, for :meth:`load_state`; None if there is none.
 
-        For folders that the script names. Reads manifests; one that can't be read does not count, with a warning. Every rank must call it.
+        For folders that the script names. Reads manifests; one that can't be read does not count, with a warning. With ``local=True`` the
+        newest that all hosts together hold. Every rank must call it.
         """
         roots = [place_at(root), *([] if self._fallback is None else [self._fallback])]
-        return Ranks.current().on_first("find the newest checkpoint", lambda: newest_below(roots))
+        return newest_of(roots, self._hosts, steps_in)

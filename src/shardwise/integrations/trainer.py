@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainingArguments
 
 from ..checkpoint.failures import Failures, OnSaveError
+from ..checkpoint.hosts import hosts_of
 from ..errors import CheckpointError, ShardError
 from ..loading.report import LoadReport
 from ..preemption.stops import EXIT_STATUS, StopOptions
@@ -108,6 +109,11 @@ class ShardwiseTrainer(Resuming):
       ``train`` raises. ``fallback``, a second directory or URL, takes a checkpoint that can't be saved in the first place;
       ``resume_from_checkpoint=True`` takes the newest of both. Give it again at each start.
 
+    * ``local=True`` of the constructor: each host keeps the files of its ranks of a ``checkpoint-N`` on its own disk, below ``output_dir`` or
+      ``checkpoint_root`` there. A resume takes the newest that all hosts together hold, on any ranks and hosts, if all are there that
+      saved it. Other programs read it once its parts are merged: docs/howto/several-hosts.md. ``save_model`` needs a folder that
+      all ranks see.
+
     Memory: ≤ 16 MiB besides the live tensors on CPU. Raises the errors of :func:`shardwise.save`,
     :func:`shardwise.restore` and :func:`shardwise.export_hf`, alike on every rank; its constructor raises
     :class:`ShardError` or :class:`CheckpointError` for unsupported settings: DeepSpeed, FSDP version 1, tensor or
@@ -126,10 +132,12 @@ class ShardwiseTrainer(Resuming):
         on_save_error: OnSaveError = "raise",
         max_failures: int = 3,
         fallback: str | os.PathLike[str] | None = None,
+        local: bool = False,
         **kwargs: Any,
     ) -> None:
         self._failures = Failures(on_save_error, max_failures)
         self._fallback = None if fallback is None else place_at(fallback)
+        self._hosts = hosts_of(local=local, fallback=self._fallback)
         self._stop_options = StopOptions(stop_on=stop_on, deadline_s=deadline_s, exit_status=exit_status)
         self._stopping, self._epoch_ends = StopCallback(), EpochEnds()
         if checkpoint_root is not None:
@@ -160,6 +168,8 @@ class ShardwiseTrainer(Resuming):
             wrong = f"output_dir={self.args.output_dir!r}, but Trainer's must be local; give the trainer checkpoint_root"
         if self._fallback is not None and real(self._fallback) in map(real, (self._root, self._checkpoints)):
             wrong = f"the fallback is the run's own place: {self._fallback}; give another one"
+        if self._hosts.is_local and is_url(self._checkpoints):
+            wrong = f"local=True keeps checkpoints on the hosts' own disks, and checkpoint_root is a URL: {self._checkpoints}"
         for name in ("save_on_each_node", "enable_jit_checkpoint"):
             if getattr(self.args, name, False):
                 wrong = f"{name} needs Trainer's own files; leave it out"

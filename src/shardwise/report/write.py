@@ -124,7 +124,8 @@ def _history(runs: Sequence[RootContents]) -> Section | None:
 
 
 def _step_row(step: StepSummary) -> list[Cell]:
-    state = Cell("whole", tone="good") if step.ok else Cell(plain(step.problem or "damaged"), tone="bad")
+    whole = Cell(plain(step.part)) if step.part else Cell("whole", tone="good")
+    state = whole if step.ok else Cell(plain(step.problem or "damaged"), tone="bad")
     nbytes = Cell("–" if step.file_bytes is None else size(step.file_bytes), number=True)
     return cells(
         step.step,

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from datetime import datetime
 
-from ..checkpoint.check import quick_check
+from ..checkpoint.check import check_part
 from ..errors import ShardwiseError, SourceError
 from ..format.head import HEAD_NAME
 from ..format.manifest import MANIFEST_NAME, read_manifest
@@ -27,6 +27,8 @@ class StepSummary:
     fate: str = "published"
     """``published``; ``superseded`` or ``damaged`` for a step that a resume has set aside."""
     problem: str | None = None
+    part: str | None = None
+    """Of a directory that holds one host's part of the step: which part, and where the others are."""
     written: str | None = None
     """When the manifest was written: local time with its offset, ISO 8601."""
     run_id: str | None = None
@@ -72,9 +74,9 @@ def steps_below(path: str) -> RootContents:
 
 
 def _step(step: int, path: str, fate: str) -> StepSummary:
+    problem = part = None
     try:
-        manifest = quick_check(path, step)
-        problem = None
+        manifest, part = check_part(path, step)
     except ShardwiseError as error:
         problem = str(error)
         try:
@@ -88,6 +90,7 @@ def _step(step: int, path: str, fate: str) -> StepSummary:
         ok=problem is None,
         fate=fate,
         problem=problem,
+        part=part,
         written=None
         if written is None
         else datetime.fromtimestamp(written).astimezone().isoformat(timespec="seconds"),

@@ -22,6 +22,7 @@ from ..checkpoint.stored_documents import check_each, read_documents
 from ..checkpoint.verify import model_of
 from ..errors import FormatError, ShardwiseError, StateError
 from ..format.manifest import MANIFEST_NAME, Manifest, read_manifest
+from ..format.places import refuse_part
 from ..format.states import StateKey
 from ..layout.spec import TensorSpec
 from ..layout.wanted import Layout, whole_tensor
@@ -298,6 +299,7 @@ def _optimizer(
 
 def _of_checkpoint(root: str) -> StoredRun:
     manifest = read_manifest(root)
+    refuse_part(root, manifest)
     for name, entry in manifest.files.items():
         check_size(inside(root, name), entry.nbytes)
     models = {}

@@ -21,6 +21,7 @@ import xxhash
 from ..catalog.records import StoredFile
 from ..errors import CheckpointError, IntegrityError, SourceError
 from ..format.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry, parse_manifest
+from ..format.places import refuse_part
 from ..limits import inside, read_small
 from ..operations.announced import announced
 from ..operations.operation import Operation, this_operation
@@ -86,7 +87,7 @@ def copy(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> CopyRep
     Memory: 48 MiB for each of 4 files that are read from a store at a time, else 8 MiB; and as much for writing to a store.
 
     Raises :class:`SourceError` for a source that can't be read, :class:`IntegrityError` if it is damaged or changes meanwhile,
-    :class:`CheckpointError` if ``out`` exists (in a store: with other files), can't be written, or differs from the source in the end.
+    :class:`CheckpointError` if it is one host's part of a step, if ``out`` exists (in a store: with other files), can't be written, or differs from the source in the end.
     """
     started = time.perf_counter()
     origin, final = absolute(source), absolute(out)
@@ -146,7 +147,9 @@ def _files_of(origin: str) -> dict[str, _File]:
     path = os.path.join(origin, MANIFEST_NAME)
     if is_file(path):
         content = read_small(path, "manifest")
-        entries = parse_manifest(content, path).files
+        manifest = parse_manifest(content, path)
+        refuse_part(origin, manifest)
+        entries = manifest.files
         seen = files_below(origin) if is_url(origin) else {}
         found = {
             name: _File(entry.nbytes, _version(seen.get(name)), entry) for name, entry in entries.items()

@@ -1,0 +1,163 @@
+"""What ranks run in test_local_hosts.py: Accelerate and the Trainer on hosts with disks of their own. ``places[rank]``: the rank's host."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+import shardwise as sw
+from shardwise.errors import ShardwiseError
+from shardwise.integrations.trainer import ShardwiseTrainer, load_pretrained
+from tests.harness.logged import warnings_logged
+from tests.integrations._accelerate_fns import launched
+from tests.integrations._failing_saves_fns import _Script
+from tests.integrations._trainer_fns import config_of, history, stop_at
+from tests.integrations._trainer_parts import Rows, arguments, tokenizer
+
+
+def root(hosts: str, places: Sequence[int]) -> str:
+    return os.path.join(hosts, f"host-{places[dist.get_rank()]}", "run")
+
+
+def error_of(call: Any) -> tuple[str, str]:
+    try:
+        call()
+    except ShardwiseError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def leads(places: Sequence[int]) -> bool:
+    """Whether this rank is the first of its host."""
+    return places.index(places[dist.get_rank()]) == dist.get_rank()
+
+
+# -------------------------------------------------------------------------------------------- Accelerate
+
+
+def accelerate(hosts: str, places: Sequence[int], automatic: bool) -> dict[str, Any]:
+    """Five steps, with saves of the first three; the next life goes on from step 3. Then one host loses its newest folder."""
+    at, found = root(hosts, places), dict[str, Any](losses=[], paths=[])
+    with launched():
+        script = _Script(at, automatic=automatic, local=True)
+        for step in range(1, 6):
+            found["losses"].append(script.train())
+            if step <= 3:
+                found["paths"].append(script.save().path)
+        found["taken"] = error_of(
+            lambda: script.accelerator.save_state(f"{at}/step-3") if not automatic else None
+        )
+    with launched():
+        script = _Script(at, automatic=automatic, local=True)
+        report = script.resume()
+        found["resumed"] = report.step, report.path, report.exact
+        found["after"] = [script.train(), script.train()]
+    dist.barrier()
+    if leads(places) and places[dist.get_rank()] == max(places):
+        shutil.rmtree(found["paths"][-1])
+    dist.barrier()
+    with launched(), warnings_logged() as warned:
+        script = _Script(at, automatic=automatic, local=True)
+        report = script.resume()
+        found["torn"] = report.step, report.path
+        found["again"] = [script.train()]
+        found["saved again"] = script.save().path
+        found["warned"] = [text for text in warned if "lacks its part" in text or "killed" in text]
+        found["digest"] = str(sw.digest(script.model))
+        script = _Script(at, automatic=automatic, local=True)
+        found["newest"] = script.resume().step
+    return found
+
+
+def accelerate_elsewhere(hosts: str, places: Sequence[int]) -> dict[str, Any]:
+    """The newest folder on other ranks and hosts; then with a host away; then what is refused."""
+    at, found = root(hosts, places), dict[str, Any]()
+    with launched():
+        script = _Script(at, local=True)
+        report = script.resume()
+        found["resumed"] = report.step, str(sw.digest(script.model))
+        found["left"] = [n for n in os.listdir(at) if n.startswith(".tmp")]
+        alone = [0] * len(places)
+        found["away"] = error_of(lambda: _Script(root(hosts, alone), local=True).resume())
+        found["fallback"] = error_of(lambda: _Script(at, local=True, fallback=f"{at}-else"))
+        found["url"] = error_of(lambda: script.accelerator.save_state("s3://bucket/a"))
+        found["nothing"] = error_of(lambda: script.accelerator.load_state(f"{at}/no-such"))
+        found["none below"] = script.accelerator.newest_checkpoint(f"{at}-none")
+    return found
+
+
+# ----------------------------------------------------------------------------------------------- Trainer
+
+
+def life(
+    path: str, output_dir: str, *, resume: Any = None, stop: int = 99, dropout: float = 0.2, **options: Any
+) -> dict[str, Any]:
+    """A life of twelve steps with a save at each third one, and an evaluation before it. What it came to."""
+    metric = {"eval_strategy": "steps", "eval_steps": 3, "metric_for_best_model": "loss"}
+    with arguments(output_dir, **metric, **options.pop("arguments", {})) as args, warnings_logged() as warned:
+        model, _ = load_pretrained(args, path, config=config_of(path, dropout))
+        trainer = ShardwiseTrainer(
+            model,
+            args,
+            train_dataset=Rows(),
+            eval_dataset=Rows(),
+            processing_class=tokenizer(),
+            callbacks=[stop_at(stop)],
+            **options,
+        )
+        has = trainer.has_checkpoint()
+        trainer.train(resume_from_checkpoint=resume)
+    report = trainer.resume_report
+    return {
+        "has": has,
+        "losses": history(trainer),
+        "best": trainer.state.best_model_checkpoint,
+        "digest": str(sw.digest(trainer.model)),
+        "report": report and (report.step, report.exact, report.path, sorted(report.damaged)),
+        "warned": list(warned),
+        "names": sorted(n for n in os.listdir(output_dir) if not n.startswith(("_lock", ".place"))),
+    }
+
+
+def trainer(path: str, hosts: str, places: Sequence[int]) -> dict[str, Any]:
+    """A run without a stop on a shared directory; then on own disks: stopped at 10, resumed, its newest lost on one host, resumed."""
+    at = root(hosts, places)
+    found = {"whole": life(path, os.path.join(hosts, "whole"))}
+    found["first"] = life(path, at, stop=10, local=True)
+    found["again"] = life(path, at, resume=True, local=True)
+    dist.barrier()
+    if leads(places) and places[dist.get_rank()] == max(places):
+        shutil.rmtree(f"{at}/checkpoint-12")
+    dist.barrier()
+    found["torn"] = life(path, at, resume=True, local=True)
+    return found
+
+
+def trainer_elsewhere(path: str, hosts: str, places: Sequence[int]) -> dict[str, Any]:
+    """On other ranks and hosts; a named checkpoint; the best model at the end; what is refused."""
+    at, found = root(hosts, places), dict[str, Any]()
+    found["other"] = life(path, at, resume=True, local=True, dropout=0.0)
+    found["named"] = life(path, at, resume=f"{at}/checkpoint-9", local=True, dropout=0.0, stop=10)
+    alone = root(hosts, [0] * len(places))
+    found["away"] = error_of(lambda: life(path, alone, resume=f"{alone}/checkpoint-9", local=True))
+    found["url"] = error_of(lambda: life(path, at, checkpoint_root="s3://bucket/a", local=True))
+    found["fallback"] = error_of(lambda: life(path, at, fallback=f"{at}-else", local=True))
+    return found
+
+
+def trainer_best(path: str, hosts: str, places: Sequence[int]) -> dict[str, Any]:
+    """``load_best_model_at_end``, with the best one alone kept; the best is the first, because the metric falls."""
+    at = root(hosts, places)
+    arguments_ = {
+        "max_steps": 3,
+        "save_steps": 1,
+        "eval_steps": 1,
+        "save_total_limit": 1,
+        "load_best_model_at_end": True,
+        "greater_is_better": True,
+    }
+    return life(path, at, local=True, arguments=arguments_)
