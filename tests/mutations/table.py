@@ -2086,7 +2086,7 @@ MUTATIONS = (
         "a sealed part stays on the disk after a save that no host has published",
     ),
     Mutation(
-        "checkpoint/local_directories.py",
+        "checkpoint/local_parts.py",
         "complete = [one for one in found if not one.lost]",
         "complete = found",
         (f"{LOCAL}::test_of_two_manifests_of_a_step_the_whole_one_is_taken",),

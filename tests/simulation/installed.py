@@ -12,7 +12,7 @@ from typing import Any
 from shardwise.checkpoint import (
     async_save,
     checkpointer,
-    local_directories,
+    local_parts,
     local_places,
     part_view,
     shared_fs,
@@ -120,16 +120,16 @@ def _replacements(on: Stage) -> Iterator[tuple[Any, str, Any]]:
     kinds = {n: getattr(fcntl, n) for n in ("F_WRLCK", "LOCK_EX", "LOCK_NB")}
     yield lock, "fcntl", SimpleNamespace(fcntl=hands.fcntl, **kinds)
     secrets = SimpleNamespace(token_hex=lambda n: f"{on.world.draw.getrandbits(8 * n):0{2 * n}x}")
-    for module in (lock, publish, checkpointer, stops, local_places, local_directories):
+    for module in (lock, publish, checkpointer, stops, local_places, local_parts):
         yield module, "secrets", secrets
     yield (
         local_places,
         "socket",
         SimpleNamespace(gethostname=lambda: f"host{on.world.process.host}"),
     )
-    yield local_directories, "address_towards_store", lambda: f"address of host{on.world.process.host}"
-    yield local_directories, "Server", on.network.server
-    yield local_directories, "Reader", on.network.reader
+    yield local_parts, "address_towards_store", lambda: f"address of host{on.world.process.host}"
+    yield local_parts, "Server", on.network.server
+    yield local_parts, "Reader", on.network.reader
     yield part_view, "open", opened_new(hands)
     for name, function in hands.functions().items():
         yield os, name, function

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.checkpoint import checkpointer, local_directories, run_steps, save
+from shardwise.checkpoint import checkpointer, local_directories, local_parts, run_steps, save
 from shardwise.format.manifest import read_manifest
 from shardwise.format.places import absent_places
 from shardwise.memory import copies, units
@@ -154,8 +154,8 @@ _CHECKS: tuple[tuple[str, Any, str, Any], ...] = (
     ("whether a step is whole, for retention", run_steps, "_is_whole", lambda *_: True),
     ("whether all parts are sealed before one appears", save, "publish_parts", _in_one_phase),
     ("whether all parts have appeared", save, "publish_parts", _without_end),
-    ("whether a part is whole, on resume", local_directories, "check_parts", _unchecked_parts),
-    ("whether every part of a step is there", local_directories._Held, "lost", property(lambda self: [])),
+    ("whether a part is whole, on resume", local_parts, "check_parts", _unchecked_parts),
+    ("whether every part of a step is there", local_parts._Held, "lost", property(lambda self: [])),
     (
         "whether a part is whole, for retention",
         local_directories.LocalDirectories,
@@ -166,7 +166,7 @@ _CHECKS: tuple[tuple[str, Any, str, Any], ...] = (
     ("whether bytes of another host are right when read again", copies, "_ATTEMPTS", 1),
     ("whether a sealed part is of a published step", local_directories, "settle_parts", _sweep_all),
     ("whether other parts may have appeared, after a failure", ranks.Ranks, "is_settled", lambda *_: True),
-    ("whether a directory of links is deleted", local_directories, "remove_tree", _nothing),
+    ("whether a directory of links is deleted", local_parts, "remove_tree", _nothing),
 )
 
 
