@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwise.errors import RankError, ShardwiseError
 from shardwise.ranks.ranks import Ranks
-from tests.simulation.installed import Group
+from tests.simulation.installed import PART_BYTES, Group
 from tests.simulation.store import Server, Store
 from tests.simulation.threads import Threading
 from tests.simulation.world import Killed, Process, World
@@ -151,13 +151,7 @@ def agreement_problems(world: World, server: Server, story: Story | None = None)
         if not process.is_dead and not process.main.has_ended:
             problems.append(f"hang: rank {process.rank} still waits at {world.now:.1f} s")
     problems += _disagreements(story, ended, processes)
-    if (
-        story.fault is None
-        and not problems
-        and not story.hosted
-        # Of each rank: four entries for good; of a round, at most four parts of its payload, and four of the reply.
-        and server.most_keys > 14 + story.world_size * (4 + 8 * len(story.calls))
-    ):
+    if story.fault is None and not problems and not story.hosted and server.most_keys > _most_keys(story):
         problems.append(f"leak: the store held {server.most_keys} keys")
     quiet = story.fault is None and not story.hosted and not world.slow_share and not problems
     if quiet and all(
@@ -167,6 +161,13 @@ def agreement_problems(world: World, server: Server, story: Story | None = None)
         if left := [key for key in server.data if any(name in key for name in names)]:
             problems.append(f"leak: keys of rounds are left: {left[:6]}")
     return problems
+
+
+def _most_keys(story: Story) -> int:
+    """Of each rank four entries for good; of a round at most four parts of each payload, and a reply, which may hold all payloads."""
+    lives = 2 if story.returns else 1
+    replies = sum(3 + story.world_size * (call.size + 8) // PART_BYTES for call in story.calls)
+    return 14 + story.world_size * (4 + 4 * len(story.calls) * lives) + replies * lives
 
 
 def _plan_fault(world: World, story: Story, processes: list[Process], server: Server) -> None:

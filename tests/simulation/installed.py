@@ -26,10 +26,10 @@ from tests.simulation.files import Files, Hands
 from tests.simulation.hosts import Network, opened_new
 from tests.simulation.world import World
 
-__all__ = ["Group", "Stage", "installed"]
+__all__ = ["PART_BYTES", "Group", "Stage", "installed"]
 
 #: Payloads of more bytes travel in parts, so that small ones do in some schedules.
-_INLINE_BYTES, _PART_BYTES, _INLINE_IN_TREE_BYTES = 120, 100, 60
+_INLINE_BYTES, PART_BYTES, _INLINE_IN_TREE_BYTES = 120, 100, 60
 
 
 class Stage:
@@ -112,7 +112,7 @@ def _replacements(on: Stage) -> Iterator[tuple[Any, str, Any]]:
     yield protocol, "_opening", _Opening(on)
     yield protocol, "_INLINE_BYTES", _INLINE_BYTES
     yield protocol, "_INLINE_IN_TREE_BYTES", _INLINE_IN_TREE_BYTES
-    yield parts, "_PART_BYTES", _PART_BYTES
+    yield parts, "_PART_BYTES", PART_BYTES
     yield tree, "FAN", 2  # so that few ranks make a deep tree
     yield patience, "_here", threads.TaskLocal(world)
     yield async_save, "_lower_priority", lambda: None

@@ -79,7 +79,7 @@ class PartTarget:
         manifest = parse_manifest(text, self.final)
         names = files_by_place(manifest)[self._own]
         seal_part(self._temporary, text, {name: manifest.files[name] for name in names})
-        self._is_sealed = True
+        self._is_sealed = len(self.places) > 1
 
     def unseal(self) -> None:
         """No part of this step appears: not every place has sealed its part, and all ranks know."""

@@ -152,9 +152,8 @@ def seal_part(temporary: str, text: bytes, files: Mapping[str, FileEntry]) -> No
     """
     check_written(temporary, _files_in(temporary), files)
     _seal(temporary, text, files)
-    fsync_directory(
-        os.path.dirname(temporary)
-    )  # a power loss leaves the part under this name or its last one
+    # So that a power loss leaves the part under this name, or under its last one.
+    fsync_directory(os.path.dirname(temporary))
 
 
 def _seal(temporary: str, text: bytes, files: Iterable[str]) -> None:
