@@ -52,6 +52,7 @@ from shardwise.format.manifest import BLOCK_BYTES, MANIFEST_NAME, FileEntry, Man
 from shardwise.format.slices import boxes_to_write, file_name, header_bytes
 from shardwise.format.spread import file_count
 from shardwise.gc_paused import gc_paused
+from shardwise.internals.fsdp import lazy_chunks
 from shardwise.layout.live import describe
 from shardwise.loading.load import _describe, _fingerprint, plan_load
 from shardwise.loading.strategy import facts_of
@@ -160,11 +161,12 @@ def make_state(params: int, ranks: int, mesh_kind: str) -> sw.TrainState:
     mesh = init_device_mesh("cpu", tuple(n or rest for n in axes.values()), mesh_dim_names=tuple(axes))
     with torch.device("meta"):
         model = Model(max(1, params // LAYER)).bfloat16()
-    for layer in model.layers:
-        if "tp" in axes:
-            parallelize_module(layer, mesh["tp"], TP_PLAN)
-        fully_shard(layer, mesh=mesh["shard"] if "tp" in axes else mesh)
-    fully_shard(model, mesh=mesh["shard"] if "tp" in axes else mesh)
+    with lazy_chunks():  # else FSDP2 makes a tensor of each parameter for each rank: minutes at 4,096 ranks
+        for layer in model.layers:
+            if "tp" in axes:
+                parallelize_module(layer, mesh["tp"], TP_PLAN)
+            fully_shard(layer, mesh=mesh["shard"] if "tp" in axes else mesh)
+        fully_shard(model, mesh=mesh["shard"] if "tp" in axes else mesh)
     optimizer = torch.optim.AdamW(model.parameters())
     for p in model.parameters():
         moments = [torch.empty_like(p, dtype=torch.float32, requires_grad=False) for _ in range(2)]

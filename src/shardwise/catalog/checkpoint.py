@@ -20,7 +20,7 @@ from ..format.spread import CutKind, SliceAt, Spread
 from ..format.states import StateKey, by_name
 from ..gc_paused import gc_paused
 from ..layout.boxes import Box
-from ..layout.placements import Cut, Geometry
+from ..layout.placements import replicated
 from ..limits import MAX_COUNT, brief, inside
 from ..storage import files_in, is_url, stat_of_expected
 from .records import Catalog, Chunks, SharedChunk, StoredFile, StoredTensor
@@ -45,11 +45,6 @@ __all__ = [
 def packed_name(key: str) -> str:
     """Stored name of a packed tensor. No parameter's name starts like it."""
     return f"__packed__.{key}"
-
-
-def replicated(world_size: int) -> Geometry:
-    """The geometry of a plain tensor: the same on every rank."""
-    return Geometry((world_size,), ("world",), (Cut("replicate"),), tuple(range(world_size)))
 
 
 def directory(kind: str, name: str) -> str:

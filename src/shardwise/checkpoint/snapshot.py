@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..catalog.checkpoint import packed_name, replicated
+from ..catalog.checkpoint import packed_name
 from ..catalog.records import StoredTensor
 from ..devices import to_host
 from ..digests.pending import partial_sums
@@ -26,6 +26,7 @@ from ..gc_paused import gc_paused
 from ..internals.transformers import is_transformers_model
 from ..layout.live import LiveModel, describe
 from ..layout.model import local_tensor, world_size
+from ..layout.placements import replicated
 from ..limits import brief
 from ..names import NamedTensor, canonical_name
 from ..recipe.match import Recipe

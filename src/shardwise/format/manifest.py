@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from ..dtypes import ITEMSIZE
 from ..errors import FormatError, IntegrityError, SourceError, VersionError
 from ..gc_paused import gc_paused
-from ..layout.placements import RULE_VERSION, Cut, Geometry, blocks_of
+from ..layout.placements import RULE_VERSION, Cut, Geometry, blocks_of, one_of_equals
 from ..limits import (
     MAX_BLOCKS,
     MAX_COUNT,
@@ -263,7 +263,7 @@ def _geometry(g: dict[str, Any], world_size: int) -> Geometry:
         raise ValueError(f"axes of sizes {brief(sizes)} do not fit ranks {brief(ranks)} of {world_size}")
     if not isinstance(g["fsdp_order"], bool):
         raise ValueError(f"fsdp_order is {brief(g['fsdp_order'])}")
-    return Geometry(sizes, names, cuts, ranks, g["fsdp_order"])
+    return one_of_equals(Geometry(sizes, names, cuts, ranks, g["fsdp_order"]))
 
 
 def _cut(kind: Any, dim: Any, factor: Any) -> Cut:

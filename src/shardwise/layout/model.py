@@ -70,8 +70,6 @@ def geometries_of(fsdp_modules: Iterable[FSDPModule], tensors: Iterable[NamedTen
     # Reading a mesh dominates the cost. Most tensors share mesh and placements; many share their spec.
     known: dict[object, Geometry] = {}
     by_spec: dict[tuple[int, bool], Geometry] = {}
-    # One object for all equal geometries, even from several meshes: caches keyed by geometry compare by identity.
-    one_of: dict[Geometry, Geometry] = {}
     found = {}
     for t in tensors:
         managed = id(t.tensor) in fsdp
@@ -81,8 +79,7 @@ def geometries_of(fsdp_modules: Iterable[FSDPModule], tensors: Iterable[NamedTen
             mesh = getattr(t.tensor, "device_mesh", None)
             key = (id(mesh), getattr(t.tensor, "placements", None), t.tensor.dim(), managed)
             if key not in known:
-                made = geometry_of(t.tensor, world_size=world, fsdp_order=managed)
-                known[key] = one_of.setdefault(made, made)
+                known[key] = geometry_of(t.tensor, world_size=world, fsdp_order=managed)
             geometry = by_spec[spec] = known[key]
         found[t.name] = geometry
     return found

@@ -36,6 +36,8 @@ __all__ = [
     "mesh_text",
     "geometry_of",
     "local_boxes",
+    "one_of_equals",
+    "replicated",
 ]
 
 #: Names the cutting rule in manifests: a later rule must get another number.
@@ -240,7 +242,7 @@ def geometry_of(tensor: torch.Tensor, *, world_size: int, fsdp_order: bool = Tru
     from ..internals.torch import sibling_meshes
 
     if not isinstance(tensor, DTensor):
-        return Geometry((world_size,), ("world",), (Cut("replicate"),), tuple(range(world_size)))
+        return replicated(world_size)
     mesh, ranks = tensor.device_mesh, sibling_meshes(tensor.device_mesh)
     names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
     cuts = tuple(_cut_of(p, tensor.ndim) for p in tensor.placements)
@@ -248,7 +250,23 @@ def geometry_of(tensor: torch.Tensor, *, world_size: int, fsdp_order: bool = Tru
         ranks = ranks[0]
     else:
         names, cuts = ("siblings", *names), (Cut("replicate"), *cuts)
-    return Geometry(tuple(ranks.shape), tuple(names), cuts, tuple(ranks.flatten().tolist()), fsdp_order)
+    found = Geometry(tuple(ranks.shape), tuple(names), cuts, tuple(ranks.flatten().tolist()), fsdp_order)
+    return one_of_equals(found)
+
+
+@lru_cache(maxsize=64)
+def one_of_equals(geometry: Geometry) -> Geometry:
+    """One object for all equal geometries, of every look at a model: thousands of look-ups by geometry then compare by identity.
+
+    To compare those of 4,096 ranks takes 40 us; the second save of 100,000 tensors would take 4 seconds more than the first.
+    """
+    return geometry
+
+
+@lru_cache(maxsize=8)
+def replicated(world_size: int) -> Geometry:
+    """The geometry of a plain tensor: the same on every rank."""
+    return one_of_equals(Geometry((world_size,), ("world",), (Cut("replicate"),), tuple(range(world_size))))
 
 
 def _cut_of(placement: object, ndim: int) -> Cut:

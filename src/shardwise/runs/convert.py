@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..catalog import StoredFile, StoredTensor
-from ..catalog.checkpoint import directory, packed_name, replicated
+from ..catalog.checkpoint import directory, packed_name
 from ..checkpoint.collect import Collected, Lineage
 from ..checkpoint.own_files import Piece, own_parts
 from ..checkpoint.pieces import InParts, live_piece
@@ -27,7 +27,7 @@ from ..format.manifest import CONVERTED, Manifest
 from ..format.slices import SliceTensor, assign_owners
 from ..format.states import StateKey
 from ..format.steps import STEP_NAME
-from ..layout.placements import Cut, Geometry
+from ..layout.placements import Cut, Geometry, replicated
 from ..models.classes import import_code, in_turn
 from ..names import NamedTensor
 from ..operations.announced import announced
