@@ -43,6 +43,7 @@ def judge_part(run: Run, parts: Parts, host: int, launch: int, old: str, new: st
         step = int(before[5:])
         if step not in run.damaged and parts.is_said(run, host, step):
             run.world.problems.append(f"lost: host {host}, launch {launch} renames {before} to {name}")
+        parts.published.pop((host, step), None)
 
 
 def judge_away(run: Run, parts: Parts, launch: int, processes: list[Process], away: list[int]) -> bool:

@@ -120,20 +120,19 @@ def _plan(run: Run, fault: str, processes: list[Process], server: Server) -> Non
     victim = draw.choice(processes)
     if fault == "a host loses power":
         victim.dies_at = draw.randrange(1, 300)
-        world.on_death.append(lambda dead: _lose_host(run, victim, processes) if dead is victim else None)
+        world.on_death.append(lambda dead: _lose_host(run, victim) if dead is victim else None)
     elif fault == "a host loses power between the phases":
         _lose_between(run, processes, draw.randrange(1, 2 * len(run.disks)))
     elif fault == "a read is garbled":
         world.garbled_reads = draw.choice((1, 1, 2, 3))
-        run.was_damaged = True
     else:
         plan_fault(run, fault, processes, server)
     world.note(f"planned: {fault}")
 
 
-def _lose_host(run: Run, victim: Process, processes: list[Process]) -> None:
-    """All ranks of a host die at once, and what it had not synced is lost."""
-    for process in processes:
+def _lose_host(run: Run, victim: Process) -> None:
+    """All processes of a host die at once, and what it had not synced is lost."""
+    for process in run.world.processes:
         if process.host == victim.host:
             process.kill()
     run.world.note(f"host {victim.host} loses power: {run.disks[victim.host].lose_power()}")
@@ -163,7 +162,7 @@ def _lose_between(run: Run, processes: list[Process], count: int) -> None:
             if not left:
                 victim = world.draw.choice(processes)
                 delay_s = world.latency_s * world.draw.choice((0.5, 4.0, 12.0)) * world.draw.random()
-                world.at(world.now + delay_s, lambda: _lose_host(run, victim, processes))
+                world.at(world.now + delay_s, lambda: _lose_host(run, victim))
 
     for host, files in enumerate(run.disks):
         files.on_rename = functools.partial(renamed, host)

@@ -45,7 +45,11 @@ class LocalPlaces:
                 raise CheckpointError(f"{root}: can't be written: {error.strerror}") from error
 
         def look() -> list[object]:
-            seen = [n.removeprefix(prefix) for n in patiently(os.listdir, root) if n.startswith(prefix)]
+            try:
+                names = patiently(os.listdir, root)
+            except OSError as error:
+                raise CheckpointError(f"{root}: can't be listed: {error.strerror}") from error
+            seen = [n.removeprefix(prefix) for n in names if n.startswith(prefix)]
             return [min(map(int, seen), default=-1), socket.gethostname()]
 
         found = ranks.combine("meet at the directories", look, list)
@@ -55,6 +59,8 @@ class LocalPlaces:
                 patiently(os.unlink, probe)
             except FileNotFoundError:
                 return False
+            except OSError as error:
+                raise CheckpointError(f"{probe}: can't be deleted: {error.strerror}") from error
             return True
 
         if not ranks.combine("remove probes", remove, all) or any(first == -1 for first, _ in found):
