@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from tests.hosts.adapter_cases import ADAPTER_CASES, IMPORTS
 from tests.hosts.cases import CASES, LONG_CASES
 from tests.hosts.hosts import Hosts, why_not
 from tests.hosts.job import Agents
@@ -24,13 +25,15 @@ def rows_of(
     cases: Sequence[Callable[[Agents], Row]],
     count: int = 2,
     variables: Callable[[Hosts], Mapping[int, Mapping[str, str]]] = _alike,
+    imports: Sequence[str] = (),
 ) -> list[Row]:
-    """Run cases one after the other on the same hosts. ``variables`` of the environment of some hosts, by number."""
+    """Run cases one after the other on the same hosts. ``variables`` of the environment of some hosts, by number.
+    ``imports``: modules that ranks have from the start."""
     found = []
     with (
         tempfile.TemporaryDirectory() as folder,
         Hosts(count, Path(folder)) as hosts,
-        Agents(hosts, env=variables(hosts)) as agents,
+        Agents(hosts, env=variables(hosts), imports=imports) as agents,
     ):
         for case in cases:
             try:
@@ -46,6 +49,7 @@ def main(names: Sequence[str]) -> int:
         print(f"not run: {why}")
         return 0
     groups = [(CASES, 2, _alike), (LOCAL_CASES, 2, _alike), (THREE_HOSTS, 3, _alike)]
+
     groups += [([case], 2, _alike) for case in LONG_CASES]
     for why, cases, variables in ((why_no_skew(), SKEWED, skew), (why_no_slow(), SLOW, _alike)):
         if why:
@@ -58,6 +62,8 @@ def main(names: Sequence[str]) -> int:
         if (some := [c for c in group if not names or c.__name__ in names])
         for row in rows_of(some, count, variables)
     ]
+    if some := [c for c in ADAPTER_CASES if not names or c.__name__ in names]:
+        rows += rows_of(some, imports=IMPORTS)
     print("| case | figure | holds |\n|---|---|---|")
     for row in rows:
         print(f"| {row.case} | {row.figure} | {'yes' if row.ok else '**no**'} |")

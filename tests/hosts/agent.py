@@ -1,4 +1,4 @@
-"""The process on each host that forks ranks: it has imported torch and shardwise, so a rank starts in milliseconds.
+"""The process on each host that forks ranks: it has imported torch, shardwise and its arguments, so a rank starts in milliseconds.
 
 Reads lines of JSON from stdin, `{"folder", "rank", "env"}`, each a rank to start; and writes what the rank's exit status was
 into `folder/status-RANK`, after `folder/pid-RANK`. Ends when stdin does.
@@ -6,6 +6,7 @@ into `folder/status-RANK`, after `folder/pid-RANK`. Ends when stdin does.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import select
@@ -40,6 +41,8 @@ def _write(path: Path, number: int) -> None:
 
 
 def main() -> None:
+    for module in sys.argv[1:]:
+        importlib.import_module(module)
     _ = (sw.load, sw.Checkpointer, sw.restore, sw.export_hf, sw.verify)  # imported on their first use
     print("ready", flush=True)
     running: dict[int, tuple[Path, object]] = {}

@@ -25,9 +25,15 @@ _numbers = itertools.count()
 class Agents:
     """One process on each host that forks ranks. They end with the hosts, or with the block."""
 
-    def __init__(self, hosts: Hosts, *, env: Mapping[int, Mapping[str, str]] | None = None) -> None:
-        """``env``: variables of some hosts, by number."""
-        self.hosts, self._env = hosts, dict(env or {})
+    def __init__(
+        self,
+        hosts: Hosts,
+        *,
+        env: Mapping[int, Mapping[str, str]] | None = None,
+        imports: Sequence[str] = (),
+    ) -> None:
+        """``env``: variables of some hosts, by number. ``imports``: modules that ranks then have from the start."""
+        self.hosts, self._env, self._imports = hosts, dict(env or {}), tuple(imports)
         self._agents: dict[int, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> Self:
@@ -49,7 +55,7 @@ class Agents:
         """Start the agent of a host, also of one that has come back."""
         log = (self.hosts.folder / f"agent-{host.name}.log").open("ab")
         self._agents[host.number] = subprocess.Popen(
-            host.command(host.python, "-m", "tests.hosts.agent"),
+            host.command(host.python, "-m", "tests.hosts.agent", *self._imports),
             env=host.env | self._env.get(host.number, {}),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,21 +14,10 @@ from torch import nn
 
 from shardwise.errors import ShardwiseError
 from tests.harness.logged import warnings_logged
+from tests.harness.small_files import small_files
 from tests.integrations._accelerate_fns import launched
 from tests.integrations._trainer_fns import checkpoints, config_of, history, stop_at
 from tests.integrations._trainer_parts import Rows, arguments
-
-
-@contextlib.contextmanager
-def small_files(victim: int, *, when: bool = True) -> Iterator[None]:
-    """On one rank no file grows beyond 1,000 bytes (RLIMIT_FSIZE): the kernel refuses its writes with EFBIG."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if when and dist.get_rank() == victim:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @contextlib.contextmanager

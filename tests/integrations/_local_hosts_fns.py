@@ -98,8 +98,10 @@ def life(
 ) -> dict[str, Any]:
     """A life of twelve steps with a save at each third one, and an evaluation before it. What it came to."""
     metric = {"eval_strategy": "steps", "eval_steps": 3, "metric_for_best_model": "loss"}
-    with arguments(output_dir, **metric, **options.pop("arguments", {})) as args, warnings_logged() as warned:
-        model, _ = load_pretrained(args, path, config=config_of(path, dropout))
+    loaded = {"adapter": options.pop("adapter")} if "adapter" in options else {}
+    given = metric | options.pop("arguments", {})
+    with arguments(output_dir, **given) as args, warnings_logged() as warned:
+        model, _ = load_pretrained(args, path, config=config_of(path, dropout), **loaded)
         trainer = ShardwiseTrainer(
             model,
             args,
@@ -137,8 +139,15 @@ def trainer(path: str, hosts: str, places: Sequence[int]) -> dict[str, Any]:
     return found
 
 
+def trainer_first(path: str, hosts: str, places: Sequence[int]) -> dict[str, Any]:
+    """Stopped at 10."""
+    found = {"whole": life(path, os.path.join(hosts, "whole"), dropout=0.0)}
+    found["first"] = life(path, root(hosts, places), stop=10, local=True, dropout=0.0)
+    return found
+
+
 def trainer_elsewhere(path: str, hosts: str, places: Sequence[int]) -> dict[str, Any]:
-    """On other ranks and hosts; a named checkpoint; the best model at the end; what is refused."""
+    """On other ranks, one of them on a new host; a named checkpoint; then what is refused."""
     at, found = root(hosts, places), dict[str, Any]()
     found["other"] = life(path, at, resume=True, local=True, dropout=0.0)
     found["named"] = life(path, at, resume=f"{at}/checkpoint-9", local=True, dropout=0.0, stop=10)
@@ -150,9 +159,10 @@ def trainer_elsewhere(path: str, hosts: str, places: Sequence[int]) -> dict[str,
 
 
 def trainer_best(path: str, hosts: str, places: Sequence[int]) -> dict[str, Any]:
-    """``load_best_model_at_end``, with the best one alone kept; the best is the first, because the metric falls."""
-    at = root(hosts, places)
-    arguments_ = {
+    """``load_best_model_at_end`` with adapters; of a metric that falls the first is the best, and stays alone at the end."""
+    from peft import LoraConfig
+
+    short = {
         "max_steps": 3,
         "save_steps": 1,
         "eval_steps": 1,
@@ -160,4 +170,7 @@ def trainer_best(path: str, hosts: str, places: Sequence[int]) -> dict[str, Any]
         "load_best_model_at_end": True,
         "greater_is_better": True,
     }
-    return life(path, at, local=True, arguments=arguments_)
+    adapter = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    found = life(path, root(hosts, places), local=True, arguments=short, adapter=adapter)
+    found["shared"] = life(path, os.path.join(hosts, "shared"), arguments=short, adapter=adapter)
+    return found

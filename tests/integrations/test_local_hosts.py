@@ -88,5 +88,38 @@ def test_trainer(ranks: RankPool, hub: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_trainer_on_other_hosts(ranks: RankPool, hub: Path, tmp_path: Path) -> None:
+    """Two ranks on two hosts save; four on three hosts resume, of which one is new."""
+    hosts, places = tmp_path / "hosts", [1, 0, 2, 2]
+    first, _ = ranks.run_ranks(2, fns.trainer_first, str(hub), str(hosts), [0, 1], timeout_s=200)
+    found = ranks.run_ranks(4, fns.trainer_elsewhere, str(hub), str(hosts), places, timeout_s=200)
+    for place, one in zip(places, found, strict=True):
+        own = hosts / f"host-{place}/run"
+        step, _, path, damaged = one["other"]["report"]
+        assert (step, path, damaged) == (9, str(own / "checkpoint-9"), [])
+        losses = [loss for _, loss, _ in one["other"]["losses"]]
+        assert losses == pytest.approx([loss for _, loss, _ in first["whole"]["losses"]], rel=1e-3)
+        assert (own / "checkpoint-12").is_dir()
+        assert one["named"]["report"][0] == 9
+        assert len(one["named"]["losses"]) == 10
+        assert not [n for n in one["named"]["names"] if n.startswith(".tmp")], (
+            "nothing that was fetched stays"
+        )
+        kind, text = one["away"]
+        assert kind == "CheckpointError"
+        assert "the hosts of this run hold part 1 of 2" in text
+        assert "rsync -a" in text
+        assert one["url"][0] == one["fallback"][0] == "CheckpointError"
+        assert "checkpoint_root is a URL" in one["url"][1]
+        assert "takes no fallback" in one["fallback"][1]
+
+
+@pytest.mark.slow
+def test_trainers_best_model_of_adapters(ranks: RankPool, hub: Path, tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
-    ranks.run_ranks(2, fns.trainer_best, str(hub), str(hosts), [0, 1], timeout_s=200)
+    for number, one in enumerate(ranks.run_ranks(2, fns.trainer_best, str(hub), str(hosts), [0, 1])):
+        assert one["best"] == str(hosts / f"host-{number}/run/checkpoint-1")
+        assert one["digest"] == one["shared"]["digest"], "the best is loaded"
+        assert [n for n in one["names"] if "checkpoint" in n] == ["checkpoint-1"]
+        assert (len([w for w in one["warned"] if "no copy of the adapters for PEFT" in w]) > 0) == (
+            number == 0
+        )

@@ -13,8 +13,7 @@ from torch.distributed.fsdp import fully_shard
 import shardwise as sw
 from shardwise.errors import ShardwiseError
 from tests.harness.object_store import use_store
-from tests.integrations import _failing_saves_fns as failing
-from tests.integrations._accelerate_fns import launched
+from tests.harness.small_files import small_files
 
 
 def _state() -> sw.TrainState:
@@ -45,7 +44,7 @@ def own_loop(endpoint: str, root: str, fallback: str, mode: Any) -> dict[str, An
             found["losses"].append(_train(state, step))
             if step > 4:
                 continue
-            with failing.small_files(1, when=step in (3, 4)):
+            with small_files(1, when=step in (3, 4)):
                 report = checkpoints.save(state, step)
                 checkpoints._settle()  # of an async save, while the files are small
             found["failures"].append(report.failure)
@@ -63,6 +62,9 @@ def own_loop(endpoint: str, root: str, fallback: str, mode: Any) -> dict[str, An
 
 def accelerate(endpoint: str, root: str, fallback: str, automatic: bool) -> dict[str, Any]:
     """Steps 3 and 4 of 6 fail in the directory, on rank 1."""
+    from tests.integrations import _failing_saves_fns as failing
+    from tests.integrations._accelerate_fns import launched
+
     use_store(endpoint)
     found: dict[str, Any] = {"paths": [], "losses": []}
     options: dict[str, Any] = {"automatic": automatic, "fallback": fallback, "on_save_error": "warn"}
@@ -72,7 +74,7 @@ def accelerate(endpoint: str, root: str, fallback: str, automatic: bool) -> dict
             found["losses"].append(script.train())
             if step > 4:
                 continue
-            with failing.small_files(1, when=step > 2):
+            with small_files(1, when=step > 2):
                 report = script.save()
             assert report.failure is None, report.failure
             found["paths"].append(report.path)
@@ -87,6 +89,8 @@ def accelerate(endpoint: str, root: str, fallback: str, automatic: bool) -> dict
 
 def trainer(endpoint: str, hub: str, root: str, fallback: str) -> dict[str, Any]:
     """Steps 8 and 10 of 12 fail in the directory, on rank 1; the life ends at 10."""
+    from tests.integrations import _failing_saves_fns as failing
+
     use_store(endpoint)
     found = {"whole": failing.trainer_life(hub, f"{root}/whole", set())}
     found["first"] = failing.trainer_life(hub, f"{root}/run", {8, 10}, stop=10, fallback=fallback)
@@ -102,12 +106,19 @@ def _error_of(call: Any) -> tuple[str, str]:
     return "", ""
 
 
+def _of_accelerate(root: str, fallback: str) -> tuple[str, str]:
+    from tests.integrations import _failing_saves_fns as failing
+    from tests.integrations._accelerate_fns import launched
+
+    with launched():
+        return _error_of(lambda: failing._Script(root, fallback=fallback))
+
+
 def refused(endpoint: str, root: str, fallback: str) -> dict[str, Any]:
     """How each way to make a run fails, with a fall-back that can take no step."""
     use_store(endpoint, retry_config={"max_retries": 1})
     found = {"own": _error_of(lambda: sw.Checkpointer(root, fallback=fallback))}
-    with launched():
-        found["accelerate"] = _error_of(lambda: failing._Script(root, fallback=fallback))
+    found["accelerate"] = _of_accelerate(root, fallback)
     return found
 
 
@@ -120,6 +131,5 @@ def without_conditions(endpoint: str, root: str, fallback: str) -> dict[str, Any
             checkpoints.save(_state(), 1)
 
     found = {"own": _error_of(first_save)}
-    with launched():
-        found["accelerate"] = _error_of(lambda: failing._Script(root, fallback=fallback))
+    found["accelerate"] = _of_accelerate(root, fallback)
     return found

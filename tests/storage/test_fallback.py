@@ -10,11 +10,18 @@ import pytest
 import shardwise as sw
 from shardwise.format.head import HEAD_NAME, parse_head
 from shardwise.storage import folders_in, read_whole
+from tests.harness.models import build_reference
 from tests.harness.object_store import BUCKET, Asked, Do, Proxy
 from tests.harness.pool import RankPool
 from tests.harness.tiers import long
-from tests.integrations.test_trainer import hub as hub
 from tests.storage import _fallback_fns as fns
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("hub")
+    build_reference("qwen3-tied").save_pretrained(path)
+    return path
 
 
 @pytest.fixture
