@@ -1372,7 +1372,7 @@ MUTATIONS = (
     ),
     Mutation(
         "checkpoint/snapshot.py",
-        "(t.dtype, t.shape, t.geometry, live.refers)",
+        "(t.dtype, t.shape, t.geometry, refers)",
         "(t.dtype, t.shape, t.geometry)",
         ("tests/checkpoint/test_referred.py::test_ranks_that_freeze_other_parameters",),
         "ranks may refer to different tensors",
