@@ -470,6 +470,13 @@ MUTATIONS = (
         ("tests/layout/test_live.py",),
         "an expanded tensor is filled",
     ),
+    Mutation(
+        "layout/placements.py",
+        "@lru_cache(maxsize=64)\ndef one_of_equals",
+        "def one_of_equals",
+        ("tests/layout/test_live.py::test_every_look_finds_the_same_geometries",),
+        "each look at a model makes geometries of its own",
+    ),
     # ------------------------------------------------------------------------------------- format
     Mutation(
         "format/slices.py",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ..dtypes import code_of
 from ..errors import FormatError, StateError
@@ -49,7 +49,7 @@ def why_unstorable(tensor: torch.Tensor) -> str:
 @cache
 def _why_not_a(kind: type[torch.Tensor]) -> str:
     """Why no tensor of a class can be stored."""
-    if issubclass(kind, UninitializedTensorMixin):
+    if issubclass(kind, UninitializedParameter | UninitializedBuffer):
         return "is lazy and has no shape yet; run the model once before saving"
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return (
