@@ -193,10 +193,11 @@ def timed(work: Callable[[], Any], repeats: int) -> tuple[float, Any]:
 def plan_save(state: sw.TrainState, rank: int) -> tuple[Snapshot, list[tuple[str, bytes]]]:
     """What a rank works out before it writes: its state by reference, hashes to compare it with that of other ranks, its slice
     files, a reader's check of its documents, the bytes of all, and its files' headers."""
-    snapshot = take_snapshot(state, 1)
     ranks = Ranks(rank=rank, world_size=dist.get_world_size())
-    comparable(snapshot, plain_sums(snapshot), ranks)
-    collected = collected_of(snapshot, rank)
+    with gc_paused():  # as a save does
+        snapshot = take_snapshot(state, 1)
+        collected = collected_of(snapshot, rank)
+        comparable(snapshot, plain_sums(snapshot), ranks)
     checked_text(collected.local, outline_of(collected, ranks), f"rank/{rank:05d}", "")
     payload_bytes(collected)
     return snapshot, [(f.name, header_bytes(f.slices)) for part in collected.own for f in part.files]

@@ -133,8 +133,8 @@ class _Entry:
     def __init__(self, tensor: torch.Tensor, kind: Literal["parameter", "buffer"]) -> None:
         self.tensor = tensor
         self.kind = kind
-        self.names: dict[str, None] = {}
-        self.owners: dict[tuple[int, str], tuple[nn.Module, str]] = {}
+        self.names: list[str] = []
+        self.owners: list[tuple[nn.Module, str]] = []
         self.persistent = False
 
 
@@ -164,8 +164,10 @@ def tensors_of(modules: Sequence[tuple[str, nn.Module]]) -> tuple[NamedTensor, .
             name = canonical_name(f"{path}.{attribute}" if path else attribute)
             if of_name.setdefault(name, entry) is not entry:
                 clashes.add(name)
-            entry.names[name] = None
-            entry.owners[(id(module), attribute)] = (module, attribute)
+            if name not in entry.names:
+                entry.names.append(name)
+            if (module, attribute) not in entry.owners:  # a module may stand at two places
+                entry.owners.append((module, attribute))
             entry.persistent |= persistent
     if clashes:
         _refuse_collisions(clashes, modules)
@@ -176,7 +178,7 @@ def tensors_of(modules: Sequence[tuple[str, nn.Module]]) -> tuple[NamedTensor, .
             kind=entry.kind,
             persistent=entry.persistent,
             tensor=entry.tensor,
-            owners=tuple(entry.owners.values()),
+            owners=tuple(entry.owners),
         )
         for entry in entries.values()
     )

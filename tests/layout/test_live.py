@@ -9,6 +9,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import LayoutError
 from shardwise.layout.live import describe
+from shardwise.layout.placements import Cut, Geometry, one_of_equals
 from shardwise.models.memory import materialize
 
 
@@ -69,6 +70,16 @@ def test_it_looks_through_wrappers() -> None:
     live = describe(wrapped)
     assert (live.root, live.unwrapped, live.base, live.kind) == (wrapped, model, model, Tied)
     assert [t.names for t in live.tensors] == [t.names for t in describe(model).tensors]
+
+
+def test_every_look_finds_the_same_geometries() -> None:
+    """Not only equal ones: to compare those of thousands of ranks, for each tensor, takes seconds."""
+    model = Tied()
+    first, second = describe(model).geometries, describe(model).geometries
+    assert first
+    assert all(found is second[name] for name, found in first.items())
+    sharded = [one_of_equals(Geometry((2,), ("dp",), (Cut("shard", 0),), (0, 1))) for _ in range(2)]
+    assert sharded[0] is sharded[1]
 
 
 def test_two_tensors_of_one_name_are_refused() -> None:

@@ -470,6 +470,13 @@ MUTATIONS = (
         ("tests/layout/test_live.py",),
         "an expanded tensor is filled",
     ),
+    Mutation(
+        "layout/placements.py",
+        "@lru_cache(maxsize=64)\ndef one_of_equals",
+        "def one_of_equals",
+        ("tests/layout/test_live.py::test_every_look_finds_the_same_geometries",),
+        "each look at a model makes geometries of its own",
+    ),
     # ------------------------------------------------------------------------------------- format
     Mutation(
         "format/slices.py",
@@ -1372,7 +1379,7 @@ MUTATIONS = (
     ),
     Mutation(
         "checkpoint/snapshot.py",
-        "(t.dtype, t.shape, t.geometry, live.refers)",
+        "(t.dtype, t.shape, t.geometry, refers)",
         "(t.dtype, t.shape, t.geometry)",
         ("tests/checkpoint/test_referred.py::test_ranks_that_freeze_other_parameters",),
         "ranks may refer to different tensors",

@@ -14,6 +14,7 @@ import torch
 from ..catalog.checkpoint import directory
 from ..errors import StateError
 from ..format.manifest import Manifest
+from ..gc_paused import gc_paused
 from ..limits import MAX_NAME_CHARS, brief
 from ..models.assets import asset_files
 from ..ranks.ranks import Ranks
@@ -92,6 +93,7 @@ def collect(state: TrainState, step: int, lineage: Lineage, ranks: Ranks) -> Col
 
     forms = agree_on_forms(state, ranks)
 
+    @gc_paused()
     def collected() -> dict[str, Any]:
         nonlocal snapshot, assets, sums, own
         snapshot = take_snapshot(state, step, forms)

@@ -370,12 +370,12 @@ def layout_hash(snapshot: Snapshot) -> str:
     kinds: dict[tuple[Any, ...], int] = {}  # far fewer than tensors
     parts = []
     for part in snapshot.parts:
-        of_part = []
-        for live in part.live:
-            t = live.stored
-            index = kinds.setdefault((t.dtype, t.shape, t.geometry, live.refers), len(kinds))
-            of_part.append((t.name, index))
-        parts.append((part.kind, part.name, of_part))
+        names = [live.stored.name for live in part.live]
+        indices = [
+            kinds.setdefault((t.dtype, t.shape, t.geometry, refers), len(kinds))
+            for t, refers in ((live.stored, live.refers) for live in part.live)
+        ]
+        parts.append((part.kind, part.name, names, indices))
     return xxhash.xxh3_64_hexdigest(json.dumps([parts, [repr(kind) for kind in kinds]]).encode())
 
 

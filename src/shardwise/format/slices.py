@@ -168,7 +168,6 @@ def boxes_to_write(tensor: SliceTensor, rank: int) -> tuple[LocalBox, ...]:
     return cut_boxes(tensor.shape, tensor.geometry, coordinate)
 
 
-@gc_paused()
 def header_bytes(slices: Sequence[Slice]) -> bytes:
     """Length prefix and header of a slice file, padded to start the payload at a multiple of 8.
 

@@ -69,6 +69,8 @@ def low_bit(tensor: torch.Tensor) -> LowBit | None:
 
     Without it, there is ``__tensor_flatten__``, whose names and order of attributes are the same private ones.
     """
+    if type(tensor) is torch.Tensor:
+        return None
     found: Any = tensor
     name = type(tensor).__name__
     if name not in KINDS or type(tensor).__module__ != KINDS[name].module:

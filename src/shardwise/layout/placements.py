@@ -263,7 +263,6 @@ def one_of_equals(geometry: Geometry) -> Geometry:
     return geometry
 
 
-@lru_cache(maxsize=8)
 def replicated(world_size: int) -> Geometry:
     """The geometry of a plain tensor: the same on every rank."""
     return one_of_equals(Geometry((world_size,), ("world",), (Cut("replicate"),), tuple(range(world_size))))

@@ -155,7 +155,9 @@ def drain(
         for parameter in group["params"]:
             name = names[id(parameter)]
             for key, value in optimizer.state.get(parameter, {}).items():
-                is_spread = isinstance(value, torch.Tensor) and _is_spread_like(value, parameter)
+                is_spread = (
+                    isinstance(value, torch.Tensor) and value.dim() > 0 and _is_spread_like(value, parameter)
+                )
                 agreed = forms[id(parameter)].get(key) if id(parameter) in forms else None
                 few = _few_bits(parameter, value, agreed) if is_spread else None
                 if few is None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ..dtypes import code_of
 from ..errors import FormatError, StateError
@@ -26,13 +28,8 @@ def why_unstorable(tensor: torch.Tensor) -> str:
     Accepts tensors on meta, which may be planned but not written: see :func:`refuse_meta`.
     """
     local = local_tensor(tensor)
-    if is_lazy(local):
-        return "is lazy and has no shape yet; run the model once before saving"
-    if type(local).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        return (
-            f"is a {type(local).__qualname__}, a tensor subclass with its own content, which can't be stored; expected a "
-            f"plain tensor. Use one, or keep it outside the TrainState"
-        )
+    if type(local) is not torch.Tensor and (why := _why_not_a(type(local))):
+        return why
     if local.is_nested or local.layout is not torch.strided:
         kind = "nested" if local.is_nested else str(local.layout).removeprefix("torch.")
         return (
@@ -46,4 +43,17 @@ def why_unstorable(tensor: torch.Tensor) -> str:
         code_of(local.dtype)
     except FormatError:
         return f"has the dtype {local.dtype}, which safetensors can't store. Use another dtype"
+    return ""
+
+
+@cache
+def _why_not_a(kind: type[torch.Tensor]) -> str:
+    """Why no tensor of a class can be stored."""
+    if issubclass(kind, UninitializedParameter | UninitializedBuffer):
+        return "is lazy and has no shape yet; run the model once before saving"
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return (
+            f"is a {kind.__qualname__}, a tensor subclass with its own content, which can't be stored; expected a "
+            f"plain tensor. Use one, or keep it outside the TrainState"
+        )
     return ""
