@@ -2079,13 +2079,6 @@ MUTATIONS = (
         "a sealed part stays on the disk after a save that no host has published",
     ),
     Mutation(
-        "checkpoint/local_directories.py",
-        "complete = [one for one in found if not one.lost]",
-        "complete = found",
-        (f"{LOCAL}::test_of_two_manifests_of_a_step_the_whole_one_is_taken",),
-        "a step that one host alone has published stands against the whole one",
-    ),
-    Mutation(
         "memory/copies.py",
         "_ATTEMPTS = 3",
         "_ATTEMPTS = 1",

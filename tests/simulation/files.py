@@ -29,7 +29,7 @@ def label_of(call: str, path: str, target: str = "") -> str:
     """A kind of call: names without their numbers."""
 
     def plain(text: str) -> str:
-        text = re.sub(r"(\.tmp-probe)-\w+-\d+", r"\1-*", _RANDOM.sub("-*", text))
+        text = re.sub(r"(\.tmp-probe-\*)-\d+", r"\1-n", _RANDOM.sub("-*", text))
         text = re.sub(r"^\.(tmp|trash)-step-\d+", r".\1-step-N", re.sub(r"step-\d+", "step-N", text))
         return re.sub(r"/0*[1-9][0-9]*\.", "/n.", re.sub(r"/0+\.", "/0.", text)) or "."
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.checkpoint import checkpointer, local_directories, run_steps, save
+from shardwise.checkpoint import directories, local_directories, run_steps, save
 from shardwise.format.manifest import read_manifest
 from shardwise.format.places import absent_places
 from shardwise.memory import copies, units
@@ -34,6 +34,9 @@ HARMLESS = {
     "drop: fsync local/run/.tmp-latest-*": "`latest` is for people; no program reads it",
     "drop: ftruncate local/run/.lock": "the lock holds without the note of its holder",
     "drop: pwrite local/run/.lock": "the lock holds without the note of its holder",
+    "drop: ftruncate local/run/.tmp-view-*/rank/0.json": "a document is fetched whole, which gives the file its size",
+    "drop: ftruncate local/run/.tmp-view-*/rank/n.json": "a document is fetched whole, which gives the file its size",
+    "drop: ftruncate local/run/.tmp-view-*/state.json": "a document is fetched whole, which gives the file its size",
 }
 
 
@@ -150,7 +153,7 @@ _CHECKS: tuple[tuple[str, Any, str, Any], ...] = (
     ("whether the lock's file has its name", lock.DirectoryLock, "_has_its_name", lambda self: True),
     ("whether all files are there", publish, "check_written", _nothing),
     ("whether a step is newer than those there", run_steps.RunSteps, "name_of_next", None),
-    ("whether a step is whole, on resume", checkpointer, "quick_check", _nothing),
+    ("whether a step is whole, on resume", directories, "quick_check", _nothing),
     ("whether a step is whole, for retention", run_steps, "_is_whole", lambda *_: True),
     ("whether all parts are sealed before one appears", save, "publish_parts", _in_one_phase),
     ("whether all parts have appeared", save, "publish_parts", _without_end),
