@@ -2079,6 +2079,13 @@ MUTATIONS = (
         "a sealed part stays on the disk after a save that no host has published",
     ),
     Mutation(
+        "store/write.py",
+        "    _sync_name(path)\n    for new",
+        "    for new",
+        ("tests/store/test_publish.py::test_the_name_of_a_directory_that_was_there_is_made_durable",),
+        "a directory that a killed start has made may go in a power loss, with its steps",
+    ),
+    Mutation(
         "memory/copies.py",
         "_ATTEMPTS = 3",
         "_ATTEMPTS = 1",

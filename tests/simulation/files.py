@@ -61,6 +61,8 @@ class Files:
         """Told of each rename, before it is made."""
         self.on_scan: Callable[[str], None] | None = None
         """Told of each directory, before it is walked."""
+        self.on_mkdir: Callable[[str], None] | None = None
+        """Told of each directory, before it is made."""
         self.failing: tuple[int, int] | None = None
         """Which changing call fails from now on, and with which error number."""
         self._handles = 0
@@ -286,6 +288,8 @@ class Hands:
         return _Entries([_entry(path, name, child) for name, child in node.entries.items()])
 
     def mkdir(self, files: Files, path: str) -> None:
+        if files.on_mkdir is not None:
+            files.on_mkdir(path)
         if files._changes("mkdir", path):
             if files.has(path):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from shardwise.checkpoint import directories, local_directories, run_steps, save
+from shardwise.checkpoint import directories, local_directories, local_places, parts, run_steps, save
+from shardwise.errors import IntegrityError
 from shardwise.format.manifest import read_manifest
 from shardwise.format.places import absent_places
 from shardwise.memory import copies, units
 from shardwise.preemption import leases, stops
 from shardwise.ranks import beats, protocol, ranks
 from shardwise.ranks.verdicts import Request, Status
-from shardwise.store import line, lock, publish
+from shardwise.store import line, lock, part_target, publish
 from tests.simulation.installed import Stage
 from tests.simulation.schedules import KINDS, run_seed
 
@@ -27,16 +28,6 @@ __all__ = ["HARMLESS", "Mutation", "applied", "found_at", "mutations"]
 HARMLESS = {
     "drop: check reply/part": "rank 0 deletes a reply only after every rank has read it: the check never says no",
     "drop: check payload/n/part": "a rank deletes its parts only after rank 0 has read them: the check never says no",
-    "drop: fsync home/run/.tmp-latest-*": "`latest` is for people; no program reads it",
-    "drop: ftruncate home/run/.lock": "the lock holds without the note of its holder",
-    "drop: pwrite home/run/.lock": "the lock holds without the note of its holder",
-    "no check: whether the lock is held, before a save": "the check right before the step appears finds the same",
-    "drop: fsync local/run/.tmp-latest-*": "`latest` is for people; no program reads it",
-    "drop: ftruncate local/run/.lock": "the lock holds without the note of its holder",
-    "drop: pwrite local/run/.lock": "the lock holds without the note of its holder",
-    "drop: ftruncate local/run/.tmp-view-*/rank/0.json": "a document is fetched whole, which gives the file its size",
-    "drop: ftruncate local/run/.tmp-view-*/rank/n.json": "a document is fetched whole, which gives the file its size",
-    "drop: ftruncate local/run/.tmp-view-*/state.json": "a document is fetched whole, which gives the file its size",
 }
 
 
@@ -116,6 +107,23 @@ def _unchecked_parts(path: str, step: int, tick: Any, *, heads: bool = True) -> 
     return manifest, [n for n in range(max(1, len(manifest.places))) if n not in absent]
 
 
+def _lost(self: Any, held: Any, damage: str) -> None:
+    raise IntegrityError(damage or f"{held.path}: a host lacks its part")
+
+
+def _of_no_other_host(root: str) -> list[Any]:
+    return [replace(part, places=[]) for part in part_target.sealed_parts(root)]
+
+
+def _new_id(root: str) -> str:
+    return local_places.secrets.token_hex(8)
+
+
+def _sealed_without_name(temporary: str, text: bytes, files: Any) -> None:
+    publish.check_written(temporary, publish._files_in(temporary), files)
+    publish._seal(temporary, text, files)
+
+
 def _sweep_all(root: str, places: Any, current: Any) -> None:
     places.on_each("look for parts", lambda: publish.sweep_leftovers(root), current)
 
@@ -169,6 +177,15 @@ _CHECKS: tuple[tuple[str, Any, str, Any], ...] = (
     ("whether bytes of another host are right when read again", copies, "_ATTEMPTS", 1),
     ("whether a sealed part is of a published step", local_directories, "settle_parts", _sweep_all),
     ("whether other parts may have appeared, after a failure", ranks.Ranks, "is_settled", lambda *_: True),
+    ("whether a host that is away has the part", local_directories.LocalDirectories, "_refuse_lost", _lost),
+    ("whether another host may have published its part", parts, "sealed_parts", _of_no_other_host),
+    ("whether a directory has an id", local_directories, "id_of_place", _new_id),
+    ("whether newer steps are there, after a resume", run_steps.RunSteps, "go_on_from", lambda *_: []),
+    ("whether steps were lost", run_steps.RunSteps, "raise_if_lost", _nothing),
+    ("whether killed saves left something", publish, "sweep_leftovers", lambda root: []),
+    ("whether killed saves left something, on a host", parts, "sweep_leftovers", lambda *_: []),
+    ("whether a sealed part has its name on the disk", part_target, "seal_part", _sealed_without_name),
+    ("whether a newer step has made sealed parts useless", local_directories, "delete_sealed", _nothing),
     ("whether a directory of links is deleted", local_directories, "remove_tree", _nothing),
 )
 
