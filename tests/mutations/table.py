@@ -2093,11 +2093,11 @@ MUTATIONS = (
         "a sealed part stays on the disk after a save that no host has published",
     ),
     Mutation(
-        "checkpoint/local_parts.py",
-        "complete = [one for one in found if not one.lost]",
-        "complete = found",
-        (f"{LOCAL}::test_of_two_manifests_of_a_step_the_whole_one_is_taken",),
-        "a step that one host alone has published stands against the whole one",
+        "store/write.py",
+        "    _sync_name(path)\n    for new",
+        "    for new",
+        ("tests/store/test_publish.py::test_the_name_of_a_directory_that_was_there_is_made_durable",),
+        "a directory that a killed start has made may go in a power loss, with its steps",
     ),
     Mutation(
         "memory/copies.py",

@@ -29,7 +29,7 @@ def label_of(call: str, path: str, target: str = "") -> str:
     """A kind of call: names without their numbers."""
 
     def plain(text: str) -> str:
-        text = re.sub(r"(\.tmp-probe)-\w+-\d+", r"\1-*", _RANDOM.sub("-*", text))
+        text = re.sub(r"(\.tmp-probe-\*)-\d+", r"\1-n", _RANDOM.sub("-*", text))
         text = re.sub(r"^\.(tmp|trash)-step-\d+", r".\1-step-N", re.sub(r"step-\d+", "step-N", text))
         return re.sub(r"/0*[1-9][0-9]*\.", "/n.", re.sub(r"/0+\.", "/0.", text)) or "."
 
@@ -61,6 +61,8 @@ class Files:
         """Told of each rename, before it is made."""
         self.on_scan: Callable[[str], None] | None = None
         """Told of each directory, before it is walked."""
+        self.on_mkdir: Callable[[str], None] | None = None
+        """Told of each directory, before it is made."""
         self.failing: tuple[int, int] | None = None
         """Which changing call fails from now on, and with which error number."""
         self._handles = 0
@@ -286,6 +288,8 @@ class Hands:
         return _Entries([_entry(path, name, child) for name, child in node.entries.items()])
 
     def mkdir(self, files: Files, path: str) -> None:
+        if files.on_mkdir is not None:
+            files.on_mkdir(path)
         if files._changes("mkdir", path):
             if files.has(path):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)

@@ -24,7 +24,7 @@ from shardwise.store import lock, publish
 from tests.simulation import threads
 from tests.simulation.files import Files, Hands
 from tests.simulation.hosts import Network, opened_new
-from tests.simulation.world import World
+from tests.simulation.world import Process, World
 
 __all__ = ["PART_BYTES", "Group", "Stage", "installed"]
 
@@ -94,6 +94,11 @@ class _Opening:
         self._on.world.process.opening.__exit__()
 
 
+def _name_in_lock(process: Process) -> str:
+    """Shorter at each launch: what is left of an older note shows behind a newer one."""
+    return f"host{process.host}" + "-" * max(0, 5 - process.launch)
+
+
 def _replacements(on: Stage) -> Iterator[tuple[Any, str, Any]]:
     def world() -> World:
         return on.world
@@ -117,6 +122,7 @@ def _replacements(on: Stage) -> Iterator[tuple[Any, str, Any]]:
     yield patience, "_here", threads.TaskLocal(world)
     yield async_save, "_lower_priority", lambda: None
     yield lock, "_HELD", threads.Locks(world)
+    yield lock, "socket", SimpleNamespace(gethostname=lambda: _name_in_lock(on.world.process))
     kinds = {n: getattr(fcntl, n) for n in ("F_WRLCK", "LOCK_EX", "LOCK_NB")}
     yield lock, "fcntl", SimpleNamespace(fcntl=hands.fcntl, **kinds)
     secrets = SimpleNamespace(token_hex=lambda n: f"{on.world.draw.getrandbits(8 * n):0{2 * n}x}")

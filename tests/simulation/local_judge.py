@@ -19,8 +19,6 @@ class Parts:
     """By host and step, the launch that gave the part its name last."""
     hosts: dict[int, list[int]] = field(default_factory=dict)
     """By launch, the hosts that took part."""
-    guests: set[int] = field(default_factory=set)
-    """Launches that began while a process of an earlier one lived."""
 
     def is_said(self, run: Run, host: int, step: int) -> bool:
         """Whether this host's part is of a step that ranks believe in."""
@@ -68,10 +66,8 @@ def judge_hosts(run: Run, parts: Parts, launch: int, *, is_whole: bool) -> None:
     newest = max(run.said, default=0)
     for host, files in enumerate(run.disks):
         names = list(files.node(run.home).entries) if files.has(run.home) else []
-        # A rank of an earlier launch that was cut off leaves its probe after the last launch has looked.
-        had_guest = launch in parts.guests
-        ignored = ".tmp-probe" if had_guest else ".no"
-        if rubbish := [n for n in names if n.startswith((".tmp", ".trash")) and not n.startswith(ignored)]:
+        rubbish = [n for n in names if n.startswith((".tmp", ".trash"))]
+        if rubbish and not run.has_guest:
             problems.append(f"rubbish: {rubbish} is left on host {host} after launch {launch}")
         steps = [n for n in names if n.startswith("step-") and "." not in n]
         if f"step-{newest:08d}" not in steps:

@@ -15,7 +15,7 @@ from tests.simulation.files import Files
 from tests.simulation.local_judge import Parts, judge_away, judge_hosts, judge_part
 from tests.simulation.programs import launch as start
 from tests.simulation.run_faults import FAULTS, plan_fault
-from tests.simulation.run_judge import Run, judge_launch
+from tests.simulation.run_judge import Run, judge_launch, watch_launch
 from tests.simulation.store import Server
 from tests.simulation.world import Process, World
 
@@ -53,10 +53,9 @@ def local_problems(world: World, server: Server, disks: list[Files]) -> list[str
         away = [h for h in hosts[:] if h and not is_last and draw.random() < 0.2]
         present = [h for h in hosts if h not in away]
         parts.hosts[launch] = present
-        if any(not process.is_dead for process in world.processes):
-            parts.guests.add(launch)
         processes = _processes(world, server, launch, present, sizes)
         _judge_names(run, parts, launch)
+        watch_launch(run, launch)
         if launch and not is_last and draw.random() < 0.1:
             run.forgets = launch
         start(run, processes, 1 if is_last else draw.randrange(1, 3))
@@ -104,7 +103,7 @@ def _end_launch(run: Run, processes: list[Process], draw: random.Random, *, surv
     """Kill what is left, as a launcher does before it starts its ranks again; a host that is cut off goes on for a while."""
     world = run.world
     for files in run.disks:
-        files.failing, files.on_scan = None, None
+        files.failing, files.on_scan, files.on_mkdir = None, None, None
     world.garbled_reads = 0
     for process in processes:
         if survives and process.paused_until > world.now and not process.is_dead:

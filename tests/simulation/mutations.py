@@ -7,17 +7,26 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from shardwise.checkpoint import checkpointer, local_directories, local_parts, run_steps, save
+from shardwise.checkpoint import (
+    directories,
+    local_directories,
+    local_parts,
+    local_places,
+    parts,
+    run_steps,
+    save,
+)
+from shardwise.errors import IntegrityError
 from shardwise.format.manifest import read_manifest
 from shardwise.format.places import absent_places
 from shardwise.memory import copies, units
 from shardwise.preemption import leases, stops
 from shardwise.ranks import beats, protocol, ranks
 from shardwise.ranks.verdicts import Request, Status
-from shardwise.store import line, lock, publish
+from shardwise.store import line, lock, part_target, publish
 from tests.simulation.installed import Stage
 from tests.simulation.schedules import KINDS, run_seed
 
@@ -27,13 +36,6 @@ __all__ = ["HARMLESS", "Mutation", "applied", "found_at", "mutations"]
 HARMLESS = {
     "drop: check reply/part": "rank 0 deletes a reply only after every rank has read it: the check never says no",
     "drop: check payload/n/part": "a rank deletes its parts only after rank 0 has read them: the check never says no",
-    "drop: fsync home/run/.tmp-latest-*": "`latest` is for people; no program reads it",
-    "drop: ftruncate home/run/.lock": "the lock holds without the note of its holder",
-    "drop: pwrite home/run/.lock": "the lock holds without the note of its holder",
-    "no check: whether the lock is held, before a save": "the check right before the step appears finds the same",
-    "drop: fsync local/run/.tmp-latest-*": "`latest` is for people; no program reads it",
-    "drop: ftruncate local/run/.lock": "the lock holds without the note of its holder",
-    "drop: pwrite local/run/.lock": "the lock holds without the note of its holder",
 }
 
 
@@ -113,6 +115,23 @@ def _unchecked_parts(path: str, step: int, tick: Any, *, heads: bool = True) -> 
     return manifest, [n for n in range(max(1, len(manifest.places))) if n not in absent]
 
 
+def _lost(held: Any, damage: str, at: Any) -> None:
+    raise IntegrityError(damage or f"{held.path}: a host lacks its part")
+
+
+def _of_no_other_host(root: str) -> list[Any]:
+    return [replace(part, places=[]) for part in part_target.sealed_parts(root)]
+
+
+def _new_id(root: str) -> str:
+    return local_places.secrets.token_hex(8)
+
+
+def _sealed_without_name(temporary: str, text: bytes, files: Any) -> None:
+    publish.check_written(temporary, publish._files_in(temporary), files)
+    publish._seal(temporary, text, files)
+
+
 def _sweep_all(root: str, places: Any, current: Any) -> None:
     places.on_each("look for parts", lambda: publish.sweep_leftovers(root), current)
 
@@ -150,7 +169,7 @@ _CHECKS: tuple[tuple[str, Any, str, Any], ...] = (
     ("whether the lock's file has its name", lock.DirectoryLock, "_has_its_name", lambda self: True),
     ("whether all files are there", publish, "check_written", _nothing),
     ("whether a step is newer than those there", run_steps.RunSteps, "name_of_next", None),
-    ("whether a step is whole, on resume", checkpointer, "quick_check", _nothing),
+    ("whether a step is whole, on resume", directories, "quick_check", _nothing),
     ("whether a step is whole, for retention", run_steps, "_is_whole", lambda *_: True),
     ("whether all parts are sealed before one appears", save, "publish_parts", _in_one_phase),
     ("whether all parts have appeared", save, "publish_parts", _without_end),
@@ -166,6 +185,15 @@ _CHECKS: tuple[tuple[str, Any, str, Any], ...] = (
     ("whether bytes of another host are right when read again", copies, "_ATTEMPTS", 1),
     ("whether a sealed part is of a published step", local_directories, "settle_parts", _sweep_all),
     ("whether other parts may have appeared, after a failure", ranks.Ranks, "is_settled", lambda *_: True),
+    ("whether a host that is away has the part", local_parts, "_refuse_lost", _lost),
+    ("whether another host may have published its part", parts, "sealed_parts", _of_no_other_host),
+    ("whether a directory has an id", local_directories, "id_of_place", _new_id),
+    ("whether newer steps are there, after a resume", run_steps.RunSteps, "go_on_from", lambda *_: []),
+    ("whether steps were lost", run_steps.RunSteps, "raise_if_lost", _nothing),
+    ("whether killed saves left something", publish, "sweep_leftovers", lambda root: []),
+    ("whether killed saves left something, on a host", parts, "sweep_leftovers", lambda *_: []),
+    ("whether a sealed part has its name on the disk", part_target, "seal_part", _sealed_without_name),
+    ("whether a newer step has made sealed parts useless", local_directories, "delete_sealed", _nothing),
     ("whether a directory of links is deleted", local_parts, "remove_tree", _nothing),
 )
 

@@ -16,6 +16,7 @@ from typing import Any
 import shardwise.checkpoint.checkpointer as checkpointer_module
 import shardwise.checkpoint.restore as restore_module
 import shardwise.checkpoint.save as save_module
+from shardwise.catalog.checkpoint import check_size
 from shardwise.checkpoint.collect import Collected, Lineage
 from shardwise.checkpoint.own_files import own_parts
 from shardwise.checkpoint.shared_fs import manifest_seen_by_first
@@ -27,7 +28,7 @@ from shardwise.planning import IOOptions
 from shardwise.state.typed_json import decode, encode
 from tests.simulation.agreements import TIMEOUT_S
 from tests.simulation.files import ROOT
-from tests.simulation.run_judge import Run, judge_holders, judge_wait
+from tests.simulation.run_judge import Run, judge_holders, judge_locked, judge_wait
 from tests.simulation.world import Killed, Process
 
 __all__ = ["launch", "without_tensors"]
@@ -89,6 +90,8 @@ def _restore(state: _State, path: str, ranks: Any, io: IOOptions) -> _Resumed:
     seen = manifest_seen_by_first(path, ranks)
     with ranks.agree("read manifest"):
         manifest = seen.manifest()
+        for name, entry in manifest.files.items() if state.is_local else ():
+            check_size(f"{path}/{name}", entry.nbytes)  # as a restore of tensors does
         shared = _decoded(read_documents(path, manifest, "state")["extra.who"])
         own = None
         if state.has_own(manifest, ranks):
@@ -167,6 +170,7 @@ def _main(run: Run, process: Process, steps: int) -> None:
         run.resumed.setdefault(process.launch, {})[process.rank] = (begin, state.found)
         for step in range(begin + 1, begin + 1 + steps):
             run.tried.add((process.launch, step))
+            run.began.setdefault((process.launch, step), world.now)
             call(f"save {step}", lambda s=step: checkpoints.save(state, s))
             if run.mode == "async":
                 call(f"wait {step}", checkpoints.wait)
@@ -199,7 +203,8 @@ def _open(run: Run, call: Callable[..., Any], process: Process) -> Any:
                     io=_IO,
                 ),
             )
-        except LockedError:
+        except LockedError as error:
+            judge_locked(run, process, str(error))
             if was_free:
                 raise
             run.ended[process.launch][process.rank].pop()

@@ -63,6 +63,7 @@ def plan_fault(run: Run, fault: str, processes: list[Process], server: Server) -
     elif fault == "the store dies":
         world.at(world.now + draw.random() * 5.0, server.die)
     elif fault == "a call fails":
+        run.had_failing_call = True
         run.disks[victim.host].failing = (draw.randrange(0, 60), draw.choice((5, 28)))  # EIO, ENOSPC
 
 

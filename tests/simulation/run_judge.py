@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +12,17 @@ from tests.simulation.agreements import limit_s
 from tests.simulation.files import Files
 from tests.simulation.world import Process, World
 
-__all__ = ["Run", "judge_end", "judge_holders", "judge_launch", "judge_lock", "judge_rename", "judge_wait"]
+__all__ = [
+    "Run",
+    "judge_end",
+    "judge_holders",
+    "judge_launch",
+    "judge_lock",
+    "judge_locked",
+    "judge_rename",
+    "judge_wait",
+    "watch_launch",
+]
 
 
 @dataclass(slots=True)
@@ -48,6 +61,12 @@ class Run:
     refused: dict[int, dict[int, str]] = field(default_factory=dict)
     """By launch and rank, the error of a resume that did not take an older step, because a host is away."""
 
+    began: dict[tuple[int, int], float] = field(default_factory=dict)
+    """By launch and step, when the first rank began to save it."""
+    had_failing_call: bool = False
+    has_guest: bool = False
+    """Whether a process of an earlier launch lived when the present one began. It may go on, and leave something, after the last one."""
+
     @property
     def is_local(self) -> bool:
         """Whether each host has a directory of its own."""
@@ -65,6 +84,40 @@ def judge_wait(run: Run, process: Process, name: str) -> None:
             f"late: launch {process.launch}, rank {process.rank} waited {waited_s:.2f} s in {name}, at most {most_s:.2f} "
             f"were allowed"
         )
+
+
+def watch_launch(run: Run, launch: int) -> None:
+    """A launch begins: look at what the one before has left, and from now on at what is made."""
+    run.has_guest = any(not p.is_dead for p in run.world.processes if p.launch < launch)
+    for files in run.disks:
+        files.on_mkdir = functools.partial(_judge_mkdir, run, launch)
+        if files.has(f"{run.home}/latest"):
+            hint = bytes(files.node(f"{run.home}/latest").content).decode(errors="replace")
+            if not re.fullmatch(r"step-[0-9]{8}\n", hint):
+                run.world.problems.append(f"hint: launch {launch} finds {hint!r} in latest")
+
+
+def _judge_mkdir(run: Run, launch: int, path: str) -> None:
+    """A save begins to write: not if the lock was lost before it was called."""
+    name = path.rpartition("/")[2]
+    if run.lock_lost_at is None or not name.startswith(".tmp-step-"):
+        return
+    if run.lock_lost_at < run.began.get((launch, int(name.split("-")[2])), 0.0):
+        run.world.problems.append(
+            f"lock: launch {launch} makes {name}, though the lock was lost before the save"
+        )
+
+
+def judge_locked(run: Run, process: Process, text: str) -> None:
+    """The error of a launch that another one keeps out says who that is."""
+    of_others = [p for (launch, _), p in run.holders.items() if launch != process.launch and not p.is_dead]
+    note = re.search(r"writes checkpoints here \((.*)\); stop it", text)
+    if note is None or run.had_failing_call or not of_others:
+        return
+    try:
+        json.loads(note[1])
+    except ValueError:
+        run.world.problems.append(f"nameless: launch {process.launch} is kept out by {note[1]}")
 
 
 def judge_holders(run: Run, process: Process) -> None:
@@ -141,7 +194,8 @@ def judge_end(run: Run, launch: int, files: Files) -> None:
     """After a launch without a fault: nothing of those before is left, and retention did its work."""
     problems = run.world.problems
     names = list(files.node(run.home).entries) if files.has(run.home) else []
-    if rubbish := [n for n in names if n.startswith((".tmp", ".trash"))]:
+    rubbish = [n for n in names if n.startswith((".tmp", ".trash"))]
+    if rubbish and not run.has_guest:
         problems.append(f"rubbish: {rubbish} is left after launch {launch}")
     steps = [n for n in names if n.startswith("step-") and "." not in n]
     newest = max(run.said, default=0)

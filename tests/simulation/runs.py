@@ -10,7 +10,7 @@ from tests.simulation.agreements import born, limit_s
 from tests.simulation.files import Files
 from tests.simulation.programs import launch as start
 from tests.simulation.run_faults import FAULTS, plan_fault
-from tests.simulation.run_judge import Run, judge_end, judge_launch, judge_rename
+from tests.simulation.run_judge import Run, judge_end, judge_launch, judge_rename, watch_launch
 from tests.simulation.store import Server
 from tests.simulation.world import World
 
@@ -34,6 +34,7 @@ def run_problems(world: World, server: Server, files: Files) -> list[str]:
         processes = [born(world, server, rank, size, launch) for rank in range(size)]
         run.lock_lost_at = None
         files.on_rename = functools.partial(judge_rename, run)
+        watch_launch(run, launch)
         if launch and not is_last and draw.random() < 0.15:
             run.forgets = launch
         steps = 1 if is_last else draw.randrange(1, 3)
@@ -51,7 +52,7 @@ def run_problems(world: World, server: Server, files: Files) -> list[str]:
                     f"hang: launch {launch}, rank {process.rank} still waits at {world.now:.1f} s"
                 )
         judge_launch(run, launch, processes, fault)
-        files.failing, files.on_rename, files.on_scan = None, None, None
+        files.failing, files.on_rename, files.on_scan, files.on_mkdir = None, None, None, None
         for process in processes:
             if process.paused_until > world.now and not process.is_dead and survivor:
                 world.note(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import shardwise as sw
 from shardwise.errors import CheckpointError
 from shardwise.format.manifest import read_manifest
 from shardwise.store.publish import commit, delete_all
+from shardwise.store.write import make_directories
 
 
 def state() -> sw.TrainState:
@@ -80,3 +82,28 @@ def test_deleting_goes_on_after_one_that_can_not_be_deleted(
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert f"can't delete {tmp_path / 'gone'}: " in record.getMessage()
+
+
+def test_the_name_of_a_directory_that_was_there_is_made_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start that was killed between mkdir and fsync has made it, and no one else syncs its name."""
+    synced: list[str] = []
+    failing: list[int] = []
+
+    def fsync(fd: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        if failing and synced[-1] == str(tmp_path):
+            raise OSError(failing[-1], os.strerror(failing[-1]))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    there = tmp_path / "there"
+    there.mkdir()
+    make_directories(str(there / "new" / "newest"))
+    assert synced == [str(tmp_path), str(there), str(there / "new")]
+    for number in (errno.EINVAL, errno.EROFS):  # the directory above a mount point is not ours
+        failing.append(number)
+        make_directories(str(there))
+    failing.append(errno.EIO)
+    with pytest.raises(CheckpointError, match="fsync failed"):
+        make_directories(str(there))

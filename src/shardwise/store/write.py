@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Callable
 from types import TracebackType
@@ -102,16 +103,30 @@ def write_file(path: str, content: bytes) -> FileEntry:
 
 
 def make_directories(path: str) -> None:
-    """Make a directory and its missing parents; every new name is durable on return. Raises ``OSError``."""
+    """Make a directory and its missing parents; every new name is durable on return, also one that a start which was killed, or could not
+    sync, has made. Raises ``OSError``, :class:`CheckpointError`."""
     missing = []
     while not patiently(os.path.isdir, path):
         missing.append(path)
         path = os.path.dirname(path)
+    _sync_name(path)
     for new in reversed(missing):
         # Another process was faster; or it is a file, and opening anything in it will fail.
         with contextlib.suppress(FileExistsError):
             patiently(os.mkdir, new)
         fsync_directory(os.path.dirname(new))
+
+
+def _sync_name(path: str) -> None:
+    """Make the name of a directory durable that was there. Those above it are: each was synced before the next was made.
+
+    Not where the directory above can't be opened or synced, as that of a mount point; raises :class:`CheckpointError` if its disk fails.
+    """
+    try:
+        fsync_directory(os.path.dirname(path))
+    except CheckpointError as error:
+        if getattr(error.__cause__, "errno", None) in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
+            raise
 
 
 def fsync_directory(path: str) -> None:
